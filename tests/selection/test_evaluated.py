@@ -17,8 +17,7 @@ from loragate.files import write_json
 from loragate.gates.range import Range
 from loragate.generation import read_samples
 from loragate.selection.candidate import grid
-from loragate.selection.evaluated import SweptCells
-from loragate.selection.outcome import suite_record
+from loragate.selection.outcome import SweptCells, suite_record
 from loragate.selection.store import Study
 
 TASK = """\

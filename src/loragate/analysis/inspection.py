@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +56,14 @@ def inspect_adapter(
         model = get_peft_model(model, record)
     record.init_lora_weights = initialised
     verdicts = examine_adapter(model, "default", list(target_modules) or None)
-    untrained = _untrained(place.adapter)
+    untrained, factors = [], place.adapter / "adapter_model.safetensors"
+    if factors.is_file():  # here, and not on the hub
+        try:
+            with safe_open(str(factors), framework="pt") as file:
+                names = [name for name in file.keys() if ".lora_B." in name]  # noqa: SIM118
+                untrained = [name for name in names if not bool(file.get_tensor(name).any())]
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{factors}: not a readable safetensors file ({error})") from error
     problems = [f"{len(untrained)} modules have B = 0 (never trained): nothing to gate there"] if untrained else []
     trainable = True
     try:
@@ -94,8 +100,19 @@ def inspect_adapter(
             "base_gib": total * (2 if str(getattr(config, "dtype", "")).endswith("16") else 4) / 2**30,
             "optimizer_mib": gate_parameters * 16 / 2**20,
         }
-    findings["endings"] = _endings(place, trust_remote_code)
-    problems.extend(findings["endings"].get("problems", []))
+    try:
+        tokenizer = open_tokenizer(place, Loading(trust_remote_code=trust_remote_code))
+    except LoragateError as error:
+        problems.append(f"the tokenizer could not be read, so endings were not checked: {error}")
+        return findings | {"endings": {"problems": problems[-1:]}}
+    report = ending_health(tokenizer, None, generation_config(place.base, trust_remote_code))
+    problems.extend(report.problems)
+    findings["endings"] = {
+        "end_tokens": list(report.end_tokens),
+        "stop_ids": list(report.stop_ids),
+        "stops": report.stops,
+        "problems": report.problems,
+    }
     return findings
 
 
@@ -115,30 +132,3 @@ def _gates(place: Place) -> dict[str, Any]:
         "accepted": selection.get("accepted") if isinstance(selection, dict) else None,
         "temperature": place.recommended_temperature,
     }
-
-
-def _endings(place: Place, trust: bool) -> dict[str, Any]:
-    try:
-        tokenizer = open_tokenizer(place, Loading(trust_remote_code=trust))
-    except LoragateError as error:
-        return {"problems": [f"the tokenizer could not be read, so endings were not checked: {error}"]}
-    report = ending_health(tokenizer, None, generation_config(place.base, trust))
-    return {
-        "end_tokens": list(report.end_tokens),
-        "stop_ids": list(report.stop_ids),
-        "stops": report.stops,
-        "problems": report.problems,
-    }
-
-
-def _untrained(adapter: Path) -> list[str]:
-    """Modules whose B factor is exactly zero, read from the adapter's file where it is local."""
-    path = adapter / "adapter_model.safetensors"
-    if not path.is_file():
-        return []
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            names = [name for name in file.keys() if ".lora_B." in name]  # noqa: SIM118
-            return [name for name in names if not bool(file.get_tensor(name).any())]
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path}: not a readable safetensors file ({error})") from error

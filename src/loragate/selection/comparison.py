@@ -207,6 +207,17 @@ class Comparison:
         answers += sum(part["answers"] for part in self.parts.values())
         alone = {one.temperature or 0.0: self._probed(one).scores for one in self.results if one.kind == ADAPTER}
         sampled = any(self.bench.settings(one).on_policy for one in self.trained)
+        kept = {}
+        if retention and self.retained:  # the adapter was asked first
+            fallback, *others = self.retained
+            kept = {
+                "probe": retention.as_dict(),
+                "rule": f"a candidate that loses more than {100 * LOSS:g} points, its paired 95 % interval below 0, is not picked",
+                "evidence": {one: asdict(average_at_k(values)) for one, values in self.retained.items()},
+                "against_adapter": {
+                    one: asdict(compare(self.retained[one], self.retained[fallback])) for one in others
+                },
+            }
         optional = {
             "failed": self.failed,
             "stopped": {
@@ -219,7 +230,7 @@ class Comparison:
                 }
                 for one in self.stopped
             },
-            "retention": retention_record(self.retained, retention.as_dict()) if retention and self.retained else None,
+            "retention": kept,
             "confirmation": self.confirmation,
             "own_answers": own_answers(alone) if sampled and self.probe.kind == "labelled" else None,
         }
@@ -328,16 +339,3 @@ def vetoes(scores: Mapping[str, np.ndarray], fallback: str) -> dict[str, str]:
                 f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f})"
             )
     return found
-
-
-def retention_record(scores: Mapping[str, np.ndarray], probe: dict[str, Any]) -> dict[str, Any]:
-    """The evidence for the artifact: each score, and each difference from the adapter, which was asked first."""
-    fallback = next(iter(scores))
-    return {
-        "probe": probe,
-        "rule": f"a candidate that loses more than {100 * LOSS:g} points, its paired 95 % interval below 0, is not picked",
-        "evidence": {name: asdict(average_at_k(values)) for name, values in scores.items()},
-        "against_adapter": {
-            name: asdict(compare(values, scores[fallback])) for name, values in scores.items() if name != fallback
-        },
-    }

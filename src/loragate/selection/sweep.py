@@ -255,7 +255,7 @@ class Swept:
                 "the command with --resume to try them again"
             )
         trained = any(one.range is not None and one.slug in self.results for one in self.study.candidates)
-        if not trained or (self.summary is not None and not _candidates(self.summary)):
+        if not trained or (self.summary is not None and not any(one["candidates"] for one in self.summary["choices"])):
             raise DivergenceError(
                 "no cell's training stayed finite in all its seeds; lower --learning-rate or train in fp32, in a new --out"
             )
@@ -308,7 +308,7 @@ def _conclude(store: Store) -> Swept:
     summary = summarise(study, results) | {"diverged": diverged, "failures": failures}
     write_json(folder / "sweep_results.json", summary)
     best = None
-    if not failures and _candidates(summary):
+    if not failures and any(one["candidates"] for one in summary["choices"]):
         (choice,) = summary["choices"]
         if (one := written_of(study, choice)) is not None:
             best, probe = folder / "best", results[one.slug].probe
@@ -321,8 +321,3 @@ def _conclude(store: Store) -> Swept:
                 (best / CONFIG).unlink(missing_ok=True)  # of a choice before a diverged trial was tried again
                 copy_artifact(store.place(one) / GATED, best, record, probe.about.get("temperature"))
     return Swept(study, results, diverged, failures, summary, best)
-
-
-def _candidates(summary: Mapping[str, Any]) -> bool:
-    """Whether there was anything to choose from."""
-    return any(choice["candidates"] for choice in summary["choices"])

@@ -32,7 +32,7 @@ from loragate.gates.fingerprint import base_weight_samples
 from loragate.gates.schema import CONFIG
 from loragate.generation import Engine, OnProgress, TransformersEngine
 from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
-from loragate.selection.chosen import CANDIDATES, Chosen, without_evidence
+from loragate.selection.chosen import CANDIDATES, UNVERIFIED, Chosen
 from loragate.selection.comparison import Comparison, settings_on
 from loragate.selection.evidence import Evidence, answer_tokens, reward_of
 from loragate.selection.probe import Probe
@@ -318,7 +318,15 @@ class Transaction:
                 on_event(one, stage, done, total, entropy)
 
         result = fit(self.bench, one, self.folder / "run", tell, resume=resume)
-        evidence = {**result.evidence(), "selection": without_evidence(one)}
+        assert one.range is not None, "gates were trained"
+        selection = {
+            "method": "given by the user",
+            "accepted": True,
+            "range": [one.range.lower, one.range.upper],
+            "reason": UNVERIFIED,
+            "evidence": "none: not compared with the adapter",
+        }
+        evidence = {**result.evidence(), "selection": selection}
         if process_state().is_main_process:
             save_artifact(self.bench, self.folder, evidence)
         return Chosen(self.folder, one, evidence)
