@@ -17,16 +17,7 @@ import numpy as np
 import torch
 
 from loragate.analysis.interventions import InterventionRow, in_points
-from loragate.analysis.rows import (
-    CLASSES,
-    Interval,
-    Reader,
-    Row,
-    TokenClasses,
-    answer_rows,
-    ratio,
-    unheard,
-)
+from loragate.analysis.rows import CLASSES, Interval, Reader, Row, TokenClasses, answer_rows, ratio, unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import Record, Subject
 from loragate.analysis.supplied import SIGNS, Sign, suppressing, switched_off
@@ -84,7 +75,7 @@ class ClassEntropy:
     positive: Interval
     base: Interval
     adapter: Interval
-    gated: Interval | None
+    gated: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -229,19 +220,8 @@ def by_class(found: TokenEntropies, classes: TokenClasses, seed: int = 0) -> tup
         chosen = np.ones(len(kinds), dtype=bool) if name == ALL else kinds == CLASSES.index(name)
         if not chosen.any():
             continue
-        means = {stream: interval(values, chosen) for stream, values in found.entropy.items()}
-        table.append(
-            ClassEntropy(
-                name=name,
-                tokens=int(chosen.sum()),
-                delta=interval(delta, chosen),
-                negative=interval((delta < 0).astype(float), chosen),
-                positive=interval((delta > 0).astype(float), chosen),
-                base=means["base"],
-                adapter=means["adapter"],
-                gated=means.get("gated"),
-            )
-        )
+        each = (delta, (delta < 0).astype(float), (delta > 0).astype(float), *found.entropy.values())
+        table.append(ClassEntropy(name, int(chosen.sum()), *(interval(values, chosen) for values in each)))
     return tuple(table)
 
 

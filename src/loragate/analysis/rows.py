@@ -110,12 +110,7 @@ def class_of_text(text: str) -> str:
 
 
 class TokenClasses:
-    """Classes of a tokenizer's tokens, found when first asked for.
-
-    Args:
-        tokenizer: of the base.
-        ends: ids that end an answer, the tokenizer's own end-of-sequence token included.
-    """
+    """Classes of a tokenizer's tokens, found when first asked for; `ends` are all ids that end an answer."""
 
     def __init__(self, tokenizer: Any, ends: Collection[int]) -> None:
         self.tokenizer, self.ends = tokenizer, frozenset(ends)

@@ -191,8 +191,8 @@ def _folder(options: RecipesOptions, recipe: Recipe) -> str:
 
 def _how(options: RecipesOptions, recipe: Recipe, folder: str | Path) -> Run:
     again, stages, out = run_line(options, recipe), comma_list(options.stages), console()
-    more = {"again": again, "say": lambda text: out.print(text, markup=False)}
-    return recipes.Run(Path(folder), stages, options.launcher, options.eval_python, **more)
+    how = recipes.Run(Path(folder), stages, options.launcher, options.eval_python, again)
+    return dataclasses.replace(how, say=lambda text: out.print(text, markup=False))
 
 
 def _print_configs(recipe: Recipe, how: Run) -> None:

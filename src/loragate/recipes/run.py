@@ -166,10 +166,7 @@ def start(command: list[str], what: str, again: str) -> None:
 def interpreter(run: Run) -> str:
     """The program that starts stages with vLLM, by its whole path, as `--eval-python`, the environment or the folder names it.
 
-    Links stay, as an environment is found by them. Empty where none is named.
-
-    Raises:
-        ConfigError: if there is no such program.
+    Links stay, as an environment is found by them. Empty where none is named; no such program is a ConfigError.
     """
     named = run.eval_python or os.environ.get(EVAL_PYTHON, "")
     if not named and (run.folder / RECORD).is_file():
@@ -188,9 +185,6 @@ def require_parts(recipe: Recipe, stages: Sequence[Stage], run: Run, evaluator: 
     Args:
         stages: those that are going to run, placed in the run's folder.
         evaluator: the interpreter of stages that answer with vLLM; empty for this one.
-
-    Raises:
-        ConfigError: with everything that is missing, stage by stage, and what to do instead.
     """
     place = str(run.folder)
     found = lacking([stage for stage in stages if not stage.vllm], place)

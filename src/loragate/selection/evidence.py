@@ -70,10 +70,8 @@ class Evidence:
         rows: all training rows, with which no question may be shared.
         probe, retention: files, or rows in memory; None where there are none.
         spare: rows that were set aside as questions; None where they are not needed.
-        settings: how they are asked.
 
-    Raises:
-        DataError, ConfigError: naming what cannot be used, before anything long begins.
+    A DataError or ConfigError names what cannot be used, before anything long begins.
     """
 
     def __init__(

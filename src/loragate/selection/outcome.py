@@ -35,8 +35,6 @@ _ROUNDING = (
     1e-9  # means over another number of samples round differently; two shares of right answers are further apart
 )
 
-Tables = list[np.ndarray]
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -201,7 +199,7 @@ def suite_record(
     own = [_means([rows[task, "adapter"]]) for task in tasks]
     mine = [one for one in study.candidates if one.range is not None]
     cells: list[dict[str, Any]] = []
-    tables: dict[str, Tables] = {}
+    tables: dict[str, list[np.ndarray]] = {}
     for name, trials in grouped(mine).items():
         found = [trial for trial in trials if (tasks[0], f"gated {trial.name}") in rows]
         if not found:
@@ -213,6 +211,21 @@ def suite_record(
         more = {"score": asdict(suite_average(scored)), "difference": asdict(compare_suites(scored, own))}
         cells.append({**head, **more, "differs": False})
     _tell_apart(cells)
+    every = {ADAPTER: own, **tables}
+    best = max(every, key=lambda name: suite_average(every[name]).mean)
+    picked, regret = str(chosen.get("picked", "")) if chosen.get("accepted") else "", None
+    if picked in tables:
+        # a model does not differ from itself, which the test cannot know
+        alike = {"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
+        regret = alike if best == picked else asdict(compare_suites(every[best], every[picked]))
+    choice = {
+        "adapter": study.candidates[0].adapter,
+        "picked": picked,
+        "accepted": picked in tables,
+        "candidates": len(tables),
+        "adapter_score": asdict(suite_average(own)),
+        "oracle": {"name": best, "score": asdict(suite_average(every[best])), "regret": regret},
+    }
     return {
         "format": "loragate sweep evaluation",
         "version": 1,
@@ -224,7 +237,7 @@ def suite_record(
         "seeds": list(dict.fromkeys(trial.seed for trial in mine)),
         "comparisons": len(cells),
         "cells": cells,
-        "choices": [_suite_choice(study.candidates[0].adapter, own, tables, chosen)],
+        "choices": [choice],
     }
 
 
@@ -328,26 +341,6 @@ def best_record(
         "difference": {**picked["difference"], "comparisons": summary["comparisons"]},
         "note": "the mean of what was picked is optimistic, because it was picked for it",
         **({"failed": failed} if failed else {}),
-    }
-
-
-def _suite_choice(label: str, own: Tables, tables: Mapping[str, Tables], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What the probe had chosen, with the best cell of the suite beside it."""
-    every = {"adapter": own, **tables}
-    best = max(every, key=lambda name: suite_average(every[name]).mean)
-    picked = str(chosen.get("picked", "")) if chosen.get("accepted") else ""
-    regret = None
-    if picked in tables:
-        # a model does not differ from itself, which the test cannot know
-        alike = {"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
-        regret = alike if best == picked else asdict(compare_suites(every[best], every[picked]))
-    return {
-        "adapter": label,
-        "picked": picked,
-        "accepted": picked in tables,
-        "candidates": len(tables),
-        "adapter_score": asdict(suite_average(own)),
-        "oracle": {"name": best, "score": asdict(suite_average(every[best])), "regret": regret},
     }
 
 

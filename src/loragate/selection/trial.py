@@ -36,15 +36,7 @@ from loragate.generation import Engine, TransformersEngine
 from loragate.models import Place
 from loragate.selection.candidate import ADAPTER, GATES, Candidate
 from loragate.selection.probe import Probe, Scored
-from loragate.selection.store import (
-    ADAPTERS,
-    FAILED,
-    GATED,
-    PART,
-    TRAINED,
-    Store,
-    TrialResult,
-)
+from loragate.selection.store import ADAPTERS, FAILED, GATED, PART, TRAINED, Store, TrialResult
 from loragate.training import CalibrationResult, CalibrationSettings, calibrate
 from loragate.training.callbacks import PAUSE, StepReport
 
@@ -132,9 +124,7 @@ def run_trial(
         questions: of the probe that it is asked at least, the first ones; None for all. More can be asked later.
         retention: whether it is asked the retention probe as well.
 
-    Raises:
-        KeyboardInterrupt: on Ctrl-C, after a checkpoint.
-        Exception: whatever went wrong; it is also kept in failed.json.
+    What goes wrong is raised and kept in failed.json; Ctrl-C is a KeyboardInterrupt after a checkpoint.
     """
     with _alone(store, candidate, on_event) as tell:
         known = store.read(candidate)
