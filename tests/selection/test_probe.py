@@ -15,7 +15,6 @@ from loragate.selection.questions import (
     prompts_of,
     prompts_to_exclude,
     require_disjoint,
-    shared_with,
 )
 
 SAMPLING = SamplingConfig(samples=2, seed=5)
@@ -135,6 +134,15 @@ def test_what_counts_as_the_same_question(left, right, same):
     assert (key_of(left) == key_of(right)) is same
 
 
+def shared_with(asked, others):
+    """Whether a probe of one question is refused because it is among others."""
+    try:
+        require_disjoint([asked], others, "the training rows")
+    except DataError:
+        return True
+    return False
+
+
 def test_shared_questions_are_found_in_every_row_format():
     rows = [
         {"messages": [{"role": "user", "content": "first Question"}, {"role": "assistant", "content": "an answer"}]},
@@ -162,9 +170,9 @@ def test_shared_questions_are_found_in_every_row_format():
         "fourth question?",
         "translate fifth question",
     ):
-        assert shared_with([question(text)], texts), text
+        assert shared_with(question(text), texts), text
     for text in ("an answer", "be brief", "translate", "sixth question", "?"):
-        assert not shared_with([question(text)], [*texts, "", "!"]), text
+        assert not shared_with(question(text), [*texts, "", "!"]), text
     with pytest.raises(DataError, match=r"probe.jsonl:4: 1 of 2 probe questions are also among the training rows"):
         require_disjoint([question("new"), question("Third question")], texts, "the training rows")
     require_disjoint([question("new")], [], "nothing at all")
@@ -173,11 +181,11 @@ def test_shared_questions_are_found_in_every_row_format():
 def test_wrapped_questions_are_recognised():
     long = "A train leaves at nine and another one leaves at ten; when do the two of them meet on the way?"
     asked = Question("0", f"Solve this.\n{long}", "", {"problem": long}, "p:1")
-    assert shared_with([asked], [long.upper()]), "a task's template does not hide the row's own question"
+    assert shared_with(asked, [long.upper()]), "a task's template does not hide the row's own question"
     bare = Question("0", long, "", {}, "p:1")
-    assert shared_with([bare], [f"{long}\nPlease reason step by step."]), "nor does the template of the training rows"
+    assert shared_with(bare, [f"{long}\nPlease reason step by step."]), "nor does the template of the training rows"
     short = Question("0", "w1 w2", "", {}, "p:1")
-    assert not shared_with([short], ["w1 w2 w3"])
+    assert not shared_with(short, ["w1 w2 w3"])
 
 
 def test_a_check_against_nothing_is_refused():

@@ -19,7 +19,6 @@ from loragate.gates import examine_adapter
 from loragate.gates.eligibility import require_trainable
 from loragate.gates.schema import read_tensors
 from loragate.models import Loading, base_config, explained, generation_config, open_tokenizer, require_here, resolve
-from loragate.models.place import Place
 
 
 def inspect_adapter(
@@ -43,7 +42,19 @@ def inspect_adapter(
     if place.kind == "base":
         resolve(adapter, base, expect="adapter")  # says what it holds instead
     require_here("base model", place.base.name)
-    gates, place = _gates(place), place.plain
+    gates: dict[str, Any] = {}
+    if place.kind == "gated":
+        stored: Any = place.gates
+        read_tensors(place.folder, stored)
+        selection = stored.get("selection") or {}
+        gates = {
+            "source": place.source,
+            **{key: stored["gate"][key] for key in ("lower", "upper", "granularity")},
+            "modules": len(stored["modules"]),
+            "accepted": selection.get("accepted") if isinstance(selection, dict) else None,
+            "temperature": place.recommended_temperature,
+        }
+    place = place.plain
     with explained("base model", place.base.name):
         config = base_config(place.base, trust_remote_code)
         with torch.device("meta"):
@@ -114,21 +125,3 @@ def inspect_adapter(
         "problems": report.problems,
     }
     return findings
-
-
-def _gates(place: Place) -> dict[str, Any]:
-    """What a gated folder says of its gates; {} for a plain adapter."""
-    if place.kind != "gated":
-        return {}
-    record: Any = place.gates
-    read_tensors(place.folder, record)
-    selection = record.get("selection") or {}
-    return {
-        "source": place.source,
-        "lower": record["gate"]["lower"],
-        "upper": record["gate"]["upper"],
-        "granularity": record["gate"]["granularity"],
-        "modules": len(record["modules"]),
-        "accepted": selection.get("accepted") if isinstance(selection, dict) else None,
-        "temperature": place.recommended_temperature,
-    }

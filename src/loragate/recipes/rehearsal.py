@@ -174,7 +174,12 @@ def write_standins(folder: Path) -> None:
 
 def build_tokenizer() -> Any:
     """Qwen2's tokenizer class over generated merges; 54,909 tokens, built without a network in a second."""
-    merges = _merges()
+    # pairs and triples of letters: after a space, small, and beginning with a capital
+    letters, space = string.ascii_lowercase, "Ġ"
+    pairs = [(head, tail) for head in [*letters, *string.ascii_uppercase] for tail in letters]
+    triples = [(head + middle, tail) for head, middle in pairs for tail in letters]
+    words = [(space, left + right) for left, right in pairs[: 26**2]]
+    merges = pairs + triples + words + [(space, left + right) for left, right in triples[: 26**3]]
     # the 256 characters that stand for bytes, as every byte-level tokenizer has them; sorted, as GPT-2 orders them
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     codes = [*shown, *(256 + index for index in range(256 - len(shown)))]
@@ -275,14 +280,3 @@ def _steps(index: int) -> str:
     count = LONGEST if index % 320 == 9 else draw.randint(1, 3)
     pairs = [(draw.randint(2, 99), draw.randint(2, 99)) for _ in range(count)]
     return "\n".join(f"We take {a} and add {b}, which gives {a + b}." for a, b in pairs)
-
-
-def _merges() -> list[tuple[str, str]]:
-    """Pairs and triples of letters: after a space, small, and beginning with a capital."""
-    letters, heads = string.ascii_lowercase, [*string.ascii_lowercase, *string.ascii_uppercase]
-    space = "Ġ"
-    pairs = [(head, tail) for head in heads for tail in letters]
-    triples = [(head + middle, tail) for head, middle in pairs for tail in letters]
-    words = [(space, left + right) for left, right in pairs[: 26 * 26]]
-    longer = [(space, left + right) for left, right in triples[: 26**3]]
-    return pairs + triples + words + longer

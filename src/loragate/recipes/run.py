@@ -31,8 +31,7 @@ import yaml
 
 from loragate.errors import ConfigError, LoragateError
 from loragate.files import held, require_new, require_same, write_json, write_text
-from loragate.recipes.machine import needs
-from loragate.recipes.ready import ask, lacking, settled
+from loragate.recipes.ready import ask, lacking, needs, settled
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.training.launching import wait_for
 from loragate.version import __version__

@@ -111,8 +111,7 @@ def parse_candidates(text: str, objective: str = "entropy", seed: int = 0) -> tu
         text: "0,1;-6,3;-3,1@anchored".
         objective, seed: of those that name none.
 
-    Raises:
-        ConfigError: for what is no range or objective, a candidate that stands there twice, or none.
+    What is no range or objective, stands there twice, or nothing at all is a ConfigError.
     """
     found: list[Candidate] = []
     for part in filter(None, (part.strip() for part in text.split(";"))):

@@ -259,11 +259,14 @@ def prompts_to_exclude(rows: Iterable[Mapping[str, Any]], what: str) -> list[str
     return texts
 
 
-def shared_with(questions: Sequence[Question], others: Iterable[str]) -> list[Question]:
-    """The questions that are also among `others`, compared by their prompt and by the row's own question."""
+def require_disjoint(questions: Sequence[Question], others: Iterable[str], what: str) -> None:
+    """Refuse a probe that shares questions with other rows, compared by their prompt and by the row's own question.
+
+    The DataError names the first and how many there are.
+    """
     seen = {key for key in map(key_of, others) if key}
     joined = "\n".join(seen)
-    return [
+    shared = [
         question
         for question in questions
         if any(
@@ -272,11 +275,6 @@ def shared_with(questions: Sequence[Question], others: Iterable[str]) -> list[Qu
             if key
         )
     ]
-
-
-def require_disjoint(questions: Sequence[Question], others: Sequence[str], what: str) -> None:
-    """Refuse a probe that shares questions with other rows; the DataError names the first and how many there are."""
-    shared = shared_with(questions, others)
     if shared:
         raise DataError(
             f"{shared[0].place}: {len(shared)} of {len(questions)} probe questions are also among {what}; a range picked on "

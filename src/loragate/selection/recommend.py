@@ -121,10 +121,8 @@ def recommend(scores: Mapping[Candidate, np.ndarray]) -> Recommendation:
     """The simplest setting than which no more complicated one is probably better, of those that were asked everything.
 
     Args:
-        scores: {setting: scores [questions, samples]} on the first of the same questions; greedy answers need one sample.
-
-    Raises:
-        ConfigError: if no setting of the adapter was asked everything.
+        scores: {setting: scores [questions, samples]} on the first of the same questions, the adapter's on all of them
+            (ConfigError); greedy answers need one sample.
     """
     questions = max(map(len, scores.values()), default=0)
     if not any(one.kind == ADAPTER and len(asked) == questions for one, asked in scores.items()):
