@@ -93,11 +93,9 @@ def lacking(stages: Sequence[Stage], folder: str) -> list[str]:
     found: dict[str, list[str]] = {}
     programs = any(stage.values.get("suite") == "code" for stage in stages)
     for stage in stages:
-        here = {key: value for key, value in stage.values.items() if not str(value).startswith(f"{folder}/")}
+        earlier = [key for key, value in stage.values.items() if str(value).startswith(f"{folder}/") and key != "out"]
+        here = {key: value for key, value in stage.values.items() if key not in earlier}
         options = options_of(dataclasses.replace(stage, values=here), stage.name)
-        options = dataclasses.replace(
-            options, **({"out": f"{folder}/{stage.output}"} if hasattr(options, "out") else {})
-        )
         if stage.command in CHECKED:
             for text in _missing(_checks(options, stage.name, programs)):
                 found.setdefault(text, []).append(stage.name)
@@ -132,7 +130,7 @@ def answer(file: Path) -> None:
 
 
 def _missing(checks: Iterator[Check]) -> Iterator[str]:
-    """The sentences of the checks that fail; the last may be one that cannot be told."""
+    """The sentences of the checks that fail, and of one that cannot even be named, after which there are no others."""
     try:
         for check in checks:
             try:

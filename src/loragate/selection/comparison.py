@@ -207,7 +207,7 @@ class Comparison:
         answers += sum(part["answers"] for part in self.parts.values())
         alone = {one.temperature or 0.0: self._probed(one).scores for one in self.results if one.kind == ADAPTER}
         sampled = any(self.bench.settings(one).on_policy for one in self.trained)
-        kept = {}
+        best, kept = {one: max(part["scores"].values()) for one, part in self.parts.items()}, {}
         if retention and self.retained:  # the adapter was asked first
             fallback, *others = self.retained
             kept = {
@@ -223,10 +223,8 @@ class Comparison:
             "stopped": {
                 self.names[one]: {
                     "steps": self.parts[one]["steps"],
-                    "score": max(self.parts[one]["scores"].values()),
-                    "weakest_kept": min(
-                        max(self.parts[o]["scores"].values()) for o in self.parts if o not in self.stopped
-                    ),
+                    "score": best[one],
+                    "weakest_kept": min(score for one, score in best.items() if one not in self.stopped),
                 }
                 for one in self.stopped
             },
