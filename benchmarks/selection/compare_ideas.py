@@ -33,7 +33,7 @@ import numpy as np
 from compare_rules import DEFAULT, PLAIN, VERDICTS, Pick, Situation, best_on_probe, judge, load
 
 from loragate.files import write_json
-from loragate.selection.agreement import majority
+from loragate.selection.probe import majority
 from worlds.situations import SITUATIONS
 
 ANSWERS = VERDICTS.with_name("selection_answers.jsonl.gz")

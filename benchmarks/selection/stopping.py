@@ -45,8 +45,7 @@ from loragate.selection.comparison import TEMPERATURES, settings_on, stronger
 from loragate.selection.probe import Probe, Scored
 from loragate.selection.recommend import SURE, believe
 from loragate.selection.settings import SelectionSettings
-from loragate.selection.store import PART, Store
-from loragate.selection.study import Study
+from loragate.selection.store import PART, Store, Study
 from loragate.selection.transaction import RANGES, Transaction, gates_all
 from loragate.selection.trial import PART_QUESTIONS, SHARE, run_trial, train_part, train_trial
 from loragate.training import CalibrationSettings

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.analysis.alignment import mean_direction, updates
+from loragate.analysis.alignment import mean_direction, update_between
 from loragate.analysis.directions import (
     NAMES,
     agreements,
+    by_group,
     coordinate_sums,
     differentiable_gates,
     gate_input_gradient,
-    merged,
     parameter_slices,
     row_directions,
 )
@@ -50,7 +50,7 @@ def autograd_directions(peft, row, values):
     for name in NAMES:
         with gate_input_gradient(peft, detached=name == "entropy_semi"):
             z = peft(input_ids=ids, use_cache=False).logits[0, :-1][kept]
-        top, r = z.detach().topk(K, -1).indices, values.table(0, len(z), z)
+        top, r = z.detach().topk(K, -1).indices, values(slice(0, len(z)), z)
         if name.startswith("entropy"):
             scalar = -math.log(K) * lg.topk_entropy(z, K).sum()
         elif name == "value_topk":
@@ -93,9 +93,8 @@ def test_reference_values_are_log_probabilities_of_the_model_that_acts():
     labels = torch.tensor(rows[0]["labels"])
     with torch.no_grad(), peft.disable_adapter():
         z = peft(input_ids=torch.tensor([rows[0]["input_ids"]])).logits[0, :-1][labels[1:] >= 0]
-    assert torch.allclose(values.table(0, len(z), z), torch.log_softmax(z, -1), atol=1e-5)
-    assert torch.allclose(values.table(1, 2, z), values.table(0, len(z), z)[1:2])
-    assert values.states.shape == (len(z), 32), "what is kept of each row is not as wide as the vocabulary"
+    assert torch.allclose(values(slice(0, len(z)), z), torch.log_softmax(z, -1), atol=1e-5)
+    assert torch.allclose(values(slice(1, 2), z), values(slice(0, len(z)), z)[1:2])
 
 
 def test_terms_coordinates_and_updates():
@@ -113,23 +112,12 @@ def test_terms_coordinates_and_updates():
     with differentiable_gates(peft):
         for row, value in zip(rows, values, strict=True):
             sums.append(coordinate_sums(reader, row, value, K, classes, prompt_of(row)))
-    agreement = agreements(sums, range(5))
+    agreement = agreements(sums)
     assert agreement[0].name == "all"
     assert {"prompt", "end"} <= {row.name for row in agreement}
-    points = {"a": torch.zeros(len(v)), "b": v.float()}
-    (update,) = updates(points, {"a": {"value": v, "entropy_semi": g}})
+    update = update_between("a", "b", v, value=v, entropy=g)
     assert update.gain == pytest.approx(float(v @ v), rel=1e-5)
     assert update.cosine == pytest.approx(1.0)
-
-
-class Given:
-    """Values [T, V] of all actions."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def table(self, start, stop, like):
-        return self.values[start:stop].to(like)
 
 
 def test_a_value_that_is_the_logits_agrees_everywhere():
@@ -137,12 +125,12 @@ def test_a_value_that_is_the_logits_agrees_everywhere():
     peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(1)
     reader, (row,) = Reader(peft, tokenizer), rows
     with torch.no_grad():
-        values = Given(reader.logits(reader.states(reader.batch(row))) / 2.5)
+        table = reader.logits(reader.states(reader.batch(row))) / 2.5
     with differentiable_gates(peft):
-        found = row_directions(reader, row, values, K)
-        sums = coordinate_sums(reader, row, values, K, TokenClasses(tokenizer, {1}), prompt_of(row))
+        found = row_directions(reader, row, lambda at, _: table[at], K)
+        sums = coordinate_sums(reader, row, lambda at, _: table[at], K, TokenClasses(tokenizer, {1}), prompt_of(row))
     assert torch.allclose(found.vectors["entropy"], 2.5 * found.vectors["value_topk"], rtol=1e-3, atol=1e-5)
-    assert agreements([sums], [0])[0].weighted.mean > 0.999
+    assert agreements([sums])[0].weighted.mean > 0.999
 
 
 def test_the_answer_is_no_prompt_where_only_its_end_is_counted():
@@ -153,7 +141,7 @@ def test_the_answer_is_no_prompt_where_only_its_end_is_counted():
     reader = Reader(peft, tokenizer)
     with differentiable_gates(peft):
         sums = coordinate_sums(reader, late, reference_values(reader, late), K, TokenClasses(tokenizer, {1}), prompt)
-    found = {row.name: row.coordinates for row in agreements([sums], [0])}
+    found = {row.name: row.coordinates for row in agreements([sums])}
     modules = len(lg.gate_parameters(peft)) // 2
     assert length - prompt > 2
     assert 0 < found["prompt"] <= modules * (prompt - 1) < found["all"]
@@ -162,7 +150,7 @@ def test_the_answer_is_no_prompt_where_only_its_end_is_counted():
 def test_rows_of_one_question_are_merged():
     peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(3)
     found, _ = measured(peft, rows, tokenizer)
-    together = merged(found, [7, 2, 7])
+    together = by_group(found, [7, 2, 7])
     assert [row.tokens for row in together] == [found[0].tokens + found[2].tokens, found[1].tokens]
     assert torch.equal(together[0].vectors["value"], found[0].vectors["value"] + found[2].vectors["value"])
 
@@ -211,19 +199,21 @@ def test_rollouts_complete_and_grade_every_branch():
     assert len(seen) == 2 * (len(tried) - finished) + finished, "an answer that is complete needs no completion"
     assert all(isinstance(answer, Sample) and 1 <= len(answer.token_ids) <= 6 for _, answer in seen)
     for index, table in values.items():
-        assert table.values.shape == table.actions.shape == (2, 3)
-        assert torch.equal(table.elsewhere, table.values.mean(-1))
-        dense = table.table(0, 2, torch.zeros(2, 160))
-        assert torch.equal(dense.gather(-1, table.actions), table.values)
+        dense = table(slice(0, 2), torch.zeros(2, 160))
         mine = [branch for branch in tried if branch.row == index]
-        for at, branch in enumerate(mine):
+        assert len(mine) == 2 * 3
+        for branch in mine:
             first = branch.token_ids[branch.prompt_length]
-            assert float(table.values[at // 3, at % 3]) == float(first % 2 == 0)
+            assert float(dense[branch.position, branch.action]) == float(first % 2 == 0)
+        for position in (0, 1):
+            actions = [branch.action for branch in mine if branch.position == position]
+            elsewhere = dense[position, [token for token in range(160) if token not in actions]]
+            assert bool((elsewhere == dense[position, actions].mean()).all())
     ended = Branch(0, 0, tokenizer.eos_token_id, 2, (3, 4, tokenizer.eos_token_id))
     stopped = rollout_values(
         engine, [ended], lambda found: [a.finish_reason == "stop" for _, a in found], sampling, {tokenizer.eos_token_id}
     )
-    assert float(stopped[0].values) == 1.0
+    assert float(stopped[0](slice(0, 1), torch.zeros(1, 160)).max()) == 1.0
 
 
 def test_a_late_branch_takes_no_room_from_an_early_one():

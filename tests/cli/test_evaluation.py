@@ -35,7 +35,7 @@ from loragate.evaluation.variants import Variant, acting, variants_for
 from loragate.generation import Sample, SampleWriter, SamplingConfig
 from loragate.models import Loaded, Loading, resolve
 from loragate.models.merge import merge_adapter
-from loragate.recipes.standins import QUESTIONS
+from loragate.recipes.rehearsal import QUESTIONS
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_rows
 
 TASK = words_task("question", samples=4, tokens=5, version=3)

@@ -10,11 +10,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 import loragate as lg
-from loragate.conversion.extract import extract_adapter
-from loragate.conversion.extract_checkpoint import open_checkpoint
+from loragate.conversion.extract import extract_adapter, write_adapter_folder
+from loragate.conversion.extract_checkpoint import BIASES, EMBEDDINGS, EXPERTS, HEAD, VECTORS, open_checkpoint
 from loragate.conversion.extract_factors import low_rank_factors
-from loragate.conversion.extract_layout import BIASES, EMBEDDINGS, EXPERTS, HEAD, VECTORS
-from loragate.conversion.extract_writing import write_adapter_folder
 from loragate.errors import ConfigError
 from loragate.models import resolve
 from test_families import FAMILIES, GROUPED, SETTINGS
@@ -384,7 +382,7 @@ def test_nothing_is_overwritten_or_left_behind(tmp_path, pair, monkeypatch):
     def fails(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("loragate.conversion.extract_writing.open_tokenizer", fails)
+    monkeypatch.setattr("loragate.conversion.extract.open_tokenizer", fails)
     with pytest.raises(KeyboardInterrupt):
         write_adapter_folder(extraction, tmp_path / "other")
     assert {path.name for path in tmp_path.iterdir()} == {"base", "tuned", "adapter-4"}

@@ -9,7 +9,7 @@ from loragate.analysis.settings import Request
 from loragate.errors import ConfigError
 from loragate.recipes import Recipe, Stage, every_name, read_recipe
 from loragate.recipes.files import files
-from loragate.recipes.machine import needs
+from loragate.recipes.ready import needs
 
 SCALE = "math/qwen2.5-math-1.5b/scale"
 
@@ -41,7 +41,7 @@ def asked(monkeypatch):
         gpu = SimpleNamespace(name=request.gpu_memory)
         return SimpleNamespace(request=request, config=config, least=least, chosen=least, gpu=gpu)
 
-    monkeypatch.setattr("loragate.recipes.machine.make_plan", make_plan)
+    monkeypatch.setattr("loragate.recipes.ready.make_plan", make_plan)
     return lambda recipe: {need.stage: need for need in needs(recipe)}
 
 
@@ -67,7 +67,7 @@ def test_what_every_stage_needs(asked):
 
 
 def test_what_a_recipe_of_ones_own_leaves_open_is_planned_with_defaults(asked, monkeypatch):
-    monkeypatch.setattr("loragate.recipes.machine._config", lambda recipe: None)
+    monkeypatch.setattr("loragate.recipes.ready._config", lambda recipe: None)
     mine = Recipe("mine", "", (Stage("sft", "sft", {"model": "mine", "data": "rows.jsonl", "rank": 8}),))
     request = asked(mine)["sft"].plan.request
     assert (request.rank, request.seq, request.strategy, request.quantization) == (8, Request.seq, "single", "none")

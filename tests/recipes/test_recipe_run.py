@@ -12,8 +12,7 @@ import yaml
 
 from loragate.errors import ConfigError, LoragateError
 from loragate.recipes import Recipe, Stage
-from loragate.recipes.folder import RunFolder
-from loragate.recipes.run import Run, interpreter, require_parts, run_recipe
+from loragate.recipes.run import Run, RunFolder, interpreter, require_parts, run_recipe
 from loragate.version import __version__
 
 

@@ -18,7 +18,7 @@ import loragate as lg
 from loragate.cli.arguments import parse
 from loragate.cli.main import main
 from loragate.cli.sft import COMMAND as SFT
-from loragate.recipes.standins import numina_rows
+from loragate.recipes.rehearsal import numina_rows
 from loragate.world.base import shipped_base_folder
 
 SCALE = "math/qwen2.5-math-1.5b/scale"

@@ -30,7 +30,7 @@ PLAN = SimpleNamespace(
 
 
 def test_a_rehearsal_on_paper(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("loragate.recipes.machine._plan", lambda *_: PLAN)  # test_machine.py makes them
+    monkeypatch.setattr("loragate.recipes.ready.make_plan", lambda *_, **__: PLAN)  # test_machine.py makes them
     assert main(["recipes", "rehearse", SCALE, "--dry-run", "--out", str(tmp_path / "r")]) == 0
     text = " ".join(capsys.readouterr().out.replace("\\\n", " ").split())
     assert "sft max_rows 100000 320" in text

@@ -1,6 +1,7 @@
 """What a rehearsal runs on behaves as the real thing, and what it changes is on its list."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
@@ -12,8 +13,7 @@ from loragate.data import encode_rows, ending_health, load_rows
 from loragate.evaluation.tasks import load_questions, suite
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.recipes import Run, read_recipe
-from loragate.recipes.rehearsal import rehearsal_of
-from loragate.recipes.standins import QUESTIONS, write_standins
+from loragate.recipes.rehearsal import QUESTIONS, rehearsal_of, write_standins
 
 SCALE = "math/qwen2.5-math-1.5b/scale"
 MAGICODER = ["lang", "raw_index", "index", "seed", "openai_fingerprint", "problem", "solution"]
@@ -90,7 +90,9 @@ def test_there_are_questions_for_every_task_that_is_asked(name):
 
 def test_counts_and_materials_are_replaced_and_nothing_else(tmp_path, monkeypatch):
     recipe = read_recipe("code/qwen2.5-math-7b/full-entropy")
-    monkeypatch.setattr("loragate.recipes.rehearsal._has_vllm", lambda recipe, run: False)
+    real = importlib.util.find_spec
+    there = lambda name, *rest: None if name == "vllm" else real(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", there)
     small = rehearsal_of(recipe, tmp_path, Run(tmp_path))
     replaced = recipe.differences(small)
     sft, calibrate, evaluation = small.stages

@@ -3,7 +3,7 @@
 import pytest
 
 from loragate.errors import DataError
-from loragate.selection.agreement import Majority, majority, why_unusable
+from loragate.selection.probe import Majority, majority, why_unusable
 
 
 def test_the_most_frequent_answer_stands_in_for_the_label():

@@ -17,9 +17,8 @@ from loragate.files import write_json
 from loragate.gates.range import Range
 from loragate.generation import read_samples
 from loragate.selection.candidate import grid
-from loragate.selection.evaluated import SweptCells
-from loragate.selection.outcome import suite_record
-from loragate.selection.study import Study
+from loragate.selection.outcome import SweptCells, suite_record
+from loragate.selection.store import Study
 
 TASK = """\
 name: NAME

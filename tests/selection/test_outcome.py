@@ -12,8 +12,7 @@ from loragate.gates.range import Range
 from loragate.selection.candidate import grid
 from loragate.selection.outcome import best_record, summarise, written_of
 from loragate.selection.probe import Scored
-from loragate.selection.store import TrialResult
-from loragate.selection.study import Study
+from loragate.selection.store import Study, TrialResult
 
 RANGES = [Range(-3, 1), Range(0, 1), Range(-6, 3)]
 PLAN = Study(grid("a", RANGES, [0, 1], ["entropy"]), {"x": 1})

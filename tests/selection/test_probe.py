@@ -5,12 +5,17 @@ import dataclasses
 import pytest
 from selection_kit import probe, put, questions, sample
 
-from loragate.errors import DataError
+from loragate.errors import ConfigError, DataError
 from loragate.evaluation.tasks import Question, load_task
 from loragate.generation import SamplingConfig
-from loragate.selection.disjoint import key_of, prompts_of, prompts_to_exclude, require_disjoint, shared_with
 from loragate.selection.probe import COOL, COOL_SAMPLES, by_agreement, signs_of
-from loragate.selection.questions import probe_task
+from loragate.selection.questions import (
+    key_of,
+    probe_task,
+    prompts_of,
+    prompts_to_exclude,
+    require_disjoint,
+)
 
 SAMPLING = SamplingConfig(samples=2, seed=5)
 
@@ -61,9 +66,8 @@ def test_a_greedy_probe_has_one_sample():
 
 
 def test_rows_that_the_tiny_grader_cannot_read():
-    (found, why), _ = agreement([["w3"]] * 32, task=probe_task("tiny", labelled=False))
-    assert found is None
-    assert "the column 'kind'" in why
+    with pytest.raises(ConfigError, match="the column 'kind'"):
+        agreement([["w3"]] * 32, task=probe_task("tiny", labelled=False))
 
 
 def test_the_fingerprint_sees_what_decides_a_score():
@@ -84,8 +88,7 @@ def test_the_fingerprint_sees_what_decides_a_score():
 
 def test_the_majority_becomes_the_label():
     texts = [["w3"] * 6 + ["w9"] * 2] * 20 + [["w5"]] * 15 + [[f"w{i}" for i in range(8)]] * 5
-    (found, why), engine = agreement(texts)
-    assert why == ""
+    found, engine = agreement(texts)
     assert found.kind == "agreement"
     assert [q.gold for q in found.questions] == ["w3"] * 20 + ["w5"] * 15, "no majority, no question"
     assert len(found.prompts) == 35
@@ -99,21 +102,20 @@ def test_the_majority_becomes_the_label():
 def test_agreement_that_cannot_select_says_why():
     free_text = [[f"w{q} w{i}" for i in range(8)] for q in range(40)]
     for texts, words in ((free_text, "only 0 questions"), ([[""]] * 40, "only 0 % of")):
-        (found, why), _ = agreement(texts)
-        assert found is None
-        assert words in why
-    (found, why), engine = agreement([["w3"]] * 32, task=load_task("mbpp"))
-    assert found is None
-    assert "programs" in why
+        with pytest.raises(ConfigError, match=words):
+            agreement(texts)
+    engine = Told([["w3"]] * 32)
+    with pytest.raises(ConfigError, match="programs"):
+        by_agreement(put(load_task("mbpp"), questions(32), SAMPLING), engine)
     assert engine.asked == []
 
 
 def test_the_majority_is_kept_for_a_resumed_selection(tmp_path):
-    (first, _), engine = agreement([["w3"]] * 32, tmp_path)
-    (again, _), silent = agreement([["w4"]] * 32, tmp_path)
+    first, engine = agreement([["w3"]] * 32, tmp_path)
+    again, silent = agreement([["w4"]] * 32, tmp_path)
     assert (len(engine.asked), len(silent.asked)) == (1, 0)
     assert again.fingerprint == first.fingerprint
-    (other, _), asked = agreement([["w4"]] * 33, tmp_path)
+    other, asked = agreement([["w4"]] * 33, tmp_path)
     assert len(asked.asked) == 1, "other questions are asked again"
     assert other.questions[0].gold == "w4"
 
@@ -130,6 +132,15 @@ def test_the_majority_is_kept_for_a_resumed_selection(tmp_path):
 )
 def test_what_counts_as_the_same_question(left, right, same):
     assert (key_of(left) == key_of(right)) is same
+
+
+def shared_with(asked, others):
+    """Whether a probe of one question is refused because it is among others."""
+    try:
+        require_disjoint([asked], others, "the training rows")
+    except DataError:
+        return True
+    return False
 
 
 def test_shared_questions_are_found_in_every_row_format():
@@ -159,9 +170,9 @@ def test_shared_questions_are_found_in_every_row_format():
         "fourth question?",
         "translate fifth question",
     ):
-        assert shared_with([question(text)], texts), text
+        assert shared_with(question(text), texts), text
     for text in ("an answer", "be brief", "translate", "sixth question", "?"):
-        assert not shared_with([question(text)], [*texts, "", "!"]), text
+        assert not shared_with(question(text), [*texts, "", "!"]), text
     with pytest.raises(DataError, match=r"probe.jsonl:4: 1 of 2 probe questions are also among the training rows"):
         require_disjoint([question("new"), question("Third question")], texts, "the training rows")
     require_disjoint([question("new")], [], "nothing at all")
@@ -170,11 +181,11 @@ def test_shared_questions_are_found_in_every_row_format():
 def test_wrapped_questions_are_recognised():
     long = "A train leaves at nine and another one leaves at ten; when do the two of them meet on the way?"
     asked = Question("0", f"Solve this.\n{long}", "", {"problem": long}, "p:1")
-    assert shared_with([asked], [long.upper()]), "a task's template does not hide the row's own question"
+    assert shared_with(asked, [long.upper()]), "a task's template does not hide the row's own question"
     bare = Question("0", long, "", {}, "p:1")
-    assert shared_with([bare], [f"{long}\nPlease reason step by step."]), "nor does the template of the training rows"
+    assert shared_with(bare, [f"{long}\nPlease reason step by step."]), "nor does the template of the training rows"
     short = Question("0", "w1 w2", "", {}, "p:1")
-    assert not shared_with([short], ["w1 w2 w3"])
+    assert not shared_with(short, ["w1 w2 w3"])
 
 
 def test_a_check_against_nothing_is_refused():

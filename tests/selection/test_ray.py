@@ -70,8 +70,12 @@ def at_work(driver, out):
     return held
 
 
-def test_a_worker_keeps_its_base_from_trial_to_trial(place, swept, tmp_path):
+def test_a_worker_keeps_its_base_from_trial_to_trial(place, swept, tmp_path, monkeypatch):
     """What Ray calls, without starting Ray."""
+    from loragate.selection import sweep as module
+
+    real, loads = module.open_base, []
+    monkeypatch.setattr(module, "open_base", lambda *given: loads.append(given) or real(*given))
     from loragate.cli.arguments import parse
     from loragate.cli.sweep import COMMAND, prepare
     from loragate.selection.on_ray import Worker
@@ -82,9 +86,8 @@ def test_a_worker_keeps_its_base_from_trial_to_trial(place, swept, tmp_path):
     worker = Worker(sweep_of, Store(tmp_path / "out", study))
     first, second = (trial for trial in study.candidates if trial.slug.endswith(("untouched", "0_1_seed1")))
     worker.run(first)
-    bench = worker.workshop.current
     worker.run(second)
-    assert worker.workshop.current is bench is not None
+    assert len(loads) == 1
     found, whole = numbers(tmp_path / "out"), numbers(swept)
     assert found == {slug: whole[slug] for slug in found}
     assert len(found) == 2

@@ -14,8 +14,7 @@ from loragate.files import held
 from loragate.gates.range import Range
 from loragate.selection.candidate import Candidate
 from loragate.selection.probe import Scored
-from loragate.selection.store import Store, TrialResult
-from loragate.selection.study import Study
+from loragate.selection.store import Store, Study, TrialResult
 
 TRIAL = Candidate(Range(-3, 1), adapter="a")
 STUDY = Study((Candidate(None, "adapter", adapter="a"), TRIAL), {"data": 1})

@@ -9,7 +9,7 @@ import pytest
 from loragate.errors import ConfigError, DataError
 from loragate.gates.range import Range
 from loragate.selection.candidate import Candidate, grid, label_of, parse_candidates
-from loragate.selection.study import Study
+from loragate.selection.store import Study
 
 
 def study(**identity):

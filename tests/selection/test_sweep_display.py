@@ -12,8 +12,7 @@ from loragate.cli.sweep import Trials
 from loragate.errors import DivergenceError
 from loragate.gates.range import Range
 from loragate.selection.candidate import grid
-from loragate.selection.store import Store
-from loragate.selection.study import Study
+from loragate.selection.store import Store, Study
 
 STUDY = Study(grid("a", [Range(-3.0, 1.0), Range(0.0, 1.0), Range(-6.0, 3.0)], [0], ["entropy"]), {"data": 1})
 

@@ -11,8 +11,7 @@ from loragate.errors import ConfigError
 from loragate.files import file_sha256
 from loragate.selection.candidate import Candidate
 from loragate.selection.outcome import best_record, summarise
-from loragate.selection.store import Store
-from loragate.selection.study import Study
+from loragate.selection.store import Store, Study
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sweep-v1"
 FROZEN = {

@@ -16,9 +16,8 @@ from loragate.gates.schema import read_gate_config
 from loragate.generation import TransformersEngine
 from loragate.models import resolve
 from loragate.selection import Candidate, SelectionSettings, choose, trial
-from loragate.selection.agreement import Majority
 from loragate.selection.comparison import CONFIRMING, ELSEWHERE, LARGE, own_answers, settings_on, vetoes
-from loragate.selection.probe import unread
+from loragate.selection.probe import Majority, unread
 from loragate.selection.transaction import Transaction, gates_all
 from loragate.training import CalibrationSettings
 from loragate.training.guards import GuardLimits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +15,9 @@ from loragate.analysis.directions import (
     Agreement,
     RowDirections,
     agreements,
+    by_group,
     coordinate_sums,
     differentiable_gates,
-    merged,
     parameter_slices,
     row_directions,
 )
@@ -116,7 +115,7 @@ def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> Alignmen
                 raw.append(row_directions(reader, row, values, k))
                 sums.append(coordinate_sums(reader, row, values, k, subject.classes, prompt_length))
                 on_progress(len(raw), count)
-        of_groups, slices = merged(raw, material.groups), parameter_slices(model)
+        of_groups, slices = by_group(raw, material.groups), parameter_slices(model)
         of_modules = tuple(terms(path, of_groups, place, seed, DRAWS // 2) for path, place in slices.items())
         over, between = over_training(subject, material, k, stored) if stored else ((), ())
     tokens = sum(row.tokens for row in raw)
@@ -133,7 +132,7 @@ def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> Alignmen
         modules=of_modules,
         checkpoints=over,
         updates=between,
-        coordinates=agreements(sums, material.groups, seed),
+        coordinates=agreements(by_group(sums, material.groups), seed),
     )
     return subject.keep(replace(record, conclusion=conclude(record)), "alignment")
 
@@ -148,21 +147,25 @@ def over_training(
     last = points[list(points)[-1]]
     if any(not torch.equal(last[name].to(value.device), value) for name, value in now.items()):
         points["end"] = now  # a calibration that ran to its end keeps its last step as a checkpoint
-    found, places, means = [], {}, {}
+    found: list[Terms] = []
+    updates: list[Update] = []
+    begin: dict[str, Tensor] = {}
     try:
         with subject.job("directions over training", len(points)) as on_progress:
             for name, point in points.items():
                 _set(parameters, point)
                 each = zip(material.rows, material.values, strict=True)
-                rows = [row_directions(subject.reader, row, values, k) for row, values in each]
-                rows = merged(rows, material.groups)
+                rows = by_group([row_directions(subject.reader, *one, k) for one in each], material.groups)
+                place = torch.cat([point[key].reshape(-1).cpu() for key in parameters])
+                if found:
+                    updates.append(update_between(found[-1].name, name, place.double() - begin.pop("place"), **begin))
+                begin = {"place": place.double(), "value": mean_direction(rows, "value")}
+                begin["entropy"] = mean_direction(rows, "entropy_semi")
                 found.append(terms(name, rows, seed=subject.seed))
-                places[name] = torch.cat([point[key].reshape(-1).cpu() for key in parameters])
-                means[name] = {key: mean_direction(rows, key) for key in ("entropy_semi", "value")}
                 on_progress(len(found), len(points))
     finally:
         _set(parameters, now)
-    return tuple(found), updates(places, means)
+    return tuple(found), tuple(updates)
 
 
 @torch.no_grad()
@@ -183,11 +186,7 @@ def starting_point(model: Any) -> dict[str, Tensor]:
 
 
 def read_checkpoints(folder: Path, model: Any) -> dict[str, dict[str, Tensor]]:
-    """{"step 100": gate parameters} of a calibration's folder, by step.
-
-    Raises:
-        ConfigError: if there is none, or one belongs to other gates.
-    """
+    """{"step 100": gate parameters} of a calibration's folder; a ConfigError for none, or those of other gates."""
     like = {name: parameter.shape for name, parameter in gate_parameters(model).items()}
     files = [path for run in (".", "run") for path in folder.glob(f"{run}/checkpoint-*/trained.safetensors")]
     by_step = {int(step): path for path in files if (step := path.parent.name.rpartition("-")[2]).isdigit()}
@@ -210,20 +209,9 @@ def mean_direction(rows: Sequence[RowDirections], name: str) -> Tensor:
     return torch.stack([row.vectors[name].double() for row in rows]).sum(0) / sum(row.tokens for row in rows)
 
 
-def updates(points: Mapping[str, Tensor], directions: Mapping[str, Mapping[str, Tensor]]) -> tuple[Update, ...]:
-    """What training did between consecutive points.
-
-    Args:
-        points: {name: gate parameters [P]} in order.
-        directions: {name: {"entropy_semi", "value"}} mean directions there.
-    """
-    found = []
-    for begin, end in itertools.pairwise(points):
-        moved = points[end].double() - points[begin].double()
-        value, entropy = directions[begin]["value"], directions[begin]["entropy_semi"]
-        gain, cosines = float(value @ moved), (_cosine(value, moved), _cosine(entropy, moved))
-        found.append(Update(begin, end, float(moved.norm()), gain, *cosines))
-    return tuple(found)
+def update_between(begin: str, end: str, moved: Tensor, value: Tensor, entropy: Tensor) -> Update:
+    """What training did between two points, from what it moved and the mean directions at the first, each [P] fp64."""
+    return Update(begin, end, float(moved.norm()), float(value @ moved), _cosine(value, moved), _cosine(entropy, moved))
 
 
 def _cosine(a: Tensor, b: Tensor) -> float | None:

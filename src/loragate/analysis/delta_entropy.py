@@ -16,25 +16,14 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 
-from loragate.analysis.interventions import in_points
-from loragate.analysis.rows import (
-    CLASSES,
-    Interval,
-    Reader,
-    Row,
-    TokenClasses,
-    answer_rows,
-    ratio,
-    unheard,
-)
+from loragate.analysis.interventions import InterventionRow, in_points
+from loragate.analysis.rows import CLASSES, Interval, Reader, Row, TokenClasses, answer_rows, ratio, unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import Record, Subject
 from loragate.analysis.supplied import SIGNS, Sign, suppressing, switched_off
 from loragate.display import percent
 from loragate.errors import ConfigError
 from loragate.evaluation.prepared import read_questions
-from loragate.evaluation.results import Verdict
-from loragate.evaluation.statistics import Difference, Estimate
 from loragate.evaluation.variants import Kind, Variant, acting
 from loragate.files import write_text
 from loragate.generation import OnProgress, read_samples
@@ -86,7 +75,7 @@ class ClassEntropy:
     positive: Interval
     base: Interval
     adapter: Interval
-    gated: Interval | None
+    gated: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -98,23 +87,14 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class SuppressedRow:
+class SuppressedRow(InterventionRow):
     """The adapter switched off by the sign of ΔH on one task, scored against the plain adapter.
 
     Attributes:
-        name, task: of the row of the evaluation beside this record, and of the task.
         suppressed: share of the generated tokens at which the delta was switched off.
-        score, difference: Avg@k, paired difference.
-        adjusted_p, verdict: p-value after Holm's adjustment over the evaluation, and what it shows.
     """
 
-    name: str
-    task: str
     suppressed: float
-    score: Estimate
-    difference: Difference | None
-    adjusted_p: float | None
-    verdict: Verdict | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +158,11 @@ def diagnose_entropy(subject: Subject, settings: DiagnoseSettings) -> EntropyRec
 
 
 def _intervene(subject: Subject, signs: Sequence[str]) -> tuple[SuppressedRow, ...]:
-    """Base, adapter, gates and the suppressed streams, scored on the tasks."""
+    """Base, adapter, gates and the suppressed streams, scored on the tasks.
+
+    A decision depends on the tokens before it and on base and adapter alone, so reading stored answers again gives the decisions
+    that were taken.
+    """
     gated = [Variant("gated")] if subject.loaded.kind == "gated" else []
     variants = [Variant("adapter"), Variant("base"), *gated, *(Variant("adapter", sign) for sign in signs)]
 
@@ -191,25 +175,16 @@ def _intervene(subject: Subject, signs: Sequence[str]) -> tuple[SuppressedRow, .
     rows = []
     for one in subject.evaluate(variants, {}, acting_as).results:
         if one.control is not None:
-            share = _suppressed_share(subject, Variant("adapter", one.control), one.task)
+            place = subject.folder / "samples" / Variant("adapter", one.control).slug / f"{one.task}.jsonl"
+            kept = [sample for sample in read_samples(place) if sample.sample < SHARE_ANSWERS and sample.token_ids]
+            prompts = [question.prompt for question in read_questions(subject.folder, one.task)]
+            read = answer_rows(subject.loaded.tokenizer, prompts, kept)
+            with subject.job(f"reading the answers of {one.name} to {one.task} again"):
+                delta = measure(subject.reader, subject.loaded.kind, read, subject.batch_size).delta
+            share = float(switched_off(cast(Sign, one.control), torch.from_numpy(delta)).double().mean())
             shown = (one.avg_at_k, one.comparison, one.adjusted_p, one.verdict)
-            rows.append(SuppressedRow(one.name, one.task, share, *shown))
+            rows.append(SuppressedRow(one.name, one.task, *shown, share))
     return tuple(rows)
-
-
-def _suppressed_share(subject: Subject, variant: Variant, task: str) -> float:
-    """Share of generated tokens at which the delta was off, from the first answers to every question.
-
-    A decision depends on the tokens before it and on base and adapter alone, so reading the stored answers again gives the
-    decisions that were taken.
-    """
-    samples = read_samples(subject.folder / "samples" / variant.slug / f"{task}.jsonl")
-    kept = [sample for sample in samples if sample.sample < SHARE_ANSWERS and sample.token_ids]
-    prompts = [question.prompt for question in read_questions(subject.folder, task)]
-    rows = answer_rows(subject.loaded.tokenizer, prompts, kept)
-    with subject.job(f"reading the answers of {variant.name} to {task} again"):
-        found = measure(subject.reader, subject.loaded.kind, rows, subject.batch_size)
-    return float(switched_off(cast(Sign, variant.control), torch.from_numpy(found.delta)).double().mean())
 
 
 def measure(
@@ -245,19 +220,8 @@ def by_class(found: TokenEntropies, classes: TokenClasses, seed: int = 0) -> tup
         chosen = np.ones(len(kinds), dtype=bool) if name == ALL else kinds == CLASSES.index(name)
         if not chosen.any():
             continue
-        means = {stream: interval(values, chosen) for stream, values in found.entropy.items()}
-        table.append(
-            ClassEntropy(
-                name=name,
-                tokens=int(chosen.sum()),
-                delta=interval(delta, chosen),
-                negative=interval((delta < 0).astype(float), chosen),
-                positive=interval((delta > 0).astype(float), chosen),
-                base=means["base"],
-                adapter=means["adapter"],
-                gated=means.get("gated"),
-            )
-        )
+        each = (delta, (delta < 0).astype(float), (delta > 0).astype(float), *found.entropy.values())
+        table.append(ClassEntropy(name, int(chosen.sum()), *(interval(values, chosen) for values in each)))
     return tuple(table)
 
 

@@ -25,7 +25,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -122,13 +122,7 @@ def gate_input_gradient(model: Any, *, detached: bool) -> Iterator[None]:
 
 
 def row_directions(reader: Reader, row: Row, values: ActionValues, k: int) -> RowDirections:
-    """The four directions of one row; call inside `differentiable_gates`.
-
-    Args:
-        reader: of the gated model.
-        values: the row's action values.
-        k: support of the entropy objective.
-    """
+    """The four directions of one row for the entropy on a support of k; call inside `differentiable_gates`."""
     parameters, batch = list(gate_parameters(reader.model).values()), reader.batch(row)
     vectors: dict[str, Tensor] = {}
     with torch.enable_grad():
@@ -165,7 +159,7 @@ def state_gradients(
         logits = reader.logits(part)
         fixed = logits.detach()
         with torch.no_grad():
-            table = values.table(start, start + len(part), fixed)
+            table = values(slice(start, start + len(part)), fixed)
             top = fixed.topk(support_size(k, fixed.shape[-1]), -1).indices
             on_support = table.gather(-1, top)
             best += int((on_support[:, 0] >= on_support.amax(-1)).sum())
@@ -181,12 +175,14 @@ def state_gradients(
     return [torch.cat(gathered[name]) for name in names], best
 
 
-def merged(rows: Sequence[RowDirections], groups: Sequence[int]) -> list[RowDirections]:
+Part = TypeVar("Part", RowDirections, np.ndarray)
+
+
+def by_group(rows: Sequence[Part], groups: Sequence[int]) -> list[Part]:
     """Rows of one group (answers to one question) summed into one, in the order of the groups' first rows."""
-    found: dict[int, RowDirections] = {}
+    found: dict[int, Part] = {}
     for row, group in zip(rows, groups, strict=True):
-        before = found.get(group)
-        found[group] = row if before is None else before + row
+        found[group] = found[group] + row if group in found else row
     return list(found.values())
 
 
@@ -252,17 +248,9 @@ def coordinate_sums(
     return found
 
 
-def agreements(rows: Sequence[np.ndarray], groups: Sequence[int], seed: int = 0) -> tuple[Agreement, ...]:
-    """Agreement over everything and per class, of `coordinate_sums` of rows; classes with no coordinate are left out.
-
-    Args:
-        groups: of each row; rows of one group (answers to one question) are drawn together for intervals.
-    """
-    order = list(dict.fromkeys(groups))
-    table = np.zeros((len(order), len(GROUPS), len(AGREEMENT)))
-    for group, row in zip(groups, rows, strict=True):
-        table[order.index(group)] += row
-    found = []
+def agreements(rows: Sequence[np.ndarray], seed: int = 0) -> tuple[Agreement, ...]:
+    """Agreement over everything and per class, of `coordinate_sums` of rows; classes with no coordinate are left out."""
+    table, found = np.stack(rows), []
     for name, sums in (("all", table.sum(1)), *((name, table[:, index]) for index, name in enumerate(GROUPS))):
         count, agree, size, agreed, raised, value_raised = sums.T
         if total := count.sum():

@@ -54,6 +54,11 @@ def findings() -> dict[str, Any]:
             devices.append(f"cuda:{index} ({torch.cuda.get_device_name(index)}, {memory:.0f} GiB)")
     if torch.backends.mps.is_available():
         devices.append("mps")
+    # what decides which kernels run on the CPU; torch.cpu.get_capabilities() is younger than the lowest torch
+    extensions = {
+        "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
+        "AMX": torch.cpu._is_amx_tile_supported(),
+    }
     free = shutil.disk_usage(os.getcwd()).free / 2**30
     if free < 1:
         problems.append(f"only {free:.1f} GiB free on the disk of the current folder")
@@ -63,7 +68,10 @@ def findings() -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": versions,
         "devices": devices,
-        "instructions": _instructions(),
+        "instructions": [
+            torch.backends.cpu.get_cpu_capability(),
+            *(name for name, there in extensions.items() if there),
+        ],
         "optional": {name: _version(name) for name in OPTIONAL},
         "sandbox": available_tiers(),
         "sandbox_problem": probe("bubblewrap"),
@@ -71,16 +79,6 @@ def findings() -> dict[str, Any]:
         "offline": os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"),
         "problems": problems,
     }
-
-
-def _instructions() -> list[str]:
-    """What of the CPU's instruction set decides which kernels run: torch's level, then AVX512-BF16 and AMX where they are."""
-    # torch.cpu.get_capabilities() says the same in public, but is younger than the lowest torch
-    extensions = {
-        "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
-        "AMX": torch.cpu._is_amx_tile_supported(),
-    }
-    return [torch.backends.cpu.get_cpu_capability(), *(name for name, there in extensions.items() if there)]
 
 
 def consequences(instructions: list[str]) -> list[str]:

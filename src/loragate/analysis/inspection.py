@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from loragate.gates import examine_adapter
 from loragate.gates.eligibility import require_trainable
 from loragate.gates.schema import read_tensors
 from loragate.models import Loading, base_config, explained, generation_config, open_tokenizer, require_here, resolve
-from loragate.models.place import Place
 
 
 def inspect_adapter(
@@ -44,7 +42,19 @@ def inspect_adapter(
     if place.kind == "base":
         resolve(adapter, base, expect="adapter")  # says what it holds instead
     require_here("base model", place.base.name)
-    gates, place = _gates(place), place.plain
+    gates: dict[str, Any] = {}
+    if place.kind == "gated":
+        stored: Any = place.gates
+        read_tensors(place.folder, stored)
+        selection = stored.get("selection") or {}
+        gates = {
+            "source": place.source,
+            **{key: stored["gate"][key] for key in ("lower", "upper", "granularity")},
+            "modules": len(stored["modules"]),
+            "accepted": selection.get("accepted") if isinstance(selection, dict) else None,
+            "temperature": place.recommended_temperature,
+        }
+    place = place.plain
     with explained("base model", place.base.name):
         config = base_config(place.base, trust_remote_code)
         with torch.device("meta"):
@@ -57,7 +67,14 @@ def inspect_adapter(
         model = get_peft_model(model, record)
     record.init_lora_weights = initialised
     verdicts = examine_adapter(model, "default", list(target_modules) or None)
-    untrained = _untrained(place.adapter)
+    untrained, factors = [], place.adapter / "adapter_model.safetensors"
+    if factors.is_file():  # here, and not on the hub
+        try:
+            with safe_open(str(factors), framework="pt") as file:
+                names = [name for name in file.keys() if ".lora_B." in name]  # noqa: SIM118
+                untrained = [name for name in names if not bool(file.get_tensor(name).any())]
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{factors}: not a readable safetensors file ({error})") from error
     problems = [f"{len(untrained)} modules have B = 0 (never trained): nothing to gate there"] if untrained else []
     trainable = True
     try:
@@ -94,51 +111,17 @@ def inspect_adapter(
             "base_gib": total * (2 if str(getattr(config, "dtype", "")).endswith("16") else 4) / 2**30,
             "optimizer_mib": gate_parameters * 16 / 2**20,
         }
-    findings["endings"] = _endings(place, trust_remote_code)
-    problems.extend(findings["endings"].get("problems", []))
-    return findings
-
-
-def _gates(place: Place) -> dict[str, Any]:
-    """What a gated folder says of its gates; {} for a plain adapter."""
-    if place.kind != "gated":
-        return {}
-    record: Any = place.gates
-    read_tensors(place.folder, record)
-    selection = record.get("selection") or {}
-    return {
-        "source": place.source,
-        "lower": record["gate"]["lower"],
-        "upper": record["gate"]["upper"],
-        "granularity": record["gate"]["granularity"],
-        "modules": len(record["modules"]),
-        "accepted": selection.get("accepted") if isinstance(selection, dict) else None,
-        "temperature": place.recommended_temperature,
-    }
-
-
-def _endings(place: Place, trust: bool) -> dict[str, Any]:
     try:
-        tokenizer = open_tokenizer(place, Loading(trust_remote_code=trust))
+        tokenizer = open_tokenizer(place, Loading(trust_remote_code=trust_remote_code))
     except LoragateError as error:
-        return {"problems": [f"the tokenizer could not be read, so endings were not checked: {error}"]}
-    report = ending_health(tokenizer, None, generation_config(place.base, trust))
-    return {
+        problems.append(f"the tokenizer could not be read, so endings were not checked: {error}")
+        return findings | {"endings": {"problems": problems[-1:]}}
+    report = ending_health(tokenizer, None, generation_config(place.base, trust_remote_code))
+    problems.extend(report.problems)
+    findings["endings"] = {
         "end_tokens": list(report.end_tokens),
         "stop_ids": list(report.stop_ids),
         "stops": report.stops,
         "problems": report.problems,
     }
-
-
-def _untrained(adapter: Path) -> list[str]:
-    """Modules whose B factor is exactly zero, read from the adapter's file where it is local."""
-    path = adapter / "adapter_model.safetensors"
-    if not path.is_file():
-        return []
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            names = [name for name in file.keys() if ".lora_B." in name]  # noqa: SIM118
-            return [name for name in names if not bool(file.get_tensor(name).any())]
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path}: not a readable safetensors file ({error})") from error
+    return findings

@@ -43,8 +43,8 @@ class InterventionRow:
     Attributes:
         name, task: of the row and of the task.
         score: Avg@k.
-        difference: to the unmodified gates, paired by question; None for these.
-        adjusted_p, verdict: p-value after Holm's adjustment over the record, and what it shows; None likewise.
+        difference: to what is intervened on (the unmodified gates), paired by question; None for that itself.
+        adjusted_p, verdict: p-value after Holm's adjustment over the evaluation, and what it shows; None likewise.
     """
 
     name: str
@@ -130,20 +130,17 @@ def rows_of(record: EvaluationRecord, interventions: Sequence[str]) -> tuple[Int
     """The rows, by task, with their paired differences to the unmodified gates."""
     wanted = {"adapter", "base", "gated", *(f"gated {name}" for name in interventions)}
     results = [result for result in record.results if result.name in wanted]
-    differences = {}
-    for result in results:
-        if result.name != "gated":
-            own = np.array(result.question_scores)[:, None]
-            reference = np.array(record.find(result.task, "gated").question_scores)[:, None]
-            differences[result.name, result.task] = compare(own, reference)
-    adjusted = dict(zip(differences, holm([found.p for found in differences.values()]), strict=True))
-    rows = []
-    for result in results:
-        name, key = result.control or result.variant, (result.name, result.task)
-        difference, p = differences.get(key), adjusted.get(key)
-        shown = None if difference is None else verdict(difference, p=p)
-        rows.append(InterventionRow(name, result.task, result.avg_at_k, difference, p, shown))
-    return tuple(rows)
+    others = [result for result in results if result.name != "gated"]
+    scores = {(r.name, r.task): np.array(r.question_scores)[:, None] for r in results}
+    differences = [compare(scores[r.name, r.task], scores["gated", r.task]) for r in others]
+    shown: dict[tuple[str, str], tuple[Difference, float, Verdict]] = {}
+    for one, found, p in zip(others, differences, holm([found.p for found in differences]), strict=True):
+        shown[one.name, one.task] = (found, p, verdict(found, p=p))
+    nothing = (None, None, None)
+    return tuple(
+        InterventionRow(r.control or r.variant, r.task, r.avg_at_k, *shown.get((r.name, r.task), nothing))
+        for r in results
+    )
 
 
 def conclude(rows: Sequence[InterventionRow], left_out: Sequence[str]) -> tuple[str, ...]:

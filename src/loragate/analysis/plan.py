@@ -112,23 +112,20 @@ def make_plan(request: Request, config: Any = None) -> Plan:
         # rows of different lengths in one pass need a mask
         return Step(config, replace(request, **traced), padded=rows > 1).peak()
 
-    def option_of(way: Request) -> Option:
-        activations = peak(way.seq, way.micro_batch, way.gradient_checkpointing)
-        memory = gpu_memory(counts, activations, way, dtype.itemsize)
-        parts = {name: count / GIB for name, count in memory.items()}
-        gib, step = sum(parts.values()), step_seconds(counts, way, gpu, dtype.itemsize)
-        steps = math.ceil(math.ceil((way.rows or PAPER_ROWS[way.stage]) / way.batch) * way.epochs)
-        return Option(way, parts, gib, step, steps * step, gib <= gpu.memory)
-
     def options(asked: Request) -> list[Option]:
         """Each way with the asked or the largest fitting micro-batch, or with the smallest if none fits."""
         found = []
         for way in _ways(asked):
             for size in [way.micro_batch] if way.micro_batch else [n for n in SIZES if way.batch // way.gpus % n == 0]:
-                option = option_of(replace(way, micro_batch=size))
-                if option.fits:
+                one = replace(way, micro_batch=size)
+                activations = peak(one.seq, size, one.gradient_checkpointing)
+                memory = gpu_memory(counts, activations, one, dtype.itemsize)
+                parts = {name: count / GIB for name, count in memory.items()}
+                gib, step = sum(parts.values()), step_seconds(counts, one, gpu, dtype.itemsize)
+                if gib <= gpu.memory:
                     break
-            found.append(option)
+            steps = math.ceil(math.ceil((one.rows or PAPER_ROWS[one.stage]) / one.batch) * one.epochs)
+            found.append(Option(one, parts, gib, step, steps * step, gib <= gpu.memory))
         return found
 
     found, name = options(request), str(dtype).removeprefix("torch.")

@@ -8,7 +8,7 @@ rounding. Shares follow the paper's table, as `loragate.gates.recording` counts 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from loragate.analysis.delta_entropy import Histogram
-from loragate.analysis.rows import CLASSES, Array, Reader, Row, TokenClasses, unheard
+from loragate.analysis.rows import CLASSES, Reader, Row, TokenClasses, unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import About, Record, Subject
 from loragate.gates import attached_config, trace_gates
@@ -66,50 +66,34 @@ class GatesRecord(Record):
 
 def histogram_edges(bounds: Range) -> np.ndarray:
     """Edges from L to U with 0 and 1 among them, about four bins for each unit of λ."""
-    parts = [np.linspace(0.0, 1.0, _BINS_PER_UNIT + 1)]
-    if bounds.lower < 0:
-        parts.insert(0, np.linspace(bounds.lower, 0.0, max(1, round(-bounds.lower * _BINS_PER_UNIT)) + 1)[:-1])
-    if bounds.upper > 1:
-        parts.append(np.linspace(1.0, bounds.upper, max(1, round((bounds.upper - 1) * _BINS_PER_UNIT)) + 1)[1:])
-    return np.concatenate(parts)
+    parts = [(low, high) for low, high in ((bounds.lower, 0.0), (0.0, 1.0), (1.0, bounds.upper)) if low < high]
+    steps = (max(1, round((high - low) * _BINS_PER_UNIT)) for low, high in parts)
+    return np.unique(np.concatenate([np.linspace(*part, n + 1) for part, n in zip(parts, steps, strict=True)]))
 
 
 def diagnose_gates(subject: Subject, settings: DiagnoseSettings) -> GatesRecord:
-    """Realised λ on answers, stored or drawn now; writes gates.json.
-
-    Raises:
-        ConfigError: where there is neither a run nor a task, and as `Subject.begin`.
-    """
+    """Realised λ on answers, stored or drawn now; writes gates.json. A ConfigError where there are none."""
     subject.require_answers(settings)
     subject.begin(drawing=not settings.run)
     found, source = subject.answers(settings.of or "gated", settings)
     rows = [row for one in found for row in one.rows(subject.loaded.tokenizer)]
     with subject.job("reading the answers with the gates", len(rows)) as on_progress:
-        counts = count_gates(subject.reader, rows, subject.classes, subject.batch_size, on_progress)
-    return subject.keep(summarise(counts, subject.about(source, settings, "answers limit"), len(rows)), "gates")
+        how = (lambda: subject.about(source, settings, "answers limit"), subject.batch_size, on_progress)
+        return subject.keep(read_gates(subject.reader, rows, subject.classes, *how), "gates")
 
 
-@dataclass(frozen=True)
-class GateCounts:
-    """Sums over realised λ.
+def read_gates(
+    reader: Reader,
+    rows: Sequence[Row],
+    classes: TokenClasses,
+    about: Callable[[], About],
+    batch_size: int = 16,
+    on_progress: OnProgress = unheard,
+) -> GatesRecord:
+    """Realised λ of the gated model on the response tokens of `rows`, of which there is at least one.
 
-    Attributes:
-        modules: their paths.
-        sums: of `gates.recording.STATISTICS`, [modules, classes, statistics].
-        bins: over all modules, between the edges of `histogram_edges`.
+    `about` gives what stands in every record, once all is read.
     """
-
-    modules: list[str]
-    bounds: Range
-    tokens: int
-    sums: Array
-    bins: Array
-
-
-def count_gates(
-    reader: Reader, rows: Sequence[Row], classes: TokenClasses, batch_size: int = 16, on_progress: OnProgress = unheard
-) -> GateCounts:
-    """Realised λ of the gated model on the response tokens of `rows`, of which there is at least one."""
     # gates are in the body; the head would make logits over the vocabulary for every position, and nobody reads them
     body, bounds = reader.causal.base_model, attached_config(reader.model).range
     whole: dict[str, torch.Tensor] = {}
@@ -125,34 +109,29 @@ def count_gates(
         sums = sums + np.moveaxis(torch.stack(regions(lam_MT, bounds)).numpy() @ member_TC, 0, -1)
         bins = bins + np.histogram(lam_MT.clamp(bounds.lower, bounds.upper).numpy(), histogram_edges(bounds))[0]
         tokens += len(ids_T)
-    return GateCounts(list(whole), bounds, tokens, sums, bins)
-
-
-def summarise(counts: GateCounts, about: About, answers: int) -> GatesRecord:
-    """The record of what was counted."""
-    places = [_place(path) for path in counts.modules]
+    places = [_place(path) for path in whole]
     layers = sorted({layer for layer, _ in places if layer is not None})
     types = list(dict.fromkeys(kind for _, kind in places))
 
     def over(at: int, value: object) -> Shares:
-        return Shares.of(counts.sums[[place[at] == value for place in places]].sum((0, 1)))
+        return Shares.of(sums[[place[at] == value for place in places]].sum((0, 1)))
 
-    edges = tuple(histogram_edges(counts.bounds).tolist())
+    edges = tuple(histogram_edges(bounds).tolist())
     record = GatesRecord(
-        about=about,
-        lower=counts.bounds.lower,
-        upper=counts.bounds.upper,
-        answers=answers,
-        tokens=counts.tokens,
-        all=Shares.of(counts.sums.sum((0, 1))),
-        by_class=_by_class(counts.sums.sum(0)),
+        about=about(),
+        lower=bounds.lower,
+        upper=bounds.upper,
+        answers=len(rows),
+        tokens=tokens,
+        all=Shares.of(sums.sum((0, 1))),
+        by_class=_by_class(sums.sum(0)),
         by_layer={str(layer): over(0, layer) for layer in layers},
         by_type={kind: over(1, kind) for kind in types},
         modules=tuple(
-            ModuleGates(path, *place, Shares.of(sums.sum(0)), _by_class(sums))
-            for path, place, sums in zip(counts.modules, places, counts.sums, strict=True)
+            ModuleGates(path, *place, Shares.of(own.sum(0)), _by_class(own))
+            for path, place, own in zip(whole, places, sums, strict=True)
         ),
-        histogram=Histogram(edges, tuple(counts.bins.astype(int).tolist())),
+        histogram=Histogram(edges, tuple(bins.astype(int).tolist())),
     )
     return replace(record, conclusion=conclude(record))
 

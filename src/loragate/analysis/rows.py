@@ -48,12 +48,7 @@ def answer_rows(tokenizer: Any, prompts: Sequence[str], samples: Sequence[Sample
 
 
 class Reader(ResponseScorer):
-    """What a causal model says at the counted positions of rows, with whatever acts on it at the moment.
-
-    Args:
-        model: a causal language model or PeftModel.
-        tokenizer: for an id to pad with.
-    """
+    """What a causal model says at the counted positions of rows, with whatever acts on it at the moment."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         super().__init__(model)
@@ -115,12 +110,7 @@ def class_of_text(text: str) -> str:
 
 
 class TokenClasses:
-    """Classes of a tokenizer's tokens, found when first asked for.
-
-    Args:
-        tokenizer: of the base.
-        ends: ids that end an answer, the tokenizer's own end-of-sequence token included.
-    """
+    """Classes of a tokenizer's tokens, found when first asked for; `ends` are all ids that end an answer."""
 
     def __init__(self, tokenizer: Any, ends: Collection[int]) -> None:
         self.tokenizer, self.ends = tokenizer, frozenset(ends)
@@ -130,23 +120,17 @@ class TokenClasses:
     def name(self, token_id: int) -> str:
         """The token's class."""
         if token_id not in self._known:
-            self._known[token_id] = self._class(token_id)
+            text = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+            if not text:  # a SentencePiece blank decodes to nothing when it stands alone
+                piece = self.tokenizer.convert_ids_to_tokens(token_id)
+                text = " " if isinstance(piece, str) and piece and not piece.strip("▁Ġ ") else text
+            other = "special" if token_id in self.special else class_of_text(text)
+            self._known[token_id] = "end" if token_id in self.ends else other
         return self._known[token_id]
 
     def indices(self, token_ids: Iterable[int]) -> np.ndarray:
         """Positions of several tokens' classes in `CLASSES`, int64."""
         return np.array([CLASSES.index(self.name(int(token_id))) for token_id in token_ids], dtype=np.int64)
-
-    def _class(self, token_id: int) -> str:
-        if token_id in self.ends:
-            return "end"
-        if token_id in self.special:
-            return "special"
-        text = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-        if not text:  # a SentencePiece blank decodes to nothing when it stands alone
-            piece = self.tokenizer.convert_ids_to_tokens(token_id)
-            text = " " if isinstance(piece, str) and piece and not piece.strip("▁Ġ ") else text
-        return class_of_text(text)
 
 
 @dataclass(frozen=True)

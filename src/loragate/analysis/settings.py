@@ -104,11 +104,7 @@ class Request:
     trust_remote_code: bool = False
 
     def check(self) -> None:
-        """Refuse settings that cannot work whatever the model.
-
-        Raises:
-            ConfigError: naming the setting, what was found and what is allowed.
-        """
+        """Refuse settings that cannot work whatever the model; the ConfigError says what is allowed."""
         check(self)
         if self.strategy not in ("any", "single") and self.gpus < 2:
             raise ConfigError(f"strategy {self.strategy} spreads over GPUs, and there is one: raise gpus")
@@ -179,11 +175,7 @@ GPUS = {
 
 
 def find_gpu(text: str) -> Gpu:
-    """A GPU by name, or by its memory in GiB (an A100 otherwise).
-
-    Raises:
-        ConfigError: for an unknown name or a size that is not positive.
-    """
+    """A GPU by name, or by its memory in GiB (an A100 otherwise); a ConfigError names the known ones."""
     key = text.strip().lower().replace(" ", "-").removeprefix("nvidia-").removesuffix("gb")
     if key in GPUS:
         return GPUS[key]

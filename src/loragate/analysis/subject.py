@@ -125,15 +125,11 @@ class Subject:
             raise ConfigError("give --run FOLDER (stored answers of `loragate eval`), or tasks with --suite or --tasks")
 
     def begin(self, *, gated: bool = True, drawing: bool = True) -> Loaded:
-        """The model, after the folder was found free and the tasks can be asked.
+        """The model, after the folder was found free and the tasks can be asked; a ConfigError says what is not so.
 
         Args:
             gated: whether gates are needed.
             drawing: whether answers to the tasks are drawn now, if any is named.
-
-        Raises:
-            ConfigError: for a folder that is not free, a task that lm-evaluation-harness asks, a base alone, or gates that are
-                absent or off.
         """
         drawing = drawing and self.has_tasks
         if self.request.resume and not drawing:

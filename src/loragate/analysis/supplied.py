@@ -61,10 +61,7 @@ def supplied_coefficients(peft_model: Any, coefficients: Coefficients) -> Iterat
 
     Yields:
         The paths of the modules that are scaled: those that could be gated. Other deltas (embeddings, the output head)
-        keep full strength.
-
-    Raises:
-        GateError: for an adapter whose delta is not linear in one scale, such as DoRA.
+        keep full strength. An adapter whose delta is not linear in one scale, such as DoRA, is a GateError.
     """
     name = active_adapter(peft_model)
     layers = dict(lora_layers(peft_model, name))
@@ -97,11 +94,8 @@ def suppressing(model: Any, sign: Sign) -> Iterator[None]:
     """Generation of the PeftModel is that of the suppressed stream inside the context: off at generated tokens and the last of
     the prompt, which predicts the first of them, where ΔH has this sign.
 
-    For generation with a cache only; a forward pass of whole texts has no one moment at which to decide.
-
-    Raises:
-        GateError: for an adapter whose delta is not linear in one scale, such as DoRA.
-        ConfigError: for a forward pass without a key-value cache.
+    For generation with a cache only (ConfigError); a forward pass of whole texts has no one moment at which to decide. Adapters
+    are those of `supplied_coefficients`.
     """
     causal = model.get_base_model()
     before, original = causal.__dict__.get("forward"), causal.forward

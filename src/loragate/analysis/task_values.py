@@ -16,11 +16,10 @@ Shapes: T counted positions of one row, V vocabulary, A actions tried, C chunk.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,55 +33,22 @@ from loragate.errors import ConfigError, DataError
 from loragate.evaluation.judging import grader_for, judge
 from loragate.evaluation.variants import Kind
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from loragate.losses.causal_head import Head
 
 ROWS = 48
 
 
-class ActionValues(Protocol):
-    """Task values of every action, at the positions of one row."""
-
-    def table(self, start: int, stop: int, like: Tensor) -> Tensor:
-        """r [C, V] of the counted positions start … stop, with dtype, device and width of the logits `like`."""
-        ...
+ActionValues = Callable[[slice, Tensor], Tensor]
+"""Values of every action at some counted positions of one row: (positions, logits there [C, V]) to r [C, V] of the same kind."""
 
 
-@dataclass(frozen=True)
-class ReferenceValues:
-    """Log-probabilities of all actions under a policy, made when they are asked for: T × V of them would fill the memory.
+def sparse_values(actions_TA: Tensor, values_TA: Tensor, elsewhere_T: Tensor) -> ActionValues:
+    """Values of a few actions at each position, and one for all others there."""
 
-    Attributes:
-        states: final hidden states of the policy, [T, D]; its logits [T, V] where it has no plain head.
-        head: its output head, None for logits.
-    """
+    def table(at: slice, logits: Tensor) -> Tensor:
+        table = elsewhere_T[at, None].to(logits).expand(-1, logits.shape[-1]).clone()
+        return table.scatter_(1, actions_TA[at].to(logits.device), values_TA[at].to(logits))
 
-    states: Tensor
-    head: Head | None
-
-    @torch.no_grad()
-    def table(self, start: int, stop: int, like: Tensor) -> Tensor:
-        part = self.states[start:stop]
-        logits = part if self.head is None else self.head.logits(part, torch.float32)
-        return torch.log_softmax(logits.float(), -1).to(like)
-
-
-@dataclass(frozen=True)
-class SparseValues:
-    """Values of a few actions.
-
-    Attributes:
-        actions: int64 [T, A].
-        values: [T, A].
-        elsewhere: value of all other actions, [T].
-    """
-
-    actions: Tensor
-    values: Tensor
-    elsewhere: Tensor
-
-    def table(self, start: int, stop: int, like: Tensor) -> Tensor:
-        table = self.elsewhere[start:stop, None].to(like).expand(-1, like.shape[-1]).clone()
-        return table.scatter_(1, self.actions[start:stop].to(like.device), self.values[start:stop].to(like))
+    return table
 
 
 @dataclass(frozen=True)
@@ -106,12 +72,7 @@ class Material:
 
 
 def gather(subject: Subject, settings: DiagnoseSettings) -> Material:
-    """Rows of a file, or answers stored or drawn now, with their action values.
-
-    Raises:
-        ConfigError: for a reference with another vocabulary, and answers that the value cannot be had from.
-        DataError: for answers without verdicts where the value needs them.
-    """
+    """Rows of a file, or answers stored or drawn now, with their action values; an error says why they cannot be had."""
     of, most = settings.of or "adapter", settings.max_rows or ROWS
     if settings.rows:
         read, source = subject.rows(settings, ROWS)
@@ -212,22 +173,30 @@ def _rollouts(
 
 
 @torch.no_grad()
-def reference_values(reader: Reader, row: Row) -> ReferenceValues:
+def reference_values(reader: Reader, row: Row) -> ActionValues:
     """log π_ref at the row's counted positions, from the model as it acts at the moment.
 
-    `reader` may hold another model than the one that is diagnosed, with the same vocabulary.
+    `reader` may hold another model than the one that is diagnosed, with the same vocabulary. Hidden states [T, D] are kept, where
+    the head is a plain one; T × V log-probabilities would fill the memory.
     """
-    return ReferenceValues(reader.states(reader.batch(row)), reader.head() if reader.fused else None)
+    states_TD, head = reader.states(reader.batch(row)), reader.head() if reader.fused else None
+
+    @torch.no_grad()
+    def table(at: slice, logits: Tensor) -> Tensor:
+        found = states_TD[at] if head is None else head.logits(states_TD[at], torch.float32)
+        return torch.log_softmax(found.float(), -1).to(logits)
+
+    return table
 
 
-def reward_values(reader: Reader, row: Row, reward: float, baseline: float) -> SparseValues:
+def reward_values(reader: Reader, row: Row, reward: float, baseline: float) -> ActionValues:
     """One graded answer's reward spread over its tokens; the model acts as the policy that wrote the answer."""
     batch = reader.batch(row)
     log_prob = reader.read(batch).log_prob
     labels = batch["labels"][0, 1:]
     actions = labels[labels != IGNORED].unsqueeze(-1).cpu()
     values = baseline + (reward - baseline) * torch.exp(-log_prob.cpu())
-    return SparseValues(actions, values.unsqueeze(-1), torch.full((len(actions),), baseline))
+    return sparse_values(actions, values.unsqueeze(-1), torch.full((len(actions),), baseline))
 
 
 def leave_one_out(questions: Sequence[int], rewards: Sequence[float]) -> list[float]:
@@ -274,23 +243,20 @@ def branches(reader: Reader, rows: Sequence[Row], prompt_lengths: Sequence[int],
     return found
 
 
-Grader = Callable[[Sequence[tuple[int, Sample]]], Sequence[bool]]
-"""Verdicts on (row, whole answer)."""
-
-
 def rollout_values(
     engine: TransformersEngine,
     tried: Sequence[Branch],
-    grade: Grader,
+    grade: Callable[[Sequence[tuple[int, Sample]]], Sequence[bool]],
     sampling: SamplingConfig,
     stop_token_ids: Collection[int],
     positions: int | None = None,
     on_progress: OnProgress = unheard,
-) -> dict[int, SparseValues]:
+) -> dict[int, ActionValues]:
     """Mean verdict of answers completed from every branch, by row; the engine's model acts as the continuation policy.
 
     Args:
-        grade: judges answers from their first token on, the part before the branch included.
+        tried: by row and position, as `branches` gives them.
+        grade: judges (row, answer from its first token on, the part before the branch included).
         sampling: samples per branch, temperature, and the limit of the whole answer in tokens.
         stop_token_ids: ids that end an answer; a branch that ends with one is complete.
         positions: of the model; an answer that would pass them is cut off.
@@ -300,7 +266,15 @@ def rollout_values(
         room = sampling.max_new_tokens - (len(branch.token_ids) - branch.prompt_length)
         room = room if positions is None else min(room, positions - len(branch.token_ids))
         left.append(0 if branch.action in stop_token_ids else max(0, room))
-    whole = partial(_answer, engine.tokenizer, limit=sampling.max_new_tokens)
+
+    def whole(ids: Sequence[int], ended: bool) -> Sample:
+        """A whole answer; one that passed the limit of the whole is cut there."""
+        ended = ended and len(ids) <= sampling.max_new_tokens
+        kept = tuple(ids[: sampling.max_new_tokens])
+        plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        text = engine.tokenizer.decode(kept[:-1] if ended else kept, **plain)
+        return Sample(0, 0, text, kept, "stop" if ended else "length", None)
+
     still = [number for number, room in enumerate(left) if room]
     # (branch, its answer): first those that go on, then those that ended with the branch itself
     answers: list[tuple[int, Sample]] = []
@@ -317,20 +291,10 @@ def rollout_values(
     right = grade([(tried[number].row, answer) for number, answer in answers])
     owners = [number for number, _ in answers]
     means = np.bincount(owners, np.asarray(right, dtype=float)) / np.bincount(owners)
-    by_row: dict[int, dict[int, list[tuple[int, float]]]] = {}
-    for branch, value in zip(tried, means.tolist(), strict=True):
-        by_row.setdefault(branch.row, {}).setdefault(branch.position, []).append((branch.action, value))
     tables = {}
-    for row, at in by_row.items():
-        pairs = torch.tensor([at[position] for position in sorted(at)], dtype=torch.float64)  # [T, A, 2]
-        table = pairs[..., 1].float()
-        tables[row] = SparseValues(pairs[..., 0].long(), table, table.mean(-1))
+    for row, mine in itertools.groupby(zip(tried, means.tolist(), strict=True), key=lambda pair: pair[0].row):
+        by_position = itertools.groupby(mine, key=lambda pair: pair[0].position)
+        pairs = torch.tensor([[(one.action, value) for one, value in at] for _, at in by_position], dtype=torch.float64)
+        actions_TA, values_TA = pairs.unbind(-1)
+        tables[row] = sparse_values(actions_TA.long(), values_TA.float(), values_TA.float().mean(-1))
     return tables
-
-
-def _answer(tokenizer: Any, ids: Sequence[int], limit: int, ended: bool) -> Sample:
-    """A whole answer as a sample; one that passed the limit of the whole is cut there."""
-    ended = ended and len(ids) <= limit
-    kept = tuple(ids[:limit])
-    text = tokenizer.decode(kept[:-1] if ended else kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return Sample(0, 0, text, kept, "stop" if ended else "length", None)

@@ -111,10 +111,14 @@ def trace_answers(
             ids = list(answer.sample.token_ids)[:max_tokens]
             if not ids:
                 continue
+            tokens = torch.tensor([[*prompt, *ids]], device=next(peft_model.parameters()).device)
             log_p: dict[str, torch.Tensor] = {}
             for stream in STREAMS:
-                with trace_gates(peft_model) as traced, acting(peft_model, Variant(stream), "gated"):
-                    log_p[stream] = _log_probabilities(peft_model, prompt, ids)
+                acts = acting(peft_model, Variant(stream), "gated")
+                with torch.no_grad(), trace_gates(peft_model) as traced, acts:
+                    # of the positions that chose the tokens, [T, V]
+                    logits = peft_model(input_ids=tokens, logits_to_keep=len(ids) + 1).logits[0, :-1]
+                log_p[stream] = torch.log_softmax(logits.float(), -1)
             # of the gates, the last stream; the λ that made position t stands before it, where its token was chosen
             lam_MT = torch.stack([traced[path][0].reshape(-1)[-len(ids) - 1 : -1] for path in modules])
             share_MT = (lam_MT - bounds.lower) / (bounds.upper - bounds.lower)
@@ -143,14 +147,6 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         texts.append(now[len(before) :] if whole else tokenizer.decode([ids[count - 1]]))
         before = now
     return texts
-
-
-@torch.no_grad()
-def _log_probabilities(model: Any, prompt_ids: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
-    """fp32 log-probabilities [T, V] of the positions that chose the tokens `ids`."""
-    tokens = torch.tensor([[*prompt_ids, *ids]], device=next(model.parameters()).device)
-    logits = model(input_ids=tokens, logits_to_keep=len(ids) + 1).logits[0, :-1]
-    return torch.log_softmax(logits.float(), -1)
 
 
 def _record(

@@ -33,8 +33,7 @@ from loragate.models import Loaded
 from loragate.report.cells import suite_table
 from loragate.report.heatmap import heat_maps
 from loragate.report.scores import caption, score_markdown, score_tables
-from loragate.selection.evaluated import SweptCells
-from loragate.selection.outcome import suite_record
+from loragate.selection.outcome import SweptCells, suite_record
 from loragate.serving.vllm_server import require_served, usual_share
 from loragate.training.preflight import check_loading
 from loragate.validate import comma_list

@@ -60,7 +60,7 @@ def run(options: ExtractOptions) -> int:
     folder = Path(options.out)
     require_new(folder)
     quiet_logging()
-    from loragate.conversion.extract_writing import extract_adapter, write_adapter_folder
+    from loragate.conversion.extract import extract_adapter, write_adapter_folder
 
     out = console()
     with Display().job("comparing the weights") as job:

@@ -178,7 +178,7 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
         raise ConfigError(
             f"--seeds: expected whole numbers separated by commas, such as 0,1,2, found {options.seeds!r}"
         ) from None
-    sweep = Sweep.over(
+    sweep = Sweep(
         options.adapter,
         partial(read_rows, replace(options, data=absolute(options.data)), options.max_rows),
         settings_of_each(options, objectives),

@@ -1,19 +1,26 @@
 """Model checkpoints as safetensors on disk, one tensor at a time: finding the files, reading names, shapes and values.
 
 Nothing is loaded until it is asked for, and only the shard that was read last stays open. Weights in pickle files are
-never read. Knows no architecture: names are the ones in the files.
+never read. Which tensor is which weight of the model, and which of them a LoRA can hold, is decided by the model itself, built
+on the meta device, with PEFT's module names and transformers' own renamings at loading, and not by a list of families kept
+here. Linear layers (and GPT-2's Conv1D) can be held; everything else is named by its kind.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.pytorch_utils import Conv1D
 
 from loragate.errors import ConfigError
 from loragate.models import Place, gguf
@@ -22,6 +29,17 @@ from loragate.models.hub import BASE_CONFIG, download
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+LINEAR, TRANSPOSED = "linear layers", "transposed linear layers"
+EMBEDDINGS, HEAD, BIASES, VECTORS = "embeddings", "output head", "biases", "norms and other vectors"
+EXPERTS, CONVOLUTIONS, OTHER = "fused experts", "convolutions", "other weights"
+# settings of the function that no weight holds
+_FUNCTION_KEYS = (
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window", "layer_types"),
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "hidden_act", "activation_function"),
+    *("num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "query_pre_attn_scalar"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling"),
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier"),
+)
 
 
 @dataclass
@@ -72,11 +90,9 @@ class Checkpoint:
 
 
 def open_checkpoint(place: Place, code: bool = False) -> Checkpoint:
-    """The checkpoint of a base; the model's own Python files are fetched too where `code` is set.
+    """The checkpoint of a base, with the model's own Python files where `code` is set.
 
-    Raises:
-        ConfigError: if the place holds no unquantised safetensors weights, with what to do; if a shard is missing or unreadable.
-        ArtifactError: if it cannot be downloaded.
+    A place without unquantised safetensors weights, or with unreadable ones, is a ConfigError that says what to do.
     """
     gguf.refuse(place.base, "the comparison of weights")
     folder = place.folder
@@ -127,3 +143,108 @@ def _opened(path: Path) -> Any:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file ({error}); fetch it again") from error
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model's parameters."""
+
+    model: Any  # on the meta device
+    kinds: dict[str, str]  # {parameter name: kind}, in model order; the head is listed even where it is tied
+    embedding: str  # parameter name of the input embedding
+    head: str  # and of the output head
+
+
+def read_layout(config: Any, trust: bool = False) -> Layout:
+    """The layout of the model that a configuration describes."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    paths = {id(module): path for path, module in model.named_modules()}
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = (f"{paths[id(module)]}.weight" for module in (inputs, outputs))
+    kinds = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{path}.{name}" if path else name
+            kinds[full] = HEAD if module is outputs and name == "weight" else _kind(module, name, parameter)
+    return Layout(model, kinds, embedding, head)
+
+
+def _kind(module: nn.Module, name: str, parameter: torch.Tensor) -> str:
+    if name == "weight" and isinstance(module, nn.Linear):
+        return LINEAR
+    if name == "weight" and isinstance(module, Conv1D):
+        return TRANSPOSED
+    if isinstance(module, nn.Embedding):
+        return EMBEDDINGS
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return CONVOLUTIONS
+    if name == "bias" or name.endswith("_bias"):
+        return BIASES
+    if parameter.dim() == 3:
+        return EXPERTS
+    return VECTORS if parameter.dim() <= 1 else OTHER
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a checkpoint keeps each parameter."""
+
+    # {parameter: the tensors it is loaded from}: several, or a rearranged one, where transformers converts
+    of: dict[str, tuple[str, ...]]
+    converted: frozenset[
+        str
+    ]  # parameters that are not stored as they are used, such as experts that are fused at loading
+    foreign: tuple[str, ...]  # tensors that belong to no parameter of the language model
+    tied: bool  # whether the head is the embedding in this checkpoint
+
+
+def find_sources(checkpoint: Checkpoint, layout: Layout) -> Sources:
+    """Match a checkpoint's tensors with all parameters of a layout (ConfigError), by transformers' own loading rules."""
+    rules = get_model_conversion_mapping(layout.model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    known = {**layout.model.state_dict(), **dict.fromkeys(layout.kinds, True)}
+    of: dict[str, list[str]] = defaultdict(list)
+    converted, foreign = set(), []
+    for tensor in sorted(checkpoint.files):
+        name, converter = rename_source_key(tensor, renamings, converters, layout.model.base_model_prefix, known)
+        if name not in layout.kinds:
+            foreign.append(tensor)
+            continue
+        of[name].append(tensor)
+        if converter is not None or len(of[name]) > 1:
+            converted.add(name)
+    tied = bool(checkpoint.text.tie_word_embeddings) or layout.head not in of
+    if tied:
+        of[layout.head] = list(of.get(layout.embedding, ()))
+    if missing := [name for name in layout.kinds if not of.get(name)]:
+        raise ConfigError(
+            f"{checkpoint} has no weights for {missing[0]}"
+            + (f" and {len(missing) - 1} more parameters" if len(missing) > 1 else "")
+            + ": it is incomplete or of another architecture than the base"
+        )
+    return Sources({name: tuple(of[name]) for name in layout.kinds}, frozenset(converted), tuple(foreign), tied)
+
+
+def require_same_architecture(tuned: Checkpoint, base: Checkpoint) -> None:
+    """Refuse two checkpoints that cannot be of one model; the ConfigError names the first difference."""
+    keys = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
+    keys += ["num_key_value_heads", "head_dim", "num_experts", "num_local_experts"]
+    for key in keys:
+        found, expected = getattr(tuned.text, key, None), getattr(base.text, key, None)
+        if found != expected:
+            raise ConfigError(
+                f"{tuned} is another architecture than its base {base}: {key} is {found}, not {expected}. Name the "
+                "model it was fine-tuned from with --base"
+            )
+
+
+def changed_settings(tuned: Checkpoint, base: Checkpoint) -> list[str]:
+    """Settings of the function that differ between two configurations, as sentences; no adapter can hold them."""
+    pairs = {key: (getattr(base.text, key, None), getattr(tuned.text, key, None)) for key in _FUNCTION_KEYS}
+    return [
+        f"{key} is {now} in the fine-tuned model and {was} in the base, which the adapter will run with"
+        for key, (was, now) in pairs.items()
+        if was != now
+    ]

@@ -5,12 +5,9 @@ A name is `domain/backbone/method`, and stands for an ordered list of stages, ea
     command    `loragate recipes`; the commands that stages run lie below this room
     files      where the files are, how they are read and merged
     recipe     stages with values, where each value comes from
-    run        a recipe run, once all that it needs is there
-    folder     the folder of a run: what is finished, what is resumed
-    ready      what its stages' commands would refuse, and what they lack here, asked before the first one
-    machine    what its stages need there: memory, time, disk
-    rehearsal  the recipe with its counts cut, on stand-ins
-    standins   the base, rows and questions of a rehearsal
+    run        a recipe run, once all that it needs is there; its folder: what is finished, what is resumed
+    ready      what its stages' commands would refuse, what they lack here, and what they need: memory and time
+    rehearsal  the recipe with its counts cut, and the base, rows and questions that stand in for the real ones
 
 The files lie beside this one. Names are imported on first use: the help of a command must not read YAML.
 """

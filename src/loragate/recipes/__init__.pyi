@@ -3,12 +3,10 @@ from .files import (
     find_recipes as find_recipes,
     read_recipe as read_recipe,
 )
-from .machine import (
-    needs as needs,
-)
 from .ready import (
     ANSWER as ANSWER,
     answer as answer,
+    needs as needs,
     settled as settled,
 )
 from .rehearsal import (

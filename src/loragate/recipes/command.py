@@ -190,15 +190,9 @@ def _folder(options: RecipesOptions, recipe: Recipe) -> str:
 
 
 def _how(options: RecipesOptions, recipe: Recipe, folder: str | Path) -> Run:
-    out = console()
-    return recipes.Run(
-        folder=Path(folder),
-        stages=comma_list(options.stages),
-        launcher=options.launcher,
-        eval_python=options.eval_python,
-        again=run_line(options, recipe),
-        say=lambda text: out.print(text, markup=False),
-    )
+    again, stages, out = run_line(options, recipe), comma_list(options.stages), console()
+    how = recipes.Run(Path(folder), stages, options.launcher, options.eval_python, again)
+    return dataclasses.replace(how, say=lambda text: out.print(text, markup=False))
 
 
 def _print_configs(recipe: Recipe, how: Run) -> None:

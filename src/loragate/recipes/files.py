@@ -103,10 +103,7 @@ def find_recipes(wanted: str) -> dict[str, str]:
     """{name: its tables and figures} of the recipes whose name contains `wanted`, or that stand there in the paper.
 
     Args:
-        wanted: part of a name, or a place as people write it: "table 6", "fig. 3", "app. C".
-
-    Raises:
-        ConfigError: where there is none.
+        wanted: part of a name, or a place as people write it: "table 6", "fig. 3", "app. C"; a ConfigError where there is none.
     """
     place = re.fullmatch(r"(tab|fig|app)[a-z]*[\W_]*(\w+)", wanted.strip().lower())
     found = {name: read_recipe(name).tables for name in every_name() if place or wanted in name}
@@ -169,11 +166,7 @@ def _read_own(path: Path) -> Recipe:
 
 @cache
 def read_file(path: Path) -> Layer:
-    """A recipe file.
-
-    Raises:
-        ConfigError: for a file that cannot be read, or a value of the wrong kind; names file and key.
-    """
+    """A recipe file; a ConfigError names file and key of what cannot be read."""
     return _layer(read_mapping(path), _comments(path), str(path))
 
 

@@ -1,7 +1,8 @@
-"""Whether the stages of a recipe can run: what their commands would refuse first thing, and what this machine, or another
-interpreter on it, lacks.
+"""Whether the stages of a recipe can run: what their commands would refuse first thing, what this machine, or another
+interpreter on it, lacks, and what the trainings need of the machine that the recipe names.
 
-A recipe trains for hours and evaluates last, so each check here is one that a command itself would make late.
+A recipe trains for hours and evaluates last, so each check here is one that a command itself would make late. Memory and time
+come from the planner; nothing is fetched for a backbone whose file holds its architecture.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
+from loragate.analysis.plan import Plan, make_plan
+from loragate.analysis.settings import Request
 from loragate.cli.calibrate import CalibrateOptions, candidates_of
 from loragate.cli.diagnose import DiagnoseOptions
 from loragate.cli.evaluate import EvalOptions
@@ -25,15 +31,15 @@ from loragate.data import detect_format, load_rows
 from loragate.errors import ConfigError, LoragateError
 from loragate.evaluation.judging import JudgeSettings, require_graders
 from loragate.evaluation.prepared import chosen_tasks, questions_of
-from loragate.evaluation.tasks import Task
 from loragate.files import write_json
+from loragate.gates.range import parse_ranges
 from loragate.generation.sharded import require_ray
 from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
 from loragate.losses.objectives import objective_of
-from loragate.models import Place, base_config, explained, open_tokenizer, resolve
-from loragate.recipes.recipe import Stage, options_of
+from loragate.models import Place, base_config, explained, open_tokenizer, read_config, resolve
+from loragate.recipes.recipe import Recipe, Stage, options_of
 from loragate.selection.evidence import require_evidence
-from loragate.selection.questions import read_labelled
+from loragate.selection.questions import read_asked
 from loragate.serving.versions import vllm_version, why_unsupported
 from loragate.serving.vllm_server import require_served
 from loragate.training.preflight import check_loading, require_reporters
@@ -41,18 +47,26 @@ from loragate.version import __version__
 
 ANSWER = "lacking"
 """The verb of `loragate recipes` that answers another interpreter; not for people."""
-Training = SftOptions | CalibrateOptions | SweepOptions
 Asking = EvalOptions | DiagnoseOptions
 Check = Callable[[], Any]
-"""Raises a `LoragateError` where something is missing; may give further checks, each of which is made."""
+"""Raises a `LoragateError` where something is missing."""
+CHECKED = ("sft", "mask", "calibrate", "sweep", "eval", "diagnose")
+STAGE_OF = {"sft": "sft", "mask": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
+"""{command: stage of the training that it is counted as}; a mask reads every row with two models, about a step of Stage I."""
+ALIKE = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "epochs", "strategy")
+PLANNED = {
+    **dict(zip(ALIKE, ALIKE, strict=True)),
+    "seq": "max_length",
+    "batch": "batch_size",
+    "micro_batch": "micro_batch_size",
+    "rows": "max_rows",
+    "gpus": "processes",
+}
+"""{setting of the planner: option of a stage}; what a stage leaves to its command, the planner takes as its own default."""
 
 
 def settled(stage: Stage, where: str) -> None:
-    """Refuse a stage that its command would refuse first thing, whatever the machine.
-
-    Raises:
-        ConfigError: naming recipe, stage and key.
-    """
+    """Refuse a stage that its command would refuse first thing, whatever the machine; names recipe, stage and key."""
     options = options_of(stage, where)
     try:
         if isinstance(options, SftOptions):
@@ -79,16 +93,11 @@ def lacking(stages: Sequence[Stage], folder: str) -> list[str]:
     found: dict[str, list[str]] = {}
     programs = any(stage.values.get("suite") == "code" for stage in stages)
     for stage in stages:
-        here = {key: value for key, value in stage.values.items() if not str(value).startswith(f"{folder}/")}
+        earlier = [key for key, value in stage.values.items() if str(value).startswith(f"{folder}/") and key != "out"]
+        here = {key: value for key, value in stage.values.items() if key not in earlier}
         options = options_of(dataclasses.replace(stage, values=here), stage.name)
-        options = dataclasses.replace(
-            options, **({"out": f"{folder}/{stage.output}"} if hasattr(options, "out") else {})
-        )
-        checks = [partial(check, options) for check in CHECKS.get(stage.command, ())]
-        if programs and isinstance(options, CalibrateOptions):
-            checks.append(partial(_evidence_on_programs, options, stage.name))
-        for check in checks:
-            for text in _tried(check):
+        if stage.command in CHECKED:
+            for text in _missing(_checks(options, stage.name, programs)):
                 found.setdefault(text, []).append(stage.name)
     return [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in found.items()]
 
@@ -120,25 +129,55 @@ def answer(file: Path) -> None:
     write_json(file.with_suffix(".answer.json"), {"loragate": __version__, "lacking": found})
 
 
-def _tried(check: Check) -> Iterator[str]:
-    """The sentences of a check that fails, and of those that it consists of."""
+def _missing(checks: Iterator[Check]) -> Iterator[str]:
+    """The sentences of the checks that fail, and of one that cannot even be named, after which there are no others."""
     try:
-        parts = check()
-        for part in parts if isinstance(parts, Iterator) else ():
-            yield from _tried(part)
+        for check in checks:
+            try:
+                check()
+            except LoragateError as error:
+                yield str(error)
     except LoragateError as error:
         yield str(error)
 
 
-def _data(options: Training | MaskOptions) -> Iterator[Check]:
-    if options.data:
-        yield partial(_first_row, options.data, options.split or None, options.revision or None)
-    if not isinstance(options, CalibrateOptions):
-        return
-    if options.heldout:
-        yield partial(_first_row, options.heldout, options.heldout_split or None, None)
-    elif options.heldout_split and options.data:
-        yield partial(_first_row, options.data, options.heldout_split, options.revision or None)
+def _checks(options: Any, stage: str, programs: bool) -> Iterator[Check]:
+    """What the command of these options would refuse late, in its own order.
+
+    Args:
+        programs: whether the recipe is judged by programs, which have no answer that could agree.
+    """
+    if isinstance(options, Asking):
+        yield partial(_engine, options)
+    else:
+        if options.data:
+            yield partial(_first_row, options.data, options.split or None, options.revision or None)
+        if isinstance(options, CalibrateOptions) and options.heldout:
+            yield partial(_first_row, options.heldout, options.heldout_split or None, None)
+        elif isinstance(options, CalibrateOptions) and options.heldout_split and options.data:
+            yield partial(_first_row, options.data, options.heldout_split, options.revision or None)
+    if isinstance(options, SftOptions | CalibrateOptions | SweepOptions):
+        yield partial(check_loading, options)
+        yield partial(require_reporters, options.report_to)
+    if isinstance(options, SftOptions | MaskOptions | Asking):
+        yield partial(_model, options)
+    if isinstance(options, CalibrateOptions):
+        alone = options.range == "auto"  # prompts of the training rows stand in for a probe
+        yield partial(require_evidence, options, options.probe, options.retention_probe, set_aside=alone)
+        if programs and alone and not options.probe:
+            raise ConfigError(
+                "programs have no answer that could agree, so a range is chosen by labelled questions alone: "
+                f"--set {stage}.probe=FILE --set {stage}.probe_task=NAME"
+            )
+    elif isinstance(options, SweepOptions):
+        if options.runner == "ray":
+            yield require_ray
+        if options.probe:
+            yield partial(read_asked, options.probe, options.probe_task, options, need_answers=True)
+    elif isinstance(options, Asking) and (options.suite or options.tasks):
+        tasks, settings = chosen_tasks(options), JudgeSettings(sandbox=options.sandbox)
+        yield from (partial(require_graders, [task], "", settings) for task in tasks)
+        yield from (partial(questions_of, options, task, tasks) for task in tasks)
 
 
 @cache
@@ -155,35 +194,6 @@ def _base_of(name: str) -> Place | None:
     """The place of a model that is a base; None for an adapter with or without gates, here or on the hub."""
     place = resolve(name, base_later=True) if name else None
     return place if place is not None and place.kind == "base" else None
-
-
-def _training(options: Training) -> Iterator[Check]:
-    yield from _data(options)
-    yield partial(check_loading, options)
-    yield partial(require_reporters, options.report_to)
-
-
-def _calibrating(options: CalibrateOptions) -> Iterator[Check]:
-    yield from _training(options)
-    alone = options.range == "auto"  # prompts of the training rows stand in for a probe
-    yield partial(require_evidence, options, options.probe, options.retention_probe, set_aside=alone)
-
-
-def _evidence_on_programs(options: CalibrateOptions, stage: str) -> None:
-    """Refuse a choice among programs without labels, which their command meets after the adapter's training."""
-    if options.range == "auto" and not options.probe:
-        raise ConfigError(
-            "programs have no answer that could agree, so a range is chosen by labelled questions alone: "
-            f"--set {stage}.probe=FILE --set {stage}.probe_task=NAME"
-        )
-
-
-def _sweeping(options: SweepOptions) -> Iterator[Check]:
-    yield from _training(options)
-    if options.runner == "ray":
-        yield require_ray
-    if options.probe:
-        yield partial(read_labelled, options.probe, options.probe_task, options)
 
 
 def _engine(options: Asking) -> None:
@@ -203,29 +213,68 @@ def _engine(options: Asking) -> None:
         require_served(place.base.name, config)
 
 
-def _graders(options: Asking) -> Iterator[Check]:
-    tasks, settings = _tasks(options), JudgeSettings(sandbox=options.sandbox)
-    for task in tasks:
-        yield partial(require_graders, [task], "", settings)
+@dataclass(frozen=True)
+class Need:
+    """What a training needs on the machine that the recipe names, with every row as long as its limit.
+
+    Attributes:
+        stage: its name.
+        plan: of one training, exactly as the recipe sets it; `chosen` is None where it does not fit.
+        trials: trainings that the stage makes one after another.
+    """
+
+    stage: str
+    plan: Plan
+    trials: int = 1
+
+    @property
+    def gib(self) -> float:
+        """Of each GPU's memory at the peak."""
+        return self.plan.least.gib
+
+    @property
+    def hours(self) -> float:
+        """Of all trainings of the stage, estimated."""
+        return self.trials * self.plan.least.seconds / 3600
+
+    @property
+    def note(self) -> str:
+        """What is counted."""
+        fits = "" if self.plan.chosen else ": does not fit"
+        many = f", {self.trials} trials" if self.trials > 1 else ""
+        return f"{self.plan.least.way.gpus} × {self.plan.gpu.name}{fits}{many}"
 
 
-def _questions(options: Asking) -> Iterator[Check]:
-    tasks = _tasks(options)
-    for task in tasks:
-        yield partial(questions_of, options, task, tasks)
+def needs(recipe: Recipe) -> list[Need]:
+    """What each stage that trains needs at most, in order; a ConfigError for settings that cannot work at all."""
+    # what a stage does not set is that of the stage whose adapter it goes on with, or of the training that a mask is for
+    first = next((stage.values for stage in recipe.stages if stage.command == "sft"), {})
+    found = []
+    for stage in recipe.stages:
+        if stage.command not in STAGE_OF:
+            continue
+        keys = first if stage.command == "mask" else ("rank", "target_modules", "dtype")
+        values = {**{key: first[key] for key in keys if key in first}, **stage.values}
+        settled: dict[str, Any] = {"strategy": "single", "quantization": "none", "stage": STAGE_OF[stage.command]}
+        settled |= {name: values[key] for name, key in PLANNED.items() if key in values}
+        request = Request(
+            model=recipe.base,
+            gpu_memory=recipe.machine or Request.gpu_memory,
+            gradient_checkpointing="yes" if values.get("gradient_checkpointing") else "no",
+            **settled,
+        )
+        ranges, trials = str(stage.values.get("ranges", "")), 1
+        if stage.command == "sweep":
+            trials = len(parse_ranges(ranges))
+        elif str(stage.values.get("range", "")) == "auto":
+            trials = len(ranges.split(";"))
+        found.append(Need(stage.name, make_plan(request, config=_config(recipe)), trials))
+    return found
 
 
-def _tasks(options: Asking) -> list[Task]:
-    return chosen_tasks(options) if options.suite or options.tasks else []
-
-
-ASKING = (_engine, _model, _graders, _questions)
-# checks of the options of each command
-CHECKS: dict[str, tuple[Callable[[Any], Any], ...]] = {
-    "sft": (_training, _model),
-    "mask": (_data, _model),
-    "calibrate": (_calibrating,),
-    "sweep": (_sweeping,),
-    "eval": ASKING,
-    "diagnose": ASKING,
-}
+def _config(recipe: Recipe) -> Any:
+    """The configuration of the base."""
+    if recipe.base not in recipe.architecture:
+        return read_config(recipe.base)
+    values = dict(recipe.architecture[recipe.base])
+    return AutoConfig.for_model(values.pop("model_type"), **values)

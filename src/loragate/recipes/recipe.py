@@ -100,11 +100,7 @@ class Recipe:
         )
 
     def placed(self, folder: str | Path) -> tuple[Stage, ...]:
-        """The stages as they run in `folder`: references replaced by paths, `out` added.
-
-        Raises:
-            ConfigError: for a reference to what does not come before.
-        """
+        """The stages as they run in `folder`: references to what comes before (ConfigError) replaced by paths, `out` added."""
         placed: list[Stage] = []
         outputs: dict[str, str] = {}
         for stage in self.stages:
@@ -210,14 +206,7 @@ class Recipe:
 
 
 def options_of(stage: Stage, where: str) -> Any:
-    """The options of a stage, as its command has them.
-
-    Args:
-        where: the recipe, for messages.
-
-    Raises:
-        ConfigError: naming recipe, stage and key.
-    """
+    """The options of a stage, as its command has them; a ConfigError names the recipe (`where`), stage and key."""
     owner, what = command(stage.command), f"{where}: stage '{stage.name}'"
     values = checked_values(stage.values, owner, what)
     try:

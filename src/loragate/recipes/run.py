@@ -2,6 +2,11 @@
 
 Each stage is a process of its own. Stages that answer with vLLM may run in another interpreter, as vLLM and the training
 libraries do not always agree on versions; what they lack is asked there.
+
+resolved.yaml          the recipe with the source of every value; a recipe file itself
+recipe.json            the same as data, with the state of every stage
+config/1-sft.yaml      what each stage was given, for loragate sft --config
+sft/  calibrate/  …    the stages' own folders, each with its own run.json and checkpoints
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import os
 import shlex
 import shutil
@@ -18,20 +24,35 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.files import held, write_text
-from loragate.recipes.folder import RECORD, RunFolder, read_record
-from loragate.recipes.machine import needs
-from loragate.recipes.ready import ask, lacking, settled
+from loragate.files import held, require_new, require_same, write_json, write_text
+from loragate.recipes.ready import ask, lacking, needs, settled
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.training.launching import wait_for
+from loragate.version import __version__
 
 EVAL_PYTHON = "LORAGATE_EVAL_PYTHON"
 """Environment variable that stands for --eval-python."""
+RECORD = "recipe.json"
+# written last by each command, so their presence says that it came to its end
+FINISHED = {
+    "sft": ("adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"),
+    "calibrate": ("gate_config.json",),
+}
+# what a command resumes from, below its folder
+BEGUN = {
+    "sft": ("run/run.json",),
+    "calibrate": ("run/run.json", "run/candidates/**/run.json"),
+    "sweep": ("sweep.json",),
+    "eval": ("eval.json",),
+    "diagnose": ("eval.json",),
+}
+KEPT = ("run",)  # of a training that was cut off while it wrote its result; the rest is written again
 
 
 @dataclass(frozen=True)
@@ -122,13 +143,9 @@ def config_text(stage: Stage, command: list[str]) -> str:
 
 
 def start(command: list[str], what: str, again: str) -> None:
-    """Run a command line of loragate as a process of its own.
+    """Run a command line of loragate as a process of its own; `again` is the command that goes on with the recipe.
 
-    Args:
-        again: the command that goes on with the recipe, which is not the stage's own.
-
-    Raises:
-        LoragateError: if it fails; KeyboardInterrupt once it has ended after Ctrl-C.
+    A process that fails is a LoragateError, one that ended after Ctrl-C a KeyboardInterrupt.
     """
     try:
         status = wait_for(subprocess.Popen(command))
@@ -148,10 +165,7 @@ def start(command: list[str], what: str, again: str) -> None:
 def interpreter(run: Run) -> str:
     """The program that starts stages with vLLM, by its whole path, as `--eval-python`, the environment or the folder names it.
 
-    Links stay, as an environment is found by them. Empty where none is named.
-
-    Raises:
-        ConfigError: if there is no such program.
+    Links stay, as an environment is found by them. Empty where none is named; no such program is a ConfigError.
     """
     named = run.eval_python or os.environ.get(EVAL_PYTHON, "")
     if not named and (run.folder / RECORD).is_file():
@@ -170,9 +184,6 @@ def require_parts(recipe: Recipe, stages: Sequence[Stage], run: Run, evaluator: 
     Args:
         stages: those that are going to run, placed in the run's folder.
         evaluator: the interpreter of stages that answer with vLLM; empty for this one.
-
-    Raises:
-        ConfigError: with everything that is missing, stage by stage, and what to do instead.
     """
     place = str(run.folder)
     found = lacking([stage for stage in stages if not stage.vllm], place)
@@ -224,3 +235,92 @@ def _say_what_may_not_fit(recipe: Recipe, stages: Sequence[Stage], run: Run, gib
                     f"{need.stage}: with rows as long as their limit it takes {need.gib:.0f} GiB of a GPU, and there are "
                     f"{gib:.0f}; where it runs out of memory, halve --set {need.stage}.micro_batch_size"
                 )
+
+
+@dataclass
+class RunFolder:
+    """The folder of a run: what is finished, and what a repeated command does with what lies there.
+
+    `record` is the content of recipe.json.
+    """
+
+    path: Path
+    record: dict[str, Any]
+
+    @classmethod
+    def begin(cls, path: Path, recipe: Recipe) -> RunFolder:
+        """The folder of this recipe, new or to be continued; evaluations that have answered nothing yet may have changed.
+
+        Raises:
+            ConfigError: if the folder holds another recipe's run, naming the first difference, or something else.
+        """
+        stages, file = json.loads(json.dumps(recipe.as_record())), path / RECORD
+        if file.is_file():
+            record = read_record(path)
+            # the settings of evaluations that have left nothing are not bound to what lies in the folder
+            old, new = ({stage["stage"]: stage for stage in both} for both in (record["stages"], stages))
+            for name in [name for name in old if name in new]:
+                unfinished = not record["state"].get(name, {}).get("finished")
+                answers = new[name]["command"] in ("eval", "diagnose")
+                if answers and unfinished and not (path / name / "eval.json").is_file():
+                    del old[name], new[name]
+            require_same(file, old, new, "run the recipe as it was, or choose another --out")
+        else:
+            require_new(path, "lock")
+            record = {"recipe": recipe.name, "loragate": __version__, "state": {}}
+        folder = cls(path, record)
+        if record.get("stages") != stages:
+            write_text(path / "resolved.yaml", recipe.as_yaml())
+            folder.note(stages=stages)
+        return folder
+
+    def is_finished(self, stage: Stage) -> bool:
+        """Whether the stage came to its end, also where only its record is missing."""
+        if self.record["state"].get(stage.name, {}).get("finished"):
+            return True
+        out = Path(str(stage.values["out"]))
+        if stage.command == "mask":
+            return out.is_file()
+        marks = FINISHED.get(stage.command, ())
+        return bool(marks) and all((out / name).is_file() for name in marks)
+
+    def prepare(self, stage: Stage) -> bool:
+        """Clear what a killed command may have left half-written; whether the command is to resume. A ConfigError if
+        something lies there that this run did not make."""
+        out = Path(str(stage.values["out"]))
+        if stage.command == "mask":
+            return out.with_name(out.name + ".partial").is_dir()
+        if not out.is_dir():
+            return False
+        if stage.name not in self.record["state"]:
+            raise ConfigError(f"{out} is in the way: this run did not make it. Remove it, or choose another --out")
+        begun = any(next(out.glob(pattern), None) is not None for pattern in BEGUN.get(stage.command, ()))
+        if stage.command in FINISHED:
+            for item in out.iterdir():
+                if item.name not in KEPT:
+                    shutil.rmtree(item) if item.is_dir() else item.unlink()
+        elif not begun:
+            shutil.rmtree(out)
+        return begun
+
+    def note(self, **values: Any) -> None:
+        """Keep these values."""
+        self.record |= values
+        write_json(self.path / RECORD, self.record)
+
+    def note_stage(self, stage: Stage, **state: Any) -> None:
+        """Keep the state of a stage."""
+        before = self.record["state"].get(stage.name, {})
+        self.note(state={**self.record["state"], stage.name: {**before, **state}})
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """recipe.json of a run; a LoragateError if it cannot be read or is none."""
+    file = folder / RECORD
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(record["stages"], list) or not isinstance(record["state"], dict):
+            raise ValueError("not a record of a run")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LoragateError(f"{file}: cannot be read ({error}); choose another --out") from None
+    return dict(record)

@@ -53,7 +53,7 @@ def sweep_markdown(record: Mapping[str, Any]) -> str:
 
 
 def suite_table(record: Mapping[str, Any]) -> Sheet:
-    """The cells of one adapter on a suite, from the best down; from the record of `selection.evaluated`."""
+    """The cells of one adapter on a suite, from the best down; from the record of `selection.outcome`."""
     (choice,) = record["choices"]
     title = f"{choice['adapter']}: {record['suite']}, mean over {len(record['tasks'])} tasks, Avg@{record['samples']}"
     lines = [Line("adapter", [share_cell(choice["adapter_score"]), (ABSENT,)])]

@@ -2,20 +2,17 @@
 
 candidate     a range and an objective to try, or what needs no training
 settings      how candidates are asked
-study         the candidates, and what their numbers depend on
 trial         one candidate: train, keep, ask; the only place that runs one
-store         the files of trials; what is finished there is never run again, and where the others stand
+store         a study and the files of its trials; what is finished there is never run again
 probe         questions with labels, or judged by the adapter's own majority (agreement)
-questions     probe questions from files and from rows that were set aside
+questions     probe questions from files and from rows that were set aside, and whether they are also among other rows
 evidence      which questions there are for a choice, or why there are none
-disjoint      whether questions are also among other rows
 recommend     what answers say of all settings, whom to ask next, and what to recommend
 comparison    all settings of one adapter on one probe: train, ask, recommend, record; a second probe may veto
-outcome       the pick of a sweep (best mean, ties to the adapter), its record, and its cells on suites
+outcome       the pick of a sweep (best mean, ties to the adapter), its record, and its cells as rows of an evaluation
 transaction   `choose_gates`: train → probe → keep or fall back → write, a few candidates in sequence
 chosen        what a choice came to, in sentences
 sweep         many candidates over ranges and seeds, in sequence or on Ray (on_ray)
-evaluated     the cells of a sweep as rows of an evaluation
 """
 
 import lazy_loader

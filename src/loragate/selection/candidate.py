@@ -111,8 +111,7 @@ def parse_candidates(text: str, objective: str = "entropy", seed: int = 0) -> tu
         text: "0,1;-6,3;-3,1@anchored".
         objective, seed: of those that name none.
 
-    Raises:
-        ConfigError: for what is no range or objective, a candidate that stands there twice, or none.
+    What is no range or objective, stands there twice, or nothing at all is a ConfigError.
     """
     found: list[Candidate] = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
@@ -132,11 +131,7 @@ def parse_candidates(text: str, objective: str = "entropy", seed: int = 0) -> tu
 def grid(
     adapter: str, ranges: Sequence[Range], seeds: Sequence[int], objectives: Sequence[str]
 ) -> tuple[Candidate, ...]:
-    """The product, and before it the adapter itself, by its label.
-
-    Raises:
-        ConfigError: for nothing to do, or a candidate that is there twice.
-    """
+    """The product, and before it the adapter itself, by its label; a ConfigError names what is missing, or there twice."""
     for name, values in (("range", ranges), ("seed", seeds), ("objective", objectives)):
         if not values:
             raise ConfigError(f"the sweep has no {name}; give at least one")

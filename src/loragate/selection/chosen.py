@@ -148,15 +148,3 @@ def _training(evidence: dict[str, Any]) -> list[str]:
         f"{100 * total['above_one']:.1f} %; at a bound: {100 * total['saturated']:.1f} %",
         f"step-zero parity: {parity['initial']:.1e} in logits (the adapter's own effect is {parity['delta']:.2g})",
     ]
-
-
-def without_evidence(one: Candidate) -> dict[str, Any]:
-    """The record of gates that were accepted without a comparison."""
-    assert one.range is not None, "gates were trained"
-    return {
-        "method": "given by the user",
-        "accepted": True,
-        "range": [one.range.lower, one.range.upper],
-        "reason": UNVERIFIED,
-        "evidence": "none: not compared with the adapter",
-    }

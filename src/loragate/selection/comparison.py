@@ -67,14 +67,7 @@ def settings_on(
 
 
 class Comparison:
-    """One comparison, from training to the record.
-
-    Args:
-        store: of the trials.
-        bench: what they work on, with the probe.
-        settings: see `settings_on`.
-        on_event: see `trial.OnEvent`.
-    """
+    """One comparison of `settings_on` a bench with a probe, from training to the record."""
 
     def __init__(self, store: Store, bench: Bench, settings: Sequence[Candidate], on_event: OnEvent | None) -> None:
         assert bench.probe is not None, "there is evidence"
@@ -94,11 +87,7 @@ class Comparison:
         self.retained: dict[str, np.ndarray] = {}
 
     def run(self) -> Recommendation:
-        """Train, ask and recommend.
-
-        Raises:
-            DivergenceError: if no gates' training stayed finite; one that did not only drops out.
-        """
+        """Train, ask and recommend; gates whose training diverges drop out, and are a DivergenceError where all do."""
         out = self._train()
         alive = [one for one in self.settings if one.model not in out]
         self._not_vetoed(halve(alive, self._ask, self.choosing))
@@ -166,7 +155,14 @@ class Comparison:
         self.tried = self.found.tried
         alone = self.found.best[ADAPTER]
         while self.bench.retention is not None and self.found.setting.kind != ADAPTER:
-            tables = {self._label(one): self._retention(one) for one in (alone, self.found.setting)}
+            tables = {}
+            for one in (alone, self.found.setting):
+                result = run_trial(
+                    self.store, one, lambda: self.bench, self.on_event, questions=self.choosing, retention=True
+                )
+                self.results[one] = result
+                assert result.retention is not None, "it was asked"
+                tables[self._label(one)] = result.retention.scores
             self.retained |= tables
             if not (reasons := vetoes(tables, self._label(alone))):
                 break
@@ -191,14 +187,6 @@ class Comparison:
         if difference.mean <= 0:
             self.found = replace(self.found, setting=alone)
 
-    def _retention(self, setting: Candidate) -> np.ndarray:
-        result = run_trial(
-            self.store, setting, lambda: self.bench, self.on_event, questions=self.choosing, retention=True
-        )
-        assert result.retention is not None, "it was asked"
-        self.results[setting] = result
-        return result.retention.scores
-
     def _label(self, setting: Candidate) -> str:
         """As in tables: "[0,6] T=0.3", "adapter greedy"."""
         return self.names[setting.model] + setting.cell.removeprefix(setting.model.cell)
@@ -217,12 +205,32 @@ class Comparison:
         seconds = [result.seconds for result in self.results.values()]
         answers = sum(self._probed(one).scores.size for one in self.results)
         answers += sum(part["answers"] for part in self.parts.values())
+        alone = {one.temperature or 0.0: self._probed(one).scores for one in self.results if one.kind == ADAPTER}
+        sampled = any(self.bench.settings(one).on_policy for one in self.trained)
+        best, kept = {one: max(part["scores"].values()) for one, part in self.parts.items()}, {}
+        if retention and self.retained:  # the adapter was asked first
+            fallback, *others = self.retained
+            kept = {
+                "probe": retention.as_dict(),
+                "rule": f"a candidate that loses more than {100 * LOSS:g} points, its paired 95 % interval below 0, is not picked",
+                "evidence": {one: asdict(average_at_k(values)) for one, values in self.retained.items()},
+                "against_adapter": {
+                    one: asdict(compare(self.retained[one], self.retained[fallback])) for one in others
+                },
+            }
         optional = {
             "failed": self.failed,
-            "stopped": {self.names[one]: self._stopped_at(one) for one in self.stopped},
-            "retention": retention_record(self.retained, retention.as_dict()) if retention and self.retained else None,
+            "stopped": {
+                self.names[one]: {
+                    "steps": self.parts[one]["steps"],
+                    "score": best[one],
+                    "weakest_kept": min(score for one, score in best.items() if one not in self.stopped),
+                }
+                for one in self.stopped
+            },
+            "retention": kept,
             "confirmation": self.confirmation,
-            "own_answers": self._own_answers(),
+            "own_answers": own_answers(alone) if sampled and self.probe.kind == "labelled" else None,
         }
         return {
             "method": f"the simplest of {self.tried} settings on a {self.probe.kind} probe than which no more complicated one is "
@@ -266,12 +274,6 @@ class Comparison:
                 row["against_adapter"] = asdict(compare(scores[:count], self._probed(alone).scores[:count]))
         return row
 
-    def _stopped_at(self, one: Candidate) -> dict[str, Any]:
-        """What a range was stopped on, with the best score among those that went on."""
-        part = self.parts[one]
-        others = [max(self.parts[other]["scores"].values()) for other in self.parts if other not in self.stopped]
-        return {"steps": part["steps"], "score": max(part["scores"].values()), "weakest_kept": min(others)}
-
     def _warnings(self, setting: Candidate, name: str) -> dict[str, list[str]]:
         """How the answers of what is recommended look worse than the adapter's sampled alike, and what ended a training."""
         alone = self._probed(Candidate(None, ADAPTER, temperature=setting.temperature))
@@ -281,13 +283,6 @@ class Comparison:
             stopped = [training["stopped"]] if training.get("stopped") else []
             found[name] = [*stopped, *looks_worse(self._probed(setting).signs, alone.signs)]
         return {key: phrases for key, phrases in found.items() if phrases}
-
-    def _own_answers(self) -> dict[str, Any]:
-        """What there is to learn from the adapter's own answers, where an objective that learns from such was tried."""
-        if self.probe.kind != "labelled" or not any(self.bench.settings(one).on_policy for one in self.trained):
-            return {}
-        alone = {one.temperature or 0.0: self._probed(one).scores for one in self.results if one.kind == ADAPTER}
-        return own_answers(alone)
 
 
 def stopped_of(ranges: int) -> int:
@@ -330,12 +325,7 @@ def own_answers(scores: Mapping[float, np.ndarray]) -> dict[str, Any]:
 
 
 def vetoes(scores: Mapping[str, np.ndarray], fallback: str) -> dict[str, str]:
-    """{candidate: reason} of those that lose more than 2 points with a 95 % interval entirely below 0.
-
-    Args:
-        scores: {name: scores [questions, samples]} on the retention probe, the fallback among them.
-        fallback: the untouched adapter.
-    """
+    """{candidate: reason} of those that on the retention probe lose more than 2 points, their 95 % interval below 0."""
     found = {}
     for name, values in scores.items():
         if name == fallback:
@@ -347,16 +337,3 @@ def vetoes(scores: Mapping[str, np.ndarray], fallback: str) -> dict[str, str]:
                 f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f})"
             )
     return found
-
-
-def retention_record(scores: Mapping[str, np.ndarray], probe: dict[str, Any]) -> dict[str, Any]:
-    """The evidence for the artifact: each score, and each difference from the adapter, which was asked first."""
-    fallback = next(iter(scores))
-    return {
-        "probe": probe,
-        "rule": f"a candidate that loses more than {100 * LOSS:g} points, its paired 95 % interval below 0, is not picked",
-        "evidence": {name: asdict(average_at_k(values)) for name, values in scores.items()},
-        "against_adapter": {
-            name: asdict(compare(values, scores[fallback])) for name, values in scores.items() if name != fallback
-        },
-    }

@@ -24,9 +24,7 @@ from loragate.evaluation.answers import grade_text
 from loragate.evaluation.judging import MATH, JudgeSettings, grade_tiny, require_graders
 from loragate.evaluation.tasks import Task
 from loragate.generation import Engine, OnProgress
-from loragate.selection.agreement import MIN_QUESTIONS
-from loragate.selection.disjoint import prompts_of, prompts_to_exclude
-from loragate.selection.probe import Probe, by_agreement
+from loragate.selection.probe import MIN_QUESTIONS, Probe, by_agreement, no_evidence
 from loragate.selection.questions import (
     ANSWERS,
     PROBE_TOKENS,
@@ -34,8 +32,9 @@ from loragate.selection.questions import (
     Manner,
     held_out_prompts,
     probe_task,
+    prompts_of,
+    prompts_to_exclude,
     read_asked,
-    read_labelled,
 )
 from loragate.selection.settings import SelectionSettings
 from loragate.training.rollouts import Reward
@@ -46,11 +45,7 @@ SAMPLED = 2_000  # rows whose answers are measured
 def require_evidence(settings: SelectionSettings, probe: str, retention: str, *, set_aside: bool) -> None:
     """Refuse what no model is needed to refuse: before rows are read, and before a recipe's first stage.
 
-    Args:
-        set_aside: whether training rows may stand in for a probe.
-
-    Raises:
-        DataError, ConfigError: naming what cannot be used.
+    `set_aside` says whether training rows may stand in for a probe. The DataError or ConfigError names what cannot be used.
     """
     if settings.exclude and not (probe or retention):
         raise ConfigError("--exclude has no effect without --probe FILE")
@@ -75,10 +70,8 @@ class Evidence:
         rows: all training rows, with which no question may be shared.
         probe, retention: files, or rows in memory; None where there are none.
         spare: rows that were set aside as questions; None where they are not needed.
-        settings: how they are asked.
 
-    Raises:
-        DataError, ConfigError: naming what cannot be used, before anything long begins.
+    A DataError or ConfigError names what cannot be used, before anything long begins.
     """
 
     def __init__(
@@ -99,7 +92,7 @@ class Evidence:
         self.asked = None if probe is None else read_asked(probe, settings.probe_task, settings, taken)
         self.retained = None
         if retention is not None:  # what must not be lost needs labels
-            self.retained = read_labelled(retention, settings.retention_task, settings, taken)
+            self.retained = read_asked(retention, settings.retention_task, settings, taken, need_answers=True)
         if spare is not None and len(spare) >= MIN_QUESTIONS:
             task_of_rows(settings)
 
@@ -111,15 +104,12 @@ class Evidence:
         kept: Path | None = None,
         on_progress: OnProgress | None = None,
     ) -> Probe:
-        """The probe.
+        """The probe, or a ConfigError that says why no evidence can be had.
 
         Args:
             adapter: answers as the untouched adapter; asked where there are no labels.
             max_length: tokens from which a training row is cut.
             kept: file for the adapter's answers on the agreement path.
-
-        Raises:
-            ConfigError: if no evidence can be had, with the reason.
         """
         asked = self.asked
         if asked is not None and asked.labelled:
@@ -127,7 +117,7 @@ class Evidence:
         if asked is None:
             assert self.spare is not None, "without a probe, rows are set aside"
             if len(self.spare) < MIN_QUESTIONS:
-                raise _none(
+                raise no_evidence(
                     f"a tenth of {self.spare.source} leaves {len(self.spare)} prompts to set aside, and {MIN_QUESTIONS} "
                     "are needed"
                 )
@@ -136,24 +126,14 @@ class Evidence:
             try:
                 questions, prompts = held_out_prompts(self.spare, replace(how, answer=limit), max_length)
             except DataError as error:
-                raise _none(str(error)) from error
+                raise no_evidence(str(error)) from error
             source = f"{len(self.spare)} rows of {self.spare.source}, set aside"
             asked = Asked(source, task_of_rows(self.settings), questions, False, self.settings, prompts)
-        found, why = by_agreement(asked.put(how), adapter, on_progress, kept)
-        if found is None:
-            raise _none(why)
-        return found
+        return by_agreement(asked.put(how), adapter, on_progress, kept)
 
     def retention(self, how: Manner) -> Probe | None:
         """The retention probe, or None where none was given."""
         return None if self.retained is None else self.retained.put(replace(how, answer=PROBE_TOKENS))
-
-
-def _none(why: str) -> ConfigError:
-    return ConfigError(
-        f"no evidence can be had here: {why}. Give --probe FILE with at least {MIN_QUESTIONS} prompts and answers, or take the "
-        "gates of one range as they come, with nothing to show that they help: --range=0,1 --unverified (unverified=True)"
-    )
 
 
 def answer_tokens(encoded: EncodedRows) -> int:
@@ -165,11 +145,7 @@ def answer_tokens(encoded: EncodedRows) -> int:
 
 
 def reward_of(rows: Rows, grader: str) -> Reward:
-    """Reward 1 for a right answer: rows must carry an answer, judged by the probe's grader.
-
-    Raises:
-        ConfigError: if a row has no answer.
-    """
+    """Reward 1 for an answer that the probe's grader finds right; a row without an answer is a ConfigError."""
 
     def answer(row: Any) -> Any:
         return next((row[name] for name in ANSWERS if row.get(name) is not None), None)

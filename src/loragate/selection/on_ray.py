@@ -20,7 +20,7 @@ import torch
 from loragate.errors import ConfigError, LoragateError
 from loragate.selection.candidate import Candidate
 from loragate.selection.store import Store
-from loragate.selection.sweep import Sweep, Workshop
+from loragate.selection.sweep import Sweep, workshop
 from loragate.selection.trial import OnEvent, run_trial
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
@@ -79,12 +79,12 @@ class Worker:
 
     def __init__(self, sweep: Sweep, store: Store, threads: int = 1) -> None:
         torch.set_num_threads(threads)
-        self.workshop, self.store = Workshop(sweep), store
+        self.bench, self.store = workshop(sweep), store
 
     def run(self, one: Candidate) -> Candidate:
         """Run a whole trial; what goes wrong is noted in its folder."""
         try:
-            run_trial(self.store, one, self.workshop.bench)
+            run_trial(self.store, one, self.bench)
         except LoragateError:
             pass  # another attempt would fail alike
         except Exception:
@@ -94,19 +94,17 @@ class Worker:
 
 @contextmanager
 def connected(resources: Resources) -> Iterator[None]:
-    """A Ray to run on: the cluster of RAY_ADDRESS, or one of our own.
-
-    Raises:
-        ConfigError: if the cluster does not answer.
-    """
+    """A Ray to run on: the cluster of RAY_ADDRESS, which must answer (ConfigError), or one of our own."""
     address = os.environ.get("RAY_ADDRESS", "")
     require_answer(address)
     cores = max(os.cpu_count() or 1, round(max(resources.workers, 1) * resources.cpus))
-    own = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    own: dict[str, Any] = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     # a node of our own that was not up within Ray's 30 s is started once more: a busy machine is slow the first time
     for left in (0,) if address else (1, 0):
         try:
-            _join(address, {} if address else own)
+            with warnings.catch_warnings(action="ignore"):
+                given = {} if address else own
+                ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **given)
             break
         except Exception as error:  # Ray raises a bare Exception where a node was not up in time
             ray.shutdown()
@@ -122,18 +120,8 @@ def connected(resources: Resources) -> Iterator[None]:
         ray.shutdown()
 
 
-def _join(address: str, own: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
-
-
 def require_answer(address: str) -> None:
-    """Refuse a cluster address at which nothing listens; Ray itself would try for minutes.
-
-    Raises:
-        ConfigError: naming the address.
-    """
+    """Refuse (ConfigError) an address at which nothing listens; Ray itself would try for minutes."""
     host, sign, port = address.removeprefix("ray://").rpartition(":")
     if not (sign and port.isdigit()):
         return  # "auto", "local" or none
@@ -156,11 +144,7 @@ def run_on_ray(
 ) -> None:
     """Run the pending trials on Ray; one whose worker dies is started again up to three times.
 
-    Args:
-        on_event: told of a trial when it has ended, see `trial.OnEvent`.
-
-    Raises:
-        ConfigError: if no Ray can be had, or no node has what one trial needs.
+    `on_event` is told of a trial when it has ended. ConfigErrors are those of `connected` and `fitting`.
     """
     if not pending:
         return
@@ -184,11 +168,7 @@ def run_on_ray(
 
 
 def fitting(resources: Resources) -> int:
-    """How many trials fit on the nodes at a time.
-
-    Raises:
-        ConfigError: for a trial that no node could ever run, saying what was asked for and what there is.
-    """
+    """How many trials fit on the nodes at a time; a ConfigError says what one asks for that no node has."""
     wanted = {"CPU": resources.cpus, "GPU": resources.gpus}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     fits = sum(min(int(node.get(name, 0.0) / need + 1e-9) for name, need in wanted.items() if need) for node in nodes)

@@ -3,34 +3,37 @@
 All cells are asked at one temperature, and the choice holds there; what `loragate calibrate` recommends over all temperatures
 is in `comparison.py`. A cell is what is compared: an adapter, objective and range, its seeds averaged within each question, so
 that the question stays the unit of every interval. The choice is made on the probe alone: training entropy is never consulted,
-because it falls also where answers get worse. The best cell on a suite (the oracle, `suite_record`) shows what choosing on the
-probe cost; no choice may rest upon it.
+because it falls also where answers get worse. On whole suites cells are rows of an evaluation (`SweptCells`, which is what
+`loragate eval --sweep` asks). The best one there (the oracle, `suite_record`) shows what choosing on the probe cost; no choice
+may rest upon it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, DataError
 from loragate.evaluation import average_at_k, compare
+from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.results import EvaluationRecord, TaskResult
+from loragate.evaluation.session import Request, Session
 from loragate.evaluation.statistics import compare_suites, holm, suite_average
+from loragate.evaluation.tasks import Task
+from loragate.evaluation.variants import Variant
+from loragate.gates.schema import read_gate_config
 from loragate.selection.candidate import ADAPTER, Candidate
 from loragate.selection.probe import Scored, looks_worse, unread
-from loragate.selection.store import TrialResult
-from loragate.selection.study import Study
+from loragate.selection.store import GATED, Store, Study, TrialResult
 
 LEVEL = 0.05
 _ROUNDING = (
     1e-9  # means over another number of samples round differently; two shares of right answers are further apart
 )
-
-Tables = list[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -76,58 +79,6 @@ def choose(candidates: Mapping[str, np.ndarray], fallback: str) -> Choice:
     return Choice(best, best != fallback, evidence, *map(int, shapes[fallback]))
 
 
-@dataclass(frozen=True)
-class Cell:
-    """The trials that are compared as one: all seeds of a candidate.
-
-    Attributes:
-        candidates: of all its seeds.
-        results: of those that are finished; at least one.
-    """
-
-    candidates: tuple[Candidate, ...]
-    results: tuple[TrialResult, ...]
-
-    @property
-    def name(self) -> str:
-        """As printed: "[-3,1]", "[-3,1] anchored", "adapter"."""
-        return self.candidates[0].cell
-
-    @property
-    def complete(self) -> bool:
-        """Whether no seed is missing; a cell that lacks one is shown and not compared."""
-        return len(self.results) == len(self.candidates)
-
-    @cached_property
-    def probe(self) -> np.ndarray:
-        """[questions, seeds × samples]; every seed has as many samples, so the mean over them is that over seeds."""
-        return np.concatenate([_probe(result).scores for result in self.results], axis=1)
-
-    @property
-    def by_seed(self) -> list[float]:
-        """Mean probe score of each seed."""
-        return [float(_probe(result).scores.mean()) for result in self.results]
-
-    @property
-    def signs(self) -> dict[str, float]:
-        """What its probe answers look like (`signs_of`)."""
-        return _mean([_probe(result).signs for result in self.results])
-
-    def against(self, adapter: Cell) -> dict[str, float]:
-        """Its difference from the adapter, paired by question."""
-        return asdict(compare(self.probe, adapter.probe))
-
-
-def cells_of(study: Study, results: Mapping[str, TrialResult]) -> list[Cell]:
-    """The cells, in the study's order; of trials that are not finished nothing is there."""
-    found = []
-    for candidates in grouped(study.candidates).values():
-        done = [results[one.slug] for one in candidates if one.slug in results]
-        if done:
-            found.append(Cell(tuple(candidates), tuple(done)))
-    return found
-
-
 def grouped(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
     """{name of the cell: its candidates}."""
     groups: dict[str, list[Candidate]] = {}
@@ -137,28 +88,99 @@ def grouped(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
 
 
 def summarise(study: Study, results: Mapping[str, TrialResult]) -> dict[str, Any]:
-    """The content of sweep_results.json: every cell, and what was chosen of them."""
-    found = cells_of(study, results)
-    own = found[0] if found and found[0].name == ADAPTER else None
-    cells = [_cell_record(cell, own) for cell in found if cell.name != ADAPTER]
-    # without the adapter's own scores there is no choice
-    choices = [] if own is None else [_choice_record([own, *(cell for cell in found[1:] if cell.complete)])]
-    compared = [cell for cell in cells if cell["complete"] and cell["difference"] is not None]
+    """The content of sweep_results.json: every cell that has a finished trial, and what was chosen of the complete ones."""
+    done = {
+        name: [results[one.slug] for one in trials if one.slug in results]
+        for name, trials in grouped(study.candidates).items()
+    }
+    # every seed has as many samples, so that the mean over them is that over seeds
+    tables = {name: np.concatenate([_probe(r).scores for r in found], axis=1) for name, found in done.items() if found}
+    own = tables.get(ADAPTER)
+    cells = [
+        _cell_record(trials, done[name], tables[name], own)
+        for name, trials in grouped(study.candidates).items()
+        if name in tables and name != ADAPTER
+    ]
+    compared = [cell for cell in cells if cell["complete"] and own is not None]
     _tell_apart(compared)
-    shape = next((_probe(result).scores.shape for result in results.values()), (0, 0))
+    choices = []
+    if own is not None:  # without the adapter's own scores there is no choice
+        signs = _mean([_probe(result).signs for result in done[ADAPTER]])
+        choices = [_choice_record(study.candidates[0].adapter, compared, tables, signs)]
+    questions, samples = next((_probe(result).scores.shape for result in results.values()), (0, 0))
     return {
         "format": "loragate sweep results",
         "version": 1,
         "sweep": study.fingerprint,
         "seeds": list(dict.fromkeys(one.seed for one in study.candidates if one.range is not None)),
-        "questions": shape[0],
-        "samples": shape[1],
+        "questions": questions,
+        "samples": samples,
         "comparisons": len(compared),
         "choices": choices,
         "cells": cells,
         "missing": [one.slug for one in study.candidates if one.slug not in results],
-        "seconds": {stage: round(_seconds(list(results.values()), stage), 1) for stage in ("training", "probing")},
+        "seconds": {
+            stage: round(sum(result.seconds.get(stage, 0.0) for result in results.values()), 1)
+            for stage in ("training", "probing")
+        },
     }
+
+
+@dataclass(frozen=True)
+class SweptCells:
+    """The finished cells of a sweep, which are rows of one evaluation beside its adapter.
+
+    Attributes:
+        study: of the sweep.
+        trials: the gated folder of every finished cell.
+        request: of the evaluation: its model is the adapter of the cells.
+        tasks: what is asked.
+        stop_token_ids: that end an answer, as the cells record them.
+        choice: what the sweep chose on its probe, as `summarise` records it; empty where it chose nothing.
+    """
+
+    study: Study
+    trials: dict[Candidate, Path]
+    request: Request
+    tasks: list[Task]
+    stop_token_ids: tuple[int, ...]
+    choice: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sweep: Path, request: Request) -> SweptCells:
+        """Those of a sweep with a finished cell (DataError); ConfigErrors as of `Request.check`, and for retention suites."""
+        store = Store.open(sweep)
+        done = store.finished()
+        trials = {
+            one: store.place(one) / GATED
+            for one in store.study.candidates
+            if one.range is not None and one.slug in done
+        }
+        if not trials:
+            raise DataError(f"{sweep} has no finished cell yet; go on with the sweep first (loragate sweep … --resume)")
+        # without a probe nothing was chosen
+        choices = summarise(store.study, done)["choices"] if store.study.identity.get("probe") else []
+        first = next(iter(trials.values()))
+        gates = read_gate_config(first)
+        base, revision = gates["base"]["id"], gates["base"].get("revision")
+        own = replace(
+            request,
+            model=str(first / "adapter"),
+            base=request.base or (f"{base}@{revision}" if revision else base),
+        )
+        tasks = own.check()
+        if asked := [task.name for task in tasks if task.harness is not None]:
+            raise ConfigError(f"--sweep: {', '.join(asked)} are retention suites, which are scored one model at a time")
+        endings = tuple(gates.get("stop_token_ids") or ())
+        return cls(store.study, trials, own, tasks, endings, choices[0] if choices else {})
+
+    def evaluation(self, session: Session) -> Evaluation:
+        """The adapter and a row for each cell."""
+        expected = [one for one in self.study.candidates if one.range is not None]
+        left = [trial.name for trial in expected if trial not in self.trials]
+        notes = [f"cells that are not finished, and not scored: {', '.join(left)}"] if left else []
+        rows = [Variant("gated", trial.name, gates=str(place)) for trial, place in self.trials.items()]
+        return session.evaluation([Variant("adapter"), *rows], notes=notes, kind="sweep", sweep=self.study.fingerprint)
 
 
 def suite_record(
@@ -177,7 +199,7 @@ def suite_record(
     own = [_means([rows[task, "adapter"]]) for task in tasks]
     mine = [one for one in study.candidates if one.range is not None]
     cells: list[dict[str, Any]] = []
-    tables: dict[str, Tables] = {}
+    tables: dict[str, list[np.ndarray]] = {}
     for name, trials in grouped(mine).items():
         found = [trial for trial in trials if (tasks[0], f"gated {trial.name}") in rows]
         if not found:
@@ -189,6 +211,21 @@ def suite_record(
         more = {"score": asdict(suite_average(scored)), "difference": asdict(compare_suites(scored, own))}
         cells.append({**head, **more, "differs": False})
     _tell_apart(cells)
+    every = {ADAPTER: own, **tables}
+    best = max(every, key=lambda name: suite_average(every[name]).mean)
+    picked, regret = str(chosen.get("picked", "")) if chosen.get("accepted") else "", None
+    if picked in tables:
+        # a model does not differ from itself, which the test cannot know
+        alike = {"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
+        regret = alike if best == picked else asdict(compare_suites(every[best], every[picked]))
+    choice = {
+        "adapter": study.candidates[0].adapter,
+        "picked": picked,
+        "accepted": picked in tables,
+        "candidates": len(tables),
+        "adapter_score": asdict(suite_average(own)),
+        "oracle": {"name": best, "score": asdict(suite_average(every[best])), "regret": regret},
+    }
     return {
         "format": "loragate sweep evaluation",
         "version": 1,
@@ -200,7 +237,7 @@ def suite_record(
         "seeds": list(dict.fromkeys(trial.seed for trial in mine)),
         "comparisons": len(cells),
         "cells": cells,
-        "choices": [_suite_choice(study.candidates[0].adapter, own, tables, chosen)],
+        "choices": [choice],
     }
 
 
@@ -228,40 +265,44 @@ def _tell_apart(cells: Sequence[dict[str, Any]]) -> None:
         cell["differs"] = p <= LEVEL and (versus["low"] > 0 or versus["high"] < 0)
 
 
-def _cell_record(cell: Cell, own: Cell | None) -> dict[str, Any]:
+def _cell_record(
+    trials: Sequence[Candidate], done: Sequence[TrialResult], scores: np.ndarray, own: np.ndarray | None
+) -> dict[str, Any]:
+    entropies = {
+        key: [one.training[key] for one in done if one.training.get(key) is not None]
+        for key in ("entropy_before", "entropy_after")
+    }
     return {
-        **_cell_head(cell.candidates, [result.candidate for result in cell.results]),
-        "answers": int(cell.probe.size),
-        "probe": asdict(average_at_k(cell.probe)),
-        "by_seed": cell.by_seed,
-        "difference": None if own is None else cell.against(own),
+        **_cell_head(trials, [result.candidate for result in done]),
+        "answers": int(scores.size),
+        "probe": asdict(average_at_k(scores)),
+        "by_seed": [float(_probe(result).scores.mean()) for result in done],
+        "difference": None if own is None else asdict(compare(scores, own)),
         "differs": False,
-        "signs": cell.signs,
-        "entropy_before": _of_training(cell.results, "entropy_before"),
-        "entropy_after": _of_training(cell.results, "entropy_after"),
-        "gates": _mean([result.training.get("gates", {}) for result in cell.results]),
+        "signs": _mean([_probe(result).signs for result in done]),
+        **{key: float(np.mean(values)) if values else None for key, values in entropies.items()},
+        "gates": _mean([result.training.get("gates", {}) for result in done]),
     }
 
 
-def _choice_record(cells: Sequence[Cell]) -> dict[str, Any]:
-    """What is picked out of the complete cells, the adapter the first; `seed` is the first one that beats it."""
-    own = cells[0]
+def _choice_record(
+    label: str, cells: Sequence[dict[str, Any]], tables: Mapping[str, np.ndarray], signs: dict[str, float]
+) -> dict[str, Any]:
+    """What is picked out of the adapter and complete cells; `seed` is the first one that beats the adapter."""
     # the mean over seeds and samples of each question: one column, so that all shapes agree
-    choice = choose({cell.name: cell.probe.mean(axis=1, keepdims=True) for cell in cells}, ADAPTER)
-    picked = next(cell for cell in cells if cell.name == choice.name)
-    one, mean = picked.candidates[0], float(own.probe.mean())
-    better = [r.candidate.seed for r, score in zip(picked.results, picked.by_seed, strict=True) if score > mean]
+    means = {name: tables[name].mean(axis=1, keepdims=True) for name in (ADAPTER, *(cell["name"] for cell in cells))}
+    choice, own = choose(means, ADAPTER), float(tables[ADAPTER].mean())
+    picked: dict[str, Any] = next((cell for cell in cells if cell["name"] == choice.name), {})
+    by_seed = zip(picked.get("seeds", ()), picked.get("by_seed", ()), strict=True)
     return {
-        "adapter": one.adapter,
+        "adapter": label,
         "picked": choice.name,
         "accepted": choice.accepted,
-        "lower": None if one.range is None else one.range.lower,
-        "upper": None if one.range is None else one.range.upper,
-        "objective": None if one.range is None else one.objective,
-        "seed": better[0] if choice.accepted else None,
-        "candidates": len(cells) - 1,
-        "adapter_probe": asdict(average_at_k(own.probe)),
-        "adapter_signs": own.signs,
+        **{key: picked.get(key) for key in ("lower", "upper", "objective")},
+        "seed": next((seed for seed, score in by_seed if score > own), None),
+        "candidates": len(cells),
+        "adapter_probe": asdict(average_at_k(tables[ADAPTER])),
+        "adapter_signs": signs,
     }
 
 
@@ -274,13 +315,7 @@ def written_of(study: Study, choice: Mapping[str, Any]) -> Candidate | None:
 def best_record(
     study: Study, summary: Mapping[str, Any], choice: Mapping[str, Any], about: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the artifact of the best cell keeps under "selection".
-
-    Args:
-        summary: of `summarise`, with the reasons of what diverged.
-        choice: its choice, of gates.
-        about: description of the probe.
-    """
+    """What the artifact of the best cell keeps under "selection"; `choice` is of gates, `about` describes the probe."""
     own = choice["adapter_signs"]
     cells = {cell["name"]: cell for cell in summary["cells"] if cell["complete"]}
     picked = cells[choice["picked"]]
@@ -309,26 +344,6 @@ def best_record(
     }
 
 
-def _suite_choice(label: str, own: Tables, tables: Mapping[str, Tables], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What the probe had chosen, with the best cell of the suite beside it."""
-    every = {"adapter": own, **tables}
-    best = max(every, key=lambda name: suite_average(every[name]).mean)
-    picked = str(chosen.get("picked", "")) if chosen.get("accepted") else ""
-    regret = None
-    if picked in tables:
-        # a model does not differ from itself, which the test cannot know
-        alike = {"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
-        regret = alike if best == picked else asdict(compare_suites(every[best], every[picked]))
-    return {
-        "adapter": label,
-        "picked": picked,
-        "accepted": picked in tables,
-        "candidates": len(tables),
-        "adapter_score": asdict(suite_average(own)),
-        "oracle": {"name": best, "score": asdict(suite_average(every[best])), "regret": regret},
-    }
-
-
 def _means(results: Sequence[TaskResult]) -> np.ndarray:
     """[questions, 1]: the mean over seeds of each question's mean; all seeds are asked the same questions."""
     return np.mean([result.question_scores for result in results], axis=0)[:, None]
@@ -337,15 +352,6 @@ def _means(results: Sequence[TaskResult]) -> np.ndarray:
 def _probe(result: TrialResult) -> Scored:
     assert result.probe is not None, "a study without a probe has no outcome"
     return result.probe
-
-
-def _seconds(results: Sequence[TrialResult], stage: str) -> float:
-    return sum(result.seconds.get(stage, 0.0) for result in results)
-
-
-def _of_training(results: Sequence[TrialResult], key: str) -> float | None:
-    values = [result.training[key] for result in results if result.training.get(key) is not None]
-    return float(np.mean(values)) if values else None
 
 
 def _mean(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:

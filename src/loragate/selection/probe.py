@@ -1,12 +1,17 @@
 """The probe: a small set of questions on which candidates are compared, with labels or without.
 
-A labelled probe scores against its answers. An unlabelled one first asks the adapter itself, cool, and scores against its
-majority (`agreement.py`). Both return one number per question and sample, so that everything after is the same.
+A labelled probe scores against its answers. An unlabelled one first asks the adapter itself, cool: where its samples agree on
+an answer, that stands in for the label. This rests on the adapter being right more often than not wherever it is confident;
+where its majority is systematically wrong, agreement rewards the same mistake. Both return one number per question and sample,
+so that everything after is the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +19,18 @@ from typing import Any
 
 import numpy as np
 
+from loragate.errors import ConfigError, DataError
 from loragate.evaluation import judging
 from loragate.evaluation.tasks import Question, Task
 from loragate.files import read_json, write_json
 from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
-from loragate.selection.agreement import Majority, majority, why_unusable
-from loragate.selection.study import digest
 from loragate.training.guards import GuardLimits, Reading, breaches, take_reading
 from loragate.training.rollouts import as_answers
 
 COOL, COOL_SAMPLES = 0.3, 8
+MIN_EXTRACTED = 0.5
+MIN_QUESTIONS = 32
+MIN_VOTES = 2
 TINY_COLUMNS = ("kind", "operations")
 FEW_READ = 0.5
 WARN = GuardLimits(terminated=0.1, length=2.0)
@@ -80,6 +87,60 @@ def signs_of(samples: Sequence[Sample], extracted: Sequence[str | None]) -> dict
         "repeated": found.repetition,
         "read": float(np.mean([answer is not None for answer in extracted])),
     }
+
+
+@dataclass(frozen=True)
+class Majority:
+    """The adapter's majority answers.
+
+    Attributes:
+        answers: the most frequent extracted answer of each question, None where no two samples gave the same one.
+        share: mean share of samples that gave the majority answer, over the questions that have one.
+        extracted: share of all samples from which an answer could be taken.
+    """
+
+    answers: list[str | None]
+    share: float
+    extracted: float
+
+    @property
+    def usable(self) -> list[int]:
+        """Indices of the questions that have a majority answer."""
+        return [index for index, answer in enumerate(self.answers) if answer is not None]
+
+
+def majority(extracted: Sequence[Sequence[str | None]]) -> Majority:
+    """The majority answer of each question, [questions][samples]; of equally frequent ones the first seen.
+
+    An answer that was given once is no majority: free text, which never comes twice, must not pass for agreement. No questions,
+    or one without samples, are a DataError.
+    """
+    if not extracted or not all(len(row) for row in extracted):
+        raise DataError("majority needs at least one question, and at least one sample of each")
+    counted = [Counter(answer for answer in row if answer is not None) for row in extracted]
+    found = [(row.most_common(1) or [("", 0)])[0] for row in counted]
+    answers = [answer if votes >= MIN_VOTES else None for answer, votes in found]
+    shares = [votes / len(row) for (_, votes), row in zip(found, extracted, strict=True) if votes >= MIN_VOTES]
+    share = sum(map(Counter.total, counted)) / sum(map(len, extracted))
+    return Majority(answers, sum(shares) / len(shares) if shares else 0.0, share)
+
+
+def why_unusable(found: Majority) -> str | None:
+    """Why agreement with this majority cannot select, or None where it can.
+
+    At least half of the adapter's cool samples must hold an answer, and 32 questions must have a majority.
+    """
+    if found.extracted < MIN_EXTRACTED:
+        return (
+            f"an answer could be taken from only {100 * found.extracted:.0f} % of the adapter's samples "
+            f"(at least {100 * MIN_EXTRACTED:.0f} % are needed)"
+        )
+    if len(found.usable) < MIN_QUESTIONS:
+        return (
+            f"only {len(found.usable)} questions have an answer on which samples of the adapter agree (at least "
+            f"{MIN_QUESTIONS} are needed)"
+        )
+    return None
 
 
 @dataclass(frozen=True)
@@ -163,22 +224,21 @@ class Probe:
 
 def by_agreement(
     probe: Probe, adapter: Engine, on_progress: OnProgress | None = None, kept: Path | None = None
-) -> tuple[Probe | None, str]:
-    """The probe without its answers: the adapter's majority at T = 0.3 stands in for them.
+) -> Probe:
+    """The questions of a probe that have a majority of the adapter's at T = 0.3, which stands in for their answers.
+
+    A ConfigError says why agreement cannot select here.
 
     Args:
         adapter: answers as the untouched adapter.
         kept: file in which its extracted answers are kept, so that a resumed selection has the same majority though
             another batch rounds differently.
-
-    Returns:
-        (the probe of the questions that have a majority, "") or (None, why agreement cannot select here).
     """
     task, questions, prompts = probe.task, probe.questions, probe.prompts
     if task.grader in judging.CODE:
-        return None, "programs have no extractable answer that could agree"
+        raise no_evidence("programs have no extractable answer that could agree")
     if why := why_not_judged(task, questions):
-        return None, why
+        raise no_evidence(why)
     cool = dataclasses.replace(probe.sampling, temperature=COOL, samples=COOL_SAMPLES, seed=probe.sampling.seed + 1)
     made_from = digest([list(prompts), dataclasses.asdict(cool), task.fingerprint])
     before = {} if kept is None else read_json(kept)
@@ -195,10 +255,18 @@ def by_agreement(
             write_json(kept, {"made_from": made_from, "extracted": extracted})
     found = majority(extracted)
     if why := why_unusable(found):
-        return None, why
+        raise no_evidence(why)
     answered = tuple(judging.with_answer(questions[index], str(found.answers[index])) for index in found.usable)
     asked = tuple(prompts[index] for index in found.usable)
-    return dataclasses.replace(probe, questions=answered, prompts=asked, majority=found), ""
+    return dataclasses.replace(probe, questions=answered, prompts=asked, majority=found)
+
+
+def no_evidence(why: str) -> ConfigError:
+    """The error of a choice for which there are no questions; it says what to do instead."""
+    return ConfigError(
+        f"no evidence can be had here: {why}. Give --probe FILE with at least {MIN_QUESTIONS} prompts and answers, or take the "
+        "gates of one range as they come, with nothing to show that they help: --range=0,1 --unverified (unverified=True)"
+    )
 
 
 def looks_worse(signs: Mapping[str, float], own: Mapping[str, float]) -> list[str]:
@@ -225,3 +293,9 @@ def why_not_judged(task: Task, questions: Sequence[Question]) -> str | None:
         if missing := [name for name in ("prompt", *TINY_COLUMNS) if name not in question.row]:
             return f"{question.place}: the grader tiny reads the column {missing[0]!r}, which this row has not"
     return None
+
+
+def digest(value: Any) -> str:
+    """SHA-256 over a JSON-able value, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,8 +1,16 @@
-"""Probe questions: from a file of prompts and answers, of prompts alone, or from training rows that were set aside."""
+"""Probe questions: from a file of prompts and answers, of prompts alone, or from training rows that were set aside.
+
+None may also be among the rows that were trained on, or that a result is reported on. Texts are compared without case, surplus
+white space and closing punctuation; signs inside stay, because "2 + 3" and "2 - 3" are different questions. A long question
+also counts as shared where it stands inside a longer prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,12 +24,13 @@ from loragate.evaluation.tasks.questions import render_questions
 from loragate.evaluation.tasks.task import Dataset, Generation, Grader
 from loragate.generation import SamplingConfig
 from loragate.generation.requests import tokenize_prompts
-from loragate.selection.agreement import MIN_QUESTIONS
-from loragate.selection.disjoint import PROMPTS, key_of, prompts_of, require_disjoint
-from loragate.selection.probe import Probe, why_not_judged
+from loragate.selection.probe import MIN_QUESTIONS, Probe, why_not_judged
 from loragate.selection.settings import ProbeSettings
 from loragate.training.rollouts import training_prompts
 
+PROMPTS = ("prompt", "question", "problem", "instruction")
+LONG = 60
+"""Characters from which a question is looked for inside other prompts; shorter ones occur by accident."""
 ANSWERS = ("answer", "gold", "target")
 GRADERS = (*MATH, *TEXT)
 HELD_OUT = 64
@@ -94,7 +103,12 @@ class Asked:
 
 
 def read_asked(
-    given: RowsGiven, task_name: str, settings: ProbeSettings, taken: Sequence[tuple[Sequence[str], str]] = ()
+    given: RowsGiven,
+    task_name: str,
+    settings: ProbeSettings,
+    taken: Sequence[tuple[Sequence[str], str]] = (),
+    *,
+    need_answers: bool = False,
 ) -> Asked:
     """Questions of a file or of rows in memory, checked as far as they can be without a model.
 
@@ -103,6 +117,7 @@ def read_asked(
         task_name: a task whose prompt, columns and grader are used, by name or file; the rows have its schema then. Without
             one the grader is that of the settings.
         taken: (prompts, what they are): questions must not be among them.
+        need_answers: whether there must be labels.
 
     Raises:
         ConfigError: for a grader that cannot be used.
@@ -132,18 +147,17 @@ def read_asked(
             )
         if why := why_not_judged(task, questions):
             raise DataError(why)
+    elif need_answers:
+        raise ConfigError(
+            f"{source} has no answers; what is asked here needs labelled questions (columns prompt and answer)"
+        )
     return Asked(source, task, questions, labelled, settings)
 
 
 def probe_task(grader: str = "default", *, labelled: bool = True) -> Task:
     """A task for a plain file of prompts and answers; the prompt column is the user's turn, as it stands.
 
-    Args:
-        grader: how answers are judged.
-        labelled: whether there are answers.
-
-    Raises:
-        ConfigError: for a grader that needs more than an answer.
+    A grader that needs more than an answer is a ConfigError.
     """
     if grader not in GRADERS:
         raise ConfigError(f"--probe-grader {grader}: expected one of {', '.join(GRADERS)}{nearest(grader, GRADERS)}")
@@ -157,18 +171,6 @@ def probe_task(grader: str = "default", *, labelled: bool = True) -> Task:
         generation=Generation(samples=4),
         grader=cast(Grader, grader),
     )
-
-
-def read_labelled(
-    given: RowsGiven, task_name: str, settings: ProbeSettings, taken: Sequence[tuple[Sequence[str], str]] = ()
-) -> Asked:
-    """`read_asked` of questions that must have answers; raises ConfigError where they have none."""
-    asked = read_asked(given, task_name, settings, taken)
-    if not asked.labelled:
-        raise ConfigError(
-            f"{asked.source} has no answers; what is asked here needs labelled questions (columns prompt and answer)"
-        )
-    return asked
 
 
 def _has_answers(rows: Rows) -> bool:
@@ -194,11 +196,7 @@ def _has_answers(rows: Rows) -> bool:
 
 
 def held_out_prompts(rows: Rows, how: Manner, max_length: int) -> tuple[list[Question], list[str]]:
-    """Questions without answers from rows that calibration does not use, and their rendered prompts.
-
-    Raises:
-        DataError: if no row can be used.
-    """
+    """Questions without answers from rows set aside, and their rendered prompts; a DataError if no row can be used."""
     encoded = encode_rows(rows, how.tokenizer, max_length=max_length, system=how.system)
     prompts = training_prompts(encoded, rows, how.tokenizer, how.answer, how.positions)
     questions = [Question(str(item.row), item.text, "", dict(rows[item.row]), rows.where(item.row)) for item in prompts]
@@ -212,21 +210,73 @@ def set_aside(rows: Rows, count: int = HELD_OUT) -> tuple[Rows, Rows]:
     of the calibration, so that no question was trained on. Fewer than ten rows set nothing aside.
     """
     keys = [tuple(map(key_of, prompts_of([row]))) for row in rows]
-    wanted = min(count, len(rows) // 10)
+    wanted, rows_of = min(count, len(rows) // 10), Counter(keys)
     aside: dict[tuple[str, ...], int] = {}
     taken = 0  # rows that calibration loses; a prompt with more rows than are left to take stays where it is
-    rows_of: dict[tuple[str, ...], int] = {}
-    for key in keys:
-        rows_of[key] = rows_of.get(key, 0) + 1
     for index in range(len(rows) - 1, -1, -1):
         key = keys[index]
         if key and key not in aside and taken + rows_of[key] <= wanted:
             aside[key] = index
             taken += rows_of[key]
     kept = [index for index, key in enumerate(keys) if key not in aside]
-    return _view_of(rows, kept), _view_of(rows, sorted(aside.values()))
+    order = rows._order  # rows keep their places
+    return rows._view([order[index] for index in kept]), rows._view([order[index] for index in sorted(aside.values())])
 
 
-def _view_of(rows: Rows, indices: list[int]) -> Rows:
-    """These rows, which keep their places."""
-    return rows._view([rows._order[index] for index in indices])
+def key_of(text: str) -> str:
+    """What two texts of one question have in common."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    text = re.sub(r"\s*([^\w\s])\s*", r"\1", text)  # "2+3" is "2 + 3"
+    return re.sub(r"\s+", " ", text).strip(" .,;:!?\"'`*")
+
+
+def prompts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The user's words in rows of any format, for the comparison with a probe."""
+    texts = []
+    for row in rows:
+        for name in ("messages", "conversations", *PROMPTS):
+            value = row.get(name)
+            if isinstance(value, str):
+                more = row.get("input") if name == "instruction" else None
+                texts.append(f"{value}\n{more}" if isinstance(more, str) and more.strip() else value)
+            elif isinstance(value, list):
+                texts += [
+                    str(turn.get("content", turn.get("value", "")))
+                    for turn in value
+                    if isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in ("user", "human")
+                ]
+    return texts
+
+
+def prompts_to_exclude(rows: Iterable[Mapping[str, Any]], what: str) -> list[str]:
+    """`prompts_of` rows that have some (DataError), because a check against nothing would pass."""
+    texts = prompts_of(rows)
+    if not texts:
+        raise DataError(
+            f"no prompts were found in {what}, so nothing shows that the probe is new to them; expected messages, or one of "
+            f"the columns {', '.join(PROMPTS)}"
+        )
+    return texts
+
+
+def require_disjoint(questions: Sequence[Question], others: Iterable[str], what: str) -> None:
+    """Refuse a probe that shares questions with other rows, compared by their prompt and by the row's own question.
+
+    The DataError names the first and how many there are.
+    """
+    seen = {key for key in map(key_of, others) if key}
+    joined = "\n".join(seen)
+    shared = [
+        question
+        for question in questions
+        if any(
+            key in seen or (len(key) >= LONG and key in joined)
+            for key in map(key_of, {question.prompt, *prompts_of([question.row])})
+            if key
+        )
+    ]
+    if shared:
+        raise DataError(
+            f"{shared[0].place}: {len(shared)} of {len(questions)} probe questions are also among {what}; a range picked on "
+            "questions that were trained on, or that the result is reported on, means nothing. Take other questions"
+        )

@@ -121,10 +121,8 @@ def recommend(scores: Mapping[Candidate, np.ndarray]) -> Recommendation:
     """The simplest setting than which no more complicated one is probably better, of those that were asked everything.
 
     Args:
-        scores: {setting: scores [questions, samples]} on the first of the same questions; greedy answers need one sample.
-
-    Raises:
-        ConfigError: if no setting of the adapter was asked everything.
+        scores: {setting: scores [questions, samples]} on the first of the same questions, the adapter's on all of them
+            (ConfigError); greedy answers need one sample.
     """
     questions = max(map(len, scores.values()), default=0)
     if not any(one.kind == ADAPTER and len(asked) == questions for one, asked in scores.items()):
@@ -218,9 +216,6 @@ def believe(scores: Mapping[Candidate, np.ndarray]) -> Belief:
 
     A mean of few answers is uncertain by its noise: of the questions that happen to be asked, of how each model gets along
     with them, and of chance. Questions that are hard for all do not count against anyone.
-
-    Args:
-        scores: {setting: scores [questions, samples]} on the first of the same questions.
     """
     settings = tuple(sorted(scores, key=lambda one: KINDS.index(one.kind)))
     means_S = np.array([scores[one].mean() for one in settings])

@@ -1,5 +1,9 @@
-"""The one store of trials: a folder per candidate, whose files say what is finished, whoever ran it.
+"""A study and its store: the candidates, what their numbers depend on, and a folder per candidate that says what is finished.
 
+`loragate calibrate` is a study of a few candidates, `loragate sweep` one of many. A resumed study must be the same study; what
+is finished in its store is never run again, whoever ran it.
+
+sweep.json                        the study, written before anything runs
 trials/<slug>/result.json         scores and figures; written last, so a trial with a valid one is finished
 trials/<slug>/gated/              the trained gates as a gated adapter, whose adapter/ is hard links to adapters/<label>/
 trials/<slug>/trained.json        record of the training; from here on it is not trained again
@@ -12,21 +16,89 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from loragate.errors import DivergenceError, LoragateError
-from loragate.files import read_json, write_json
+from loragate.errors import ConfigError, DataError, DivergenceError, GateError, LoragateError
+from loragate.files import read_json, require_same, write_json
+from loragate.records import read_object
 from loragate.selection.candidate import Candidate
-from loragate.selection.probe import Scored
-from loragate.selection.study import Study
+from loragate.selection.probe import Scored, digest
 
+RECORD = "sweep.json"
 GATED, ADAPTERS = "gated", "adapters"
 RESULT, TRAINED, PART, FAILED = "result.json", "trained.json", "part.json", "failed.json"
+
+
+@dataclass(frozen=True)
+class Study:
+    """All candidates, in the order in which they are tried, and what their numbers depend on.
+
+    Attributes:
+        candidates: an adapter comes before the gates on it.
+        identity: JSON-able; equal identities give equal numbers.
+    """
+
+    candidates: tuple[Candidate, ...]
+    identity: Mapping[str, Any]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the identity; every result carries it."""
+        return digest(self.identity)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of sweep.json."""
+        content = {
+            "format": "loragate sweep",
+            "version": 1,
+            **self.identity,
+            "fingerprint": self.fingerprint,
+            "trials": {one.slug: one.as_record() for one in self.candidates},
+        }
+        return json.loads(json.dumps(content))
+
+    @classmethod
+    def read(cls, folder: Path) -> Study:
+        """The study that was begun in `folder`.
+
+        Raises:
+            DataError: if there is none, or it cannot be read.
+        """
+        path = folder / RECORD
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            candidates = tuple(map(Candidate.from_record, record.pop("trials").values()))
+            fingerprint = record.pop("fingerprint")
+            study = cls(candidates, {key: value for key, value in record.items() if key not in ("format", "version")})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, GateError) as error:
+            raise DataError(
+                f"{path}: not the record of a sweep ({error}); give the --out of `loragate sweep`"
+            ) from None
+        if study.fingerprint != fingerprint:
+            raise DataError(f"{path} was changed by hand: its fingerprint is of other settings; restore it")
+        return study
+
+    def begin(self, folder: Path, resume: bool) -> None:
+        """Write down what is being tried, or check that a resumed study is the same; a ConfigError names the difference."""
+        path, wanted = folder / RECORD, self.as_dict()
+        if not path.exists():
+            write_json(path, wanted)
+            return
+        if not resume:
+            raise ConfigError(
+                f"{folder} holds candidates of an earlier run; go on with --resume, or choose another --out"
+            )
+        remedy = "repeat the command with the same settings, rows and loragate, or choose another --out"
+        stored = read_object(path, "choose another --out")
+        for known in ({"fingerprint": None}, {}):  # it follows from the rest, and alone says nothing to a person
+            require_same(path, {**stored, **known}, {**wanted, **known}, remedy)
 
 
 @dataclass(frozen=True)

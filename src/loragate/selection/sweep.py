@@ -6,9 +6,9 @@ weights. The base is loaded once in a process.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,13 @@ from loragate.files import held, read_json, require_new, write_json
 from loragate.gates import GateConfig
 from loragate.gates.schema import CONFIG
 from loragate.generation import TransformersEngine
-from loragate.models import Loading, ModelRef, Place, explained, open_base, open_tokenizer, put_on, resolve
+from loragate.models import Loading, Place, explained, open_base, open_tokenizer, put_on, resolve
 from loragate.selection.candidate import Candidate, label_of
-from loragate.selection.disjoint import prompts_of
 from loragate.selection.outcome import best_record, summarise, written_of
 from loragate.selection.probe import Probe
-from loragate.selection.questions import Manner, read_labelled
+from loragate.selection.questions import Manner, prompts_of, read_asked
 from loragate.selection.settings import ProbeSettings
-from loragate.selection.store import GATED, Store, TrialResult
-from loragate.selection.study import RECORD, Study, digest
+from loragate.selection.store import GATED, RECORD, Store, Study, TrialResult, digest
 from loragate.selection.trial import (
     Bench,
     OnEvent,
@@ -43,48 +41,53 @@ PROBE_SEED = 1
 FIXED = ("seed", "objective", "report_to")  # of the candidate, or without influence on its numbers
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sweep:
-    """What all candidates share.
+    """What all candidates share; files are known by their whole paths, for workers in other folders.
 
     Attributes:
-        adapter: folder or "owner/name@commit".
-        label: of the adapter, as the candidates name it.
-        base: of the adapter.
-        how: base and adapter are loaded.
+        adapter: as it is typed, folder or hub id; a hub id is then kept with its commit.
         read_rows: gives the rows to train on; like the rest it may be sent to another process.
         settings: {objective: of the training}; the seed is the candidate's.
+        base: instead of the one that the adapter names.
+        how: base and adapter are loaded.
         config: of the gates; range and seed are the candidate's.
         asking: how the probe is asked and judged.
         probe: file of questions that choose; empty for none.
         system: whether a template's own system message is kept.
+
+    Raises:
+        ConfigError: for a place that holds no adapter, or one that names no base.
     """
 
     adapter: str
-    label: str
-    base: ModelRef
-    how: Loading
     read_rows: Callable[[], Rows]
     settings: Mapping[str, CalibrationSettings]
+    base: str = ""
+    how: Loading = field(default_factory=Loading)
     config: GateConfig = field(default_factory=lambda: GateConfig(0, 1))
     asking: ProbeSettings = field(default_factory=ProbeSettings)
     probe: str = ""
     system: str = "none"
 
+    def __post_init__(self) -> None:
+        found = resolve(absolute(self.adapter), absolute(self.base), expect="adapter")
+        self.label = label_of(absolute(self.adapter))  # as the candidates name it
+        self.adapter, self.base = found.source, str(replace(found.base, name=found.base.lasting))
+        self.how = replace(self.how, chat_template=absolute(self.how.chat_template))
+        self.asking = replace(self.asking, probe_task=absolute(self.asking.probe_task))
+        self.probe = absolute(self.probe)
+
     @property
     def place(self) -> Place:
         """The adapter on its base, as this machine has it."""
-        return resolve(self.adapter, str(self.base), expect="adapter")
+        return resolve(self.adapter, self.base, expect="adapter")
 
     def study(self, candidates: Sequence[Candidate]) -> Study:
-        """The study, after everything was checked that does not need the base in memory.
-
-        Raises:
-            ConfigError, DataError: naming what cannot be used.
-        """
+        """The study; a ConfigError or DataError names what cannot be used, as far as that needs no base in memory."""
         rows = self.read_rows()
         gates = {name: value for name, value in asdict(self.config).items() if name not in ("lower", "upper", "seed")}
-        base = resolve(str(self.base), expect="base")
+        base = resolve(self.base, expect="base")
         template = Path(self.how.chat_template).read_text("utf-8") if self.how.chat_template else None
         identity: dict[str, Any] = {
             "base": {"name": base.folder.name if base.folder.exists() else base.source, "files": base.fingerprint},
@@ -102,7 +105,7 @@ class Sweep:
         }
         if self.probe:
             taken = [(prompts_of(rows), "the training rows")]
-            asked = read_labelled(self.probe, self.asking.probe_task, self.asking, taken)
+            asked = read_asked(self.probe, self.asking.probe_task, self.asking, taken, need_answers=True)
             identity["probe"] = {
                 "questions": digest([[question.prompt, question.gold, question.row] for question in asked.questions]),
                 "task": asked.task.fingerprint if self.asking.probe_task else self.asking.probe_grader,
@@ -121,45 +124,8 @@ class Sweep:
         if not self.probe:
             return None
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        asked = read_labelled(self.probe, self.asking.probe_task, self.asking)
+        asked = read_asked(self.probe, self.asking.probe_task, self.asking)
         return asked.put(Manner(tokenizer, positions, PROBE_SEED, self.system))
-
-    @classmethod
-    def over(
-        cls,
-        adapter: str,
-        read_rows: Callable[[], Rows],
-        settings: Mapping[str, CalibrationSettings],
-        *,
-        base: str = "",
-        how: Loading | None = None,
-        probe: str = "",
-        **more: Any,
-    ) -> Sweep:
-        """A sweep over an adapter as it is typed; files are known by their whole paths, for workers in other folders.
-
-        Args:
-            adapter: folder or hub id.
-            base: instead of the one that it names.
-            more: further fields.
-
-        Raises:
-            ConfigError: for a place that holds no adapter, or one that names no base.
-        """
-        how, asking = how or Loading(), more.pop("asking", ProbeSettings())
-        typed = absolute(adapter)
-        found = resolve(typed, absolute(base), expect="adapter")
-        return cls(
-            found.source,
-            label_of(typed),
-            replace(found.base, name=found.base.lasting),
-            replace(how, chat_template=absolute(how.chat_template)),
-            read_rows,
-            settings,
-            asking=replace(asking, probe_task=absolute(asking.probe_task)),
-            probe=absolute(probe),
-            **more,
-        )
 
     @property
     def batch_size(self) -> int:
@@ -183,45 +149,37 @@ def settings_of_each(options: Any, objectives: Sequence[str]) -> dict[str, Calib
     return settings_by_objective(options, objectives)
 
 
-class Workshop:
-    """The bench of a sweep in one process; opened where a trial asks for it first."""
+def workshop(sweep: Sweep) -> Callable[[], Bench]:
+    """Gives the bench of a sweep in one process, which is opened where a trial asks for it first."""
+    read_rows = functools.cache(sweep.read_rows)
 
-    def __init__(self, sweep: Sweep) -> None:
-        self.sweep = sweep
-        self.current: Bench | None = None
-        self.rows: Rows | None = None
-        self.encoded: dict[Any, tuple[Rows, EncodedRows]] = {}
+    @functools.cache
+    def bench() -> Bench:
+        place = sweep.place
+        with explained("base model", place.base.name):
+            base = open_base(place.base, sweep.how)
+        model, tokenizer = put_on(base, place), open_tokenizer(place, sweep.how)
+        kept: dict[Any, tuple[Rows, EncodedRows]] = {}
 
-    def bench(self) -> Bench:
-        """The adapter on its base."""
-        if self.current is None:
-            sweep = self.sweep
-            with explained("base model", sweep.base.name):
-                base = open_base(sweep.base, sweep.how)
-            place = sweep.place
-            model, tokenizer = put_on(base, place), open_tokenizer(place, sweep.how)
-            self.current = Bench(
-                model,
-                tokenizer,
-                TransformersEngine(model, tokenizer, batch_size=sweep.batch_size),
-                self._encode,
-                sweep.config,
-                lambda one: replace(sweep.settings[one.objective], seed=one.seed),
-                sweep.questions(model, tokenizer),
-                origin=origin_of(place),
-            )
-        return self.current
+        def encode(settings: CalibrationSettings) -> tuple[Rows, EncodedRows]:
+            key = (settings.seed, settings.max_rows, settings.max_length)
+            if key not in kept:
+                kept.clear()  # rows of another seed will hardly be asked for again
+                kept[key] = calibration_rows(read_rows(), tokenizer, settings, sweep.system)
+            return kept[key]
 
-    def _encode(self, settings: CalibrationSettings) -> tuple[Rows, EncodedRows]:
-        assert self.current is not None, "a bench is open"
-        key = (settings.seed, settings.max_rows, settings.max_length)
-        if key not in self.encoded:
-            if self.rows is None:
-                self.rows = self.sweep.read_rows()
-            # rows of another seed will hardly be asked for again
-            tokenizer = self.current.tokenizer
-            self.encoded = {key: calibration_rows(self.rows, tokenizer, settings, self.sweep.system)}
-        return self.encoded[key]
+        return Bench(
+            model,
+            tokenizer,
+            TransformersEngine(model, tokenizer, batch_size=sweep.batch_size),
+            encode,
+            sweep.config,
+            lambda one: replace(sweep.settings[one.objective], seed=one.seed),
+            sweep.questions(model, tokenizer),
+            origin=origin_of(place),
+        )
+
+    return bench
 
 
 Execute = Callable[..., None]
@@ -230,18 +188,11 @@ noted in its folder."""
 
 
 def run_in_sequence(sweep: Sweep, store: Store, pending: Sequence[Candidate], on_event: OnEvent | None = None) -> None:
-    """Run trials one after the other in this process; one that fails is noted in its folder and does not stop the others.
-
-    Args:
-        on_event: see `trial.OnEvent`.
-
-    Raises:
-        KeyboardInterrupt: on Ctrl-C, after a checkpoint.
-    """
-    workshop = Workshop(sweep)
+    """Run trials one after the other in this process; one that fails is noted in its folder and does not stop the others."""
+    bench = workshop(sweep)
     for one in pending:
         try:
-            run_trial(store, one, workshop.bench, on_event)
+            run_trial(store, one, bench, on_event)
         except Exception:  # noted by the trial, reported by whoever reads the folder
             continue
 
@@ -273,7 +224,7 @@ def choose_runner(
             where += '; Ray is not installed (pip install "loragate[sweep]" for several at a time)'
         else:
             resources = Resources.found(workers, cpus, gpus, device)
-            return resources.describe(), partial(run_on_ray, resources=resources)
+            return resources.describe(), functools.partial(run_on_ray, resources=resources)
     return where, run_in_sequence
 
 
@@ -297,18 +248,14 @@ class Swept:
     best: Path | None
 
     def check(self) -> None:
-        """Refuse what is not whole.
-
-        Raises:
-            LoragateError: if trials failed; DivergenceError if no training stayed finite.
-        """
+        """Refuse a sweep with failed trials (LoragateError), or none whose training stayed finite (DivergenceError)."""
         if self.failures:
             raise LoragateError(
                 f"{len(self.failures)} of {len(self.study.candidates)} trials are not finished, so nothing was chosen; repeat "
                 "the command with --resume to try them again"
             )
         trained = any(one.range is not None and one.slug in self.results for one in self.study.candidates)
-        if not trained or (self.summary is not None and not _candidates(self.summary)):
+        if not trained or (self.summary is not None and not any(one["candidates"] for one in self.summary["choices"])):
             raise DivergenceError(
                 "no cell's training stayed finite in all its seeds; lower --learning-rate or train in fp32, in a new --out"
             )
@@ -361,23 +308,16 @@ def _conclude(store: Store) -> Swept:
     summary = summarise(study, results) | {"diverged": diverged, "failures": failures}
     write_json(folder / "sweep_results.json", summary)
     best = None
-    if not failures and _candidates(summary):
+    if not failures and any(one["candidates"] for one in summary["choices"]):
         (choice,) = summary["choices"]
         if (one := written_of(study, choice)) is not None:
             best, probe = folder / "best", results[one.slug].probe
             assert probe is not None, "it was chosen on one"
-            _write_best(store.place(one) / GATED, best, best_record(study, summary, choice, probe.about))
+            record, kept = (
+                best_record(study, summary, choice, probe.about),
+                read_json(best / CONFIG).get("selection") or {},
+            )
+            if any(kept.get(key) != record[key] for key in ("picked", "written_seed")):
+                (best / CONFIG).unlink(missing_ok=True)  # of a choice before a diverged trial was tried again
+                copy_artifact(store.place(one) / GATED, best, record, probe.about.get("temperature"))
     return Swept(study, results, diverged, failures, summary, best)
-
-
-def _candidates(summary: Mapping[str, Any]) -> bool:
-    """Whether there was anything to choose from."""
-    return any(choice["candidates"] for choice in summary["choices"])
-
-
-def _write_best(source: Path, target: Path, record: dict[str, Any]) -> None:
-    """Copy the chosen gates to `target`, unless they stand there already."""
-    kept = read_json(target / CONFIG).get("selection") or {}
-    if any(kept.get(key) != record[key] for key in ("picked", "written_seed")):
-        (target / CONFIG).unlink(missing_ok=True)  # of a choice before a diverged trial was tried again
-        copy_artifact(source, target, record, record["probe"].get("temperature"))

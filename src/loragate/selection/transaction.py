@@ -21,38 +21,36 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from loragate.data import EncodedRows, Rows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
 from loragate.errors import ArtifactError, ConfigError, GateError
 from loragate.files import held
-from loragate.gates import GateConfig, adapter_fingerprint, attach_gates
+from loragate.gates import GateConfig, adapter_fingerprint
 from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.eligibility import examine_adapter, require_gateable, require_trainable, trains_biases
 from loragate.gates.fingerprint import base_weight_samples
-from loragate.gates.schema import CONFIG, GATES
+from loragate.gates.schema import CONFIG
 from loragate.generation import Engine, OnProgress, TransformersEngine
 from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
-from loragate.selection.chosen import CANDIDATES, Chosen, without_evidence
+from loragate.selection.chosen import CANDIDATES, UNVERIFIED, Chosen
 from loragate.selection.comparison import Comparison, settings_on
 from loragate.selection.evidence import Evidence, answer_tokens, reward_of
 from loragate.selection.probe import Probe
 from loragate.selection.questions import Manner, set_aside
 from loragate.selection.settings import SelectionSettings, require_one_process
-from loragate.selection.store import GATED, Store
-from loragate.selection.study import Study
+from loragate.selection.store import GATED, Store, Study
 from loragate.selection.trial import (
     Bench,
     OnEvent,
     attach_constant,
     config_of,
     copy_artifact,
-    load_gate_values,
+    fit,
+    put_gates_on,
     save_artifact,
     settings_by_objective,
 )
-from loragate.training import CalibrationSettings, calibrate, calibration_rows
+from loragate.training import CalibrationSettings, calibration_rows
 from loragate.training.guards import GuardLimits
 from loragate.training.rollouts import Reward
 from loragate.training.run import encoded_fingerprint
@@ -147,12 +145,9 @@ def choose_gates(
 class Transaction:
     """One choice, in three steps: what needs no model is read and checked here; `take` the model; `run`.
 
-    Attributes:
-        tokenizer, folder: see `choose_gates`.
-        source, asked: the rows and the questions as they were given, `rows` and `probe` of `choose_gates`.
+    Attributes are the arguments of `choose_gates`, and:
+        source, asked, apart: its `rows`, `probe` and `heldout`, as they were given.
         candidates: gates to train; the first one's range is that of the zero gates where the adapter remains.
-        config, settings, asking, retention, reward, system, unverified: see `choose_gates`.
-        apart: rows that are only measured, its `heldout`.
         on_progress: of tokenising.
     """
 
@@ -193,11 +188,7 @@ class Transaction:
             self.heldout = encode_rows(apart, self.tokenizer, max_length=limit, system=self.system)
 
     def _check(self) -> None:
-        """Refuse what could not be compared, before anything is read.
-
-        Raises:
-            ConfigError, GateError: naming it.
-        """
+        """Refuse what could not be compared, before anything is read; the ConfigError or GateError names it."""
         if not self.candidates or len({one.slug for one in self.candidates}) != len(self.candidates):
             found = [one.cell for one in self.candidates]
             raise ConfigError(f"candidate ranges must be given, each once; found {found}")
@@ -221,13 +212,7 @@ class Transaction:
         return replace(settings_by_objective(self.settings, objectives)[one.objective], seed=one.seed)
 
     def take(self, peft_model: Any, engine: Engine | None = None, **origin: Any) -> None:
-        """The model to gate.
-
-        Args:
-            peft_model: base with the plain adapter.
-            engine: answers with the model as it stands; by default with transformers, `sampling_batch_size` at a time.
-            origin: see `choose_gates`.
-        """
+        """The model to gate; `engine` answers with it as it stands, by default `sampling_batch_size` at a time."""
         if is_gated(peft_model, active_adapter(peft_model)):
             raise GateError("the model carries gates already; take them off first, with loragate.detach_gates(model)")
         verdicts = examine_adapter(peft_model, active_adapter(peft_model), self.config.target_modules)
@@ -254,20 +239,12 @@ class Transaction:
         )
 
     def find_probe(self, on_progress: OnProgress | None = None) -> None:
-        """Have the probe; without labels the adapter is asked for its majority.
-
-        Raises:
-            ConfigError: if no evidence can be had, with the reason.
-        """
+        """Have the probe; without labels the adapter is asked for its majority, or a ConfigError says why it cannot be."""
         kept = self.folder / CANDIDATES / "majority.json"
         self.probe = self.evidence.probe(self.how, self.bench.engine, self.settings.max_length, kept, on_progress)
 
     def run(self, *, resume: bool = False, on_event: OnEvent | None = None) -> Chosen:
-        """Train and ask what is not finished yet, choose, and write the folder.
-
-        Args:
-            resume, on_event: see `choose_gates`, and for what is raised.
-        """
+        """Train and ask what is not finished yet, choose, and write the folder; see `choose_gates`."""
         if self.unverified:
             return self._as_given(resume, on_event)
 
@@ -303,10 +280,10 @@ class Transaction:
         if setting.range is not None:
             trial = store.place(setting.model) / GATED
             copy_artifact(trial, self.folder, record, setting.temperature)
-            self._put_on(setting, trial)
+            put_gates_on(self.bench, setting, trial)
             return Chosen.of(self.folder, setting)
         if setting.kind == ADAPTER:
-            self._put_on(self.candidates[0], None)
+            put_gates_on(self.bench, self.candidates[0], None)
         else:
             attach_constant(self.bench.model, setting.fixed)
         k = self.settings.k
@@ -335,25 +312,21 @@ class Transaction:
     def _as_given(self, resume: bool, on_event: OnEvent | None) -> Chosen:
         """A range that the user accepted without evidence; on several processes only the main one writes."""
         (one,) = self.candidates
-        settings, run = self.bench.settings(one), self.folder / "run"
 
-        def report(step: Any) -> None:
+        def tell(stage: str, done: int = 0, total: int = 0, entropy: float | None = None) -> None:
             if on_event is not None:
-                on_event(one, "training", step.step, step.total, step.values.get("topk_entropy"))
+                on_event(one, stage, done, total, entropy)
 
-        result = calibrate(
-            self.bench.model,
-            self.tokenizer,
-            self.rows,
-            config_of(self.config, one),
-            settings,
-            run_folder=run,
-            resume=resume and (run / "run.json").is_file(),
-            encoded=self.encoded,
-            on_step=report,
-            **self._options(settings),
-        )
-        evidence = {**result.evidence(), "selection": without_evidence(one)}
+        result = fit(self.bench, one, self.folder / "run", tell, resume=resume)
+        assert one.range is not None, "gates were trained"
+        selection = {
+            "method": "given by the user",
+            "accepted": True,
+            "range": [one.range.lower, one.range.upper],
+            "reason": UNVERIFIED,
+            "evidence": "none: not compared with the adapter",
+        }
+        evidence = {**result.evidence(), "selection": selection}
         if process_state().is_main_process:
             save_artifact(self.bench, self.folder, evidence)
         return Chosen(self.folder, one, evidence)
@@ -371,11 +344,6 @@ class Transaction:
         if settings.on_policy and self.asking.guard:
             options["guard"] = GuardLimits()
         return options
-
-    def _put_on(self, one: Candidate, gated: Path | None) -> None:
-        """Attach a candidate's gates as they are in a folder, or zero gates in its range."""
-        attach_gates(self.bench.model, config_of(self.config, one), active_adapter(self.bench.model))
-        load_gate_values(self.bench.model, {} if gated is None else load_file(gated / GATES))
 
 
 def gates_all(model: Any) -> bool:

@@ -36,16 +36,8 @@ from loragate.generation import Engine, TransformersEngine
 from loragate.models import Place
 from loragate.selection.candidate import ADAPTER, GATES, Candidate
 from loragate.selection.probe import Probe, Scored
-from loragate.selection.store import (
-    ADAPTERS,
-    FAILED,
-    GATED,
-    PART,
-    TRAINED,
-    Store,
-    TrialResult,
-)
-from loragate.training import CalibrationSettings, calibrate
+from loragate.selection.store import ADAPTERS, FAILED, GATED, PART, TRAINED, Store, TrialResult
+from loragate.training import CalibrationResult, CalibrationSettings, calibrate
 from loragate.training.callbacks import PAUSE, StepReport
 
 LOCK_WAIT_S = 60.0
@@ -87,14 +79,7 @@ class Bench:
 
 
 def settings_by_objective(options: CalibrationSettings, objectives: Iterable[str]) -> dict[str, CalibrationSettings]:
-    """{objective: its training settings}: those of the options that it reads.
-
-    Args:
-        options: all fields of `CalibrationSettings`, as they were given.
-
-    Raises:
-        ConfigError: for a setting that none of the objectives reads.
-    """
+    """{objective: its training settings}: those of the options that it reads; a ConfigError for one that none reads."""
     given = {field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
     own = {name: set(CalibrationSettings.read_by(name)) for name in objectives}
     somewhere = set().union(*own.values())
@@ -139,9 +124,7 @@ def run_trial(
         questions: of the probe that it is asked at least, the first ones; None for all. More can be asked later.
         retention: whether it is asked the retention probe as well.
 
-    Raises:
-        KeyboardInterrupt: on Ctrl-C, after a checkpoint.
-        Exception: whatever went wrong; it is also kept in failed.json.
+    What goes wrong is raised and kept in failed.json; Ctrl-C is a KeyboardInterrupt after a checkpoint.
     """
     with _alone(store, candidate, on_event) as tell:
         known = store.read(candidate)
@@ -255,34 +238,10 @@ def _acting(
 def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[..., None], part: bool) -> dict[str, Any]:
     """Have the candidate's gates on the model, and return the record of their training; trained ones are only attached."""
     place = store.place(candidate)
-    config = config_of(bench.config, candidate)
     if known := read_json(place / TRAINED):
-        attach_gates(bench.model, config, active_adapter(bench.model))
-        load_gate_values(bench.model, load_file(place / GATED / GATES_FILE))
+        put_gates_on(bench, candidate, place / GATED)
         return known
-    settings = bench.settings(candidate)
-    rows, encoded = bench.encode(settings)
-    entropy: float | None = None
-
-    def report(step: StepReport) -> object:
-        nonlocal entropy
-        entropy = step.values.get("topk_entropy", entropy)
-        tell("training", step.step, step.total, entropy)
-        return PAUSE if part and SHARE * step.total <= step.step < step.total else None
-
-    tell("training")
-    result = calibrate(
-        bench.model,
-        bench.tokenizer,
-        rows,
-        config,
-        settings,
-        encoded=encoded,
-        run_folder=place / "run",
-        resume=(place / "run" / "run.json").is_file(),
-        on_step=report,
-        **bench.options(settings),
-    )
+    result = fit(bench, candidate, place / "run", tell, part=part)
     evidence = result.evidence()
     if earlier := read_json(place / PART):  # this training went on from there
         for key in ("seconds", "training_seconds"):
@@ -296,6 +255,41 @@ def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[...,
     trained = {"training": training, "modules": result.gates, "seconds": result.seconds}
     write_json(place / TRAINED, trained)
     return trained
+
+
+def fit(
+    bench: Bench, candidate: Candidate, run: Path, tell: Callable[..., None], *, part: bool = False, resume: bool = True
+) -> CalibrationResult:
+    """Train the candidate's gates on the model, from where an earlier training in this run folder was cut off.
+
+    Args:
+        tell: told the stage "training", the step, how many there are, and the entropy.
+        part: stop after the first `SHARE` of the steps, with a checkpoint.
+        resume: whether what lies in the folder may be gone on with.
+    """
+    settings = bench.settings(candidate)
+    rows, encoded = bench.encode(settings)
+    entropy: float | None = None
+
+    def report(step: StepReport) -> object:
+        nonlocal entropy
+        entropy = step.values.get("topk_entropy", entropy)
+        tell("training", step.step, step.total, entropy)
+        return PAUSE if part and SHARE * step.total <= step.step < step.total else None
+
+    tell("training")
+    return calibrate(
+        bench.model,
+        bench.tokenizer,
+        rows,
+        config_of(bench.config, candidate),
+        settings,
+        encoded=encoded,
+        run_folder=run,
+        resume=resume and (run / "run.json").is_file(),
+        on_step=report,
+        **bench.options(settings),
+    )
 
 
 def _ask(
@@ -318,6 +312,12 @@ def _ask(
         seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - began
         found[name] = more if before is None else before.with_more(more)
     return replace(known, **found, seconds=seconds)  # type: ignore[arg-type]
+
+
+def put_gates_on(bench: Bench, candidate: Candidate, gated: Path | None) -> None:
+    """Attach the candidate's gates as they are in a folder, or zero gates in its range."""
+    attach_gates(bench.model, config_of(bench.config, candidate), active_adapter(bench.model))
+    load_gate_values(bench.model, {} if gated is None else load_file(gated / GATES_FILE))
 
 
 def attach_constant(model: Any, scale: float) -> None:
@@ -346,11 +346,7 @@ def save_artifact(
 
 
 def copy_artifact(source: Path, target: Path, selection: dict[str, Any], temperature: float | None = None) -> None:
-    """Copy a trial's gated adapter, with the record of how it was chosen, and the sampling that it is recommended at.
-
-    Raises:
-        ArtifactError: if the trial has left none.
-    """
+    """Copy a trial's gated adapter, with the record of how it was chosen, and the sampling that it is recommended at."""
     record = {**read_gate_config(source), "selection": selection}
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(CONFIG, CARD), dirs_exist_ok=True)
     record |= write_sampling(target, temperature)

@@ -10,7 +10,7 @@ import pytest
 
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.tasks import Question, load_questions, load_task
-from loragate.recipes.standins import QUESTIONS
+from loragate.recipes.rehearsal import QUESTIONS
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 LOCAL = ["aime24", "amc23", "humaneval", "humaneval_plus", "math500", "mbpp", "minerva", "olympiadbench"]
