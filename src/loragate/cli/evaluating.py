@@ -30,9 +30,8 @@ from loragate.evaluation.session import Request, Session, trained_controls
 from loragate.evaluation.variants import Variant
 from loragate.files import write_json, write_text
 from loragate.models import Loaded
-from loragate.report.cells import suite_table
-from loragate.report.heatmap import heat_maps
 from loragate.report.scores import caption, score_markdown, score_tables
+from loragate.report.sweep import heat_maps, suite_table
 from loragate.selection.evaluated import SweptCells
 from loragate.selection.outcome import suite_record
 from loragate.serving.vllm_server import require_served, usual_share

@@ -85,13 +85,7 @@ class Request:
 
 
 class Session:
-    """A loaded model with the questions of its tasks.
-
-    Args:
-        request: checked.
-        tasks: what `Request.check` returned.
-        loaded: of `engines.load`.
-    """
+    """A model that `engines.load` gave, with the questions of the tasks that `Request.check` returned."""
 
     def __init__(self, request: Request, tasks: Sequence[Task], loaded: Loaded) -> None:
         self.request, self.loaded = request, loaded
@@ -107,9 +101,8 @@ class Session:
             )
             for task in tasks
         ]
-        self.sampled = [
-            one for one in self.prepared if one.task.harness is None
-        ]  # suites of the harness are answered greedily
+        # suites of the harness are answered greedily
+        self.sampled = [one for one in self.prepared if one.task.harness is None]
 
     @property
     def recommended(self) -> float | None:
@@ -157,9 +150,7 @@ class Session:
     ) -> Evaluation:
         """The evaluation of these rows, after the canary has shown that adapter and gates act.
 
-        Args:
-            notes, left_out: as of `Evaluation`.
-            identity: what a resumed run must share beside the model, the tasks and how they are answered.
+        A resumed run must share `identity` beside the model, the tasks and how they are answered.
 
         Raises:
             GateError: where adapter or gates do not act.
@@ -195,11 +186,7 @@ class Session:
     def run(
         self, evaluation: Evaluation, on_event: OnEvent = unheard, engine_for: EngineFor | None = None
     ) -> EvaluationRecord:
-        """Sample and judge what is not on file yet; the record is written as results.json.
-
-        Args:
-            engine_for: the context in which an engine answers as a row, in place of the session's own.
-        """
+        """Sample and judge what is not on file yet, by the session's own engines or `engine_for`; writes results.json."""
         with closing(self.engines):
             record = evaluation.run(engine_for or self.engines, on_event)
         write_record(record, self.request.out / "results.json")

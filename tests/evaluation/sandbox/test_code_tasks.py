@@ -6,7 +6,8 @@ import pytest
 from guard import need
 
 from loragate.errors import DataError
-from loragate.evaluation.sandbox import Limits, grade_code, grade_codes, humaneval_program, mbpp_program, run_program
+from loragate.evaluation.sandbox import Limits, grade_code, run_program
+from loragate.evaluation.sandbox.code import grade_codes, humaneval_program, mbpp_program
 
 TOP = "bubblewrap"
 

@@ -1,6 +1,6 @@
 """Confined interpreters as the host sees them: how they start, what they say and use, how they are killed, and the verdict.
 
-Everything that comes out of one is read in small pieces with a cap, so that a flood costs this process nothing.
+What one prints goes into a file whose growth the system limits, so that a flood costs this process nothing.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Child:
         self, role: str, launch: Launch, limits: Limits, request: dict[str, Any], channel: socket.socket
     ) -> None:
         self.limits = limits
-        self.written, self.tail, self.closed = 0, b"", False
-        self._inbox = b""
+        self.closed, self._inbox = False, b""
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
         # The top tier has a /tmp of its own; below it a program gets a folder that goes with it.
         self._folder = None if launch.filter else tempfile.TemporaryDirectory(prefix="loragate-program-")
         confine = {
@@ -74,7 +74,7 @@ class Child:
                 self.process = subprocess.Popen(
                     [*words, *interpreter(), "-c", code],
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
+                    stdout=self._output,
                     stderr=subprocess.STDOUT,
                     env=ENVIRONMENT,
                     cwd=self._folder.name if self._folder else "/",
@@ -82,13 +82,11 @@ class Child:
                     start_new_session=True,
                 )
             except BaseException:
+                self._output.close()
                 os.close(self.control)
                 if self._folder:
                     self._folder.cleanup()
                 raise
-        assert self.process.stdout is not None
-        self.output = self.process.stdout
-        os.set_blocking(self.output.fileno(), False)
         os.set_blocking(self.control, False)
 
     def lines(self, wait: float = 0.0) -> list[Any]:
@@ -111,15 +109,12 @@ class Child:
                 found.append(None)
         return found
 
-    def drain(self) -> bool:
-        """Read one piece of output; returns whether there may be more. Keeps the tail and the count only."""
-        try:
-            part = os.read(self.output.fileno(), 65536)
-        except BlockingIOError:
-            return True
-        self.written += len(part)
-        self.tail = (self.tail + part)[-TAIL:]
-        return bool(part)
+    def output(self) -> tuple[int, str]:
+        """How many bytes it has printed, and the last of them."""
+        place = self._output.fileno()
+        size = os.fstat(place).st_size
+        # not by a seek: the program writes at the same place
+        return size, os.pread(place, TAIL, max(0, size - TAIL)).decode("utf-8", "replace")
 
     def usage(self) -> tuple[int, int]:
         """Return the processes of this child's tree and the MiB of memory that they hold among them."""
@@ -147,22 +142,24 @@ class Child:
         code = -code if code < 0 else code - 128
         return code if 0 < code < 65 else None
 
-    def kill(self) -> None:
-        """Kill the child and all that descends from it, and wait until it has gone."""
+    def kill(self) -> tuple[int, str]:
+        """Kill the child and all that descends from it, and wait until it has gone; returns its `output`."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         # The processes of a PID namespace die a moment after its first; they hold the pipe until then.
         with contextlib.suppress(OSError):
             for _ in range(64):
-                ready, _, _ = select.select([self.output], [], [], 0.5)
-                if not ready or not self.drain():
+                ready, _, _ = select.select([self.control], [], [], 0.5)
+                if not ready or not os.read(self.control, MAX_REPORT):
                     break
-        self.output.close()
         os.close(self.control)
+        with self._output:
+            printed = self.output()
         if self._folder:
             with contextlib.suppress(OSError):
                 self._folder.cleanup()
+        return printed
 
 
 @functools.cache
@@ -197,10 +194,17 @@ def watch(candidate: Child, checker: Child, tier: str, cancel: threading.Event |
         reason, detail = run.verdict()
         seconds = time.monotonic() - run.started
     finally:
-        candidate.kill()
+        printed = candidate.kill()
         checker.kill()
-    tail = candidate.tail.decode("utf-8", "replace")
-    return ProgramResult(reason == "ok", reason, tier, seconds, detail, tail)
+    # whatever else became of it
+    reason, detail = _too_much(candidate, printed[0]) or (reason, detail)
+    return ProgramResult(reason == "ok", reason, tier, seconds, detail, printed[1])
+
+
+def _too_much(child: Child, size: int) -> Found:
+    if size > child.limits.output_kb * 1024:
+        return "output", f"more than {child.limits.output_kb} KiB of output"
+    return None
 
 
 class Watch:
@@ -216,19 +220,17 @@ class Watch:
         """Block until there is one."""
         with selectors.DefaultSelector() as selector:
             for child in self.children:
-                selector.register(child.control, selectors.EVENT_READ, (child, self._control))
-                selector.register(child.output, selectors.EVENT_READ, (child, self._output))
-            next_look = time.monotonic() + TICK
+                selector.register(child.control, selectors.EVENT_READ, child)
             while True:
-                now = time.monotonic()
-                if now >= next_look:
-                    next_look = now + TICK
-                    if found := self._look(now):
+                if found := self._look(time.monotonic()):
+                    return found
+                for key, _ in selector.select(TICK):
+                    child = key.data
+                    if found := self._said(child):
                         return found
-                for key, _ in selector.select(max(next_look - time.monotonic(), 0)):
-                    child, read = key.data
-                    if found := read(child, selector):
-                        return found
+                    if child.closed:
+                        # The program's process ends when the checker has; the checker's last word is then already there.
+                        return (self._said(self.checker) if child is self.candidate else None) or self._gone(child)
 
     def _look(self, now: float) -> Found:
         if self.cancel is not None and self.cancel.is_set():
@@ -239,38 +241,14 @@ class Watch:
         if now - self.started > self.seconds:
             return "timeout", f"still running after {self.seconds:g} s"
         for child in self.children:
+            if found := _too_much(child, child.output()[0]):
+                return found
             processes, memory = child.usage()
             if memory > child.limits.memory_mb + 64:  # the harness's own
                 return "memory", f"{memory} MiB in all; the limit is {child.limits.memory_mb}"
             if processes > child.limits.processes + 4:
                 return "processes", f"{processes} processes; the limit is {child.limits.processes}"
         return None
-
-    def _output(self, child: Child, selector: selectors.BaseSelector) -> Found:
-        if not child.drain():
-            selector.unregister(child.output)
-        return self._too_much(child)
-
-    def _passed(self) -> Found:
-        """The verdict once what the program printed before its end has been read too."""
-        seen, candidate = -1, self.candidate
-        while seen < candidate.written <= candidate.limits.output_kb * 1024:
-            seen = candidate.written
-            candidate.drain()
-        return self._too_much(candidate) or ("ok", "")
-
-    @staticmethod
-    def _too_much(child: Child) -> Found:
-        if child.written > child.limits.output_kb * 1024:
-            return "output", f"more than {child.limits.output_kb} KiB of output"
-        return None
-
-    def _control(self, child: Child, selector: selectors.BaseSelector) -> Found:
-        if (found := self._said(child)) or not child.closed:
-            return found
-        selector.unregister(child.control)
-        # The program's process ends when the checker has; the checker's last word is then already there.
-        return (self._said(self.checker) if child is self.candidate else None) or self._gone(child)
 
     def _said(self, child: Child, wait: float = 0.0) -> Found:
         for line in child.lines(wait):
@@ -291,13 +269,12 @@ class Watch:
             case ["failed", str(reason), str(detail)] if reason in REPORTED:
                 return reason, detail[:500]
             case ["passed"] if child is self.checker:
-                return self._passed()
+                return "ok", ""
         return "protocol", "the program spoke for the harness"
 
     def _gone(self, child: Child) -> tuple[str, str]:
         if child not in self.ready:
-            child.drain()
-            last = child.tail.decode("utf-8", "replace").strip().splitlines()[-1:]
+            last = child.output()[1].strip().splitlines()[-1:]
             return "error", f"the sandbox did not start: {last[0][:300] if last else 'no word'}"
         number = child.signal_that_ended_it()
         if number is not None:
