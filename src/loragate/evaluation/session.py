@@ -17,7 +17,6 @@ from typing import Any
 
 from loragate.data import template_hash
 from loragate.errors import ConfigError
-from loragate.evaluation.canary import canary
 from loragate.evaluation.engines import Engines, require_engine, why_not
 from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, unheard
 from loragate.evaluation.judging import JudgeSettings, require_graders
@@ -25,7 +24,7 @@ from loragate.evaluation.prepared import chosen_tasks, prepare, questions_of
 from loragate.evaluation.results import EvaluationRecord, write_record
 from loragate.evaluation.settings import EngineSettings, TaskSettings
 from loragate.evaluation.tasks import Task
-from loragate.evaluation.variants import Variant, variants_for
+from loragate.evaluation.variants import Variant, canary, variants_for
 from loragate.files import require_new
 from loragate.gates.attach import active_adapter
 from loragate.gates.eligibility import trains_biases

@@ -140,7 +140,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def check_scores(scores: ArrayLike, name: str) -> Array:
     """Return `scores` as a finite float64 array [Q, K], or raise a `DataError` that calls it `name`."""
-    array = np.asarray(scores, dtype=np.float64)
+    try:
+        array = np.asarray(scores, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise DataError(
+            f"{name} is not a table of numbers; give one row per question, each with the same number of samples."
+        ) from None
     if array.ndim != 2 or array.size == 0:
         raise DataError(
             f"{name} has shape {array.shape}; expected [questions, samples] with at least one of each. Scores of one "
