@@ -6,7 +6,6 @@ A hundred thousand tokenised rows are small as numbers and large as Python lists
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
@@ -25,11 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH = 256  # rows per call of the tokenizer
-COUNTED = ("truncated", "response_tokens", "prompt_tokens", "last_turn_only", "plain", "empty")
-"""What is counted of each batch, by its name in `Summary`."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Summary:
     """What became of the rows.
 
@@ -46,11 +43,11 @@ class Summary:
 
     format: str
     rows: int
-    dropped: int
-    truncated: int
-    response_tokens: int
-    prompt_tokens: int
-    last_turn_only: int
+    dropped: int = 0
+    truncated: int = 0
+    response_tokens: int = 0
+    prompt_tokens: int = 0
+    last_turn_only: int = 0
     plain: int = 0
     empty: int = 0
 
@@ -130,28 +127,27 @@ def encode_rows(
     except DataError as error:
         raise DataError(f"{rows.where(first)}: {error}") from None
     encoder = Encoder(tokenizer, max_length=max_length, system=system)
-    counts = Counter[str]()
-    encoded = EncodedRows(_items(encoder, rows, name, counts, on_progress or (lambda done, of: None)))
-    if counts["empty"] == len(rows):
+    summary = Summary(name, len(rows))
+    encoded = EncodedRows(_items(encoder, rows, summary, on_progress or (lambda done, of: None)))
+    if summary.empty == len(rows):
         raise DataError(
             f"{rows.source}: the response of every one of {len(rows)} rows is empty, so there is nothing to learn"
         )
     if not len(encoded):
-        without = f" ({counts['empty']} of them have none)" if counts["empty"] else ""
+        without = f" ({summary.empty} of them have none)" if summary.empty else ""
         raise DataError(
             f"{rows.source}: max_length={max_length} cuts the whole response of every one of {len(rows)} rows{without}, so "
             "nothing is left to learn. Raise max_length."
         )
-    dropped = len(rows) - len(encoded) - counts["empty"]
-    counted = {key: counts[key] for key in COUNTED}
-    encoded.summary = Summary(format=name, rows=len(rows), dropped=dropped, **counted)
+    summary.dropped = len(rows) - len(encoded) - summary.empty
+    encoded.summary = summary
     return encoded
 
 
 def _items(
-    encoder: Encoder, rows: Rows, format: str, counts: Counter[str], on_progress: Callable[[int, int], None]
+    encoder: Encoder, rows: Rows, summary: Summary, on_progress: Callable[[int, int], None]
 ) -> Iterator[dict[str, Any]]:
-    """The item of every row that has a response; what becomes of the rows is added to `counts`."""
+    """The item of every row that has a response; what becomes of the rows is counted in `summary`."""
     masked = rows[0].get("keep_mask") is not None
     for start in range(0, len(rows), BATCH):
         indices = range(start, min(start + BATCH, len(rows)))
@@ -160,9 +156,9 @@ def _items(
         for index, row in zip(indices, rows.fetch(indices), strict=True):
             where = rows.where(index)
             try:
-                one = normalize(row, format, where)
+                one = normalize(row, summary.format, where)
             except EmptyResponse:
-                counts["empty"] += 1
+                summary.empty += 1
                 continue
             if (one.keep_mask is not None) != masked:  # as a batch has it or has it not
                 raise DataError(
@@ -171,7 +167,7 @@ def _items(
                 )
             turns.append((one, where))
             places.append(index)
-        counts["plain"] += sum(one.is_plain for one, _ in turns)
+        summary.plain += sum(one.is_plain for one, _ in turns)
         for index, encoded in zip(places, encoder.encode(turns), strict=True):
             if encoded.responses == 0:
                 continue
@@ -180,10 +176,10 @@ def _items(
                 item["keep_mask"] = encoded.keep_mask
             yield item
             learned = sum(label != IGNORED for label in encoded.labels)
-            counts["response_tokens"] += learned
-            counts["prompt_tokens"] += len(encoded.labels) - learned
-            counts["truncated"] += encoded.truncated
-            counts["last_turn_only"] += encoded.last_turn_only
+            summary.response_tokens += learned
+            summary.prompt_tokens += len(encoded.labels) - learned
+            summary.truncated += encoded.truncated
+            summary.last_turn_only += encoded.last_turn_only
         on_progress(indices.stop, len(rows))
 
 

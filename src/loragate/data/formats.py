@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from loragate.errors import ConfigError, DataError, nearest
+from loragate.errors import DataError, nearest
 from loragate.printable import escape_controls, excerpt
 
 Message = dict[str, Any]
@@ -159,7 +159,7 @@ def detect_format(row: Row) -> str:
     """
     fitting = [name for name, format in FORMATS.items() if format.matches(row)]
     if not fitting:
-        known = "; ".join(f"{format.name}: {format.keys}" for format in FORMATS.values())
+        known = "; ".join(f"{name}: {format.keys}" for name, format in FORMATS.items())
         raise DataError(
             f"found the keys {_key_list(row)}, which fit no known row format. Rename them to those of one: {known}."
         )
@@ -175,13 +175,8 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
     """Convert `row` of the named format to `Turns`; `where` (file:line) opens every error message.
 
     Raises:
-        ConfigError: for an unknown format name.
         DataError: for a row that does not fit the format or carries no response.
     """
-    if format not in FORMATS:
-        raise ConfigError(
-            f"unknown row format {format!r}, expected one of {', '.join(FORMATS)}{nearest(format, FORMATS)}"
-        )
     chosen = FORMATS[format]
     try:
         if not chosen.matches(row):
