@@ -20,7 +20,16 @@ import time
 from importlib.resources import files
 from typing import Any
 
-from loragate.evaluation.sandbox.tiers import ENVIRONMENT, Launch, Limits, ProgramResult, interpreter, package_folders
+from loragate.evaluation.sandbox.tiers import (
+    ENVIRONMENT,
+    Limits,
+    ProgramResult,
+    bubblewrap,
+    filter_program,
+    interpreter,
+    package_folders,
+    unused_uid,
+)
 
 PACKAGE = "loragate.evaluation.sandbox.harness"
 TAIL = 2000
@@ -35,58 +44,58 @@ class Child:
 
     Args:
         role: the harness module whose `main` it runs ("candidate" or "checker").
-        launch: how it is confined.
+        tier: how it is confined.
+        style: how root enters the top tier. "drop" starts with full rights and changes to a user id that nobody else has, fresh
+            per program; "namespace" is for containers whose root may not, and is how other users enter.
         request: what it is told to do; `confine` is added.
         channel: a socket to the other side; the caller closes its own copy.
     """
 
     def __init__(
-        self, role: str, launch: Launch, limits: Limits, request: dict[str, Any], channel: socket.socket
+        self, role: str, tier: str, style: str, limits: Limits, request: dict[str, Any], channel: socket.socket
     ) -> None:
         self.limits = limits
         self.closed, self._inbox = False, b""
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        # The top tier has a /tmp of its own; below it a program gets a folder that goes with it.
-        self._folder = None if launch.filter else tempfile.TemporaryDirectory(prefix="loragate-program-")
+        isolated = tier == "bubblewrap"
+        drop = isolated and os.geteuid() == 0 and style == "drop"
         confine = {
-            "uid": launch.uid,
+            "uid": unused_uid() if drop else None,
             "memory_mb": limits.memory_mb,
             "file_mb": limits.file_mb,
             "seconds": limits.seconds,
-            "processes": limits.processes if launch.filter else None,
+            # below the top tier the kernel's limit would count the processes of others
+            "processes": limits.processes if isolated else None,
             "packages": package_folders(),
         }
-        self.control, theirs = os.pipe()
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as held, contextlib.ExitStack() as stack:
+            self._output = held.enter_context(tempfile.TemporaryFile())
+            # The top tier has a /tmp of its own; below it a program gets a folder that goes with it.
+            folder = "/" if isolated else held.enter_context(tempfile.TemporaryDirectory(prefix="loragate-program-"))
+            self.control, theirs = os.pipe()
+            held.callback(os.close, self.control)
             stack.callback(os.close, theirs)
             given = stack.enter_context(tempfile.TemporaryFile())
             given.write(json.dumps({**request, "confine": confine}).encode("ascii"))
             given.seek(0)
-            kept, words = [theirs, given.fileno(), channel.fileno()], list(launch.command)
+            kept, words = [theirs, given.fileno(), channel.fileno()], list[str]()
             code = f"{harness_text(role)}\nsys.modules[{PACKAGE + '.' + role!r}].main({', '.join(map(str, kept))})"
-            if launch.filter is not None:
+            if isolated:
                 filtering = stack.enter_context(tempfile.TemporaryFile())
-                filtering.write(launch.filter)
+                filtering.write(filter_program() or b"")
                 filtering.seek(0)
                 kept.append(filtering.fileno())
-                words[-1:] = ["--seccomp", str(filtering.fileno()), "--"]
-            try:
-                self.process = subprocess.Popen(
-                    [*words, *interpreter(), "-c", code],
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._output,
-                    stderr=subprocess.STDOUT,
-                    env=ENVIRONMENT,
-                    cwd=self._folder.name if self._folder else "/",
-                    pass_fds=kept,
-                    start_new_session=True,
-                )
-            except BaseException:
-                self._output.close()
-                os.close(self.control)
-                if self._folder:
-                    self._folder.cleanup()
-                raise
+                words = [*bubblewrap(limits, drop), "--seccomp", str(filtering.fileno()), "--"]
+            self.process = subprocess.Popen(
+                [*words, *interpreter(), "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                env=ENVIRONMENT,
+                cwd=folder,
+                pass_fds=kept,
+                start_new_session=True,
+            )
+            self._held = held.pop_all()
         os.set_blocking(self.control, False)
 
     def lines(self, wait: float = 0.0) -> list[Any]:
@@ -153,12 +162,9 @@ class Child:
                 ready, _, _ = select.select([self.control], [], [], 0.5)
                 if not ready or not os.read(self.control, MAX_REPORT):
                     break
-        os.close(self.control)
-        with self._output:
-            printed = self.output()
-        if self._folder:
-            with contextlib.suppress(OSError):
-                self._folder.cleanup()
+        printed = self.output()
+        with contextlib.suppress(OSError):
+            self._held.close()
         return printed
 
 
