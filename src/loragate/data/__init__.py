@@ -4,8 +4,8 @@ Names in the order in which a row meets them:
 
 - loading: files and the hub to `Rows`; rows: rows that know their place
 - formats: roles and texts checked, row formats brought to one shape
-- chat: chat templates as text; rendering: turns to ids and labels, and the mask to look at
-- encoding: a whole dataset, its account, and its padded batches
+- chat: chat templates as text; rendering: texts and prompts to ids, and the mask to look at
+- encoding: turns to ids and labels, a whole dataset with its account, and its padded batches
 - endings: what ends an answer, and will the model stop?
 """
 

@@ -1,6 +1,8 @@
-"""A whole dataset, encoded: format detection, tokenising in batches, the account of what happened to the rows, and their batches.
+"""A whole dataset, encoded: turns to token ids with a response mask, the account of what happened to the rows, and their batches.
 
-A hundred thousand tokenised rows are small as numbers and large as Python lists; here they stay numbers until a row is asked for.
+Labels follow the convention of transformers: -100 outside of the response, the token itself on it; the shift by one happens in the
+loss. A hundred thousand tokenised rows are small as numbers and large as Python lists; here they stay numbers until a row is asked
+for.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import torch
 
+from loragate.data.chat import Chat, Segment
 from loragate.data.formats import EmptyResponse, Turns, detect_format, normalize
 from loragate.data.loading import load_rows
-from loragate.data.rendering import IGNORED, Encoder
+from loragate.data.rendering import IGNORED, SegmentTokenizer
 from loragate.data.rows import Rows
-from loragate.errors import DataError
+from loragate.errors import ConfigError, DataError
 from loragate.validate import check
 
 if TYPE_CHECKING:
@@ -50,6 +53,84 @@ class Summary:
     last_turn_only: int = 0
     plain: int = 0
     empty: int = 0
+
+
+class Encoder:
+    """Encodes turns with one tokenizer; probes its template once, so build one for many rows."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None, system: str = "none"
+    ) -> None:
+        if max_length is not None and max_length < 2:
+            raise ConfigError(f"found max_length={max_length!r}, expected at least 2 tokens, or None for no limit")
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.chat = Chat(tokenizer, system)
+        self.tokenise = SegmentTokenizer(tokenizer)
+
+    def encode(self, rows: Sequence[tuple[Turns, str]], summary: Summary) -> list[dict[str, Any] | None]:
+        """The items of (turns, where) pairs, with one call of the tokenizer; None where max_length leaves no response.
+
+        What becomes of the rows is counted in `summary`.
+        """
+        cuts = [self._segments(turns, where) for turns, where in rows]
+        texts = [segment.text for segments, _ in cuts for segment in segments]
+        ids = iter(self.tokenise(texts, [index > 0 for segments, _ in cuts for index in range(len(segments))]))
+        return [
+            self._assemble(turns, [(segment, next(ids)) for segment in segments], rewritten, where, summary)
+            for (turns, where), (segments, rewritten) in zip(rows, cuts)
+        ]
+
+    def _segments(self, turns: Turns, where: str) -> tuple[list[Segment], bool]:
+        if turns.completion is None:
+            return self.chat.segments(turns, where)
+        if self.tokenizer.eos_token_id is None:
+            raise DataError(
+                f"{where}: the tokenizer {self.tokenizer.name_or_path!r} has no end-of-sequence token, so a plain "
+                "completion would have no end. Set tokenizer.eos_token."
+            )
+        return [Segment(turns.prompt or "", False), Segment(turns.completion, True)], False
+
+    def _assemble(
+        self, turns: Turns, pieces: list[tuple[Segment, list[int]]], rewritten: bool, where: str, summary: Summary
+    ) -> dict[str, Any] | None:
+        input_ids: list[int] = []
+        labels: list[int] = []
+        for index, (segment, ids) in enumerate(pieces):
+            if turns.is_plain and index == 0:
+                ids = self.tokenise.plain_prompt(ids)
+            elif turns.is_plain and ids[-1:] != [self.tokenizer.eos_token_id]:
+                ids = [*ids, self.tokenizer.eos_token_id]  # a plain completion ends in EOS, once
+            if segment.is_response and not input_ids:
+                raise DataError(f"{where}: the prompt is empty, so nothing predicts the first token of the response")
+            input_ids += ids
+            labels += ids if segment.is_response else [IGNORED] * len(ids)
+        keep_mask = _spread(turns.keep_mask, labels, rewritten, where)
+        end = self.max_length or len(input_ids)
+        learned = sum(label != IGNORED for label in labels[:end])
+        if not learned:
+            return None
+        summary.response_tokens += learned
+        summary.prompt_tokens += len(labels[:end]) - learned
+        summary.truncated += end < len(input_ids)
+        summary.last_turn_only += rewritten
+        item = {"input_ids": input_ids[:end], "labels": labels[:end]}
+        return item if keep_mask is None else {**item, "keep_mask": keep_mask[:end]}
+
+
+def _spread(mask: tuple[int, ...] | None, labels: list[int], rewritten: bool, where: str) -> list[int] | None:
+    """Lay a mask over the response tokens out over the whole sequence, 0 elsewhere."""
+    if mask is None:
+        return None
+    response_tokens = sum(label != IGNORED for label in labels)
+    if len(mask) != response_tokens:
+        which = "the last assistant turn, the only one that is trained here" if rewritten else "all trained responses"
+        raise DataError(
+            f"{where}: keep_mask has {len(mask)} entries, expected {response_tokens}: one per response token of "
+            f"{which}, end-of-turn token included, before truncation, under this tokenizer and template"
+        )
+    bits = iter(mask)
+    return [0 if label == IGNORED else next(bits) for label in labels]
 
 
 class EncodedRows(Sequence[dict[str, Any]]):
@@ -168,18 +249,9 @@ def _items(
             turns.append((one, where))
             places.append(index)
         summary.plain += sum(one.is_plain for one, _ in turns)
-        for index, encoded in zip(places, encoder.encode(turns), strict=True):
-            if encoded.responses == 0:
-                continue
-            item: dict[str, Any] = {"input_ids": encoded.input_ids, "labels": encoded.labels, "row": index}
-            if encoded.keep_mask is not None:
-                item["keep_mask"] = encoded.keep_mask
-            yield item
-            learned = sum(label != IGNORED for label in encoded.labels)
-            summary.response_tokens += learned
-            summary.prompt_tokens += len(encoded.labels) - learned
-            summary.truncated += encoded.truncated
-            summary.last_turn_only += encoded.last_turn_only
+        for index, item in zip(places, encoder.encode(turns, summary), strict=True):
+            if item is not None:
+                yield {**item, "row": index}
         on_progress(indices.stop, len(rows))
 
 
