@@ -24,14 +24,13 @@ from loragate.cli.evaluating import load_inputs, request_of
 from loragate.cli.main import main
 from loragate.errors import DataError
 from loragate.evaluation.answers import Grade
-from loragate.evaluation.canary import canary
 from loragate.evaluation.engines import Engines
 from loragate.evaluation.evaluate import open_evaluation
 from loragate.evaluation.judging import JudgeSettings, judged_by, read_grades, write_grades
 from loragate.evaluation.results import read_record
 from loragate.evaluation.sandbox import probe as probe_sandbox
 from loragate.evaluation.settings import EngineSettings, TaskSettings
-from loragate.evaluation.variants import Variant, acting, variants_for
+from loragate.evaluation.variants import Variant, acting, canary, variants_for
 from loragate.generation import Sample, SampleWriter, SamplingConfig
 from loragate.models import Loaded, Loading, resolve
 from loragate.models.merge import merge_adapter

@@ -6,9 +6,8 @@ import pytest
 from chat_tokenizers import CHATML, CHATML_DEFAULT, THINKING, byte_level, decoded, learned
 
 from loragate.data import encoding
-from loragate.data.encoding import encode_rows
+from loragate.data.encoding import EncodedRows, encode_rows
 from loragate.data.loading import load_rows
-from loragate.data.packed import PackedRows
 from loragate.errors import DataError
 
 
@@ -125,13 +124,12 @@ ITEMS = [
 def test_packing_changes_nothing():
     masks = [{**item, "keep_mask": [0] * (len(item["labels"]) - 1) + [1]} for item in ITEMS]
     for items in (ITEMS, masks):
-        packed = PackedRows.of(items)
+        packed = EncodedRows(items)
         assert list(packed) == items
         assert packed[-1] == items[-1]
         assert packed[0:2] == items
-        assert list(PackedRows.joined([packed, PackedRows.of([]), packed])) == items * 2
     with pytest.raises(IndexError):
-        PackedRows.of(ITEMS)[2]
+        EncodedRows(ITEMS)[2]
 
 
 def test_rows_without_a_response_are_counted(talk, write):

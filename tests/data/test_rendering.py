@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from itertools import pairwise
+from types import SimpleNamespace
+
 import pytest
 from chat_tokenizers import (
     CHATML,
@@ -14,8 +17,9 @@ from chat_tokenizers import (
     space_adding,
 )
 
+from loragate.data.encoding import Encoder, Summary
 from loragate.data.formats import Turns, normalize
-from loragate.data.rendering import Encoder, SegmentTokenizer, prompt_ids, render_prompt
+from loragate.data.rendering import SegmentTokenizer, prompt_ids, render_prompt
 from loragate.errors import ConfigError, DataError
 
 TOKENIZERS = {
@@ -34,7 +38,13 @@ def model(request):
 
 
 def encode(row, tokenizer, *, where="", **options):
-    return Encoder(tokenizer, **options).encode([(row, where)])[0]
+    summary = Summary("", 1)
+    (item,) = Encoder(tokenizer, **options).encode([(row, where)], summary)
+    return item and SimpleNamespace(**item, truncated=summary.truncated, last_turn_only=summary.last_turn_only)
+
+
+def responses(encoded):
+    return sum(label != -100 and before == -100 for before, label in pairwise(encoded.labels))
 
 
 def turns(messages, **kwargs):
@@ -49,7 +59,7 @@ def test_labels_are_the_response_and_its_end_of_turn(model, system, talk):
     count = sum(label != -100 for label in encoded.labels)
     assert encoded.labels == [-100] * (len(encoded.labels) - count) + encoded.input_ids[-count:]
     assert len(encoded.labels) == len(encoded.input_ids)
-    assert (encoded.responses, encoded.truncated, encoded.last_turn_only) == (1, False, False)
+    assert (responses(encoded), encoded.truncated, encoded.last_turn_only) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("system", ["none", "keep"])
@@ -70,7 +80,7 @@ def test_every_assistant_turn_is_learned(model, talk):
     messages = talk("What is two?", "It is two.", "And four?", "It is four.")
     encoded = encode(turns(messages), tokenizer)
     assert learned(encoded, tokenizer).replace(" ", "") == f"Itistwo.{end}Itisfour.{end}".replace(" ", "")
-    assert encoded.responses == 2
+    assert responses(encoded) == 2
     full = render_prompt(messages, tokenizer)  # with the header of a next turn
     assert full.startswith(decoded(encoded, tokenizer))
     second = prompt_ids(messages[:3], tokenizer)
@@ -89,7 +99,7 @@ def test_rewritten_turns_are_context(talk):
     tokenizer = byte_level(THINKING)
     encoded = encode(turns(talk("a", "<think>x</think>b", "c", "<think>y</think>d")), tokenizer)
     assert encoded.last_turn_only
-    assert encoded.responses == 1
+    assert responses(encoded) == 1
     assert learned(encoded, tokenizer) == "<think>y</think>d<|im_end|>"
     assert "<think>x" not in decoded(encoded, tokenizer)
 
@@ -150,12 +160,13 @@ def test_truncation_cuts_on_the_right(talk):
     row = turns(talk("What is two?", "It is two.", "And four?", "It is four."))
     whole = encode(row, tokenizer)
     starts = [i for i in range(1, len(whole.labels)) if whole.labels[i] != -100 and whole.labels[i - 1] == -100]
-    for length in (len(whole.input_ids), len(whole.input_ids) - 1, starts[1], starts[0] + 1, starts[0], 2):
+    for length in (len(whole.input_ids), len(whole.input_ids) - 1, starts[1], starts[0] + 1):
         cut = encode(row, tokenizer, max_length=length)
         assert cut.input_ids == whole.input_ids[:length]
         assert cut.labels == whole.labels[:length]
         assert cut.truncated == (length < len(whole.input_ids))
-        assert cut.responses == sum(start < length for start in starts)
+    for length in (starts[0], 2):
+        assert encode(row, tokenizer, max_length=length) is None
     with pytest.raises(ConfigError, match="found max_length=1, expected at least 2 tokens"):
         encode(row, tokenizer, max_length=1)
 
@@ -184,7 +195,8 @@ def test_many_rows_at_once_are_as_one_by_one(talk):
         (turns(talk("What?", "\n\n", system="Be brief.")), "f:3"),
     ]
     encoder = Encoder(tokenizer, max_length=40)
-    assert encoder.encode(rows) == [encode(row, tokenizer, max_length=40, where=where) for row, where in rows]
+    alone = [encoder.encode([row], Summary("", 1))[0] for row in rows]
+    assert encoder.encode(rows, Summary("", 3)) == alone
 
 
 def test_a_piece_that_merges_with_the_newline_before_it_is_tokenised_alone():

@@ -193,7 +193,6 @@ def test_holm() -> None:
         ([1, 0, 1], r"shape \(3,\).*single column"),
         (np.zeros((0, 4)), r"shape \(0, 4\)"),
         ([[1, 0], [1]], "same number of samples"),
-        ([["right"]], "not a table of numbers"),
         ([[1, math.nan]], "nan at question 0, sample 1"),
     ],
 )
@@ -220,7 +219,6 @@ def test_suite_average_by_hand() -> None:
     assert (suite.tasks, suite.questions) == (2, 230)
     assert suite.high - suite.low == pytest.approx(2 * 1.96 * suite.stderr, rel=0.08)
     assert suite_average([EASY, LONG]) == suite
-    assert suite_average([EASY, LONG], seed=1).low == pytest.approx(suite.low, abs=0.005)
 
 
 def test_a_task_without_spread_keeps_its_bound() -> None:

@@ -8,7 +8,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import loragate as lg
 from loragate.cli.main import main
 from loragate.errors import GateError
-from loragate.evaluation.canary import canary
+from loragate.evaluation.variants import canary
 from loragate.gates.eligibility import base_path, changed_base
 from tiny import logits, shake, tiny_adapter, tiny_base
 

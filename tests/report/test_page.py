@@ -13,9 +13,8 @@ import pytest
 from loragate.errors import LoragateError
 from loragate.report.explorer import answers
 from loragate.report.figures import column_chart, line_chart
-from loragate.report.page.blocks import selection_blocks, sweep_blocks, training_blocks
+from loragate.report.page.blocks import diagnosis_blocks, selection_blocks, sweep_blocks, training_blocks
 from loragate.report.page.build import Section, build_page, chart, drawn, safe_json, tokens_block
-from loragate.report.page.diagnosis import diagnosis_blocks
 from loragate.report.page.whole import page
 from loragate.report.scores import evaluation_statements, score_tables
 from loragate.report.sources import Source

@@ -29,7 +29,7 @@ from loragate.evaluation.session import Session
 from loragate.files import write_text
 from loragate.generation import OnProgress
 from loragate.models import Loaded
-from loragate.report.page.diagnosis import diagnosis_blocks
+from loragate.report.page.blocks import diagnosis_blocks
 from loragate.report.table import Sheet
 
 LOOKS: dict[str, Callable[[Subject, DiagnoseOptions], Any]] = {

@@ -21,18 +21,16 @@ from loragate.cli.regrade import RegradeOptions
 from loragate.display import Display, console, duration, quiet_logging
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
-from loragate.evaluation.canary import describe
 from loragate.evaluation.engines import load
 from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, open_evaluation
 from loragate.evaluation.judging import JudgeSettings
 from loragate.evaluation.results import EvaluationRecord, write_record
 from loragate.evaluation.session import Request, Session, trained_controls
-from loragate.evaluation.variants import Variant
+from loragate.evaluation.variants import Variant, describe
 from loragate.files import write_json, write_text
 from loragate.models import Loaded
-from loragate.report.cells import suite_table
-from loragate.report.heatmap import heat_maps
 from loragate.report.scores import caption, score_markdown, score_tables
+from loragate.report.sweep import heat_maps, suite_table
 from loragate.selection.outcome import SweptCells, suite_record
 from loragate.serving.vllm_server import require_served, usual_share
 from loragate.training.preflight import check_loading

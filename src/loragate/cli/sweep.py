@@ -75,7 +75,7 @@ def run(options: SweepOptions) -> int:
     require_given(COMMAND, options)
     require_effect("sweep", options, flags=True)
     check_loading(options)
-    from loragate.report.cells import choice_sentence, sweep_tables, write_sweep
+    from loragate.report.sweep import choice_sentence, sweep_tables, write_sweep
     from loragate.selection.sweep import choose_runner, run_sweep
 
     quiet_logging()

@@ -1,28 +1,35 @@
-"""A whole dataset, encoded: format detection, tokenising in batches, and the account of what happened to the rows."""
+"""A whole dataset, encoded: turns to token ids with a response mask, the account of what happened to the rows, and their batches.
+
+Labels follow the convention of transformers: -100 outside of the response, the token itself on it; the shift by one happens in the
+loss. A hundred thousand tokenised rows are small as numbers and large as Python lists; here they stay numbers until a row is asked
+for.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
+import numpy as np
+import torch
+
+from loragate.data.chat import Chat, Segment
 from loragate.data.formats import EmptyResponse, Turns, detect_format, normalize
 from loragate.data.loading import load_rows
-from loragate.data.packed import PackedRows
-from loragate.data.rendering import IGNORED, Encoder
+from loragate.data.rendering import IGNORED, SegmentTokenizer
 from loragate.data.rows import Rows
-from loragate.errors import DataError
+from loragate.errors import ConfigError, DataError
+from loragate.validate import check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH = 256  # rows per call of the tokenizer
-COUNTED = ("truncated", "response_tokens", "prompt_tokens", "last_turn_only", "plain", "empty")
-"""What is counted of each batch, by its name in `Summary`."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Summary:
     """What became of the rows.
 
@@ -39,27 +46,140 @@ class Summary:
 
     format: str
     rows: int
-    dropped: int
-    truncated: int
-    response_tokens: int
-    prompt_tokens: int
-    last_turn_only: int
+    dropped: int = 0
+    truncated: int = 0
+    response_tokens: int = 0
+    prompt_tokens: int = 0
+    last_turn_only: int = 0
     plain: int = 0
     empty: int = 0
 
 
-class EncodedRows(PackedRows):
-    """Encoded rows `{"input_ids", "labels", "row"[, "keep_mask"]}` and their `summary`.
+class Encoder:
+    """Encodes turns with one tokenizer; probes its template once, so build one for many rows."""
 
-    `row` is the index into the rows that were given.
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None, system: str = "none"
+    ) -> None:
+        if max_length is not None and max_length < 2:
+            raise ConfigError(f"found max_length={max_length!r}, expected at least 2 tokens, or None for no limit")
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.chat = Chat(tokenizer, system)
+        self.tokenise = SegmentTokenizer(tokenizer)
+
+    def encode(self, rows: Sequence[tuple[Turns, str]], summary: Summary) -> list[dict[str, Any] | None]:
+        """The items of (turns, where) pairs, with one call of the tokenizer; None where max_length leaves no response.
+
+        What becomes of the rows is counted in `summary`.
+        """
+        cuts = [self._segments(turns, where) for turns, where in rows]
+        texts = [segment.text for segments, _ in cuts for segment in segments]
+        ids = iter(self.tokenise(texts, [index > 0 for segments, _ in cuts for index in range(len(segments))]))
+        return [
+            self._assemble(turns, [(segment, next(ids)) for segment in segments], rewritten, where, summary)
+            for (turns, where), (segments, rewritten) in zip(rows, cuts)
+        ]
+
+    def _segments(self, turns: Turns, where: str) -> tuple[list[Segment], bool]:
+        if turns.completion is None:
+            return self.chat.segments(turns, where)
+        if self.tokenizer.eos_token_id is None:
+            raise DataError(
+                f"{where}: the tokenizer {self.tokenizer.name_or_path!r} has no end-of-sequence token, so a plain "
+                "completion would have no end. Set tokenizer.eos_token."
+            )
+        return [Segment(turns.prompt or "", False), Segment(turns.completion, True)], False
+
+    def _assemble(
+        self, turns: Turns, pieces: list[tuple[Segment, list[int]]], rewritten: bool, where: str, summary: Summary
+    ) -> dict[str, Any] | None:
+        input_ids: list[int] = []
+        labels: list[int] = []
+        for index, (segment, ids) in enumerate(pieces):
+            if turns.is_plain and index == 0:
+                ids = self.tokenise.plain_prompt(ids)
+            elif turns.is_plain and ids[-1:] != [self.tokenizer.eos_token_id]:
+                ids = [*ids, self.tokenizer.eos_token_id]  # a plain completion ends in EOS, once
+            if segment.is_response and not input_ids:
+                raise DataError(f"{where}: the prompt is empty, so nothing predicts the first token of the response")
+            input_ids += ids
+            labels += ids if segment.is_response else [IGNORED] * len(ids)
+        keep_mask = _spread(turns.keep_mask, labels, rewritten, where)
+        end = self.max_length or len(input_ids)
+        learned = sum(label != IGNORED for label in labels[:end])
+        if not learned:
+            return None
+        summary.response_tokens += learned
+        summary.prompt_tokens += len(labels[:end]) - learned
+        summary.truncated += end < len(input_ids)
+        summary.last_turn_only += rewritten
+        item = {"input_ids": input_ids[:end], "labels": labels[:end]}
+        return item if keep_mask is None else {**item, "keep_mask": keep_mask[:end]}
+
+
+def _spread(mask: tuple[int, ...] | None, labels: list[int], rewritten: bool, where: str) -> list[int] | None:
+    """Lay a mask over the response tokens out over the whole sequence, 0 elsewhere."""
+    if mask is None:
+        return None
+    response_tokens = sum(label != IGNORED for label in labels)
+    if len(mask) != response_tokens:
+        which = "the last assistant turn, the only one that is trained here" if rewritten else "all trained responses"
+        raise DataError(
+            f"{where}: keep_mask has {len(mask)} entries, expected {response_tokens}: one per response token of "
+            f"{which}, end-of-turn token included, before truncation, under this tokenizer and template"
+        )
+    bits = iter(mask)
+    return [0 if label == IGNORED else next(bits) for label in labels]
+
+
+class EncodedRows(Sequence[dict[str, Any]]):
+    """Items `{"input_ids", "labels", "row"[, "keep_mask"]}`, kept as arrays; an item is made when it is read.
+
+    Attributes:
+        arrays: `ids`, `learned` and `kept` run over all positions of all items; `lengths` and `rows` have one entry per item,
+            `rows` the index into the rows that were given.
+        summary: what became of the rows; `encode_rows` sets it.
     """
 
-    def __init__(self, packed: PackedRows, summary: Summary) -> None:
-        super().__init__(packed.arrays)
-        self.summary = summary
+    summary: Summary
 
-    def __repr__(self) -> str:
-        return f"EncodedRows({len(self)} rows, {self.summary})"
+    def __init__(self, items: Iterable[dict[str, Any]]) -> None:
+        """The labels of an item are the token itself or -100; all items have a keep_mask or none has."""
+        ids, learned, kept, lengths, rows = array("i"), bytearray(), bytearray(), array("q"), array("q")
+        for item in items:
+            ids.extend(item["input_ids"])
+            learned.extend(label != IGNORED for label in item["labels"])
+            kept.extend(item.get("keep_mask", ()))
+            lengths.append(len(item["input_ids"]))
+            rows.append(item["row"])
+        self.arrays = {"ids": np.array(ids), "learned": np.array(learned, bool)}
+        self.arrays |= {"lengths": np.array(lengths), "rows": np.array(rows)}
+        if kept:
+            self.arrays["kept"] = np.array(kept, bool)
+        self._ends = np.concatenate([[0], np.cumsum(self.arrays["lengths"])])
+
+    def __len__(self) -> int:
+        return len(self.arrays["lengths"])
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(len(self))[index]]
+        index = range(len(self))[index]
+        span = slice(int(self._ends[index]), int(self._ends[index + 1]))
+        ids, learned = self.arrays["ids"][span], self.arrays["learned"][span]
+        item = {
+            "input_ids": ids.tolist(),
+            "labels": np.where(learned, ids, IGNORED).tolist(),
+            "row": int(self.arrays["rows"][index]),
+        }
+        if "kept" in self.arrays:
+            item["keep_mask"] = self.arrays["kept"][span].astype(np.int8).tolist()
+        return item
 
 
 def encode_rows(
@@ -88,60 +208,79 @@ def encode_rows(
     except DataError as error:
         raise DataError(f"{rows.where(first)}: {error}") from None
     encoder = Encoder(tokenizer, max_length=max_length, system=system)
-    counts = Counter[str]()
-    parts: list[PackedRows] = []
-    for start in range(0, len(rows), BATCH):
-        indices = range(start, min(start + BATCH, len(rows)))
-        parts.append(_encode(encoder, rows, name, indices, counts))
-        if on_progress is not None:
-            on_progress(indices.stop, len(rows))
-    items = PackedRows.joined(parts)
-    if counts["empty"] == len(rows):
+    summary = Summary(name, len(rows))
+    encoded = EncodedRows(_items(encoder, rows, summary, on_progress or (lambda done, of: None)))
+    if summary.empty == len(rows):
         raise DataError(
             f"{rows.source}: the response of every one of {len(rows)} rows is empty, so there is nothing to learn"
         )
-    if not len(items):
-        without = f" ({counts['empty']} of them have none)" if counts["empty"] else ""
+    if not len(encoded):
+        without = f" ({summary.empty} of them have none)" if summary.empty else ""
         raise DataError(
             f"{rows.source}: max_length={max_length} cuts the whole response of every one of {len(rows)} rows{without}, so "
             "nothing is left to learn. Raise max_length."
         )
-    dropped = len(rows) - len(items) - counts["empty"]
-    counted = {key: counts[key] for key in COUNTED}
-    return EncodedRows(items, Summary(format=name, rows=len(rows), dropped=dropped, **counted))
+    summary.dropped = len(rows) - len(encoded) - summary.empty
+    encoded.summary = summary
+    return encoded
 
 
-def _encode(encoder: Encoder, rows: Rows, format: str, indices: range, counts: Counter[str]) -> PackedRows:
-    """The items of the rows at these indices; what becomes of them is added to `counts`."""
+def _items(
+    encoder: Encoder, rows: Rows, summary: Summary, on_progress: Callable[[int, int], None]
+) -> Iterator[dict[str, Any]]:
+    """The item of every row that has a response; what becomes of the rows is counted in `summary`."""
     masked = rows[0].get("keep_mask") is not None
-    turns: list[tuple[Turns, str]] = []
-    places: list[int] = []
-    for index, row in zip(indices, rows.fetch(indices), strict=True):
-        where = rows.where(index)
-        try:
-            one = normalize(row, format, where)
-        except EmptyResponse:
-            counts["empty"] += 1
-            continue
-        if (one.keep_mask is not None) != masked:  # as a batch has it or has it not
-            raise DataError(
-                f"{where}: the row has {'no' if masked else 'a'} keep_mask, unlike {rows.where(0)}; "
-                "give it on every row or on none"
-            )
-        turns.append((one, where))
-        places.append(index)
-    counts["plain"] += sum(one.is_plain for one, _ in turns)
-    items = []
-    for index, encoded in zip(places, encoder.encode(turns), strict=True):
-        if encoded.responses == 0:
-            continue
-        item: dict[str, Any] = {"input_ids": encoded.input_ids, "labels": encoded.labels, "row": index}
-        if encoded.keep_mask is not None:
-            item["keep_mask"] = encoded.keep_mask
-        items.append(item)
-        learned = sum(label != IGNORED for label in encoded.labels)
-        counts["response_tokens"] += learned
-        counts["prompt_tokens"] += len(encoded.labels) - learned
-        counts["truncated"] += encoded.truncated
-        counts["last_turn_only"] += encoded.last_turn_only
-    return PackedRows.of(items)
+    for start in range(0, len(rows), BATCH):
+        indices = range(start, min(start + BATCH, len(rows)))
+        turns: list[tuple[Turns, str]] = []
+        places: list[int] = []
+        for index, row in zip(indices, rows.fetch(indices), strict=True):
+            where = rows.where(index)
+            try:
+                one = normalize(row, summary.format, where)
+            except EmptyResponse:
+                summary.empty += 1
+                continue
+            if (one.keep_mask is not None) != masked:  # as a batch has it or has it not
+                raise DataError(
+                    f"{where}: the row has {'no' if masked else 'a'} keep_mask, unlike {rows.where(0)}; "
+                    "give it on every row or on none"
+                )
+            turns.append((one, where))
+            places.append(index)
+        summary.plain += sum(one.is_plain for one, _ in turns)
+        for index, item in zip(places, encoder.encode(turns, summary), strict=True):
+            if item is not None:
+                yield {**item, "row": index}
+        on_progress(indices.stop, len(rows))
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Pads encoded rows on the right to one length; a `collate_fn` for a DataLoader.
+
+    Attributes:
+        pad_token_id: id to pad `input_ids` with; attention is 0 there and the label -100, so any valid id serves.
+    """
+
+    pad_token_id: int
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return input_ids, attention_mask, labels [B,S] and row [B] as int64, and keep_mask [B,S] bool when present."""
+        length = max(len(row["input_ids"]) for row in rows)
+
+        def pad(columns: Iterable[Sequence[int]], value: int) -> torch.Tensor:
+            return torch.tensor([[*column, *[value] * (length - len(column))] for column in columns], dtype=torch.int64)
+
+        batch = {
+            "input_ids": pad((row["input_ids"] for row in rows), self.pad_token_id),
+            "attention_mask": pad(([1] * len(row["input_ids"]) for row in rows), 0),
+            "labels": pad((row["labels"] for row in rows), IGNORED),
+            "row": torch.tensor([row["row"] for row in rows], dtype=torch.int64),
+        }
+        if "keep_mask" in rows[0]:
+            batch["keep_mask"] = pad((row["keep_mask"] for row in rows), 0).bool()
+        return batch

@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from loragate.errors import ConfigError, DataError, nearest
+from loragate.errors import DataError, nearest
 from loragate.printable import escape_controls, excerpt
 
 Message = dict[str, Any]
@@ -140,11 +140,9 @@ class Turns:
         return self.completion is not None
 
 
-@dataclass(frozen=True)
-class Format:
-    """One row format: its name, the keys to tell people about, the test and the conversion."""
+class Format(NamedTuple):
+    """One row format: the keys to tell people about, the test and the conversion."""
 
-    name: str
     keys: str
     matches: Callable[[Row], bool]
     to_turns: Callable[[Row], Turns]
@@ -161,7 +159,7 @@ def detect_format(row: Row) -> str:
     """
     fitting = [name for name, format in FORMATS.items() if format.matches(row)]
     if not fitting:
-        known = "; ".join(f"{format.name}: {format.keys}" for format in FORMATS.values())
+        known = "; ".join(f"{name}: {format.keys}" for name, format in FORMATS.items())
         raise DataError(
             f"found the keys {_key_list(row)}, which fit no known row format. Rename them to those of one: {known}."
         )
@@ -177,17 +175,12 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
     """Convert `row` of the named format to `Turns`; `where` (file:line) opens every error message.
 
     Raises:
-        ConfigError: for an unknown format name.
         DataError: for a row that does not fit the format or carries no response.
     """
-    if format not in FORMATS:
-        raise ConfigError(
-            f"unknown row format {format!r}, expected one of {', '.join(FORMATS)}{nearest(format, FORMATS)}"
-        )
     chosen = FORMATS[format]
     try:
         if not chosen.matches(row):
-            raise DataError(f"found the keys {_key_list(row)}, expected the format {chosen.name}: {chosen.keys}")
+            raise DataError(f"found the keys {_key_list(row)}, expected the format {format}: {chosen.keys}")
         turns = replace(chosen.to_turns(row), keep_mask=_keep_mask(row))
         if turns.completion is None:
             answers = [index for index, message in enumerate(turns.messages) if message["role"] == "assistant"]
@@ -247,33 +240,26 @@ def _has(row: Row, *keys: str) -> bool:
 
 
 FORMATS: dict[str, Format] = {
-    format.name: format
-    for format in (
-        Format(
-            "messages",
-            "messages (a list of role and content)",
-            lambda row: _has(row, "messages"),
-            lambda row: Turns(conversation(row["messages"], "messages")),
-        ),
-        Format(
-            "sharegpt",
-            "conversations (a list of from and value)",
-            lambda row: _has(row, "conversations"),
-            lambda row: Turns(_with_system(row, conversation(row["conversations"], "conversations"))),
-        ),
-        Format(
-            "alpaca",
-            "instruction, output and optionally input",
-            lambda row: _has(row, "instruction", "output"),
-            _alpaca_row,
-        ),
-        Format(
-            "prompt_completion",
-            " or ".join("+".join(pair) for pair in PAIRS),
-            lambda row: any(_has(row, *pair) for pair in PAIRS),
-            _pair_row,
-        ),
-    )
+    "messages": Format(
+        "messages (a list of role and content)",
+        lambda row: _has(row, "messages"),
+        lambda row: Turns(conversation(row["messages"], "messages")),
+    ),
+    "sharegpt": Format(
+        "conversations (a list of from and value)",
+        lambda row: _has(row, "conversations"),
+        lambda row: Turns(_with_system(row, conversation(row["conversations"], "conversations"))),
+    ),
+    "alpaca": Format(
+        "instruction, output and optionally input",
+        lambda row: _has(row, "instruction", "output"),
+        _alpaca_row,
+    ),
+    "prompt_completion": Format(
+        " or ".join("+".join(pair) for pair in PAIRS),
+        lambda row: any(_has(row, *pair) for pair in PAIRS),
+        _pair_row,
+    ),
 }
 
 

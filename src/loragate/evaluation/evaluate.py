@@ -182,34 +182,34 @@ class Evaluation:
         earlier = self.folder / "results.json"
         judged = read_record(earlier).tasks if earlier.is_file() else ()
         known = {info.name: info.grader.split()[0] for info in judged}
-        before: dict[tuple[str, str], list[Grade]] = {}
+        before: list[tuple[Variant, Prepared, list[Grade]]] = []
         for variant, prepared in self._cells():
             name = prepared.task.name
-            old = self.answers(variant, name, known[name])[1] if name in known else None
-            if old is not None:
-                before[name, variant.name] = old
+            if name in known and (old := self.answers(variant, name, known[name])[1]) is not None:
+                before.append((variant, prepared, old))
             if again:
                 self._grades_path(variant, name, self._grader(prepared)).unlink(missing_ok=True)
         record = self.run(no_engine, on_event)
         changes: list[dict[str, Any]] = []
-        for variant, prepared in self._cells():
+        for variant, prepared, old in before:
             name, grader = prepared.task.name, self._grader(prepared)
             samples, now = self.answers(variant, name, grader)
             assert now is not None, "they were judged above"
-            for sample, was, new in zip(samples, before.get((name, variant.name), now), now, strict=True):
-                if was.correct != new.correct:
-                    question = prepared.questions.questions[sample.question]
-                    changes.append(
-                        {
-                            "task": name,
-                            "variant": variant.name,
-                            "question": question.id,
-                            "sample": sample.sample,
-                            "gold": question.gold,
-                            "before": {"grader": known[name], **asdict(was)},
-                            "now": {"grader": grader, **asdict(new)},
-                        }
-                    )
+            for sample, was, new in zip(samples, old, now, strict=True):
+                if was.correct == new.correct:
+                    continue
+                question = prepared.questions.questions[sample.question]
+                changes.append(
+                    {
+                        "task": name,
+                        "variant": variant.name,
+                        "question": question.id,
+                        "sample": sample.sample,
+                        "gold": question.gold,
+                        "before": {"grader": known[name], **asdict(was)},
+                        "now": {"grader": grader, **asdict(new)},
+                    }
+                )
         return record, changes if before else None
 
     @property

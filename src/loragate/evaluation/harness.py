@@ -14,7 +14,6 @@ import importlib.util
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +43,11 @@ def with_prompts(task: Task, questions: Sequence[Question], chat: bool) -> list[
         chat: whether a chat template ends the prompt; without one an option begins with a blank.
     """
     found = list(questions)
-    with _quiet():
-        for one, asked in _asked(task, questions, chat):
-            compares = one.OUTPUT_TYPE == "multiple_choice"
-            for index, requests in asked:
-                options = tuple(request.args[1] for request in requests) if compares else ()
-                found[index] = replace(questions[index], prompt=requests[0].args[0], options=options)
+    for one, asked in _asked(task, questions, chat):
+        compares = one.OUTPUT_TYPE == "multiple_choice"
+        for index, requests in asked:
+            options = tuple(request.args[1] for request in requests) if compares else ()
+            found[index] = replace(questions[index], prompt=requests[0].args[0], options=options)
     return found
 
 
@@ -61,26 +59,25 @@ def grade_by_harness(task: Task, questions: Sequence[Question], samples: Sequenc
     """
     assert task.harness is not None
     metric, found = task.harness.metric, {}
-    with _quiet():
-        for one, asked in _asked(task, questions, chat=False):
-            for index, requests in asked:
-                answers = [samples[index].text] if len(requests) == 1 else json.loads(samples[index].text)
-                for request, answer in zip(requests, answers, strict=True):
-                    request.resps.append(answer)
-                scores, extracted = {}, {}
-                for ensemble in one._filters:
-                    try:
-                        ensemble.apply(requests)
-                    except Exception:
-                        for request in requests:
-                            request.filtered_resps[ensemble.name] = INVALID
-                    filtered = [request.filtered_resps[ensemble.name] for request in requests]
-                    for name, value in one.process_results(requests[0].doc, filtered).items():
-                        scores[f"{name},{ensemble.name}"] = float(value)
-                        extracted[f"{name},{ensemble.name}"] = filtered[0] if len(requests) == 1 else None
-                text, correct = extracted[metric], bool(scores[metric])
-                reason = "ok" if correct else "no_answer" if text == INVALID else "wrong"
-                found[index] = Grade(correct, None if text == INVALID else text, reason, scores)
+    for one, asked in _asked(task, questions, chat=False):
+        for index, requests in asked:
+            answers = [samples[index].text] if len(requests) == 1 else json.loads(samples[index].text)
+            for request, answer in zip(requests, answers, strict=True):
+                request.resps.append(answer)
+            scores, extracted = {}, {}
+            for ensemble in one._filters:
+                try:
+                    ensemble.apply(requests)
+                except Exception:
+                    for request in requests:
+                        request.filtered_resps[ensemble.name] = INVALID
+                filtered = [request.filtered_resps[ensemble.name] for request in requests]
+                for name, value in one.process_results(requests[0].doc, filtered).items():
+                    scores[f"{name},{ensemble.name}"] = float(value)
+                    extracted[f"{name},{ensemble.name}"] = filtered[0] if len(requests) == 1 else None
+            text, correct = extracted[metric], bool(scores[metric])
+            reason = "ok" if correct else "no_answer" if text == INVALID else "wrong"
+            found[index] = Grade(correct, None if text == INVALID else text, reason, scores)
     return [found[index] for index in range(len(questions))]
 
 
@@ -137,7 +134,7 @@ def draw_likelihoods(
 def _asked(task: Task, questions: Sequence[Question], chat: bool) -> Asked:
     harness = task.harness
     assert harness is not None, f"{task.name} is no task of the harness"
-    require_harness()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
         build: Any = importlib.import_module("lm_eval.api.task")
         read: Any = importlib.import_module("lm_eval.tasks._yaml_loader")
@@ -168,15 +165,3 @@ def _asked(task: Task, questions: Sequence[Question], chat: bool) -> Asked:
             requests = one.construct_requests(doc=doc, ctx=context, metadata=about, apply_chat_template=chat)
             asked.append((doc[INDEX], requests if isinstance(requests, list) else [requests]))
         yield one, asked
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hold back the harness's log lines."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -294,16 +294,10 @@ class SuiteScores:
 
     Attributes:
         scores: float64 [questions, samples], 1.0 where the sample is right.
-        truncated: share of samples that reached the token limit without ending.
-        entropy: mean predictive entropy along the sampled answers, nats per token; None where no sample carries one.
-        tokens: mean length of an answer in tokens, the stop token included.
         samples: the samples themselves, ordered by (question, sample).
     """
 
     scores: np.ndarray
-    truncated: float
-    entropy: float | None
-    tokens: float
     samples: list[Sample]
 
     @property
@@ -327,13 +321,7 @@ def run_suite(
     scores = np.zeros((len(prompts), config.samples))
     for sample in samples:
         scores[sample.question, sample.sample] = float(is_right(sample.question, sample))
-    return SuiteScores(
-        scores=scores,
-        truncated=float(np.mean([sample.finish_reason == "length" for sample in samples])),
-        entropy=mean_entropy(samples),
-        tokens=float(np.mean([len(sample.token_ids) for sample in samples])),
-        samples=samples,
-    )
+    return SuiteScores(scores, samples)
 
 
 def mean_entropy(samples: Sequence[Sample]) -> float | None:

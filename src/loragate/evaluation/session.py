@@ -17,7 +17,6 @@ from typing import Any
 
 from loragate.data import template_hash
 from loragate.errors import ConfigError
-from loragate.evaluation.canary import canary
 from loragate.evaluation.engines import Engines, require_engine, why_not
 from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, unheard
 from loragate.evaluation.judging import JudgeSettings, require_graders
@@ -25,7 +24,7 @@ from loragate.evaluation.prepared import chosen_tasks, prepare, questions_of
 from loragate.evaluation.results import EvaluationRecord, write_record
 from loragate.evaluation.settings import EngineSettings, TaskSettings
 from loragate.evaluation.tasks import Task
-from loragate.evaluation.variants import Variant, variants_for
+from loragate.evaluation.variants import Variant, canary, variants_for
 from loragate.files import require_new
 from loragate.gates.attach import active_adapter
 from loragate.gates.eligibility import trains_biases
@@ -85,13 +84,7 @@ class Request:
 
 
 class Session:
-    """A loaded model with the questions of its tasks.
-
-    Args:
-        request: checked.
-        tasks: what `Request.check` returned.
-        loaded: of `engines.load`.
-    """
+    """A model that `engines.load` gave, with the questions of the tasks that `Request.check` returned."""
 
     def __init__(self, request: Request, tasks: Sequence[Task], loaded: Loaded) -> None:
         self.request, self.loaded = request, loaded
@@ -107,9 +100,8 @@ class Session:
             )
             for task in tasks
         ]
-        self.sampled = [
-            one for one in self.prepared if one.task.harness is None
-        ]  # suites of the harness are answered greedily
+        # suites of the harness are answered greedily
+        self.sampled = [one for one in self.prepared if one.task.harness is None]
 
     @property
     def recommended(self) -> float | None:
@@ -157,9 +149,7 @@ class Session:
     ) -> Evaluation:
         """The evaluation of these rows, after the canary has shown that adapter and gates act.
 
-        Args:
-            notes, left_out: as of `Evaluation`.
-            identity: what a resumed run must share beside the model, the tasks and how they are answered.
+        A resumed run must share `identity` beside the model, the tasks and how they are answered.
 
         Raises:
             GateError: where adapter or gates do not act.
@@ -195,11 +185,7 @@ class Session:
     def run(
         self, evaluation: Evaluation, on_event: OnEvent = unheard, engine_for: EngineFor | None = None
     ) -> EvaluationRecord:
-        """Sample and judge what is not on file yet; the record is written as results.json.
-
-        Args:
-            engine_for: the context in which an engine answers as a row, in place of the session's own.
-        """
+        """Sample and judge what is not on file yet, by the session's own engines or `engine_for`; writes results.json."""
         with closing(self.engines):
             record = evaluation.run(engine_for or self.engines, on_event)
         write_record(record, self.request.out / "results.json")

@@ -29,7 +29,6 @@ from loragate.data import Rows, encode_rows, find_endings, load_rows, render_pro
 from loragate.display import Display, Job, console, duration, percent, points, quiet_logging
 from loragate.errors import ConfigError
 from loragate.evaluation import run_suite
-from loragate.evaluation.canary import canary
 from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.prepared import Prepared, prepare
 from loragate.evaluation.results import EvaluationRecord, verdict, write_record
@@ -37,7 +36,7 @@ from loragate.evaluation.session import Request
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.statistics import compare
 from loragate.evaluation.tasks import load_questions, load_task
-from loragate.evaluation.variants import COOLER, Kind, Variant, acting, sampled
+from loragate.evaluation.variants import COOLER, Kind, Variant, acting, canary, sampled
 from loragate.files import write_text
 from loragate.gates import GateConfig, save_gates
 from loragate.gates.range import parse_ranges

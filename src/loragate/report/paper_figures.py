@@ -1,7 +1,7 @@
 """The paper's figures, drawn from our own runs: entropy before and after, where λ lies, training time; and which record gives
 which figure.
 
-Beside `figures.py` and `heatmap.py`, which draw scores, curves and ranges. The same rules: plain data in, one file out, no
+Beside `figures.py` and `sweep.py`, which draw scores, curves and ranges. The same rules: plain data in, one file out, no
 number that was not measured.
 """
 
@@ -27,9 +27,9 @@ from loragate.report.figures import (
     module_gates,
     share_bars,
 )
-from loragate.report.heatmap import heat_maps
 from loragate.report.scores import score_tables
 from loragate.report.sources import Source
+from loragate.report.sweep import heat_maps
 
 BEFORE, AFTER, TIME = "#999999", "#D55E00", "#56B4E9"
 

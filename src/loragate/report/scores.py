@@ -68,8 +68,7 @@ def score_tables(record: Record) -> list[Sheet]:
         title += f"T = {sampling['temperature']:g}, grader {task['grader']}"
         tables.append(with_best_scores(Sheet(title, COLUMNS, lines, wide=(7,)), [row.get("at_best") for row in rows]))
     for title, rows in suites_of(record):
-        lines = [_line(row, row["average"]) for row in rows]
-        tables.append(with_best_scores(Sheet(title, SUITE_COLUMNS, lines), [row.get("at_best") for row in rows]))
+        tables.append(Sheet(title, SUITE_COLUMNS, [_line(row, row["average"]) for row in rows]))
     return tables
 
 

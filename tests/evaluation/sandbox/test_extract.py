@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from loragate.evaluation.sandbox import extract_code
-from loragate.evaluation.sandbox.code import cut_at_stops
+from loragate.evaluation.sandbox.code import cut_at_stops, extract_code
 
 F = "def f(x):\n    return x\n"
 G = "def f(x):\n    return 2 * x\n"

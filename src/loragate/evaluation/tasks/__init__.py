@@ -10,17 +10,6 @@ mathematics or programs, and it needs no torch.
 """
 
 from loragate.evaluation.tasks.questions import Question, Questions, load_questions
-from loragate.evaluation.tasks.task import Dataset, Generation, Harness, Task, load_task, suite, task_names
+from loragate.evaluation.tasks.task import Task, load_task, suite, task_names
 
-__all__ = [
-    "Dataset",
-    "Generation",
-    "Harness",
-    "Question",
-    "Questions",
-    "Task",
-    "load_questions",
-    "load_task",
-    "suite",
-    "task_names",
-]
+__all__ = ["Question", "Questions", "Task", "load_questions", "load_task", "suite", "task_names"]

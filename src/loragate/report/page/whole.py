@@ -8,13 +8,20 @@ from functools import partial
 from typing import Any
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.report.cells import choice_sentence
 from loragate.report.figures import curve_of
-from loragate.report.page.blocks import CURVES, SHARES, selection_blocks, sweep_blocks, training_blocks
+from loragate.report.page.blocks import (
+    CURVES,
+    DIAGNOSES,
+    SHARES,
+    diagnosis_blocks,
+    selection_blocks,
+    sweep_blocks,
+    training_blocks,
+)
 from loragate.report.page.build import Block, Section, build_page, drawn, text, tokens_block
-from loragate.report.page.diagnosis import DIAGNOSES, diagnosis_blocks
 from loragate.report.scores import caption, evaluation_statements, score_tables
 from loragate.report.sources import Source
+from loragate.report.sweep import choice_sentence
 from loragate.report.table import Line, Sheet
 from loragate.version import __version__
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from loragate.report.cells import choice_sentence, sweep_markdown, sweep_tables
-from loragate.report.heatmap import heat_maps
+from loragate.report.sweep import choice_sentence, heat_maps, sweep_markdown, sweep_tables
 from pages import sweep_record
 
 GRID = [(lower, upper) for upper in range(1, 7) for lower in range(-6, 1)]

@@ -2,8 +2,8 @@
 
 import pytest
 
+from loragate.report.page.blocks import DIAGNOSES, diagnosis_blocks
 from loragate.report.page.build import Section, build_page
-from loragate.report.page.diagnosis import DIAGNOSES, diagnosis_blocks
 
 
 def interval(mean):
