@@ -120,13 +120,17 @@ class TokenClasses:
     def name(self, token_id: int) -> str:
         """The token's class."""
         if token_id not in self._known:
-            text = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-            if not text:  # a SentencePiece blank decodes to nothing when it stands alone
-                piece = self.tokenizer.convert_ids_to_tokens(token_id)
-                text = " " if isinstance(piece, str) and piece and not piece.strip("▁Ġ ") else text
-            other = "special" if token_id in self.special else class_of_text(text)
-            self._known[token_id] = "end" if token_id in self.ends else other
+            # an id that ends answers need not be one of the tokenizer's
+            known = "end" if token_id in self.ends else "special" if token_id in self.special else self._read(token_id)
+            self._known[token_id] = known
         return self._known[token_id]
+
+    def _read(self, token_id: int) -> str:
+        text = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        if not text:  # a SentencePiece blank decodes to nothing when it stands alone
+            piece = self.tokenizer.convert_ids_to_tokens(token_id)
+            text = " " if isinstance(piece, str) and piece and not piece.strip("▁Ġ ") else text
+        return class_of_text(text)
 
     def indices(self, token_ids: Iterable[int]) -> np.ndarray:
         """Positions of several tokens' classes in `CLASSES`, int64."""

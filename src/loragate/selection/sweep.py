@@ -124,7 +124,7 @@ class Sweep:
         if not self.probe:
             return None
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        asked = read_asked(self.probe, self.asking.probe_task, self.asking)
+        asked = read_asked(self.probe, self.asking.probe_task, self.asking, need_answers=True)
         return asked.put(Manner(tokenizer, positions, PROBE_SEED, self.system))
 
     @property

@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from loragate.errors import ConfigError
-from loragate.evaluation import tasks
 from loragate.evaluation.tasks import load_questions, load_task, suite, task_names
-from loragate.evaluation.tasks.task import SUITES
+from loragate.evaluation.tasks.task import SUITES, Generation, Harness
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "tasks.md"
 TASK = """\
@@ -82,7 +81,7 @@ def test_what_every_built_in_task_promises(name, tmp_path):
     if task.dataset.hub and not name.startswith("bbh"):
         assert re.fullmatch("[0-9a-f]{40}", task.dataset.revision or "")
     if task.suite == "math":
-        assert task.generation == tasks.Generation(16, 1.0, 1.0, 4096)
+        assert task.generation == Generation(16, 1.0, 1.0, 4096)
         assert task.system is None
         assert task.prompt.endswith("\nPlease reason step by step, and put your final answer within \\boxed{}.")
     assert task.raw == (name == "humaneval_raw")
@@ -96,7 +95,7 @@ def test_what_every_built_in_task_promises(name, tmp_path):
 def test_a_task_of_ones_own(task_file):
     task = load_task(task_file())
     assert (task.name, task.version, task.system, task.raw) == ("sums", 2, None, False)
-    assert task.generation == tasks.Generation(4, 1.0, 1.0, 64)
+    assert task.generation == Generation(4, 1.0, 1.0, 64)
     assert task.columns == {"question": ("question",), "gold": ("answer",)}
     with pytest.raises(dataclasses.FrozenInstanceError):
         task.name = "other"
@@ -117,7 +116,7 @@ def test_fingerprint_follows_content_not_prose_or_place(task_file, tmp_path):
 
 def test_the_harness_runs_its_own_tasks(task_file):
     task = load_task(task_file(HARNESS))
-    assert task.harness == tasks.Harness("letters.yaml", "acc,none")
+    assert task.harness == Harness("letters.yaml", "acc,none")
     assert (task.grader, task.prompt) == ("lm-eval", "")
 
 
