@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from loragate.data import Collator
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, DataError
 
 ROWS = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 4}, {"input_ids": [8], "labels": [-100], "row": 2}]
 
@@ -24,6 +24,8 @@ def test_keep_mask_is_boolean_and_false_on_padding():
     batch = Collator(9)(rows)
     assert batch["keep_mask"].dtype == torch.bool
     assert batch["keep_mask"].tolist() == [[False, True, False], [True, False, False]]
+    with pytest.raises(DataError, match=r"found keep_mask on rows \[4\] of a batch of 2"):
+        Collator(9)([rows[0], ROWS[1]])
 
 
 def test_a_tokenizer_without_a_pad_token_is_refused():

@@ -139,3 +139,8 @@ def test_rows_without_a_response_are_counted(talk, write):
     path = write("rows.jsonl", rows[1:])
     with pytest.raises(DataError, match="the response of every one of 2 rows is empty"):
         encode_rows(load_rows(path), byte_level(), max_length=None)
+
+
+def test_masks_on_some_items_are_refused() -> None:
+    with pytest.raises(DataError, match="give it on every one or on none"):
+        EncodedRows([ITEMS[0], {**ITEMS[1], "keep_mask": [1] * len(ITEMS[1]["input_ids"])}])

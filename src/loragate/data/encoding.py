@@ -139,13 +139,12 @@ class EncodedRows(Sequence[dict[str, Any]]):
     Attributes:
         arrays: `ids`, `learned` and `kept` run over all positions of all items; `lengths` and `rows` have one entry per item,
             `rows` the index into the rows that were given.
-        summary: what became of the rows; `encode_rows` sets it.
+        summary: what became of the rows.
     """
 
-    summary: Summary
-
-    def __init__(self, items: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, items: Iterable[dict[str, Any]], summary: Summary | None = None) -> None:
         """The labels of an item are the token itself or -100; all items have a keep_mask or none has."""
+        self.summary = Summary("", 0) if summary is None else summary
         ids, learned, kept, lengths, rows = array("i"), bytearray(), bytearray(), array("q"), array("q")
         for item in items:
             ids.extend(item["input_ids"])
@@ -155,9 +154,14 @@ class EncodedRows(Sequence[dict[str, Any]]):
             rows.append(item["row"])
         self.arrays = {"ids": np.array(ids), "learned": np.array(learned, bool)}
         self.arrays |= {"lengths": np.array(lengths), "rows": np.array(rows)}
+        if len(kept) not in (0, len(ids)):
+            raise DataError("found a keep_mask on some items; give it on every one or on none")
         if kept:
             self.arrays["kept"] = np.array(kept, bool)
         self._ends = np.concatenate([[0], np.cumsum(self.arrays["lengths"])])
+
+    def __repr__(self) -> str:
+        return f"EncodedRows({len(self)} rows, {self.summary})"
 
     def __len__(self) -> int:
         return len(self.arrays["lengths"])
@@ -209,7 +213,7 @@ def encode_rows(
         raise DataError(f"{rows.where(first)}: {error}") from None
     encoder = Encoder(tokenizer, max_length=max_length, system=system)
     summary = Summary(name, len(rows))
-    encoded = EncodedRows(_items(encoder, rows, summary, on_progress or (lambda done, of: None)))
+    encoded = EncodedRows(_items(encoder, rows, summary, on_progress or (lambda done, of: None)), summary)
     if summary.empty == len(rows):
         raise DataError(
             f"{rows.source}: the response of every one of {len(rows)} rows is empty, so there is nothing to learn"
@@ -221,7 +225,6 @@ def encode_rows(
             "nothing is left to learn. Raise max_length."
         )
     summary.dropped = len(rows) - len(encoded) - summary.empty
-    encoded.summary = summary
     return encoded
 
 
@@ -281,6 +284,11 @@ class Collator:
             "labels": pad((row["labels"] for row in rows), IGNORED),
             "row": torch.tensor([row["row"] for row in rows], dtype=torch.int64),
         }
-        if "keep_mask" in rows[0]:
+        masked = [row["row"] for row in rows if "keep_mask" in row]
+        if masked and len(masked) < len(rows):
+            raise DataError(
+                f"found keep_mask on rows {masked} of a batch of {len(rows)}; give it on every row or on none"
+            )
+        if masked:
             batch["keep_mask"] = pad((row["keep_mask"] for row in rows), 0).bool()
         return batch

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from loragate.errors import DataError, nearest
+from loragate.errors import ConfigError, DataError, nearest
 from loragate.printable import escape_controls, excerpt
 
 Message = dict[str, Any]
@@ -175,8 +175,13 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
     """Convert `row` of the named format to `Turns`; `where` (file:line) opens every error message.
 
     Raises:
+        ConfigError: for an unknown format name.
         DataError: for a row that does not fit the format or carries no response.
     """
+    if format not in FORMATS:
+        raise ConfigError(
+            f"unknown row format {format!r}, expected one of {', '.join(FORMATS)}{nearest(format, FORMATS)}"
+        )
     chosen = FORMATS[format]
     try:
         if not chosen.matches(row):

@@ -78,13 +78,13 @@ def average_at_k(scores: ArrayLike) -> Estimate:
     return Estimate(mean, stderr, low, high, *array.shape)
 
 
-def out_of_fold(means_QS: Array) -> Array:
+def out_of_fold(means_QS: Array, seed: int = 0) -> Array:
     """The score of every question [Q] by the column that is best on the other half of the questions.
 
     The mean of the best column on the very questions that picked it is flattered; the mean of these is not. Averaged over
     `HALVINGS` random halvings, so that it does not hang on one of them.
     """
-    count, generator = len(means_QS), np.random.default_rng(0)
+    count, generator = len(means_QS), np.random.default_rng(seed)
     found = np.zeros(count)
     for _ in range(HALVINGS):
         order = generator.permutation(count)
@@ -180,7 +180,7 @@ def t_interval(values: Array, lower: float, upper: float) -> tuple[float, float,
     return mean, stderr, max(mean - t * stderr, lower), min(mean + t * stderr, upper)
 
 
-def sign_flip_p(differences: Array, seed: int = 0) -> float:
+def sign_flip_p(differences: Array, seed: int) -> float:
     """Return the two-sided p-value of a total of zero when every difference [Q] may as well have had the other sign.
 
     Exact up to 12 questions; otherwise from 10,000 draws of `seed`, as (hits + 1) / 10,001.
@@ -213,11 +213,13 @@ class SuiteEstimate:
     questions: int
 
 
-def suite_average(tasks: Sequence[ArrayLike], *, weights: Sequence[float] | None = None) -> SuiteEstimate:
+def suite_average(
+    tasks: Sequence[ArrayLike], *, weights: Sequence[float] | None = None, seed: int = 0, draws: int = DRAWS
+) -> SuiteEstimate:
     """Return the mean of the task means of B tables [Q, K], weighted by `weights` [B] that sum to 1; None: all count the same.
 
     The standard error is the root of the sum of the tasks' squared standard errors, each times its weight. The 95 % interval
-    is that of a stratified bootstrap: in each of 10,000 draws, every task's questions are drawn anew with
+    is that of a stratified bootstrap: in each of `draws` draws of `seed`, every task's questions are drawn anew with
     replacement, Q - 1 of Q so that the variance is that of the unbiased estimate. A task whose questions all have the same
     mean would add no width; the bounds that `average_at_k` gives it are added in quadrature. Tasks with scores in [0, 1] give
     an interval within.
@@ -228,7 +230,7 @@ def suite_average(tasks: Sequence[ArrayLike], *, weights: Sequence[float] | None
     estimates = [average_at_k(table) for table in tables]
     means = [table.mean(axis=1) for table in tables]
     bounds = [(estimate.low, estimate.high) for estimate in estimates]
-    mean, stderr, low, high = _stratified(means, bounds, weights)
+    mean, stderr, low, high = _stratified(means, bounds, weights, seed, draws)
     if all(map(_in_unit_interval, tables)):
         low, high = max(low, 0.0), min(high, 1.0)
     return SuiteEstimate(mean, stderr, low, high, len(tables), sum(map(len, tables)))
@@ -239,12 +241,14 @@ def compare_suites(
     tasks_b: Sequence[ArrayLike],
     *,
     weights: Sequence[float] | None = None,
+    seed: int = 0,
+    draws: int = DRAWS,
 ) -> Difference:
     """Return the difference of the suite averages, a - b, of B pairs of tables [Q, K] and [Q, M], paired by question.
 
     The interval is the stratified bootstrap's of `suite_average`, on the per-question differences. The p-value is that
     of a sign-flip permutation test on the difference of the averages, every question of every task flipped on its own
-    and weighted as it is in the average: exact up to 12 questions in all, else from 10,000 draws.
+    and weighted as it is in the average: exact up to 12 questions in all, else from 10,000 draws of `seed`.
 
     Raises `DataError` as `compare` does.
     """
@@ -255,10 +259,10 @@ def compare_suites(
         limit = max(limit, own_limit)
         task = compare(table_a, table_b) if without_spread(values) else Difference(0.0, 0.0, 0.0, 1.0)
         bounds.append((task.low, task.high))
-    mean, _, low, high = _stratified(differences, bounds, weights)
+    mean, _, low, high = _stratified(differences, bounds, weights, seed, draws)
     shares = weights or [1.0] * len(differences)
     weighted = np.concatenate([share * values / len(values) for share, values in zip(shares, differences)])
-    return Difference(mean, max(low, -limit), min(high, limit), sign_flip_p(weighted))
+    return Difference(mean, max(low, -limit), min(high, limit), sign_flip_p(weighted, seed))
 
 
 def pass_at_k(scores: ArrayLike, k: int) -> Estimate:
@@ -333,13 +337,15 @@ def _stratified(
     values: Sequence[Array],
     bounds: Sequence[tuple[float, float]],
     weights: Sequence[float] | None,
+    seed: int,
+    draws: int,
 ) -> tuple[float, float, float, float]:
     """Weighted mean of the strata's means, its standard error, and low and high; `bounds` serve the strata without spread."""
     shares = [1 / len(values)] * len(values) if weights is None else list(weights)
     means = [float(stratum.mean()) for stratum in values]
     mean = sum(share * own for share, own in zip(shares, means))
-    generator = np.random.default_rng(0)
-    resampled = np.zeros(DRAWS)
+    generator = np.random.default_rng(seed)
+    resampled = np.zeros(draws)
     variance, unseen_low, unseen_high = 0.0, 0.0, 0.0
     for share, stratum, own, (low, high) in zip(shares, values, means, bounds, strict=True):
         if without_spread(stratum):
@@ -350,8 +356,8 @@ def _stratified(
             variance += share**2 * float(stratum.var(ddof=1)) / len(stratum)
             size = len(stratum) - 1
             rows = max(1, _CHUNK // size)
-            for start in range(0, DRAWS, rows):
-                drawn = generator.integers(0, len(stratum), (min(rows, DRAWS - start), size))
+            for start in range(0, draws, rows):
+                drawn = generator.integers(0, len(stratum), (min(rows, draws - start), size))
                 resampled[start : start + rows] += share * stratum[drawn].mean(axis=1)
     low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return (

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from loragate.evaluation.sandbox.code import cut_at_stops, extract_code
+from loragate.evaluation.sandbox import extract_code
+from loragate.evaluation.sandbox.code import cut_at_stops
 
 F = "def f(x):\n    return x\n"
 G = "def f(x):\n    return 2 * x\n"

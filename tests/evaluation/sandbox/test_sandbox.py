@@ -14,18 +14,19 @@ from guard import need
 
 from loragate.errors import ConfigError
 from loragate.evaluation.sandbox import (
+    TIERS,
     Checks,
     Limits,
     ProgramResult,
+    SandboxError,
     available_tiers,
+    grade_codes,
     probe,
     programs,
     run_program,
     run_tests,
 )
-from loragate.evaluation.sandbox.code import grade_codes
 from loragate.evaluation.sandbox.processes import Watch
-from loragate.evaluation.sandbox.tiers import TIERS, SandboxError
 
 TOP = "bubblewrap"
 EACH = [TOP, pytest.param("rlimits", marks=pytest.mark.slow("attacks"))]
@@ -263,7 +264,8 @@ def test_the_checker_may_be_read_first() -> None:
         limits=Limits(),
         lines=lambda wait: [["ready"]],
         signal_that_ended_it=lambda: None,
-        output=lambda: (0, ""),
+        drain=lambda: False,
+        tail=b"",
     )
     checker: Any = Told()
     watch = Watch(candidate, checker, None)

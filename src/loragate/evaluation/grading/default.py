@@ -40,7 +40,7 @@ _CHOICE_GOLD = re.compile(r"\(([A-J])\)(?:\s.*)?|([A-J])", re.S)
 
 
 class UnjudgedError(Exception):
-    """Not to be judged by value, as an ellipsis, or not read as mathematics; equal spellings were accepted."""
+    """The pair holds notation that cannot be judged by value, such as an ellipsis; equal spellings were accepted."""
 
 
 def decide(gold: str, answer: str, tolerance: float | None, algebra: Algebra) -> Verdict:

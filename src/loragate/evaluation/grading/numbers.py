@@ -11,10 +11,8 @@ unit of the gold's last digit. `27.0` is an integer, not a rounded decimal.
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import factorial
@@ -25,14 +23,6 @@ MAX_BITS = 20_000
 _LITERAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _TOKEN = re.compile(
     rf"\s*(?:(?P<number>{_LITERAL}(?:[eE](?:[+-]?\d+|\{{[+-]?\d+\}}))?)|(?P<op>\\times|\\cdot|\\div|\\frac|[-+*/^!(){{}}]))"
-)
-_PYTHON = {"{": "[", "}": "]", "^": "**", r"\times": "*", r"\cdot": "*", r"\div": "/", r"\frac": "F", "!": ".f"}
-# \frac12 and \frac{1}2 with their braces, and the sum that an integer directly before a fraction stands for: 3\frac{1}{2}, 3 1/2
-_SPELT_OUT = (
-    (re.compile(r"\\frac\s*(\d)"), r"\\frac{\1}"),
-    (re.compile(r"(\\frac\s*\{[^{}]*\})\s*(\d)"), r"\1{\2}"),
-    (re.compile(r"(?<![\d.^eE])(?<![eE][-+])(\d+)\s*(\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})"), r"{\1+\2}"),
-    (re.compile(r"(?<![\d.^eE])(\d+)\s+(\d+\s*/\s*\d+)(?![\d.])"), r"{\1+\2}"),
 )
 _TIMES_TEN = r"\s*(?:\\times|\\cdot|\*|[xX])\s*10\s*\^\s*"
 _DECIMAL = re.compile(
@@ -76,7 +66,7 @@ def read_number(text: str) -> Number | None:
         return None
     body = re.sub(r"(?<=[\d.])\s*[xX]\s*(?=10\s*\^)", r"\\times ", body)
     try:
-        value = _evaluate(body)
+        value = _Reader(body).read()
     except _NotANumberError:
         return None
     except _TooLargeError:
@@ -125,70 +115,124 @@ def _slack(body: str) -> Fraction | None:
     return Fraction(10) ** (power - decimals) / 2
 
 
-def _evaluate(text: str) -> Fraction:
-    """The value of an arithmetic expression, which Python's own parser takes apart.
+class _Reader:
+    """Recursive descent over the tokens of one arithmetic expression."""
 
-    Numbers go in as names, as Python would round them; braces as the brackets of a list, or of an index after a fraction's F; a
-    factorial as an attribute, which binds as closely.
-    """
-    for pattern, spelling in _SPELT_OUT:
-        text = pattern.sub(spelling, text)
-    numbers: list[Fraction] = []
-    python, before, position = "", "", 0
-    while position < len(text.rstrip()):
-        match = _TOKEN.match(text, position)
-        if match is None:
+    def __init__(self, text: str) -> None:
+        self.tokens: list[str] = []
+        self.spaced: list[bool] = []
+        position = 0
+        while position < len(text.rstrip()):
+            match = _TOKEN.match(text, position)
+            if match is None:
+                raise _NotANumberError
+            self.tokens.append(match["number"] or match["op"])
+            self.spaced.append(text[position] == " ")
+            position = match.end()
+        self.at = self.depth = 0
+
+    def read(self) -> Fraction:
+        value = self.sum()
+        if self.at != len(self.tokens):
             raise _NotANumberError
-        token, position = match["op"], match.end()
-        if token in ("(", r"\frac") and before in ("number", ")", "}", "!"):
-            python += "*"
-        if token is None:
-            python, token = f"{python} n{len(numbers)}", "number"
-            numbers.append(_decimal(match["number"]))
-        else:
-            python += f" {_PYTHON.get(token, token)}"
-        before = token
-    try:
-        return _value(ast.parse(python.strip(), mode="eval").body, numbers)
-    except (SyntaxError, MemoryError, RecursionError):
-        raise _NotANumberError from None
+        return value
 
+    def peek(self) -> str:
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
-def _value(node: ast.expr, numbers: Sequence[Fraction]) -> Fraction:
-    match node:
-        case ast.Name(id=name) if name != "F":
-            return numbers[int(name[1:])]
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand, numbers)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand, numbers)
-        case ast.BinOp(left=left, op=operator, right=right):
-            value = _OPERATORS[type(operator)](_value(left, numbers), _value(right, numbers))
+    def accept(self, *expected: str) -> str:
+        """The next token, behind which reading goes on, where it is one of these; else nothing."""
+        token = self.peek()
+        if not token or token not in expected:
+            return ""
+        self.at += 1
+        return token
+
+    def sum(self) -> Fraction:
+        self.depth += 1
+        if self.depth > 50:
+            raise _NotANumberError
+        value = self.product()
+        while sign := self.accept("+", "-"):
+            term = self.product()
+            value += term if sign == "+" else -term
+        self.depth -= 1
+        return value
+
+    def product(self) -> Fraction:
+        factor = 1
+        while sign := self.accept("+", "-"):
+            factor *= 1 if sign == "+" else -1
+        value = self.mixed()
+        while True:
+            if self.accept("*", r"\times", r"\cdot"):
+                value *= self.signed(self.mixed)
+            elif self.accept("/", r"\div"):
+                value = _divide(value, self.signed(self.mixed))
+            elif self.peek() in ("(", r"\frac"):
+                value *= self.power()
+            else:
+                return factor * value
             if value.numerator.bit_length() + value.denominator.bit_length() > 2 * MAX_BITS:
                 raise _NotANumberError
-            return value
-        case ast.Attribute(value=inside):
-            return _factorial(_value(inside, numbers))
-        case ast.List(elts=[inside]):
-            return _value(inside, numbers)
-        case ast.Subscript(value=ast.Subscript(value=ast.Name(id="F"), slice=top), slice=bottom):
-            return _divide(_value(top, numbers), _value(bottom, numbers))
-    raise _NotANumberError
 
+    def signed(self, part: Callable[[], Fraction]) -> Fraction:
+        return -part() if self.accept("-") else part()
 
-def _decimal(text: str) -> Fraction:
-    text = re.sub("[{}]", "", text)
-    if abs(int(text.lower().partition("e")[2] or 0)) > 5000:
-        raise _TooLargeError
-    return Fraction(text)
+    def mixed(self) -> Fraction:
+        """An integer directly before a fraction is added to it: 3\\frac{1}{2}, 3 1/2."""
+        first, top, slash, bottom = (*self.tokens[self.at : self.at + 4], "", "", "", "")[:4]
+        if first.isdigit():
+            if top == r"\frac":
+                self.at += 1
+                return Fraction(first) + self.power()
+            if slash == "/" and top.isdigit() and bottom.isdigit() and self.spaced[self.at + 1]:
+                self.at += 4
+                return Fraction(first) + _divide(Fraction(top), Fraction(bottom))
+        return self.power()
 
+    def power(self) -> Fraction:
+        base = self.atom()
+        while self.accept("!"):
+            if base.denominator != 1 or base < 0:
+                raise _NotANumberError
+            if base > 1500:
+                raise _TooLargeError
+            base = Fraction(factorial(int(base)))
+        return _power(base, self.signed(self.power)) if self.accept("^") else base
 
-def _factorial(value: Fraction) -> Fraction:
-    if value.denominator != 1 or value < 0:
-        raise _NotANumberError
-    if value > 1500:
-        raise _TooLargeError
-    return Fraction(factorial(int(value)))
+    def atom(self) -> Fraction:
+        for opening, closing in ("()", "{}"):
+            if self.accept(opening):
+                value = self.sum()
+                if not self.accept(closing):
+                    raise _NotANumberError
+                return value
+        if self.accept(r"\frac"):
+            top = self.argument()
+            return _divide(top, self.argument())
+        token = self.peek()
+        if not re.match(r"[\d.]", token):
+            raise _NotANumberError
+        self.at += 1
+        mantissa, _, exponent = token.lower().partition("e")
+        power = int(exponent.strip("{}")) if exponent else 0
+        if abs(power) > 5000:
+            raise _TooLargeError
+        return Fraction("0" + mantissa.removesuffix(".")) * Fraction(10) ** power
+
+    def argument(self) -> Fraction:
+        r"""One argument of \frac: a group, or a single digit of what follows (`\frac12`)."""
+        token = self.peek()
+        if token == "{":
+            return self.atom()
+        if not token.isdigit():
+            raise _NotANumberError
+        if len(token) > 1:
+            self.tokens[self.at] = token[1:]
+        else:
+            self.at += 1
+        return Fraction(token[0])
 
 
 def _divide(top: Fraction, bottom: Fraction) -> Fraction:
@@ -206,12 +250,3 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
             raise _TooLargeError
         raise _NotANumberError
     return base ** int(exponent) if abs(base) != 1 else base ** (int(exponent) % 2)
-
-
-_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: _divide,
-    ast.Pow: _power,
-}

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from loragate.errors import ConfigError, LoragateError, nearest
@@ -295,16 +294,10 @@ def _heard(workers: Sequence[_Worker]) -> list[_Worker]:
     return [worker for worker in workers if worker.output.fileno() in spoke or now >= worker.until]
 
 
-@cache
-def _shared_pool(grader: str) -> GradingPool:
-    """One process for all calls of `grade_math`, until this process ends."""
-    pool, owner = GradingPool(grader, workers=1), os.getpid()
-    atexit.register(lambda: pool.close() if os.getpid() == owner else None)
-    return pool
-
-
+_pools: dict[str, GradingPool] = {}
+_pools_lock = threading.Lock()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_shared_pool.cache_clear)  # a forked child has pipes of its own to make
+    os.register_at_fork(after_in_child=_pools.clear)  # a forked child must not end its parent's workers
 
 
 def grade_math(response: str, gold: str, grader: str = "default", *, tolerance: float | None = None) -> Grade:
@@ -322,4 +315,17 @@ def grade_math(response: str, gold: str, grader: str = "default", *, tolerance: 
     begun = math_grader(grader).begin(response, gold, tolerance)
     if isinstance(begun, Grade):
         return begun
-    return _shared_pool(grader).run([begun])[0]
+    with _pools_lock:
+        if grader not in _pools:
+            _pools[grader] = GradingPool(grader, workers=1)
+        pool = _pools[grader]
+    return pool.run([begun])[0]
+
+
+@atexit.register
+def close_shared_pools() -> None:
+    """End the processes that `grade_math` started; the next call starts them again."""
+    with _pools_lock:
+        for pool in _pools.values():
+            pool.close()
+        _pools.clear()

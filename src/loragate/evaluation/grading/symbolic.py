@@ -47,11 +47,15 @@ _IDENTIFIER = re.compile(
 _DEGREES, _RADIANS = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?"), r"\\frac{\1 \\pi}{180}"
 
 
+class Unread(Exception):
+    """One side could not be read as mathematics."""
+
+
 def same_expression(gold: str, answer: str, tolerance: float | None) -> Verdict:
     """Whether two LaTeX expressions without fonts are equal.
 
     Raises:
-        UnjudgedError: where one side cannot be read completely.
+        Unread: where one side cannot be read completely.
     """
     gold_number, answer_number = read_number(gold), read_number(answer)
     left, right = read(gold), read(answer)
@@ -84,10 +88,10 @@ def read(text: str) -> Any:
         parsing_timeout=None,
     )
     if not parsed or isinstance(parsed[0], str):
-        raise UnjudgedError(text)
+        raise Unread(text)
     result = parsed[0]
     if _lost_something(text, result):
-        raise UnjudgedError(text)
+        raise Unread(text)
     if not hasattr(result, "free_symbols"):
         return result
     # the parser gives one letter several assumptions, and its imaginary unit is at times a symbol
@@ -131,7 +135,7 @@ def _exact(expression: Any) -> Any:
 def _value(expression: Any) -> Any:
     value = expression.evalf(_DIGITS)
     if not value.is_number or value.has_free(*value.free_symbols) or "nan" in str(value) or "zoo" in str(value):
-        raise UnjudgedError(str(expression))
+        raise Unread(str(expression))
     return value
 
 
@@ -168,7 +172,7 @@ def _values(left: Any, right: Any, with_negative: bool) -> Iterator[tuple[Any, A
     for point in points:
         try:
             yield _value(left.subs(point)), _value(right.subs(point))
-        except UnjudgedError:
+        except Unread:
             continue
 
 
@@ -213,17 +217,10 @@ def default(gold: str, answer: str, tolerance: float | None) -> Judgement:
     """The default grader on an answer from the box, with algebra."""
     try:
         verdict = decide(gold, answer, tolerance, same_expression)
-    except (
-        UnjudgedError,
-        RecursionError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        NotImplementedError,
-        TypeError,
-        ValueError,
-    ):
-        verdict = None  # not to be read, or sympy could not carry out what it had read
+    except (UnjudgedError, Unread, RecursionError):
+        verdict = None
+    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError):
+        verdict = None  # sympy could not carry out what it had read
     return bool(verdict), "unparsed" if verdict is None else "ok" if verdict else "wrong", answer
 
 

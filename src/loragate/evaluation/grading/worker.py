@@ -35,11 +35,7 @@ def main() -> None:
     except ImportError as error:
         _send(channel, {"failed": str(error)})
         return
-    with suppress(OSError, ValueError):  # on top of what is mapped by now, where the system can tell
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        limit = pages * os.sysconf("SC_PAGE_SIZE") + int(sys.argv[2]) * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit_memory(int(sys.argv[2]))
     _send(channel, {"ready": True})
     for line in sys.stdin:
         gold, text, tolerance, seconds = json.loads(line)
@@ -52,6 +48,15 @@ def main() -> None:
             correct, reason, extracted = False, "unparsed", text
         signal.alarm(0)
         _send(channel, {"correct": correct, "reason": reason, "extracted": extracted})
+
+
+def _limit_memory(megabytes: int) -> None:
+    """Allow `megabytes` on top of what the process has mapped by now; a no-op where the system cannot tell."""
+    with suppress(OSError, ValueError):
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _send(channel: TextIO, message: dict[str, object]) -> None:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from loragate.errors import DataError
@@ -28,8 +29,16 @@ MAX_BLOCKS = 50
 MAX_ATTEMPTS = 300
 
 
-def humaneval_program(row: Row, response: str) -> tuple[str, Checks] | None:
-    """Return the program and checks of a row of HumanEval or HumanEval+ (prompt, test, entry_point), or None without code.
+@dataclass(frozen=True)
+class CodeTask:
+    """A program of the model's and the checks of its data set, apart from each other."""
+
+    program: str
+    checks: Checks
+
+
+def humaneval_program(row: Row, response: str) -> CodeTask | None:
+    """Return the task for a row of HumanEval or HumanEval+ (prompt, test, entry_point), or None without code.
 
     A response may be a continuation of the prompt or an answer with the whole function; the latter is put behind the
     prompt, whose imports and helper functions it may rely on. Helpers that the checks use come from the prompt.
@@ -41,11 +50,11 @@ def humaneval_program(row: Row, response: str) -> tuple[str, Checks] | None:
     program = code if code.startswith(prompt) else f"{prompt}\n    pass\n\n{code}\n"
     source = f"{test}\n\ncheck({entry})\n"
     _module(f"{prompt}\n{source}", row, "test")
-    return program, Checks(source, (entry,), before=prompt)
+    return CodeTask(program, Checks(source, (entry,), before=prompt))
 
 
-def mbpp_program(row: Row, response: str) -> tuple[str, Checks] | None:
-    """Return the program and checks of a row of MBPP (code, test_list, test_setup_code, test_imports), or None without code.
+def mbpp_program(row: Row, response: str) -> CodeTask | None:
+    """Return the task for a row of MBPP (code, test_list, test_setup_code, test_imports), or None without code.
 
     The functions under test are those that the reference `code` defines and the tests use. Definitions and imports of
     the set-up code are given to the program too; the rest of it runs on the side of the tests.
@@ -74,10 +83,10 @@ def mbpp_program(row: Row, response: str) -> tuple[str, Checks] | None:
     program = "\n".join([*shared, code]) + "\n"
     calls = [node.func for node in ast.walk(tests_tree) if isinstance(node, ast.Call)]
     called = {call.id for call in calls if isinstance(call, ast.Name)}
-    return program, Checks(source, tuple(name for name in required if name in called))
+    return CodeTask(program, Checks(source, tuple(name for name in required if name in called)))
 
 
-KINDS: dict[str, Callable[[Row, str], tuple[str, Checks] | None]] = {
+KINDS: dict[str, Callable[[Row, str], CodeTask | None]] = {
     "humaneval": humaneval_program,
     "mbpp": mbpp_program,
 }
@@ -104,9 +113,8 @@ def grade_code(
     if task is None:
         looks_like_code = "```" in response or "def " in response or "return" in response
         return Grade(False, None, "syntax" if looks_like_code else "no_code")
-    program, checks = task
-    result = run_tests(program, checks, tier, limits=limits, cancel=cancel)
-    return Grade(result.passed, program, result.reason)
+    result = run_tests(task.program, task.checks, tier, limits=limits, cancel=cancel)
+    return Grade(result.passed, task.program, result.reason)
 
 
 def grade_codes(

@@ -1,6 +1,6 @@
 """Confined interpreters as the host sees them: how they start, what they say and use, how they are killed, and the verdict.
 
-What one prints goes into a file whose growth the system limits, so that a flood costs this process nothing.
+Everything that comes out of one is read in small pieces with a cap, so that a flood costs this process nothing.
 """
 
 from __future__ import annotations
@@ -20,16 +20,7 @@ import time
 from importlib.resources import files
 from typing import Any
 
-from loragate.evaluation.sandbox.tiers import (
-    ENVIRONMENT,
-    Limits,
-    ProgramResult,
-    bubblewrap,
-    filter_program,
-    interpreter,
-    package_folders,
-    unused_uid,
-)
+from loragate.evaluation.sandbox.tiers import ENVIRONMENT, Launch, Limits, ProgramResult, interpreter, package_folders
 
 PACKAGE = "loragate.evaluation.sandbox.harness"
 TAIL = 2000
@@ -44,58 +35,60 @@ class Child:
 
     Args:
         role: the harness module whose `main` it runs ("candidate" or "checker").
-        tier: how it is confined.
-        style: how root enters the top tier. "drop" starts with full rights and changes to a user id that nobody else has, fresh
-            per program; "namespace" is for containers whose root may not, and is how other users enter.
+        launch: how it is confined.
         request: what it is told to do; `confine` is added.
         channel: a socket to the other side; the caller closes its own copy.
     """
 
     def __init__(
-        self, role: str, tier: str, style: str, limits: Limits, request: dict[str, Any], channel: socket.socket
+        self, role: str, launch: Launch, limits: Limits, request: dict[str, Any], channel: socket.socket
     ) -> None:
         self.limits = limits
-        self.closed, self._inbox = False, b""
-        isolated = tier == "bubblewrap"
-        drop = isolated and os.geteuid() == 0 and style == "drop"
+        self.written, self.tail, self.closed = 0, b"", False
+        self._inbox = b""
+        # The top tier has a /tmp of its own; below it a program gets a folder that goes with it.
+        self._folder = None if launch.filter else tempfile.TemporaryDirectory(prefix="loragate-program-")
         confine = {
-            "uid": unused_uid() if drop else None,
+            "uid": launch.uid,
             "memory_mb": limits.memory_mb,
             "file_mb": limits.file_mb,
             "seconds": limits.seconds,
-            # below the top tier the kernel's limit would count the processes of others
-            "processes": limits.processes if isolated else None,
+            "processes": limits.processes if launch.filter else None,
             "packages": package_folders(),
         }
-        with contextlib.ExitStack() as held, contextlib.ExitStack() as stack:
-            self._output = held.enter_context(tempfile.TemporaryFile())
-            # The top tier has a /tmp of its own; below it a program gets a folder that goes with it.
-            folder = "/" if isolated else held.enter_context(tempfile.TemporaryDirectory(prefix="loragate-program-"))
-            self.control, theirs = os.pipe()
-            held.callback(os.close, self.control)
+        self.control, theirs = os.pipe()
+        with contextlib.ExitStack() as stack:
             stack.callback(os.close, theirs)
             given = stack.enter_context(tempfile.TemporaryFile())
             given.write(json.dumps({**request, "confine": confine}).encode("ascii"))
             given.seek(0)
-            kept, words = [theirs, given.fileno(), channel.fileno()], list[str]()
+            kept, words = [theirs, given.fileno(), channel.fileno()], list(launch.command)
             code = f"{harness_text(role)}\nsys.modules[{PACKAGE + '.' + role!r}].main({', '.join(map(str, kept))})"
-            if isolated:
+            if launch.filter is not None:
                 filtering = stack.enter_context(tempfile.TemporaryFile())
-                filtering.write(filter_program() or b"")
+                filtering.write(launch.filter)
                 filtering.seek(0)
                 kept.append(filtering.fileno())
-                words = [*bubblewrap(limits, drop), "--seccomp", str(filtering.fileno()), "--"]
-            self.process = subprocess.Popen(
-                [*words, *interpreter(), "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                env=ENVIRONMENT,
-                cwd=folder,
-                pass_fds=kept,
-                start_new_session=True,
-            )
-            self._held = held.pop_all()
+                words[-1:] = ["--seccomp", str(filtering.fileno()), "--"]
+            try:
+                self.process = subprocess.Popen(
+                    [*words, *interpreter(), "-c", code],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env=ENVIRONMENT,
+                    cwd=self._folder.name if self._folder else "/",
+                    pass_fds=kept,
+                    start_new_session=True,
+                )
+            except BaseException:
+                os.close(self.control)
+                if self._folder:
+                    self._folder.cleanup()
+                raise
+        assert self.process.stdout is not None
+        self.output = self.process.stdout
+        os.set_blocking(self.output.fileno(), False)
         os.set_blocking(self.control, False)
 
     def lines(self, wait: float = 0.0) -> list[Any]:
@@ -118,12 +111,15 @@ class Child:
                 found.append(None)
         return found
 
-    def output(self) -> tuple[int, str]:
-        """How many bytes it has printed, and the last of them."""
-        place = self._output.fileno()
-        size = os.fstat(place).st_size
-        # not by a seek: the program writes at the same place
-        return size, os.pread(place, TAIL, max(0, size - TAIL)).decode("utf-8", "replace")
+    def drain(self) -> bool:
+        """Read one piece of output; returns whether there may be more. Keeps the tail and the count only."""
+        try:
+            part = os.read(self.output.fileno(), 65536)
+        except BlockingIOError:
+            return True
+        self.written += len(part)
+        self.tail = (self.tail + part)[-TAIL:]
+        return bool(part)
 
     def usage(self) -> tuple[int, int]:
         """Return the processes of this child's tree and the MiB of memory that they hold among them."""
@@ -151,21 +147,22 @@ class Child:
         code = -code if code < 0 else code - 128
         return code if 0 < code < 65 else None
 
-    def kill(self) -> tuple[int, str]:
-        """Kill the child and all that descends from it, and wait until it has gone; returns its `output`."""
+    def kill(self) -> None:
+        """Kill the child and all that descends from it, and wait until it has gone."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         # The processes of a PID namespace die a moment after its first; they hold the pipe until then.
         with contextlib.suppress(OSError):
             for _ in range(64):
-                ready, _, _ = select.select([self.control], [], [], 0.5)
-                if not ready or not os.read(self.control, MAX_REPORT):
+                ready, _, _ = select.select([self.output], [], [], 0.5)
+                if not ready or not self.drain():
                     break
-        printed = self.output()
-        with contextlib.suppress(OSError):
-            self._held.close()
-        return printed
+        self.output.close()
+        os.close(self.control)
+        if self._folder:
+            with contextlib.suppress(OSError):
+                self._folder.cleanup()
 
 
 @functools.cache
@@ -200,17 +197,10 @@ def watch(candidate: Child, checker: Child, tier: str, cancel: threading.Event |
         reason, detail = run.verdict()
         seconds = time.monotonic() - run.started
     finally:
-        printed = candidate.kill()
+        candidate.kill()
         checker.kill()
-    # whatever else became of it
-    reason, detail = _too_much(candidate, printed[0]) or (reason, detail)
-    return ProgramResult(reason == "ok", reason, tier, seconds, detail, printed[1])
-
-
-def _too_much(child: Child, size: int) -> Found:
-    if size > child.limits.output_kb * 1024:
-        return "output", f"more than {child.limits.output_kb} KiB of output"
-    return None
+    tail = candidate.tail.decode("utf-8", "replace")
+    return ProgramResult(reason == "ok", reason, tier, seconds, detail, tail)
 
 
 class Watch:
@@ -226,17 +216,19 @@ class Watch:
         """Block until there is one."""
         with selectors.DefaultSelector() as selector:
             for child in self.children:
-                selector.register(child.control, selectors.EVENT_READ, child)
+                selector.register(child.control, selectors.EVENT_READ, (child, self._control))
+                selector.register(child.output, selectors.EVENT_READ, (child, self._output))
+            next_look = time.monotonic() + TICK
             while True:
-                if found := self._look(time.monotonic()):
-                    return found
-                for key, _ in selector.select(TICK):
-                    child = key.data
-                    if found := self._said(child):
+                now = time.monotonic()
+                if now >= next_look:
+                    next_look = now + TICK
+                    if found := self._look(now):
                         return found
-                    if child.closed:
-                        # The program's process ends when the checker has; the checker's last word is then already there.
-                        return (self._said(self.checker) if child is self.candidate else None) or self._gone(child)
+                for key, _ in selector.select(max(next_look - time.monotonic(), 0)):
+                    child, read = key.data
+                    if found := read(child, selector):
+                        return found
 
     def _look(self, now: float) -> Found:
         if self.cancel is not None and self.cancel.is_set():
@@ -247,14 +239,38 @@ class Watch:
         if now - self.started > self.seconds:
             return "timeout", f"still running after {self.seconds:g} s"
         for child in self.children:
-            if found := _too_much(child, child.output()[0]):
-                return found
             processes, memory = child.usage()
             if memory > child.limits.memory_mb + 64:  # the harness's own
                 return "memory", f"{memory} MiB in all; the limit is {child.limits.memory_mb}"
             if processes > child.limits.processes + 4:
                 return "processes", f"{processes} processes; the limit is {child.limits.processes}"
         return None
+
+    def _output(self, child: Child, selector: selectors.BaseSelector) -> Found:
+        if not child.drain():
+            selector.unregister(child.output)
+        return self._too_much(child)
+
+    def _passed(self) -> Found:
+        """The verdict once what the program printed before its end has been read too."""
+        seen, candidate = -1, self.candidate
+        while seen < candidate.written <= candidate.limits.output_kb * 1024:
+            seen = candidate.written
+            candidate.drain()
+        return self._too_much(candidate) or ("ok", "")
+
+    @staticmethod
+    def _too_much(child: Child) -> Found:
+        if child.written > child.limits.output_kb * 1024:
+            return "output", f"more than {child.limits.output_kb} KiB of output"
+        return None
+
+    def _control(self, child: Child, selector: selectors.BaseSelector) -> Found:
+        if (found := self._said(child)) or not child.closed:
+            return found
+        selector.unregister(child.control)
+        # The program's process ends when the checker has; the checker's last word is then already there.
+        return (self._said(self.checker) if child is self.candidate else None) or self._gone(child)
 
     def _said(self, child: Child, wait: float = 0.0) -> Found:
         for line in child.lines(wait):
@@ -275,12 +291,13 @@ class Watch:
             case ["failed", str(reason), str(detail)] if reason in REPORTED:
                 return reason, detail[:500]
             case ["passed"] if child is self.checker:
-                return "ok", ""
+                return self._passed()
         return "protocol", "the program spoke for the harness"
 
     def _gone(self, child: Child) -> tuple[str, str]:
         if child not in self.ready:
-            last = child.output()[1].strip().splitlines()[-1:]
+            child.drain()
+            last = child.tail.decode("utf-8", "replace").strip().splitlines()[-1:]
             return "error", f"the sandbox did not start: {last[0][:300] if last else 'no word'}"
         number = child.signal_that_ended_it()
         if number is not None:

@@ -17,6 +17,7 @@ from loragate.evaluation.sandbox.tiers import (
     Limits,
     ProgramResult,
     SandboxError,
+    launch,
     missing,
 )
 
@@ -99,7 +100,7 @@ def available_tiers() -> list[str]:
 
 
 def root_style_of(tier: str) -> str:
-    """How root enters `tier` here (see `Child`); raises `SandboxError` when the tier does not work."""
+    """How root enters `tier` here (see `tiers.launch`); raises `SandboxError` when the tier does not work."""
     reason = probe(tier)
     if reason is not None:
         weaker = f" Mend that, or run programs with {TIERS['rlimits']}: --sandbox rlimits." if tier != "rlimits" else ""
@@ -140,10 +141,12 @@ def _run(
     checker_limits = replace(limits, memory_mb=max(limits.memory_mb, CHECKER_MEMORY_MB))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        candidate = Child("candidate", tier, style, limits, {"source": program, "name": name}, ours)
+        way = launch(tier, limits, root_style=style)
+        candidate = Child("candidate", way, limits, {"source": program, "name": name}, ours)
         try:
             request = {"before": checks.before, "required": checks.required, "tests": checks.source}
-            checker = Child("checker", tier, style, checker_limits, request, theirs)
+            way = launch(tier, checker_limits, root_style=style)
+            checker = Child("checker", way, checker_limits, request, theirs)
         except BaseException:
             candidate.kill()
             raise

@@ -87,6 +87,22 @@ class ProgramResult:
     output: str = ""
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How to start one confined interpreter.
+
+    Attributes:
+        command: the words before the interpreter's.
+        uid: user id that the harness changes to, or None to keep its own.
+        filter: a filter over system calls, for `--seccomp`; None where nothing isolates the program: then it shares the host's
+            files and /tmp, and the kernel's limit on processes would count those of others.
+    """
+
+    command: tuple[str, ...] = ()
+    uid: int | None = None
+    filter: bytes | None = None
+
+
 def interpreter() -> list[str]:
     """The words that start this Python with nothing but its standard library."""
     return [os.path.realpath(sys.executable), "-s", "-P", "-S", "-B"]
@@ -97,6 +113,18 @@ def package_folders() -> tuple[str, ...]:
     """The folders of installed packages, without those that .pth files add (a checkout, say)."""
     folders = (sysconfig.get_path(name) for name in ("purelib", "platlib"))
     return tuple(dict.fromkeys(folder for folder in folders if folder and os.path.isdir(folder)))
+
+
+def launch(tier: str, limits: Limits, *, root_style: str = "drop") -> Launch:
+    """Return how to start one program in `tier`.
+
+    `root_style` matters for root under bubblewrap: "drop" starts with full rights and changes to a user id that
+    nobody else has, fresh per program; "namespace" is for containers whose root may not, and is how other users run.
+    """
+    if tier == "rlimits":
+        return Launch()
+    drop = os.geteuid() == 0 and root_style == "drop"
+    return Launch(_bubblewrap(limits, drop), _unused_uid() if drop else None, filter_program())
 
 
 def missing(tier: str) -> str | None:
@@ -114,8 +142,7 @@ def missing(tier: str) -> str | None:
     return None
 
 
-def bubblewrap(limits: Limits, drop: bool) -> list[str]:
-    """The words before the interpreter's, with the right to change the user id where root is to `drop` its own."""
+def _bubblewrap(limits: Limits, drop: bool) -> tuple[str, ...]:
     size = str(limits.file_mb * 1024 * 1024)
     words = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
@@ -136,7 +163,7 @@ def bubblewrap(limits: Limits, drop: bool) -> list[str]:
         words += ["--perms", "1777", "--size", size, "--tmpfs", folder]
     words += _read_only_folders()
     # The root of the new tree is a tmpfs too, without a limit of its own.
-    return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
+    return (*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--")
 
 
 def _read_only_folders() -> list[str]:
@@ -159,7 +186,7 @@ def _read_only_folders() -> list[str]:
     return words
 
 
-def unused_uid() -> int:
+def _unused_uid() -> int:
     """A user id in the upper half of the widest stretch there is: it owns no file, and its processes are counted apart."""
     lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
     first, _, count = max((tuple(map(int, line.split())) for line in lines), key=lambda stretch: stretch[2])
