@@ -183,11 +183,45 @@ def over_seeds(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     return "\n".join([*head, *rows]) if rows else "No situation has two seeds yet."
 
 
+def over_cells(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
+    """Each method against the adapter over all cells that asked both: mean differences by question; all cells ask the same ones.
+
+    Intervals are over questions; the adapters and gates of these cells are taken as they are.
+    """
+    asked, rows = heats(design), []
+    for method in design["methods"]:
+        if method == ADAPTER:
+            continue
+        pairs = {
+            name: (own, other)
+            for name, lines in records.items()
+            if (own := at_its_best(lines, method, asked)) is not None
+            and (other := at_its_best(lines, ADAPTER, asked)) is not None
+        }
+        if len(pairs) < 2:
+            continue
+        each = [
+            [[scores(records[name][who, one.what]).mean(axis=1) for name in pairs] for who in (method, ADAPTER)]
+            for one in asked
+        ]
+        gaps = [compare(*(np.mean(side, axis=0)[:, None] for side in sides)) for sides in [*each, zip(*pairs.values())]]
+        cells = [f"{points(gap.mean)} ({points(gap.low)} to {points(gap.high)})" for gap in gaps]
+        found = [kept for name in pairs if (kept := ledger(records[name], method)) is not None]
+        counted = f"{sum(one for one, _ in found)} / {sum(one for _, one in found)}"
+        rows.append(f"| {method} | {len(pairs)} | {' | '.join(cells)} | {counted} |")
+    head = [
+        "| method | cells | T = 1 | 0.6 | 0.3 | greedy | best against the adapter's best | fixes / breaks, greedy |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    return "\n".join(["**Over the cells**, points above the adapter:", "", *head, *rows]) if rows else ""
+
+
 def tables(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     """Everything between the markers."""
     planned = [f"{one['situation']}-{one['seed']}" for one in design["cells"]]
     lacking = [name for name in planned if name not in records]
     parts = [cell_part(name, records[name], design) for name in planned if name in records]
+    parts += [part] if (part := over_cells(records, design)) else []
     parts.append(over_seeds(records, design) if parts else "No answer to a test question has been drawn yet.")
     parts.append(f"Not begun: {', '.join(lacking)}." if lacking else "Every cell was begun.")
     return "\n\n".join(parts)

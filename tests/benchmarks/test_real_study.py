@@ -137,6 +137,23 @@ def test_the_table_counts_fixes_and_breaks_and_says_what_was_not_run(scripts, de
     assert "Not begun: noisy-0" in text
 
 
+def test_over_the_cells_a_question_counts_once(scripts, design):
+    wrong, right = [[0]] * 4, [[1]] * 4
+    mended = [[1], [0], [0], [0]]
+    cells = {
+        "clean-0": record(LoRA=dict.fromkeys(HEATS, wrong), base=dict.fromkeys(HEATS, mended)),
+        "noisy-0": record(LoRA=dict.fromkeys(HEATS, right), base=dict.fromkeys(HEATS, mended)),
+        "few-0": record(LoRA=dict.fromkeys(HEATS, wrong), base={"0": right}),  # not whole
+    }
+    *_, row = scripts.report.over_cells(cells, design).splitlines()
+    parts = [part.strip() for part in row.split("|")]
+    assert parts[1:3] == ["base", "2"]
+    # by question: (1 + 0) / 2, then (0 - 1) / 2 three times
+    assert {part.split()[0] for part in parts[3:8]} == {"-25.0"}
+    assert parts[8] == "1 / 3"
+    assert scripts.report.over_cells({"clean-0": cells["clean-0"]}, design) == ""
+
+
 def test_the_automatic_choice_goes_by_the_development_answers(scripts, design):
     def tables(share):
         return {heat: [[int(place < share)] for place in range(10)] for heat in HEATS}
