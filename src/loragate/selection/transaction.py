@@ -314,7 +314,7 @@ class Transaction:
         (one,) = self.candidates
 
         def tell(stage: str, done: int = 0, total: int = 0, entropy: float | None = None) -> None:
-            if on_event is not None:
+            if on_event is not None and total:
                 on_event(one, stage, done, total, entropy)
 
         result = fit(self.bench, one, self.folder / "run", tell, resume=resume)
