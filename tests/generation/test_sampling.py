@@ -166,6 +166,17 @@ def test_entropy_does_not_depend_on_the_draw(temperature: float, top_p: float) -
     assert sampler.mean_entropy().item() == pytest.approx(math.log(8), abs=1e-6)
 
 
+@pytest.mark.parametrize("vocabulary", [2, 5 * BLOCK])
+def test_a_row_that_has_ended_may_be_broken(vocabulary: int) -> None:
+    sampler = SeededSampler(SamplingConfig(), torch.tensor([8, 9]), torch.tensor([0, 2]), 1, [1])
+    scores = torch.full((2, vocabulary), -torch.inf)
+    scores[0, 1] = scores[1, 0] = 0.0
+    assert sampler.choose(torch.zeros(2, 0, dtype=torch.long), scores).tolist() == [1, 0]
+    scores[0] = torch.nan
+    assert sampler.choose(torch.zeros(2, 1, dtype=torch.long), scores).tolist() == [1, 0]
+    assert sampler.tokens_B.tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_sampler_refuses_broken_logits_of_running_rows_only(bad: float) -> None:
     sampler = SeededSampler(SamplingConfig(temperature=0), torch.tensor([8, 9]), torch.tensor([0, 2]), 1, [1])

@@ -133,18 +133,25 @@ def draw(scores_BV: Tensor, uniforms_B: Tensor, temperature: float, top_p: float
     if top_p < 1:
         probs_BV = masses_BV.double()
         masses_BV = keep_nucleus(probs_BV / probs_BV.sum(dim=-1, keepdim=True), top_p)
+    if masses_BV.shape[-1] <= BLOCK:
+        return _place(masses_BV, uniforms_B[:, None])[:, 0]
     masses_BNW = pad(masses_BV, (0, -masses_BV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     mass_BN = masses_BNW.sum(dim=-1).double()
     end_BN = mass_BN.cumsum(dim=-1)
-    # right=True finds the first whose cumulative mass exceeds the target: a token of mass 0 is never drawn.
     target_B1 = uniforms_B[:, None] * end_BN[:, -1:]
-    block_B1 = torch.searchsorted(end_BN, target_B1, right=True)
+    # a row of NaN, which nobody counts once it has ended, is in no block
+    block_B1 = torch.searchsorted(end_BN, target_B1, right=True).clamp(max=end_BN.shape[-1] - 1)
     mass_B1 = mass_BN.gather(-1, block_B1)
     # how far into its block; sums in another order may differ by a rounding, hence a share that stays below 1
     share_B1 = ((target_B1 - (end_BN.gather(-1, block_B1) - mass_B1)) / mass_B1).clamp(0, 1 - 2.0**-53)
-    within_BW = masses_BNW.take_along_dim(block_B1[:, :, None], 1)[:, 0].double().cumsum(dim=-1)
-    token_B1 = torch.searchsorted(within_BW, share_B1 * within_BW[:, -1:], right=True)
-    return (block_B1 * BLOCK + token_B1)[:, 0]
+    within_BW = masses_BNW.take_along_dim(block_B1[:, :, None], 1)[:, 0]
+    return (block_B1 * BLOCK + _place(within_BW, share_B1))[:, 0]
+
+
+def _place(masses_BW: Tensor, share_B1: Tensor) -> Tensor:
+    """Where this share of the mass is reached, [B, 1]: the first whose cumulative mass exceeds it, so never one of mass 0."""
+    cumulative_BW = masses_BW.double().cumsum(dim=-1)
+    return torch.searchsorted(cumulative_BW, share_B1 * cumulative_BW[:, -1:], right=True)
 
 
 def entropy(scores_BV: Tensor) -> Tensor:
