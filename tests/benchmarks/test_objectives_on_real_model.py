@@ -140,7 +140,7 @@ def test_the_real_cell_stands_beside_the_trials(cell, tmp_path):
     test = "10" * 150
     record.add({"method": "gates, a flips", "what": "test T=0", "samples": 1, "correct": test})
     (found,) = (table for name, table in report.load(real=record.path.parent).items() if name == "real clean/0")
-    assert {"adapter", "λ=0.5", "gates, CE", "gates, entropy on own rows", "gates, a flips"} == set(found)
+    assert {"base", "adapter", "λ=0.5", "gates, CE", "gates, entropy on own rows", "gates, a flips"} == set(found)
     text = report.ledger({"real clean/0": found})
     rows = {parts[1].strip(): parts for line in text.splitlines() if len(parts := line.split("|")) > 7}
     assert "50.0 (+" in rows["gates, a flips"][3]
