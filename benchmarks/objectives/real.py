@@ -1,6 +1,7 @@
 """Objectives that would change the answer, on a cell of the study on the real model (`benchmarks/real`).
 
-    python benchmarks/objectives/real.py --study runs/real-study --out runs/real-objectives [--cell clean-0] [--minutes 30]
+    python benchmarks/objectives/real.py --study runs/real-study --out runs/real-objectives [--cell clean-0]
+        [--contenders 'gates, c margin;gates, a flips'] [--minutes 30]
 
 First the diagnostic on prompts that the cell's adapter never saw; then gates and the LoRA itself learn from the very answers
 that it drew, or from the references of the unseen rows, for as many steps and rows as the study's gates. Each answers the
@@ -17,6 +18,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -133,15 +135,18 @@ class RealCell(Learner):
         return {"gates": {key: round(float(value), 4) for key, value in recording.total().items()}}
 
 
-def run_cell(cell: RealCell, record: measure.Record, budget: measure.Budget) -> None:
-    """The diagnostic, then all that the contenders lack, one after the other.
+def run_cell(
+    cell: RealCell, record: measure.Record, budget: measure.Budget, contenders: Sequence[str] = CONTENDERS
+) -> None:
+    """The diagnostic, if one of them learns from its answers, then all that the contenders lack, one after the other.
 
     Raises:
         OutOfTime: before a step that would not fit.
     """
-    print(json.dumps(cell.diagnosed()), flush=True)
+    if any(name.endswith(("flips", "shuffled")) for name in contenders):
+        print(json.dumps(cell.diagnosed()), flush=True)
     wanted = [one for one in measure.asked_of(cell.study.design) if one.split == "test" and one.temperature in HEATS]
-    for name in CONTENDERS:
+    for name in contenders:
         if all((name, one.what) in record.lines for one in wanted):
             continue
         if not budget.fits("training"):
@@ -160,11 +165,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cell", default="clean-0")
     parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--contenders", default=";".join(CONTENDERS), help="separated by semicolons; all otherwise")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing that would not fit")
     parser.add_argument("--smoke", action="store_true", help="two steps, eight prompts, four questions")
     given = parser.parse_args()
     if given.smoke and given.records == RECORDS:
         parser.error("--smoke needs --records of its own")
+    contenders = given.contenders.split(";")
+    if unknown := [name for name in contenders if name not in CONTENDERS]:
+        parser.error(f"--contenders: no {unknown[0]!r}; there are: {'; '.join(CONTENDERS)}")
     torch.set_num_threads(1)
     situation, seed = given.cell.rsplit("-", 1)
     base, budget = measure.fetched_base(given.study), measure.Budget(given.minutes)
@@ -173,7 +182,7 @@ def main() -> None:
     try:
         with study.acting("LoRA", budget) as loaded:
             record = measure.Record(given.records / f"{study.name}.jsonl.gz")
-            run_cell(RealCell(study, loaded, given.out), record, budget)
+            run_cell(RealCell(study, loaded, given.out), record, budget, contenders)
     except measure.OutOfTime:
         print("the next step would not fit; the same command goes on from here", flush=True)
 
