@@ -183,7 +183,7 @@ def over_seeds(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     return "\n".join([*head, *rows]) if rows else "No situation has two seeds yet."
 
 
-def over_cells(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
+def over_cells(records: Mapping[str, Lines], design: dict[str, Any], which: str = "the cells") -> str:
     """Each method against the adapter over all cells that asked both: mean differences by question; all cells ask the same ones.
 
     Intervals are over questions; the adapters and gates of these cells are taken as they are.
@@ -213,7 +213,7 @@ def over_cells(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
         "| method | cells | T = 1 | 0.6 | 0.3 | greedy | best against the adapter's best | fixes / breaks, greedy |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    return "\n".join(["**Over the cells**, points above the adapter:", "", *head, *rows]) if rows else ""
+    return "\n".join([f"**Over {which}**, points above the adapter:", "", *head, *rows]) if rows else ""
 
 
 def tables(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
@@ -222,6 +222,8 @@ def tables(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     lacking = [name for name in planned if name not in records]
     parts = [cell_part(name, records[name], design) for name in planned if name in records]
     parts += [part] if (part := over_cells(records, design)) else []
+    later = {name: lines for name, lines in records.items() if not name.endswith("-0")}  # whose predictions knew seed 0
+    parts += [part] if (part := over_cells(later, design, "the cells of later seeds alone")) else []
     parts.append(over_seeds(records, design) if parts else "No answer to a test question has been drawn yet.")
     parts.append(f"Not begun: {', '.join(lacking)}." if lacking else "Every cell was begun.")
     return "\n\n".join(parts)

@@ -154,6 +154,17 @@ def test_over_the_cells_a_question_counts_once(scripts, design):
     assert scripts.report.over_cells({"clean-0": cells["clean-0"]}, design) == ""
 
 
+def test_later_seeds_have_a_table_of_their_own(scripts, design):
+    answers = [[1], [0], [0], [0]]
+    wrong, mended = (dict.fromkeys(HEATS, verdicts) for verdicts in ([[0]] * 4, answers))
+    first = {"clean-0": record(LoRA=wrong, base=wrong), "noisy-0": record(LoRA=wrong, base=wrong)}
+    later = {name: record(LoRA=wrong, base=mended) for name in ("clean-1", "noisy-1")}
+    assert "later seeds" not in scripts.report.tables(first, design)
+    _, whole, alone = scripts.report.tables(first | later, design).split("**Over the cells")
+    assert "| base | 4 | +12.5 " in whole
+    assert "| base | 2 | +25.0 " in alone
+
+
 def test_the_automatic_choice_goes_by_the_development_answers(scripts, design):
     def tables(share):
         return {heat: [[int(place < share)] for place in range(10)] for heat in HEATS}
