@@ -119,7 +119,6 @@ def serve_vllm(settings: ServerSettings, how: Loading, system: str) -> int:
     rank = prepare_vllm(place, adapters, how.trust_remote_code)
     texts = {name: adapter.text for name, adapter in adapters.items()}
     tokenizer = open_tokenizer(place, how)
-    chat = tokenizer.chat_template is not None
     with listen(settings.host, settings.port) as free:
         port = int(free.getsockname()[1])
     out = console()
@@ -137,10 +136,11 @@ def serve_vllm(settings: ServerSettings, how: Loading, system: str) -> int:
         )
         out.print("starting vLLM: " + shlex.join(without_secrets(command)), markup=False)
         print_sampling(adapters)
-        began, process = time.monotonic(), start(command, texts, dynamic=settings.dynamic)
+        began, process = time.monotonic(), start(command, texts, settings.dynamic)
         try:
             wait_until_healthy(process, address(settings.host, port))
             out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
+            chat = tokenizer.chat_template is not None
             print_clients(settings.host, port, ["base", *adapters], chat=chat)
             status = process.wait()
         finally:

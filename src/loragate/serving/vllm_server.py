@@ -239,9 +239,7 @@ def stopping_arguments(
     return ["--generation-config", str(scratch)]
 
 
-def start(
-    command: Sequence[str], adapters: Mapping[str, str] | None = None, *, dynamic: bool = False
-) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], adapters: Mapping[str, str], dynamic: bool) -> subprocess.Popen[bytes]:
     """Start the server in a group of its own, so that Ctrl-C reaches it through us alone and it can end in order.
 
     With `dynamic`, clients may load adapters, and ask for any of `adapters` with an override of λ behind its name.
@@ -250,9 +248,7 @@ def start(
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     if dynamic:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
-        environment[ADAPTERS] = json.dumps(
-            {name: folder for name, folder in (adapters or {}).items() if "@" not in name}
-        )
+        environment[ADAPTERS] = json.dumps({name: folder for name, folder in adapters.items() if "@" not in name})
     return subprocess.Popen(list(command), env=environment, start_new_session=True)
 
 
