@@ -12,8 +12,9 @@ from loragate.cli.serve import ServeOptions
 from loragate.errors import ConfigError
 from loragate.gates.schema import read_gate_config
 from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.models import open_tokenizer
 from loragate.serving.server import served_places
-from loragate.serving.vllm_arguments import vllm_arguments
+from loragate.serving.vllm_server import vllm_arguments
 from tiny import (
     TURN_END,
     chatml_tokenizer,
@@ -186,12 +187,13 @@ def test_vllms_server_is_given_what_it_does_not_know(place, tmp_path):
     """`--generation-config` with all stop tokens, where tokenizer and base do not name them; nothing otherwise."""
     options = ServeOptions(model=str(place / "gated"))
     base, adapters = served_places(options)
-    arguments = vllm_arguments(options, options, options.system, base, adapters, tmp_path)
+    asked = (options, options, options.system, base, adapters, open_tokenizer(base, options), tmp_path)
+    arguments = vllm_arguments(*asked)
     assert arguments[arguments.index("--generation-config") + 1] == str(tmp_path)
     told = json.loads((tmp_path / "generation_config.json").read_text())
     assert told["eos_token_id"] == [EOS, TURN_END]
     (place / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, TURN_END], "top_k": 7}))
     try:
-        assert "--generation-config" not in vllm_arguments(options, options, options.system, base, adapters, tmp_path)
+        assert "--generation-config" not in vllm_arguments(*asked)
     finally:
         (place / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "pad_token_id": 0}))

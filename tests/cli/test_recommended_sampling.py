@@ -1,6 +1,7 @@
 """Every command samples a folder as it recommends unless told otherwise, and says which."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from loragate.models import Loading, resolve
 from loragate.serving.backend import Row, transformers_backend
 from loragate.serving.explore import explorer_of
 from loragate.serving.http_app import CompletionRequest
-from loragate.serving.plugin import recommending, warning
+from loragate.serving.plugin import recommend, take_over, warn
 from loragate.serving.server import print_sampling, served_places
 from loragate.serving.settings import ServerSettings
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer, write_base
@@ -147,7 +148,7 @@ def test_vllm_samples_each_name_as_its_own_folder_recommends(place):
     def look_up(_, request):
         return SimpleNamespace(lora_path=str(paths[request.model])) if request.model in paths else None
 
-    adapters = recommending(look_up)
+    adapters = partial(recommend, look_up)
 
     def asked(model, **given):
         request = Request(model=model, **{"temperature": None, "top_p": None, "top_k": None, **given})
@@ -169,12 +170,13 @@ def test_vllm_warns_once(place, tmp_path, caplog):
         def generate(self, prompt, sampling_params, request_id, *, lora_request=None):
             return request_id
 
-    generate, server = warning(Server.generate), Server()
+    take_over(Server, "generate", warn)
+    server = Server()
     (tmp_path / "gate_config.json").write_text("{")
 
     def ask(path, temperature):
         lora = None if path is None else SimpleNamespace(lora_name="g", lora_path=str(path))
-        assert generate(server, "w1", SimpleNamespace(temperature=temperature), "id", lora_request=lora) == "id"
+        assert server.generate("w1", SimpleNamespace(temperature=temperature), "id", lora_request=lora) == "id"
 
     ask(place / "cool", 0.3)
     for path in (None, place / "plain", place / "cool" / "adapter", f"{place / 'cool'}@unit", tmp_path, "owner/name"):

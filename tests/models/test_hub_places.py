@@ -17,7 +17,7 @@ from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, s
 from loragate.models import ModelRef, open_tokenizer, resolve
 from loragate.selection.sweep import workshop
 from loragate.serving.server import served_places
-from loragate.serving.vllm_arguments import vllm_arguments
+from loragate.serving.vllm_server import vllm_arguments
 from tiny import tiny_adapter, tiny_rows, tiny_tokenizer, write_adapter, write_base, write_rows
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
@@ -227,5 +227,7 @@ def test_vllm_is_told_the_revision(place, hub, tmp_path):
     served, adapters = served_places(options)
     assert (served.base, list(adapters)) == (ModelRef("user/base", "v1"), ["adapter", "b"])
     assert adapters["b"].source == f"user/plain@{OLD}"
-    arguments = vllm_arguments(options, options, options.system, served, adapters, tmp_path)
+    arguments = vllm_arguments(
+        options, options, options.system, served, adapters, open_tokenizer(served, options), tmp_path
+    )
     assert arguments[arguments.index("--revision") + 1] == "v1"

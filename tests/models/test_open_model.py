@@ -10,7 +10,7 @@ from loragate.cli.main import main
 from loragate.errors import ConfigError, LoragateError
 from loragate.gates.schema import read_gate_config
 from loragate.models import Loading, ModelRef, open_base, open_model, open_without_weights, put_on, resolve
-from loragate.serving.vllm_arguments import stopping_arguments
+from loragate.serving.vllm_server import stopping_arguments
 from tiny import logits, shake, tiny_adapter, tiny_base, tiny_tokenizer
 
 CPU = Loading(device="cpu")

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -29,9 +28,8 @@ from loragate.cli.serve import ServeOptions
 from loragate.errors import ConfigError
 from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.models import resolve
 from loragate.serving.http_app import CompletionRequest
-from loragate.serving.server import listen, print_clients, renders_chats, served_places
+from loragate.serving.server import listen, print_clients, served_places
 from loragate.serving.vllm_server import server_command, unserved_heads, usual_share, without_secrets
 from tiny import chatml_tokenizer, ending_base, shake, tiny_adapter, tiny_base, tiny_tokenizer, write_base
 
@@ -352,7 +350,7 @@ def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, fails: 
 def test_the_template_for_vllm() -> None:
     """Wrapped where a system message is slipped in, left alone where none is."""
     from loragate.data import Chat
-    from loragate.serving.vllm_arguments import template_for_vllm
+    from loragate.serving.vllm_server import template_for_vllm
 
     assert template_for_vllm(tiny_tokenizer()) is None
     tokenizer = talkative_tokenizer()
@@ -383,15 +381,6 @@ def test_what_is_printed_to_paste_fits_the_tokenizer(capsys: pytest.CaptureFixtu
     )
     call = ast.parse(printed[printed.index("print(") :])
     assert f"client.{path.replace('/', '.')}.create(" in ast.unparse(call)
-
-
-def test_a_tokenizer_that_vllm_alone_reads_ends_no_server(folders: Path, tmp_path: Path) -> None:
-    """Asked once vLLM serves: with --system keep nothing else loads the tokenizer here."""
-    options = ServeOptions(model=str(folders / "gated"), system="keep")
-    assert renders_chats(options, resolve(options.model))
-    shutil.copytree(folders / "base", tmp_path / "base")
-    (tmp_path / "base" / "tokenizer.json").write_text("{")
-    assert renders_chats(options, resolve(tmp_path / "base"))
 
 
 def test_a_port_in_use_is_named_before_vllm_starts() -> None:

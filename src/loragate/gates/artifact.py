@@ -42,7 +42,7 @@ from loragate.gates.fingerprint import (
     half_factors,
 )
 from loragate.gates.quantised import quantization_of, storage_warning
-from loragate.gates.recommended import SAMPLING, generation_settings, recommended_temperature
+from loragate.gates.recommended import SAMPLING, generation_settings, mapping, recommended_temperature
 from loragate.gates.schema import (
     ADAPTER,
     CARD,
@@ -211,11 +211,9 @@ def write_sampling(folder: Path, temperature: float | None) -> dict[str, Any]:
 
 def _support(model: nn.Module, k: int | None, evidence: dict[str, Any] | None) -> int | None:
     """The support that the training recorded, at most the vocabulary, else the one that was given."""
-    training = (evidence or {}).get("training")
-    training = training if isinstance(training, dict) else {}
-    settings = training.get("settings")
+    training = mapping((evidence or {}).get("training"))
     # an objective of one's own has a support of its own, or none; the settings' is that of the measured entropy
-    trained = training.get("k", settings.get("k") if isinstance(settings, dict) else None)
+    trained = training.get("k", mapping(training.get("settings")).get("k"))
     if not isinstance(trained, int) or not is_support(trained):
         return k
     head: Any = output_head(model)

@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from loragate.gates.recommended import at, is_number, recommended_temperature
+from loragate.gates.recommended import at, is_number, is_score, mapping, recommended_temperature
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 
@@ -35,8 +35,8 @@ def render_card(name: str, record: dict[str, Any]) -> str:
         pipeline_tag="text-generation",
         tags=["lora", "peft", "loragate", "scale"],
     )
-    selection, training = _mapping(record.get("selection")), _mapping(record.get("training"))
-    settings = _mapping(training.get("settings"))
+    selection, training = mapping(record.get("selection")), mapping(record.get("training"))
+    settings = mapping(training.get("settings"))
     scores = _scores(selection)
     temperature = recommended_temperature(record)
     card = ModelCard.from_template(
@@ -49,11 +49,11 @@ def render_card(name: str, record: dict[str, Any]) -> str:
         modules=len(record["modules"]),
         sampling=None if temperature is None else at(temperature),
         selection=selection,
-        probe=_mapping(selection.get("probe")),
+        probe=mapping(selection.get("probe")),
         training=training,
         settings=settings,
-        data=_mapping(training.get("data")),
-        shares=_mapping(training.get("gates")),
+        data=mapping(training.get("data")),
+        shares=mapping(training.get("gates")),
         # the artifact records the support that was used; 0 in the settings says that it was the whole vocabulary
         k=settings["k"] if is_number(settings.get("k")) else record["k"],
         scores=scores,
@@ -85,36 +85,36 @@ def code(text: Any) -> str:
 
 def _scores(selection: dict[str, Any]) -> list[list[str]]:
     """Rows of the table of scores; columns for retained skills only where they were measured."""
-    retained = _mapping(_mapping(selection.get("retention")).get("evidence"))
-    signs = _mapping(selection.get("signs"))
-    found = {name: row for name, row in _mapping(selection.get("evidence")).items() if _is_score(row)}
+    retained = mapping(mapping(selection.get("retention")).get("evidence"))
+    signs = mapping(selection.get("signs"))
+    found = {name: row for name, row in mapping(selection.get("evidence")).items() if is_score(row)}
     found.pop("difference", None)  # a sweep keeps the difference of two rows beside them
     rows = []
     for name, row in found.items():
-        sign = _mapping(signs.get(name))
+        sign = mapping(signs.get(name))
         ended = f"{100 * sign['finished']:.0f}" if is_number(sign.get("finished")) else ""
         tokens = f"{sign['tokens']:.0f}" if is_number(sign.get("tokens")) else ""
         line = [plain(name), *_interval(row), ended, tokens]
         if retained:
-            line += _interval(retained[name]) if _is_score(retained.get(name)) else ["", ""]
+            line += _interval(retained[name]) if is_score(retained.get(name)) else ["", ""]
         rows.append(line)
     return rows
 
 
 def _notes(selection: dict[str, Any], training: dict[str, Any]) -> list[str]:
-    vetoed, warnings = _mapping(selection.get("vetoed")), _mapping(selection.get("warnings"))
+    vetoed, warnings = mapping(selection.get("vetoed")), mapping(selection.get("warnings"))
     notes = [
         f"{plain(name)} could not be trained: {plain(reason)}."
-        for name, reason in _mapping(selection.get("failed")).items()
+        for name, reason in mapping(selection.get("failed")).items()
     ]
     notes += [
         f"{plain(name)} was stopped after a part of its training, {plain(stop.get('steps', '?'))} steps."
-        for name, stop in _mapping(selection.get("stopped")).items()
+        for name, stop in mapping(selection.get("stopped")).items()
         if isinstance(stop, dict)
     ]
-    confirmed = _mapping(selection.get("confirmation"))
-    difference = _mapping(confirmed.get("difference"))
-    if _is_score(difference):
+    confirmed = mapping(selection.get("confirmation"))
+    difference = mapping(confirmed.get("difference"))
+    if is_score(difference):
         gain, low, high = (100 * difference[end] for end in ("mean", "low", "high"))
         notes.append(
             f"On {plain(confirmed.get('questions', '?'))} questions that chose nothing, {plain(confirmed.get('setting', '?'))} "
@@ -134,11 +134,3 @@ def _notes(selection: dict[str, Any], training: dict[str, Any]) -> list[str]:
 
 def _interval(row: dict[str, Any]) -> list[str]:
     return [f"{100 * row['mean']:.1f}", f"{100 * row['low']:.1f}–{100 * row['high']:.1f}"]
-
-
-def _is_score(value: Any) -> bool:
-    return isinstance(value, dict) and all(is_number(value.get(key)) for key in ("mean", "low", "high"))
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -33,7 +33,9 @@ class SignedGate(nn.Module):
         super().__init__()
         self.config = config
         if config.granularity == "token":
-            self.weight = nn.Parameter(initial_weight(d_in, config, path))
+            # depends on seed and module path, on nothing else
+            noise = torch.randn(d_in, generator=stream_of(f"{config.seed}:{path}"), device="cpu")
+            self.weight = nn.Parameter(noise * config.init_scale)
         else:
             self.register_parameter("weight", None)
         # A bias of zero sits on the U branch; with U = 1 its slope is zero, and without a weight nothing else could
@@ -77,11 +79,6 @@ class SignedGate(nn.Module):
         config = self.config
         width = "bias only" if self.weight is None else f"d_in={self.weight.numel()}"
         return f"{width}, range={config.range}, granularity={config.granularity}"
-
-
-def initial_weight(d_in: int, config: GateConfig, path: str) -> torch.Tensor:
-    """The deterministic perturbation of one module, [d_in] fp32: depends on seed and module path, on nothing else."""
-    return torch.randn(d_in, generator=stream_of(f"{config.seed}:{path}"), device="cpu") * config.init_scale
 
 
 def stream_of(name: str) -> torch.Generator:

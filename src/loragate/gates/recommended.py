@@ -15,7 +15,6 @@ SAMPLING = "generation_config.json"
 USUAL = 1.0
 """The temperature where nobody asks for one and no folder recommends one."""
 
-_SCORE = ("temperature", "mean", "low", "high")
 _warned: set[str] = set()
 
 
@@ -84,21 +83,28 @@ def scores_by_temperature(record: Mapping[str, Any] | None) -> dict[float, tuple
 
     Read from the free-form evidence: `selection.settings` lists all settings that were asked, by name and temperature.
     """
-    selection = (record or {}).get("selection")
-    selection = selection if isinstance(selection, dict) else {}
+    selection = mapping((record or {}).get("selection"))
     rows = selection.get("settings")
     return {
         row["temperature"]: (row["mean"], row["low"], row["high"])
         for row in (rows if isinstance(rows, list) else [])
-        if isinstance(row, dict)
-        and row.get("name") == selection.get("picked")
-        and all(map(is_number, map(row.get, _SCORE)))
+        if is_score(row) and row.get("name") == selection.get("picked") and is_number(row.get("temperature"))
     }
 
 
 def is_number(value: Any) -> bool:
     """Whether a value of a free-form record is a figure."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_score(value: Any) -> bool:
+    """Whether a value of a free-form record is a score with its interval."""
+    return isinstance(value, dict) and all(is_number(value.get(key)) for key in ("mean", "low", "high"))
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A value of a free-form record where it is a mapping, else {}."""
+    return value if isinstance(value, dict) else {}
 
 
 def _score(score: tuple[float, float, float] | None) -> str:

@@ -11,7 +11,7 @@ tuner is given a subclass of its own class, `GatedTuner`, whose merging methods 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from peft.tuners.lora import LoraModel
@@ -39,16 +39,10 @@ class GatedLora(LoraVariant):
         """Nothing to do: `attach_gates` creates the gate before the variant is placed."""
 
     @staticmethod
-    def merge_safe(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
+    def merge_safe(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> NoReturn:
         raise GateError(NO_MERGE)
 
-    @staticmethod
-    def merge_unsafe(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> None:
-        raise GateError(NO_MERGE)
-
-    @staticmethod
-    def unmerge(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
-        raise GateError(NO_MERGE)
+    merge_unsafe = unmerge = merge_safe
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: Any) -> torch.Tensor:

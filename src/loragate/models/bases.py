@@ -75,21 +75,17 @@ def pretrained(base: ModelRef) -> tuple[str, dict[str, Any]]:
 
 def base_config(base: ModelRef, trust: bool = False) -> Any:
     """The transformers configuration of a base."""
+    name, beside = pretrained(base)
     if base.gguf:
-        path = gguf.local_file(base)
-        return copy.deepcopy(_gguf_config(base, trust, path.stat().st_mtime_ns))
-    return _config_of(base, trust)
+        changed = Path(name, beside["gguf_file"]).stat().st_mtime_ns
+        return copy.deepcopy(_gguf_config(name, beside["gguf_file"], trust, changed))
+    return AutoConfig.from_pretrained(name, trust_remote_code=trust, **beside)
 
 
 @cache
-def _gguf_config(base: ModelRef, trust: bool, _changed: int) -> Any:
+def _gguf_config(name: str, file: str, trust: bool, _changed: int) -> Any:
     """Kept, as transformers reads all of a GGUF file's header for it, which takes seconds."""
-    return _config_of(base, trust)
-
-
-def _config_of(base: ModelRef, trust: bool) -> Any:
-    name, beside = pretrained(base)
-    return AutoConfig.from_pretrained(name, trust_remote_code=trust, **beside)
+    return AutoConfig.from_pretrained(name, trust_remote_code=trust, gguf_file=file)
 
 
 def read_config(name: str, *, trust: bool = False) -> Any:

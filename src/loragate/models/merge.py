@@ -47,24 +47,15 @@ def merge_adapter(
     shutil.rmtree(folder, ignore_errors=True)
     model = base_weights(ModelRef(base, revision or ""), dtype="auto")
     served = model.dtype if dtype == "auto" else getattr(torch, dtype)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    require_room(folder, count * served.itemsize, f"{adapter} merged into {base}")
+    size = sum(parameter.numel() for parameter in model.parameters()) * served.itemsize
+    there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < size * 1.02:  # a fiftieth more than the weights
+        raise LoragateError(
+            f"{folder}: {adapter} merged into {base} takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; make room, or "
+            "choose an --out on a larger disk"
+        )
     merged = PeftModel.from_pretrained(model.float(), str(adapter)).merge_and_unload(safe_merge=True).to(served)
     merged.save_pretrained(str(folder))
     write_json(folder / RECORD, made_of)
     return folder
-
-
-def require_room(folder: Path, size: int, what: str) -> None:
-    """Refuse to fill a disk.
-
-    Raises:
-        LoragateError: where fewer than `size` bytes, and a fiftieth more, are free.
-    """
-    there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
-    free = shutil.disk_usage(there).free
-    if free < size * 1.02:
-        raise LoragateError(
-            f"{folder}: {what} takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; make room, or choose an --out on a "
-            "larger disk"
-        )

@@ -20,7 +20,7 @@ from loragate.files import read_json
 from loragate.gates.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from loragate.gates.override_names import parse_override, split_folder
 from loragate.gates.peft_saving import lost_gates
-from loragate.gates.recommended import SAMPLING, exported_sampling, recommended_temperature
+from loragate.gates.recommended import SAMPLING, exported_sampling, mapping, recommended_temperature
 from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config, read_tensors
 from loragate.gates.signed_map import Override
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
@@ -175,8 +175,8 @@ class Place:
         Where calibration kept the adapter, the folder's gates are zero. Scoring them as a row
         of their own would compare the adapter with itself.
         """
-        selection = (self.gates or {}).get("selection")
-        if self.kind != "gated" or not isinstance(selection, dict) or selection.get("accepted") is not False:
+        selection = mapping((self.gates or {}).get("selection"))
+        if self.kind != "gated" or selection.get("accepted") is not False:
             return ""
         if any(bool(values.any()) for values in read_tensors(self.folder, dict(self.gates or {})).values()):
             return ""  # whatever the record says, these gates act

@@ -1,9 +1,9 @@
 """Serving gated adapters: the vLLM plugin, which multiplies λ into vLLM's LoRA layers, and the servers of `loragate serve`.
 
-`server` is the call: vLLM's own server (`vllm_server`, told by `vllm_arguments`), or ours without vLLM (`http_app` over
-`backend`). The plugin's files (`plugin`, `hooks`, `layers`, `head`, `placing`, `versions`) run inside vLLM: they know the gates
-and how a folder holds them, and nothing of training, data or generation. `hooks` and `placing` import vLLM and are imported
-there alone; everything else can be imported where vLLM is absent.
+`server` is the call: vLLM's own server (`vllm_server`), or ours without vLLM (`http_app` over `backend`). The plugin's files
+(`plugin`, `hooks`, `layers`, `head`, `placing`, `versions`) run inside vLLM: they know the gates and how a folder holds them,
+and nothing of training, data or generation. `hooks` and `placing` import vLLM and are imported there alone; everything else
+can be imported where vLLM is absent.
 """
 
 from loragate.serving.versions import SUPPORTED_RANGE, TESTED_VERSIONS, why_unsupported

@@ -10,7 +10,6 @@ Shapes: T rows of logits, D hidden width, R rank, S adapter slots, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -84,28 +83,25 @@ def head_class(lora_class: type) -> type:
     return HeadLogitsProcessor
 
 
-def scoring_prompts(original: Any) -> Any:
+def score_prompts(
+    original: Any, self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+) -> dict[str, Any]:
     """`_get_prompt_logprobs_dict` of vLLM's runner, one request at a time, so that the head knows whose rows it is given."""
-
-    @functools.wraps(original)
-    def score(self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
-        if not self.lora_config:
-            scored: dict[str, Any] = original(self, hidden_states, num_scheduled_tokens)
-            return scored
-        manager = self.lora_manager._adapter_manager
-        heads = [layer for layer in manager.modules.values() if hasattr(layer, "prompt_slot")]
-        found: dict[str, Any] = {}
-        # the original drops the requests that it has finished
-        for request in [name for name in self.num_prompt_logprobs if name in num_scheduled_tokens]:
-            adapter = self.input_batch.request_lora_mapping[self.input_batch.req_id_to_index[request]]
+    if not self.lora_config:
+        scored: dict[str, Any] = original(self, hidden_states, num_scheduled_tokens)
+        return scored
+    manager = self.lora_manager._adapter_manager
+    heads = [layer for layer in manager.modules.values() if hasattr(layer, "prompt_slot")]
+    found: dict[str, Any] = {}
+    # the original drops the requests that it has finished
+    for request in [name for name in self.num_prompt_logprobs if name in num_scheduled_tokens]:
+        adapter = self.input_batch.request_lora_mapping[self.input_batch.req_id_to_index[request]]
+        for head in heads:
+            head.prompt_slot = manager.lora_index_to_id.index(adapter) if adapter else -1
+        try:
+            # it passes over requests of which nothing is scheduled
+            found |= original(self, hidden_states, {request: num_scheduled_tokens[request]})
+        finally:
             for head in heads:
-                head.prompt_slot = manager.lora_index_to_id.index(adapter) if adapter else -1
-            try:
-                # it passes over requests of which nothing is scheduled
-                found |= original(self, hidden_states, {request: num_scheduled_tokens[request]})
-            finally:
-                for head in heads:
-                    head.prompt_slot = None
-        return found
-
-    return score
+                head.prompt_slot = None
+    return found

@@ -8,7 +8,6 @@ from typing import Any
 
 import vllm.lora.utils as lora_utils
 from vllm.config import VllmConfig
-from vllm.distributed import get_pp_group
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
@@ -20,9 +19,10 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from loragate.gates.override_names import virtual_place
-from loragate.serving.head import head_class, scoring_prompts
+from loragate.serving import plugin
+from loragate.serving.head import head_class, score_prompts
 from loragate.serving.layers import gated_class
-from loragate.serving.plugin import ADAPTERS, adding, hashing, loading, recommending, validating, warning
+from loragate.serving.plugin import take_over
 
 
 class GatedLoRAModelManager(LRUCacheLoRAModelManager):
@@ -58,20 +58,18 @@ class OverrideResolver(LoRAResolver):
 
 def install() -> None:
     """Put gates into vLLM's LoRA layers, and everything that belongs to them."""
-    if served := os.environ.get(ADAPTERS):
+    if served := os.environ.get(plugin.ADAPTERS):
         LoRAResolverRegistry.register_resolver("loragate", OverrideResolver(json.loads(served)))
     lora_utils._all_lora_classes = type(lora_utils._all_lora_classes)(
         gated_class(cls) for cls in lora_utils._all_lora_classes
     )
     if current_platform.is_cpu():
         lora_utils.LogitsProcessorWithLoRA = head_class(lora_utils.LogitsProcessorWithLoRA)
-        GPUModelRunner._get_prompt_logprobs_dict = scoring_prompts(GPUModelRunner._get_prompt_logprobs_dict)
+        take_over(GPUModelRunner, "_get_prompt_logprobs_dict", score_prompts)
     LRUCacheWorkerLoRAManager._manager_cls = GatedLoRAModelManager
-    WorkerLoRAManager._load_adapter = loading(
-        WorkerLoRAManager._load_adapter, lora_utils.get_adapter_absolute_path, lambda: get_pp_group().world_size == 1
-    )
-    LRUCacheWorkerLoRAManager.add_adapter = adding(LRUCacheWorkerLoRAManager.add_adapter)
-    InputProcessor._validate_lora = validating(InputProcessor._validate_lora)
-    BaseServing._maybe_get_adapters = recommending(BaseServing._maybe_get_adapters)
-    AsyncLLM.generate = warning(AsyncLLM.generate)
-    VllmConfig.compute_hash = hashing(VllmConfig.compute_hash)
+    take_over(WorkerLoRAManager, "_load_adapter", plugin.load)
+    take_over(LRUCacheWorkerLoRAManager, "add_adapter", plugin.add)
+    take_over(InputProcessor, "_validate_lora", plugin.check_request)
+    take_over(BaseServing, "_maybe_get_adapters", plugin.recommend)
+    take_over(AsyncLLM, "generate", plugin.warn)
+    take_over(VllmConfig, "compute_hash", plugin.compile_key)

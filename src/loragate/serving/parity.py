@@ -20,8 +20,7 @@ from loragate.display import Display, console, quiet_logging
 from loragate.errors import ConfigError, LoragateError
 from loragate.models import Loading, ModelRef, Place, base_config, open_weights, torch_device
 from loragate.serving.settings import ServerSettings
-from loragate.serving.vllm_arguments import prepare_vllm
-from loragate.serving.vllm_server import usual_share
+from loragate.serving.vllm_server import prepare_vllm, usual_share
 
 TOLERANCE = 1e-4
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SEED = 4, 40, 32, 0

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.distributed import get_pp_group
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from loragate.errors import ArtifactError
@@ -35,13 +36,12 @@ class PlacedGates:
             modules[layer].set_gate(index, piece, weight, bias, self.signed_map, self.limits)
 
 
-def place_gates(gates: FolderGates, manager: Any, complete: bool = True) -> PlacedGates:
+def place_gates(gates: FolderGates, manager: Any) -> PlacedGates:
     """The gates of a folder, laid out over the layers of a LoRA manager.
 
     Args:
         gates: checked gates.
         manager: vLLM's `LoRAModelManager`, its layers gated.
-        complete: whether this process holds all layers; with pipeline parallelism it holds some.
 
     Raises:
         ArtifactError: for a gate without a layer, of another width, or made on another base.
@@ -56,7 +56,7 @@ def place_gates(gates: FolderGates, manager: Any, complete: bool = True) -> Plac
         name = parse_fine_tuned_lora_name(f"base_model.model.{path}.lora_A.weight", mapper)[0]
         found = slots.get(name)
         if found is None:
-            if complete:
+            if get_pp_group().world_size == 1:  # else another process may hold the layer
                 parent = next((layer for layer, parts in manager.packed_modules.items() if name in parts), name)
                 module, why = manager.modules.get(parent), f"vLLM has no LoRA layer called {name} in this model"
                 why += " (or its --lora-target-modules leave it out)"

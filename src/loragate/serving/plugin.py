@@ -9,7 +9,7 @@ adapter at the top of a gated folder and refuses it too.
 `GATED_FOLDER@unit` is a virtual adapter: the same tensors with λ clipped (`gates.override_names`). vLLM takes it for another
 adapter, with a name, an id and a place in the prefix cache of its own, so nothing computed under one λ is reused under another.
 
-The methods that take the place of vLLM's stand here and need no vLLM; `serving.hooks`, which does, puts them there.
+The methods that take the place of vLLM's stand here; `serving.hooks`, which needs vLLM to be imported, puts them there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def register() -> None:
 
             install()
         elif hasattr(WorkerLoRAManager, "_load_adapter"):
-            WorkerLoRAManager._load_adapter = _refusing(WorkerLoRAManager._load_adapter, reason)
+            take_over(WorkerLoRAManager, "_load_adapter", functools.partial(_refuse, reason))
         setattr(WorkerLoRAManager, MARK, reason or "")
     except Exception:
         # an exception here would end vLLM for those who serve no gates; without hooks it refuses gated folders itself
@@ -69,119 +69,103 @@ def _needs_lambda(path: str) -> tuple[Path, Override | None] | None:
     return (folder, override) if override is not None or is_gated(folder) else None
 
 
-def loading(original: Any, absolute: Callable[[str], str], holds_all_layers: Callable[[], bool]) -> Any:
-    """`_load_adapter` that reads gates beside the adapter, and refuses them before anything is activated.
-
-    Args:
-        absolute: vLLM's way from the path of a request to a folder; a hub id is downloaded.
-        holds_all_layers: whether this process does; with pipeline parallelism it holds some.
-    """
+def take_over(owner: Any, name: str, method: Callable[..., Any]) -> None:
+    """Put `method` in the place of one of vLLM's; it is given the original before what that is given."""
+    original = getattr(owner, name)
 
     @functools.wraps(original)
-    def load(self: Any, lora_request: Any) -> Any:
-        # they need PEFT, which vLLM does without
-        from loragate.models.folder_gates import read_gates
-        from loragate.serving.placing import place_gates
+    def taken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(original, self, *args, **kwargs)
 
-        try:
-            named, override = split_folder(lora_request.lora_path)
-            folder = Path(absolute(named))
-            if override is None and not is_gated(folder):
-                _remember(self, lora_request, "")
-                return original(self, lora_request)
-            gates = read_gates(folder, override)
-            _remember(self, lora_request, gates.digest)
-            placed = place_gates(gates, self._adapter_manager, holds_all_layers())
-        except LoragateError as error:
-            raise ValueError(str(error)) from error
-        moved = copy.copy(lora_request)  # a msgspec struct
-        moved.lora_path = str(gates.adapter)
-        lora = original(self, moved)
-        lora.loragate, lora.loragate_folder = placed, lora_request.lora_path
-        return lora
-
-    return load
+    setattr(owner, name, taken)
 
 
-def adding(original: Any) -> Any:
+def load(original: Any, self: Any, lora_request: Any) -> Any:
+    """`_load_adapter` that reads gates beside the adapter, and refuses them before anything is activated."""
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    # they need PEFT, which vLLM does without
+    from loragate.models.folder_gates import read_gates
+    from loragate.serving.placing import place_gates
+
+    try:
+        named, override = split_folder(lora_request.lora_path)
+        folder = Path(get_adapter_absolute_path(named))  # a hub id is downloaded
+        if override is None and not is_gated(folder):
+            _remember(self, lora_request, "")
+            return original(self, lora_request)
+        gates = read_gates(folder, override)
+        _remember(self, lora_request, gates.digest)
+        placed = place_gates(gates, self._adapter_manager)
+    except LoragateError as error:
+        raise ValueError(str(error)) from error
+    moved = copy.copy(lora_request)  # a msgspec struct
+    moved.lora_path = str(gates.adapter)
+    lora = original(self, moved)
+    lora.loragate, lora.loragate_folder = placed, lora_request.lora_path
+    return lora
+
+
+def add(original: Any, self: Any, lora_request: Any) -> bool:
     """`add_adapter` that notices an id given to another folder; vLLM would go on with the one it has."""
-
-    @functools.wraps(original)
-    def add(self: Any, lora_request: Any) -> bool:
-        held = self._adapter_manager.list_adapters().get(lora_request.lora_int_id)
-        if held is not None:
-            before = getattr(held, "loragate_folder", None)
-            changed = before != lora_request.lora_path
-            if changed and (before is not None or _needs_lambda(lora_request.lora_path)):
-                self._adapter_manager.remove_adapter(lora_request.lora_int_id)
-        return original(self, lora_request)
-
-    return add
+    held = self._adapter_manager.list_adapters().get(lora_request.lora_int_id)
+    if held is not None:
+        before = getattr(held, "loragate_folder", None)
+        changed = before != lora_request.lora_path
+        if changed and (before is not None or _needs_lambda(lora_request.lora_path)):
+            self._adapter_manager.remove_adapter(lora_request.lora_int_id)
+    added: bool = original(self, lora_request)
+    return added
 
 
-def validating(original: Any) -> Any:
+def check_request(original: Any, self: Any, lora_request: Any) -> None:
     """The front end's check of a request: what is wrong with a gated folder is this request's error, not the engine's."""
-
-    @functools.wraps(original)
-    def validate(self: Any, lora_request: Any) -> None:
-        original(self, lora_request)
-        if lora_request is None:
+    original(self, lora_request)
+    if lora_request is None:
+        return
+    try:
+        found = _needs_lambda(lora_request.lora_path)
+        if found is None or not found[0].is_dir():
             return
-        try:
-            found = _needs_lambda(lora_request.lora_path)
-            if found is None or not found[0].is_dir():
-                return
-            from loragate.models.folder_gates import read_gates, stamp
+        from loragate.models.folder_gates import read_gates, stamp
 
-            checked = self.__dict__.setdefault("_loragate_checked", {})
-            now, key = stamp(found[0]), (lora_request.lora_name, lora_request.lora_path)
-            if checked.get(key) != now:
-                _remember(self, lora_request, read_gates(*found).digest)
-                checked[key] = now
-        except LoragateError as error:
-            raise ValueError(str(error)) from error
-
-    return validate
+        checked = self.__dict__.setdefault("_loragate_checked", {})
+        now, key = stamp(found[0]), (lora_request.lora_name, lora_request.lora_path)
+        if checked.get(key) != now:
+            _remember(self, lora_request, read_gates(*found).digest)
+            checked[key] = now
+    except LoragateError as error:
+        raise ValueError(str(error)) from error
 
 
-def recommending(original: Any) -> Any:
+def recommend(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """The server's look-up of a request's adapter; what the request leaves open is sampled as the adapter's folder recommends.
 
     vLLM's own defaults are one for all names, and base and plain adapter keep those.
     """
-
-    @functools.wraps(original)
-    def adapters(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        lora_request = original(self, request, *args, **kwargs)
-        if lora_request is None or getattr(request, "temperature", 0.0) is not None:
-            return lora_request
-        temperature = recommended_temperature(_sampling(lora_request.lora_path))
-        if temperature is not None:
-            # vLLM reads no do_sample: greedy decoding is a temperature of 0 there
-            for key, value in {**generation_settings(temperature), "temperature": temperature}.items():
-                if getattr(request, key, value) is None:
-                    setattr(request, key, value)
+    lora_request = original(self, request, *args, **kwargs)
+    if lora_request is None or getattr(request, "temperature", 0.0) is not None:
         return lora_request
+    temperature = recommended_temperature(_sampling(lora_request.lora_path))
+    if temperature is not None:
+        # vLLM reads no do_sample: greedy decoding is a temperature of 0 there
+        for key, value in {**generation_settings(temperature), "temperature": temperature}.items():
+            if getattr(request, key, value) is None:
+                setattr(request, key, value)
+    return lora_request
 
-    return adapters
 
-
-def warning(original: Any) -> Any:
+def warn(
+    original: Any, self: Any, prompt: Any, sampling_params: Any, *args: Any, lora_request: Any = None, **kwargs: Any
+) -> Any:
     """A server's `generate` that warns where an adapter is sampled at another temperature than its folder recommends."""
-
-    @functools.wraps(original)
-    def generate(
-        self: Any, prompt: Any, sampling_params: Any, *args: Any, lora_request: Any = None, **kwargs: Any
-    ) -> Any:
-        if lora_request is not None:
-            told = logging.getLogger("loragate")
-            # in servers that `loragate serve` starts, vLLM's loggers and the root tell of errors alone
-            told.setLevel(logging.WARNING)
-            record = _sampling(lora_request.lora_path)
-            warn_elsewhere(lora_request.lora_name, record, sampling_params.temperature, told)
-        return original(self, prompt, sampling_params, *args, lora_request=lora_request, **kwargs)
-
-    return generate
+    if lora_request is not None:
+        told = logging.getLogger("loragate")
+        # in servers that `loragate serve` starts, vLLM's loggers and the root tell of errors alone
+        told.setLevel(logging.WARNING)
+        record = _sampling(lora_request.lora_path)
+        warn_elsewhere(lora_request.lora_name, record, sampling_params.temperature, told)
+    return original(self, prompt, sampling_params, *args, lora_request=lora_request, **kwargs)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -194,27 +178,17 @@ def _sampling(path: str) -> dict[str, Any]:
         return {}
 
 
-def hashing(original: Any) -> Any:
+def compile_key(original: Any, self: Any, *args: Any, **kwargs: Any) -> str:
     """The key of vLLM's compile cache with the plugin in it: a graph made without gates must not be taken for one with."""
-
-    @functools.wraps(original)
-    def compute_hash(self: Any, *args: Any, **kwargs: Any) -> str:
-        text = f"{original(self, *args, **kwargs)}:loragate {__version__}"
-        return hashlib.sha256(text.encode()).hexdigest()[:10]
-
-    return compute_hash
+    text = f"{original(self, *args, **kwargs)}:loragate {__version__}"
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def _refusing(original: Any, reason: str) -> Any:
+def _refuse(reason: str, original: Any, self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
     """`_load_adapter` that names the reason when a gated folder comes; plain adapters are vLLM's own affair."""
-
-    @functools.wraps(original)
-    def load(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
-        if _needs_lambda(getattr(lora_request, "lora_path", "")):
-            raise ValueError(reason)
-        return original(self, lora_request, *args, **kwargs)
-
-    return load
+    if _needs_lambda(getattr(lora_request, "lora_path", "")):
+        raise ValueError(reason)
+    return original(self, lora_request, *args, **kwargs)
 
 
 def _remember(owner: Any, lora_request: Any, digest: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from loragate.display import console
-from loragate.errors import ConfigError, LoragateError
+from loragate.errors import ConfigError
 from loragate.gates.override_names import parse_override
 from loragate.gates.recommended import sampling_note
 from loragate.models import Loading, Place, open_model, open_tokenizer, require_here, resolve
@@ -24,8 +24,15 @@ from loragate.serving.backend import Row, add_adapters, transformers_backend
 from loragate.serving.http_app import make_server
 from loragate.serving.parity import verify
 from loragate.serving.settings import ServerSettings
-from loragate.serving.vllm_arguments import prepare_vllm, vllm_arguments
-from loragate.serving.vllm_server import server_command, start, stop, wait_until_healthy, without_secrets
+from loragate.serving.vllm_server import (
+    prepare_vllm,
+    server_command,
+    start,
+    stop,
+    vllm_arguments,
+    wait_until_healthy,
+    without_secrets,
+)
 from loragate.validate import comma_list
 
 
@@ -111,6 +118,7 @@ def serve_vllm(settings: ServerSettings, how: Loading, system: str) -> int:
     place, adapters = served_places(settings)
     rank = prepare_vllm(place, adapters, how.trust_remote_code)
     texts = {name: adapter.text for name, adapter in adapters.items()}
+    tokenizer = open_tokenizer(place, how)
     with listen(settings.host, settings.port) as free:
         port = int(free.getsockname()[1])
     out = console()
@@ -122,32 +130,24 @@ def serve_vllm(settings: ServerSettings, how: Loading, system: str) -> int:
             port=port,
             max_lora_rank=rank,
             extra=[
-                *vllm_arguments(settings, how, system, place, adapters, Path(scratch)),
+                *vllm_arguments(settings, how, system, place, adapters, tokenizer, Path(scratch)),
                 *shlex.split(settings.vllm_args),
             ],
         )
         out.print("starting vLLM: " + shlex.join(without_secrets(command)), markup=False)
         print_sampling(adapters)
-        began, process = time.monotonic(), start(command, texts, dynamic=settings.dynamic)
+        began, process = time.monotonic(), start(command, texts, settings.dynamic)
         try:
             wait_until_healthy(process, address(settings.host, port))
             out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
-            print_clients(settings.host, port, ["base", *adapters], chat=renders_chats(how, place))
+            chat = tokenizer.chat_template is not None
+            print_clients(settings.host, port, ["base", *adapters], chat=chat)
             status = process.wait()
         finally:
             stop(process)
     if status:
         print(f"loragate: vLLM ended with status {status}; its log above says why", file=sys.stderr)
     return 1 if status else 0
-
-
-def renders_chats(how: Loading, place: Place) -> bool:
-    """Whether there is a template, without which conversations are refused."""
-    try:
-        tokenizer = open_tokenizer(place, how)
-    except LoragateError:
-        return True  # vLLM, which is serving by now, reads formats that transformers does not
-    return tokenizer.chat_template is not None
 
 
 def serve_transformers(settings: ServerSettings, how: Loading, system: str) -> int:
