@@ -118,9 +118,9 @@ def serve_vllm(settings: ServerSettings, how: Loading, system: str) -> int:
     place, adapters = served_places(settings)
     rank = prepare_vllm(place, adapters, how.trust_remote_code)
     texts = {name: adapter.text for name, adapter in adapters.items()}
-    tokenizer = open_tokenizer(place, how)
     with listen(settings.host, settings.port) as free:
         port = int(free.getsockname()[1])
+    tokenizer = open_tokenizer(place, how)
     out = console()
     with tempfile.TemporaryDirectory(prefix="loragate-serve-") as scratch:
         command = server_command(

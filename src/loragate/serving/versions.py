@@ -45,6 +45,7 @@ _HOOKS = (
     ("vllm.v1.engine.async_llm", "AsyncLLM.generate", "prompt sampling_params lora_request"),
     ("vllm.entrypoints.serve.engine.serving", "BaseServing._maybe_get_adapters", "request"),
     ("vllm.config", "VllmConfig.compute_hash", ""),
+    ("vllm.distributed", "get_pp_group", ""),
 )
 
 
