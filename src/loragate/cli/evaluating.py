@@ -16,14 +16,13 @@ from rich.console import Console
 
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.evaluate import EvalOptions, EvaluationInputs
-from loragate.cli.options import GradingOptions, ModelOptions
+from loragate.cli.options import ModelOptions
 from loragate.cli.regrade import RegradeOptions
 from loragate.display import Display, console, duration, quiet_logging
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.evaluation.engines import load
 from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, open_evaluation
-from loragate.evaluation.judging import JudgeSettings
 from loragate.evaluation.results import EvaluationRecord, write_record
 from loragate.evaluation.session import Request, Session, trained_controls
 from loragate.evaluation.variants import Variant, describe
@@ -37,11 +36,6 @@ from loragate.training.preflight import check_loading
 from loragate.validate import comma_list
 
 
-def judge_settings(options: GradingOptions) -> JudgeSettings:
-    """How answers are judged."""
-    return JudgeSettings(workers=options.workers, timeout_s=options.timeout, sandbox=options.sandbox)
-
-
 def request_of(options: EvaluationInputs, model: str) -> Request:
     """What an evaluation is asked for by a command's options."""
     share = options.vllm_memory or (usual_share() if options.engine == "vllm" else 0.0)
@@ -50,8 +44,7 @@ def request_of(options: EvaluationInputs, model: str) -> Request:
         Path(options.out),
         tasks=options,
         engine=replace(options, vllm_memory=share),
-        judging=judge_settings(options),
-        grader=options.grader,
+        grading=options,
         base=options.base,
         system=options.system,
         resume=options.resume,
@@ -140,7 +133,7 @@ def evaluate_sweep(options: EvalOptions) -> int:
 def regrade(options: RegradeOptions) -> int:
     """`loragate regrade`: judge, tabulate beside the earlier record, list what changed."""
     folder, out = Path(options.run), console()
-    evaluation = open_evaluation(folder, options.grader, judge_settings(options))
+    evaluation = open_evaluation(folder, options)
     count = evaluation.sample_count
     with Display().job("grading", count, "answer") as job:
         done: dict[tuple[str, str], int] = {}

@@ -7,7 +7,6 @@ from typing import Literal
 
 from loragate.models.settings import Loading
 from loragate.training.settings import LaunchSettings, RowsSettings
-from loragate.validate import Count, Positive
 
 
 @dataclass(frozen=True)
@@ -37,20 +36,3 @@ class ModelOptions(Loading):
 @dataclass(frozen=True)
 class RunOptions(RowsSettings, ModelOptions, LaunchSettings, OutputOptions):
     """What every training takes beside the settings of its stage."""
-
-
-@dataclass(frozen=True)
-class GradingOptions:
-    """How answers are judged.
-
-    Attributes:
-        grader: of math answers, in place of the tasks' own: default, math_verify or dft.
-        sandbox: where programs run; rlimits isolates nothing.
-        workers: grading processes.
-        timeout: seconds after which grading an answer, or running a program, is stopped.
-    """
-
-    grader: str = ""
-    sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
-    workers: Count = 2
-    timeout: Positive = 10.0

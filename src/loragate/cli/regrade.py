@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loragate.cli.arguments import Command
-from loragate.cli.options import GradingOptions
+from loragate.evaluation.settings import GradingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegradeOptions(GradingOptions):
+class RegradeOptions(GradingSettings):
     """Settings of `loragate regrade`.
 
     Attributes:
