@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from loragate.display import Job
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.harness import draw_likelihoods
@@ -67,6 +68,18 @@ SAID = ("notes", "left_out")
 
 def unheard(stage: str, variant: Variant, task: str, done: int, total: int) -> None:
     """An `OnEvent` for nobody."""
+
+
+def counted(job: Job, *stages: str) -> OnEvent:
+    """An `OnEvent` that draws one bar over all rows and tasks: the answers that are through the latest of `stages`."""
+    through: dict[tuple[str, str], int] = {}
+
+    def on_event(stage: str, variant: Variant, task: str, done: int, total: int) -> None:
+        if stage in stages:
+            through[variant.name, task] = done
+        job.advance_to(sum(through.values()), note=f"{stage} {variant.name} on {task}")
+
+    return on_event
 
 
 @dataclass
