@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import RunOptions
+from loragate.cli.options import RunOptions, taken_from
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.selection.candidate import Candidate, parse_candidates
-from loragate.selection.settings import ProbeSettings, SelectionSettings, require_one_process
+from loragate.selection.settings import SelectionSettings, require_one_process
 from loragate.training.preflight import check_loading
-from loragate.training.settings import ON_POLICY, CalibrationSettings, TrainSettings
+from loragate.training.settings import ON_POLICY, CalibrationSettings
 from loragate.validate import comma_list
 
 if TYPE_CHECKING:
     from loragate.gates.config import GateConfig
-
-Settings = TypeVar("Settings", bound=ProbeSettings | TrainSettings)
 
 
 @dataclass(frozen=True)
@@ -115,11 +113,6 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
     if not plain_retention and not any(one.objective == "reward" for one in found):
         require_effect("probe grader", options, flags=True)
     return found
-
-
-def taken_from(options: object, kind: type[Settings]) -> Settings:
-    """The settings of one kind out of a command's options, which have all of its fields."""
-    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
 
 
 def gate_config(options: GateOptions) -> GateConfig:

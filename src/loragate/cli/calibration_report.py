@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.calibrate import CalibrateOptions, gate_config, taken_from
+from loragate.cli.calibrate import CalibrateOptions, gate_config
+from loragate.cli.options import taken_from
 from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
 from loragate.data import load_rows
 from loragate.display import Display, console, next_evaluation, quiet_logging

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from loragate.models.settings import Loading
 from loragate.training.settings import LaunchSettings, RowsSettings
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -36,3 +41,8 @@ class ModelOptions(Loading):
 @dataclass(frozen=True)
 class RunOptions(RowsSettings, ModelOptions, LaunchSettings, OutputOptions):
     """What every training takes beside the settings of its stage."""
+
+
+def taken_from(options: object, kind: type[Settings]) -> Settings:
+    """The settings of one kind out of a command's options, which have all of its fields."""
+    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
