@@ -254,7 +254,7 @@ def drawn(folder):
 def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch):
     """The executor is this process; that Ray deals out the same is the engine's own test."""
     assert run(place, "gated", tmp_path / "one") == 0
-    monkeypatch.setattr("loragate.evaluation.engines.require_ray", lambda: None)
+    monkeypatch.setattr("loragate.evaluation.session.require_ray", lambda: None)
 
     def here(self, replica, parts):
         engines = [replica.make_engine() for _ in range(self.shards)]
@@ -438,11 +438,11 @@ def test_verdicts_of_other_limits_are_not_taken_over(place, tmp_path, capsys):
     grades = [Grade(True, "a\u2028b", "ok"), Grade(False, None, "no_answer")]
     path = tmp_path / "grades.jsonl"
     for grader in ("exact", "default", "humaneval"):
-        write_grades(path, samples, grades, judged_by(grader, settings))
-        assert read_grades(path, samples, judged_by(grader, settings)) == read_grades(path, samples) == grades
+        write_grades(path, samples, grades, judged_by(grader, settings, samples))
+        assert read_grades(path, samples, judged_by(grader, settings, samples)) == read_grades(path, samples) == grades
         slower, lower = replace(settings, timeout=20.0), replace(settings, sandbox="rlimits")
-        assert (read_grades(path, samples, judged_by(grader, slower)) is None) == (grader != "exact")
-        assert (read_grades(path, samples, judged_by(grader, lower)) is None) == (grader == "humaneval")
+        assert (read_grades(path, samples, judged_by(grader, slower, samples)) is None) == (grader != "exact")
+        assert (read_grades(path, samples, judged_by(grader, lower, samples)) is None) == (grader == "humaneval")
     assert read_grades(path, samples[:1]) is None
 
 

@@ -83,7 +83,7 @@ def evaluate(options: EvalOptions) -> int:
     if note := session.sampling_note:
         out.print(note, markup=False)
     rows = ", ".join(variant.name for variant in evaluation.variants)
-    begin(options, session, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
+    begin(options, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
     if options.controls == "full":
         for line in trained_controls(loaded):
             out.print(line, markup=False)
@@ -108,7 +108,7 @@ def evaluate_sweep(options: EvalOptions) -> int:
         session = Session(cells.request, cells.tasks, loaded)
     evaluation = cells.evaluation(session)
     count = f"{len(cells.trials)} cells, {evaluation.sample_count:,} answers to sample"
-    begin(told, session, evaluation, out, count)
+    begin(told, evaluation, out, count)
     record = sample(session, evaluation, out, display)
     folder = cells.request.out
     write_text(folder / "results.md", score_markdown(record.to_json()))
@@ -126,15 +126,14 @@ def evaluate_sweep(options: EvalOptions) -> int:
     return 0
 
 
-def begin(options: EvaluationInputs, session: Session, evaluation: Evaluation, out: Console, rows: str = "") -> None:
-    """Say what a reader should know, write down what is being run, and say which rows come, where that is told."""
+def begin(options: EvaluationInputs, evaluation: Evaluation, out: Console, rows: str) -> None:
+    """Say what a reader should know, write down what is being run, and say which rows come."""
     for warning in evaluation.warnings:
         out.print(f"warning: {warning}", markup=False)
     out.print(describe(evaluation.canary), markup=False)
-    evaluation.begin(session.request.resume)
+    evaluation.begin(options.resume)
     write_text(evaluation.folder / "config.yaml", resolved_yaml(options))
-    if rows:
-        out.print(rows, markup=False)
+    out.print(rows, markup=False)
 
 
 def sample(

@@ -31,7 +31,6 @@ from loragate.evaluation.answers import Grade
 from loragate.evaluation.harness import draw_likelihoods
 from loragate.evaluation.judging import (
     CODE,
-    answers_hash,
     grader_for,
     judge,
     judged_by,
@@ -282,7 +281,7 @@ class Evaluation:
         if len(samples) != prepared.samples(variant):
             raise DataError(f"samples of {variant.name} on {name} are missing; run again with --resume")
         path = self._grades_path(variant, name, grader)
-        judge_now = judged_by(grader, self.grading) | {"answers": answers_hash(samples)}
+        judge_now = judged_by(grader, self.grading, samples)
         grades = read_grades(path, samples, judge_now)
         if grades is None:
             report = partial(on_event, "grading", variant, name)

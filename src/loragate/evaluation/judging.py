@@ -144,20 +144,21 @@ def grader_version(grader: str) -> str:
     )
 
 
-def judged_by(grader: str, settings: GradingSettings) -> dict[str, Any]:
-    """What verdicts on file must share to be used again: grader, versions, limits and, for programs, the sandbox's tier."""
+def judged_by(grader: str, settings: GradingSettings, samples: Sequence[Sample]) -> dict[str, Any]:
+    """What verdicts on file must share to be used again.
+
+    Grader, versions, limits and, for programs, the sandbox's tier; and "answers", SHA-256 (hex) over what graders see of the
+    samples: a redrawn answer must not get the verdict of the one before.
+    """
     kept: dict[str, Any] = {"grader": grader, "version": grader_version(grader)}
     if grader in (*MATH, *CODE):
         kept |= {"timeout_s": float(settings.timeout), "memory_mb": MEMORY_MB}
-    return kept | ({"sandbox": settings.sandbox} if grader in CODE else {})
-
-
-def answers_hash(samples: Sequence[Sample]) -> str:
-    """SHA-256 (hex) over what graders see of the samples: a redrawn answer must not get the verdict of the one before."""
-    digest = hashlib.sha256()
+    if grader in CODE:
+        kept["sandbox"] = settings.sandbox
+    seen = hashlib.sha256()
     for sample in samples:
-        digest.update(json.dumps([sample.question, sample.sample, sample.text, sample.finish_reason]).encode())
-    return digest.hexdigest()
+        seen.update(json.dumps([sample.question, sample.sample, sample.text, sample.finish_reason]).encode())
+    return kept | {"answers": seen.hexdigest()}
 
 
 def with_answer(question: Question, answer: str) -> Question:

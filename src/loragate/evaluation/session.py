@@ -17,7 +17,7 @@ from typing import Any
 
 from loragate.data import template_hash
 from loragate.errors import ConfigError
-from loragate.evaluation.engines import Engines, require_engine, why_not
+from loragate.evaluation.engines import Engines, why_not
 from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, unheard
 from loragate.evaluation.judging import require_graders
 from loragate.evaluation.prepared import chosen_tasks, prepare, questions_of
@@ -29,6 +29,8 @@ from loragate.files import require_new
 from loragate.gates.attach import active_adapter
 from loragate.gates.eligibility import trains_biases
 from loragate.gates.recommended import at, sampling_note
+from loragate.generation.sharded import require_ray
+from loragate.generation.vllm_engine import require_vllm
 from loragate.models import Loaded
 
 BIASES = (
@@ -70,7 +72,10 @@ class Request:
         require_run_folder(self.out, self.resume)
         tasks = chosen_tasks(self.tasks)
         require_graders(tasks, self.grading)
-        require_engine(self.engine)
+        if self.engine.engine == "vllm":
+            require_vllm()
+        if self.engine.replicas > 1:
+            require_ray()
         if all(task.harness for task in tasks) and (
             self.tasks.samples is not None or self.tasks.temperature is not None
         ):
