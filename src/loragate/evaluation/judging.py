@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -24,13 +24,12 @@ from loragate.evaluation.sandbox.programs import root_style_of
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
 from loragate.files import write_text
-from loragate.generation import Sample
+from loragate.generation import OnProgress, Sample
 from loragate.records import package_versions, read_lines
 from loragate.validate import validate
 from loragate.world.problems import Problem, verify
 from loragate.world.tokenizer import EOS
 
-OnProgress = Callable[[int, int], None]
 MATH = ("default", "math_verify", "dft")
 CODE = ("humaneval", "mbpp")
 TEXT = ("choice", "exact", "boxed", "tiny")
