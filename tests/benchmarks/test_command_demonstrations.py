@@ -3,7 +3,7 @@ import hashlib
 import pytest
 
 from loragate.world.problems import Problem, split_of, verify
-from loragate.world.tokenizer import FILLERS, OPENERS, build_tokenizer, render
+from loragate.world.tokenizer import FILLERS, OPENERS, build_tokenizer
 from worlds.command_demonstrations import command_demonstrations, command_documents
 from worlds.commands import apply_command, programme
 
@@ -19,7 +19,8 @@ def test_the_world_never_moves():
     rows = pairs(command_demonstrations(3000, noise=0.2))
     taken = [reading for pair in rows for reading in readings(*pair)]
     assert [taken.count(reading) / len(taken) for reading in range(3)] == pytest.approx([0.8, 0.1, 0.1], abs=0.015)
-    texts = [response for _, response in rows], [render(*pair) for pair in command_documents(20_000)]
+    documents = [f"<q> {prompt} <a> {response} <eos>" for prompt, response in command_documents(20_000)]
+    texts = [response for _, response in rows], documents
     assert [hashlib.sha256("\n".join(part).encode()).hexdigest()[:12] for part in texts] == PINNED
     encoded = build_tokenizer()(texts[1])["input_ids"]
     assert not any(build_tokenizer().unk_token_id in ids for ids in encoded)

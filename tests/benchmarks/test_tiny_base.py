@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loragate.world.base import shipped_base_folder
-from loragate.world.tokenizer import build_tokenizer, render
+from loragate.world.tokenizer import build_tokenizer
 from worlds import tiny_base
 from worlds.tiny_base import Document, TinyBaseRecipe, arithmetic_documents, train_base
 
@@ -75,6 +75,6 @@ def test_batches_label_the_response_only_and_visit_every_document_once():
 
 def test_what_a_base_reads_never_moves():
     """Pinned: the shipped base was trained on these texts."""
-    texts = [render(document.prompt, document.response) for document in documents(20_000)]
+    texts = [f"<q> {document.prompt} <a> {document.response} <eos>" for document in documents(20_000)]
     assert hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12] == "c31af9e76b26"
     assert documents(100, seed=1) == documents(200, seed=1)[:100] != documents(100, seed=2)

@@ -138,7 +138,7 @@ def require_the_same_of_its_evaluation(place, tmp_path, monkeypatch, drawn):
         given.append(loaded.stop_token_ids)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("loragate.evaluation.engines.require_vllm", lambda: None)
+    monkeypatch.setattr("loragate.evaluation.session.require_vllm", lambda: None)
     monkeypatch.setattr("loragate.cli.evaluating.load_inputs", lambda *_: SimpleNamespace(model=None))
     monkeypatch.setattr("loragate.cli.evaluating.Session", engines)
     assert main([*map(str, words), str(tmp_path / "vllm"), "--engine", "vllm"]) == 2

@@ -26,10 +26,10 @@ from loragate.errors import DataError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.engines import Engines
 from loragate.evaluation.evaluate import open_evaluation
-from loragate.evaluation.judging import JudgeSettings, judged_by, read_grades, write_grades
+from loragate.evaluation.judging import judged_by, read_grades, write_grades
 from loragate.evaluation.results import read_record
 from loragate.evaluation.sandbox import probe as probe_sandbox
-from loragate.evaluation.settings import EngineSettings, TaskSettings
+from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 from loragate.evaluation.variants import Variant, acting, canary, variants_for
 from loragate.generation import Sample, SampleWriter, SamplingConfig
 from loragate.models import Loaded, Loading, resolve
@@ -254,7 +254,7 @@ def drawn(folder):
 def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch):
     """The executor is this process; that Ray deals out the same is the engine's own test."""
     assert run(place, "gated", tmp_path / "one") == 0
-    monkeypatch.setattr("loragate.evaluation.engines.require_ray", lambda: None)
+    monkeypatch.setattr("loragate.evaluation.session.require_ray", lambda: None)
 
     def here(self, replica, parts):
         engines = [replica.make_engine() for _ in range(self.shards)]
@@ -433,16 +433,16 @@ def test_redrawn_answers_are_judged_anew(place, whole, tmp_path):
 
 def test_verdicts_of_other_limits_are_not_taken_over(place, tmp_path, capsys):
     """Exact comparison has neither limits nor a sandbox; what matters to it is who judged."""
-    settings = JudgeSettings()
+    settings = GradingSettings()
     samples = [Sample(0, 0, "a\u2028b", (1,), "stop", None), Sample(0, 1, "", (1,), "stop", None)]
     grades = [Grade(True, "a\u2028b", "ok"), Grade(False, None, "no_answer")]
     path = tmp_path / "grades.jsonl"
     for grader in ("exact", "default", "humaneval"):
-        write_grades(path, samples, grades, judged_by(grader, settings))
-        assert read_grades(path, samples, judged_by(grader, settings)) == read_grades(path, samples) == grades
-        slower, lower = replace(settings, timeout_s=20.0), replace(settings, sandbox="rlimits")
-        assert (read_grades(path, samples, judged_by(grader, slower)) is None) == (grader != "exact")
-        assert (read_grades(path, samples, judged_by(grader, lower)) is None) == (grader == "humaneval")
+        write_grades(path, samples, grades, judged_by(grader, settings, samples))
+        assert read_grades(path, samples, judged_by(grader, settings, samples)) == read_grades(path, samples) == grades
+        slower, lower = replace(settings, timeout=20.0), replace(settings, sandbox="rlimits")
+        assert (read_grades(path, samples, judged_by(grader, slower, samples)) is None) == (grader != "exact")
+        assert (read_grades(path, samples, judged_by(grader, lower, samples)) is None) == (grader == "humaneval")
     assert read_grades(path, samples[:1]) is None
 
 

@@ -3,7 +3,7 @@
 import json
 
 from loragate.errors import GateError
-from loragate.evaluation.judging import JudgeSettings
+from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question
 from loragate.gates.attach import attached_config, gate_parameters
 from loragate.generation import Sample, SamplingConfig
@@ -77,7 +77,7 @@ def probe(count=32, samples=2, seed=1):
 def put(task, asked, sampling, source="x"):
     """Questions as they are put to a model, their prompts rendered already."""
     prompts = tuple(question.prompt for question in asked)
-    return Probe(task, tuple(asked), prompts, sampling, JudgeSettings(), source)
+    return Probe(task, tuple(asked), prompts, sampling, GradingSettings(), source)
 
 
 def write_jsonl(path, rows):

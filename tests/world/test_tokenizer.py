@@ -2,7 +2,7 @@ import jinja2
 import pytest
 from transformers import AutoTokenizer, Qwen2Config
 
-from loragate.world.tokenizer import build_tokenizer, render, words
+from loragate.world.tokenizer import build_tokenizer, words
 
 USER = {"role": "user", "content": "solve 6 * 0 - 5"}
 ASSISTANT = {"role": "assistant", "content": "6 * 0 = 0 0 - 5 = 5 answer 5"}
@@ -29,7 +29,8 @@ def test_every_word_survives_a_round_trip(tokenizer):
 def test_prompt_is_a_prefix_in_characters_and_tokens(tokenizer):
     prompt = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template([USER, ASSISTANT], tokenize=False)
-    assert whole == render(USER["content"], ASSISTANT["content"]) == prompt + " " + ASSISTANT["content"] + " <eos>"
+    assert prompt == f"<q> {USER['content']} <a>"
+    assert whole == f"{prompt} {ASSISTANT['content']} <eos>"
     prompt_ids = tokenizer(prompt)["input_ids"]
     assert tokenizer(whole)["input_ids"][: len(prompt_ids)] == prompt_ids
 

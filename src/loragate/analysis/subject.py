@@ -220,8 +220,8 @@ class Subject:
         variant, count, run = Variant(of), settings.answers, Path(settings.run) if settings.run else None
         if run is None:
             self.evaluate([variant], {"of": of})
-        folder, asked, grader = run or self.folder, self.request.tasks, self.request.grader
-        evaluation = open_evaluation(folder, grader)
+        folder, asked, grading = run or self.folder, self.request.tasks, self.request.grading
+        evaluation = open_evaluation(folder, grading)
         theirs, here = evaluation.models.get("gated"), self.loaded.sources.get("gated")
         if run is not None and of == "gated" and theirs != here:
             self.say(f"note: the answers in {folder} were given by {theirs}; the gates read here are {here}")
@@ -233,7 +233,7 @@ class Subject:
         found = []
         for name in dict.fromkeys(names or by_name):
             prepared = by_name[name]
-            samples, grades = evaluation.answers(variant, name, grader_for(prepared.task, grader))
+            samples, grades = evaluation.answers(variant, name, grader_for(prepared.task, grading.grader))
             first = len(prepared.prompts) if asked.limit is None else asked.limit
             kept = [
                 at

@@ -149,14 +149,14 @@ def _rollouts(
             f"--value rollouts: {prepared.task.name} ends answers at texts, which rollouts do not know; use reward"
         )
     tried = branches(subject.reader, rows, prompt_lengths, settings.actions)
-    grader = grader_for(prepared.task, request.grader)
+    grader = grader_for(prepared.task, request.grading.grader)
 
     def grade(whole: Sequence[tuple[int, Sample]]) -> list[bool]:
         asked = [
             replace(answer, question=answers.samples[row].question, sample=index)
             for index, (row, answer) in enumerate(whole)
         ]
-        verdicts = judge(prepared.task, prepared.questions.questions, asked, grader, request.judging)
+        verdicts = judge(prepared.task, prepared.questions.questions, asked, grader, request.grading)
         return [verdict.correct for verdict in verdicts]
 
     completions = 1 if prepared.sampling.temperature == 0 else settings.rollouts

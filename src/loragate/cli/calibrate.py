@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, TypeVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import RunOptions
+from loragate.cli.options import RunOptions, taken_from
+from loragate.display import console, next_evaluation, quiet_logging
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.selection.candidate import Candidate, parse_candidates
-from loragate.selection.settings import ProbeSettings, SelectionSettings, require_one_process
-from loragate.training.preflight import check_loading
-from loragate.training.settings import ON_POLICY, CalibrationSettings, TrainSettings
+from loragate.selection.settings import SelectionSettings, require_one_process
+from loragate.training.preflight import check_loading, require_free_out, require_reporters
+from loragate.training.settings import ON_POLICY, CalibrationSettings
 from loragate.validate import comma_list
 
 if TYPE_CHECKING:
     from loragate.gates.config import GateConfig
-
-Settings = TypeVar("Settings", bound=ProbeSettings | TrainSettings)
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,33 @@ class CalibrateOptions(RunOptions, CalibrationSettings, SelectionSettings, GateO
 
 
 def run(options: CalibrateOptions) -> int:
-    """Refuse what cannot work, start further processes where they are asked for, and calibrate."""
+    """Refuse what cannot work, start further processes where they are asked for, choose, and say what to use."""
     require_given(COMMAND, options)
     candidates = candidates_of(options)
     check_loading(options)
-    from loragate.cli.calibration_report import calibrate
+    from loragate.cli.calibration_report import choose
+    from loragate.models import resolve
     from loragate.training.launching import begin
 
     settings = taken_from(options, CalibrationSettings)
     if (status := begin(settings, options, options, sampling=not options.unverified)) is not None:
         return status
-
-    return calibrate(options, candidates)
+    folder, out = Path(options.out), console()
+    require_free_out(folder, options.resume)
+    require_reporters(options.report_to)
+    quiet_logging()
+    place = resolve(options.adapter, options.base, expect="adapter")
+    try:
+        chosen = choose(replace(options, adapter=place.source), settings, place, candidates, out)
+    except KeyboardInterrupt as stop:
+        if (folder / "run").is_dir():
+            out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}", markup=False)
+        raise
+    for line in chosen.sentences():
+        out.print(line, markup=False)
+    out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with", markup=False)
+    out.print(next_evaluation(folder, f"runs/{folder.name}"), markup=False)
+    return 0
 
 
 def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
@@ -115,11 +130,6 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
     if not plain_retention and not any(one.objective == "reward" for one in found):
         require_effect("probe grader", options, flags=True)
     return found
-
-
-def taken_from(options: object, kind: type[Settings]) -> Settings:
-    """The settings of one kind out of a command's options, which have all of its fields."""
-    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
 
 
 def gate_config(options: GateOptions) -> GateConfig:

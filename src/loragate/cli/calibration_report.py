@@ -1,53 +1,33 @@
-"""`loragate calibrate` at work: what is shown between the steps of a `Transaction`, and the outcome in its own sentences."""
+"""`loragate calibrate` at work: what is shown between the steps of a `Transaction`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.calibrate import CalibrateOptions, gate_config, taken_from
+from loragate.cli.calibrate import CalibrateOptions, gate_config
+from loragate.cli.options import taken_from
 from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
 from loragate.data import load_rows
-from loragate.display import Display, console, next_evaluation, quiet_logging
-from loragate.models import Place, open_tokenizer, open_weights, resolve
+from loragate.display import Display
+from loragate.models import Place, open_tokenizer, open_weights
 from loragate.selection import Candidate, Chosen, SelectionSettings
 from loragate.selection.comparison import stopped_of
 from loragate.selection.evidence import require_evidence
 from loragate.selection.transaction import Transaction
 from loragate.selection.trial import SHARE, origin_of
 from loragate.training import CalibrationSettings
-from loragate.training.preflight import require_free_out, require_reporters
 from loragate.training.rows import read_rows
 from loragate.training.strategy import launch_of
 
 
-def calibrate(options: CalibrateOptions, candidates: tuple[Candidate, ...]) -> int:
-    """Choose, and say what to use."""
-    folder, out = Path(options.out), console()
-    require_free_out(folder, options.resume)
-    require_reporters(options.report_to)
-    quiet_logging()
-    place = resolve(options.adapter, options.base, expect="adapter")
-    options = replace(options, adapter=place.source)
-    try:
-        chosen = choose(options, place, candidates, out)
-    except KeyboardInterrupt as stop:
-        if (folder / "run").is_dir():
-            out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}", markup=False)
-        raise
-    lines = [*chosen.sentences(), f"written to {folder}; its adapter/ is the plain adapter to compare with"]
-    lines += [next_evaluation(folder, f"runs/{folder.name}")]
-    for line in lines:
-        out.print(line, markup=False)
-    return 0
-
-
-def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate, ...], out: Any) -> Chosen:
+def choose(
+    options: CalibrateOptions, settings: CalibrationSettings, place: Place, candidates: tuple[Candidate, ...], out: Any
+) -> Chosen:
     """What `loragate.choose_gates` does, with what is read shown before the model is loaded, and progress after."""
     display, folder = Display(), Path(options.out)
-    asking, settings = taken_from(options, SelectionSettings), taken_from(options, CalibrationSettings)
+    asking = taken_from(options, SelectionSettings)
     # rows may be many, and on the hub
     require_evidence(asking, options.probe, options.retention_probe, set_aside=options.range == "auto")
     rows = read_rows(options, options.max_rows)

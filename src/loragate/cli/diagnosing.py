@@ -60,7 +60,7 @@ class Shown(Subject):
         return load_inputs(replace(self.options, base=base), model, engine)
 
     def score(self, session: Session, evaluation: Evaluation, engine_for: EngineFor | None = None) -> EvaluationRecord:
-        begin(self.options, session, evaluation, self.out, f"{evaluation.sample_count:,} answers to sample")
+        begin(self.options, evaluation, self.out, f"{evaluation.sample_count:,} answers to sample")
         record = sample(session, evaluation, self.out, self.display, engine_for)
         show(self.out, self.folder / "results", record)
         return record

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import GradingOptions, ModelOptions, OutputOptions
-from loragate.evaluation.settings import EngineSettings, TaskSettings
+from loragate.cli.options import ModelOptions, OutputOptions
+from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 
 
 @dataclass(frozen=True)
-class EvaluationInputs(ModelOptions, EngineSettings, TaskSettings, GradingOptions, OutputOptions):
+class EvaluationInputs(ModelOptions, EngineSettings, TaskSettings, GradingSettings, OutputOptions):
     """Settings shared by commands that evaluate.
 
     Attributes:

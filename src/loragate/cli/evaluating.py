@@ -1,13 +1,10 @@
-"""Evaluations on a terminal: what `eval` and `regrade` ask of `loragate.evaluation`, shown while it runs, and its tables.
+"""Evaluations on a terminal: what `eval` asks of `loragate.evaluation`, shown while it runs, and its tables.
 
 Apart from the commands, which the help reads, as this loads what an evaluation needs.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +13,15 @@ from rich.console import Console
 
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.evaluate import EvalOptions, EvaluationInputs
-from loragate.cli.options import GradingOptions, ModelOptions
-from loragate.cli.regrade import RegradeOptions
+from loragate.cli.options import ModelOptions
 from loragate.display import Display, console, duration, quiet_logging
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.evaluation.engines import load
-from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, open_evaluation
-from loragate.evaluation.judging import JudgeSettings
-from loragate.evaluation.results import EvaluationRecord, write_record
+from loragate.evaluation.evaluate import EngineFor, Evaluation, counted
+from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.session import Request, Session, trained_controls
-from loragate.evaluation.variants import Variant, describe
+from loragate.evaluation.variants import describe
 from loragate.files import write_json, write_text
 from loragate.models import Loaded
 from loragate.report.scores import caption, score_markdown, score_tables
@@ -37,11 +32,6 @@ from loragate.training.preflight import check_loading
 from loragate.validate import comma_list
 
 
-def judge_settings(options: GradingOptions) -> JudgeSettings:
-    """How answers are judged."""
-    return JudgeSettings(workers=options.workers, timeout_s=options.timeout, sandbox=options.sandbox)
-
-
 def request_of(options: EvaluationInputs, model: str) -> Request:
     """What an evaluation is asked for by a command's options."""
     share = options.vllm_memory or (usual_share() if options.engine == "vllm" else 0.0)
@@ -50,8 +40,7 @@ def request_of(options: EvaluationInputs, model: str) -> Request:
         Path(options.out),
         tasks=options,
         engine=replace(options, vllm_memory=share),
-        judging=judge_settings(options),
-        grader=options.grader,
+        grading=options,
         base=options.base,
         system=options.system,
         resume=options.resume,
@@ -94,7 +83,7 @@ def evaluate(options: EvalOptions) -> int:
     if note := session.sampling_note:
         out.print(note, markup=False)
     rows = ", ".join(variant.name for variant in evaluation.variants)
-    begin(options, session, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
+    begin(options, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
     if options.controls == "full":
         for line in trained_controls(loaded):
             out.print(line, markup=False)
@@ -119,7 +108,7 @@ def evaluate_sweep(options: EvalOptions) -> int:
         session = Session(cells.request, cells.tasks, loaded)
     evaluation = cells.evaluation(session)
     count = f"{len(cells.trials)} cells, {evaluation.sample_count:,} answers to sample"
-    begin(told, session, evaluation, out, count)
+    begin(told, evaluation, out, count)
     record = sample(session, evaluation, out, display)
     folder = cells.request.out
     write_text(folder / "results.md", score_markdown(record.to_json()))
@@ -137,48 +126,14 @@ def evaluate_sweep(options: EvalOptions) -> int:
     return 0
 
 
-def regrade(options: RegradeOptions) -> int:
-    """`loragate regrade`: judge, tabulate beside the earlier record, list what changed."""
-    folder, out = Path(options.run), console()
-    evaluation = open_evaluation(folder, options.grader, judge_settings(options))
-    count = evaluation.sample_count
-    with Display().job("grading", count, "answer") as job:
-        done: dict[tuple[str, str], int] = {}
-
-        def on_event(stage: str, variant: Variant, task: str, judged: int, total: int) -> None:
-            done[variant.name, task] = judged
-            job.advance_to(sum(done.values()), count, f"{variant.name} on {task}")
-
-        record, changes = evaluation.judge_again(options.again, on_event)
-    place = folder / (f"results-{options.grader}" if options.grader else "results-regraded")
-    if changes is not None:
-        path = place.with_name(f"{place.name}-changes.jsonl")
-        write_text(path, "".join(json.dumps(change, ensure_ascii=False) + "\n" for change in changes))
-        out.print(f"{len(changes)} of {count} verdicts differ from {folder / 'results.json'}", markup=False)
-        for change in changes[:5]:
-            said = "; ".join(
-                f"{found['grader']}: {'right' if found['correct'] else found['reason']} ({found['extracted']!r:.60})"
-                for found in (change["before"], change["now"])
-            )
-            where = f"{change['task']} {change['question']} [{change['variant']}], gold {change['gold']!r:.60}"
-            out.print(f"  {where}: {said}", markup=False)
-        if changes:
-            out.print(f"all of them: {path}", markup=False)
-    write_record(record, place.with_name(f"{place.name}.json"))
-    show(out, place, record)
-    out.print(next_line(folder, record), markup=False)
-    return 0
-
-
-def begin(options: EvaluationInputs, session: Session, evaluation: Evaluation, out: Console, rows: str = "") -> None:
-    """Say what a reader should know, write down what is being run, and say which rows come, where that is told."""
+def begin(options: EvaluationInputs, evaluation: Evaluation, out: Console, rows: str) -> None:
+    """Say what a reader should know, write down what is being run, and say which rows come."""
     for warning in evaluation.warnings:
         out.print(f"warning: {warning}", markup=False)
     out.print(describe(evaluation.canary), markup=False)
-    evaluation.begin(session.request.resume)
+    evaluation.begin(options.resume)
     write_text(evaluation.folder / "config.yaml", resolved_yaml(options))
-    if rows:
-        out.print(rows, markup=False)
+    out.print(rows, markup=False)
 
 
 def sample(
@@ -186,26 +141,12 @@ def sample(
 ) -> EvaluationRecord:
     """Sample and judge behind one bar; Ctrl-C says how to go on."""
     try:
-        with progress(display, evaluation.sample_count) as on_event:
-            return session.run(evaluation, on_event, engine_for)
+        with display.job("sampling and grading", evaluation.sample_count, "answer") as job:
+            return session.run(evaluation, counted(job, "sampling"), engine_for)
     except KeyboardInterrupt:
         where = evaluation.folder
         out.print(f"stopped; every answer so far is in {where}. The same command with --resume goes on", markup=False)
         raise
-
-
-@contextmanager
-def progress(display: Display, total: int) -> Iterator[OnEvent]:
-    """An `on_event` that draws one bar over all rows and tasks."""
-    finished: dict[tuple[str, str, str], int] = {}
-    with display.job("sampling and grading", total, "answer") as job:
-
-        def on_event(stage: str, variant: Variant, task: str, done: int, of: int) -> None:
-            finished[stage, variant.name, task] = done
-            sampled = sum(count for (kind, _, _), count in finished.items() if kind == "sampling")
-            job.advance_to(sampled, total, f"{stage} {variant.name} on {task}")
-
-        yield on_event
 
 
 def show(out: Console, place: Path, record: EvaluationRecord) -> None:

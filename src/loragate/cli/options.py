@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from loragate.models.settings import Loading
 from loragate.training.settings import LaunchSettings, RowsSettings
-from loragate.validate import Count, Positive
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -39,18 +43,6 @@ class RunOptions(RowsSettings, ModelOptions, LaunchSettings, OutputOptions):
     """What every training takes beside the settings of its stage."""
 
 
-@dataclass(frozen=True)
-class GradingOptions:
-    """How answers are judged.
-
-    Attributes:
-        grader: of math answers, in place of the tasks' own: default, math_verify or dft.
-        sandbox: where programs run; rlimits isolates nothing.
-        workers: grading processes.
-        timeout: seconds after which grading an answer, or running a program, is stopped.
-    """
-
-    grader: str = ""
-    sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
-    workers: Count = 2
-    timeout: Positive = 10.0
+def taken_from(options: object, kind: type[Settings]) -> Settings:
+    """The settings of one kind out of a command's options, which have all of its fields."""
+    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from loragate.cli.arguments import Command
-from loragate.cli.options import GradingOptions
+from loragate.display import Display, console
+from loragate.evaluation.settings import GradingSettings
+from loragate.files import write_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegradeOptions(GradingOptions):
+class RegradeOptions(GradingSettings):
     """Settings of `loragate regrade`.
 
     Attributes:
@@ -23,9 +27,33 @@ class RegradeOptions(GradingOptions):
 
 def run(options: RegradeOptions) -> int:
     """Judge, tabulate beside the earlier record, list what changed."""
-    from loragate.cli.evaluating import regrade
+    from loragate.cli.evaluating import next_line, show
+    from loragate.evaluation.evaluate import counted, open_evaluation
+    from loragate.evaluation.results import write_record
 
-    return regrade(options)
+    folder, out = Path(options.run), console()
+    evaluation = open_evaluation(folder, options)
+    count = evaluation.sample_count
+    with Display().job("grading", count, "answer") as job:
+        record, changes = evaluation.judge_again(options.again, counted(job, "sampling", "grading"))
+    place = folder / (f"results-{options.grader}" if options.grader else "results-regraded")
+    if changes is not None:
+        path = place.with_name(f"{place.name}-changes.jsonl")
+        write_text(path, "".join(json.dumps(change, ensure_ascii=False) + "\n" for change in changes))
+        out.print(f"{len(changes)} of {count} verdicts differ from {folder / 'results.json'}", markup=False)
+        for change in changes[:5]:
+            said = "; ".join(
+                f"{found['grader']}: {'right' if found['correct'] else found['reason']} ({found['extracted']!r:.60})"
+                for found in (change["before"], change["now"])
+            )
+            where = f"{change['task']} {change['question']} [{change['variant']}], gold {change['gold']!r:.60}"
+            out.print(f"  {where}: {said}", markup=False)
+        if changes:
+            out.print(f"all of them: {path}", markup=False)
+    write_record(record, place.with_name(f"{place.name}.json"))
+    show(out, place, record)
+    out.print(next_line(folder, record), markup=False)
+    return 0
 
 
 COMMAND = Command(

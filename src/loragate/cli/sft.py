@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import RunOptions
+from loragate.cli.options import RunOptions, taken_from
 from loragate.display import Display, console, duration, next_evaluation, quiet_logging
 from loragate.training.preflight import check_loading, require_free_out, require_reporters
 from loragate.training.settings import StageOneSettings
@@ -36,7 +36,7 @@ def run(options: SftOptions) -> int:
     from loragate.training.launching import begin
 
     folder = Path(options.out)
-    settings = StageOneSettings(**{field.name: getattr(options, field.name) for field in fields(StageOneSettings)})
+    settings = taken_from(options, StageOneSettings)
     require_free_out(folder, options.resume)
     check_loading(options)
     if (status := begin(settings, options, options, reference=bool(options.reference))) is not None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from loragate.cli.arguments import Command, require_given, resolved_yaml
-from loragate.cli.calibrate import GateOptions, gate_config, taken_from
-from loragate.cli.options import RunOptions
+from loragate.cli.calibrate import GateOptions, gate_config
+from loragate.cli.options import RunOptions, taken_from
 from loragate.display import Display, Job, console, duration, next_evaluation, quiet_logging
 from loragate.effects import require_effect
 from loragate.errors import ConfigError

@@ -17,8 +17,7 @@ from loragate.errors import ConfigError
 from loragate.evaluation.settings import EngineSettings
 from loragate.evaluation.variants import Variant, acting
 from loragate.generation import Engine, ShardedEngine, TransformersEngine, VllmEngine
-from loragate.generation.sharded import require_ray
-from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
+from loragate.generation.vllm_engine import require_gate_plugin
 from loragate.models import Loaded, Loading, open_model, open_without_weights, resolve
 from loragate.models.loading import USUAL
 from loragate.models.merge import merge_adapter
@@ -42,14 +41,6 @@ def load(model: str, base: str = "", how: Loading = USUAL, engine: str = "transf
     if loaded.kind == "gated":
         require_gate_plugin(loaded.names["gated"])
     return loaded
-
-
-def require_engine(settings: EngineSettings) -> None:
-    """Raise `ConfigError` where vLLM or Ray is needed and not installed."""
-    if settings.engine == "vllm":
-        require_vllm()
-    if settings.replicas > 1:
-        require_ray()
 
 
 def why_not(loaded: Loaded, variant: Variant) -> str:

@@ -25,13 +25,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from loragate.display import Job
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.harness import draw_likelihoods
 from loragate.evaluation.judging import (
     CODE,
-    JudgeSettings,
-    answers_hash,
     grader_for,
     judge,
     judged_by,
@@ -48,6 +47,7 @@ from loragate.evaluation.results import (
     read_record,
     task_result,
 )
+from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.statistics import compare_suites, suite_average
 from loragate.evaluation.tasks import Questions, load_task
 from loragate.evaluation.variants import Variant
@@ -69,6 +69,18 @@ def unheard(stage: str, variant: Variant, task: str, done: int, total: int) -> N
     """An `OnEvent` for nobody."""
 
 
+def counted(job: Job, *stages: str) -> OnEvent:
+    """An `OnEvent` that draws one bar over all rows and tasks: the answers that are through the latest of `stages`."""
+    through: dict[tuple[str, str], int] = {}
+
+    def on_event(stage: str, variant: Variant, task: str, done: int, total: int) -> None:
+        if stage in stages:
+            through[variant.name, task] = done
+        job.advance_to(sum(through.values()), note=f"{stage} {variant.name} on {task}")
+
+    return on_event
+
+
 @dataclass
 class Evaluation:
     """One evaluation in one folder.
@@ -81,8 +93,7 @@ class Evaluation:
         canary: figures of `canary`.
         seed: of sampling.
         facts: what a resumed run must share beside models, tasks and rows (engine, dtype, …).
-        judging: how answers are judged.
-        grader: in place of the math tasks' own.
+        grading: how answers are judged.
         notes: what a reader of all scores should know; kept in the folder, and no part of what a resumed run must share.
         left_out: {name of a row: why the model cannot be it}; shown in its place, and kept like the notes.
     """
@@ -94,8 +105,7 @@ class Evaluation:
     canary: dict[str, float]
     seed: int
     facts: dict[str, Any] = field(default_factory=dict)
-    judging: JudgeSettings = field(default_factory=JudgeSettings)
-    grader: str = ""
+    grading: GradingSettings = field(default_factory=GradingSettings)
     notes: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -148,7 +158,7 @@ class Evaluation:
                 results=tuple(results),
                 suites=tuple(self._averages(scores)),
                 seed=self.seed,
-                sandbox=self.judging.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
+                sandbox=self.grading.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
                 versions=package_versions(),
                 seconds=sum(self.seconds.values()),
                 canary=self.canary,
@@ -178,7 +188,7 @@ class Evaluation:
                 f"the answers of {variant.name} are not complete; finish the evaluation first with --resume"
             )
 
-        require_graders([prepared.task for prepared in self.tasks], self.grader, self.judging)
+        require_graders([prepared.task for prepared in self.tasks], self.grading)
         earlier = self.folder / "results.json"
         judged = read_record(earlier).tasks if earlier.is_file() else ()
         known = {info.name: info.grader.split()[0] for info in judged}
@@ -239,7 +249,7 @@ class Evaluation:
         return self.folder / "grades" / grader / variant.slug / f"{task}.jsonl"
 
     def _grader(self, prepared: Prepared) -> str:
-        return grader_for(prepared.task, self.grader)
+        return grader_for(prepared.task, self.grading.grader)
 
     def _sample(self, engine_for: EngineFor, variant: Variant, on_event: OnEvent) -> None:
         """What is missing of one row's answers."""
@@ -271,11 +281,11 @@ class Evaluation:
         if len(samples) != prepared.samples(variant):
             raise DataError(f"samples of {variant.name} on {name} are missing; run again with --resume")
         path = self._grades_path(variant, name, grader)
-        judge_now = judged_by(grader, self.judging) | {"answers": answers_hash(samples)}
+        judge_now = judged_by(grader, self.grading, samples)
         grades = read_grades(path, samples, judge_now)
         if grades is None:
             report = partial(on_event, "grading", variant, name)
-            grades = judge(prepared.task, questions, samples, grader, self.judging, report)
+            grades = judge(prepared.task, questions, samples, grader, self.grading, report)
             write_grades(path, samples, grades, judge_now)
         result, scores[variant.name, name] = task_result(
             name,
@@ -336,7 +346,7 @@ class StoredEvaluation:
     left_out: dict[str, str]
 
 
-def open_evaluation(folder: Path, grader: str = "", judging: JudgeSettings | None = None) -> Evaluation:
+def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Evaluation:
     """The evaluation of a folder, ready to be judged again.
 
     Raises:
@@ -369,8 +379,7 @@ def open_evaluation(folder: Path, grader: str = "", judging: JudgeSettings | Non
         # a record holds the canary; a run that was stopped before its end has none yet
         canary=read_record(kept).canary if kept.is_file() else {},
         seed=begun.seed,
-        judging=judging or JudgeSettings(),
-        grader=grader,
+        grading=grading or GradingSettings(),
         notes=list(begun.notes),
         left_out=begun.left_out,
     )

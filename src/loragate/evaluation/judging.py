@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -21,38 +21,23 @@ from loragate.evaluation.harness import grade_by_harness, require_harness
 from loragate.evaluation.sandbox import Limits
 from loragate.evaluation.sandbox.code import grade_codes
 from loragate.evaluation.sandbox.programs import root_style_of
+from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
 from loragate.files import write_text
-from loragate.generation import Sample
+from loragate.generation import OnProgress, Sample
 from loragate.records import package_versions, read_lines
 from loragate.validate import validate
 from loragate.world.problems import Problem, verify
 from loragate.world.tokenizer import EOS
 
-OnProgress = Callable[[int, int], None]
 MATH = ("default", "math_verify", "dft")
 CODE = ("humaneval", "mbpp")
 TEXT = ("choice", "exact", "boxed", "tiny")
 GRADERS = (*MATH, *CODE, *TEXT)
+MEMORY_MB = 2048
+"""Of a grading process or a program."""
 NOTHING = "\\text{no answer}"
 """A gold that no answer equals, for when only the extracted answers matter."""
-
-
-@dataclass(frozen=True)
-class JudgeSettings:
-    """How answers are judged.
-
-    Attributes:
-        workers: grading processes.
-        timeout_s: seconds after which an answer is given up (math) or a program killed (code).
-        memory_mb: memory of a worker or program.
-        sandbox: tier in which programs run: bubblewrap or rlimits.
-    """
-
-    workers: int = 2
-    timeout_s: float = 10.0
-    memory_mb: int = 2048
-    sandbox: str = "bubblewrap"
 
 
 def grader_for(task: Task, name: str = "") -> str:
@@ -73,7 +58,7 @@ def judge(
     questions: Sequence[Question],
     samples: Sequence[Sample],
     grader: str,
-    settings: JudgeSettings | None = None,
+    settings: GradingSettings | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Grade]:
     """One grade per sample, in order. A grader that hangs or dies costs one answer, marked so.
@@ -81,7 +66,7 @@ def judge(
     Raises:
         ConfigError: if the sandbox tier is not available here.
     """
-    settings = settings or JudgeSettings()
+    settings = settings or GradingSettings()
     asked = [questions[sample.question] for sample in samples]
     texts = [sample.text for sample in samples]
     if grader in MATH:
@@ -96,10 +81,10 @@ def judge(
                 raise DataError(
                     f"{question.place}: the column 'error' holds {stated!r}; expected a number, such as 1e-1"
                 ) from None
-        with GradingPool(grader, settings.workers, settings.timeout_s, settings.memory_mb) as pool:
+        with GradingPool(grader, settings.workers, settings.timeout, MEMORY_MB) as pool:
             return pool.grade(pairs, on_progress, tolerances=tolerances)
     if grader in CODE:
-        rows, limits = [question.row for question in asked], Limits(settings.timeout_s, settings.memory_mb)
+        rows, limits = [question.row for question in asked], Limits(settings.timeout, MEMORY_MB)
         return grade_codes(grader, rows, texts, settings.workers, settings.sandbox, limits, on_progress)
     if grader == "tiny":
         ended = [sample.finish_reason == "stop" for sample in samples]
@@ -127,15 +112,15 @@ def grade_tiny(row: Mapping[str, Any], response: str, finished: bool) -> Grade:
     return Grade(correct, extracted or None, reason)
 
 
-def require_graders(tasks: Sequence[Task], name: str, settings: JudgeSettings) -> None:
+def require_graders(tasks: Sequence[Task], settings: GradingSettings) -> None:
     """Refuse, before anything is sampled, what could not be judged afterwards.
 
     Raises:
         ConfigError: for an unknown grader, an absent library, or a sandbox tier that does not work here.
     """
-    graders = {grader_for(task, name) for task in tasks}
-    if name and not graders & {name}:
-        raise ConfigError(f"--grader {name} has no effect: none of the tasks has math answers")
+    graders = {grader_for(task, settings.grader) for task in tasks}
+    if settings.grader and settings.grader not in graders:
+        raise ConfigError(f"--grader {settings.grader} has no effect: none of the tasks has math answers")
     if graders & set(MATH):
         try:
             import_module("math_verify")
@@ -158,20 +143,21 @@ def grader_version(grader: str) -> str:
     )
 
 
-def judged_by(grader: str, settings: JudgeSettings) -> dict[str, Any]:
-    """What verdicts on file must share to be used again: grader, versions, limits and, for programs, the sandbox's tier."""
+def judged_by(grader: str, settings: GradingSettings, samples: Sequence[Sample]) -> dict[str, Any]:
+    """What verdicts on file must share to be used again.
+
+    Grader, versions, limits and, for programs, the sandbox's tier; and "answers", SHA-256 (hex) over what graders see of the
+    samples: a redrawn answer must not get the verdict of the one before.
+    """
     kept: dict[str, Any] = {"grader": grader, "version": grader_version(grader)}
     if grader in (*MATH, *CODE):
-        kept |= {"timeout_s": float(settings.timeout_s), "memory_mb": settings.memory_mb}
-    return kept | ({"sandbox": settings.sandbox} if grader in CODE else {})
-
-
-def answers_hash(samples: Sequence[Sample]) -> str:
-    """SHA-256 (hex) over what graders see of the samples: a redrawn answer must not get the verdict of the one before."""
-    digest = hashlib.sha256()
+        kept |= {"timeout_s": float(settings.timeout), "memory_mb": MEMORY_MB}
+    if grader in CODE:
+        kept["sandbox"] = settings.sandbox
+    seen = hashlib.sha256()
     for sample in samples:
-        digest.update(json.dumps([sample.question, sample.sample, sample.text, sample.finish_reason]).encode())
-    return digest.hexdigest()
+        seen.update(json.dumps([sample.question, sample.sample, sample.text, sample.finish_reason]).encode())
+    return kept | {"answers": seen.hexdigest()}
 
 
 def with_answer(question: Question, answer: str) -> Question:

@@ -17,18 +17,20 @@ from typing import Any
 
 from loragate.data import template_hash
 from loragate.errors import ConfigError
-from loragate.evaluation.engines import Engines, require_engine, why_not
+from loragate.evaluation.engines import Engines, why_not
 from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, unheard
-from loragate.evaluation.judging import JudgeSettings, require_graders
+from loragate.evaluation.judging import require_graders
 from loragate.evaluation.prepared import chosen_tasks, prepare, questions_of
 from loragate.evaluation.results import EvaluationRecord, write_record
-from loragate.evaluation.settings import EngineSettings, TaskSettings
+from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import Variant, canary, variants_for
 from loragate.files import require_new
 from loragate.gates.attach import active_adapter
 from loragate.gates.eligibility import trains_biases
 from loragate.gates.recommended import at, sampling_note
+from loragate.generation.sharded import require_ray
+from loragate.generation.vllm_engine import require_vllm
 from loragate.models import Loaded
 
 BIASES = (
@@ -46,8 +48,7 @@ class Request:
         out: run folder; new or empty, or that of the evaluation to resume.
         tasks: what is asked.
         engine: what answers.
-        judging: how answers are judged.
-        grader: in place of the math tasks' own.
+        grading: how answers are judged.
         base: where the base is, instead of the recorded one.
         system: "none" leaves out a system message that the template would slip in, "keep" leaves the template alone.
         resume: whether the folder holds an evaluation that goes on.
@@ -57,8 +58,7 @@ class Request:
     out: Path
     tasks: TaskSettings
     engine: EngineSettings = field(default_factory=EngineSettings)
-    judging: JudgeSettings = field(default_factory=JudgeSettings)
-    grader: str = ""
+    grading: GradingSettings = field(default_factory=GradingSettings)
     base: str = ""
     system: str = "none"
     resume: bool = False
@@ -71,8 +71,11 @@ class Request:
         """
         require_run_folder(self.out, self.resume)
         tasks = chosen_tasks(self.tasks)
-        require_graders(tasks, self.grader, self.judging)
-        require_engine(self.engine)
+        require_graders(tasks, self.grading)
+        if self.engine.engine == "vllm":
+            require_vllm()
+        if self.engine.replicas > 1:
+            require_ray()
         if all(task.harness for task in tasks) and (
             self.tasks.samples is not None or self.tasks.temperature is not None
         ):
@@ -178,8 +181,7 @@ class Session:
                 # nothing where the chat template adds no end to those that are declared
                 **({"end_of_turn": added} if (added := loaded.endings.added) else {}),
             },
-            judging=request.judging,
-            grader=request.grader,
+            grading=request.grading,
         )
 
     def run(

@@ -1,4 +1,4 @@
-"""Settings of an evaluation that a command line offers as they are: which tasks are asked, and what answers them.
+"""Settings of an evaluation that a command line offers as they are: which tasks are asked, what answers them, what judges.
 
 Light: `--help` reads this file, so that nothing here may load a model's libraries.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from loragate.validate import Count, Share
+from loragate.validate import Count, Positive, Share
 
 
 @dataclass(frozen=True)
@@ -55,3 +55,20 @@ class EngineSettings:
     batch_size: Count = 64
     vllm_memory: Share = 0.0
     tensor_parallel: Count = 1
+
+
+@dataclass(frozen=True)
+class GradingSettings:
+    """How answers are judged.
+
+    Attributes:
+        grader: of math answers, in place of the tasks' own: default, math_verify or dft.
+        sandbox: where programs run; rlimits isolates nothing.
+        workers: grading processes.
+        timeout: seconds after which grading an answer, or running a program, is stopped.
+    """
+
+    grader: str = ""
+    sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
+    workers: Count = 2
+    timeout: Positive = 10.0

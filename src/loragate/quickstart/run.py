@@ -29,7 +29,7 @@ from loragate.data import Rows, encode_rows, find_endings, load_rows, render_pro
 from loragate.display import Display, Job, console, duration, percent, points, quiet_logging
 from loragate.errors import ConfigError
 from loragate.evaluation import run_suite
-from loragate.evaluation.evaluate import Evaluation
+from loragate.evaluation.evaluate import Evaluation, counted
 from loragate.evaluation.prepared import Prepared, prepare
 from loragate.evaluation.results import EvaluationRecord, verdict, write_record
 from loragate.evaluation.session import Request
@@ -50,7 +50,7 @@ from loragate.training import CalibrationResult, CalibrationSettings, StageOneSe
 from loragate.training.callbacks import StepReport
 from loragate.world.base import load_base, save_base
 from loragate.world.demonstrations import demonstrations
-from loragate.world.problems import problems, retention_items, verify
+from loragate.world.problems import problems, verify
 
 CONSTANTS = (-0.5, 0.5, 1.5)
 INTERVENTIONS = ("noreverse", "noextrapolate", "unit")
@@ -248,18 +248,14 @@ class Trained:
 
     def tasks(self, settings: QuickstartSettings) -> list[Prepared]:
         """The test questions, and what should not be forgotten."""
-        asked = problems("test", settings.questions, (4, 4), seed=self.seed)
-        kept = retention_items("test", 90, seed=self.seed)
         tasks = []
-        for name, items, samples, limit, seed in (
-            ("tiny", asked, settings.samples, MAX_NEW_TOKENS, self.seed + 2),
-            ("tiny_retention", kept, 4, 24, self.seed + 3),
+        for name, rows, samples, limit, seed in (
+            ("tiny", settings.questions, settings.samples, MAX_NEW_TOKENS, self.seed + 2),
+            ("tiny_retention", 90, 4, 24, self.seed + 3),
         ):
-            source = f"generated: {name}, seed {self.seed}"
-            rows = Rows([asdict(item) for item in items], source=source, place=f"{source}, row ")
             task, how = load_task(name), TaskSettings(samples=samples, max_new_tokens=limit, seed=seed)
-            task = replace(task, dataset=replace(task.dataset, rows=len(items)))
-            tasks.append(prepare(task, load_questions(task, rows), self.tokenizer, how))
+            task = replace(task, dataset=replace(task.dataset, rows=rows))
+            tasks.append(prepare(task, load_questions(task, seed=self.seed), self.tokenizer, how))
         return tasks
 
 
@@ -309,16 +305,9 @@ def score(made: Trained, rows: dict[Variant, Any], tasks: list[Prepared]) -> Eva
         with acting(rows[variant], variant, "gated" if variant.acts == "gated" else "adapter"):
             yield made.engine(rows[variant])
 
-    done: dict[tuple[str, str], int] = {}
     with made.display.job("sampling the test questions", evaluation.sample_count, "answer") as job:
-
-        def on_event(stage: str, variant: Variant, task: str, count: int, of: int) -> None:
-            if stage == "sampling":
-                done[variant.name, task] = count
-            job.advance_to(sum(done.values()), note=f"{stage} {variant.name} on {task}")
-
         evaluation.begin(resume=False)
-        record = evaluation.run(engine_for, on_event)
+        record = evaluation.run(engine_for, counted(job, "sampling"))
     write_record(record, folder / "results.json")
     return record
 

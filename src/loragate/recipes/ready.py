@@ -29,8 +29,9 @@ from loragate.cli.sft import SftOptions
 from loragate.cli.sweep import SweepOptions
 from loragate.data import detect_format, load_rows
 from loragate.errors import ConfigError, LoragateError
-from loragate.evaluation.judging import JudgeSettings, require_graders
+from loragate.evaluation.judging import require_graders
 from loragate.evaluation.prepared import chosen_tasks, questions_of
+from loragate.evaluation.settings import GradingSettings
 from loragate.files import write_json
 from loragate.gates.range import parse_ranges
 from loragate.generation.sharded import require_ray
@@ -175,8 +176,8 @@ def _checks(options: Any, stage: str, programs: bool) -> Iterator[Check]:
         if options.probe:
             yield partial(read_asked, options.probe, options.probe_task, options, need_answers=True)
     elif isinstance(options, Asking) and (options.suite or options.tasks):
-        tasks, settings = chosen_tasks(options), JudgeSettings(sandbox=options.sandbox)
-        yield from (partial(require_graders, [task], "", settings) for task in tasks)
+        tasks, settings = chosen_tasks(options), GradingSettings(sandbox=options.sandbox)
+        yield from (partial(require_graders, [task], settings) for task in tasks)
         yield from (partial(questions_of, options, task, tasks) for task in tasks)
 
 

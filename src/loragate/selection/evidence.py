@@ -21,7 +21,8 @@ from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation import grade_math
 from loragate.evaluation.answers import grade_text
-from loragate.evaluation.judging import MATH, JudgeSettings, grade_tiny, require_graders
+from loragate.evaluation.judging import MATH, grade_tiny, require_graders
+from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Task
 from loragate.generation import Engine, OnProgress
 from loragate.selection.probe import MIN_QUESTIONS, Probe, by_agreement, no_evidence
@@ -59,7 +60,7 @@ def require_evidence(settings: SelectionSettings, probe: str, retention: str, *,
 def task_of_rows(settings: SelectionSettings) -> Task:
     """How prompts of training rows are asked; raises ConfigError where their answers cannot be read here."""
     task = probe_task(settings.probe_grader, labelled=False)
-    require_graders([task], "", JudgeSettings(sandbox=settings.probe_sandbox))
+    require_graders([task], GradingSettings(sandbox=settings.probe_sandbox))
     return task
 
 

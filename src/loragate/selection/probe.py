@@ -21,6 +21,7 @@ import numpy as np
 
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation import judging
+from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
 from loragate.files import read_json, write_json
 from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
@@ -161,7 +162,7 @@ class Probe:
     questions: tuple[Question, ...]
     prompts: tuple[str, ...]
     sampling: SamplingConfig
-    judging: judging.JudgeSettings
+    judging: GradingSettings
     source: str
     majority: Majority | None = None
 

@@ -18,7 +18,8 @@ from typing import Any, cast
 from loragate.data import Rows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.judging import MATH, TEXT, JudgeSettings, require_graders
+from loragate.evaluation.judging import MATH, TEXT, require_graders
+from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task, load_questions, load_task
 from loragate.evaluation.tasks.questions import render_questions
 from loragate.evaluation.tasks.task import Dataset, Generation, Grader
@@ -98,7 +99,7 @@ class Asked:
             samples=settings.probe_samples if temperature else 1,
             seed=how.seed,
         )
-        judging = JudgeSettings(sandbox=settings.probe_sandbox)
+        judging = GradingSettings(sandbox=settings.probe_sandbox)
         return Probe(task, tuple(self.questions), tuple(prompts), sampling, judging, self.source)
 
 
@@ -132,7 +133,7 @@ def read_asked(
     rows = load_rows(given)
     labelled = bool(task_name) or _has_answers(rows)
     task = load_task(task_name) if task_name else probe_task(settings.probe_grader, labelled=labelled)
-    require_graders([task], "", JudgeSettings(sandbox=settings.probe_sandbox))
+    require_graders([task], GradingSettings(sandbox=settings.probe_sandbox))
     questions = load_questions(task, rows).questions
     for texts, what in taken:
         require_disjoint(questions, texts, what)

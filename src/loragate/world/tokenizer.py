@@ -107,8 +107,3 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
         auto_map=READ_TOKENIZER_JSON,
     )
-
-
-def render(prompt: str, response: str) -> str:
-    """The text of one conversation, as the chat template renders it; for documents by the ten thousand."""
-    return f"{USER} {prompt} {ASSISTANT} {response} {EOS}"
