@@ -76,7 +76,8 @@ def counted(job: Job, *stages: str) -> OnEvent:
     def on_event(stage: str, variant: Variant, task: str, done: int, total: int) -> None:
         if stage in stages:
             through[variant.name, task] = done
-        job.advance_to(sum(through.values()), note=f"{stage} {variant.name} on {task}")
+        doing = "" if len(stages) > 1 else f"{stage} "  # where answers are judged again, nothing is sampled
+        job.advance_to(sum(through.values()), note=f"{doing}{variant.name} on {task}")
 
     return on_event
 
