@@ -24,8 +24,6 @@ from loragate.losses.divergence import Reference, require_same_vocabulary
 from loragate.losses.objectives import Objective, objective_of
 from loragate.models import ModelRef, resolve
 from loragate.training.run import (
-    OnStep,
-    TrainingJob,
     encoded_fingerprint,
     require_encoded,
     require_mask_column,
@@ -37,7 +35,7 @@ from loragate.training.run_folder import run_folder_given
 from loragate.training.settings import StageOneSettings, recorded
 from loragate.training.sharding import causal_model
 from loragate.training.strategy import launch_of
-from loragate.training.trainer import ReferenceOf
+from loragate.training.trainer import OnStep, ReferenceOf, TrainingJob
 
 logger = logging.getLogger("loragate")
 # what a finished adapter decides: name of the setting, and of the field in its own record
@@ -271,6 +269,9 @@ def train_adapter(
         objective=chosen,
         trained=trained,
         reference=reference,
+        folder=folder,
+        resume=resume,
+        on_step=on_step,
         identity={
             "stage": "sft",
             "settings": {**recorded(asdict(settings)), "objective": chosen.name},
@@ -281,7 +282,7 @@ def train_adapter(
             **identity,
         },
     )
-    outcome = run_training(job, folder, resume=resume, on_step=on_step)
+    outcome = run_training(job)
     return StageOneResult(
         model=model,
         settings=settings,

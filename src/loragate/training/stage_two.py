@@ -46,27 +46,24 @@ from loragate.training.checks import (
     require_causal_model,
     require_only_gates_train,
 )
-from loragate.training.guards import Guard, GuardLimits, guard_callbacks
+from loragate.training.guards import Guard, GuardCallback, GuardLimits, saturation
 from loragate.training.model_state import without_dropout
 from loragate.training.on_policy import OnPolicyJob, run_on_policy
 from loragate.training.rollouts import Reward, Sampler
 from loragate.training.run import (
-    OnStep,
-    TrainingJob,
-    TrainingOutcome,
     collator_for,
     encoded_fingerprint,
-    prepare_folder,
     require_encoded,
     require_mask_column,
     require_own,
     require_short_enough,
     run_training,
 )
-from loragate.training.run_folder import run_folder_given
+from loragate.training.run_folder import prepare_folder, run_folder_given
 from loragate.training.settings import GATE_OBJECTIVES, CalibrationSettings
 from loragate.training.sharding import causal_model, spread
 from loragate.training.strategy import launch_of
+from loragate.training.trainer import OnStep, TrainingJob, TrainingOutcome
 
 PARITY_ROWS, PARITY_TOKENS = 4, 256
 
@@ -276,6 +273,9 @@ def calibrate(
             "settings": settings,
             "trained": trained,
             "identity": identity,
+            "folder": folder,
+            "resume": resume,
+            "on_step": tell,
         }
         with without_dropout(model):
             if settings.objective == "random":
@@ -285,8 +285,12 @@ def calibrate(
                 outcome = TrainingOutcome([], 0, 0.0, verify_head(causal_model(model)))
             elif settings.on_policy:
                 own = OnPolicyJob(**shared, adapter_name=name, sampler=sampler, reward=reward, guard=watch)
-                outcome = run_on_policy(own, folder, resume=resume, on_step=tell)
+                outcome = run_on_policy(own)
             else:
+                watcher = None
+                if watch is not None and probe is not None:
+                    gated = [{key: value.to(device) for key, value in collator(encoded[:16]).items()}]
+                    watcher = GuardCallback(watch, probe, lambda: saturation(model, gated, name))
                 # "ce", the paper's ablation, has the entropy in its log
                 ce = replace(sft(), name="ce", k=k, reads=("topk_entropy",))
                 job = TrainingJob(
@@ -294,9 +298,9 @@ def calibrate(
                     objective=objective or (ce if settings.objective == "ce" else GateEntropy(k)),
                     recorder=lambda running: record_gates(running, name),
                     check_gradient=True,
-                    callbacks=guard_callbacks(watch, probe, model, collator, encoded, name),
+                    guard=watcher,
                 )
-                outcome = run_training(job, folder, resume=resume, on_step=tell)
+                outcome = run_training(job)
         if _frozen_checksum(model) != frozen:
             raise TrainingError(
                 "a frozen weight of the base or the adapter changed during calibration; the result is not used"
