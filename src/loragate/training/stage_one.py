@@ -35,7 +35,7 @@ from loragate.training.run_folder import run_folder_given
 from loragate.training.settings import StageOneSettings, recorded
 from loragate.training.sharding import causal_model
 from loragate.training.strategy import launch_of
-from loragate.training.trainer import OnStep, ReferenceOf, TrainingJob
+from loragate.training.trainer import OnStep, ReferenceOf, TrainingJob, TrainingOutcome
 
 logger = logging.getLogger("loragate")
 # what a finished adapter decides: name of the setting, and of the field in its own record
@@ -48,8 +48,8 @@ _OF_THE_ADAPTER = {
 }
 
 
-@dataclass(frozen=True)
-class StageOneResult:
+@dataclass(frozen=True, kw_only=True)
+class StageOneResult(TrainingOutcome):
     """A trained adapter on its base, with the run's log.
 
     `objective` is what trained it: `settings.objective`, or the name of an objective of one's own; `constants` are its.
@@ -57,9 +57,6 @@ class StageOneResult:
 
     model: Any
     settings: StageOneSettings
-    history: list[dict[str, Any]]
-    steps: int
-    seconds: float
     rows: int
     response_tokens: int
     data: dict[str, Any]
@@ -284,11 +281,9 @@ def train_adapter(
     )
     outcome = run_training(job)
     return StageOneResult(
+        **vars(outcome),
         model=model,
         settings=settings,
-        history=outcome.history,
-        steps=outcome.steps,
-        seconds=outcome.seconds,
         rows=len(encoded),
         response_tokens=encoded.summary.response_tokens,
         data={"source": source.source, "fingerprint": source.fingerprint},

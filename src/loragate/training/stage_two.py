@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,8 @@ from loragate.training.trainer import OnStep, TrainingJob, TrainingOutcome
 PARITY_ROWS, PARITY_TOKENS = 4, 256
 
 
-@dataclass(frozen=True)
-class CalibrationResult:
+@dataclass(frozen=True, kw_only=True)
+class CalibrationResult(TrainingOutcome):
     """What a calibration did, in numbers.
 
     Attributes:
@@ -101,22 +101,17 @@ class CalibrationResult:
     entropy_after: float
     gates: dict[str, dict[str, float]]
     gates_total: dict[str, float]
-    history: list[dict[str, Any]]
-    steps: int
-    seconds: float
     parameters: int
     rows: int
     response_tokens: int
     data: dict[str, Any]
-    fused_head: bool
-    stopped: str | None = None
-    guard: list[dict[str, Any]] = field(default_factory=list)
-    sampled: dict[str, float] = field(default_factory=dict)
-    training_seconds: float = 0.0
-    heldout: dict[str, float] = field(default_factory=dict)
-    objective: str = field(kw_only=True)
-    constants: dict[str, Any] = field(default_factory=dict)
-    own_k: int | None = None
+    stopped: str | None
+    guard: list[dict[str, Any]]
+    training_seconds: float
+    heldout: dict[str, float]
+    objective: str
+    constants: dict[str, Any]
+    own_k: int | None
 
     def evidence(self) -> dict[str, Any]:
         """The JSON-able record that goes into the artifact."""
@@ -309,6 +304,7 @@ def calibrate(
         if heldout is not None:
             apart["entropy_after"] = math.nan if paused else measured(heldout[:])[0]
         return CalibrationResult(
+            **{**vars(outcome), "seconds": time.monotonic() - began},
             config=config,
             settings=settings,
             parity=parity,
@@ -316,17 +312,12 @@ def calibrate(
             entropy_after=after,
             gates=statistics,
             gates_total=total,
-            history=outcome.history,
-            steps=outcome.steps,
-            seconds=time.monotonic() - began,
             parameters=sum(parameter.numel() for parameter in trained.values()),
             rows=len(encoded),
             response_tokens=encoded.summary.response_tokens,
             data={"source": source.source, "fingerprint": source.fingerprint},
-            fused_head=outcome.fused_head,
             stopped=None if watch is None else watch.verdict,
             guard=[] if watch is None else watch.as_records(),
-            sampled=outcome.sampled,
             training_seconds=outcome.seconds,
             heldout=apart,
             objective=trained_by,
