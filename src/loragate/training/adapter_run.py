@@ -14,6 +14,7 @@ from loragate.data import encode_rows
 from loragate.generation import OnProgress
 from loragate.losses.objectives import objective_of
 from loragate.models import Loading, explained, open_base, open_tokenizer, resolve
+from loragate.training.callbacks import OnStep
 from loragate.training.preflight import require_free_out
 from loragate.training.rows import read_rows
 from loragate.training.run import require_mask_column
@@ -26,7 +27,6 @@ from loragate.training.stage_one import (
     train_adapter,
 )
 from loragate.training.strategy import launch_of, process_state
-from loragate.training.trainer import OnStep
 
 
 def make_adapter(

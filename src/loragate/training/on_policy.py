@@ -85,7 +85,7 @@ def run_on_policy(job: OnPolicyJob) -> TrainingOutcome:
     refuse_impossible(Plan.of_settings(job.settings, launch_of(), next(job.model.parameters()).device.type))
     if job.settings.objective == "reward" and job.reward is None:
         raise ConfigError("the objective 'reward' needs a reward: a callable (row, text, finished) -> float")
-    checkpoint = prepare_folder(job.identity, job.folder, job.resume) if job.folder is not None else None
+    checkpoint = prepare_folder(job.identity, job.folder, job.resume)
     stopper = StopOnInterrupt()
     callbacks: list[Any] = [stopper]
     if job.folder is not None:
@@ -253,9 +253,7 @@ class _Loop:
         chosen = range(self.step * per_step, self.step * per_step + needed)
         self.answers = self._draw(chosen, self.step // settings.steps_per_refresh)
         if self.job.reward is not None:
-            self.answers = rewarded(
-                self.answers, self.prompts, self.job.rows, self.job.reward, group, settings.advantage
-            )
+            self.answers = rewarded(self.answers, self.prompts, self.job.rows, self.job.reward, settings)
         if guard is not None and self._watch(guard, self.answers) is not None:
             return guard.verdict
         # answers that serve several steps are scored once by the gates that they were sampled with

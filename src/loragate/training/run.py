@@ -79,7 +79,7 @@ def _run(job: TrainingJob, folder: Path) -> TrainingOutcome:
     refuse_impossible(plan)
     # the arguments start the process group, so everything that asks for ranks comes after them
     arguments = trainer_arguments(job.settings, folder, len(job.encoded), device.type)
-    checkpoint = prepare_folder(job.identity, job.folder, job.resume) if job.folder is not None else None
+    checkpoint = prepare_folder(job.identity, job.folder, job.resume)
     past: Any = {} if checkpoint is None else read_value(Path(checkpoint) / STATE, "the run cannot be resumed")
     records = past.get("log_history", ())
     # the trainer would take a step more before it looks whether it is to stop

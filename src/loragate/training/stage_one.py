@@ -23,6 +23,7 @@ from loragate.losses.causal_head import ReferenceRequest, evaluation_mode
 from loragate.losses.divergence import Reference, require_same_vocabulary
 from loragate.losses.objectives import Objective, objective_of
 from loragate.models import ModelRef, resolve
+from loragate.training.callbacks import OnStep
 from loragate.training.run import (
     encoded_fingerprint,
     require_encoded,
@@ -35,7 +36,7 @@ from loragate.training.run_folder import run_folder_given
 from loragate.training.settings import StageOneSettings, recorded
 from loragate.training.sharding import causal_model
 from loragate.training.strategy import launch_of
-from loragate.training.trainer import OnStep, ReferenceOf, TrainingJob, TrainingOutcome
+from loragate.training.trainer import ReferenceOf, TrainingJob, TrainingOutcome
 
 logger = logging.getLogger("loragate")
 # what a finished adapter decides: name of the setting, and of the field in its own record

@@ -37,7 +37,7 @@ from loragate.generation import Sample
 from loragate.losses import verify_head
 from loragate.losses.entropy import support_size
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
-from loragate.training.callbacks import PAUSE, StepReport
+from loragate.training.callbacks import PAUSE, OnStep, StepReport
 from loragate.training.checks import (
     MEASURED_ROWS,
     check_callables,
@@ -63,7 +63,7 @@ from loragate.training.run_folder import prepare_folder, run_folder_given
 from loragate.training.settings import GATE_OBJECTIVES, CalibrationSettings
 from loragate.training.sharding import causal_model, spread
 from loragate.training.strategy import launch_of
-from loragate.training.trainer import OnStep, TrainingJob, TrainingOutcome
+from loragate.training.trainer import TrainingJob, TrainingOutcome
 
 PARITY_ROWS, PARITY_TOKENS = 4, 256
 
@@ -274,8 +274,7 @@ def calibrate(
         }
         with without_dropout(model):
             if settings.objective == "random":
-                if folder is not None:
-                    prepare_folder(identity, folder, resume)
+                prepare_folder(identity, folder, resume)
                 draw_gates(model, settings.seed, settings.random_scale, name)
                 outcome = TrainingOutcome([], 0, 0.0, verify_head(causal_model(model)))
             elif settings.on_policy:

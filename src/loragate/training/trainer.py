@@ -29,7 +29,7 @@ from loragate.losses.divergence import Reference
 from loragate.losses.head import IGNORED
 from loragate.losses.objectives import Objective
 from loragate.training.arrangement import arranged_steps
-from loragate.training.callbacks import StepReport
+from loragate.training.callbacks import OnStep
 from loragate.training.guards import GuardCallback
 from loragate.training.last_layer import LastLayer
 from loragate.training.model_state import recomputation_argument
@@ -49,9 +49,6 @@ TRAINED, OPTIMIZER, SCHEDULER = "trained.safetensors", "optimizer.pt", "schedule
 ROWS_AT_A_TIME = 2048  # that are Python lists while a data set is made
 # column of a forward pass that holds what is known of its batch, wrapped so that nothing casts it
 _BATCH = "loragate_batch"
-
-OnStep = Callable[[StepReport], Any]
-"""Called after every step; True ends the run there with a checkpoint, from which `resume` goes on. In one process only."""
 
 
 @dataclass(kw_only=True)
