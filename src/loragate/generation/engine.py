@@ -172,7 +172,7 @@ class TransformersEngine(Engine):
         # `decode` keeps rows that have ended within a table of positions where it may say what their positions are
         end = None if takes_positions(causal) or not positions_end(self.model) else positions
         lengths, room = [len(prompt_ids[question]) for question, _ in rows], [limits[question] for question, _ in rows]
-        with torch.no_grad(), evaluation_mode(self.model), own_generation_settings(self.model):
+        with torch.no_grad(), evaluation_mode(self.model):
             for places in batches(lengths, room, self.batch_size, end):
                 yield self._generate_batch(causal, prompt_ids, [rows[place] for place in places], config, limits)
 
@@ -182,7 +182,7 @@ class TransformersEngine(Engine):
         """See `Engine.log_likelihoods`; log-probabilities are taken in fp32, as bf16 would decide close choices."""
         order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
         found: dict[int, tuple[float, bool]] = {}
-        pad_id = _pad_token_id(self.tokenizer, self.endings.token_ids)
+        pad_id = self._pad_token_id()
         with torch.no_grad(), evaluation_mode(self.model):
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
@@ -210,7 +210,7 @@ class TransformersEngine(Engine):
         config: SamplingConfig,
         limits: Sequence[int],
     ) -> list[Sample]:
-        pad_id = _pad_token_id(self.tokenizer, self.endings.token_ids)
+        pad_id = self._pad_token_id()
         prompts = [prompt_ids[question] for question, _ in rows]
         counters = torch.tensor(rows, dtype=torch.int64)
         limits_B = torch.tensor([limits[question] for question, _ in rows])
@@ -240,45 +240,37 @@ class TransformersEngine(Engine):
     def _leave_to_generate(
         self, prompts: list[list[int]], sampler: SeededSampler, max_new_tokens: int, pad_id: int
     ) -> list[list[int]]:
+        # `generate` fills in all that is left open here from the model's own settings, so they are hidden meanwhile. A
+        # `PeftModel` keeps its own reference and copies it onto the model that it wraps, so both are set and restored.
+        owners = [self.model]
+        if hasattr(self.model, "get_base_model"):
+            owners.append(self.model.get_base_model())
+        kept = [owner.generation_config for owner in owners]
+        for owner in owners:
+            owner.generation_config = GenerationConfig()
         input_ids, attention_mask = pad_left(prompts, pad_id)
-        output_ids = self.model.generate(
-            input_ids=input_ids.to(self.model.device),
-            attention_mask=attention_mask.to(self.model.device),
-            logits_processor=LogitsProcessorList([sampler]),
-            generation_config=GenerationConfig(
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                eos_token_id=sorted(self.endings.token_ids),
-                pad_token_id=pad_id,
-                use_cache=True,
-            ),
-        )
+        try:
+            output_ids = self.model.generate(
+                input_ids=input_ids.to(self.model.device),
+                attention_mask=attention_mask.to(self.model.device),
+                logits_processor=LogitsProcessorList([sampler]),
+                generation_config=GenerationConfig(
+                    do_sample=False,
+                    max_new_tokens=max_new_tokens,
+                    eos_token_id=sorted(self.endings.token_ids),
+                    pad_token_id=pad_id,
+                    use_cache=True,
+                ),
+            )
+        finally:
+            for owner, settings in zip(owners, kept):
+                owner.generation_config = settings
         new_ids: list[list[int]] = output_ids[:, input_ids.shape[1] :].tolist()
         return new_ids
 
-
-def _pad_token_id(tokenizer: Any, stop_token_ids: Collection[int]) -> int:
-    """The tokenizer's padding token or, as padding is masked and cut off again, any token that ends a row."""
-    for declared in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if declared is not None:
-            return int(declared)
-    return min(stop_token_ids)
-
-
-@contextmanager
-def own_generation_settings(model: Any) -> Iterator[None]:
-    """Hide the model's generation settings, from which `generate` fills in all that a caller left open.
-
-    A `PeftModel` keeps its own reference and copies it onto the model that it wraps, so both are set and restored.
-    """
-    owners = [model]
-    if hasattr(model, "get_base_model"):
-        owners.append(model.get_base_model())
-    kept = [owner.generation_config for owner in owners]
-    for owner in owners:
-        owner.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        for owner, settings in zip(owners, kept):
-            owner.generation_config = settings
+    def _pad_token_id(self) -> int:
+        """The tokenizer's padding token or, as padding is masked and cut off again, any token that ends a row."""
+        for declared in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if declared is not None:
+                return int(declared)
+        return min(self.endings.token_ids)

@@ -127,7 +127,38 @@ class VllmEngine(Engine):
         positions = self._llm.llm_engine.model_config.max_model_len
         prompt_ids, limits = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
         for chunk in split_by_question(rows, self.batch_size):
-            yield self._generate_chunk(prompt_ids, limits, chunk, config)
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": prompt_ids[question]} for question, _ in chunk],
+                # one request per sample: vLLM gives the n samples of a joint request seeds that cannot be resumed one by one
+                [
+                    self._sampling_params(
+                        temperature=config.temperature,
+                        top_p=config.top_p,
+                        max_tokens=limits[question],
+                        seed=request_seed(config.seed, question, sample) if config.temperature > 0 else None,
+                        stop_token_ids=sorted(self.endings.token_ids),
+                        ignore_eos=True,  # the stop tokens above are the whole list
+                        detokenize=False,
+                    )
+                    for question, sample in chunk
+                ],
+                use_tqdm=False,
+                lora_request=self._lora_request,
+            )
+            completions = [output.outputs[0] for output in outputs]
+            for (question, sample), completion in zip(chunk, completions):
+                if completion.finish_reason not in ("stop", "length"):
+                    raise LoragateError(
+                        f"vLLM ended sample {sample} of question {question} with {completion.finish_reason!r} instead of an "
+                        "answer; its log says why. Samples that were written before stay valid: run again to draw the rest."
+                    )
+            token_ids = [completion.token_ids for completion in completions]
+            stopped = [completion.finish_reason == "stop" for completion in completions]
+            answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop, self.endings.texts)
+            yield [
+                Sample(question, sample, text, ids, reason, None)
+                for (question, sample), (ids, text, reason) in zip(chunk, answers)
+            ]
 
     def log_likelihoods(
         self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
@@ -196,42 +227,6 @@ class VllmEngine(Engine):
         shutdown = getattr(self._llm.llm_engine.engine_core, "shutdown", None)
         if shutdown is not None:
             shutdown()
-
-    def _generate_chunk(
-        self, prompt_ids: list[list[int]], limits: list[int], rows: list[tuple[int, int]], config: SamplingConfig
-    ) -> list[Sample]:
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": prompt_ids[question]} for question, _ in rows],
-            [self._parameters(config, question, sample, limits[question]) for question, sample in rows],
-            use_tqdm=False,
-            lora_request=self._lora_request,
-        )
-        completions = [output.outputs[0] for output in outputs]
-        token_ids = [completion.token_ids for completion in completions]
-        for (question, sample), completion in zip(rows, completions):
-            if completion.finish_reason not in ("stop", "length"):
-                raise LoragateError(
-                    f"vLLM ended sample {sample} of question {question} with {completion.finish_reason!r} instead of an answer; "
-                    "its log says why. Samples that were written before stay valid: run again to draw the rest."
-                )
-        stopped = [completion.finish_reason == "stop" for completion in completions]
-        answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop, self.endings.texts)
-        return [
-            Sample(question, sample, text, ids, reason, None)
-            for (question, sample), (ids, text, reason) in zip(rows, answers)
-        ]
-
-    def _parameters(self, config: SamplingConfig, question: int, sample: int, limit: int) -> Any:
-        """One request per sample: vLLM gives the n samples of a joint request seeds that cannot be resumed one by one."""
-        return self._sampling_params(
-            temperature=config.temperature,
-            top_p=config.top_p,
-            max_tokens=limit,
-            seed=request_seed(config.seed, question, sample) if config.temperature > 0 else None,
-            stop_token_ids=sorted(self.endings.token_ids),
-            ignore_eos=True,  # the stop tokens above are the whole list
-            detokenize=False,
-        )
 
 
 def plain_adapter(folder: str | Path) -> Path:

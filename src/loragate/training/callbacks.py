@@ -33,6 +33,12 @@ class StepReport:
     values: dict[str, Any]
 
 
+OnStep = Callable[[StepReport], Any]
+"""Called after every step; `PAUSE` ends the run there with a checkpoint, from which `resume` goes on. In one process only."""
+PAUSE = object()
+"""An object, because progress bars return True."""
+
+
 class JsonlLog(TrainerCallback):
     """Appends every log record to a JSONL file; when a run resumes, records of repeated steps are dropped first."""
 
@@ -66,15 +72,10 @@ class JsonlLog(TrainerCallback):
             raise TrainingError(describe_os_error(self.path, error)) from error
 
 
-PAUSE = object()
-"""What `on_step` returns to have a run of one process end after this step, with a checkpoint to go on from. An object, because
-progress bars return True."""
-
-
 class StepReporter(TrainerCallback):
     """Calls `on_step` after every optimiser step of the main process; where it returns `PAUSE`, the run pauses there."""
 
-    def __init__(self, on_step: Callable[[StepReport], Any]) -> None:
+    def __init__(self, on_step: OnStep) -> None:
         self.on_step = on_step
         self.began = 0.0
         self.values: dict[str, Any] = {}

@@ -17,7 +17,6 @@ import torch
 from annotated_types import Ge
 from transformers import TrainerCallback
 
-from loragate.data import Collator, EncodedRows
 from loragate.errors import ConfigError
 from loragate.gates import record_gates
 from loragate.generation import Sample
@@ -169,17 +168,27 @@ class Guard:
 
 
 class GuardCallback(TrainerCallback):
-    """Reads a probe every so many steps of a trainer run, and stops it when the guard says so.
+    """Reads a probe every so many steps of a trainer run, and stops it when the guard says so; the first reading is made at once.
 
     The readings also go into the trainer's own log history, so that a checkpoint has those that were made before it.
+
+    Args:
+        probe: samples from the model as it is.
+        saturation: of the gates as they are.
     """
 
-    def __init__(self, guard: Guard, probe: Callable[[int], None], every: int) -> None:
-        self.guard, self.probe, self.every = guard, probe, every
+    def __init__(
+        self, guard: Guard, probe: Callable[[], Sequence[Sample]], saturation: Callable[[], float | None]
+    ) -> None:
+        self.guard, self.probe, self.saturation = guard, probe, saturation
+        self.read(0)
+
+    def read(self, step: int) -> None:
+        self.guard.observe(step, as_answers(self.probe()), self.saturation, complete=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
-            self.probe(state.global_step)
+        if state.global_step % self.guard.limits.every == 0 or state.global_step == state.max_steps:
+            self.read(state.global_step)
             state.log_history.append({"step": state.global_step, READING: asdict(self.guard.readings[-1])})
             if self.guard.verdict is not None:
                 control.should_training_stop = True
@@ -189,27 +198,6 @@ class GuardCallback(TrainerCallback):
         for record in records:
             if READING in record:
                 self.guard.judge(Reading(**record[READING]))
-
-
-def guard_callbacks(
-    guard: Guard | None,
-    probe: Callable[[], Sequence[Sample]] | None,
-    model: Any,
-    collator: Collator,
-    encoded: EncodedRows,
-    adapter_name: str,
-) -> tuple[GuardCallback, ...]:
-    """The guard of a trainer run, its first reading taken from the gates as they start; none without guard and probe."""
-    if guard is None or probe is None:
-        return ()
-    device = next(model.parameters()).device
-    batch = {key: value.to(device) for key, value in collator(encoded[:16]).items()}
-
-    def read(step: int) -> None:
-        guard.observe(step, as_answers(probe()), lambda: saturation(model, [batch], adapter_name), complete=True)
-
-    read(0)
-    return (GuardCallback(guard, read, guard.limits.every),)
 
 
 @torch.no_grad()

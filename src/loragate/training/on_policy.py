@@ -44,13 +44,13 @@ from loragate.training.rollouts import (
     rewarded,
     training_prompts,
 )
-from loragate.training.run import Job, OnStep, TrainingOutcome, collator_for, prepare_folder
-from loragate.training.run_folder import STATE, checkpoints
+from loragate.training.run import collator_for
+from loragate.training.run_folder import LOG, STATE, checkpoints, prepare_folder
 from loragate.training.scoring import ResponseScorer
 from loragate.training.settings import CalibrationSettings
 from loragate.training.sharding import causal_model
 from loragate.training.strategy import launch_of
-from loragate.training.trainer import TRAINED
+from loragate.training.trainer import TRAINED, Job, TrainingOutcome
 
 OPTIMIZER, ANSWERS = "optimizer.safetensors", "answers.safetensors"
 BEFORE_TRAINING = -1  # number of the refresh whose answers are the guard's start
@@ -75,9 +75,7 @@ class OnPolicyJob(Job):
     guard: Guard | None = None
 
 
-def run_on_policy(
-    job: OnPolicyJob, folder: Path | None, *, resume: bool = False, on_step: OnStep | None = None
-) -> TrainingOutcome:
+def run_on_policy(job: OnPolicyJob) -> TrainingOutcome:
     """Train; see `OnPolicyJob` and `run_training`, whose files and errors are the same.
 
     Raises:
@@ -87,24 +85,24 @@ def run_on_policy(
     refuse_impossible(Plan.of_settings(job.settings, launch_of(), next(job.model.parameters()).device.type))
     if job.settings.objective == "reward" and job.reward is None:
         raise ConfigError("the objective 'reward' needs a reward: a callable (row, text, finished) -> float")
-    checkpoint = prepare_folder(job.identity, folder, resume) if folder is not None else None
+    checkpoint = prepare_folder(job.identity, job.folder, job.resume)
     stopper = StopOnInterrupt()
     callbacks: list[Any] = [stopper]
-    if folder is not None:
-        callbacks.append(JsonlLog(folder / "metrics.jsonl"))
-    if on_step is not None:
-        callbacks.append(StepReporter(on_step))
+    if job.folder is not None:
+        callbacks.append(JsonlLog(job.folder / LOG))
+    if job.on_step is not None:
+        callbacks.append(StepReporter(job.on_step))
     with ExitStack() as stack:
         stack.callback(stopper.restore)
         stack.enter_context(as_found(job.model, job.settings.gradient_checkpointing))
         if job.settings.gradient_checkpointing:
             job.model.enable_input_require_grads()
             start_recomputing(job.model)
-        loop = _Loop(job, folder, callbacks)
+        loop = _Loop(job, callbacks)
         if checkpoint is not None:
             loop.restore(Path(checkpoint))
         outcome = loop.run()
-    stopper.refuse_unfinished(outcome.steps, loop.total, folder)
+    stopper.refuse_unfinished(outcome.steps, loop.total, job.folder)
     return outcome
 
 
@@ -112,8 +110,8 @@ class _Loop:
     """Where a run stands between two steps: `step` of `total`, the answers of the current refresh, the log probabilities of their
     tokens at sampling time (`before`; empty where they are not needed), log records, and counts of what was sampled."""
 
-    def __init__(self, job: OnPolicyJob, folder: Path | None, callbacks: Sequence[Any]) -> None:
-        self.job, self.folder, self.callbacks = job, folder, callbacks
+    def __init__(self, job: OnPolicyJob, callbacks: Sequence[Any]) -> None:
+        self.job, self.callbacks = job, callbacks
         self.settings = settings = job.settings
         self.device = next(job.model.parameters()).device
         self.collate = collator_for(job.tokenizer)
@@ -160,8 +158,8 @@ class _Loop:
                 self.history.append({"step": self.step, **record})
                 self._tell("on_log", shown, control, logs=record)
             due = settings.save_steps > 0 and self.step % settings.save_steps == 0
-            if self.folder is not None and (due or control.should_save):
-                self._save(self.folder)
+            if self.job.folder is not None and (due or control.should_save):
+                self._save(self.job.folder)
                 control.should_save = False
         seconds = time.monotonic() - began
         if self.step > first:
@@ -255,9 +253,7 @@ class _Loop:
         chosen = range(self.step * per_step, self.step * per_step + needed)
         self.answers = self._draw(chosen, self.step // settings.steps_per_refresh)
         if self.job.reward is not None:
-            self.answers = rewarded(
-                self.answers, self.prompts, self.job.rows, self.job.reward, group, settings.advantage
-            )
+            self.answers = rewarded(self.answers, self.prompts, self.job.rows, self.job.reward, settings)
         if guard is not None and self._watch(guard, self.answers) is not None:
             return guard.verdict
         # answers that serve several steps are scored once by the gates that they were sampled with

@@ -135,15 +135,15 @@ def rewarded(
     prompts: Sequence[Prompt],
     rows: Rows,
     reward: Reward,
-    group: int,
-    advantage: str,
+    settings: CalibrationSettings,
 ) -> list[Answer]:
-    """The answers with rewards and advantages; each `group` answers in a row belong to one prompt.
+    """The answers with rewards and advantages; each `answers_per_prompt` answers in a row belong to one prompt.
 
     Raises:
         TrainingError: for a reward that is not a finite number.
     """
     scored: list[Answer] = []
+    group = settings.answers_per_prompt
     for at in range(0, len(answers), group):
         members = answers[at : at + group]
         rewards = []
@@ -155,7 +155,7 @@ def rewarded(
             rewards.append(value)
         scored += [
             replace(answer, reward=value, advantage=gain)
-            for answer, value, gain in zip(members, rewards, group_advantages(rewards, advantage), strict=True)
+            for answer, value, gain in zip(members, rewards, group_advantages(rewards, settings.advantage), strict=True)
         ]
     return scored
 

@@ -10,14 +10,13 @@ import hashlib
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
 from transformers import PrinterCallback, ProgressCallback
 
 from loragate.data import Collator, EncodedRows, Rows
@@ -32,99 +31,38 @@ from loragate.training.callbacks import (
     FirstGradientCheck,
     JsonlLog,
     SkippedStepCheck,
-    StepReport,
     StepReporter,
     StopOnInterrupt,
 )
 from loragate.training.compatibility import Plan, refuse_impossible
-from loragate.training.guards import READING, GuardCallback
+from loragate.training.guards import READING
 from loragate.training.last_layer import read_positions_only
 from loragate.training.model_state import as_found, short_row_attention, statistics_forward
-from loragate.training.run_folder import STATE, explain_full_disk, explain_lost_process, prepare_folder
+from loragate.training.run_folder import LOG, STATE, explain_full_disk, explain_lost_process, prepare_folder
 from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, CalibrationSettings, TrainSettings
 from loragate.training.sharding import causal_model, partitioned, target_device
 from loragate.training.strategy import launch_of
-from loragate.training.trainer import ReferenceOf, StatisticsTrainer, as_dataset, trainer_arguments
+from loragate.training.trainer import StatisticsTrainer, TrainingJob, TrainingOutcome, as_dataset, trainer_arguments
 
 logger = logging.getLogger("loragate")
 
-OnStep = Callable[[StepReport], Any]
-"""Called after every step; True ends the run there with a checkpoint, from which `resume` goes on. In one process only."""
 
-
-@dataclass(kw_only=True)
-class Job:
-    """What every run needs, put together by a stage.
-
-    Attributes:
-        model, tokenizer: the model as it will be trained, and its tokenizer.
-        encoded, rows: tokenised rows in training order, and the rows they came from (for error messages).
-        settings: the stage's settings.
-        trained: the parameters that train, by name.
-        identity: what makes this run this run; stored in run.json and compared on resume.
-    """
-
-    model: Any
-    tokenizer: Any
-    encoded: EncodedRows
-    rows: Rows
-    settings: TrainSettings
-    trained: dict[str, nn.Parameter]
-    identity: dict[str, Any]
-
-
-@dataclass(kw_only=True)
-class TrainingJob(Job):
-    """A run on the given rows, by the trainer.
-
-    Attributes:
-        objective: what trains it.
-        recorder: opens a λ recording on the model it is given, for the log line (Stage II).
-        check_gradient: refuse a first gradient that is zero everywhere (Stage II).
-        reference: from (model, inputs) to a frozen reference's distributions, for objectives with a KL to one.
-    """
-
-    objective: Objective
-    recorder: Callable[[Any], Any] | None = None
-    check_gradient: bool = False
-    callbacks: Sequence[Any] = field(default_factory=tuple)
-    reference: ReferenceOf | None = None
-
-
-@dataclass(frozen=True)
-class TrainingOutcome:
-    """What a run leaves behind: its log records, steps and wall time, and counts of what it sampled."""
-
-    history: list[dict[str, Any]]
-    steps: int
-    seconds: float
-    fused_head: bool
-    sampled: dict[str, float] = field(default_factory=dict)
-
-
-def run_training(
-    job: TrainingJob, folder: Path | None, *, resume: bool = False, on_step: OnStep | None = None
-) -> TrainingOutcome:
+def run_training(job: TrainingJob) -> TrainingOutcome:
     """Train; see `TrainingJob`.
-
-    Args:
-        job: the run.
-        folder: run folder, or None for a temporary one (no checkpoints survive then).
-        resume: continue from the last checkpoint in `folder`.
-        on_step: called after every optimiser step.
 
     Raises:
         TrainingError: non-finite loss, a resume that does not fit, or a stop by Ctrl-C (after writing a checkpoint).
     """
     with partitioned(job.model, job.trained) as (model, trained):
         job = replace(job, model=model, trained=trained)
-        if folder is None:
-            with tempfile.TemporaryDirectory(prefix="loragate-") as name:
-                return _run(job, Path(name), keep=False, resume=False, on_step=on_step)
-        return _run(job, folder, keep=True, resume=resume, on_step=on_step)
+        if job.folder is not None:
+            return _run(job, job.folder)
+        with tempfile.TemporaryDirectory(prefix="loragate-") as name:
+            return _run(job, Path(name))
 
 
-def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: OnStep | None) -> TrainingOutcome:
+def _run(job: TrainingJob, folder: Path) -> TrainingOutcome:
+    """Train with `folder` for the trainer's own files, a temporary one where the job keeps nothing."""
     if isinstance(causal_model(job.model).get_output_embeddings(), BaseTunerLayer):
         raise TrainingError(
             "the adapter has a LoRA delta on the output head, which the trainer cannot run: it multiplies by the head's own "
@@ -141,24 +79,25 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
     refuse_impossible(plan)
     # the arguments start the process group, so everything that asks for ranks comes after them
     arguments = trainer_arguments(job.settings, folder, len(job.encoded), device.type)
-    checkpoint = prepare_folder(job.identity, folder, resume) if keep else None
+    checkpoint = prepare_folder(job.identity, job.folder, job.resume)
     past: Any = {} if checkpoint is None else read_value(Path(checkpoint) / STATE, "the run cannot be resumed")
     records = past.get("log_history", ())
-    guards = [callback for callback in job.callbacks if isinstance(callback, GuardCallback)]
-    for guard in guards:
-        guard.restore(records)
     # the trainer would take a step more before it looks whether it is to stop
-    ended = past.get("global_step", 0) >= arguments.max_steps or any(one.guard.verdict is not None for one in guards)
+    ended = past.get("global_step", 0) >= arguments.max_steps
     # packed rows are as long as a pass, and their mask is of another kind
     longest = sys.maxsize if job.settings.packing else int(job.encoded.arrays["lengths"].max())
     # a reference must be computed as the trained model is, so that its KL to itself is 0
     plain_bf16 = job.settings.precision == "bf16" and job.reference is None
     stopper = StopOnInterrupt()
-    callbacks: list[Any] = [stopper, *job.callbacks]
-    if keep:
-        callbacks.append(JsonlLog(folder / "metrics.jsonl"))
-    if on_step is not None:
-        callbacks.append(StepReporter(on_step))
+    callbacks: list[Any] = [stopper]
+    if job.guard is not None:
+        job.guard.restore(records)
+        ended = ended or job.guard.guard.verdict is not None
+        callbacks.append(job.guard)
+    if job.folder is not None:
+        callbacks.append(JsonlLog(job.folder / LOG))
+    if job.on_step is not None:
+        callbacks.append(StepReporter(job.on_step))
     # DeepSpeed takes the gradients for itself and steps before they could be looked at
     if job.check_gradient and checkpoint is None and launch.strategy != "zero3":
         callbacks.append(FirstGradientCheck(job.trained))
@@ -177,17 +116,11 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
         if last_layer.reason is not None:
             logger.info("the last layer runs on every position: %s", last_layer.reason)
         trainer = StatisticsTrainer(
-            objective=job.objective,
-            trained=job.trained,
-            where=job.rows.where,
-            recorder=job.recorder,
-            reference=job.reference,
-            last_layer=last_layer,
-            model=job.model,
+            job,
+            last_layer,
             args=arguments,
             train_dataset=as_dataset(job.encoded, job.settings, arguments.world_size),
             data_collator=PackedCollator() if job.settings.packing else collator_for(job.tokenizer),
-            processing_class=job.tokenizer,
             callbacks=callbacks,
         )
         for printer in (PrinterCallback, ProgressCallback):  # progress and metrics are shown by our own callbacks
@@ -203,11 +136,11 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
         if job.settings.packing:
             require_separate_sequences(job.model, next(job.model.parameters()).device)
         try:
-            with explain_lost_process(launch, folder if keep else None), explain_full_disk(folder if keep else None):
+            with explain_lost_process(launch, job.folder), explain_full_disk(job.folder):
                 output = trainer.train(resume_from_checkpoint=checkpoint)
         finally:
             stopper.restore()
-    stopper.refuse_unfinished(trainer.state.global_step, trainer.state.max_steps, folder if keep else None)
+    stopper.refuse_unfinished(trainer.state.global_step, trainer.state.max_steps, job.folder)
     seconds = float(output.metrics.get("train_runtime", 0.0))
     return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused)
 

@@ -56,8 +56,8 @@ def run_folder_given(folder: str | Path | None, resume: bool) -> Path | None:
     return None if folder is None else Path(folder)
 
 
-def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str | None:
-    """Write run.json, or on resume compare it with `identity`.
+def prepare_folder(identity: dict[str, Any], folder: Path | None, resume: bool) -> str | None:
+    """Write run.json, or on resume compare it with `identity`; nothing without a folder.
 
     Returns:
         The checkpoint to go on from; None to begin.
@@ -65,6 +65,8 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
     Raises:
         TrainingError: if the folder holds a run that is not to be resumed, finished or not, or another run.
     """
+    if folder is None:
+        return None
     record = folder / RECORD
     if not resume:
         if work := work_in(folder):

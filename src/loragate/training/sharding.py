@@ -10,6 +10,7 @@ shards lie on the device (`host_memory` of `open_base`).
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ from torch import nn
 from loragate.errors import ConfigError
 from loragate.gates.gate import SignedGate
 from loragate.losses.causal_head import verify_head, whole_parameter
-from loragate.training.strategy import launch_of, process_state, reshard_after_forward
+from loragate.training.strategy import launch_of, process_state
 
 
 def target_device(model: nn.Module) -> torch.device:
@@ -112,12 +113,14 @@ def shard(model: Any, device: torch.device, ignored: set[nn.Parameter]) -> None:
 
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
+    # whether weights are freed between a layer's forward and its backward pass: the launch configuration's choice
+    freed = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
     causal = causal_model(model)
     for layer in decoder_layers(causal):
-        fully_shard(layer, reshard_after_forward=reshard_after_forward(), **options)
+        fully_shard(layer, reshard_after_forward=freed, **options)
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     if embedding is not None and getattr(head, "weight", None) is not embedding.weight:
-        fully_shard(embedding, reshard_after_forward=reshard_after_forward(), **options)
+        fully_shard(embedding, reshard_after_forward=freed, **options)
     fully_shard(model, **options)
 
 

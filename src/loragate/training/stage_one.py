@@ -23,9 +23,8 @@ from loragate.losses.causal_head import ReferenceRequest, evaluation_mode
 from loragate.losses.divergence import Reference, require_same_vocabulary
 from loragate.losses.objectives import Objective, objective_of
 from loragate.models import ModelRef, resolve
+from loragate.training.callbacks import OnStep
 from loragate.training.run import (
-    OnStep,
-    TrainingJob,
     encoded_fingerprint,
     require_encoded,
     require_mask_column,
@@ -37,7 +36,7 @@ from loragate.training.run_folder import run_folder_given
 from loragate.training.settings import StageOneSettings, recorded
 from loragate.training.sharding import causal_model
 from loragate.training.strategy import launch_of
-from loragate.training.trainer import ReferenceOf
+from loragate.training.trainer import ReferenceOf, TrainingJob, TrainingOutcome
 
 logger = logging.getLogger("loragate")
 # what a finished adapter decides: name of the setting, and of the field in its own record
@@ -50,8 +49,8 @@ _OF_THE_ADAPTER = {
 }
 
 
-@dataclass(frozen=True)
-class StageOneResult:
+@dataclass(frozen=True, kw_only=True)
+class StageOneResult(TrainingOutcome):
     """A trained adapter on its base, with the run's log.
 
     `objective` is what trained it: `settings.objective`, or the name of an objective of one's own; `constants` are its.
@@ -59,9 +58,6 @@ class StageOneResult:
 
     model: Any
     settings: StageOneSettings
-    history: list[dict[str, Any]]
-    steps: int
-    seconds: float
     rows: int
     response_tokens: int
     data: dict[str, Any]
@@ -271,6 +267,9 @@ def train_adapter(
         objective=chosen,
         trained=trained,
         reference=reference,
+        folder=folder,
+        resume=resume,
+        on_step=on_step,
         identity={
             "stage": "sft",
             "settings": {**recorded(asdict(settings)), "objective": chosen.name},
@@ -281,13 +280,11 @@ def train_adapter(
             **identity,
         },
     )
-    outcome = run_training(job, folder, resume=resume, on_step=on_step)
+    outcome = run_training(job)
     return StageOneResult(
+        **vars(outcome),
         model=model,
         settings=settings,
-        history=outcome.history,
-        steps=outcome.steps,
-        seconds=outcome.seconds,
         rows=len(encoded),
         response_tokens=encoded.summary.response_tokens,
         data={"source": source.source, "fingerprint": source.fingerprint},

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from loragate.generation import Sample
 from loragate.losses import verify_head
 from loragate.losses.entropy import support_size
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
-from loragate.training.callbacks import PAUSE, StepReport
+from loragate.training.callbacks import PAUSE, OnStep, StepReport
 from loragate.training.checks import (
     MEASURED_ROWS,
     check_callables,
@@ -46,33 +46,30 @@ from loragate.training.checks import (
     require_causal_model,
     require_only_gates_train,
 )
-from loragate.training.guards import Guard, GuardLimits, guard_callbacks
+from loragate.training.guards import Guard, GuardCallback, GuardLimits, saturation
 from loragate.training.model_state import without_dropout
 from loragate.training.on_policy import OnPolicyJob, run_on_policy
 from loragate.training.rollouts import Reward, Sampler
 from loragate.training.run import (
-    OnStep,
-    TrainingJob,
-    TrainingOutcome,
     collator_for,
     encoded_fingerprint,
-    prepare_folder,
     require_encoded,
     require_mask_column,
     require_own,
     require_short_enough,
     run_training,
 )
-from loragate.training.run_folder import run_folder_given
+from loragate.training.run_folder import prepare_folder, run_folder_given
 from loragate.training.settings import GATE_OBJECTIVES, CalibrationSettings
 from loragate.training.sharding import causal_model, spread
 from loragate.training.strategy import launch_of
+from loragate.training.trainer import TrainingJob, TrainingOutcome
 
 PARITY_ROWS, PARITY_TOKENS = 4, 256
 
 
-@dataclass(frozen=True)
-class CalibrationResult:
+@dataclass(frozen=True, kw_only=True)
+class CalibrationResult(TrainingOutcome):
     """What a calibration did, in numbers.
 
     Attributes:
@@ -104,22 +101,17 @@ class CalibrationResult:
     entropy_after: float
     gates: dict[str, dict[str, float]]
     gates_total: dict[str, float]
-    history: list[dict[str, Any]]
-    steps: int
-    seconds: float
     parameters: int
     rows: int
     response_tokens: int
     data: dict[str, Any]
-    fused_head: bool
-    stopped: str | None = None
-    guard: list[dict[str, Any]] = field(default_factory=list)
-    sampled: dict[str, float] = field(default_factory=dict)
-    training_seconds: float = 0.0
-    heldout: dict[str, float] = field(default_factory=dict)
-    objective: str = field(kw_only=True)
-    constants: dict[str, Any] = field(default_factory=dict)
-    own_k: int | None = None
+    stopped: str | None
+    guard: list[dict[str, Any]]
+    training_seconds: float
+    heldout: dict[str, float]
+    objective: str
+    constants: dict[str, Any]
+    own_k: int | None
 
     def evidence(self) -> dict[str, Any]:
         """The JSON-able record that goes into the artifact."""
@@ -276,17 +268,23 @@ def calibrate(
             "settings": settings,
             "trained": trained,
             "identity": identity,
+            "folder": folder,
+            "resume": resume,
+            "on_step": tell,
         }
         with without_dropout(model):
             if settings.objective == "random":
-                if folder is not None:
-                    prepare_folder(identity, folder, resume)
+                prepare_folder(identity, folder, resume)
                 draw_gates(model, settings.seed, settings.random_scale, name)
                 outcome = TrainingOutcome([], 0, 0.0, verify_head(causal_model(model)))
             elif settings.on_policy:
                 own = OnPolicyJob(**shared, adapter_name=name, sampler=sampler, reward=reward, guard=watch)
-                outcome = run_on_policy(own, folder, resume=resume, on_step=tell)
+                outcome = run_on_policy(own)
             else:
+                watcher = None
+                if watch is not None and probe is not None:
+                    gated = [{key: value.to(device) for key, value in collator(encoded[:16]).items()}]
+                    watcher = GuardCallback(watch, probe, lambda: saturation(model, gated, name))
                 # "ce", the paper's ablation, has the entropy in its log
                 ce = replace(sft(), name="ce", k=k, reads=("topk_entropy",))
                 job = TrainingJob(
@@ -294,9 +292,9 @@ def calibrate(
                     objective=objective or (ce if settings.objective == "ce" else GateEntropy(k)),
                     recorder=lambda running: record_gates(running, name),
                     check_gradient=True,
-                    callbacks=guard_callbacks(watch, probe, model, collator, encoded, name),
+                    guard=watcher,
                 )
-                outcome = run_training(job, folder, resume=resume, on_step=tell)
+                outcome = run_training(job)
         if _frozen_checksum(model) != frozen:
             raise TrainingError(
                 "a frozen weight of the base or the adapter changed during calibration; the result is not used"
@@ -305,6 +303,7 @@ def calibrate(
         if heldout is not None:
             apart["entropy_after"] = math.nan if paused else measured(heldout[:])[0]
         return CalibrationResult(
+            **{**vars(outcome), "seconds": time.monotonic() - began},
             config=config,
             settings=settings,
             parity=parity,
@@ -312,17 +311,12 @@ def calibrate(
             entropy_after=after,
             gates=statistics,
             gates_total=total,
-            history=outcome.history,
-            steps=outcome.steps,
-            seconds=time.monotonic() - began,
             parameters=sum(parameter.numel() for parameter in trained.values()),
             rows=len(encoded),
             response_tokens=encoded.summary.response_tokens,
             data={"source": source.source, "fingerprint": source.fingerprint},
-            fused_head=outcome.fused_head,
             stopped=None if watch is None else watch.verdict,
             guard=[] if watch is None else watch.as_records(),
-            sampled=outcome.sampled,
             training_seconds=outcome.seconds,
             heldout=apart,
             objective=trained_by,

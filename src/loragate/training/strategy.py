@@ -90,11 +90,6 @@ def process_state() -> Any:
     return PartialState(cpu=on_cpu and launch.processes > 1)
 
 
-def reshard_after_forward() -> bool:
-    """Whether a layer's weights are freed between its forward and its backward pass (the launch configuration's choice)."""
-    return os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
-
-
 def launch_file(strategy: str) -> Path:
     """The `accelerate launch --config_file` of a strategy that the package ships."""
     return Path(__file__).parent / "accelerate" / f"{strategy}.yaml"

@@ -1,4 +1,4 @@
-"""A thin subclass of TRL's SFTTrainer whose loss comes from the token-statistics head.
+"""What a run is made of, and a thin subclass of TRL's SFTTrainer whose loss comes from the token-statistics head.
 
 It overrides the loss, what is known of a whole batch before it, the log line, the checkpoint format and the telemetry, and
 nothing else of the training loop. Both stages use this class, with an objective each. Rows come
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from trl import SFTConfig, SFTTrainer
 
+from loragate.data import EncodedRows, Rows
 from loragate.errors import ConfigError, DivergenceError, TrainingError
 from loragate.files import write_atomically
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, WeightedCrossEntropy
@@ -28,6 +29,8 @@ from loragate.losses.divergence import Reference
 from loragate.losses.head import IGNORED
 from loragate.losses.objectives import Objective
 from loragate.training.arrangement import arranged_steps
+from loragate.training.callbacks import OnStep
+from loragate.training.guards import GuardCallback
 from loragate.training.last_layer import LastLayer
 from loragate.training.model_state import recomputation_argument
 from loragate.training.settings import TrainSettings
@@ -48,6 +51,63 @@ ROWS_AT_A_TIME = 2048  # that are Python lists while a data set is made
 _BATCH = "loragate_batch"
 
 
+@dataclass(kw_only=True)
+class Job:
+    """What every run needs, put together by a stage.
+
+    Attributes:
+        model, tokenizer: the model as it will be trained, and its tokenizer.
+        encoded, rows: tokenised rows in training order, and the rows they came from (for error messages).
+        settings: the stage's settings.
+        trained: the parameters that train, by name.
+        identity: what makes this run this run; stored in run.json and compared on resume.
+        folder: run folder; None keeps nothing (no checkpoints survive then).
+        resume: go on from the last checkpoint in `folder`.
+        on_step: called after every optimiser step.
+    """
+
+    model: Any
+    tokenizer: Any
+    encoded: EncodedRows
+    rows: Rows
+    settings: TrainSettings
+    trained: dict[str, nn.Parameter]
+    identity: dict[str, Any]
+    folder: Path | None
+    resume: bool
+    on_step: OnStep | None
+
+
+@dataclass(kw_only=True)
+class TrainingJob(Job):
+    """A run on the given rows, by the trainer.
+
+    Attributes:
+        objective: what trains it.
+        recorder: opens a λ recording on the model it is given, for the log line (Stage II).
+        check_gradient: refuse a first gradient that is zero everywhere (Stage II).
+        guard: stops the run where a probe's answers decay (Stage II).
+        reference: from (model, inputs) to a frozen reference's distributions, for objectives with a KL to one.
+    """
+
+    objective: Objective
+    recorder: Callable[[Any], Any] | None = None
+    check_gradient: bool = False
+    guard: GuardCallback | None = None
+    reference: ReferenceOf | None = None
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """What a run leaves behind: its log records, steps and wall time, and counts of what it sampled."""
+
+    history: list[dict[str, Any]]
+    steps: int
+    seconds: float
+    fused_head: bool
+    sampled: dict[str, float] = field(default_factory=dict)
+
+
 class StatisticsTrainer(SFTTrainer):
     """SFTTrainer over `model(..., statistics=request)`.
 
@@ -58,31 +118,20 @@ class StatisticsTrainer(SFTTrainer):
 
     loss_is_scaled_for_ga = True
 
-    def __init__(
-        self,
-        *,
-        objective: Objective,
-        trained: dict[str, nn.Parameter],
-        where: Callable[[int], str] = lambda row: f"row {row}",
-        recorder: Callable[[Any], Any] | None = None,
-        reference: ReferenceOf | None = None,
-        last_layer: LastLayer | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.objective, self.trained, self.where = objective, trained, where
-        self.recorder, self.reference = recorder, reference
+    def __init__(self, job: TrainingJob, last_layer: LastLayer, **kwargs: Any) -> None:
+        self.job, self.trained, self.last_layer = job, job.trained, last_layer
+        objective = job.objective
         gradients = None if objective.gradients is None else tuple(objective.gradients)
         self.request = StatisticsRequest(objective.k, tuple(objective.outputs), gradients)
         self.over_batch = getattr(objective, "over_batch", None)
         self.batch_reads = tuple(getattr(objective, "batch_reads", ()))
-        self.last_layer = last_layer or LastLayer("it was not asked for")
         self.sums: dict[str, torch.Tensor] = {}
         self.gate_summary: dict[str, float] = {}
         self.history: list[dict[str, Any]] = []
         # TRL casts trainable parameters of quantised models to bf16; what is trained here keeps its precision.
-        kept = {name: parameter.data for name, parameter in trained.items()}
-        super().__init__(**kwargs)
-        for name, parameter in trained.items():
+        kept = {name: parameter.data for name, parameter in self.trained.items()}
+        super().__init__(model=job.model, processing_class=job.tokenizer, **kwargs)
+        for name, parameter in self.trained.items():
             if parameter.dtype != kept[name].dtype:
                 parameter.data = kept[name].to(parameter.device)
         self.model_accepts_loss_kwargs = True
@@ -143,8 +192,8 @@ class StatisticsTrainer(SFTTrainer):
         return inputs, rows, context
 
     def _statistics(self, model: Any, inputs: dict[str, Any], request: StatisticsRequest) -> TokenStatistics:
-        if self.reference is not None:
-            request = replace(request, reference=self.reference(model, inputs))
+        if self.job.reference is not None:
+            request = replace(request, reference=self.job.reference(model, inputs))
         with self.last_layer.reading(inputs["labels"]):
             stats: TokenStatistics = model(**inputs, statistics=request)
         return stats
@@ -154,21 +203,21 @@ class StatisticsTrainer(SFTTrainer):
     ) -> Any:
         inputs, rows, context = self._unpacked(inputs)
         logged = (self.state.global_step + 1) % self.args.logging_steps == 0
-        wanted = self.recorder is not None and logged and self.model.training
-        with self.recorder(self.model) if wanted else nullcontext() as record:  # type: ignore[misc]
+        recorder = self.job.recorder if logged and self.model.training else None
+        with nullcontext() if recorder is None else recorder(self.model) as record:
             if record is not None:
                 record.token_mask = inputs["labels"].ne(IGNORED)
             stats = self._statistics(model, inputs, self.request)
         if record is not None and (total := record.total()).get("tokens"):
             self.gate_summary = total
-        losses = token_losses(self.objective, stats, context)
+        losses = token_losses(self.job.objective, stats, context)
         if num_items_in_batch is None:
             num_items_in_batch = stats.mask.sum()
         summed = losses.sum()
         if not bool(torch.isfinite(summed)):
             bad = ~torch.isfinite(losses)
             at_fault = rows[:, 1:][bad].unique() if rows.dim() == 2 else rows[bad.any(-1)]
-            named = ", ".join(self.where(int(row)) for row in at_fault.tolist())
+            named = ", ".join(self.job.rows.where(int(row)) for row in at_fault.tolist())
             raise DivergenceError(
                 f"the loss is not finite at step {self.state.global_step + 1}: {named or 'in the sum'}. Nothing was updated in "
                 "this step. Look at these rows (empty, extremely long or repeated text?); if they are fine, lower the learning "
