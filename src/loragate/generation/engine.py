@@ -240,6 +240,7 @@ class TransformersEngine(Engine):
     def _leave_to_generate(
         self, prompts: list[list[int]], sampler: SeededSampler, max_new_tokens: int, pad_id: int
     ) -> list[list[int]]:
+        input_ids, attention_mask = pad_left(prompts, pad_id)
         # `generate` fills in all that is left open here from the model's own settings, so they are hidden meanwhile. A
         # `PeftModel` keeps its own reference and copies it onto the model that it wraps, so both are set and restored.
         owners = [self.model]
@@ -248,7 +249,6 @@ class TransformersEngine(Engine):
         kept = [owner.generation_config for owner in owners]
         for owner in owners:
             owner.generation_config = GenerationConfig()
-        input_ids, attention_mask = pad_left(prompts, pad_id)
         try:
             output_ids = self.model.generate(
                 input_ids=input_ids.to(self.model.device),

@@ -184,7 +184,9 @@ class GuardCallback(TrainerCallback):
         self.read(0)
 
     def read(self, step: int) -> None:
-        self.guard.observe(step, as_answers(self.probe()), self.saturation, complete=True)
+        if not (answers := as_answers(self.probe())):
+            raise ConfigError(f"guard: the probe drew no answer at step {step}; it must return at least one")
+        self.guard.observe(step, answers, self.saturation, complete=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.guard.limits.every == 0 or state.global_step == state.max_steps:

@@ -54,6 +54,8 @@ class StageOneResult(TrainingOutcome):
     """A trained adapter on its base, with the run's log.
 
     `objective` is what trained it: `settings.objective`, or the name of an objective of one's own; `constants` are its.
+    `history`, `steps` and `seconds` are the run's; `fused_head` says whether the fused head served (False: full logits), and
+    `sampled` is empty, as Stage I samples nothing.
     """
 
     model: Any
