@@ -360,12 +360,13 @@ def test_a_guard_of_a_sharded_run_is_refused(monkeypatch, strategy):
         (PLAIN, {"sampler": looping}, "a sampler has no effect"),
         (PLAIN, {"guard": GuardLimits()}, "needs a probe"),
         (PLAIN, {"probe": looping}, "no guard would read it"),
+        (PLAIN, {"guard": GuardLimits(), "probe": list}, "the probe drew no answer at step 0"),
         (ANCHORED, {"reward": short}, "a reward has no effect on the objective 'anchored'"),
         (ANCHORED, {"probe": looping, "guard": GuardLimits()}, "answers that it samples anyway"),
         (REWARD, {}, "needs a reward"),
     ],
 )
-def test_callables_without_effect_are_refused(settings, options, words):
+def test_callables_without_effect_or_answers_are_refused(settings, options, words):
     with pytest.raises(ConfigError, match=words):
         train(settings, **options)
 
