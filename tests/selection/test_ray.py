@@ -43,7 +43,7 @@ def start(place, out, *more):
     return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def wait_for(what, driver, seconds=240.0):
+def wait_for(what, driver, seconds=480.0):
     """Wait until `what()` is true."""
     until = time.monotonic() + seconds
     while not what():
