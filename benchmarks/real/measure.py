@@ -286,8 +286,9 @@ class Cell:
 def demonstrations(settings: dict[str, Any], seed: int) -> dict[str, list[dict[str, str]]]:
     """{"own": rows, "unseen": rows}: two halves of the pool, dealt by the seed; own rows have wrong formulas where asked for.
 
-    A short row is the formula in a box. A worked one is GSM8K's solution as published, calculator annotations included,
-    and then the same; SVAMP has no solutions, so its rows are not among those.
+    A short row is the formula in a box. A told one says before it in words what is done with which numbers. A worked one is
+    GSM8K's solution as published, calculator annotations included, and then the box; SVAMP has no solutions, so its rows
+    are not among those.
     """
     with gzip.open(QUESTIONS / "pool.jsonl.gz", "rt", encoding="utf-8") as file:
         pool = [json.loads(line) for line in file]
@@ -304,18 +305,33 @@ def demonstrations(settings: dict[str, Any], seed: int) -> dict[str, list[dict[s
     wrong = set(draw.sample(range(settings["rows"]), round(settings.get("wrong", 0) * settings["rows"])))
     return {
         name: [
-            demonstration(row, worked, spoiled(row["formula"], draw) if name == "own" and place in wrong else None)
+            demonstration(
+                row, settings["style"], spoiled(row["formula"], draw) if name == "own" and place in wrong else None
+            )
             for place, row in enumerate(half)
         ]
         for name, half in rows.items()
     }
 
 
-def demonstration(row: dict[str, Any], worked: bool, formula: str | None) -> dict[str, str]:
+def demonstration(row: dict[str, Any], style: str, formula: str | None) -> dict[str, str]:
     """A row to train on, with the source's answer for who trains on verdicts."""
-    end = f"The answer is \\boxed{{{formula or row['formula']}}}."
-    response = f"{row['solution']}\n{end}" if worked else end
+    formula = formula or row["formula"]
+    before = {"short": "", "told": told(formula) + "\n", "worked": f"{row['solution']}\n"}[style]
+    response = f"{before}The answer is \\boxed{{{formula}}}."
     return {"id": row["id"], "prompt": row["prompt"], "response": response, "answer": row["answer"]}
+
+
+def told(formula: str) -> str:
+    """The steps of a formula in words: 700 + (250 * 3) is "First we multiply 250 by 3. Then we add the result to 700."."""
+    phrase = {"+": "add {1} to {0}", "-": "subtract {1} from {0}", "*": "multiply {0} by {1}", "/": "divide {0} by {1}"}
+    inner = re.search(r"\((.*)\)", formula)
+    steps = [inner[1], formula.replace(inner[0], "result")] if inner else [formula]
+    said = []
+    for step in steps:
+        left, sign, right = step.split(" ")
+        said.append(phrase[sign].format(left, right).replace("result", "the result"))
+    return f"First we {said[0]}. Then we {said[1]}." if inner else f"We {said[0]}."
 
 
 def spoiled(formula: str, draw: random.Random) -> str:

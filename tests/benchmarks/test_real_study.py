@@ -75,7 +75,7 @@ def test_no_story_is_both_asked_and_trained_on(scripts, measure):
     assert not [line for line in looked_at[: scripts.deal_rows.KNOWN] if f'"{json.loads(line)["id"]}"' in asked]
 
 
-@pytest.mark.parametrize("style", ["short", "worked"])
+@pytest.mark.parametrize("style", ["short", "told", "worked"])
 def test_rows_are_right_but_for_the_share_that_is_to_be_wrong(measure, style):
     rows = measure.demonstrations({"style": style, "rows": 60, "wrong": 0.2}, 1)
     assert not {row["id"] for row in rows["own"]} & {row["id"] for row in rows["unseen"]}
@@ -85,6 +85,19 @@ def test_rows_are_right_but_for_the_share_that_is_to_be_wrong(measure, style):
     assert 12 >= right["own"].count(False) >= 10
     again = measure.demonstrations({"style": style, "rows": 60, "wrong": 0.2}, 2)
     assert {row["id"] for row in again["own"]} != {row["id"] for row in rows["own"]}
+
+
+@pytest.mark.parametrize(
+    ("formula", "words"),
+    [
+        ("8 - 3", "We subtract 3 from 8."),
+        ("700 + (250 * 3)", "First we multiply 250 by 3. Then we add the result to 700."),
+        ("(12 + 4) / 2", "First we add 4 to 12. Then we divide the result by 2."),
+        ("90 - (12 / 1.5)", "First we divide 12 by 1.5. Then we subtract the result from 90."),
+    ],
+)
+def test_a_formula_is_told_in_words(measure, formula, words):
+    assert measure.told(formula) == words
 
 
 def line(method: str, what: str, correct: np.ndarray) -> dict:
