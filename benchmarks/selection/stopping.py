@@ -40,8 +40,8 @@ from loragate.files import write_json
 from loragate.gates import GateConfig
 from loragate.generation import TransformersEngine
 from loragate.selection import trial
-from loragate.selection.candidate import GATES, Candidate, parse_candidates
-from loragate.selection.comparison import TEMPERATURES, settings_on, stronger
+from loragate.selection.candidate import ADAPTER, GATES, Candidate, parse_candidates
+from loragate.selection.comparison import HOPEFUL, TEMPERATURES, chances, settings_on, stronger
 from loragate.selection.probe import Probe, Scored
 from loragate.selection.recommend import SURE, believe
 from loragate.selection.settings import SelectionSettings
@@ -241,6 +241,18 @@ def strongest(deal: Deal, parts: Parts, count: int = 0) -> list[Candidate]:
     return [*going, *stopping][: count or len(going)]
 
 
+def hopeful(deal: Deal, parts: Parts, limit: float = HOPEFUL) -> list[Candidate]:
+    """Those of `strongest` that have a chance of at least `limit` of being better than the adapter."""
+    asked = {
+        one: {setting.temperature or 0.0: rows for setting, rows in parts[one].items()}
+        for one in strongest(deal, parts)
+    }
+    counts = {heat: len(rows) for heat, rows in next(iter(asked.values())).items()}
+    adapter = Candidate(None, ADAPTER)
+    alone = {heat: deal.verdicts.dev[replace(adapter, temperature=heat)][deal.order[:n]] for heat, n in counts.items()}
+    return [one for one, chance in chances(asked, alone).items() if chance >= limit]
+
+
 def not_clearly_worse(deal: Deal, parts: Parts) -> list[Candidate]:
     """The ranges that are as good as the best with a probability of at least 1 − SURE, at either temperature."""
     belief = believe({setting: scores for asked in parts.values() for setting, scores in asked.items()})
@@ -274,11 +286,16 @@ class Rule:
 
 
 ALL = "all to the end"
-TODAY = "the best of three after a quarter"
+TODAY = "the best of three after a quarter, unless behind the adapter"
 HOPEFUL = "not clearly worse after a quarter"
 RULES = {
     ALL: Rule(lambda deal, parts: deal.ranges),
-    TODAY: Rule(strongest, SHARE),
+    TODAY: Rule(hopeful, SHARE),
+    **{
+        f"the same with a chance of {limit:g}": Rule(partial(hopeful, limit=limit), SHARE)
+        for limit in (0.2, 0.3, 0.4, 0.6)
+    },
+    "the best of three after a quarter": Rule(strongest, SHARE),
     "the same, four times the questions": Rule(strongest, SHARE, 4),
     "the best of three after half": Rule(strongest, 0.5),
     "the best two after a quarter": Rule(partial(strongest, count=2), SHARE),
@@ -307,6 +324,7 @@ def judge(verdicts: Verdicts, orders: Sequence[np.ndarray], heats: tuple[float, 
 
         whole, _ = advice(frozenset(deal.ranges))
         best = {one: max(truth[setting] for setting in truth if setting.model == one) for one in deal.ranges}
+        alone = max(score for setting, score in truth.items() if setting.kind == ADAPTER)
         for name, rule in RULES.items():
             parts = deal.part(rule.share, rule.times) if rule.share else {}
             kept = rule.keep(deal, parts)
@@ -323,7 +341,9 @@ def judge(verdicts: Verdicts, orders: Sequence[np.ndarray], heats: tuple[float, 
                     "lost": truth[whole] - truth[pick],
                     "harm": harm,
                     "regret": regret,
-                    "gates lost": max(best.values()) - max(best[one] for one in kept),
+                    # the adapter stands in where no range was trained to the end
+                    "gates lost": max(best.values()) - max((best[one] for one in kept), default=alone),
+                    "none": not kept,
                     "trainings": steps / verdicts.steps,
                     "answers": asked,
                 }
@@ -346,6 +366,7 @@ def summary(deals: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "harmful_percent": round(100 * float(columns["harm"].mean()), 1),
         "regret_mean": round(100 * float(columns["regret"].mean()), 2),
         "best_gates_lost": round(100 * float(columns["gates lost"].mean()), 2),
+        "none_percent": round(100 * float(columns["none"].mean()), 1),
         "trainings": round(float(columns["trainings"].mean()), 2),
         "answers": round(float(columns["answers"].mean())),
     }

@@ -16,7 +16,16 @@ from loragate.gates.schema import read_gate_config
 from loragate.generation import TransformersEngine
 from loragate.models import resolve
 from loragate.selection import Candidate, SelectionSettings, choose, trial
-from loragate.selection.comparison import CONFIRMING, ELSEWHERE, LARGE, own_answers, settings_on, vetoes
+from loragate.selection.comparison import (
+    CONFIRMING,
+    ELSEWHERE,
+    HOPEFUL,
+    LARGE,
+    chances,
+    own_answers,
+    settings_on,
+    vetoes,
+)
 from loragate.selection.probe import Majority, unread
 from loragate.selection.transaction import Transaction, gates_all
 from loragate.training import CalibrationSettings
@@ -223,6 +232,47 @@ def test_the_artifact_cannot_be_told_from_one_of_the_same_training_alone(tmp_pat
     place, told = place_of(tmp_path / "chosen", TWO), read_gate_config(tmp_path / "chosen")["training"]
     seconds = [json.loads((place / name).read_text())["seconds"] for name in ("part.json", "trained.json")]
     assert told["seconds"] == pytest.approx(sum(seconds), abs=0.11), "both parts of the training"
+
+
+BEHIND = {None: 20, (-3, 1): 8, (0, 1): 10}
+
+
+def test_gates_that_are_behind_the_adapter_are_not_trained_on(tmp_path, trainings):
+    one = begin(tmp_path, BEHIND)
+    chosen = one.run()
+    assert trainings == [(-3, 1), (0, 1)], "a quarter of each"
+    assert chosen.candidate is None
+    record = record_of(chosen)
+    assert {row["kind"] for row in record["settings"]} == {"adapter", "base", "constant"}
+    assert (record["cost"]["trainings"], record["picked"]) == (0, "adapter")
+    first, second = record["stopped"]["[-3,1]"], record["stopped"]["[0,1]"]
+    assert (first["score"], first["weakest_kept"], "adapter" in first) == (0.25, pytest.approx(1 / 3), False)
+    assert (second["score"], second["adapter"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert 0 < second["chance"] < 0.2
+    said = " ".join(chosen.sentences())
+    assert "; the gates were behind after a part of their training and stopped." in said
+    assert "[0,1] was stopped after 1 steps: 33.3 % then, the adapter 66.7 % (probability of being better" in said
+    begun_again(tmp_path)
+    assert record_of(begin(tmp_path, BEHIND).run(resume=True)) == record
+    assert len(trainings) == 2
+
+
+def test_a_range_that_diverged_beside_one_that_is_behind_leaves_the_adapter(tmp_path, diverging):
+    diverging.add((-3, 1))
+    record = record_of(begin(tmp_path, BEHIND, settings=dataclasses.replace(SETTINGS, max_steps=8)).run())
+    assert set(record["failed"]) == {"[-3,1]"}
+    assert set(record["stopped"]) == {"[0,1]"}
+    assert record["picked"] == "adapter"
+
+
+def test_gates_that_answer_as_the_adapter_does_are_trained_on():
+    adapter = {1.0: np.eye(2)[[0, 1, 1, 0] * 6], 0.0: np.ones((96, 1))}
+    adapter[0.0][::3] = 0
+    better, worse = ({heat: rows.copy() for heat, rows in adapter.items()} for _ in range(2))
+    better[0.0][::6], worse[0.0][1::6] = 1, 0
+    found = chances({ONE: adapter, TWO: better, Candidate(Range(0, 2), seed=3): worse}, adapter)
+    same, more, less = found.values()
+    assert less < HOPEFUL <= same < more
 
 
 def test_untouched_questions_pick_no_range(tmp_path, monkeypatch):

@@ -66,7 +66,8 @@ def headline(record: dict[str, Any]) -> str:
         return f"{text}; {confirmation['setting']} gained {points(gain['mean'])} points {untouched}."
     step = next((step for step in reversed(steps) if kind == GATES or step["kind"] == GATES), None)
     if step is None:
-        return f"{text}."
+        behind = any("adapter" in stop for stop in record.get("stopped", {}).values())
+        return f"{text}{'; the gates were behind after a part of their training and stopped' if behind else ''}."
     interval = f"{round(100 * found['level'])} % interval {points(step['low'])} to {points(step['high'])}"
     if kind != GATES:
         gates = f"{percent(scores[GATES]['mean'])} % ({points(step['mean'])} points, {interval})"
@@ -106,8 +107,13 @@ def _remarks(record: dict[str, Any]) -> list[str]:
         f"{name} could not be trained and drops out: {reason}" for name, reason in record.get("failed", {}).items()
     ]
     for name, stop in record.get("stopped", {}).items():
-        least = f"the others at least {percent(stop['weakest_kept'])} %"
-        lines.append(f"{name} was stopped after {stop['steps']} steps: {percent(stop['score'])} % then, {least}")
+        if "adapter" in stop:  # absent from records of earlier versions
+            other = (
+                f"the adapter {percent(stop['adapter'])} % (probability of being better {percent(stop['chance'])} %)"
+            )
+        else:
+            other = f"the others at least {percent(stop['weakest_kept'])} %"
+        lines.append(f"{name} was stopped after {stop['steps']} steps: {percent(stop['score'])} % then, {other}")
     lines += [f"{name} is not eligible: it {reason}" for name, reason in record["vetoed"].items()]
     for name, phrases in record["warnings"].items():
         lines += [f"warning: {phrase if name == ADAPTER else f'{name}: {phrase}'}" for phrase in phrases]

@@ -1,8 +1,8 @@
 """All settings of one adapter on one probe, and the record of what is recommended of them.
 
-Gates are trained first: all ranges a quarter of their steps, then the better half of them to the end. Every setting is asked a
-few questions, and those that do well are asked more (`recommend.halve`). What a setting answered is kept in the store, so that
-nothing is asked twice, also after an interruption.
+Gates are trained first: all ranges a quarter of their steps, then the better half of them to the end, unless they are behind
+the adapter by then. Every setting is asked a few questions, and those that do well are asked more (`recommend.halve`). What a
+setting answered is kept in the store, so that nothing is asked twice, also after an interruption.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from scipy.special import ndtr
 
 from loragate.errors import DivergenceError
 from loragate.evaluation import average_at_k, compare
@@ -21,7 +22,7 @@ from loragate.evaluation.statistics import pass_where_greedy_fails
 from loragate.files import read_json
 from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, Candidate
 from loragate.selection.probe import COOL, Probe, Scored, looks_worse, unread
-from loragate.selection.recommend import Recommendation, halve, most_answers, recommend
+from loragate.selection.recommend import Recommendation, believe, halve, most_answers, recommend
 from loragate.selection.store import PART, TRAINED, Store, TrialResult
 from loragate.selection.trial import PART_QUESTIONS, Bench, OnEvent, run_trial, train_part, train_trial
 
@@ -37,6 +38,10 @@ LARGE, CONFIRMING = 512, 256
 
 LOSS = 0.02
 """What a setting may lose on the retention probe; a clear loss rules it out, a gain counts for nothing."""
+
+HOPEFUL = 0.5
+"""Probability of being better than the adapter from which gates are trained on after a part of their steps. On committed answers
+(benchmarks/selection/stopping.py) 0.2 to 0.5 lost nothing."""
 
 LITTLE = 0.1
 """Of the questions whose greedy answer is wrong, the share with a right sampled one below which own answers teach nothing."""
@@ -82,6 +87,7 @@ class Comparison:
         self.failed: dict[str, str] = {}
         self.parts: dict[Candidate, dict[str, Any]] = {}
         self.stopped: list[Candidate] = []
+        self.behind: dict[Candidate, dict[str, float]] = {}
         self.vetoed: dict[str, str] = {}
         self.confirmation: dict[str, Any] = {}
         self.retained: dict[str, np.ndarray] = {}
@@ -102,7 +108,8 @@ class Comparison:
     def most_answers(self) -> int:
         """How many answers are asked at most, the retention probe's not counted; known before anything is trained."""
         samples, stopped = self.probe.sampling.samples, stopped_of(len(self.trained))
-        parts = len(self.trained) * len(self._heats()) * PART_QUESTIONS * samples if stopped else 0
+        # the adapter is asked with them
+        parts = (len(self.trained) + 1) * len(self._heats()) * PART_QUESTIONS * samples if stopped else 0
         settings = len(self.settings) - stopped * len({one.temperature for one in self.settings})
         confirming = 2 * (len(self.probe.questions) - self.choosing) * samples
         always = 2 * (self.choosing + self.choosing // ELSEWHERE * samples) if self.probe.kind == "labelled" else 0
@@ -117,15 +124,31 @@ class Comparison:
             able = [one for one in self.trained if one not in lost or read_json(self.store.place(one) / PART)]
             parts = self._each(able, partial(train_part, temperatures=self._heats(), most=self.choosing))
             going, waiting = stronger(parts, len(self.trained))
-        trained = self._each([one for one in going if one not in lost], train_trial)
-        trained = trained or self._each([one for one in waiting if one not in lost], train_trial)
+            self.behind = self._behind({one: parts[one] for one in going})
+        trained: dict[Candidate, Any] = {}
+        if hopeful := [one for one in going if one not in self.behind]:
+            trained = self._each([one for one in hopeful if one not in lost], train_trial)
+            trained = trained or self._each([one for one in waiting if one not in lost], train_trial)
         lost = self._lost()
         self.failed = {self.names[one]: why for one, why in lost.items()}
-        if self.failed and not trained:
+        if self.failed and not trained and not self.behind:
             raise DivergenceError(list(self.failed.values())[-1])
         self.parts = {one: part for one in self.trained if (part := read_json(self.store.place(one) / PART))}
         self.stopped = [one for one in waiting if one not in trained and one not in lost]
         return {one for one in self.trained if one not in trained}
+
+    def _behind(self, parts: Mapping[Candidate, Mapping[str, Any]]) -> dict[Candidate, dict[str, float]]:
+        """{gates that are not trained on: their chance of being better than the adapter, and its score on the same questions}."""
+        tables = {
+            one: {float(heat): np.array(rows) for heat, rows in part["verdicts"].items()} for one, part in parts.items()
+        }
+        if not tables:
+            return {}
+        counts = {heat: len(rows) for heat, rows in next(iter(tables.values())).items()}
+        alone = {heat: self._ask(Candidate(None, ADAPTER, temperature=heat), count) for heat, count in counts.items()}
+        score = max(float(rows.mean()) for rows in alone.values())
+        found = {one: {"chance": chance, "adapter": score} for one, chance in chances(tables, alone).items()}
+        return {one: row for one, row in found.items() if row["chance"] < HOPEFUL}
 
     def _each(self, candidates: Sequence[Candidate], train: Callable[..., Any]) -> dict[Candidate, Any]:
         """{candidate: what its training came to}, without those that met a value that is not finite."""
@@ -224,9 +247,11 @@ class Comparison:
                 self.names[one]: {
                     "steps": self.parts[one]["steps"],
                     "score": best[one],
-                    "weakest_kept": min(score for one, score in best.items() if one not in self.stopped),
+                    **self.behind.get(
+                        one, {"weakest_kept": min(best[other] for other in best if other not in self.stopped)}
+                    ),
                 }
-                for one in self.stopped
+                for one in (*self.stopped, *self.behind)
             },
             "retention": kept,
             "confirmation": self.confirmation,
@@ -300,6 +325,26 @@ def stronger(parts: Mapping[Candidate, Mapping[str, Any]], ranges: int) -> tuple
     ranked = sorted(parts, key=lambda one: -max(parts[one]["scores"].values()))
     kept = ranges - stopped_of(ranges)
     return ranked[:kept], ranked[kept:]
+
+
+def chances(
+    parts: Mapping[Candidate, Mapping[float, np.ndarray]], alone: Mapping[float, np.ndarray]
+) -> dict[Candidate, float]:
+    """{gates: probability that their best temperature is better than the adapter's best}, after a part of their training.
+
+    Args:
+        parts: {gates: {temperature: scores [questions, samples]}}.
+        alone: the adapter's at the same temperatures, on the same questions.
+    """
+    models = {Candidate(None, ADAPTER): alone, **parts}
+    tables = {replace(one, temperature=heat): rows for one, found in models.items() for heat, rows in found.items()}
+    belief = believe(tables)
+    best = {
+        model: max((i for i, one in enumerate(belief.settings) if one.model == model), key=lambda i: belief.mean[i])
+        for model in models
+    }
+    top = best.pop(Candidate(None, ADAPTER))
+    return {one: float(ndtr(np.divide(*belief.difference(i, top)))) for one, i in best.items()}
 
 
 def own_answers(scores: Mapping[float, np.ndarray]) -> dict[str, Any]:

@@ -33,13 +33,15 @@ from loragate.gates.schema import CONFIG
 from loragate.generation import Engine, OnProgress, TransformersEngine
 from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
 from loragate.selection.chosen import CANDIDATES, UNVERIFIED, Chosen
-from loragate.selection.comparison import Comparison, settings_on
+from loragate.selection.comparison import HOPEFUL, Comparison, settings_on
 from loragate.selection.evidence import Evidence, answer_tokens, reward_of
 from loragate.selection.probe import Probe
 from loragate.selection.questions import Manner, set_aside
 from loragate.selection.settings import SelectionSettings, require_one_process
 from loragate.selection.store import GATED, Store, Study
 from loragate.selection.trial import (
+    PART_QUESTIONS,
+    SHARE,
     Bench,
     OnEvent,
     attach_constant,
@@ -263,7 +265,11 @@ class Transaction:
             self.asking.probe_temperature,
             can_be_off=gates_all(self.bench.model),
         )
-        asked = {"probe": probe.fingerprint, "retention": None if retention is None else retention.fingerprint}
+        asked = {
+            "probe": probe.fingerprint,
+            "retention": None if retention is None else retention.fingerprint,
+            "stopping": {"share": SHARE, "questions": PART_QUESTIONS, "hopeful": HOPEFUL},
+        }
         store = self._store(settings, asked)
         taken = f"another choice is running in {self.folder}; wait for it to end, or stop it"
         with held(store.folder / "lock", 0.0, taken):

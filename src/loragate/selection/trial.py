@@ -166,8 +166,8 @@ def train_part(
         most: questions that may be asked, the first ones.
 
     Returns:
-        steps, seconds of training and asking, answers, and {temperature: mean score}; what is finished is only read. Raises as
-        `run_trial`.
+        steps, seconds of training and asking, answers, {temperature: mean score} and {temperature: scores [questions, samples]};
+        what is finished is only read. Raises as `run_trial`.
     """
     place, probe = store.place(one), bench.probe
     with _alone(store, one, on_event) as tell:
@@ -175,15 +175,16 @@ def train_part(
             return found
         assert probe is not None, "there is evidence"
         with _acting(store, bench, one, tell, part=True) as trained:
-            scores, answers, began = {}, 0, time.monotonic()
+            scores, verdicts, answers, began = {}, {}, 0, time.monotonic()
             for heat in temperatures:
                 here = probe.at(heat)
                 count = PART_QUESTIONS * probe.sampling.samples // here.sampling.samples
                 scored = here.score(bench.engine, partial(tell, "probing"), 0, min(count, most))
-                scores[f"{heat:g}"], answers = float(scored.scores.mean()), answers + scored.scores.size
+                scores[f"{heat:g}"], verdicts[f"{heat:g}"] = float(scored.scores.mean()), scored.scores.tolist()
+                answers += scored.scores.size
             seconds = {"seconds": trained["seconds"], "asking": time.monotonic() - began}
         steps = {key: trained["training"][key] for key in ("steps", "training_seconds")}
-        found = {**steps, **seconds, "answers": answers, "scores": scores}
+        found = {**steps, **seconds, "answers": answers, "scores": scores, "verdicts": verdicts}
         write_json(place / PART, found)
         return found
 
