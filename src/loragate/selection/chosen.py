@@ -66,8 +66,12 @@ def headline(record: dict[str, Any]) -> str:
         return f"{text}; {confirmation['setting']} gained {points(gain['mean'])} points {untouched}."
     step = next((step for step in reversed(steps) if kind == GATES or step["kind"] == GATES), None)
     if step is None:
-        behind = any("adapter" in stop for stop in record.get("stopped", {}).values())
-        return f"{text}{'; the gates were behind after a part of their training and stopped' if behind else ''}."
+        behind = {name: stop for name, stop in record.get("stopped", {}).items() if "adapter" in stop}
+        if not behind:
+            return f"{text}."
+        name, stop = max(behind.items(), key=lambda item: item[1]["score"])
+        gave = f"{percent(stop['score'])} % where the adapter gave {percent(stop['adapter'])} %"
+        return f"{text}; the gates {name} after {stop['steps']} steps gave {gave}, and were not trained on."
     interval = f"{round(100 * found['level'])} % interval {points(step['low'])} to {points(step['high'])}"
     if kind != GATES:
         gates = f"{percent(scores[GATES]['mean'])} % ({points(step['mean'])} points, {interval})"
