@@ -41,7 +41,7 @@ from loragate.gates import GateConfig
 from loragate.generation import TransformersEngine
 from loragate.selection import trial
 from loragate.selection.candidate import ADAPTER, GATES, Candidate, parse_candidates
-from loragate.selection.comparison import HOPEFUL, TEMPERATURES, chances, settings_on, stronger
+from loragate.selection.comparison import HOPEFUL, TEMPERATURES, prospects, settings_on, stronger
 from loragate.selection.probe import Probe, Scored
 from loragate.selection.recommend import SURE, believe
 from loragate.selection.settings import SelectionSettings
@@ -250,7 +250,7 @@ def hopeful(deal: Deal, parts: Parts, limit: float = HOPEFUL) -> list[Candidate]
     counts = {heat: len(rows) for heat, rows in next(iter(asked.values())).items()}
     adapter = Candidate(None, ADAPTER)
     alone = {heat: deal.verdicts.dev[replace(adapter, temperature=heat)][deal.order[:n]] for heat, n in counts.items()}
-    return [one for one, chance in chances(asked, alone).items() if chance >= limit]
+    return [one for one, row in prospects(asked, alone).items() if row["chance"] >= limit]
 
 
 def not_clearly_worse(deal: Deal, parts: Parts) -> list[Candidate]:
@@ -287,7 +287,7 @@ class Rule:
 
 ALL = "all to the end"
 TODAY = "the best of three after a quarter, unless behind the adapter"
-HOPEFUL = "not clearly worse after a quarter"
+UNCLEAR = "not clearly worse after a quarter"
 RULES = {
     ALL: Rule(lambda deal, parts: deal.ranges),
     TODAY: Rule(hopeful, SHARE),
@@ -300,7 +300,7 @@ RULES = {
     "the best of three after half": Rule(strongest, 0.5),
     "the best two after a quarter": Rule(partial(strongest, count=2), SHARE),
     "the best two after half": Rule(partial(strongest, count=2), 0.5),
-    HOPEFUL: Rule(not_clearly_worse, SHARE),
+    UNCLEAR: Rule(not_clearly_worse, SHARE),
     "not clearly worse after half": Rule(not_clearly_worse, 0.5),
     "one by lot": Rule(by_lot),
     **{
@@ -384,7 +384,7 @@ def report(measured: Mapping[str, Verdicts], seed: int) -> dict[str, Any]:
             rule: {
                 group: summary([deal for name in names for deal in tables[name][rule]])
                 for group, names in groups.items()
-                if group not in measured or rule in (TODAY, HOPEFUL)
+                if group not in measured or rule in (TODAY, UNCLEAR)
             }
             for rule in RULES
         }

@@ -21,8 +21,8 @@ from loragate.selection.comparison import (
     ELSEWHERE,
     HOPEFUL,
     LARGE,
-    chances,
     own_answers,
+    prospects,
     settings_on,
     vetoes,
 )
@@ -247,11 +247,16 @@ def test_gates_that_are_behind_the_adapter_are_not_trained_on(tmp_path, training
     assert (record["cost"]["trainings"], record["picked"]) == (0, "adapter")
     first, second = record["stopped"]["[-3,1]"], record["stopped"]["[0,1]"]
     assert (first["score"], first["weakest_kept"], "adapter" in first) == (0.25, pytest.approx(1 / 3), False)
-    assert (second["score"], second["adapter"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert second["score"] == pytest.approx(1 / 3)
+    assert 1 / 3 < second["expected"] < second["adapter"] < 2 / 3, "drawn towards each other"
     assert 0 < second["chance"] < 0.2
     said = " ".join(chosen.sentences())
-    assert "; the gates [0,1] after 1 steps gave 33.3 % where the adapter gave 66.7 %, and were not trained on." in said
-    assert "[0,1] was stopped after 1 steps: 33.3 % then, the adapter 66.7 % (probability of being better" in said
+    scores = [f"{100 * second[key]:.1f} %" for key in ("expected", "adapter", "chance")]
+    assert (
+        f"; the gates [0,1] after 1 steps had {scores[0]} expected where the adapter had {scores[1]}, and were not"
+        in said
+    )
+    assert f"[0,1] was stopped after 1 steps: {scores[0]} expected then, the adapter {scores[1]}, better with" in said
     begun_again(tmp_path)
     assert record_of(begin(tmp_path, BEHIND).run(resume=True)) == record
     assert len(trainings) == 2
@@ -265,13 +270,21 @@ def test_a_range_that_diverged_beside_one_that_is_behind_leaves_the_adapter(tmp_
     assert record["picked"] == "adapter"
 
 
+def test_ranges_that_take_over_must_not_be_behind_either(tmp_path, trainings, diverging):
+    diverging.add((-3, 1))
+    settings = dataclasses.replace(SETTINGS, max_steps=3)
+    record = record_of(begin(tmp_path, {None: 20, (-3, 1): 30, (0, 1): 10}, settings=settings).run())
+    assert trainings == [(-3, 1), (0, 1), (-3, 1)]
+    assert (set(record["failed"]), set(record["stopped"])) == ({"[-3,1]"}, {"[0,1]"})
+
+
 def test_gates_that_answer_as_the_adapter_does_are_trained_on():
     adapter = {1.0: np.eye(2)[[0, 1, 1, 0] * 6], 0.0: np.ones((96, 1))}
     adapter[0.0][::3] = 0
     better, worse = ({heat: rows.copy() for heat, rows in adapter.items()} for _ in range(2))
     better[0.0][::6], worse[0.0][1::6] = 1, 0
-    found = chances({ONE: adapter, TWO: better, Candidate(Range(0, 2), seed=3): worse}, adapter)
-    same, more, less = found.values()
+    found = prospects({ONE: adapter, TWO: better, Candidate(Range(0, 2), seed=3): worse}, adapter)
+    same, more, less = (row["chance"] for row in found.values())
     assert less < HOPEFUL <= same < more
 
 

@@ -69,9 +69,9 @@ def headline(record: dict[str, Any]) -> str:
         behind = {name: stop for name, stop in record.get("stopped", {}).items() if "adapter" in stop}
         if not behind:
             return f"{text}."
-        name, stop = max(behind.items(), key=lambda item: item[1]["score"])
-        gave = f"{percent(stop['score'])} % where the adapter gave {percent(stop['adapter'])} %"
-        return f"{text}; the gates {name} after {stop['steps']} steps gave {gave}, and were not trained on."
+        name, stop = max(behind.items(), key=lambda item: item[1]["expected"])
+        scores = f"{percent(stop['expected'])} % expected where the adapter had {percent(stop['adapter'])} %"
+        return f"{text}; the gates {name} after {stop['steps']} steps had {scores}, and were not trained on."
     interval = f"{round(100 * found['level'])} % interval {points(step['low'])} to {points(step['high'])}"
     if kind != GATES:
         gates = f"{percent(scores[GATES]['mean'])} % ({points(step['mean'])} points, {interval})"
@@ -112,12 +112,11 @@ def _remarks(record: dict[str, Any]) -> list[str]:
     ]
     for name, stop in record.get("stopped", {}).items():
         if "adapter" in stop:  # absent from records of earlier versions
-            other = (
-                f"the adapter {percent(stop['adapter'])} % (probability of being better {percent(stop['chance'])} %)"
-            )
+            chance = f"better with a probability of {percent(stop['chance'])} %"
+            scores = f"{percent(stop['expected'])} % expected then, the adapter {percent(stop['adapter'])} %, {chance}"
         else:
-            other = f"the others at least {percent(stop['weakest_kept'])} %"
-        lines.append(f"{name} was stopped after {stop['steps']} steps: {percent(stop['score'])} % then, {other}")
+            scores = f"{percent(stop['score'])} % then, the others at least {percent(stop['weakest_kept'])} %"
+        lines.append(f"{name} was stopped after {stop['steps']} steps: {scores}")
     lines += [f"{name} is not eligible: it {reason}" for name, reason in record["vetoed"].items()]
     for name, phrases in record["warnings"].items():
         lines += [f"warning: {phrase if name == ADAPTER else f'{name}: {phrase}'}" for phrase in phrases]

@@ -41,7 +41,7 @@ LOSS = 0.02
 
 HOPEFUL = 0.5
 """Probability of being better than the adapter from which gates are trained on after a part of their steps. On committed answers
-(benchmarks/selection/stopping.py) 0.2 to 0.5 lost nothing."""
+with labels (benchmarks/selection/stopping.py) 0.2 to 0.5 lost nothing."""
 
 LITTLE = 0.1
 """Of the questions whose greedy answer is wrong, the share with a right sampled one below which own answers teach nothing."""
@@ -118,17 +118,19 @@ class Comparison:
     def _train(self) -> set[Candidate]:
         """Train gates; those that drop out, because they were stopped or met a value that is not finite, now or earlier."""
         lost = self._lost()
-        going, waiting = list(self.trained), list[Candidate]()
+        going, waiting, parts = list(self.trained), list[Candidate](), dict[Candidate, Any]()
         if stopped_of(len(self.trained)):
             # ranges that were lost after their part keep their place, so that a resumed choice is the same
             able = [one for one in self.trained if one not in lost or read_json(self.store.place(one) / PART)]
             parts = self._each(able, partial(train_part, temperatures=self._heats(), most=self.choosing))
             going, waiting = stronger(parts, len(self.trained))
-            self.behind = self._behind({one: parts[one] for one in going})
         trained: dict[Candidate, Any] = {}
-        if hopeful := [one for one in going if one not in self.behind]:
+        for group in (going, waiting):  # those that had been stopped take over where the others are lost
+            self.behind |= self._behind({one: parts[one] for one in group if one in parts})
+            hopeful = [one for one in group if one not in self.behind]
             trained = self._each([one for one in hopeful if one not in lost], train_trial)
-            trained = trained or self._each([one for one in waiting if one not in lost], train_trial)
+            if trained or not hopeful:
+                break
         lost = self._lost()
         self.failed = {self.names[one]: why for one, why in lost.items()}
         if self.failed and not trained and not self.behind:
@@ -138,17 +140,15 @@ class Comparison:
         return {one for one in self.trained if one not in trained}
 
     def _behind(self, parts: Mapping[Candidate, Mapping[str, Any]]) -> dict[Candidate, dict[str, float]]:
-        """{gates that are not trained on: their chance of being better than the adapter, and its score on the same questions}."""
+        """{gates that are not trained on: `prospects` of them}; none where agreement stands in for labels: not measured there."""
+        if not parts or self.probe.kind != "labelled":
+            return {}
         tables = {
             one: {float(heat): np.array(rows) for heat, rows in part["verdicts"].items()} for one, part in parts.items()
         }
-        if not tables:
-            return {}
         counts = {heat: len(rows) for heat, rows in next(iter(tables.values())).items()}
         alone = {heat: self._ask(Candidate(None, ADAPTER, temperature=heat), count) for heat, count in counts.items()}
-        score = max(float(rows.mean()) for rows in alone.values())
-        found = {one: {"chance": chance, "adapter": score} for one, chance in chances(tables, alone).items()}
-        return {one: row for one, row in found.items() if row["chance"] < HOPEFUL}
+        return {one: row for one, row in prospects(tables, alone).items() if row["chance"] < HOPEFUL}
 
     def _each(self, candidates: Sequence[Candidate], train: Callable[..., Any]) -> dict[Candidate, Any]:
         """{candidate: what its training came to}, without those that met a value that is not finite."""
@@ -251,7 +251,7 @@ class Comparison:
                         one, {"weakest_kept": min(best[other] for other in best if other not in self.stopped)}
                     ),
                 }
-                for one in (*self.stopped, *self.behind)
+                for one in dict.fromkeys((*self.stopped, *self.behind))
             },
             "retention": kept,
             "confirmation": self.confirmation,
@@ -327,14 +327,17 @@ def stronger(parts: Mapping[Candidate, Mapping[str, Any]], ranges: int) -> tuple
     return ranked[:kept], ranked[kept:]
 
 
-def chances(
+def prospects(
     parts: Mapping[Candidate, Mapping[float, np.ndarray]], alone: Mapping[float, np.ndarray]
-) -> dict[Candidate, float]:
-    """{gates: probability that their best temperature is better than the adapter's best}, after a part of their training.
+) -> dict[Candidate, dict[str, float]]:
+    """How gates compare with the adapter after a part of their training, each at the better of the temperatures asked.
 
     Args:
         parts: {gates: {temperature: scores [questions, samples]}}.
         alone: the adapter's at the same temperatures, on the same questions.
+
+    Returns:
+        {gates: expected, adapter: their expected scores; chance: probability that the gates are better}.
     """
     models = {Candidate(None, ADAPTER): alone, **parts}
     tables = {replace(one, temperature=heat): rows for one, found in models.items() for heat, rows in found.items()}
@@ -344,7 +347,14 @@ def chances(
         for model in models
     }
     top = best.pop(Candidate(None, ADAPTER))
-    return {one: float(ndtr(np.divide(*belief.difference(i, top)))) for one, i in best.items()}
+    return {
+        one: {
+            "expected": float(belief.mean[i]),
+            "adapter": float(belief.mean[top]),
+            "chance": float(ndtr(np.divide(*belief.difference(i, top)))),
+        }
+        for one, i in best.items()
+    }
 
 
 def own_answers(scores: Mapping[float, np.ndarray]) -> dict[str, Any]:

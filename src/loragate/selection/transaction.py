@@ -84,9 +84,9 @@ def choose_gates(
     """Find the best way to use an adapter on a probe: as it is, with gates, under one λ, or not at all; and how to sample it.
 
     The command `loragate calibrate` is this call. Gates are trained in a few ranges, the weaker half of them for a quarter
-    of their steps, and all where they are behind the adapter by then. Everything is sampled at T = 1, 0.6, 0.3 and greedily. What is more complicated than the adapter alone is
-    recommended only where it is probably better than the best of what is simpler (`recommend.py`). Scores are shares of right
-    answers, 0 to 1.
+    of their steps, and the others too where they are behind the adapter by then. Everything is sampled at T = 1, 0.6, 0.3
+    and greedily. What is more complicated than the adapter alone is recommended only where it is probably better than the
+    best of what is simpler (`recommend.py`). Scores are shares of right answers, 0 to 1.
 
     Args:
         peft_model: base with a plain LoRA adapter in memory. It is left gated with what was written: λ = 1 everywhere

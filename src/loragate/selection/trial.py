@@ -180,7 +180,7 @@ def train_part(
                 here = probe.at(heat)
                 count = PART_QUESTIONS * probe.sampling.samples // here.sampling.samples
                 scored = here.score(bench.engine, partial(tell, "probing"), 0, min(count, most))
-                scores[f"{heat:g}"], verdicts[f"{heat:g}"] = float(scored.scores.mean()), scored.scores.tolist()
+                scores[f"{heat:g}"], verdicts[str(heat)] = float(scored.scores.mean()), scored.scores.tolist()
                 answers += scored.scores.size
             seconds = {"seconds": trained["seconds"], "asking": time.monotonic() - began}
         steps = {key: trained["training"][key] for key in ("steps", "training_seconds")}
