@@ -235,6 +235,19 @@ def test_bf16_autocast_keeps_gates_in_fp32(tokenizer, rows):
     )
 
 
+def test_a_second_training_of_one_model_computes_in_bf16_too(tokenizer, rows):
+    """A choice trains its ranges one after the other on the same model."""
+    settings, model = replace(SETTINGS, micro_batch_size=8, precision="bf16"), tiny_adapter()
+    runs = []
+    for _ in range(2):
+        runs.append((losses(lg.calibrate(model, tokenizer, rows, CONFIG, settings)), gate_values(model)))
+        lg.detach_gates(model)
+    assert runs[0][0] == runs[1][0]
+    assert same(runs[0][1], runs[1][1])
+    whole = losses(lg.calibrate(model, tokenizer, rows, CONFIG, replace(settings, precision="fp32")))
+    assert runs[0][0] != whole
+
+
 @pytest.mark.parametrize(
     ("lora", "targets"),
     [

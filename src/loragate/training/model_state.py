@@ -27,10 +27,14 @@ _NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
 
 @contextmanager
 def as_found(model: Any, checkpointing: bool) -> Iterator[None]:
-    """Give a model back as it came: mode, forward (autocast wraps it) and gradient checkpointing."""
+    """Give a model back as it came: mode, forward (autocast wraps it) and gradient checkpointing.
+
+    accelerate marks a model that it has wrapped and wraps it no second time: with the mark left on it, the next training in this
+    process would compute in fp32 whatever its precision is.
+    """
     was_training = model.training
     added = checkpointing and not recomputes(model)
-    kept = {name: model.__dict__.get(name) for name in ("forward", "_original_forward")}
+    kept = {name: model.__dict__.get(name) for name in ("forward", "_original_forward", "_is_accelerate_prepared")}
     try:
         yield
     finally:
