@@ -103,7 +103,7 @@ TABLE: dict[str, tuple[Acts, ...]] = {
     "serve": (
         Acts(("quantization",), "engine", ("transformers",)),
         Acts(("overrides", "dynamic", "max_model_len", "tensor_parallel"), "engine", ("vllm",)),
-        Acts(("vllm_memory", "vllm_args"), "engine", ("vllm",)),
+        Acts(("vllm_memory", "vllm_args", "verify"), "engine", ("vllm",)),
     ),
 }
 

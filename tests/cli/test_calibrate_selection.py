@@ -480,3 +480,6 @@ def test_a_gain_on_untouched_questions_is_the_one_that_is_said():
     )
     lost = {**gain, "difference": {"mean": -0.01, "low": -0.04, "high": 0.02}, "confirmed": False}
     assert "[0,6] T=0.3 gained -1.0 points" in headline({**recorded(steps=taken), "confirmation": lost})
+    said = headline({**recorded(), "confirmation": {**gain, "setting": "λ=0.5 greedy"}})
+    assert "on 256 questions that chose nothing" in said
+    assert "; the gates would have given" in said, "what was confirmed is no word about the gates"

@@ -161,10 +161,10 @@ def test_resume_through_the_command(place, tmp_path, fails, monkeypatch):
     line += ["--unverified", "--batch-size", 4, "--micro-batch-size", 4, "--save-steps", 2, "--k", 20, "--out", out]
     real = run_module.StepReporter._report
 
-    def stop(self, state, control):
+    def stop(self, state):
         if state.global_step == 3:
             raise KeyboardInterrupt
-        real(self, state, control)
+        real(self, state)
 
     monkeypatch.setattr(run_module.StepReporter, "_report", stop)
     assert main([str(word) for word in line]) == 130

@@ -174,3 +174,6 @@ def test_what_was_picked_is_marked_among_the_evidence():
     selection = {"method": "best of 2", "accepted": True, "picked": "[-3,1]", "evidence": evidence}
     section = Section("selection", "How the range was chosen", selection_blocks(selection))
     assert [line.name for line in section.blocks[1].lines] == ["adapter", "[-3,1] (chosen)", "[0,1]"]
+    stopped = {"[0,6]": {"steps": 12, "score": 0.31, "weakest_kept": 0.4}}
+    said = selection_blocks({**selection, "stopped": stopped})[0].data
+    assert "[0,6] was stopped after 12 steps: 31.0 % then, the others at least 40.0 %." in said

@@ -55,13 +55,16 @@ def begin(
     rows=ROWS,
     seed=0,
     temperature=None,
+    labelled=True,
     **engine,
 ):
     asking = SelectionSettings(probe_grader="exact", probe_samples=2, probe_temperature=temperature)
     kept = asked(RETAINED) if retention else None
     config = lg.GateConfig(0, 1, tau=tau)
+    known = ("prompt", "answer") if labelled else ("prompt",)
+    given = [{name: row[name] for name in known} for row in asked(count)]
     one = Transaction(
-        tiny_tokenizer(), rows, asked(count), folder, tuple(candidates), config, settings, asking, retention=kept
+        tiny_tokenizer(), rows, given, folder, tuple(candidates), config, settings, asking, retention=kept
     )
     model = tiny_adapter(seed)
     one.take(model, FakeEngine(model, right, **engine))
@@ -96,6 +99,20 @@ def trainings(monkeypatch):
 
     monkeypatch.setattr(trial, "calibrate", counted)
     return done
+
+
+@pytest.mark.parametrize("asked_for", [None, 1.0])
+def test_without_labels_gates_are_held_against_the_cool_adapter(tmp_path, asked_for):
+    # at T = 1 the gates agree with the cool majority and the adapter does not; at T = 0.3 the adapter does too
+    right = {(None, 1.0): 0, (None, 0.3): 32, (-3, 1): 32, (0, 1): 32}
+    one = begin(tmp_path, right, labelled=False, temperature=asked_for)
+    chosen = one.run()
+    assert {heat for _, heat, _ in one.bench.engine.asked} == {0.3, asked_for or 0.3}
+    assert (chosen.candidate is None) is (asked_for is None)
+    assert record_of(chosen)["probe"]["temperature"] == (asked_for or 0.3)
+    assert read_gate_config(tmp_path)["sampling"]["temperature"] == (asked_for or 0.3)
+    warned = any("alone at T = 0.3" in line for line in chosen.sentences())
+    assert warned is (asked_for == 1.0), "what the adapter alone would give there is not known"
 
 
 def test_the_adapter_wins_ties_and_answers_bit_for_bit(tmp_path):

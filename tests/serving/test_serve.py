@@ -311,6 +311,7 @@ def test_settings_that_cannot_be(folders: Path, fails: Any, tmp_path: Path) -> N
     assert "--vllm-memory must be at most 1" in fails("serve", gated, "--vllm-memory", "1.5")
     assert "does not exist" in fails("serve", tmp_path / "none")
     assert "--dynamic has no effect" in fails("serve", gated, "--engine", "transformers", "--dynamic")
+    assert "--verify has no effect" in fails("serve", gated, "--engine", "transformers", "--verify")
     if importlib.util.find_spec("vllm") is None:
         assert "vLLM is not installed" in fails("serve", gated, "--engine", "vllm")
         assert "vLLM is not installed" in fails("serve", gated, "--verify")

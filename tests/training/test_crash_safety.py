@@ -15,9 +15,8 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.errors import DataError, TrainingError
+from loragate.errors import ConfigError, DataError, TrainingError
 from loragate.training import CalibrationSettings
-from loragate.training.callbacks import PAUSE
 from loragate.training.run_folder import explain_full_disk, is_complete, last_checkpoint, prepare_folder
 from tiny import gate_values, same, tiny_adapter, tiny_rows, tiny_tokenizer
 
@@ -212,14 +211,21 @@ def test_half_a_checkpoint_does_not_push_a_newer_whole_one_out(tmp_path, more):
 @BOTH
 def test_a_training_that_is_paused_goes_on_bit_for_bit(tmp_path, more):
     settings, folder = replace(SETTINGS, max_steps=4, **more), tmp_path / "run"
-    part, _ = train(folder, settings, on_step=lambda step: PAUSE if step.step == 2 else True)
-    assert (part.steps, last_checkpoint(folder)) == (2, str(folder / "checkpoint-2"))
-    assert math.isnan(part.entropy_after)
-    assert not part.gates
+    for resume in (False, True):  # killed before anybody noted that it had paused, it takes no step more
+        part, _ = train(folder, settings, share=0.4, resume=resume)
+        assert (part.steps, last_checkpoint(folder)) == (2, str(folder / "checkpoint-2"))
+        assert math.isnan(part.entropy_after)
+        assert not part.gates
     result, found = train(folder, settings, resume=True)
     assert result.steps == 4
     assert 0 < result.entropy_after < 1
     assert same(found, train(None, settings)[1])
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, 0.5])
+def test_a_share_that_cannot_be_taken_is_refused(share):
+    with pytest.raises(ConfigError, match=rf"share={share} must be above 0"):
+        train(None, SETTINGS, share=share)
 
 
 @BOTH

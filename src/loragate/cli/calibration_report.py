@@ -82,6 +82,9 @@ def news(out: Any, job: Any, tried: Sequence[Candidate]) -> Any:
     trained = dict.fromkeys(numbers, 0.0)
     asked: dict[Candidate, None] = {}
 
+    def named(candidate: Candidate) -> str:
+        return f"range {numbers[candidate.slug]} of {len(tried)}, {candidate.cell}"
+
     def on_event(candidate: Candidate, stage: str, done: int, total: int, entropy: float | None) -> None:
         if not total:
             return  # a model is loaded, or a trial written
@@ -92,9 +95,10 @@ def news(out: Any, job: Any, tried: Sequence[Candidate]) -> Any:
         elif stage == "training":
             trained[candidate.slug] = done / total
             share = min(1.0, sum(trained.values()) / whole)
-            which = f"range {numbers[candidate.slug]} of {len(tried)}, {candidate.cell}"
             note = "" if entropy is None else f"entropy {entropy:.3f}"
-            job.show(share, f"{which}: {stage}, step {done:,} of {total:,}", note, job.left(share))
+            job.show(share, f"{named(candidate)}: {stage}, step {done:,} of {total:,}", note, job.left(share))
+        elif candidate.slug in numbers:
+            job.show(done / total, f"{named(candidate)}, after a part of its steps: answer {done:,} of {total:,}")
         else:
             asked[candidate] = None
             job.show(done / total, f"{len(asked)} settings asked; {candidate.cell}: answer {done:,} of {total:,}")

@@ -26,7 +26,7 @@ def run(options: ServeOptions) -> int:
 
     asked = models.resolve(options.model, options.base)
     fits = importlib.util.find_spec("vllm") is not None and asked.kind != "base"
-    with_vllm = options.engine == "vllm" or options.verify or (options.engine == "auto" and fits)
+    with_vllm = options.engine == "vllm" or (options.engine == "auto" and (fits or options.verify))
     engine: Literal["vllm", "transformers"] = "vllm" if with_vllm else "transformers"
     require_effect("serve", options, flags=True, engine=engine)
     check_loading(options)

@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from loragate.gates.recommended import at, is_number, is_score, mapping, recommended_temperature
+from loragate.gates.recommended import at, is_number, is_score, mapping, recommended_temperature, stopped_notes
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 
@@ -107,11 +107,7 @@ def _notes(selection: dict[str, Any], training: dict[str, Any]) -> list[str]:
         f"{plain(name)} could not be trained: {plain(reason)}."
         for name, reason in mapping(selection.get("failed")).items()
     ]
-    notes += [
-        f"{plain(name)} was stopped after a part of its training, {plain(stop.get('steps', '?'))} steps."
-        for name, stop in mapping(selection.get("stopped")).items()
-        if isinstance(stop, dict)
-    ]
+    notes += [f"{plain(note)}." for note in stopped_notes(selection)]
     confirmed = mapping(selection.get("confirmation"))
     difference = mapping(confirmed.get("difference"))
     if is_score(difference):

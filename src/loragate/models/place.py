@@ -180,7 +180,7 @@ class Place:
             return ""
         if any(bool(values.any()) for values in read_tensors(self.folder, dict(self.gates or {})).values()):
             return ""  # whatever the record says, these gates act
-        why = selection.get("reason") or "nothing beat the adapter on the probe when the range was chosen"
+        why = "nothing beat the adapter on the probe when the range was chosen"
         return f"the gates of {self.ref.name} are off: {why}. It answers as the plain adapter that it is"
 
 

@@ -183,12 +183,19 @@ class Trained:
             choice = choose({name: scores[name] for name in ("adapter", *ranges)}, "adapter")
             job.close_with(f"picked {choice.name if choice.accepted else 'the plain adapter'}")
         picked = choice.name if choice.accepted else max(ranges, key=lambda name: scores[name].mean())
-        evidence = asdict(choice)
-        selection = {"method": "best of a few ranges on labelled development questions", "picked": evidence.pop("name")}
+        selection = {
+            **asdict(choice),
+            "method": "best of a few ranges on labelled development questions",
+            "picked": picked,
+        }
+        del selection["name"]
+        if not choice.accepted:  # which means zero gates in a folder; these are kept, to be looked at
+            del selection["accepted"]
+            selection["note"] = "The adapter scored as well or better on the development questions"
         self._place(picked).rename(self.folder / "gated")
         for name in ranges:
             if name == picked:
-                self._save_gates(name, self.folder / "gated", selection={**selection, **evidence})
+                self._save_gates(name, self.folder / "gated", selection=selection)
             else:
                 self._save_gates(name, self._place(name))
         shares = ", ".join(f"{name} {percent(float(scores[name].mean()))} %" for name in candidates)

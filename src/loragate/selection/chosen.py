@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from loragate.display import duration, percent, points
+from loragate.gates.recommended import stopped_notes
 from loragate.gates.schema import EVIDENCE, read_gate_config
 from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, GATES, Candidate
+from loragate.selection.probe import COOL
 
 CANDIDATES = Path("run") / "candidates"
 UNVERIFIED = "given by the user without a probe; not compared with the plain adapter"
@@ -62,8 +64,11 @@ def headline(record: dict[str, Any]) -> str:
         between = f"95 % interval {points(gain['low'])} to {points(gain['high'])}"
         untouched = f"on {confirmation['questions']} questions that chose nothing ({between})"
         if confirmation["confirmed"]:
-            return f"{text}; {points(gain['mean'])} points more than {confirmation['against']} {untouched}."
-        return f"{text}; {confirmation['setting']} gained {points(gain['mean'])} points {untouched}."
+            text = f"{text}; {points(gain['mean'])} points more than {confirmation['against']} {untouched}"
+        else:
+            text = f"{text}; {confirmation['setting']} gained {points(gain['mean'])} points {untouched}"
+        if any(step["kind"] == GATES and step["taken"] for step in steps):
+            return f"{text}."
     step = next((step for step in reversed(steps) if kind == GATES or step["kind"] == GATES), None)
     if step is None:
         behind = {name: stop for name, stop in record.get("stopped", {}).items() if "adapter" in stop}
@@ -86,11 +91,15 @@ def _scores(record: dict[str, Any]) -> list[str]:
     lines, against = [], "the labels"
     if record["probe"]["kind"] != "labelled":
         against = "the adapter's own majority at T = 0.3"
-        lines.append(
+        note = (
             "note: without labels, agreement with the adapter's own majority ranks ranges at one temperature; it cannot compare "
-            "temperatures, because a cooler adapter agrees with itself more. On all situations that were measured the adapter "
-            "alone at T = 0.3 was better than gates at T = 1. A few dozen questions with answers would tell"
+            "temperatures, because a cooler adapter agrees with itself more. "
         )
+        if record["recommendation"]["temperature"] > COOL:
+            note += (
+                "The adapter alone at T = 0.3, which needs no gates, was better than gates at T = 1 nearly everywhere. "
+            )
+        lines.append(f"{note}A few dozen questions with answers would tell")
     found = record["recommendation"]
     lines.append(
         f"{found['tried']} settings were asked {record['cost']['answers']:,} answers in all, these the most questions, scored "
@@ -110,13 +119,7 @@ def _remarks(record: dict[str, Any]) -> list[str]:
     lines = [
         f"{name} could not be trained and drops out: {reason}" for name, reason in record.get("failed", {}).items()
     ]
-    for name, stop in record.get("stopped", {}).items():
-        if "adapter" in stop:  # absent from records of earlier versions
-            chance = f"better with a probability of {percent(stop['chance'])} %"
-            scores = f"{percent(stop['expected'])} % expected then, the adapter {percent(stop['adapter'])} %, {chance}"
-        else:
-            scores = f"{percent(stop['score'])} % then, the others at least {percent(stop['weakest_kept'])} %"
-        lines.append(f"{name} was stopped after {stop['steps']} steps: {scores}")
+    lines += stopped_notes(record)
     lines += [f"{name} is not eligible: it {reason}" for name, reason in record["vetoed"].items()]
     for name, phrases in record["warnings"].items():
         lines += [f"warning: {phrase if name == ADAPTER else f'{name}: {phrase}'}" for phrase in phrases]

@@ -55,7 +55,8 @@ def settings_on(
     """What is asked on a probe: every model at every temperature, the simpler models first.
 
     Where the adapter's own cool majority stands in for labels, nothing is known of the base and of one λ, and the cooler the
-    adapter is sampled the more it agrees with itself. So gates and adapter are compared at one temperature there.
+    adapter is sampled the more it agrees with itself. So gates and adapter are compared at one temperature there, that of the
+    probe.
 
     Args:
         trained: gates.

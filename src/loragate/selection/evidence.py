@@ -25,7 +25,7 @@ from loragate.evaluation.judging import MATH, grade_tiny, require_graders
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Task
 from loragate.generation import Engine, OnProgress
-from loragate.selection.probe import MIN_QUESTIONS, Probe, by_agreement, no_evidence
+from loragate.selection.probe import COOL, MIN_QUESTIONS, Probe, by_agreement, no_evidence
 from loragate.selection.questions import (
     ANSWERS,
     PROBE_TOKENS,
@@ -105,7 +105,7 @@ class Evidence:
         kept: Path | None = None,
         on_progress: OnProgress | None = None,
     ) -> Probe:
-        """The probe, or a ConfigError that says why no evidence can be had.
+        """The probe, or a ConfigError that says why no evidence can be had; without labels it is asked at T = 0.3 by default.
 
         Args:
             adapter: answers as the untouched adapter; asked where there are no labels.
@@ -130,7 +130,12 @@ class Evidence:
                 raise no_evidence(str(error)) from error
             source = f"{len(self.spare)} rows of {self.spare.source}, set aside"
             asked = Asked(source, task_of_rows(self.settings), questions, False, self.settings, prompts)
-        return by_agreement(asked.put(how), adapter, on_progress, kept)
+        probe = asked.put(how)
+        if self.settings.probe_temperature is None:
+            probe = probe.at(
+                COOL
+            )  # at T = 1 gates would win that lose to the adapter sampled cooler, which needs no training
+        return by_agreement(probe, adapter, on_progress, kept)
 
     def retention(self, how: Manner) -> Probe | None:
         """The retention probe, or None where none was given."""

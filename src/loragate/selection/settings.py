@@ -19,7 +19,7 @@ class ProbeSettings:
         probe_grader: how answers are judged without a task: default (math), math_verify, dft, exact, choice or tiny.
         probe_samples: samples per probe question.
         probe_temperature: the one sampling temperature at which everything is asked, 0 for greedy; by default calibrate asks at
-            1, 0.6, 0.3 and greedily and recommends one of them, and a sweep asks at 1.
+            1, 0.6, 0.3 and greedily and recommends one of them, without labels at 0.3 alone, and a sweep asks at 1.
         probe_max_new_tokens: token limit of a probe answer; 0 takes what the training rows' answers need.
         probe_sandbox: where the programs of a code probe run; rlimits isolates nothing.
     """

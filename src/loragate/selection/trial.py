@@ -38,7 +38,7 @@ from loragate.selection.candidate import ADAPTER, GATES, Candidate
 from loragate.selection.probe import Probe, Scored
 from loragate.selection.store import ADAPTERS, FAILED, GATED, PART, TRAINED, Store, TrialResult
 from loragate.training import CalibrationResult, CalibrationSettings, calibrate
-from loragate.training.callbacks import PAUSE, StepReport
+from loragate.training.callbacks import StepReport
 
 LOCK_WAIT_S = 60.0
 SHARE, PART_QUESTIONS = 0.25, 24
@@ -272,11 +272,10 @@ def fit(
     rows, encoded = bench.encode(settings)
     entropy: float | None = None
 
-    def report(step: StepReport) -> object:
+    def report(step: StepReport) -> None:
         nonlocal entropy
         entropy = step.values.get("topk_entropy", entropy)
         tell("training", step.step, step.total, entropy)
-        return PAUSE if part and SHARE * step.total <= step.step < step.total else None
 
     tell("training")
     return calibrate(
@@ -289,6 +288,7 @@ def fit(
         run_folder=run,
         resume=resume and (run / "run.json").is_file(),
         on_step=report,
+        share=SHARE if part else 1.0,
         **bench.options(settings),
     )
 

@@ -21,7 +21,6 @@ import torch
 from loragate.gates.signed_map import SignedMap
 from loragate.serving.head import PunicaFront
 
-BELOW, ABOVE, LEAST, MOST = range(4)
 _UNGATED = (0.0, 0.0, -math.inf, math.inf)
 _NO_ADAPTER = (0.0, 0.0, 0.0, 0.0)
 

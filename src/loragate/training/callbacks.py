@@ -34,9 +34,7 @@ class StepReport:
 
 
 OnStep = Callable[[StepReport], Any]
-"""Called after every step; `PAUSE` ends the run there with a checkpoint, from which `resume` goes on. In one process only."""
-PAUSE = object()
-"""An object, because progress bars return True."""
+"""Called after every optimiser step; what it returns is not looked at."""
 
 
 class JsonlLog(TrainerCallback):
@@ -73,7 +71,7 @@ class JsonlLog(TrainerCallback):
 
 
 class StepReporter(TrainerCallback):
-    """Calls `on_step` after every optimiser step of the main process; where it returns `PAUSE`, the run pauses there."""
+    """Calls `on_step` after every optimiser step of the main process."""
 
     def __init__(self, on_step: OnStep) -> None:
         self.on_step = on_step
@@ -85,17 +83,26 @@ class StepReporter(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.values = dict(logs or {})
-        self._report(state, control)
+        self._report(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.values = {}
-        self._report(state, control)
+        self._report(state)
 
-    def _report(self, state: Any, control: Any) -> None:
+    def _report(self, state: Any) -> None:
         if state.is_world_process_zero:
-            report = StepReport(state.global_step, state.max_steps, time.monotonic() - self.began, self.values)
-            if self.on_step(report) is PAUSE:
-                control.should_save = control.should_training_stop = True
+            self.on_step(StepReport(state.global_step, state.max_steps, time.monotonic() - self.began, self.values))
+
+
+class PauseAfter(TrainerCallback):
+    """Ends the run after a step, with a checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.step:
+            control.should_save = control.should_training_stop = True
 
 
 class FirstGradientCheck(TrainerCallback):

@@ -129,6 +129,7 @@ class _Loop:
             weight_decay=settings.weight_decay,
         )
         self.step, self.total = 0, settings.steps(len(job.encoded))
+        self.last = job.last_step(self.total)
         self.answers: list[Answer] = []
         self.before: list[torch.Tensor] = []
         self.history: list[dict[str, Any]] = []
@@ -145,7 +146,7 @@ class _Loop:
         shown, control = TrainerState(global_step=self.step, max_steps=self.total), TrainerControl()
         self._tell("on_train_begin", shown, control)
         self.job.model.train()
-        while self.step < self.total and not control.should_training_stop:
+        while self.step < self.last and not control.should_training_stop:
             if self.step % settings.steps_per_refresh == 0 and self._refresh() is not None:
                 break
             logged = self.step == 0 or (self.step + 1) % settings.logging_steps == 0
@@ -158,6 +159,7 @@ class _Loop:
                 self.history.append({"step": self.step, **record})
                 self._tell("on_log", shown, control, logs=record)
             due = settings.save_steps > 0 and self.step % settings.save_steps == 0
+            due |= self.step == self.last < self.total  # the run pauses here
             if self.job.folder is not None and (due or control.should_save):
                 self._save(self.job.folder)
                 control.should_save = False

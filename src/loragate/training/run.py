@@ -30,6 +30,7 @@ from loragate.training.callbacks import (
     FiniteGradientCheck,
     FirstGradientCheck,
     JsonlLog,
+    PauseAfter,
     SkippedStepCheck,
     StepReporter,
     StopOnInterrupt,
@@ -83,7 +84,8 @@ def _run(job: TrainingJob, folder: Path) -> TrainingOutcome:
     past: Any = {} if checkpoint is None else read_value(Path(checkpoint) / STATE, "the run cannot be resumed")
     records = past.get("log_history", ())
     # the trainer would take a step more before it looks whether it is to stop
-    ended = past.get("global_step", 0) >= arguments.max_steps
+    last = job.last_step(arguments.max_steps)
+    ended = past.get("global_step", 0) >= last
     # packed rows are as long as a pass, and their mask is of another kind
     longest = sys.maxsize if job.settings.packing else int(job.encoded.arrays["lengths"].max())
     # a reference must be computed as the trained model is, so that its KL to itself is 0
@@ -98,6 +100,8 @@ def _run(job: TrainingJob, folder: Path) -> TrainingOutcome:
         callbacks.append(JsonlLog(job.folder / LOG))
     if job.on_step is not None:
         callbacks.append(StepReporter(job.on_step))
+    if last < arguments.max_steps:
+        callbacks.append(PauseAfter(last))
     # DeepSpeed takes the gradients for itself and steps before they could be looked at
     if job.check_gradient and checkpoint is None and launch.strategy != "zero3":
         callbacks.append(FirstGradientCheck(job.trained))

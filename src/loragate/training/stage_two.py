@@ -18,7 +18,7 @@ from typing import Any
 
 from loragate.data import EncodedRows, Rows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
-from loragate.errors import TrainingError
+from loragate.errors import ConfigError, TrainingError
 from loragate.gates import (
     GateConfig,
     Parity,
@@ -37,7 +37,7 @@ from loragate.generation import Sample
 from loragate.losses import verify_head
 from loragate.losses.entropy import support_size
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
-from loragate.training.callbacks import PAUSE, OnStep, StepReport
+from loragate.training.callbacks import OnStep
 from loragate.training.checks import (
     MEASURED_ROWS,
     check_callables,
@@ -76,7 +76,7 @@ class CalibrationResult(TrainingOutcome):
         config, settings: as asked for.
         parity: gated model against adapter and base before the first step.
         entropy_before, entropy_after: normalised top-k entropy (0 to 1) on the first rows, teacher-forced. A fall says
-            that the objective was met, not that answers improved. After a run that `on_step` paused it is not measured:
+            that the objective was met, not that answers improved. After a run that paused at its `share` it is not measured:
             NaN, and there are no λ statistics.
         gates: {module path: λ statistics} over the response tokens of those rows, after training.
         gates_total: the same over all modules.
@@ -157,6 +157,7 @@ def calibrate(
     run_folder: str | Path | None = None,
     resume: bool = False,
     on_step: OnStep | None = None,
+    share: float = 1.0,
     encoded: EncodedRows | None = None,
     heldout: EncodedRows | None = None,
     sampler: Sampler | None = None,
@@ -180,6 +181,7 @@ def calibrate(
         run_folder: for the log and checkpoints; None keeps nothing but the result.
         resume: continue the run in `run_folder`.
         on_step: progress callback, after every optimiser step.
+        share: of the steps to take, above 0; below 1 the run pauses then, and `resume` goes on from its `run_folder`.
         encoded: rows already tokenised (`loragate.data.encode_rows`) in the order and number to be used, to share the work
             between calibrations.
         heldout: tokenised rows that are not trained on; entropy is measured on all of them too, before and after.
@@ -206,15 +208,11 @@ def calibrate(
     if objective is not None:
         require_own(objective, settings)
     trained_by = settings.objective if objective is None else objective.name
+    if not 0 < share <= 1 or (share < 1 and folder is None):
+        raise ConfigError(
+            f"share={share} must be above 0 and at most 1, and below 1 it needs run_folder, to go on from"
+        )
     check_callables(trained_by, settings.on_policy, sampler, reward, guard, probe)
-    paused = False
-
-    def tell(step: StepReport) -> object:
-        nonlocal paused
-        answer = None if on_step is None else on_step(step)
-        paused = answer is PAUSE
-        return answer
-
     watch = None if guard is None else Guard(guard)
     name = active_adapter(peft_model, adapter_name)
     require_causal_model(causal_model(peft_model))
@@ -270,7 +268,8 @@ def calibrate(
             "identity": identity,
             "folder": folder,
             "resume": resume,
-            "on_step": tell,
+            "on_step": on_step,
+            "share": share,
         }
         with without_dropout(model):
             if settings.objective == "random":
@@ -299,6 +298,8 @@ def calibrate(
             raise TrainingError(
                 "a frozen weight of the base or the adapter changed during calibration; the result is not used"
             )
+        steps = settings.steps(len(encoded))
+        paused = outcome.steps == math.ceil(share * steps) < steps
         after, statistics, total = (math.nan, {}, {}) if paused else measured(encoded[:MEASURED_ROWS])
         if heldout is not None:
             apart["entropy_after"] = math.nan if paused else measured(heldout[:])[0]

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from loragate.display import percent
+from loragate.gates.recommended import stopped_notes
 from loragate.report.figures import (
     Curve,
     History,
@@ -73,6 +74,7 @@ def selection_blocks(selection: Record | None) -> Blocks:
     if isinstance(evidence, str):
         sentences.append(f"Evidence: {evidence}.")
         evidence = {}
+    sentences += [f"{note}." for note in stopped_notes(selection)]
     # of a sweep and of earlier records the name, else the setting with its temperature
     chosen = (selection.get("recommendation") or {}).get("setting", selection.get("picked"))
     lines = []
