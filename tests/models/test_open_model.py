@@ -22,7 +22,7 @@ def place(saved, tmp_path_factory):
     root = tmp_path_factory.mktemp("opened")
     for name in ("base", "adapter", "gated"):
         (root / name).symlink_to(saved / name)
-    off = {"selection": {"accepted": False, "reason": "nothing beat it"}}
+    off = {"selection": {"accepted": False}}
     model = shake(lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 2)), 0)
     lg.save_gates(model, root / "idle", base_id=str(root / "base"), stop_token_ids=[7], evidence=off)
     return root
@@ -91,7 +91,7 @@ def test_idle_gates_are_taken_off_and_their_endings_stay(place):
     for opening in (open_model, open_without_weights):
         loaded = opening(resolve(place / "idle"), CPU).without_idle_gates()
         assert loaded.kind == "adapter"
-        assert "are off: nothing beat it" in loaded.note
+        assert "are off: nothing beat the adapter" in loaded.note
         assert loaded.names["adapter"] == str(place / "idle" / "adapter")
         assert 7 in loaded.endings.token_ids
     assert read_gate_config(place / "idle")["stop_token_ids"] == [7]

@@ -12,7 +12,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from loragate.gates.recommended import at, is_number, is_score, mapping, recommended_temperature, stopped_notes
+from loragate.display import stopped_notes
+from loragate.gates.recommended import at, is_number, is_score, mapping, recommended_temperature
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 

@@ -92,22 +92,6 @@ def scores_by_temperature(record: Mapping[str, Any] | None) -> dict[float, tuple
     }
 
 
-def stopped_notes(selection: Mapping[str, Any]) -> list[str]:
-    """What became of the ranges whose training was stopped after a part of it, with the scores of then where they are recorded."""
-    notes = []
-    for name, stop in mapping(selection.get("stopped")).items():
-        found = mapping(stop)
-        text = f"{name} was stopped after {found.get('steps', '?')} steps"
-        share = {key: f"{100 * value:.1f} %" for key, value in found.items() if is_number(value)}
-        if {"expected", "adapter", "chance"} <= share.keys():
-            text += f": {share['expected']} expected then, the adapter {share['adapter']}, "
-            text += f"better with a probability of {share['chance']}"
-        elif {"score", "weakest_kept"} <= share.keys():
-            text += f": {share['score']} then, the others at least {share['weakest_kept']}"
-        notes.append(text)
-    return notes
-
-
 def is_number(value: Any) -> bool:
     """Whether a value of a free-form record is a figure."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

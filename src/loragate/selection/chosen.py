@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.display import duration, percent, points
-from loragate.gates.recommended import stopped_notes
+from loragate.display import duration, percent, points, stopped_notes
 from loragate.gates.schema import EVIDENCE, read_gate_config
 from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, GATES, Candidate
 from loragate.selection.probe import COOL

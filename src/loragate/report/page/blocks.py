@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from loragate.display import percent
-from loragate.gates.recommended import stopped_notes
+from loragate.display import percent, stopped_notes
 from loragate.report.figures import (
     Curve,
     History,
