@@ -1,6 +1,7 @@
 """Stage II through the trainer: the plain loop's trajectory, guards, logs, resume, interruption."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -377,9 +378,42 @@ def test_parity_that_is_not_a_number_is_refused():
     from loragate.training.stage_two import check_parity
 
     nan = float("nan")
-    for broken in (Parity(nan, 0, 0, 1, 1, 1), Parity(0, nan, 0, 1, 1, 1), Parity(0, 0, nan, 1, 1, 1)):
-        with pytest.raises((GateError, TrainingError)):
-            check_parity(broken, torch.float32)
+    for broken in (Parity(nan, 0, 0, 1, 1, 1, 0), Parity(0, nan, 0, 1, 1, 1, 0), Parity(0, 0, nan, 1, 1, 1, 0)):
+        for dtype in (torch.float32, torch.bfloat16):
+            with pytest.raises((GateError, TrainingError)):
+                check_parity(broken, dtype)
+    with pytest.raises(TrainingError, match="λ differs"):
+        check_parity(Parity(0, 0, 0, 1, 1, 1, nan), torch.bfloat16)
+
+
+def test_half_precision_starts_where_lambda_does():
+    """Through thirty layers of bf16 a difference of 6e-5 in λ grows to a thirtieth of the logits, as on a real model."""
+    from loragate.gates import Parity
+    from loragate.training.stage_two import check_parity
+
+    real = Parity(initial=1.44, at_one=0, at_zero=0, delta=27.4, logit_scale=45.25, tokens=412, apart=6e-5)
+    check_parity(real, torch.bfloat16)
+    with pytest.raises(TrainingError, match=r"logits differ by 1\.4 \(limit 0\.27\)"):
+        check_parity(real, torch.float32)
+    with pytest.raises(TrainingError, match=r"λ differs from 1 by 0\.02 \(limit 0\.01\)"):
+        check_parity(replace(real, initial=0.1, apart=0.02), torch.bfloat16)
+
+
+def test_parity_says_how_far_lambda_is_from_one(tokenizer, rows):
+    from loragate.gates import measure_parity
+
+    model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-6, 3))
+    ids = torch.arange(5, 25).reshape(2, 10)
+    values = torch.tensor([0.5, -0.25])  # biases of two modules; the others' λ is 1
+    with torch.no_grad():
+        for name, parameter in lg.gate_parameters(model).items():
+            parameter.zero_()
+            if name.endswith(".bias") and len(values):
+                parameter.fill_(values[0])
+                values = values[1:]
+    count = len(list(lg.gate_parameters(model))) // 2
+    lam = [2 * math.tanh(0.5), -7 * math.tanh(0.25)]
+    assert measure_parity(model, ids).apart == pytest.approx(math.sqrt(sum(x * x for x in lam) / count), rel=1e-5)
 
 
 def test_several_visible_gpus_do_not_become_data_parallel(tmp_path, monkeypatch):

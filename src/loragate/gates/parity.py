@@ -7,6 +7,7 @@ gates act at all.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from peft.tuners.lora.layer import LoraVariant
 from torch import nn
 
 from loragate.errors import GateError
-from loragate.gates.control import gate_override, gates_disabled, variants_replaced
+from loragate.gates.control import gate_override, gates_disabled, record_gates, variants_replaced
 from loragate.gates.eligibility import active_adapter
 
 
@@ -32,6 +33,7 @@ class Parity:
     delta: float  # plain adapter against the model without: the size of what is being gated
     logit_scale: float  # largest absolute logit of the plain adapter
     tokens: int  # number of positions measured
+    apart: float  # root mean square of λ − 1 over tokens and modules, of the gates as they stand
 
     def rounding(self, dtype: torch.dtype, share: float = 1e-6) -> float:
         """How far logits may be apart by rounding; `share` of their size in fp32, 2⁻⁶ of it in half precision."""
@@ -73,7 +75,9 @@ def measure_parity(
         return model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[kept].float()
 
     try:
-        gated = logits()
+        with record_gates(model, name) as recording:
+            recording.token_mask = kept
+            gated = logits()
         with gates_disabled(model, name):
             adapter = logits()
         with gate_override(model, constant=1.0, adapter_name=name):
@@ -85,6 +89,7 @@ def measure_parity(
             base = logits()
     finally:
         model.train(was_training)
+    lam = {"mean": 1.0, "std": 0.0} | recording.total()  # nothing is recorded of experts alone
     parity = Parity(
         initial=_gap(gated, adapter),
         at_one=_gap(at_one, adapter),
@@ -92,6 +97,7 @@ def measure_parity(
         delta=_gap(adapter, base),
         logit_scale=float(adapter.abs().max()),
         tokens=int(kept.sum()),
+        apart=math.hypot(lam["mean"] - 1.0, lam["std"]),
     )
     if parity.delta == 0.0:
         raise GateError(

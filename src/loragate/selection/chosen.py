@@ -148,6 +148,7 @@ def _training(evidence: dict[str, Any]) -> list[str]:
     drawn = settings.get("objective") == "random"
     work = "drawn at random, nothing trained" if drawn else f"{training['steps']} steps"
     entropy = f"top-{settings['k']} entropy" if settings["k"] else "full entropy"
+    apart = f"; λ started {parity['apart']:.0e} from 1" if "apart" in parity else ""  # records of earlier versions
     lesson = "This is the objective, not a score: it falls also where answers get worse."
     return [
         f"done in {duration(training['seconds'])}: {work}, {training['parameters']:,} gate parameters; "
@@ -157,5 +158,5 @@ def _training(evidence: dict[str, Any]) -> list[str]:
         f"{training['entropy_after']:.3f} (normalised). {'Nobody minimised it.' if drawn else lesson}",
         f"λ < 0: {100 * total['below_zero']:.1f} %, 0 to 1: {100 * total['zero_to_one']:.1f} %, > 1: "
         f"{100 * total['above_one']:.1f} %; at a bound: {100 * total['saturated']:.1f} %",
-        f"step-zero parity: {parity['initial']:.1e} in logits (the adapter's own effect is {parity['delta']:.2g})",
+        f"step-zero parity: {parity['initial']:.1e} in logits (the adapter's own effect is {parity['delta']:.2g}{apart})",
     ]
