@@ -36,6 +36,7 @@ The word problems are in {ROWS} (SVAMP and GSM8K, MIT).
 def steps(out: str, precision: str) -> dict[str, tuple[str, str]]:
     """Name, command and the file that shows that the step is done, in order."""
     trains = f"--data {ROWS}/train.jsonl --precision {precision}"
+    samples = " --dtype bfloat16" if precision == "bf16" else ""  # a GGUF file's weights are fp32 otherwise
     return {
         "adapter": (
             f"loragate sft --model {out}/{GGUF} {trains} --out {out}/adapter",
@@ -43,11 +44,11 @@ def steps(out: str, precision: str) -> dict[str, tuple[str, str]]:
         ),
         "gated": (
             f"loragate calibrate --adapter {out}/adapter {trains} --probe {ROWS}/probe.jsonl --exclude {ROWS}/test.jsonl "
-            f"--ranges='0,1;-6,3' --out {out}/gated",
+            f"--ranges='0,1;-6,3'{samples} --out {out}/gated",
             "gate_config.json",
         ),
         "eval": (
-            f"loragate eval --model {out}/gated --tasks {ROWS}/task.yaml --out {out}/eval",
+            f"loragate eval --model {out}/gated --tasks {ROWS}/task.yaml{samples} --out {out}/eval",
             "results.json",
         ),
         "report.html": (
