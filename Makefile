@@ -10,7 +10,7 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 quickstart: $(VENV)/.run
 	$(BIN)/loragate quickstart $(ARGS)
 
-# the method on a real chat model, in about 25 minutes; it says what it fetches, and goes on where it was stopped
+# the method on a real chat model, in about 20 minutes; it says what it fetches, and goes on where it was stopped
 real: $(VENV)/.real
 	$(BIN)/python scripts/real_model.py $(ARGS)
 

