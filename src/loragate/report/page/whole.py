@@ -118,6 +118,7 @@ def _artifact(record: Record) -> list[str]:
         lines = [f"{range_}; nothing was shown to beat the adapter, which therefore remains."]
     else:
         lines = [f"{range_}, chosen by: {selection.get('method', 'not recorded')}."]
+        lines += [f"{selection['note']}."] if "note" in selection else []
     if {"entropy_before", "entropy_after"} <= set(training):
         lines.append(
             f"training brought the top-k entropy from {training['entropy_before']:.3f} to "
