@@ -30,12 +30,13 @@ from measure import RECORDS, read_design
 from recommending import dealt
 
 from loragate.files import write_json
+from loragate.gates.range import Range
 from loragate.selection.candidate import ADAPTER, Candidate
 from loragate.selection.recommend import recommend
-from report import read, settings
+from report import read, scores
 
 ALONE = Candidate(None, ADAPTER)
-COOL, HEATS = 0.3, (1.0, 0.6, 0.3)
+COOL, HEATS, SPLITS = 0.3, (1.0, 0.6, 0.3), ("dev", "test")
 OPERATORS: dict[type, Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -69,22 +70,25 @@ def read_answer(text: str) -> Answer:
 
 
 def cells() -> dict[str, dict[Candidate, tuple[np.ndarray, np.ndarray]]]:
-    """{cell: {setting: (agreement with the adapter's greedy answer, verdicts), both [questions, samples]}}."""
+    """{cell: {setting: (agreement with the adapter's greedy answer, verdicts), both [questions, samples]}} where gates were asked."""
     design, found = read_design(), {}
-    methods = {"LoRA": ALONE}
-    for name, lines in read(RECORDS, design).items():
-        texts: dict[Candidate, list[list[Answer]]] = {}
-        verdicts: dict[Candidate, list[np.ndarray]] = {}
-        for split in ("dev", "test"):
-            for setting, scores in settings(lines, design, split).items():
-                method = next((one for one in (*methods, *design["automatic"]) if _is(one, setting, design)), "")
-                if line := lines.get((method, f"{split} T={setting.temperature:g}")):
-                    texts.setdefault(setting, []).extend([[read_answer(text) for text in row] for row in line["texts"]])
-                    verdicts.setdefault(setting, []).append(scores)
-        usual = [row[0] for row in texts.get(replace(ALONE, temperature=0.0), [])]
-        whole = {one: np.concatenate(two) for one, two in verdicts.items() if len(two) == 2}
+    ranges = {name: design["methods"][name]["calibrate"]["range"] for name in design["automatic"]}
+    models = {"LoRA": ALONE} | {name: Candidate(Range.parse(bounds)) for name, bounds in ranges.items()}
+    for cell, lines in read(RECORDS, design).items():
+        whole = {
+            replace(model, temperature=heat): [lines[name, f"{split} T={heat:g}"] for split in SPLITS]
+            for name, model in models.items()
+            for heat in (*HEATS, 0.0)
+            if all((name, f"{split} T={heat:g}") in lines for split in SPLITS)
+        }
+        said = {
+            one: [[read_answer(text) for text in row] for line in two for row in line["texts"]]
+            for one, two in whole.items()
+        }
         if any(one.range is not None for one in whole):
-            found[name] = {one: (agreement(texts[one], usual), scores) for one, scores in whole.items()}
+            usual = [row[0] for row in said[replace(ALONE, temperature=0.0)]]
+            verdicts = {one: np.concatenate([scores(line) for line in two]) for one, two in whole.items()}
+            found[cell] = {one: (agreement(said[one], usual), verdicts[one]) for one in whole}
     return found
 
 
@@ -95,35 +99,22 @@ def agreement(said: list[list[Answer]], usual: list[Answer]) -> np.ndarray:
     )
 
 
-def _is(method: str, setting: Candidate, design: dict[str, Any]) -> bool:
-    if method == "LoRA":
-        return setting.model == ALONE
-    return setting.range is not None and str(setting.range) == method.removeprefix("gates ")
-
-
 def judged(seed: int) -> dict[str, Any]:
     """For each temperature of comparison: how often gates are taken, and points against the adapter at T = 0.3."""
     found: dict[str, Any] = {}
     everything = cells()
     for heat in HEATS:
         rows = {}
-        for name, settings_ in everything.items():
-            models = [
-                one.model
-                for one in settings_
-                if one.temperature == heat and (one.range is not None or one.model == ALONE)
-            ]
+        for name, tables in everything.items():
             taken, gains, alone = [], [], []
-            for probe, test in dealt(len(next(iter(settings_.values()))[0]), seed):
-                asked = {
-                    one: settings_[one][0][probe] for one in (replace(model, temperature=heat) for model in models)
-                }
-                pick = recommend(asked).setting
-                cool = settings_[replace(ALONE, temperature=COOL)][1][test].mean()
-                got = settings_[pick][1][test].mean()
+            for probe, test in dealt(len(next(iter(tables.values()))[0]), seed):
+                pick = recommend(
+                    {one: agree[probe] for one, (agree, _) in tables.items() if one.temperature == heat}
+                ).setting
+                cool = tables[replace(ALONE, temperature=COOL)][1][test].mean()
                 taken.append(pick.range is not None)
-                gains.append(100 * (got - cool))
-                alone.append(100 * (settings_[replace(ALONE, temperature=heat)][1][test].mean() - cool))
+                gains.append(100 * (tables[pick][1][test].mean() - cool))
+                alone.append(100 * (tables[replace(ALONE, temperature=heat)][1][test].mean() - cool))
             mine, all_ = np.array(taken), np.array(gains)
             cooled = np.where(mine, all_, 0.0)
             rows[name] = {

@@ -129,7 +129,7 @@ class _Loop:
             weight_decay=settings.weight_decay,
         )
         self.step, self.total = 0, settings.steps(len(job.encoded))
-        self.last = job.last_step(self.total)
+        self.last = job.until or self.total
         self.answers: list[Answer] = []
         self.before: list[torch.Tensor] = []
         self.history: list[dict[str, Any]] = []

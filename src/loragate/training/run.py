@@ -84,7 +84,7 @@ def _run(job: TrainingJob, folder: Path) -> TrainingOutcome:
     past: Any = {} if checkpoint is None else read_value(Path(checkpoint) / STATE, "the run cannot be resumed")
     records = past.get("log_history", ())
     # the trainer would take a step more before it looks whether it is to stop
-    last = job.last_step(arguments.max_steps)
+    last = job.until or arguments.max_steps
     ended = past.get("global_step", 0) >= last
     # packed rows are as long as a pass, and their mask is of another kind
     longest = sys.maxsize if job.settings.packing else int(job.encoded.arrays["lengths"].max())

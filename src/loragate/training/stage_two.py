@@ -258,6 +258,8 @@ def calibrate(
             **({} if guard is None else {"guard": asdict(guard)}),
             **({} if objective is None else {"constants": objective.settings}),
         }
+        steps = settings.steps(len(encoded))
+        until = math.ceil(share * steps)
         shared: dict[str, Any] = {
             "model": model,
             "tokenizer": tokenizer,
@@ -269,7 +271,7 @@ def calibrate(
             "folder": folder,
             "resume": resume,
             "on_step": on_step,
-            "share": share,
+            "until": until,
         }
         with without_dropout(model):
             if settings.objective == "random":
@@ -298,8 +300,7 @@ def calibrate(
             raise TrainingError(
                 "a frozen weight of the base or the adapter changed during calibration; the result is not used"
             )
-        steps = settings.steps(len(encoded))
-        paused = outcome.steps == math.ceil(share * steps) < steps
+        paused = outcome.steps == until < steps
         after, statistics, total = (math.nan, {}, {}) if paused else measured(encoded[:MEASURED_ROWS])
         if heldout is not None:
             apart["entropy_after"] = math.nan if paused else measured(heldout[:])[0]

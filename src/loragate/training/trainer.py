@@ -7,7 +7,6 @@ tokenised and in their final order.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -65,7 +64,7 @@ class Job:
         folder: run folder; None keeps nothing (no checkpoints survive then).
         resume: go on from the last checkpoint in `folder`.
         on_step: called after every optimiser step.
-        share: of the steps; below 1 the run pauses after them, with a checkpoint from which `resume` goes on.
+        until: the step after which the run pauses, with a checkpoint from which `resume` goes on; None goes to the end.
     """
 
     model: Any
@@ -78,11 +77,7 @@ class Job:
     folder: Path | None
     resume: bool
     on_step: OnStep | None
-    share: float = 1.0
-
-    def last_step(self, total: int) -> int:
-        """The step after which this run ends, of `total`."""
-        return math.ceil(self.share * total)
+    until: int | None = None
 
 
 @dataclass(kw_only=True)
