@@ -70,7 +70,7 @@ def read_answer(text: str) -> Answer:
 
 
 def cells() -> dict[str, dict[Candidate, tuple[np.ndarray, np.ndarray]]]:
-    """{cell: {setting: (agreement with the adapter's greedy answer, verdicts), both [questions, samples]}} where gates were asked."""
+    """Of cells with gates: {setting: (agreement with the adapter's greedy answer, verdicts), both [questions, samples]}."""
     design, found = read_design(), {}
     ranges = {name: design["methods"][name]["calibrate"]["range"] for name in design["automatic"]}
     models = {"LoRA": ALONE} | {name: Candidate(Range.parse(bounds)) for name, bounds in ranges.items()}
