@@ -26,6 +26,7 @@ simulation (benchmarks/selection/recommending.py)."""
 
 LEVEL = 0.9  # of the intervals that are recorded
 FINALISTS, PARTS, FEWEST, HOPE = 4, 32, 4, 1.0
+STAYING = 2  # settings of the adapter that may stay beside the best: its most promising one and its coolest
 
 # how far scores are expected to lie apart, as standard deviations of shares: the common level, of which nothing is known,
 # models, kinds, temperatures, and what is left of a single setting
@@ -162,7 +163,7 @@ def halve(
     """Sequential halving: all settings on a few questions, the more promising half on twice as many, `FINALISTS` on all.
 
     A greedy setting, which gives one answer, is asked as many questions more as the others give answers. The adapter stays
-    at one temperature at least, because whatever is recommended must beat it.
+    where it is most promising and where it is coolest, because whatever is recommended must beat it.
 
     Args:
         ask: (setting, n) -> its scores [n, samples] on the first n questions; called again with a larger n it need only
@@ -202,7 +203,7 @@ def most_answers(settings: int, questions: int, samples: int) -> int:
     total, alive = 0, settings
     for asked, staying in rungs(settings, questions):
         total += alive * asked * samples
-        alive = min(staying + 1, settings)  # the adapter may stay beside the best
+        alive = min(staying + STAYING, settings)
     return min(total, settings * questions * samples)
 
 
@@ -211,9 +212,10 @@ def _promising(belief: Belief, count: int) -> list[Candidate]:
     top = int(np.argmax(belief.mean))
     hope = [belief.mean[i] + HOPE * belief.difference(i, top)[1] for i in range(len(belief.settings))]
     order = sorted(range(len(hope)), key=lambda i: -hope[i])
-    chosen = order[:count]
-    if not any(belief.settings[i].kind == ADAPTER for i in chosen):
-        chosen.append(next(i for i in order if belief.settings[i].kind == ADAPTER))
+    alone = [i for i in order if belief.settings[i].kind == ADAPTER]
+    # the greedy adapter is what everyone can have, costs one answer a question, and is asked everything in the end anyway
+    coolest = min(alone, key=lambda i: belief.settings[i].temperature or 0.0)
+    chosen = dict.fromkeys([*order[:count], alone[0], coolest])
     return [belief.settings[i] for i in chosen]
 
 
