@@ -89,13 +89,13 @@ def run(options: SweepOptions) -> int:
         options.runner, options.workers, options.cpus_per_trial, options.gpus_per_trial, options.device
     )
 
-    def watched(sweep: Any, store: Any, pending: Any) -> None:
+    def watched(open_workshop: Any, store: Any, pending: Any) -> None:
         write_text(folder / "config.yaml", resolved_yaml(options))
         done = len(store.finished())
         say(f"{len(candidates)} trials{f', {done} of them finished before' if done else ''}; {where}")
         try:
             with Display().job("trials") as job:
-                execute(sweep, store, pending, Trials(job, store).hear)
+                execute(open_workshop, store, pending, Trials(job, store).hear)
         except KeyboardInterrupt:
             say(
                 f"stopped; {len(store.finished())} of {len(candidates)} trials are finished and the others keep their "

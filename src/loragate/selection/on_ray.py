@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,7 @@ import torch
 from loragate.errors import ConfigError, LoragateError
 from loragate.selection.candidate import Candidate
 from loragate.selection.store import Store
-from loragate.selection.sweep import Sweep, workshop
-from loragate.selection.trial import OnEvent, run_trial
+from loragate.selection.trial import Bench, OnEvent, run_trial
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
 
@@ -77,9 +76,9 @@ class Resources:
 class Worker:
     """One process; it is given one trial after the other."""
 
-    def __init__(self, sweep: Sweep, store: Store, threads: int = 1) -> None:
+    def __init__(self, open_workshop: Callable[[], Callable[[], Bench]], store: Store, threads: int = 1) -> None:
         torch.set_num_threads(threads)
-        self.bench, self.store = workshop(sweep), store
+        self.bench, self.store = open_workshop(), store
 
     def run(self, one: Candidate) -> Candidate:
         """Run a whole trial; what goes wrong is noted in its folder."""
@@ -135,7 +134,7 @@ def require_answer(address: str) -> None:
 
 
 def run_on_ray(
-    sweep: Sweep,
+    open_workshop: Callable[[], Callable[[], Bench]],
     store: Store,
     pending: Sequence[Candidate],
     on_event: OnEvent | None = None,
@@ -144,14 +143,15 @@ def run_on_ray(
 ) -> None:
     """Run the pending trials on Ray; one whose worker dies is started again up to three times.
 
-    `on_event` is told of a trial when it has ended. ConfigErrors are those of `connected` and `fitting`.
+    Every worker calls `open_workshop`, which travels to it, for a bench of its own. `on_event` is told of a trial when it has ended.
+    ConfigErrors are those of `connected` and `fitting`.
     """
     if not pending:
         return
     with connected(resources):
         fits = fitting(resources)
         actor: Any = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=-1)(Worker)
-        given = (sweep, Store(store.folder.resolve(), store.study), max(1, int(resources.cpus)))
+        given = (open_workshop, Store(store.folder.resolve(), store.study), max(1, int(resources.cpus)))
         count = min(len(pending), fits, resources.workers or fits)
         pool: Any = ActorPool([actor.options(max_task_retries=RETRIES).remote(*given) for _ in range(count)])
         for one in pending:

@@ -34,7 +34,7 @@ _LEVEL, _MODEL, _KIND, _HEAT, _OWN = 1.0, 0.15, 0.05, 0.03, 0.02
 
 # Cooler sampling usually gains, most of it by T = 0.3: the part of the gain from T = 1 to greedy that each temperature has, what
 # that gain is expected to be, and how much it differs between adapters, between kinds and between models. It was 1 to 85 points in
-# 49 fine-tunes of small worlds but one, 4 to 17 in ten of a real model; gates by entropy have had some of it already.
+# 47 of 49 fine-tunes of small worlds and 2 to 15 in nine of a real model; gates by entropy have had some of it already.
 _COOLED = ((0.0, 0.3, 0.6, 1.0), (1.0, 0.9, 0.5, 0.0))
 _GAIN, _GAINS, _KIND_GAINS, _MODEL_GAINS = 0.15, 0.15, 0.05, 0.05
 

@@ -183,13 +183,18 @@ def workshop(sweep: Sweep) -> Callable[[], Bench]:
 
 
 Execute = Callable[..., None]
-"""Called with a sweep, its store, the candidates that are not finished and perhaps an `OnEvent`; runs them. A trial that fails is
-noted in its folder."""
+"""Called with a workshop (no arguments, gives what `run_trial` takes as `bench_of`; it can be sent to another process), the store,
+the candidates that are not finished and perhaps an `OnEvent`; runs them. A trial that fails is noted in its folder."""
 
 
-def run_in_sequence(sweep: Sweep, store: Store, pending: Sequence[Candidate], on_event: OnEvent | None = None) -> None:
+def run_in_sequence(
+    open_workshop: Callable[[], Callable[[], Bench]],
+    store: Store,
+    pending: Sequence[Candidate],
+    on_event: OnEvent | None = None,
+) -> None:
     """Run trials one after the other in this process; one that fails is noted in its folder and does not stop the others."""
-    bench = workshop(sweep)
+    bench = open_workshop()
     for one in pending:
         try:
             run_trial(store, one, bench, on_event)
@@ -291,7 +296,7 @@ def run_sweep(
     store = Store(folder, study)
     with held(folder / "lock", 0.0, f"another sweep is running in {folder}; wait for it to end, or stop it"):
         study.begin(folder, resume)
-        execute(sweep, store, store.pending())
+        execute(functools.partial(workshop, sweep), store, store.pending())
         return _conclude(store)
 
 
