@@ -143,8 +143,8 @@ def run_on_ray(
 ) -> None:
     """Run the pending trials on Ray; one whose worker dies is started again up to three times.
 
-    Every worker calls `open_workshop`, which travels to it, for a bench of its own. `on_event` is told of a trial when it has ended.
-    ConfigErrors are those of `connected` and `fitting`.
+    Every worker calls `open_workshop`, which travels to it, for a bench of its own. `on_event` is told of a trial when it has
+    ended. ConfigErrors are those of `connected` and `fitting`.
     """
     if not pending:
         return

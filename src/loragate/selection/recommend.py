@@ -3,9 +3,10 @@
 A setting is a model (the adapter, the base, the adapter under one λ, the adapter with gates) and the temperature at which it
 is sampled. All are asked the same questions, the first ones of a list, some more of them than others. What the answers say
 of all scores together is one normal distribution (`believe`): settings that share a model or a temperature are expected to
-score alike, and cooler ones somewhat better, so each is also judged by its relatives, and the luckiest of many is pulled back
-to them. That belief decides who is asked more (`halve`) and what is recommended (`recommend`): the best setting of a kind takes the place of the simpler
-one before it only where it is better with a probability of at least `SURE`. Knows arrays only: no model, no file.
+score alike, and cooler ones somewhat better, so each is also judged by its relatives, and the luckiest of many is pulled
+back to them. That belief decides who is asked more (`halve`) and what is recommended (`recommend`): the best setting of a
+kind takes the place of the simpler one before it only where it is better with a probability of at least `SURE`. Knows
+arrays only: no model, no file.
 """
 
 from __future__ import annotations
