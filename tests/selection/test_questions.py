@@ -6,7 +6,7 @@ from selection_kit import write_jsonl
 from loragate.data import load_rows
 from loragate.errors import ConfigError, DataError
 from loragate.selection.evidence import answer_tokens
-from loragate.selection.questions import Manner, held_out_prompts, probe_task, read_asked, set_aside
+from loragate.selection.questions import Manner, held_out_prompts, probe_task, read_probe, set_aside
 from loragate.selection.settings import ProbeSettings
 from tiny import tiny_rows, tiny_tokenizer
 
@@ -14,7 +14,7 @@ EXACT = ProbeSettings(probe_grader="exact")
 
 
 def read(path, task="", settings=EXACT):
-    return read_asked(str(path), task, settings)
+    return read_probe(str(path), task, settings)
 
 
 def test_labels_are_recognised(tmp_path):
@@ -28,7 +28,7 @@ def test_labels_are_recognised(tmp_path):
     assert not found.labelled
     assert [q.prompt for q in found.questions] == ["w1", "w2"]
     with pytest.raises(ConfigError, match=r"b\.jsonl has no answers"):
-        read_asked(bare, "", EXACT, need_answers=True)
+        read_probe(bare, "", EXACT, need_answers=True)
 
 
 @pytest.mark.parametrize(

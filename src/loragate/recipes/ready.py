@@ -40,7 +40,7 @@ from loragate.losses.objectives import objective_of
 from loragate.models import Place, base_config, explained, open_tokenizer, read_config, resolve
 from loragate.recipes.recipe import Recipe, Stage, options_of
 from loragate.selection.evidence import require_evidence
-from loragate.selection.questions import read_asked
+from loragate.selection.questions import read_probe
 from loragate.serving.versions import vllm_version, why_unsupported
 from loragate.serving.vllm_server import require_served
 from loragate.training.preflight import check_loading, require_reporters
@@ -174,7 +174,7 @@ def _checks(options: Any, stage: str, programs: bool) -> Iterator[Check]:
         if options.runner == "ray":
             yield require_ray
         if options.probe:
-            yield partial(read_asked, options.probe, options.probe_task, options, need_answers=True)
+            yield partial(read_probe, options.probe, options.probe_task, options, need_answers=True)
     elif isinstance(options, Asking) and (options.suite or options.tasks):
         tasks, settings = chosen_tasks(options), GradingSettings(sandbox=options.sandbox)
         yield from (partial(require_graders, [task], settings) for task in tasks)

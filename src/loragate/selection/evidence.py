@@ -29,13 +29,13 @@ from loragate.selection.probe import COOL, MIN_QUESTIONS, Probe, by_agreement, n
 from loragate.selection.questions import (
     ANSWERS,
     PROBE_TOKENS,
-    Asked,
     Manner,
+    ProbeQuestions,
     held_out_prompts,
     probe_task,
     prompts_of,
     prompts_to_exclude,
-    read_asked,
+    read_probe,
 )
 from loragate.selection.settings import SelectionSettings
 from loragate.training.rollouts import Reward
@@ -52,7 +52,7 @@ def require_evidence(settings: SelectionSettings, probe: str, retention: str, *,
         raise ConfigError("--exclude has no effect without --probe FILE")
     for file, task in ((probe, settings.probe_task), (retention, settings.retention_task)):
         if file:
-            read_asked(file, task, settings)
+            read_probe(file, task, settings)
     if set_aside and not probe:
         task_of_rows(settings)
 
@@ -90,10 +90,12 @@ class Evidence:
                 raise ConfigError("--exclude has no effect without --probe FILE")
             name = f"the rows of {settings.exclude}"
             taken.append((prompts_to_exclude(load_rows(settings.exclude), name), name))
-        self.asked = None if probe is None else read_asked(probe, settings.probe_task, settings, taken)
-        self.retained = None
+        self.questions = None if probe is None else read_probe(probe, settings.probe_task, settings, taken)
+        self.retention_questions = None
         if retention is not None:  # what must not be lost needs labels
-            self.retained = read_asked(retention, settings.retention_task, settings, taken, need_answers=True)
+            self.retention_questions = read_probe(
+                retention, settings.retention_task, settings, taken, need_answers=True
+            )
         if spare is not None and len(spare) >= MIN_QUESTIONS:
             task_of_rows(settings)
 
@@ -112,10 +114,10 @@ class Evidence:
             max_length: tokens from which a training row is cut.
             kept: file for the adapter's answers on the agreement path.
         """
-        asked = self.asked
-        if asked is not None and asked.labelled:
-            return asked.put(how)
-        if asked is None:
+        found = self.questions
+        if found is not None and found.labelled:
+            return found.put(how)
+        if found is None:
             assert self.spare is not None, "without a probe, rows are set aside"
             if len(self.spare) < MIN_QUESTIONS:
                 raise no_evidence(
@@ -129,8 +131,8 @@ class Evidence:
             except DataError as error:
                 raise no_evidence(str(error)) from error
             source = f"{len(self.spare)} rows of {self.spare.source}, set aside"
-            asked = Asked(source, task_of_rows(self.settings), questions, False, self.settings, prompts)
-        probe = asked.put(how)
+            found = ProbeQuestions(source, task_of_rows(self.settings), questions, False, self.settings, prompts)
+        probe = found.put(how)
         if self.settings.probe_temperature is None:
             probe = probe.at(
                 COOL
@@ -139,7 +141,11 @@ class Evidence:
 
     def retention(self, how: Manner) -> Probe | None:
         """The retention probe, or None where none was given."""
-        return None if self.retained is None else self.retained.put(replace(how, answer=PROBE_TOKENS))
+        return (
+            None
+            if self.retention_questions is None
+            else self.retention_questions.put(replace(how, answer=PROBE_TOKENS))
+        )
 
 
 def answer_tokens(encoded: EncodedRows) -> int:

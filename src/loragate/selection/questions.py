@@ -60,7 +60,7 @@ class Manner:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProbeQuestions:
     """Questions as they were given, before the model is there.
 
     Attributes:
@@ -103,14 +103,14 @@ class Asked:
         return Probe(task, tuple(self.questions), tuple(prompts), sampling, judging, self.source)
 
 
-def read_asked(
+def read_probe(
     given: RowsGiven,
     task_name: str,
     settings: ProbeSettings,
     taken: Sequence[tuple[Sequence[str], str]] = (),
     *,
     need_answers: bool = False,
-) -> Asked:
+) -> ProbeQuestions:
     """Questions of a file or of rows in memory, checked as far as they can be without a model.
 
     Args:
@@ -152,7 +152,7 @@ def read_asked(
         raise ConfigError(
             f"{source} has no answers; what is asked here needs labelled questions (columns prompt and answer)"
         )
-    return Asked(source, task, questions, labelled, settings)
+    return ProbeQuestions(source, task, questions, labelled, settings)
 
 
 def probe_task(grader: str = "default", *, labelled: bool = True) -> Task:

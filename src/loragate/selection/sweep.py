@@ -22,7 +22,7 @@ from loragate.models import Loading, Place, explained, open_base, open_tokenizer
 from loragate.selection.candidate import Candidate, label_of
 from loragate.selection.outcome import best_record, summarise, written_of
 from loragate.selection.probe import Probe
-from loragate.selection.questions import Manner, prompts_of, read_asked
+from loragate.selection.questions import Manner, prompts_of, read_probe
 from loragate.selection.settings import ProbeSettings
 from loragate.selection.store import GATED, RECORD, Store, Study, TrialResult, digest
 from loragate.selection.trial import (
@@ -105,10 +105,10 @@ class Sweep:
         }
         if self.probe:
             taken = [(prompts_of(rows), "the training rows")]
-            asked = read_asked(self.probe, self.asking.probe_task, self.asking, taken, need_answers=True)
+            found = read_probe(self.probe, self.asking.probe_task, self.asking, taken, need_answers=True)
             identity["probe"] = {
-                "questions": digest([[question.prompt, question.gold, question.row] for question in asked.questions]),
-                "task": asked.task.fingerprint if self.asking.probe_task else self.asking.probe_grader,
+                "questions": digest([[question.prompt, question.gold, question.row] for question in found.questions]),
+                "task": found.task.fingerprint if self.asking.probe_task else self.asking.probe_grader,
                 "samples": self.asking.probe_samples,
                 "temperature": 1.0 if self.asking.probe_temperature is None else self.asking.probe_temperature,
                 "max_new_tokens": self.asking.probe_max_new_tokens,
@@ -124,8 +124,8 @@ class Sweep:
         if not self.probe:
             return None
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        asked = read_asked(self.probe, self.asking.probe_task, self.asking, need_answers=True)
-        return asked.put(Manner(tokenizer, positions, PROBE_SEED, self.system))
+        found = read_probe(self.probe, self.asking.probe_task, self.asking, need_answers=True)
+        return found.put(Manner(tokenizer, positions, PROBE_SEED, self.system))
 
     @property
     def batch_size(self) -> int:

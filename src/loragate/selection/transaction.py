@@ -148,21 +148,21 @@ class Transaction:
     """One choice, in three steps: what needs no model is read and checked here; `take` the model; `run`.
 
     Attributes are the arguments of `choose_gates`, and:
-        source, asked, apart: its `rows`, `probe` and `heldout`, as they were given.
+        rows_given, probe_given, heldout_given: its `rows`, `probe` and `heldout`, as they were given.
         candidates: gates to train; the first one's range is that of the zero gates where the adapter remains.
         on_progress: of tokenising.
     """
 
     tokenizer: Any
-    source: RowsGiven
-    asked: RowsGiven | None
+    rows_given: RowsGiven
+    probe_given: RowsGiven | None
     folder: Path
     candidates: tuple[Candidate, ...]
     config: GateConfig
     settings: CalibrationSettings
     asking: SelectionSettings
     retention: RowsGiven | None = None
-    apart: RowsGiven | None = None
+    heldout_given: RowsGiven | None = None
     reward: Reward | None = None
     system: str = "none"
     unverified: bool = False
@@ -175,19 +175,21 @@ class Transaction:
                 f"{self.folder} already holds a gated adapter; choose another folder or remove it first"
             )
         self._check()
-        everything = self.given = load_rows(self.source)
+        everything = self.given = load_rows(self.rows_given)
         if self.reward is None and any(one.objective == "reward" for one in self.candidates):
             self.reward = reward_of(everything, self.asking.probe_grader)
         spare = None
-        if self.asked is None and not self.unverified:
+        if self.probe_given is None and not self.unverified:
             self.given, spare = set_aside(everything.shuffled(self.settings.seed))
-        self.evidence = Evidence(everything, self.asked, self.retention, spare, self.asking)
+        self.evidence = Evidence(everything, self.probe_given, self.retention, spare, self.asking)
         how: dict[str, Any] = {"system": self.system, "on_progress": self.on_progress}
         self.rows, self.encoded = calibration_rows(self.given, self.tokenizer, self.settings, **how)
         self.heldout: EncodedRows | None = None
-        if self.apart is not None:
-            apart, limit = load_rows(self.apart), self.settings.max_length
-            self.heldout = encode_rows(apart, self.tokenizer, max_length=limit, system=self.system)
+        if self.heldout_given is not None:
+            limit = self.settings.max_length
+            self.heldout = encode_rows(
+                load_rows(self.heldout_given), self.tokenizer, max_length=limit, system=self.system
+            )
 
     def _check(self) -> None:
         """Refuse what could not be compared, before anything is read; the ConfigError or GateError names it."""
@@ -200,7 +202,7 @@ class Transaction:
                     f"the candidate {one.cell} is no range to train gates in; the adapter, its base and one λ for all are "
                     "always asked, and every candidate at every temperature"
                 )
-        if self.unverified and (self.asked is not None or len(self.candidates) > 1):
+        if self.unverified and (self.probe_given is not None or len(self.candidates) > 1):
             raise ConfigError("gates are accepted without evidence (unverified) for one range and without a probe")
         if not self.unverified:
             require_one_process()
