@@ -227,11 +227,10 @@ def suite_average(
     Raises `DataError` for a table that is empty, not two-dimensional or not finite.
     """
     tables = [check_scores(table, f"task {index}") for index, table in enumerate(tasks)]
-    estimates = [average_at_k(table) for table in tables]
-    means = [table.mean(axis=1) for table in tables]
-    bounds = [(estimate.low, estimate.high) for estimate in estimates]
-    mean, stderr, low, high = _stratified(means, bounds, weights, seed, draws)
-    if all(map(_in_unit_interval, tables)):
+    shares = [_in_unit_interval(table) for table in tables]
+    limits = [(0.0, 1.0) if inside else (-math.inf, math.inf) for inside in shares]
+    mean, stderr, low, high = _stratified([table.mean(axis=1) for table in tables], limits, weights, seed, draws)
+    if all(shares):
         low, high = max(low, 0.0), min(high, 1.0)
     return SuiteEstimate(mean, stderr, low, high, len(tables), sum(map(len, tables)))
 
@@ -252,17 +251,12 @@ def compare_suites(
 
     Raises `DataError` as `compare` does.
     """
-    differences, bounds, limit = [], [], 0.0
-    for table_a, table_b in zip(tasks_a, tasks_b, strict=True):
-        values, own_limit = paired_differences(table_a, table_b)
-        differences.append(values)
-        limit = max(limit, own_limit)
-        task = compare(table_a, table_b) if without_spread(values) else Difference(0.0, 0.0, 0.0, 1.0)
-        bounds.append((task.low, task.high))
-    mean, _, low, high = _stratified(differences, bounds, weights, seed, draws)
+    pairs = [paired_differences(table_a, table_b) for table_a, table_b in zip(tasks_a, tasks_b, strict=True)]
+    differences, limits = [values for values, _ in pairs], [limit for _, limit in pairs]
+    mean, _, low, high = _stratified(differences, [(-limit, limit) for limit in limits], weights, seed, draws)
     shares = weights or [1.0] * len(differences)
     weighted = np.concatenate([share * values / len(values) for share, values in zip(shares, differences)])
-    return Difference(mean, max(low, -limit), min(high, limit), sign_flip_p(weighted, seed))
+    return Difference(mean, max(low, -max(limits)), min(high, max(limits)), sign_flip_p(weighted, seed))
 
 
 def pass_at_k(scores: ArrayLike, k: int) -> Estimate:
@@ -335,25 +329,32 @@ def dft_rounded_mean(scores: ArrayLike) -> float:
 
 def _stratified(
     values: Sequence[Array],
-    bounds: Sequence[tuple[float, float]],
+    limits: Sequence[tuple[float, float]],
     weights: Sequence[float] | None,
     seed: int,
     draws: int,
 ) -> tuple[float, float, float, float]:
-    """Weighted mean of the strata's means, its standard error, and low and high; `bounds` serve the strata without spread."""
+    """Weighted mean of the strata's means, its standard error, and low and high.
+
+    Args:
+        values: [B][Q], of each stratum its own Q.
+        limits: (lowest, highest) that a question of the stratum can score; they bound a stratum without spread.
+    """
     shares = [1 / len(values)] * len(values) if weights is None else list(weights)
     means = [float(stratum.mean()) for stratum in values]
     mean = sum(share * own for share, own in zip(shares, means))
     generator = np.random.default_rng(seed)
     resampled = np.zeros(draws)
     variance, unseen_low, unseen_high = 0.0, 0.0, 0.0
-    for share, stratum, own, (low, high) in zip(shares, values, means, bounds, strict=True):
+    for share, stratum, own, limit in zip(shares, values, means, limits, strict=True):
         if without_spread(stratum):
+            _, _, low, high = t_interval(stratum, *limit)
             unseen_low += (share * (own - low)) ** 2
             unseen_high += (share * (high - own)) ** 2
             resampled += share * own
         else:
             variance += share**2 * float(stratum.var(ddof=1)) / len(stratum)
+            # Q - 1 drawn of Q: a mean over Q draws would vary by (Q - 1) / Q of the unbiased variance only
             size = len(stratum) - 1
             rows = max(1, _CHUNK // size)
             for start in range(0, draws, rows):
