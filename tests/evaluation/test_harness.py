@@ -5,6 +5,7 @@ import re
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -403,10 +404,11 @@ def test_bbh_counts_by_its_subsets_and_every_suite_the_same_in_the_average(tmp_p
     rows["arithmetic"], strata["arithmetic"] = [1, 0], [range(2)]
     scores = {("adapter", name): np.array(own, dtype=float)[:, None] for name, own in rows.items()}
     scores |= {("base", name): 1 - table for (_, name), table in scores.items()}
+    results = {key: SimpleNamespace(means_Q1=table) for key, table in scores.items()}
 
     def averages(names):
         one = Evaluation(tmp_path, [Part(name) for name in names], kinds, models={}, canary={}, seed=0)
-        return one._averages(scores)
+        return one._averages(results)
 
     found = averages([*SUITES, "arithmetic"])  # a suite of which one task was asked has no average
     assert [(row.suite, row.variant, row.average.tasks) for row in found] == [
@@ -424,7 +426,7 @@ def test_bbh_counts_by_its_subsets_and_every_suite_the_same_in_the_average(tmp_p
     assert titles == ["bbh: average of its 2 subsets", "average of the 3 retention tasks (bbh by its subsets)"]
     assert averages(["openbookqa"]) == []
     # a task of one's own may be of a suite whose other tasks ask for no controls
-    scores["adapter T=0.6", "openbookqa"] = scores["adapter", "openbookqa"]
+    results["adapter T=0.6", "openbookqa"] = results["adapter", "openbookqa"]
     assert [row.control for row in averages(["openbookqa", "mmlu_pro"])] == [None, None]
 
 

@@ -74,8 +74,8 @@ def test_the_best_temperature_is_scored_where_it_was_not_picked() -> None:
     record = make_record().with_best_temperatures()
     assert [row.at_best is not None for row in record.results] == [False, True, False, False]
     # where one temperature is best on every half, nothing is lost by picking it
-    warm, _ = task_result("sums", "adapter", IDS, *answered(np.zeros((3, 1))))
-    cool, _ = task_result("sums", "adapter", IDS, *answered(np.ones((3, 1))), control="greedy", temperature=0.0)
+    warm = task_result("sums", "adapter", IDS, *answered(np.zeros((3, 1))))
+    cool = task_result("sums", "adapter", IDS, *answered(np.ones((3, 1))), control="greedy", temperature=0.0)
     (best, _) = dataclasses.replace(record, results=(warm, cool)).with_best_temperatures().results
     assert best.at_best is not None
     assert (best.at_best.temperature, best.at_best.score.mean) == (0.0, pytest.approx(1.0))

@@ -109,13 +109,16 @@ def choice_letter(response: str, letters: str = LETTERS) -> str | None:
     return None
 
 
+READERS: dict[str, Callable[[str], str | None]] = {"choice": choice_letter, "exact": str.strip, "boxed": last_boxed}
+"""What takes an answer from a response, by the name of its grader."""
+
+
 def grade_text(response: str, gold: str, grader: str) -> Grade:
     r"""Whether a response chooses the letter `gold` ("choice") or is `gold`: whole ("exact"), or its last \boxed{...} ("boxed").
 
     White space at the ends does not count.
     """
-    read: dict[str, Callable[[str], str | None]] = {"choice": choice_letter, "exact": str.strip, "boxed": last_boxed}
-    found = read[grader](response)
+    found = READERS[grader](response)
     if not found:
         return Grade(False, None, "no_box" if grader == "boxed" else "no_answer")
     wanted = gold.strip().upper() if grader == "choice" else gold.strip()

@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from loragate.display import Job
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.answers import Grade
@@ -61,6 +59,8 @@ from loragate.validate import STRICT
 EngineFor = Callable[[Variant], AbstractContextManager[Engine]]
 OnEvent = Callable[[str, Variant, str, int, int], None]
 """Called with (stage, variant, task, done, total); stages are "sampling" and "grading"."""
+Results = dict[tuple[str, str], TaskResult]
+"""By (row, task)."""
 SAID = ("notes", "left_out")
 """What eval.json tells readers, and a resumed run need not share."""
 
@@ -149,15 +149,16 @@ class Evaluation:
         # rows with the same weights follow one another, as changing them can mean loading them
         for variant in sorted(self.variants, key=lambda variant: variant.acts):
             self._sample(engine_for, variant, on_event)
-        scores: dict[tuple[str, str], np.ndarray] = {}
-        results = [self._judge(variant, prepared, scores, on_event) for variant, prepared in self._cells()]
+        found: Results = {}
+        for variant, prepared in self._cells():
+            found[variant.name, prepared.task.name] = self._judge(variant, prepared, found, on_event)
         return (
             EvaluationRecord(
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 models=self.models,
                 tasks=tuple(prepared.info(self._grader(prepared)) for prepared in self.tasks),
-                results=tuple(results),
-                suites=tuple(self._averages(scores)),
+                results=tuple(found.values()),
+                suites=tuple(self._averages(found)),
                 seed=self.seed,
                 sandbox=self.grading.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
                 versions=package_versions(),
@@ -273,9 +274,8 @@ class Evaluation:
                     draw_samples(engine, prepared.prompts, variant.sampling(prepared.sampling), path, report)
                 self.seconds[variant.name, name] = time.monotonic() - began
 
-    def _judge(
-        self, variant: Variant, prepared: Prepared, scores: dict[tuple[str, str], np.ndarray], on_event: OnEvent
-    ) -> TaskResult:
+    def _judge(self, variant: Variant, prepared: Prepared, found: Results, on_event: OnEvent) -> TaskResult:
+        """One row's result on one task; `found` holds those of the rows before it, the adapter's among them."""
         began = time.monotonic()
         name, grader, questions = prepared.task.name, self._grader(prepared), prepared.questions.questions
         samples = read_samples(self._samples_path(variant, name))
@@ -288,22 +288,21 @@ class Evaluation:
             report = partial(on_event, "grading", variant, name)
             grades = judge(prepared.task, questions, samples, grader, self.grading, report)
             write_grades(path, samples, grades, judge_now)
-        result, scores[variant.name, name] = task_result(
+        return task_result(
             name,
             variant.acts,
             [question.id for question in questions],
             samples,
             grades,
             votes=grader not in (*CODE, "lm-eval"),
-            adapter_scores=scores.get((variant.compared_with, name)) if variant.name != "adapter" else None,
+            adapter=found.get((variant.compared_with, name)),
             control=variant.control,
             temperature=variant.temperature,
             constant=variant.constant,
             seconds=self.seconds.get((variant.name, name), 0.0) + time.monotonic() - began,
         )
-        return result
 
-    def _averages(self, scores: dict[tuple[str, str], np.ndarray]) -> list[SuiteResult]:
+    def _averages(self, found: Results) -> list[SuiteResult]:
         """The averages of each row: over the subsets of a task that counts by them, and over the tasks of a suite.
 
         A mean over unlike tasks would say nothing. In a suite every task counts the same, by its questions or its subsets.
@@ -316,19 +315,20 @@ class Evaluation:
         averaged |= {suite: names for suite, names in suites.items() if len(names) > 1}
         rows = []
         for title, names in averaged.items():
+            # every task has the same share, and within it every stratum; without subsets a task is one stratum
             weights = [1 / len(names) / len(strata[name]) for name in names for _ in strata[name]]
             count = len(names) if len(names) > 1 else len(weights)
-
-            def tables(row: str, names: list[str] = names) -> list[np.ndarray]:
-                return [scores[row, name][places] for name in names for places in strata[name]]
-
+            # of each row that answered all these tasks: no suite of the harness asks for controls
+            tables = {
+                one.name: [found[one.name, name].means_Q1[places] for name in names for places in strata[name]]
+                for one in self.variants
+                if all((one.name, name) in found for name in names)
+            }
             for variant in self.variants:
-                # no suite of the harness asks for controls
-                if any((variant.name, name) not in scores for name in names):
+                if variant.name not in tables:
                     continue
-                ours, comparison = tables(variant.name), None
-                if variant.name != "adapter" and all((variant.compared_with, name) in scores for name in names):
-                    comparison = compare_suites(ours, tables(variant.compared_with), weights=weights)
+                ours, adapter = tables[variant.name], tables.get(variant.compared_with)
+                comparison = None if adapter is None else compare_suites(ours, adapter, weights=weights)
                 average = replace(suite_average(ours, weights=weights), tasks=count)
                 rows.append(SuiteResult(variant.acts, average, title, variant.control, comparison))
         return rows
@@ -362,15 +362,10 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
         raise DataError(f"{path}: the name of a row is a path")
     prepared = []
     for info in begun.tasks:
+        task = load_task(folder / "tasks" / f"{info.name}.yaml")
         asked = read_questions(folder, info.name)
-        prepared.append(
-            Prepared(
-                load_task(folder / "tasks" / f"{info.name}.yaml"),
-                Questions(asked, info.dataset, info.dataset_revision, info.fingerprint),
-                tuple(question.prompt for question in asked),
-                info.sampling,
-            )
-        )
+        questions = Questions(asked, info.dataset, info.dataset_revision, info.fingerprint)
+        prepared.append(Prepared(task, questions, info.sampling))
     kept = folder / "results.json"
     return Evaluation(
         folder,

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.answers import Grade, grade_text
-from loragate.evaluation.grading import GradingPool
+from loragate.evaluation.answers import READERS, Grade, grade_text
+from loragate.evaluation.grading import MATH_GRADERS, GradingPool
 from loragate.evaluation.harness import grade_by_harness, require_harness
 from loragate.evaluation.sandbox import Limits
-from loragate.evaluation.sandbox.code import grade_codes
+from loragate.evaluation.sandbox.code import KINDS, grade_codes
 from loragate.evaluation.sandbox.programs import root_style_of
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
@@ -30,9 +30,9 @@ from loragate.validate import validate
 from loragate.world.problems import Problem, verify
 from loragate.world.tokenizer import EOS
 
-MATH = ("default", "math_verify", "dft")
-CODE = ("humaneval", "mbpp")
-TEXT = ("choice", "exact", "boxed", "tiny")
+MATH = tuple(MATH_GRADERS)
+CODE = tuple(KINDS)
+TEXT = (*READERS, "tiny")
 GRADERS = (*MATH, *CODE, *TEXT)
 MEMORY_MB = 2048
 """Of a grading process or a program."""

@@ -54,8 +54,9 @@ def chosen_tasks(settings: TaskSettings) -> list[Task]:
             raise ConfigError(f"--tasks {name}: a task called {task.name} is in the list already; rename one of them")
         tasks += [] if same else [task]
     for task in tasks:
-        built_in = task.name in task_names() and load_task(task.name).fingerprint == task.fingerprint
-        if task.harness is not None and not built_in:
+        if task.harness is None:
+            continue
+        if task.name not in task_names() or load_task(task.name).fingerprint != task.fingerprint:
             raise ConfigError(
                 f"{task.path}: tasks with grader: lm-eval are built in, as their rows are checked here; name another grader"
             )
@@ -113,8 +114,8 @@ class Prepared:
     """A task with its questions, rendered and limited to what the model can hold.
 
     Attributes:
-        task, questions: as loaded.
-        prompts: rendered prompts.
+        task: as loaded.
+        questions: as loaded, but `prompt` is the rendered text.
         sampling: the task's, after overrides.
         warnings: what a reader of the score should know.
         options: of each question, prompt and option as token ids where options are compared by likelihood; else empty.
@@ -122,10 +123,14 @@ class Prepared:
 
     task: Task
     questions: Questions
-    prompts: tuple[str, ...]
     sampling: SamplingConfig
     warnings: tuple[str, ...] = ()
     options: tuple[tuple[Continuation, ...], ...] = ()
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The rendered prompts, in the order of the questions."""
+        return tuple(question.prompt for question in self.questions.questions)
 
     def info(self, grader: str = "") -> TaskInfo:
         """What the task is, judged by `grader`, for records; "" before that is said."""
@@ -146,7 +151,7 @@ class Prepared:
         """How many answers a row gives to the task; a suite of the harness is asked for no controls."""
         if self.task.harness is not None and variant.control is not None:
             return 0
-        return len(self.prompts) * variant.sampling(self.sampling).samples
+        return len(self.questions.questions) * variant.sampling(self.sampling).samples
 
     def strata(self) -> list[np.ndarray]:
         """Places of the questions that count the same in the score of the task's suite: all of them, or those of each subset."""
@@ -181,34 +186,36 @@ def prepare(
     own, suite, asked = task.generation, task.harness is not None, questions.questions
     if suite:
         asked = with_prompts(task, asked, tokenizer.chat_template is not None)
-        questions = replace(questions, questions=asked)
     prompts, warnings = render_questions(task, asked, tokenizer, system), list(questions.warnings)
     compared = any(one.options for one in asked)  # by likelihood, and nothing is generated
     limit = own.max_new_tokens if compared else settings.max_new_tokens or own.max_new_tokens
-    token_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    options, cut = options_of(tokenizer, prompts, asked, positions) if compared else ((), 0)
-    if suite and not compared and positions is not None:
-        room = positions - min(limit, max(1, positions // 4))
-        long = [index for index, ids in enumerate(token_ids) if len(ids) > room]
-        for index in long:
-            token_ids[index] = token_ids[index][-room:]
-            prompts[index] = tokenizer.decode(token_ids[index], clean_up_tokenization_spaces=False)
-        cut = len(long)
+    options: tuple[tuple[Continuation, ...], ...] = ()
+    cut, room_left = 0, list[int]()
+    if compared:
+        options, cut = options_of(tokenizer, prompts, asked, positions)
+    elif positions is not None:
+        token_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+        if suite:
+            most = positions - min(limit, max(1, positions // 4))
+            long = [index for index, ids in enumerate(token_ids) if len(ids) > most]
+            for index in long:
+                # the end stays: it holds the question itself, and what makes the model answer
+                token_ids[index] = token_ids[index][-most:]
+                prompts[index] = tokenizer.decode(token_ids[index], clean_up_tokenization_spaces=False)
+            cut = len(long)
+        lengths = list(map(len, token_ids))
+        if max(lengths) >= positions:
+            place = asked[lengths.index(max(lengths))].place
+            raise DataError(f"{place}: the prompt has {max(lengths)} tokens, the model only {positions} positions")
+        room_left = [positions - length for length in lengths if length + limit > positions]
     if cut:
         warnings.append(
             f"{task.name}: {cut} prompts were cut at their beginning, as they do not fit the model's positions"
         )
-    lengths = list(map(len, token_ids))
-    short = (
-        [positions - length for length in lengths if length + limit > positions] if positions and not compared else []
-    )
-    if short and min(short) < 1:
-        place = asked[lengths.index(max(lengths))].place
-        raise DataError(f"{place}: the prompt has {max(lengths)} tokens, the model only {positions} positions")
-    if short:
+    if room_left:
         warnings.append(
-            f"{task.name}: the prompts of {len(short)} of {len(prompts)} questions leave fewer than {limit} tokens of the "
-            f"model's {positions} positions; their answers end there, the shortest after {min(short)} tokens"
+            f"{task.name}: the prompts of {len(room_left)} of {len(prompts)} questions leave fewer than {limit} tokens of the "
+            f"model's {positions} positions; their answers end there, the shortest after {min(room_left)} tokens"
         )
     heat = own.temperature if suite or settings.temperature is None else settings.temperature
     sampling = SamplingConfig(
@@ -219,14 +226,15 @@ def prepare(
         seed=settings.seed,
         stop=own.stop,
     )
-    return Prepared(task, questions, tuple(prompts), sampling, tuple(warnings), options)
+    rendered = [replace(one, prompt=prompt) for one, prompt in zip(asked, prompts, strict=True)]
+    return Prepared(task, replace(questions, questions=rendered), sampling, tuple(warnings), options)
 
 
 def write_questions(folder: Path, prepared: Prepared) -> None:
     """What was asked, so that samples can be judged again without the data set or the tokenizer."""
     lines = []
-    for question, prompt in zip(prepared.questions.questions, prepared.prompts, strict=True):
-        record = {**asdict(question), "prompt": prompt}
+    for question in prepared.questions.questions:
+        record = asdict(question)
         del record["place"]
         lines.append(json.dumps(record, ensure_ascii=False, default=str))
     write_text(folder / "questions" / f"{prepared.task.name}.jsonl", "\n".join(lines) + "\n")

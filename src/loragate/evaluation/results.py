@@ -127,6 +127,15 @@ class TaskResult:
         """Variant and control as printed: "gated", "adapter T=0.6"."""
         return self.variant if self.control is None else f"{self.variant} {self.control}"
 
+    @property
+    def means_Q1(self) -> np.ndarray:
+        """Per-question mean scores, float64 [Q, 1].
+
+        Comparisons and averages of suites take a question's samples by their mean alone, so that this serves them as the
+        table [Q, K] of all verdicts would.
+        """
+        return np.array(self.question_scores)[:, None]
+
 
 @dataclass(frozen=True)
 class SuiteResult:
@@ -234,22 +243,22 @@ def task_result(
     grades: Sequence[Grade],
     *,
     votes: bool = True,
-    adapter_scores: np.ndarray | None = None,
+    adapter: TaskResult | None = None,
     **others: Any,
-) -> tuple[TaskResult, np.ndarray]:
-    """Return what K answers to each of Q questions and their verdicts amount to, and the table of verdicts [Q, K] of 0 and 1.
+) -> TaskResult:
+    """Return what K answers to each of Q questions and their verdicts amount to.
 
     Args:
         question_ids: [Q].
         samples, grades: of all answers, ordered by question and sample.
         votes: whether answers can vote; right ones count as one, however they are written.
-        adapter_scores: the plain adapter's table for the same questions, to be compared with.
+        adapter: the plain adapter's result on the same questions, to be compared with.
         others: further fields of `TaskResult`: control, temperature, constant, seconds.
     """
     shape = len(question_ids), len(samples) // len(question_ids)
-    scores = np.array([float(grade.correct) for grade in grades]).reshape(shape)
+    scores = np.array([float(grade.correct) for grade in grades]).reshape(shape)  # [Q, K] of 0 and 1
     answers = np.array(["✓" if grade.correct else grade.extracted for grade in grades], dtype=object).reshape(shape)
-    result = TaskResult(
+    return TaskResult(
         task=task,
         variant=variant,
         avg_at_k=average_at_k(scores),
@@ -263,10 +272,9 @@ def task_result(
         reasons=dict(sorted(Counter(grade.reason for grade in grades).items())),
         question_ids=tuple(question_ids),
         question_scores=tuple(scores.mean(axis=1).tolist()),
-        comparison=None if adapter_scores is None else compare(scores, adapter_scores),
+        comparison=None if adapter is None else compare(scores, adapter.means_Q1),
         **others,
     )
-    return result, scores
 
 
 def verdict(difference: Difference, p: float | None = None) -> Verdict:

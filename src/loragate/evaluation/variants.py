@@ -73,7 +73,12 @@ class Variant:
 
     @property
     def compared_with(self) -> str:
-        """Name of the adapter's row that this one is compared with: sampled as sharply where gates are at a lower temperature."""
+        """Name of the adapter's row that this one is compared with, empty for that row itself.
+
+        Gates at a lower temperature are compared with the adapter that is sampled as sharply.
+        """
+        if self.name == "adapter":
+            return ""
         if self.acts == "gated" and self.temperature is not None:
             return sampled("adapter", self.temperature).name
         return "adapter"
