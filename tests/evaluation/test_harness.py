@@ -51,7 +51,7 @@ def ask(tmp_path):
         engine, file = TransformersEngine(model, tokenizer, batch_size), tmp_path / "samples.jsonl"
         file.unlink(missing_ok=True)
         if prepared.options:
-            draw_likelihoods(engine, prepared.options, file)
+            draw_likelihoods(engine, prepared.options, file, lambda *_: None)
         else:
             draw_samples(engine, prepared.prompts, prepared.sampling, file)
         samples = read_samples(file)

@@ -141,11 +141,11 @@ def _run(
     checker_limits = replace(limits, memory_mb=max(limits.memory_mb, CHECKER_MEMORY_MB))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        way = launch(tier, limits, root_style=style)
+        way = launch(tier, limits, style)
         candidate = Child("candidate", way, limits, {"source": program, "name": name}, ours)
         try:
             request = {"before": checks.before, "required": checks.required, "tests": checks.source}
-            way = launch(tier, checker_limits, root_style=style)
+            way = launch(tier, checker_limits, style)
             checker = Child("checker", way, checker_limits, request, theirs)
         except BaseException:
             candidate.kill()

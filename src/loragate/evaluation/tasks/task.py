@@ -42,10 +42,10 @@ class Dataset:
         split: split of the hub data set.
         revision: commit of the hub data set; None follows its main branch.
         file: .jsonl, .json or .parquet file; relative to the task's file.
-        generator: what makes them (`generated.GENERATORS`).
+        generator: what makes them (`questions.GENERATORS`).
         rows: number of rows of the full set; None when it is open.
         license: as stated by the card; None when none is stated.
-        schema: column -> type (see `schema`); other columns are allowed.
+        schema: column -> type (see `columns.py`); other columns are allowed.
     """
 
     hub: str | None = None
