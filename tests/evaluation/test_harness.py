@@ -55,7 +55,7 @@ def ask(tmp_path):
         else:
             draw_samples(engine, prepared.prompts, prepared.sampling, file)
         samples = read_samples(file)
-        return prepared, samples, grade_by_harness(task, prepared.questions.questions, samples)
+        return prepared, samples, grade_by_harness(task, prepared.questions, samples)
 
     return asked
 
@@ -366,7 +366,7 @@ def test_answers_and_loglikelihoods_are_those_of_the_harnesss_own_model_class(ha
     for name in SUITES:
         prepared, samples, _ = ask(gated, tokenizer, name, max_new_tokens=12)
         how = {"until": list(prepared.sampling.stop), "max_gen_toks": 12, "do_sample": False}
-        for prompt, question, sample in zip(prepared.prompts, prepared.questions.questions, samples, strict=True):
+        for prompt, question, sample in zip(prepared.prompts, prepared.questions, samples, strict=True):
             if not question.options:
                 request = Instance("generate_until", {}, (prompt, how), 0, (name, 0, 1))
                 assert theirs.generate_until([request], disable_tqdm=True) == [sample.text]

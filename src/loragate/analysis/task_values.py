@@ -156,7 +156,7 @@ def _rollouts(
             replace(answer, question=answers.samples[row].question, sample=index)
             for index, (row, answer) in enumerate(whole)
         ]
-        verdicts = judge(prepared.task, prepared.questions.questions, asked, grader, request.grading)
+        verdicts = judge(prepared.task, prepared.questions, asked, grader, request.grading)
         return [verdict.correct for verdict in verdicts]
 
     completions = 1 if prepared.sampling.temperature == 0 else settings.rollouts

@@ -61,7 +61,7 @@ def diagnose_tokens(subject: Subject, settings: DiagnoseSettings) -> dict[str, A
     asked: dict[tuple[str, int], Question] = {}
     for of in STREAMS:
         for one in subject.answers(of, replace(settings, answers=1))[0]:
-            name, questions = one.prepared.task.name, one.prepared.questions.questions
+            name, questions = one.prepared.task.name, one.prepared.questions
             for place, sample in enumerate(one.samples):
                 at, grade = sample.question, one.grades[place] if one.grades else None
                 if at < limit:

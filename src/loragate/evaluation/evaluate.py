@@ -47,7 +47,7 @@ from loragate.evaluation.results import (
 )
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.statistics import compare_suites, suite_average
-from loragate.evaluation.tasks import Questions, load_task
+from loragate.evaluation.tasks import load_task
 from loragate.evaluation.variants import Variant
 from loragate.files import require_same, write_json, write_text
 from loragate.generation import Engine, Sample
@@ -210,7 +210,7 @@ class Evaluation:
             for sample, was, new in zip(samples, old, now, strict=True):
                 if was.correct == new.correct:
                     continue
-                question = prepared.questions.questions[sample.question]
+                question = prepared.questions[sample.question]
                 changes.append(
                     {
                         "task": name,
@@ -277,7 +277,7 @@ class Evaluation:
     def _judge(self, variant: Variant, prepared: Prepared, found: Results, on_event: OnEvent) -> TaskResult:
         """One row's result on one task; `found` holds those of the rows before it, the adapter's among them."""
         began = time.monotonic()
-        name, grader, questions = prepared.task.name, self._grader(prepared), prepared.questions.questions
+        name, grader, questions = prepared.task.name, self._grader(prepared), prepared.questions
         samples = read_samples(self._samples_path(variant, name))
         if len(samples) != prepared.samples(variant):
             raise DataError(f"samples of {variant.name} on {name} are missing; run again with --resume")
@@ -363,9 +363,8 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
     prepared = []
     for info in begun.tasks:
         task = load_task(folder / "tasks" / f"{info.name}.yaml")
-        asked = read_questions(folder, info.name)
-        questions = Questions(asked, info.dataset, info.dataset_revision, info.fingerprint)
-        prepared.append(Prepared(task, questions, info.sampling))
+        asked, revision = read_questions(folder, info.name), info.dataset_revision
+        prepared.append(Prepared(asked, info.dataset, revision, info.fingerprint, task=task, sampling=info.sampling))
     kept = folder / "results.json"
     return Evaluation(
         folder,

@@ -109,39 +109,35 @@ def _assignments(text: str, flag: str, known: list[str]) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A task with its questions, rendered and limited to what the model can hold.
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Questions):
+    """The questions of a task, rendered for one model and limited to what it can hold: `prompt` of each is the rendered text.
 
     Attributes:
         task: as loaded.
-        questions: as loaded, but `prompt` is the rendered text.
         sampling: the task's, after overrides.
-        warnings: what a reader of the score should know.
         options: of each question, prompt and option as token ids where options are compared by likelihood; else empty.
     """
 
     task: Task
-    questions: Questions
     sampling: SamplingConfig
-    warnings: tuple[str, ...] = ()
     options: tuple[tuple[Continuation, ...], ...] = ()
 
     @property
     def prompts(self) -> tuple[str, ...]:
         """The rendered prompts, in the order of the questions."""
-        return tuple(question.prompt for question in self.questions.questions)
+        return tuple(question.prompt for question in self.questions)
 
     def info(self, grader: str = "") -> TaskInfo:
         """What the task is, judged by `grader`, for records; "" before that is said."""
         return TaskInfo(
             name=self.task.name,
             version=str(self.task.version),
-            fingerprint=self.questions.fingerprint,
+            fingerprint=self.fingerprint,
             # over the rendered prompts in their order, chat template included
             prompt_sha256=hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest(),
-            dataset=self.questions.source,
-            dataset_revision=self.questions.revision,
+            dataset=self.source,
+            dataset_revision=self.revision,
             grader=f"{grader} {self.task.harness.metric}" if grader and self.task.harness else grader,
             grader_version=grader_version(grader) if grader else "",
             sampling=self.sampling,
@@ -151,11 +147,11 @@ class Prepared:
         """How many answers a row gives to the task; a suite of the harness is asked for no controls."""
         if self.task.harness is not None and variant.control is not None:
             return 0
-        return len(self.questions.questions) * variant.sampling(self.sampling).samples
+        return len(self.questions) * variant.sampling(self.sampling).samples
 
     def strata(self) -> list[np.ndarray]:
         """Places of the questions that count the same in the score of the task's suite: all of them, or those of each subset."""
-        subsets = np.array([question.subset for question in self.questions.questions])
+        subsets = np.array([question.subset for question in self.questions])
         if self.task.harness is None or self.task.harness.average == "questions":
             return [np.arange(len(subsets))]
         return [np.flatnonzero(subsets == one) for one in dict.fromkeys(subsets)]
@@ -226,14 +222,22 @@ def prepare(
         seed=settings.seed,
         stop=own.stop,
     )
-    rendered = [replace(one, prompt=prompt) for one, prompt in zip(asked, prompts, strict=True)]
-    return Prepared(task, replace(questions, questions=rendered), sampling, tuple(warnings), options)
+    return Prepared(
+        [replace(one, prompt=prompt) for one, prompt in zip(asked, prompts, strict=True)],
+        questions.source,
+        questions.revision,
+        questions.fingerprint,
+        tuple(warnings),
+        task=task,
+        sampling=sampling,
+        options=options,
+    )
 
 
 def write_questions(folder: Path, prepared: Prepared) -> None:
     """What was asked, so that samples can be judged again without the data set or the tokenizer."""
     lines = []
-    for question in prepared.questions.questions:
+    for question in prepared.questions:
         record = asdict(question)
         del record["place"]
         lines.append(json.dumps(record, ensure_ascii=False, default=str))

@@ -114,7 +114,7 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
     runs = f"{len(ranges)} calibration{'s' if len(ranges) > 1 else ''}"
     out.print(f"gated has the range {picked}, the best of the ranges on the development questions", markup=False)
     out.print(f"{runs} took {duration(seconds)}; everything is in {folder}, shown by its report.html", markup=False)
-    question = tasks[0].questions.questions[0].row["prompt"]
+    question = tasks[0].questions[0].row["prompt"]
     out.print(f'next: loragate generate --model {folder / "gated"} --prompt "{question}"', markup=False)
     return folder
 
