@@ -138,11 +138,12 @@ def encode(value, handle):
     if kind in TYPES:
         tag, apart, _ = TYPES[kind]
         return {tag: encode(apart(value), handle)}
+    # a number of numpy's, told without importing numpy
     if kind.__module__ == "numpy" and hasattr(kind, "item") and getattr(value, "shape", None) == ():
         return encode(value.item(), handle)
     if kind in (type, type(len)) and value in NAMED:
         return {"p": NAMED[value]}
-    for base, plain in PLAIN.items():
+    for base, plain in PLAIN.items():  # bool before int is not needed: no class can be derived from it
         if isinstance(value, base):
             return encode(plain(value), handle)
     return handle(value)
@@ -165,10 +166,10 @@ def _decode(form, handle):
         return [_decode(item, handle) for item in form]
     if kind is not dict:
         return form
-    ((tag, content),) = form.items()
+    ((tag, content),) = form.items()  # a ValueError where there are more keys or none
     if tag == "h":
         return handle(content)
-    if type(content) is dict:
+    if type(content) is dict:  # no form holds another bare in its tag: {"t": {"s": ...}} would make a tuple of a set
         raise ValueError(tag)
     return READERS[tag](_decode(content, handle))
 
@@ -185,7 +186,7 @@ def confine(settings):
     _limit(resource.RLIMIT_AS, settings["memory_mb"] * megabyte)
     _limit(resource.RLIMIT_FSIZE, settings["file_mb"] * megabyte)
     _limit(resource.RLIMIT_NOFILE, 256)
-    _limit(resource.RLIMIT_CPU, int(settings["seconds"]) + 2)
+    _limit(resource.RLIMIT_CPU, int(settings["seconds"]) + 2)  # a second line: the host ends the program by wall time
     if settings["processes"] is not None:
         _limit(resource.RLIMIT_NPROC, settings["processes"])
     # A file that grows too long is then an OSError, not a death by signal.
@@ -195,7 +196,7 @@ def confine(settings):
 
 
 def _limit(which, value):
-    hard = resource.getrlimit(which)[1]
+    hard = resource.getrlimit(which)[1]  # which only root may raise
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(which, (value, value))
 
