@@ -81,6 +81,7 @@ class Engines:
         """The engine that answers as `variant`."""
         loaded, size = self.loaded, self.settings.batch_size
         if self.settings.replicas > 1:
+            # of each replica; asked here, where the devices are seen, as Ray hides those that were not asked for
             gpus = 0
             if torch.cuda.is_available() and loaded.how.device != "cpu":
                 gpus = self.settings.tensor_parallel if self.settings.engine == "vllm" else 1
@@ -96,6 +97,7 @@ class Engines:
             yield self._kept[1].acting_as(adapter, override)
         else:
             engine = self._in_memory = self._in_memory or TransformersEngine(loaded.model, loaded.tokenizer, size)
+            # rows that differ in name and temperature alone share what was read of the prompts
             weights = replace(variant, control=None, temperature=None)
             with acting(loaded.model, variant, loaded.kind), engine.keeping_prompts(weights):
                 yield engine
@@ -157,8 +159,8 @@ def row_engine(model: str, base: str, how: Loading, variant: Variant, batch_size
     loaded = load(model, base, how)
     engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=batch_size)
     as_row = acting(loaded.model, variant, loaded.kind)
-    as_row.__enter__()
-    weakref.finalize(engine, as_row.__exit__, None, None, None)  # and so it is not left before
+    as_row.__enter__()  # and left with the engine: a replica is this row for life
+    weakref.finalize(engine, as_row.__exit__, None, None, None)  # which also keeps the context from being collected
     return engine
 
 

@@ -118,6 +118,7 @@ class Evaluation:
             ConfigError: naming the first difference.
         """
         path = self.folder / "eval.json"
+        # folders by what they hold, hub ids (which do not exist here) by their name alone
         places = {*self.models.values(), *(one.gates for one in self.variants if one.gates is not None)}
         identity = to_json(
             {
@@ -138,6 +139,7 @@ class Evaluation:
             kept = {key: value for key, value in before.items() if key not in SAID}
             remedy = "repeat the command with the same settings, weights and questions, or choose another --out"
             require_same(path, kept, identity, remedy)
+        # also by a resumed run: it may have been killed right after eval.json, and the same is written again
         for prepared in self.tasks:
             write_questions(self.folder, prepared)
             write_text(
@@ -193,13 +195,15 @@ class Evaluation:
         require_graders([prepared.task for prepared in self.tasks], self.grading)
         earlier = self.folder / "results.json"
         judged = read_record(earlier).tasks if earlier.is_file() else ()
-        known = {info.name: info.grader.split()[0] for info in judged}
+        known = {
+            info.name: info.grader.split()[0] for info in judged
+        }  # "lm-eval acc,none": the metric is no part of the folder
         before: list[tuple[Variant, Prepared, list[Grade]]] = []
         for variant, prepared in self._cells():
             name = prepared.task.name
             if name in known and (old := self.answers(variant, name, known[name])[1]) is not None:
                 before.append((variant, prepared, old))
-            if again:
+            if again:  # `run` judges what has no grades on file
                 self._grades_path(variant, name, self._grader(prepared)).unlink(missing_ok=True)
         record = self.run(no_engine, on_event)
         changes: list[dict[str, Any]] = []
@@ -258,6 +262,7 @@ class Evaluation:
         missing = []
         for prepared in self.tasks:
             path, count = self._samples_path(variant, prepared.task.name), prepared.samples(variant)
+            # lines are counted, not read: an evaluation that goes on may have thousands of whole ones
             if path.exists() and path.read_bytes().count(b"\n") >= count:
                 on_event("sampling", variant, prepared.task.name, count, count)
             elif count:
@@ -294,7 +299,7 @@ class Evaluation:
             [question.id for question in questions],
             samples,
             grades,
-            votes=grader not in (*CODE, "lm-eval"),
+            votes=grader not in (*CODE, "lm-eval"),  # no two programs are the same text; the harness draws one answer
             adapter=found.get((variant.compared_with, name)),
             control=variant.control,
             temperature=variant.temperature,

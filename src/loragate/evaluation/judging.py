@@ -104,6 +104,7 @@ def grade_tiny(row: Mapping[str, Any], response: str, finished: bool) -> Grade:
     """
     problem = Problem(row["prompt"], row["answer"], row["kind"], row["operations"])
     words = response.split(EOS)[0].split()
+    # arithmetic ends with "answer" and a digit; all other kinds are the answer as a whole
     extracted = (words[-1] if words[-2:-1] == ["answer"] else None) if problem.kind == "arithmetic" else " ".join(words)
     if not finished:
         return Grade(False, extracted or None, "unfinished")

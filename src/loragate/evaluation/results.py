@@ -205,6 +205,7 @@ class EvaluationRecord:
         usual = {task.name: task.sampling.temperature for task in self.tasks}
         for row in self.results:
             heat = usual[row.task] if row.temperature is None else row.temperature
+            # rows that differ in temperature alone
             if row.control in (None, f"T={heat:g}", "greedy"):
                 asked.setdefault((row.task, row.variant), {})[heat] = row
         results = list(self.results)
@@ -257,12 +258,14 @@ def task_result(
     """
     shape = len(question_ids), len(samples) // len(question_ids)
     scores = np.array([float(grade.correct) for grade in grades]).reshape(shape)  # [Q, K] of 0 and 1
+    # as a right answer may be written in many ways, all right ones are one candidate of the vote
     answers = np.array(["✓" if grade.correct else grade.extracted for grade in grades], dtype=object).reshape(shape)
     return TaskResult(
         task=task,
         variant=variant,
         avg_at_k=average_at_k(scores),
         dft_rounded=dft_rounded_mean(scores),
+        # at the powers of two up to K, and at K
         pass_at_k={k: pass_at_k(scores, k) for k in sorted({*(2**i for i in range(shape[1].bit_length())), shape[1]})},
         majority_at_k=majority_at_k(answers.tolist(), scores) if votes else None,
         truncated=float(np.mean([sample.finish_reason == "length" for sample in samples])),

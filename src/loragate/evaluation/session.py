@@ -109,7 +109,7 @@ class Session:
     @property
     def recommended(self) -> float | None:
         """The recommended temperature, where rows are added for it: the tasks sample at another, and none was asked for."""
-        heat = self.loaded.place.recommended_temperature
+        heat = self.loaded.place.recommended_temperature  # None where the folder recommends none
         elsewhere = any(one.sampling.temperature != heat for one in self.sampled)
         return heat if elsewhere and self.request.tasks.temperature is None else None
 

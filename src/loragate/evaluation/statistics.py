@@ -70,6 +70,7 @@ def average_at_k(scores: ArrayLike) -> Estimate:
     """
     array = check_scores(scores, "scores")
     shares = _in_unit_interval(array)
+    # infinite where scores are no shares: nothing is known of how far an unseen question could lie
     lower, upper = (0.0, 1.0) if shares else (-math.inf, math.inf)
     mean, stderr, low, high = t_interval(array.mean(axis=1), lower, upper)
     if shares and stderr > 0 and 0 < mean < 1:
@@ -131,6 +132,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     values = np.asarray(p_values, dtype=np.float64)
     if values.ndim != 1 or not ((values >= 0) & (values <= 1)).all():
         raise DataError(f"holm was given {p_values!r}; it needs a flat list of p-values, each in [0, 1].")
+    # the smallest of m times m, the next times m - 1, …, and none below one before it
     order = np.argsort(values, kind="stable")
     scaled = values[order] * np.arange(len(values), 0, -1)
     adjusted = np.empty_like(values)
@@ -190,11 +192,13 @@ def sign_flip_p(differences: Array, seed: int) -> float:
     # A sum of flipped signs is 2 * (sum over the questions kept) - total; ties must count in spite of rounding.
     threshold = abs(total) - 1e-9 * float(np.abs(differences).sum())
     if count <= EXACT_QUESTIONS:
+        # [2^Q, Q]: the bits of a row's number say which questions keep their sign
         kept = np.arange(2**count)[:, None] >> np.arange(count) & 1
         return float(np.mean(np.abs(2 * (kept @ differences) - total) >= threshold))
     generator = np.random.default_rng(seed)
     hits = 0
     for _ in range(0, DRAWS, 1000):  # in parts, for memory
+        # a bit for each sign, [1000, Q] after unpacking: far fewer random bytes than a random number each
         bits = np.frombuffer(generator.bytes(1000 * -(-count // 8)), dtype=np.uint8).reshape(1000, -1)
         drawn = np.unpackbits(bits, axis=1, count=count).astype(np.float64)
         hits += int(np.sum(np.abs(2 * (drawn @ differences) - total) >= threshold))
@@ -271,6 +275,7 @@ def pass_at_k(scores: ArrayLike, k: int) -> Estimate:
     samples = array.shape[1]
     if not 1 <= k <= samples:
         raise DataError(f"k is {k}; pass@k needs a whole number from 1 to the {samples} samples of each question.")
+    # by c = 0 … K; whole numbers of Python, as binomials pass a float's range
     chance = np.array([1 - math.comb(samples - right, k) / math.comb(samples, k) for right in range(samples + 1)])
     return replace(average_at_k(chance[array.sum(axis=1).astype(int)][:, None]), samples=samples)
 

@@ -68,6 +68,7 @@ class Variant:
     @property
     def slug(self) -> str:
         """The name in a form that a file name can hold."""
+        # "gated [-6,3], seed 0" is gated--6_3-seed-0
         name = re.sub(r"[\[\]]|,(?= )", "", self.name).replace(",", "_")
         return name.replace(" ", "-").replace("=", "").replace("λ", "lambda")
 
@@ -122,7 +123,7 @@ def variants_for(
     for acts in ("adapter", "gated") if kind == "gated" else ("adapter",):
         rows += [sampled(acts, heat) for heat in cooler]
     if controls != "none":
-        for value in dict.fromkeys(constants):
+        for value in dict.fromkeys(constants):  # each once, in order: a row is known by its name
             if value in (0, 1) or not math.isfinite(value):
                 raise ConfigError(f"--constants {value:g}: λ = 0 is the base and λ = 1 the adapter; give other numbers")
             rows.append(Variant("adapter", f"λ={value:g}", constant=value))
@@ -146,6 +147,7 @@ def acting(model: Any, variant: Variant, kind: Kind) -> AbstractContextManager[A
         raise ConfigError(f"{variant.name} cannot be scored: the adapter carries no gates")
     if variant.acts == "base":
         return nullcontext() if kind == "base" else model.disable_adapter()
+    # of a row on an adapter that carries no gates of its own
     if variant.gates is not None:
         return _loaded(model, variant.gates)
     if variant.override is not None:
