@@ -50,8 +50,8 @@ def ask(tmp_path):
         prepared = prepare(task, questions, tokenizer, TaskSettings(**settings), positions, system)
         engine, file = TransformersEngine(model, tokenizer, batch_size), tmp_path / "samples.jsonl"
         file.unlink(missing_ok=True)
-        if prepared.options:
-            draw_likelihoods(engine, prepared.options, file, lambda *_: None)
+        if prepared.compared:
+            draw_likelihoods(engine, prepared.compared, file, lambda *_: None)
         else:
             draw_samples(engine, prepared.prompts, prepared.sampling, file)
         samples = read_samples(file)
@@ -127,13 +127,6 @@ def test_a_bad_row_is_named_with_its_file_and_line(tmp_path, name, change, messa
     path = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(DataError, match=re.escape(f"{path}:2: ") + message):
         load_questions(load_task(name), path)
-
-
-def test_an_absent_file_says_which_would_do():
-    with pytest.raises(
-        DataError, match=r"found no file nowhere\.jsonl for openbookqa; .* columns id .*, question_stem"
-    ):
-        load_questions(load_task("openbookqa"), "nowhere.jsonl")
 
 
 # -------------------------------------------------------------------------------------------------- extraction
@@ -338,11 +331,11 @@ def test_a_prompt_with_options_is_cut_only_where_one_does_not_fit(harness, tmp_p
     path = write_rows(tmp_path / "long.jsonl", rows)
     tokenizer, limit = tiny_tokenizer(), {"limit": 1}
     whole, _, _ = ask(tiny_base(), tokenizer, "openbookqa", path, **limit)
-    longest = max(len(before) + len(after) for before, after in whole.options[0])
+    longest = max(len(before) + len(after) for before, after in whole.compared[0])
     fits, _, _ = ask(tiny_base(max_position_embeddings=longest), tokenizer, "openbookqa", path, **limit)
-    assert (fits.options, fits.prompts, fits.warnings) == (whole.options, whole.prompts, whole.warnings)
+    assert (fits.compared, fits.prompts, fits.warnings) == (whole.compared, whole.prompts, whole.warnings)
     cut, _, _ = ask(tiny_base(max_position_embeddings=longest - 1), tokenizer, "openbookqa", path, **limit)
-    assert max(len(before) + len(after) for before, after in cut.options[0]) == longest - 1
+    assert max(len(before) + len(after) for before, after in cut.compared[0]) == longest - 1
     assert any("1 prompts were cut at their beginning" in warning for warning in cut.warnings)
 
 
@@ -457,8 +450,3 @@ def test_suites_are_read_at_the_commit_of_their_task(monkeypatch):
         source, revision = asked[-1]
         assert source.split(":")[0] == task.dataset.hub
         assert revision == task.dataset.revision
-    with pytest.raises(DataError):
-        load_questions(load_task("openbookqa"), revision="a" * 40)
-    assert asked[-1][1] == "a" * 40
-    with pytest.raises(ConfigError, match="has no effect without a hub data set"):
-        load_questions(load_task("openbookqa"), DATA["openbookqa"], revision="abc")

@@ -31,8 +31,8 @@ from loragate.analysis.subject import Answers, Subject
 from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.judging import grader_for, judge
-from loragate.evaluation.variants import Kind
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.models.place import Kind
 
 ROWS = 48
 

@@ -19,10 +19,11 @@ from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import Subject
 from loragate.errors import ConfigError
 from loragate.evaluation.answers import Grade
-from loragate.evaluation.variants import Kind, Variant, acting
+from loragate.evaluation.variants import Variant, acting
 from loragate.gates import attached_config, trace_gates
 from loragate.gates.attach import gate_modules
 from loragate.generation import OnProgress, Sample
+from loragate.models.place import Kind
 
 SCHEMA = 1
 CANDIDATES = 5

@@ -273,8 +273,8 @@ class Evaluation:
             for prepared in missing:
                 began, name = time.monotonic(), prepared.task.name
                 path, report = self._samples_path(variant, name), partial(on_event, "sampling", variant, name)
-                if prepared.options:
-                    draw_likelihoods(engine, prepared.options, path, report)
+                if prepared.compared:
+                    draw_likelihoods(engine, prepared.compared, path, report)
                 else:
                     draw_samples(engine, prepared.prompts, variant.sampling(prepared.sampling), path, report)
                 self.seconds[variant.name, name] = time.monotonic() - began

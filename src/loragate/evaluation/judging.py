@@ -71,16 +71,7 @@ def judge(
     texts = [sample.text for sample in samples]
     if grader in MATH:
         pairs = [(text, question.gold) for text, question in zip(texts, asked)]
-        tolerances = []
-        for question in asked:
-            # the absolute error that a data set allows, as OlympiadBench does
-            stated = question.row.get("error")
-            try:
-                tolerances.append(float(stated) if stated else None)
-            except (TypeError, ValueError):
-                raise DataError(
-                    f"{question.place}: the column 'error' holds {stated!r}; expected a number, such as 1e-1"
-                ) from None
+        tolerances = list(map(_tolerance, asked))
         with GradingPool(grader, settings.workers, settings.timeout, MEMORY_MB) as pool:
             return pool.grade(pairs, on_progress, tolerances=tolerances)
     if grader in CODE:
@@ -92,6 +83,17 @@ def judge(
     if grader == "lm-eval":
         return grade_by_harness(task, questions, samples)
     return [grade_text(text, question.gold, grader) for question, text in zip(asked, texts)]
+
+
+def _tolerance(question: Question) -> float | None:
+    """The absolute error that the data set allows in an answer, as OlympiadBench does in a column."""
+    stated = question.row.get("error")
+    try:
+        return float(stated) if stated else None
+    except (TypeError, ValueError):
+        raise DataError(
+            f"{question.place}: the column 'error' holds {stated!r}; expected a number, such as 1e-1"
+        ) from None
 
 
 def grade_tiny(row: Mapping[str, Any], response: str, finished: bool) -> Grade:

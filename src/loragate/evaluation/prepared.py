@@ -116,12 +116,12 @@ class Prepared(Questions):
     Attributes:
         task: as loaded.
         sampling: the task's, after overrides.
-        options: of each question, prompt and option as token ids where options are compared by likelihood; else empty.
+        compared: of each question, (prompt, option) as token ids for every option; empty where nothing is compared by likelihood.
     """
 
     task: Task
     sampling: SamplingConfig
-    options: tuple[tuple[Continuation, ...], ...] = ()
+    compared: tuple[tuple[Continuation, ...], ...] = ()
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -183,12 +183,12 @@ def prepare(
     if suite:
         asked = with_prompts(task, asked, tokenizer.chat_template is not None)
     prompts, warnings = render_questions(task, asked, tokenizer, system), list(questions.warnings)
-    compared = any(one.options for one in asked)  # by likelihood, and nothing is generated
-    limit = own.max_new_tokens if compared else settings.max_new_tokens or own.max_new_tokens
-    options: tuple[tuple[Continuation, ...], ...] = ()
+    by_likelihood = any(one.options for one in asked)  # then nothing is generated
+    limit = own.max_new_tokens if by_likelihood else settings.max_new_tokens or own.max_new_tokens
+    compared: tuple[tuple[Continuation, ...], ...] = ()
     cut, room_left = 0, list[int]()
-    if compared:
-        options, cut = options_of(tokenizer, prompts, asked, positions)
+    if by_likelihood:
+        compared, cut = options_of(tokenizer, prompts, asked, positions)
     elif positions is not None:
         token_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
         if suite:
@@ -230,7 +230,7 @@ def prepare(
         tuple(warnings),
         task=task,
         sampling=sampling,
-        options=options,
+        compared=compared,
     )
 
 

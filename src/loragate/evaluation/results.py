@@ -36,6 +36,7 @@ from loragate.evaluation.statistics import (
 )
 from loragate.files import write_json
 from loragate.generation import Engine, Sample, SamplingConfig
+from loragate.models.place import Kind
 
 Verdict = Literal["better", "worse", "no difference shown"]
 
@@ -101,7 +102,7 @@ class TaskResult:
     """
 
     task: str
-    variant: Literal["base", "adapter", "gated"]
+    variant: Kind
     avg_at_k: Estimate
     dft_rounded: float
     pass_at_k: dict[int, Estimate]
@@ -145,7 +146,7 @@ class SuiteResult:
     averaged.
     """
 
-    variant: Literal["base", "adapter", "gated"]
+    variant: Kind
     average: SuiteEstimate
     suite: str
     control: str | None = None
@@ -238,7 +239,7 @@ def read_record(path: str | Path) -> EvaluationRecord:
 
 def task_result(
     task: str,
-    variant: Literal["base", "adapter", "gated"],
+    variant: Kind,
     question_ids: Sequence[str],
     samples: Sequence[Sample],
     grades: Sequence[Grade],

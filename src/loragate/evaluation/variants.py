@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -31,8 +31,8 @@ from loragate.gates import (
 from loragate.gates.eligibility import changed_base_of
 from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig
+from loragate.models.place import Kind
 
-Kind = Literal["base", "adapter", "gated"]
 CONTROLS = ("alone", "none", "cheap", "full")
 COOLER = (0.6, 0.3, 0.0)
 PROMPTS, TOKENS = 4, 256  # of the canary

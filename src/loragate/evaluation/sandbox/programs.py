@@ -101,11 +101,11 @@ def available_tiers() -> list[str]:
 
 def root_style_of(tier: str) -> str:
     """How root enters `tier` here (see `tiers.launch`); raises `SandboxError` when the tier does not work."""
-    reason = probe(tier)
+    reason, style = _tried(tier)
     if reason is not None:
         weaker = f" Mend that, or run programs with {TIERS['rlimits']}: --sandbox rlimits." if tier != "rlimits" else ""
         raise SandboxError(f"Model-written programs cannot run in the sandbox tier '{tier}': {reason}.{weaker}")
-    return _tried(tier)[1]
+    return style
 
 
 @cache
