@@ -88,6 +88,7 @@ class Engines:
             yield ShardedEngine(self.maker(variant), self.settings.replicas, gpus=gpus, batch_size=size)
         elif loaded.model is None:
             base, adapter, override = self._served(variant)
+            # adapters, gates and λ are told with each request; only other weights need another engine
             if self._kept is None or self._kept[0] != base:
                 self.close()  # one model in memory at a time
                 names = loaded.names

@@ -192,7 +192,7 @@ def prepare(
     elif positions is not None:
         token_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
         if suite:
-            most = positions - min(limit, max(1, positions // 4))
+            most = positions - min(limit, max(1, positions // 4))  # tokens of a prompt
             long = [index for index, ids in enumerate(token_ids) if len(ids) > most]
             for index in long:
                 # the end stays: it holds the question itself, and what makes the model answer
@@ -218,6 +218,7 @@ def prepare(
         temperature=heat,
         top_p=own.top_p,
         max_new_tokens=limit,
+        # greedy decoding draws one answer; where several were asked of it, SamplingConfig refuses them
         samples=(not suite and settings.samples) or (1 if heat == 0 else own.samples),
         seed=settings.seed,
         stop=own.stop,

@@ -197,7 +197,7 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind) -> di
     for name in model.peft_config:
         if reason := changed_base_of(model, name):
             raise GateError(f"canary: the row of the base would not be the base. {reason}")
-    # padded on the right, where causal attention does not see the padding
+    # [prompts, longest], padded on the right, where causal attention does not see the padding
     rows = [ids[-TOKENS:] for ids in tokenizer(list(prompts[:PROMPTS]), add_special_tokens=False)["input_ids"]]
     width, device = max(map(len, rows)), next(model.parameters()).device
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
