@@ -1,5 +1,6 @@
 """Retention suites through lm-evaluation-harness: rows, prompts, log-likelihoods of gated models, verdicts."""
 
+import gzip
 import json
 import re
 import socket
@@ -81,11 +82,15 @@ def test_sample_files_are_read_in_the_order_of_subsets_with_stable_ids():
     assert [question.id for question in questions][:2] == ["9000", "9001"]
 
 
-def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path):
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path, suffix):
     rows = sample_rows("bbh")
     for subtask in {row["subtask"] for row in rows}:
         bare = [{key: row[key] for key in ("input", "target")} for row in rows if row["subtask"] == subtask]
-        write_rows(tmp_path / f"{subtask}.jsonl", bare)
+        path = Path(write_rows(tmp_path / f"{subtask}.jsonl", bare))
+        if suffix == ".jsonl.gz":
+            path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+            path.unlink()
     task = load_task("bbh")
 
     def asked(path):

@@ -195,9 +195,8 @@ class Evaluation:
         require_graders([prepared.task for prepared in self.tasks], self.grading)
         earlier = self.folder / "results.json"
         judged = read_record(earlier).tasks if earlier.is_file() else ()
-        known = {
-            info.name: info.grader.split()[0] for info in judged
-        }  # "lm-eval acc,none": the metric is no part of the folder
+        # of "lm-eval acc,none" the metric is no part of the folder
+        known = {info.name: info.grader.split()[0] for info in judged}
         before: list[tuple[Variant, Prepared, list[Grade]]] = []
         for variant, prepared in self._cells():
             name = prepared.task.name

@@ -218,8 +218,9 @@ def test_files_that_are_not_there(tmp_path):
         load_questions(load_task("minerva"), file=tmp_path)
     with pytest.raises(DataError, match=r"found no file .*none.jsonl for aime24; --data aime24=FILE takes"):
         load_questions(load_task("aime24"), file=tmp_path / "none.jsonl")
-    with pytest.raises(ConfigError, match=r"limit=0"):
-        load_questions(load_task("aime24"), file=QUESTIONS, limit=0)
+    for name in ("aime24", "tiny", "bbh"):  # a suite takes the first of each subset
+        with pytest.raises(ConfigError, match=r"limit=0"):
+            load_questions(load_task(name), file=QUESTIONS if name != "tiny" else None, limit=0)
 
 
 class Hub:

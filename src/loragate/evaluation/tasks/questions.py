@@ -112,10 +112,10 @@ def load_questions(
             be reached.
         ConfigError: for a revision without effect, or a limit below 1.
     """
-    dataset, warnings = (
-        task.dataset,
-        [],
-    )  # the task itself stays as it is pinned: its fingerprint does not follow `revision`
+    if limit is not None and limit < 1:  # rows are taken by subset below, where none would be no error
+        raise ConfigError(f"{task.name}: found limit={limit}, expected at least 1")
+    # the task itself stays as it is pinned: its fingerprint does not follow `revision`
+    dataset, warnings = task.dataset, []
     local = file if isinstance(file, Rows) else _local_file(task, file)
     if revision is not None:
         if local is not None or dataset.hub is None:
@@ -175,15 +175,16 @@ def _parts(
     """The rows of a task and what they are called; in parts with the subset of each, or None where a column names it."""
     subsets: tuple[str, ...] = task.harness.subsets if task.harness is not None else ()
     if isinstance(local, Path) and local.is_dir():
-        files = [path for path in sorted(local.iterdir()) if path.suffix in FILE_SUFFIXES]
-        for path in files:
-            if path.stem not in subsets:
-                raise DataError(
-                    f"{path} is no subset of {task.name}{nearest(path.stem, subsets)}; name files by subset"
-                )
+        # `path.stem` of "snarks.jsonl.gz" would keep the ".jsonl"
+        files = {
+            path: path.name.partition(".")[0] for path in sorted(local.iterdir()) if path.name.endswith(FILE_SUFFIXES)
+        }
+        for path, subset in files.items():
+            if subset not in subsets:
+                raise DataError(f"{path} is no subset of {task.name}{nearest(subset, subsets)}; name files by subset")
         if not files:
             raise DataError(f"{task.name}: the folder {local} holds no file; {_local_help(task)}")
-        return [(path.stem, load_rows(path)) for path in files], str(local)
+        return [(subset, load_rows(path)) for path, subset in files.items()], str(local)
     if local is not None:
         rows = load_rows(local, limit=limit)
         return [(None, rows)], rows.source
