@@ -321,7 +321,7 @@ class Evaluation:
         for title, names in averaged.items():
             # every task has the same share, and within it every stratum; without subsets a task is one stratum
             weights = [1 / len(names) / len(strata[name]) for name in names for _ in strata[name]]
-            count = len(names) if len(names) > 1 else len(weights)
+            count = len(names) if len(names) > 1 else len(weights)  # tasks, or the subsets of the one task
             # of each row that answered all these tasks: no suite of the harness asks for controls
             tables = {
                 one.name: [found[one.name, name].means_Q1[places] for name in names for places in strata[name]]
