@@ -153,7 +153,9 @@ class Evaluation:
             self._sample(engine_for, variant, on_event)
         found: Results = {}
         for variant, prepared in self._cells():
-            found[variant.name, prepared.task.name] = self._judge(variant, prepared, found, on_event)
+            name = prepared.task.name
+            adapter = found.get((variant.compared_with, name))  # judged before the rows that refer to it
+            found[variant.name, name] = self._judge(variant, prepared, adapter, on_event)
         return (
             EvaluationRecord(
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -278,8 +280,10 @@ class Evaluation:
                     draw_samples(engine, prepared.prompts, variant.sampling(prepared.sampling), path, report)
                 self.seconds[variant.name, name] = time.monotonic() - began
 
-    def _judge(self, variant: Variant, prepared: Prepared, found: Results, on_event: OnEvent) -> TaskResult:
-        """One row's result on one task; `found` holds those of the rows before it, the adapter's among them."""
+    def _judge(
+        self, variant: Variant, prepared: Prepared, adapter: TaskResult | None, on_event: OnEvent
+    ) -> TaskResult:
+        """One row's result on one task, compared with the adapter's."""
         began = time.monotonic()
         name, grader, questions = prepared.task.name, self._grader(prepared), prepared.questions
         samples = read_samples(self._samples_path(variant, name))
@@ -299,7 +303,7 @@ class Evaluation:
             samples,
             grades,
             votes=grader not in (*CODE, "lm-eval"),  # no two programs are the same text; the harness draws one answer
-            adapter=found.get((variant.compared_with, name)),
+            adapter=adapter,
             control=variant.control,
             temperature=variant.temperature,
             constant=variant.constant,

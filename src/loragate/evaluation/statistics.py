@@ -22,11 +22,11 @@ from scipy.special import expit, logit, stdtrit
 from loragate.errors import DataError
 
 CONFIDENCE = 0.95
-EXACT_QUESTIONS = 12
+EXACT_QUESTIONS = 12  # up to which all 2^Q patterns of signs are counted
 DRAWS = 10_000
 _CHUNK = 4_000_000
 """Question draws held in memory at once by the bootstrap."""
-HALVINGS = 10
+HALVINGS = 10  # of the questions, in `out_of_fold`
 
 Array = NDArray[np.float64]
 

@@ -34,7 +34,7 @@ from loragate.generation import SamplingConfig
 from loragate.models.place import Kind
 
 CONTROLS = ("alone", "none", "cheap", "full")
-COOLER = (0.6, 0.3, 0.0)
+COOLER = (0.6, 0.3, 0.0)  # temperatures of the controls that only sample more sharply
 PROMPTS, TOKENS = 4, 256  # of the canary
 
 

@@ -25,8 +25,8 @@ from loragate.evaluation.grading.shapes import Shape, name_of, read_shape, sides
 
 Verdict = bool | None
 Algebra = Callable[[str, str, float | None], Verdict]
-MAX_LENGTH = 1000
-MAX_PARTS = 12
+MAX_LENGTH = 1000  # characters in the box; more is a whole solution
+MAX_PARTS = 12  # of a list, as all are compared with all
 
 _UNJUDGED = re.compile(r"\\(?:[lcvd]?dots[a-z]?|bmod|pmod|mod|equiv)(?![A-Za-z])|\.\.\.")
 _BASE = re.compile(r"([0-9A-F]+)_\{?(\d+)\}?")

@@ -18,7 +18,7 @@ from fractions import Fraction
 from math import factorial
 
 RELATIVE = Fraction(1, 10_000)
-MAX_BITS = 20_000
+MAX_BITS = 20_000  # of a numerator or denominator, some 6,000 digits
 
 _LITERAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _TOKEN = re.compile(

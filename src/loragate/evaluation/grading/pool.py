@@ -29,8 +29,8 @@ from loragate.evaluation.grading import dft
 from loragate.evaluation.grading.default import UnjudgedError, decide
 
 OnProgress = Callable[[int, int], None]
-START_S = 120.0
-JOBS_PER_WORKER = 2000
+START_S = 120.0  # seconds until a process is ready; sympy takes two, and much more on a busy machine
+JOBS_PER_WORKER = 2000  # after which a fresh process takes its place, as sympy's caches only grow
 DEAD = ("timeout", "crashed")
 
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-GRACE_S = 5
+GRACE_S = 5  # seconds that a living caller has to kill the process itself, and to tell that as a timeout
 
 
 def main() -> None:

@@ -24,9 +24,9 @@ from loragate.evaluation.sandbox.tiers import Limits
 Row = Mapping[str, Any]
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint")
 FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
-MAX_LENGTH = 65_536
-MAX_BLOCKS = 50
-MAX_ATTEMPTS = 300
+MAX_LENGTH = 65_536  # characters of an answer that are looked at
+MAX_BLOCKS = 50  # fences, the last ones
+MAX_ATTEMPTS = 300  # pieces that are compiled
 
 
 @dataclass(frozen=True)

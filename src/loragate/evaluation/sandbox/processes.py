@@ -23,9 +23,9 @@ from typing import Any
 from loragate.evaluation.sandbox.tiers import ENVIRONMENT, Launch, Limits, ProgramResult, interpreter, package_folders
 
 PACKAGE = "loragate.evaluation.sandbox.harness"
-TAIL = 2000
-TICK = 0.1
-START_UP = 60.0
+TAIL = 2000  # bytes of output that are kept
+TICK = 0.1  # seconds between two looks at time, memory and number of processes
+START_UP = 60.0  # seconds for both interpreters to be up, on a busy machine too
 REPORTED = ("wrong", "error", "syntax", "memory", "exit", "output", "protocol")
 MAX_REPORT = 64 * 1024  # a line to the host is a word and a sentence; more is not from the harness
 

@@ -22,7 +22,7 @@ from loragate.evaluation.sandbox.harness.wire import (
     tell,
 )
 
-BATCH = 256
+BATCH = 256  # items of an iteration that are asked for at a time; a round trip for each would be slow
 
 
 class CandidateError(Exception):

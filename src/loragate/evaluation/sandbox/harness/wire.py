@@ -19,8 +19,8 @@ import resource
 import signal
 import sys
 
-MAX_FRAME = 32 * 1024 * 1024
-SMALL = 2**62
+MAX_FRAME = 32 * 1024 * 1024  # bytes of a message
+SMALL = 2**62  # integers below it cross as JSON numbers
 # Built-ins that cross by name: types and functions that do nothing but compute.
 _PLAIN = (int, float, str, bool, complex, bytes, list, tuple, dict, set, frozenset, object)
 NAMED = {value: value.__name__ for value in (*_PLAIN, len, sum, min, max, abs, sorted)}
@@ -31,6 +31,7 @@ TYPES: dict = {
     frozenset: ("z", list, frozenset),
     dict: ("d", lambda value: [list(item) for item in value.items()], dict),
     collections.deque: ("q", lambda value: [list(value), value.maxlen], lambda parts: collections.deque(*parts)),
+    # only beyond SMALL; in base 16, as Python refuses to write thousands of decimal digits
     int: ("i", hex, lambda text: int(text, 16)),
     complex: ("c", lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     bytes: ("b", bytes.hex, bytes.fromhex),
