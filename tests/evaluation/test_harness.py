@@ -26,19 +26,10 @@ from loragate.generation.samples import draw_samples, read_samples
 from loragate.recipes.rehearsal import QUESTIONS
 from loragate.records import to_json
 from loragate.report.scores import suites_of
-from tiny import VOCABULARY, tiny_adapter, tiny_base, tiny_tokenizer
+from tiny import VOCABULARY, rehearsal_rows, tiny_adapter, tiny_base, tiny_tokenizer, write_rows
 
 SUITES = ["mmlu_pro", "bbh", "openbookqa"]
 DATA = {name: str(QUESTIONS / f"{name}.jsonl") for name in SUITES}
-
-
-def sample_rows(name):
-    return [json.loads(line) for line in (QUESTIONS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 @pytest.fixture
@@ -84,10 +75,10 @@ def test_sample_files_are_read_in_the_order_of_subsets_with_stable_ids():
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path, suffix):
-    rows = sample_rows("bbh")
+    rows = rehearsal_rows("bbh")
     for subtask in {row["subtask"] for row in rows}:
         bare = [{key: row[key] for key in ("input", "target")} for row in rows if row["subtask"] == subtask]
-        path = Path(write_rows(tmp_path / f"{subtask}.jsonl", bare))
+        path = write_rows(tmp_path / f"{subtask}.jsonl", bare)
         if suffix == ".jsonl.gz":
             path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
             path.unlink()
@@ -127,7 +118,7 @@ def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path, s
     ],
 )
 def test_a_bad_row_is_named_with_its_file_and_line(tmp_path, name, change, message):
-    rows = sample_rows(name)
+    rows = rehearsal_rows(name)
     rows[1] = {key: value for key, value in {**rows[1], **change}.items() if value is not ...}
     path = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(DataError, match=re.escape(f"{path}:2: ") + message):
@@ -201,7 +192,7 @@ def test_suites_run_offline_quietly_and_the_same_again(harness, gated, no_networ
     assert captured.out == ""
     assert "it/s" not in captured.err
     assert "metadata" not in captured.err
-    assert len(grades) == len(samples) == len(sample_rows(name))
+    assert len(grades) == len(samples) == len(rehearsal_rows(name))
     assert (prepared, grades) == (again[0], again[2])
     if name == "openbookqa":
         assert set(grades[0].scores) == {"acc,none", "acc_norm,none"}
@@ -345,7 +336,7 @@ def test_a_prompt_with_options_is_cut_only_where_one_does_not_fit(harness, tmp_p
 
 
 def test_blanks_around_the_key_of_an_answer_do_not_matter(tmp_path):
-    rows = sample_rows("openbookqa")
+    rows = rehearsal_rows("openbookqa")
     key = rows[0]["answerKey"]
     rows[0]["answerKey"] = f" {key} "
     questions = load_questions(load_task("openbookqa"), write_rows(tmp_path / "rows.jsonl", rows)).questions

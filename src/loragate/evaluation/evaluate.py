@@ -280,9 +280,7 @@ class Evaluation:
                     draw_samples(engine, prepared.prompts, variant.sampling(prepared.sampling), path, report)
                 self.seconds[variant.name, name] = time.monotonic() - began
 
-    def _judge(
-        self, variant: Variant, prepared: Prepared, adapter: TaskResult | None, on_event: OnEvent
-    ) -> TaskResult:
+    def _judge(self, variant: Variant, prepared: Prepared, adapter: TaskResult | None, on_event: OnEvent) -> TaskResult:
         """One row's result on one task, compared with the adapter's."""
         began = time.monotonic()
         name, grader, questions = prepared.task.name, self._grader(prepared), prepared.questions
