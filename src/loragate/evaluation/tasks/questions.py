@@ -179,12 +179,12 @@ def _parts(
         files = {
             path: path.name.partition(".")[0] for path in sorted(local.iterdir()) if path.name.endswith(FILE_SUFFIXES)
         }
-        for path, subset in files.items():
-            if subset not in subsets:
-                raise DataError(f"{path} is no subset of {task.name}{nearest(subset, subsets)}; name files by subset")
+        for path, stem in files.items():
+            if stem not in subsets:
+                raise DataError(f"{path} is no subset of {task.name}{nearest(stem, subsets)}; name files by subset")
         if not files:
             raise DataError(f"{task.name}: the folder {local} holds no file; {_local_help(task)}")
-        return [(subset, load_rows(path)) for path, subset in files.items()], str(local)
+        return [(stem, load_rows(path)) for path, stem in files.items()], str(local)
     if local is not None:
         rows = load_rows(local, limit=limit)
         return [(None, rows)], rows.source
