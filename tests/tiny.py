@@ -129,7 +129,16 @@ def tiny_rows(count: int, seed: int = 0):
 
 
 def write_rows(path, rows):
+    """The path, with the rows in it as JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rehearsal_rows(name):
+    """The rows of a task that recipes are rehearsed with."""
+    from loragate.recipes.rehearsal import QUESTIONS
+
+    return [json.loads(line) for line in (QUESTIONS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def write_base(folder, base=None, tokenizer=None, **shape):

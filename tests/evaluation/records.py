@@ -30,10 +30,11 @@ def answered(scores: Any, finish: Any = "stop", answers: Any = None, reasons: An
     return samples, grades
 
 
-def make_result(variant: Any, adapter_scores: Any = ADAPTER, votes: bool = True, **others: Any) -> TaskResult:
-    """Nine samples, three of each of three questions."""
-    told = {"votes": votes, "adapter_scores": adapter_scores, "seconds": 1.5, **others}
-    return task_result("sums", variant, IDS, *answered(GATED, FINISH, ANSWERS, REASONS), **told)[0]
+def make_result(variant: Any, compared: bool = True, votes: bool = True, **others: Any) -> TaskResult:
+    """Nine samples, three of each of three questions, compared with those of `ADAPTER`."""
+    adapter = task_result("sums", "adapter", IDS, *answered(ADAPTER)) if compared else None
+    told = {"votes": votes, "adapter": adapter, "seconds": 1.5, **others}
+    return task_result("sums", variant, IDS, *answered(GATED, FINISH, ANSWERS, REASONS), **told)
 
 
 def make_record() -> EvaluationRecord:
@@ -55,7 +56,7 @@ def make_record() -> EvaluationRecord:
         tasks=(info,),
         results=(
             make_result("base"),
-            make_result("adapter", adapter_scores=None),
+            make_result("adapter", compared=False),
             make_result("adapter", control="T=0.6", temperature=0.6, votes=False),
             make_result("gated"),
         ),

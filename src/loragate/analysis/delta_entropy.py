@@ -24,9 +24,10 @@ from loragate.analysis.supplied import SIGNS, Sign, suppressing, switched_off
 from loragate.display import percent
 from loragate.errors import ConfigError
 from loragate.evaluation.prepared import read_questions
-from loragate.evaluation.variants import Kind, Variant, acting
+from loragate.evaluation.variants import Variant, acting
 from loragate.files import write_text
 from loragate.generation import OnProgress, read_samples
+from loragate.models.place import Kind
 from loragate.validate import comma_list
 
 BINS = 41

@@ -30,10 +30,11 @@ from loragate.evaluation.prepared import Prepared
 from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.session import Request, Session, require_run_folder
 from loragate.evaluation.tasks import Task
-from loragate.evaluation.variants import Kind, Variant, acting
+from loragate.evaluation.variants import Variant, acting
 from loragate.files import write_json
 from loragate.generation import Sample, TransformersEngine
 from loragate.models import Loaded, resolve
+from loragate.models.place import Kind
 
 R = TypeVar("R", bound="Record | dict[str, Any]")
 

@@ -31,8 +31,8 @@ from loragate.analysis.subject import Answers, Subject
 from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.judging import grader_for, judge
-from loragate.evaluation.variants import Kind
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.models.place import Kind
 
 ROWS = 48
 
@@ -156,7 +156,7 @@ def _rollouts(
             replace(answer, question=answers.samples[row].question, sample=index)
             for index, (row, answer) in enumerate(whole)
         ]
-        verdicts = judge(prepared.task, prepared.questions.questions, asked, grader, request.grading)
+        verdicts = judge(prepared.task, prepared.questions, asked, grader, request.grading)
         return [verdict.correct for verdict in verdicts]
 
     completions = 1 if prepared.sampling.temperature == 0 else settings.rollouts

@@ -19,10 +19,11 @@ from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import Subject
 from loragate.errors import ConfigError
 from loragate.evaluation.answers import Grade
-from loragate.evaluation.variants import Kind, Variant, acting
+from loragate.evaluation.variants import Variant, acting
 from loragate.gates import attached_config, trace_gates
 from loragate.gates.attach import gate_modules
 from loragate.generation import OnProgress, Sample
+from loragate.models.place import Kind
 
 SCHEMA = 1
 CANDIDATES = 5
@@ -61,7 +62,7 @@ def diagnose_tokens(subject: Subject, settings: DiagnoseSettings) -> dict[str, A
     asked: dict[tuple[str, int], Question] = {}
     for of in STREAMS:
         for one in subject.answers(of, replace(settings, answers=1))[0]:
-            name, questions = one.prepared.task.name, one.prepared.questions.questions
+            name, questions = one.prepared.task.name, one.prepared.questions
             for place, sample in enumerate(one.samples):
                 at, grade = sample.question, one.grades[place] if one.grades else None
                 if at < limit:

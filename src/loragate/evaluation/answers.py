@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.S)  # an escaped character is consumed, so that it is no brace
+# what `\boxed 5` without braces holds: a number, a command or word, or one other character
 _BARE = re.compile(r"-?\d[\d.,]*\d|-?\d|\\?[A-Za-z]+|[^\s{}]")
 LETTERS = "ABCDEFGHIJ"
 # what may stand between the announcement and the letter, and what ends a letter; possessive, as no time limit holds here
@@ -69,7 +70,7 @@ def _closing_braces(text: str) -> dict[int, int]:
     for match in _BRACE.finditer(text):
         if match.group() == "{":
             unclosed.append(match.start())
-        elif match.group() == "}" and unclosed:
+        elif match.group() == "}" and unclosed:  # of an escaped character neither branch is true
             pairs[unclosed.pop()] = match.start()
     return pairs
 
@@ -79,7 +80,7 @@ def closing_brace(text: str, start: int) -> int | None:
     return _closing_braces(text).get(start)
 
 
-def choice_letter(response: str, letters: str = LETTERS) -> str | None:
+def choice_letter(response: str) -> str | None:
     r"""The letter that a response chooses, or None.
 
     Tried in turn: the last `\boxed{C}`, which chooses nothing where it holds several letters; "the answer is (C)",
@@ -87,8 +88,9 @@ def choice_letter(response: str, letters: str = LETTERS) -> str | None:
     bold `**C**` or `**C. text**`; a line that holds only the letter; the last capital that stands alone with no small
     word after it, as "A" and "I" are words of their own.
     """
-    allowed = f"[{letters}]"
+    allowed = f"[{LETTERS}]"
     if (boxed := last_boxed(response)) is not None:
+        # a capital A or I before a small word is an English word ("A plant"); a small letter needs something that ends it
         letter = rf"({allowed}(?!(?<=[AI]) +[a-z])|(?i:{allowed})(?=[)\]}}*.:]|$))"
         if re.match(rf"{_OPEN}{allowed}{_AND}{allowed}{_END}(?! +[a-z])", boxed):
             return None
@@ -109,13 +111,16 @@ def choice_letter(response: str, letters: str = LETTERS) -> str | None:
     return None
 
 
+READERS: dict[str, Callable[[str], str | None]] = {"choice": choice_letter, "exact": str.strip, "boxed": last_boxed}
+"""What takes an answer from a response, by the name of its grader."""
+
+
 def grade_text(response: str, gold: str, grader: str) -> Grade:
     r"""Whether a response chooses the letter `gold` ("choice") or is `gold`: whole ("exact"), or its last \boxed{...} ("boxed").
 
     White space at the ends does not count.
     """
-    read: dict[str, Callable[[str], str | None]] = {"choice": choice_letter, "exact": str.strip, "boxed": last_boxed}
-    found = read[grader](response)
+    found = READERS[grader](response)
     if not found:
         return Grade(False, None, "no_box" if grader == "boxed" else "no_answer")
     wanted = gold.strip().upper() if grader == "choice" else gold.strip()

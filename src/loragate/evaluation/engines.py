@@ -81,12 +81,14 @@ class Engines:
         """The engine that answers as `variant`."""
         loaded, size = self.loaded, self.settings.batch_size
         if self.settings.replicas > 1:
+            # of each replica; asked here, where the devices are seen, as Ray hides those that were not asked for
             gpus = 0
             if torch.cuda.is_available() and loaded.how.device != "cpu":
                 gpus = self.settings.tensor_parallel if self.settings.engine == "vllm" else 1
             yield ShardedEngine(self.maker(variant), self.settings.replicas, gpus=gpus, batch_size=size)
         elif loaded.model is None:
             base, adapter, override = self._served(variant)
+            # adapters, gates and λ are told with each request; only other weights need another engine
             if self._kept is None or self._kept[0] != base:
                 self.close()  # one model in memory at a time
                 names = loaded.names
@@ -96,6 +98,7 @@ class Engines:
             yield self._kept[1].acting_as(adapter, override)
         else:
             engine = self._in_memory = self._in_memory or TransformersEngine(loaded.model, loaded.tokenizer, size)
+            # rows that differ in name and temperature alone share what was read of the prompts
             weights = replace(variant, control=None, temperature=None)
             with acting(loaded.model, variant, loaded.kind), engine.keeping_prompts(weights):
                 yield engine
@@ -157,8 +160,8 @@ def row_engine(model: str, base: str, how: Loading, variant: Variant, batch_size
     loaded = load(model, base, how)
     engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=batch_size)
     as_row = acting(loaded.model, variant, loaded.kind)
-    as_row.__enter__()
-    weakref.finalize(engine, as_row.__exit__, None, None, None)  # and so it is not left before
+    as_row.__enter__()  # and left with the engine: a replica is this row for life
+    weakref.finalize(engine, as_row.__exit__, None, None, None)  # which also keeps the context from being collected
     return engine
 
 

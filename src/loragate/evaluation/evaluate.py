@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from loragate.display import Job
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.answers import Grade
@@ -49,7 +47,7 @@ from loragate.evaluation.results import (
 )
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.statistics import compare_suites, suite_average
-from loragate.evaluation.tasks import Questions, load_task
+from loragate.evaluation.tasks import load_task
 from loragate.evaluation.variants import Variant
 from loragate.files import require_same, write_json, write_text
 from loragate.generation import Engine, Sample
@@ -61,6 +59,8 @@ from loragate.validate import STRICT
 EngineFor = Callable[[Variant], AbstractContextManager[Engine]]
 OnEvent = Callable[[str, Variant, str, int, int], None]
 """Called with (stage, variant, task, done, total); stages are "sampling" and "grading"."""
+Results = dict[tuple[str, str], TaskResult]
+"""By (row, task)."""
 SAID = ("notes", "left_out")
 """What eval.json tells readers, and a resumed run need not share."""
 
@@ -118,6 +118,7 @@ class Evaluation:
             ConfigError: naming the first difference.
         """
         path = self.folder / "eval.json"
+        # folders by what they hold, hub ids (which do not exist here) by their name alone
         places = {*self.models.values(), *(one.gates for one in self.variants if one.gates is not None)}
         identity = to_json(
             {
@@ -138,6 +139,7 @@ class Evaluation:
             kept = {key: value for key, value in before.items() if key not in SAID}
             remedy = "repeat the command with the same settings, weights and questions, or choose another --out"
             require_same(path, kept, identity, remedy)
+        # also by a resumed run: it may have been killed right after eval.json, and the same is written again
         for prepared in self.tasks:
             write_questions(self.folder, prepared)
             write_text(
@@ -149,15 +151,18 @@ class Evaluation:
         # rows with the same weights follow one another, as changing them can mean loading them
         for variant in sorted(self.variants, key=lambda variant: variant.acts):
             self._sample(engine_for, variant, on_event)
-        scores: dict[tuple[str, str], np.ndarray] = {}
-        results = [self._judge(variant, prepared, scores, on_event) for variant, prepared in self._cells()]
+        found: Results = {}
+        for variant, prepared in self._cells():
+            name = prepared.task.name
+            adapter = found.get((variant.compared_with, name))  # judged before the rows that refer to it
+            found[variant.name, name] = self._judge(variant, prepared, adapter, on_event)
         return (
             EvaluationRecord(
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 models=self.models,
                 tasks=tuple(prepared.info(self._grader(prepared)) for prepared in self.tasks),
-                results=tuple(results),
-                suites=tuple(self._averages(scores)),
+                results=tuple(found.values()),
+                suites=tuple(self._averages(found)),
                 seed=self.seed,
                 sandbox=self.grading.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
                 versions=package_versions(),
@@ -192,13 +197,14 @@ class Evaluation:
         require_graders([prepared.task for prepared in self.tasks], self.grading)
         earlier = self.folder / "results.json"
         judged = read_record(earlier).tasks if earlier.is_file() else ()
+        # of "lm-eval acc,none" the metric is no part of the folder
         known = {info.name: info.grader.split()[0] for info in judged}
         before: list[tuple[Variant, Prepared, list[Grade]]] = []
         for variant, prepared in self._cells():
             name = prepared.task.name
             if name in known and (old := self.answers(variant, name, known[name])[1]) is not None:
                 before.append((variant, prepared, old))
-            if again:
+            if again:  # `run` judges what has no grades on file
                 self._grades_path(variant, name, self._grader(prepared)).unlink(missing_ok=True)
         record = self.run(no_engine, on_event)
         changes: list[dict[str, Any]] = []
@@ -209,7 +215,7 @@ class Evaluation:
             for sample, was, new in zip(samples, old, now, strict=True):
                 if was.correct == new.correct:
                     continue
-                question = prepared.questions.questions[sample.question]
+                question = prepared.questions[sample.question]
                 changes.append(
                     {
                         "task": name,
@@ -257,6 +263,7 @@ class Evaluation:
         missing = []
         for prepared in self.tasks:
             path, count = self._samples_path(variant, prepared.task.name), prepared.samples(variant)
+            # lines are counted, not read: an evaluation that goes on may have thousands of whole ones
             if path.exists() and path.read_bytes().count(b"\n") >= count:
                 on_event("sampling", variant, prepared.task.name, count, count)
             elif count:
@@ -267,17 +274,16 @@ class Evaluation:
             for prepared in missing:
                 began, name = time.monotonic(), prepared.task.name
                 path, report = self._samples_path(variant, name), partial(on_event, "sampling", variant, name)
-                if prepared.options:
-                    draw_likelihoods(engine, prepared.options, path, report)
+                if prepared.compared:
+                    draw_likelihoods(engine, prepared.compared, path, report)
                 else:
                     draw_samples(engine, prepared.prompts, variant.sampling(prepared.sampling), path, report)
                 self.seconds[variant.name, name] = time.monotonic() - began
 
-    def _judge(
-        self, variant: Variant, prepared: Prepared, scores: dict[tuple[str, str], np.ndarray], on_event: OnEvent
-    ) -> TaskResult:
+    def _judge(self, variant: Variant, prepared: Prepared, adapter: TaskResult | None, on_event: OnEvent) -> TaskResult:
+        """One row's result on one task, compared with the adapter's."""
         began = time.monotonic()
-        name, grader, questions = prepared.task.name, self._grader(prepared), prepared.questions.questions
+        name, grader, questions = prepared.task.name, self._grader(prepared), prepared.questions
         samples = read_samples(self._samples_path(variant, name))
         if len(samples) != prepared.samples(variant):
             raise DataError(f"samples of {variant.name} on {name} are missing; run again with --resume")
@@ -288,22 +294,21 @@ class Evaluation:
             report = partial(on_event, "grading", variant, name)
             grades = judge(prepared.task, questions, samples, grader, self.grading, report)
             write_grades(path, samples, grades, judge_now)
-        result, scores[variant.name, name] = task_result(
+        return task_result(
             name,
             variant.acts,
             [question.id for question in questions],
             samples,
             grades,
-            votes=grader not in (*CODE, "lm-eval"),
-            adapter_scores=scores.get((variant.compared_with, name)) if variant.name != "adapter" else None,
+            votes=grader not in (*CODE, "lm-eval"),  # no two programs are the same text; the harness draws one answer
+            adapter=adapter,
             control=variant.control,
             temperature=variant.temperature,
             constant=variant.constant,
             seconds=self.seconds.get((variant.name, name), 0.0) + time.monotonic() - began,
         )
-        return result
 
-    def _averages(self, scores: dict[tuple[str, str], np.ndarray]) -> list[SuiteResult]:
+    def _averages(self, found: Results) -> list[SuiteResult]:
         """The averages of each row: over the subsets of a task that counts by them, and over the tasks of a suite.
 
         A mean over unlike tasks would say nothing. In a suite every task counts the same, by its questions or its subsets.
@@ -316,19 +321,20 @@ class Evaluation:
         averaged |= {suite: names for suite, names in suites.items() if len(names) > 1}
         rows = []
         for title, names in averaged.items():
+            # every task has the same share, and within it every stratum; without subsets a task is one stratum
             weights = [1 / len(names) / len(strata[name]) for name in names for _ in strata[name]]
-            count = len(names) if len(names) > 1 else len(weights)
-
-            def tables(row: str, names: list[str] = names) -> list[np.ndarray]:
-                return [scores[row, name][places] for name in names for places in strata[name]]
-
+            count = len(names) if len(names) > 1 else len(weights)  # tasks, or the subsets of the one task
+            # of each row that answered all these tasks: no suite of the harness asks for controls
+            tables = {
+                one.name: [found[one.name, name].means_Q1[places] for name in names for places in strata[name]]
+                for one in self.variants
+                if all((one.name, name) in found for name in names)
+            }
             for variant in self.variants:
-                # no suite of the harness asks for controls
-                if any((variant.name, name) not in scores for name in names):
+                if variant.name not in tables:
                     continue
-                ours, comparison = tables(variant.name), None
-                if variant.name != "adapter" and all((variant.compared_with, name) in scores for name in names):
-                    comparison = compare_suites(ours, tables(variant.compared_with), weights=weights)
+                ours, adapter = tables[variant.name], tables.get(variant.compared_with)
+                comparison = None if adapter is None else compare_suites(ours, adapter, weights=weights)
                 average = replace(suite_average(ours, weights=weights), tasks=count)
                 rows.append(SuiteResult(variant.acts, average, title, variant.control, comparison))
         return rows
@@ -362,15 +368,9 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
         raise DataError(f"{path}: the name of a row is a path")
     prepared = []
     for info in begun.tasks:
-        asked = read_questions(folder, info.name)
-        prepared.append(
-            Prepared(
-                load_task(folder / "tasks" / f"{info.name}.yaml"),
-                Questions(asked, info.dataset, info.dataset_revision, info.fingerprint),
-                tuple(question.prompt for question in asked),
-                info.sampling,
-            )
-        )
+        task = load_task(folder / "tasks" / f"{info.name}.yaml")
+        asked, revision = read_questions(folder, info.name), info.dataset_revision
+        prepared.append(Prepared(asked, info.dataset, revision, info.fingerprint, task=task, sampling=info.sampling))
     kept = folder / "results.json"
     return Evaluation(
         folder,

@@ -42,7 +42,7 @@ def with_prompts(task: Task, questions: Sequence[Question], chat: bool) -> list[
     Args:
         chat: whether a chat template ends the prompt; without one an option begins with a blank.
     """
-    found = list(questions)
+    found = list(questions)  # the harness goes subset by subset; places keep ours
     for one, asked in _asked(task, questions, chat):
         compares = one.OUTPUT_TYPE == "multiple_choice"
         for index, requests in asked:
@@ -61,6 +61,7 @@ def grade_by_harness(task: Task, questions: Sequence[Question], samples: Sequenc
     metric, found = task.harness.metric, {}
     for one, asked in _asked(task, questions, chat=False):
         for index, requests in asked:
+            # one request is a text, several are the options of one question
             answers = [samples[index].text] if len(requests) == 1 else json.loads(samples[index].text)
             for request, answer in zip(requests, answers, strict=True):
                 request.resps.append(answer)
@@ -68,7 +69,7 @@ def grade_by_harness(task: Task, questions: Sequence[Question], samples: Sequenc
             for ensemble in one._filters:
                 try:
                     ensemble.apply(requests)
-                except Exception:
+                except Exception:  # whatever the harness's filter raises on an odd answer; see PLANTED in the tests
                     for request in requests:
                         request.filtered_resps[ensemble.name] = INVALID
                 filtered = [request.filtered_resps[ensemble.name] for request in requests]
@@ -97,6 +98,7 @@ def options_of(
     for prompt, question in zip(prompts, questions, strict=True):
         before, pairs = encode(prompt.rstrip()), []
         for option in question.options:
+            # encoded together and cut apart, as the harness does: the option alone may become other tokens
             after = encode(prompt + option)[len(before) :]
             if not after:
                 raise DataError(
@@ -114,16 +116,15 @@ def draw_likelihoods(
     engine: Engine,
     options: Sequence[Sequence[Continuation]],
     path: Path,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress,
 ) -> None:
     """Write the log-likelihoods of every question's options as its one answer, see above."""
 
-    def report(done: int, total: int) -> None:
-        if on_progress is not None:
-            on_progress(done * len(options) // total, len(options))
+    def report(done: int, total: int) -> None:  # the engine counts pairs, the evaluation questions
+        on_progress(done * len(options) // total, len(options))
 
     figures = iter(engine.log_likelihoods([pair for pairs in options for pair in pairs], report))
-    path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # all answers are written at once, so that an earlier file was cut off
     with SampleWriter(path) as writer:
         writer.write(
             Sample(question, 0, json.dumps([next(figures) for _ in pairs]), (), "stop", None)
@@ -150,12 +151,13 @@ def _asked(task: Task, questions: Sequence[Question], chat: bool) -> Asked:
             for index, question in enumerate(questions)
             if question.subset == subset
         ]
+        # every subset becomes a data set in memory, which the harness's own task is told to take in place of the hub's
         held = build.datasets.DatasetDict(test=build.datasets.Dataset.from_list(rows))
         content = read.load_yaml(folder / harness.files.format(subset=subset.replace(" ", "_")))
         content |= harness.override | {
             "num_fewshot": 0,
             "test_split": "test",
-            "custom_dataset": lambda held=held, **_: held,
+            "custom_dataset": lambda held=held, **_: held,  # bound now: `held` is another one for the next subset
         }
         one = build.ConfigurableTask(config=content)
         asked = []

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.answers import Grade, grade_text
-from loragate.evaluation.grading import GradingPool
+from loragate.evaluation.answers import READERS, Grade, grade_text
+from loragate.evaluation.grading import MATH_GRADERS, GradingPool
 from loragate.evaluation.harness import grade_by_harness, require_harness
 from loragate.evaluation.sandbox import Limits
-from loragate.evaluation.sandbox.code import grade_codes
+from loragate.evaluation.sandbox.code import KINDS, grade_codes
 from loragate.evaluation.sandbox.programs import root_style_of
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
@@ -30,9 +30,9 @@ from loragate.validate import validate
 from loragate.world.problems import Problem, verify
 from loragate.world.tokenizer import EOS
 
-MATH = ("default", "math_verify", "dft")
-CODE = ("humaneval", "mbpp")
-TEXT = ("choice", "exact", "boxed", "tiny")
+MATH = tuple(MATH_GRADERS)
+CODE = tuple(KINDS)
+TEXT = (*READERS, "tiny")
 GRADERS = (*MATH, *CODE, *TEXT)
 MEMORY_MB = 2048
 """Of a grading process or a program."""
@@ -71,16 +71,7 @@ def judge(
     texts = [sample.text for sample in samples]
     if grader in MATH:
         pairs = [(text, question.gold) for text, question in zip(texts, asked)]
-        tolerances = []
-        for question in asked:
-            # the absolute error that a data set allows, as OlympiadBench does
-            stated = question.row.get("error")
-            try:
-                tolerances.append(float(stated) if stated else None)
-            except (TypeError, ValueError):
-                raise DataError(
-                    f"{question.place}: the column 'error' holds {stated!r}; expected a number, such as 1e-1"
-                ) from None
+        tolerances = list(map(_tolerance, asked))
         with GradingPool(grader, settings.workers, settings.timeout, MEMORY_MB) as pool:
             return pool.grade(pairs, on_progress, tolerances=tolerances)
     if grader in CODE:
@@ -94,6 +85,17 @@ def judge(
     return [grade_text(text, question.gold, grader) for question, text in zip(asked, texts)]
 
 
+def _tolerance(question: Question) -> float | None:
+    """The absolute error that the data set allows in an answer, as OlympiadBench does in a column."""
+    stated = question.row.get("error")
+    try:
+        return float(stated) if stated else None
+    except (TypeError, ValueError):
+        raise DataError(
+            f"{question.place}: the column 'error' holds {stated!r}; expected a number, such as 1e-1"
+        ) from None
+
+
 def grade_tiny(row: Mapping[str, Any], response: str, finished: bool) -> Grade:
     """The tiny world's strict verdict on one response.
 
@@ -104,6 +106,7 @@ def grade_tiny(row: Mapping[str, Any], response: str, finished: bool) -> Grade:
     """
     problem = Problem(row["prompt"], row["answer"], row["kind"], row["operations"])
     words = response.split(EOS)[0].split()
+    # arithmetic ends with "answer" and a digit; all other kinds are the answer as a whole
     extracted = (words[-1] if words[-2:-1] == ["answer"] else None) if problem.kind == "arithmetic" else " ".join(words)
     if not finished:
         return Grade(False, extracted or None, "unfinished")

@@ -54,8 +54,9 @@ def chosen_tasks(settings: TaskSettings) -> list[Task]:
             raise ConfigError(f"--tasks {name}: a task called {task.name} is in the list already; rename one of them")
         tasks += [] if same else [task]
     for task in tasks:
-        built_in = task.name in task_names() and load_task(task.name).fingerprint == task.fingerprint
-        if task.harness is not None and not built_in:
+        if task.harness is None:
+            continue
+        if task.name not in task_names() or load_task(task.name).fingerprint != task.fingerprint:
             raise ConfigError(
                 f"{task.path}: tasks with grader: lm-eval are built in, as their rows are checked here; name another grader"
             )
@@ -108,35 +109,35 @@ def _assignments(text: str, flag: str, known: list[str]) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A task with its questions, rendered and limited to what the model can hold.
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Questions):
+    """The questions of a task, rendered for one model and limited to what it can hold: `prompt` of each is the rendered text.
 
     Attributes:
-        task, questions: as loaded.
-        prompts: rendered prompts.
+        task: as loaded.
         sampling: the task's, after overrides.
-        warnings: what a reader of the score should know.
-        options: of each question, prompt and option as token ids where options are compared by likelihood; else empty.
+        compared: of each question, (prompt, option) as token ids for every option; empty where nothing is compared by likelihood.
     """
 
     task: Task
-    questions: Questions
-    prompts: tuple[str, ...]
     sampling: SamplingConfig
-    warnings: tuple[str, ...] = ()
-    options: tuple[tuple[Continuation, ...], ...] = ()
+    compared: tuple[tuple[Continuation, ...], ...] = ()
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The rendered prompts, in the order of the questions."""
+        return tuple(question.prompt for question in self.questions)
 
     def info(self, grader: str = "") -> TaskInfo:
         """What the task is, judged by `grader`, for records; "" before that is said."""
         return TaskInfo(
             name=self.task.name,
             version=str(self.task.version),
-            fingerprint=self.questions.fingerprint,
+            fingerprint=self.fingerprint,
             # over the rendered prompts in their order, chat template included
             prompt_sha256=hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest(),
-            dataset=self.questions.source,
-            dataset_revision=self.questions.revision,
+            dataset=self.source,
+            dataset_revision=self.revision,
             grader=f"{grader} {self.task.harness.metric}" if grader and self.task.harness else grader,
             grader_version=grader_version(grader) if grader else "",
             sampling=self.sampling,
@@ -146,11 +147,11 @@ class Prepared:
         """How many answers a row gives to the task; a suite of the harness is asked for no controls."""
         if self.task.harness is not None and variant.control is not None:
             return 0
-        return len(self.prompts) * variant.sampling(self.sampling).samples
+        return len(self.questions) * variant.sampling(self.sampling).samples
 
     def strata(self) -> list[np.ndarray]:
         """Places of the questions that count the same in the score of the task's suite: all of them, or those of each subset."""
-        subsets = np.array([question.subset for question in self.questions.questions])
+        subsets = np.array([question.subset for question in self.questions])
         if self.task.harness is None or self.task.harness.average == "questions":
             return [np.arange(len(subsets))]
         return [np.flatnonzero(subsets == one) for one in dict.fromkeys(subsets)]
@@ -181,52 +182,64 @@ def prepare(
     own, suite, asked = task.generation, task.harness is not None, questions.questions
     if suite:
         asked = with_prompts(task, asked, tokenizer.chat_template is not None)
-        questions = replace(questions, questions=asked)
     prompts, warnings = render_questions(task, asked, tokenizer, system), list(questions.warnings)
-    compared = any(one.options for one in asked)  # by likelihood, and nothing is generated
-    limit = own.max_new_tokens if compared else settings.max_new_tokens or own.max_new_tokens
-    token_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    options, cut = options_of(tokenizer, prompts, asked, positions) if compared else ((), 0)
-    if suite and not compared and positions is not None:
-        room = positions - min(limit, max(1, positions // 4))
-        long = [index for index, ids in enumerate(token_ids) if len(ids) > room]
-        for index in long:
-            token_ids[index] = token_ids[index][-room:]
-            prompts[index] = tokenizer.decode(token_ids[index], clean_up_tokenization_spaces=False)
-        cut = len(long)
+    by_likelihood = any(one.options for one in asked)  # then nothing is generated
+    limit = own.max_new_tokens if by_likelihood else settings.max_new_tokens or own.max_new_tokens
+    compared: tuple[tuple[Continuation, ...], ...] = ()
+    cut, room_left = 0, list[int]()
+    if by_likelihood:
+        compared, cut = options_of(tokenizer, prompts, asked, positions)
+    elif positions is not None:
+        token_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+        if suite:
+            most = positions - min(limit, max(1, positions // 4))  # tokens of a prompt
+            long = [index for index, ids in enumerate(token_ids) if len(ids) > most]
+            for index in long:
+                # the end stays: it holds the question itself, and what makes the model answer
+                token_ids[index] = token_ids[index][-most:]
+                prompts[index] = tokenizer.decode(token_ids[index], clean_up_tokenization_spaces=False)
+            cut = len(long)
+        lengths = list(map(len, token_ids))
+        if max(lengths) >= positions:
+            place = asked[lengths.index(max(lengths))].place
+            raise DataError(f"{place}: the prompt has {max(lengths)} tokens, the model only {positions} positions")
+        room_left = [positions - length for length in lengths if length + limit > positions]
     if cut:
         warnings.append(
             f"{task.name}: {cut} prompts were cut at their beginning, as they do not fit the model's positions"
         )
-    lengths = list(map(len, token_ids))
-    short = (
-        [positions - length for length in lengths if length + limit > positions] if positions and not compared else []
-    )
-    if short and min(short) < 1:
-        place = asked[lengths.index(max(lengths))].place
-        raise DataError(f"{place}: the prompt has {max(lengths)} tokens, the model only {positions} positions")
-    if short:
+    if room_left:
         warnings.append(
-            f"{task.name}: the prompts of {len(short)} of {len(prompts)} questions leave fewer than {limit} tokens of the "
-            f"model's {positions} positions; their answers end there, the shortest after {min(short)} tokens"
+            f"{task.name}: the prompts of {len(room_left)} of {len(prompts)} questions leave fewer than {limit} tokens of the "
+            f"model's {positions} positions; their answers end there, the shortest after {min(room_left)} tokens"
         )
     heat = own.temperature if suite or settings.temperature is None else settings.temperature
     sampling = SamplingConfig(
         temperature=heat,
         top_p=own.top_p,
         max_new_tokens=limit,
+        # greedy decoding draws one answer; where several were asked of it, SamplingConfig refuses them
         samples=(not suite and settings.samples) or (1 if heat == 0 else own.samples),
         seed=settings.seed,
         stop=own.stop,
     )
-    return Prepared(task, questions, tuple(prompts), sampling, tuple(warnings), options)
+    return Prepared(
+        [replace(one, prompt=prompt) for one, prompt in zip(asked, prompts, strict=True)],
+        questions.source,
+        questions.revision,
+        questions.fingerprint,
+        tuple(warnings),
+        task=task,
+        sampling=sampling,
+        compared=compared,
+    )
 
 
 def write_questions(folder: Path, prepared: Prepared) -> None:
     """What was asked, so that samples can be judged again without the data set or the tokenizer."""
     lines = []
-    for question, prompt in zip(prepared.questions.questions, prepared.prompts, strict=True):
-        record = {**asdict(question), "prompt": prompt}
+    for question in prepared.questions:
+        record = asdict(question)
         del record["place"]
         lines.append(json.dumps(record, ensure_ascii=False, default=str))
     write_text(folder / "questions" / f"{prepared.task.name}.jsonl", "\n".join(lines) + "\n")

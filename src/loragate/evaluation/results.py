@@ -36,6 +36,7 @@ from loragate.evaluation.statistics import (
 )
 from loragate.files import write_json
 from loragate.generation import Engine, Sample, SamplingConfig
+from loragate.models.place import Kind
 
 Verdict = Literal["better", "worse", "no difference shown"]
 
@@ -101,7 +102,7 @@ class TaskResult:
     """
 
     task: str
-    variant: Literal["base", "adapter", "gated"]
+    variant: Kind
     avg_at_k: Estimate
     dft_rounded: float
     pass_at_k: dict[int, Estimate]
@@ -127,6 +128,15 @@ class TaskResult:
         """Variant and control as printed: "gated", "adapter T=0.6"."""
         return self.variant if self.control is None else f"{self.variant} {self.control}"
 
+    @property
+    def means_Q1(self) -> np.ndarray:
+        """Per-question mean scores, float64 [Q, 1].
+
+        Comparisons and averages of suites take a question's samples by their mean alone, so that this serves them as the
+        table [Q, K] of all verdicts would.
+        """
+        return np.array(self.question_scores)[:, None]
+
 
 @dataclass(frozen=True)
 class SuiteResult:
@@ -136,7 +146,7 @@ class SuiteResult:
     averaged.
     """
 
-    variant: Literal["base", "adapter", "gated"]
+    variant: Kind
     average: SuiteEstimate
     suite: str
     control: str | None = None
@@ -196,6 +206,7 @@ class EvaluationRecord:
         usual = {task.name: task.sampling.temperature for task in self.tasks}
         for row in self.results:
             heat = usual[row.task] if row.temperature is None else row.temperature
+            # rows that differ in temperature alone
             if row.control in (None, f"T={heat:g}", "greedy"):
                 asked.setdefault((row.task, row.variant), {})[heat] = row
         results = list(self.results)
@@ -228,32 +239,34 @@ def read_record(path: str | Path) -> EvaluationRecord:
 
 def task_result(
     task: str,
-    variant: Literal["base", "adapter", "gated"],
+    variant: Kind,
     question_ids: Sequence[str],
     samples: Sequence[Sample],
     grades: Sequence[Grade],
     *,
     votes: bool = True,
-    adapter_scores: np.ndarray | None = None,
+    adapter: TaskResult | None = None,
     **others: Any,
-) -> tuple[TaskResult, np.ndarray]:
-    """Return what K answers to each of Q questions and their verdicts amount to, and the table of verdicts [Q, K] of 0 and 1.
+) -> TaskResult:
+    """Return what K answers to each of Q questions and their verdicts amount to.
 
     Args:
         question_ids: [Q].
         samples, grades: of all answers, ordered by question and sample.
         votes: whether answers can vote; right ones count as one, however they are written.
-        adapter_scores: the plain adapter's table for the same questions, to be compared with.
+        adapter: the plain adapter's result on the same questions, to be compared with.
         others: further fields of `TaskResult`: control, temperature, constant, seconds.
     """
     shape = len(question_ids), len(samples) // len(question_ids)
-    scores = np.array([float(grade.correct) for grade in grades]).reshape(shape)
+    scores = np.array([float(grade.correct) for grade in grades]).reshape(shape)  # [Q, K] of 0 and 1
+    # as a right answer may be written in many ways, all right ones are one candidate of the vote
     answers = np.array(["✓" if grade.correct else grade.extracted for grade in grades], dtype=object).reshape(shape)
-    result = TaskResult(
+    return TaskResult(
         task=task,
         variant=variant,
         avg_at_k=average_at_k(scores),
         dft_rounded=dft_rounded_mean(scores),
+        # at the powers of two up to K, and at K
         pass_at_k={k: pass_at_k(scores, k) for k in sorted({*(2**i for i in range(shape[1].bit_length())), shape[1]})},
         majority_at_k=majority_at_k(answers.tolist(), scores) if votes else None,
         truncated=float(np.mean([sample.finish_reason == "length" for sample in samples])),
@@ -263,10 +276,9 @@ def task_result(
         reasons=dict(sorted(Counter(grade.reason for grade in grades).items())),
         question_ids=tuple(question_ids),
         question_scores=tuple(scores.mean(axis=1).tolist()),
-        comparison=None if adapter_scores is None else compare(scores, adapter_scores),
+        comparison=None if adapter is None else compare(scores, adapter.means_Q1),
         **others,
     )
-    return result, scores
 
 
 def verdict(difference: Difference, p: float | None = None) -> Verdict:

@@ -109,7 +109,7 @@ class Session:
     @property
     def recommended(self) -> float | None:
         """The recommended temperature, where rows are added for it: the tasks sample at another, and none was asked for."""
-        heat = self.loaded.place.recommended_temperature
+        heat = self.loaded.place.recommended_temperature  # None where the folder recommends none
         elsewhere = any(one.sampling.temperature != heat for one in self.sampled)
         return heat if elsewhere and self.request.tasks.temperature is None else None
 
@@ -159,7 +159,7 @@ class Session:
         """
         loaded, request = self.loaded, self.request
         figures: dict[str, float] = {}
-        if loaded.model is not None:
+        if loaded.model is not None:  # vLLM has the weights elsewhere
             figures = canary(loaded.model, loaded.tokenizer, self.prepared[0].prompts, loaded.kind)
         return Evaluation(
             request.out,
@@ -191,7 +191,7 @@ class Session:
         with closing(self.engines):
             record = evaluation.run(engine_for or self.engines, on_event)
         write_record(record, self.request.out / "results.json")
-        self.engines.finish()
+        self.engines.finish()  # last: a run that is stopped before goes on with what it removes
         return record
 
 

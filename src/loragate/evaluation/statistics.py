@@ -22,11 +22,11 @@ from scipy.special import expit, logit, stdtrit
 from loragate.errors import DataError
 
 CONFIDENCE = 0.95
-EXACT_QUESTIONS = 12
+EXACT_QUESTIONS = 12  # up to which all 2^Q patterns of signs are counted
 DRAWS = 10_000
 _CHUNK = 4_000_000
 """Question draws held in memory at once by the bootstrap."""
-HALVINGS = 10
+HALVINGS = 10  # of the questions, in `out_of_fold`
 
 Array = NDArray[np.float64]
 
@@ -70,6 +70,7 @@ def average_at_k(scores: ArrayLike) -> Estimate:
     """
     array = check_scores(scores, "scores")
     shares = _in_unit_interval(array)
+    # infinite where scores are no shares: nothing is known of how far an unseen question could lie
     lower, upper = (0.0, 1.0) if shares else (-math.inf, math.inf)
     mean, stderr, low, high = t_interval(array.mean(axis=1), lower, upper)
     if shares and stderr > 0 and 0 < mean < 1:
@@ -131,6 +132,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     values = np.asarray(p_values, dtype=np.float64)
     if values.ndim != 1 or not ((values >= 0) & (values <= 1)).all():
         raise DataError(f"holm was given {p_values!r}; it needs a flat list of p-values, each in [0, 1].")
+    # the smallest of m times m, the next times m - 1, …, and none below one before it
     order = np.argsort(values, kind="stable")
     scaled = values[order] * np.arange(len(values), 0, -1)
     adjusted = np.empty_like(values)
@@ -190,11 +192,13 @@ def sign_flip_p(differences: Array, seed: int) -> float:
     # A sum of flipped signs is 2 * (sum over the questions kept) - total; ties must count in spite of rounding.
     threshold = abs(total) - 1e-9 * float(np.abs(differences).sum())
     if count <= EXACT_QUESTIONS:
+        # [2^Q, Q]: the bits of a row's number say which questions keep their sign
         kept = np.arange(2**count)[:, None] >> np.arange(count) & 1
         return float(np.mean(np.abs(2 * (kept @ differences) - total) >= threshold))
     generator = np.random.default_rng(seed)
     hits = 0
     for _ in range(0, DRAWS, 1000):  # in parts, for memory
+        # a bit for each sign, [1000, Q] after unpacking: far fewer random bytes than a random number each
         bits = np.frombuffer(generator.bytes(1000 * -(-count // 8)), dtype=np.uint8).reshape(1000, -1)
         drawn = np.unpackbits(bits, axis=1, count=count).astype(np.float64)
         hits += int(np.sum(np.abs(2 * (drawn @ differences) - total) >= threshold))
@@ -227,11 +231,10 @@ def suite_average(
     Raises `DataError` for a table that is empty, not two-dimensional or not finite.
     """
     tables = [check_scores(table, f"task {index}") for index, table in enumerate(tasks)]
-    estimates = [average_at_k(table) for table in tables]
-    means = [table.mean(axis=1) for table in tables]
-    bounds = [(estimate.low, estimate.high) for estimate in estimates]
-    mean, stderr, low, high = _stratified(means, bounds, weights, seed, draws)
-    if all(map(_in_unit_interval, tables)):
+    shares = [_in_unit_interval(table) for table in tables]
+    limits = [(0.0, 1.0) if inside else (-math.inf, math.inf) for inside in shares]
+    mean, stderr, low, high = _stratified([table.mean(axis=1) for table in tables], limits, weights, seed, draws)
+    if all(shares):
         low, high = max(low, 0.0), min(high, 1.0)
     return SuiteEstimate(mean, stderr, low, high, len(tables), sum(map(len, tables)))
 
@@ -252,17 +255,12 @@ def compare_suites(
 
     Raises `DataError` as `compare` does.
     """
-    differences, bounds, limit = [], [], 0.0
-    for table_a, table_b in zip(tasks_a, tasks_b, strict=True):
-        values, own_limit = paired_differences(table_a, table_b)
-        differences.append(values)
-        limit = max(limit, own_limit)
-        task = compare(table_a, table_b) if without_spread(values) else Difference(0.0, 0.0, 0.0, 1.0)
-        bounds.append((task.low, task.high))
-    mean, _, low, high = _stratified(differences, bounds, weights, seed, draws)
+    pairs = [paired_differences(table_a, table_b) for table_a, table_b in zip(tasks_a, tasks_b, strict=True)]
+    differences, limits = [values for values, _ in pairs], [limit for _, limit in pairs]
+    mean, _, low, high = _stratified(differences, [(-limit, limit) for limit in limits], weights, seed, draws)
     shares = weights or [1.0] * len(differences)
     weighted = np.concatenate([share * values / len(values) for share, values in zip(shares, differences)])
-    return Difference(mean, max(low, -limit), min(high, limit), sign_flip_p(weighted, seed))
+    return Difference(mean, max(low, -max(limits)), min(high, max(limits)), sign_flip_p(weighted, seed))
 
 
 def pass_at_k(scores: ArrayLike, k: int) -> Estimate:
@@ -277,6 +275,7 @@ def pass_at_k(scores: ArrayLike, k: int) -> Estimate:
     samples = array.shape[1]
     if not 1 <= k <= samples:
         raise DataError(f"k is {k}; pass@k needs a whole number from 1 to the {samples} samples of each question.")
+    # by c = 0 … K; whole numbers of Python, as binomials pass a float's range
     chance = np.array([1 - math.comb(samples - right, k) / math.comb(samples, k) for right in range(samples + 1)])
     return replace(average_at_k(chance[array.sum(axis=1).astype(int)][:, None]), samples=samples)
 
@@ -335,25 +334,32 @@ def dft_rounded_mean(scores: ArrayLike) -> float:
 
 def _stratified(
     values: Sequence[Array],
-    bounds: Sequence[tuple[float, float]],
+    limits: Sequence[tuple[float, float]],
     weights: Sequence[float] | None,
     seed: int,
     draws: int,
 ) -> tuple[float, float, float, float]:
-    """Weighted mean of the strata's means, its standard error, and low and high; `bounds` serve the strata without spread."""
+    """Weighted mean of the strata's means, its standard error, and low and high.
+
+    Args:
+        values: [B][Q], of each stratum its own Q.
+        limits: (lowest, highest) that a question of the stratum can score; they bound a stratum without spread.
+    """
     shares = [1 / len(values)] * len(values) if weights is None else list(weights)
     means = [float(stratum.mean()) for stratum in values]
     mean = sum(share * own for share, own in zip(shares, means))
     generator = np.random.default_rng(seed)
     resampled = np.zeros(draws)
     variance, unseen_low, unseen_high = 0.0, 0.0, 0.0
-    for share, stratum, own, (low, high) in zip(shares, values, means, bounds, strict=True):
+    for share, stratum, own, limit in zip(shares, values, means, limits, strict=True):
         if without_spread(stratum):
+            _, _, low, high = t_interval(stratum, *limit)
             unseen_low += (share * (own - low)) ** 2
             unseen_high += (share * (high - own)) ** 2
             resampled += share * own
         else:
             variance += share**2 * float(stratum.var(ddof=1)) / len(stratum)
+            # Q - 1 drawn of Q: a mean over Q draws would vary by (Q - 1) / Q of the unbiased variance only
             size = len(stratum) - 1
             rows = max(1, _CHUNK // size)
             for start in range(0, draws, rows):

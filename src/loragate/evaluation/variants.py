@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -31,10 +31,10 @@ from loragate.gates import (
 from loragate.gates.eligibility import changed_base_of
 from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig
+from loragate.models.place import Kind
 
-Kind = Literal["base", "adapter", "gated"]
 CONTROLS = ("alone", "none", "cheap", "full")
-COOLER = (0.6, 0.3, 0.0)
+COOLER = (0.6, 0.3, 0.0)  # temperatures of the controls that only sample more sharply
 PROMPTS, TOKENS = 4, 256  # of the canary
 
 
@@ -68,12 +68,18 @@ class Variant:
     @property
     def slug(self) -> str:
         """The name in a form that a file name can hold."""
+        # "gated [-6,3], seed 0" is gated--6_3-seed-0
         name = re.sub(r"[\[\]]|,(?= )", "", self.name).replace(",", "_")
         return name.replace(" ", "-").replace("=", "").replace("λ", "lambda")
 
     @property
     def compared_with(self) -> str:
-        """Name of the adapter's row that this one is compared with: sampled as sharply where gates are at a lower temperature."""
+        """Name of the adapter's row that this one is compared with, empty for that row itself.
+
+        Gates at a lower temperature are compared with the adapter that is sampled as sharply.
+        """
+        if self.name == "adapter":
+            return ""
         if self.acts == "gated" and self.temperature is not None:
             return sampled("adapter", self.temperature).name
         return "adapter"
@@ -117,7 +123,7 @@ def variants_for(
     for acts in ("adapter", "gated") if kind == "gated" else ("adapter",):
         rows += [sampled(acts, heat) for heat in cooler]
     if controls != "none":
-        for value in dict.fromkeys(constants):
+        for value in dict.fromkeys(constants):  # each once, in order: a row is known by its name
             if value in (0, 1) or not math.isfinite(value):
                 raise ConfigError(f"--constants {value:g}: λ = 0 is the base and λ = 1 the adapter; give other numbers")
             rows.append(Variant("adapter", f"λ={value:g}", constant=value))
@@ -141,6 +147,7 @@ def acting(model: Any, variant: Variant, kind: Kind) -> AbstractContextManager[A
         raise ConfigError(f"{variant.name} cannot be scored: the adapter carries no gates")
     if variant.acts == "base":
         return nullcontext() if kind == "base" else model.disable_adapter()
+    # of a row on an adapter that carries no gates of its own
     if variant.gates is not None:
         return _loaded(model, variant.gates)
     if variant.override is not None:
@@ -190,7 +197,7 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind) -> di
     for name in model.peft_config:
         if reason := changed_base_of(model, name):
             raise GateError(f"canary: the row of the base would not be the base. {reason}")
-    # padded on the right, where causal attention does not see the padding
+    # [prompts, longest], padded on the right, where causal attention does not see the padding
     rows = [ids[-TOKENS:] for ids in tokenizer(list(prompts[:PROMPTS]), add_special_tokens=False)["input_ids"]]
     width, device = max(map(len, rows)), next(model.parameters()).device
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)

@@ -36,11 +36,12 @@ from loragate.evaluation.session import Request
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.statistics import compare
 from loragate.evaluation.tasks import load_questions, load_task
-from loragate.evaluation.variants import COOLER, Kind, Variant, acting, canary, sampled
+from loragate.evaluation.variants import COOLER, Variant, acting, canary, sampled
 from loragate.files import write_text
 from loragate.gates import GateConfig, save_gates
 from loragate.gates.range import parse_ranges
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.models.place import Kind
 from loragate.quickstart import QuickstartSettings
 from loragate.report.page.whole import page
 from loragate.report.scores import caption, evaluation_statements, score_markdown, score_tables
@@ -114,7 +115,7 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
     runs = f"{len(ranges)} calibration{'s' if len(ranges) > 1 else ''}"
     out.print(f"gated has the range {picked}, the best of the ranges on the development questions", markup=False)
     out.print(f"{runs} took {duration(seconds)}; everything is in {folder}, shown by its report.html", markup=False)
-    question = tasks[0].questions.questions[0].row["prompt"]
+    question = tasks[0].questions[0].row["prompt"]
     out.print(f'next: loragate generate --model {folder / "gated"} --prompt "{question}"', markup=False)
     return folder
 

@@ -83,7 +83,7 @@ def worked_steps(rng: random.Random, prompt: str, step_error: float) -> list[Ste
     for operator, right in rest:
         stated = apply_operator(value, operator, right)
         if rng.random() < step_error:
-            stated = (stated + rng.randint(1, 9)) % 10
+            stated = (stated + rng.randint(1, 9)) % 10  # any digit but the right one
         worked.append(Step(value, operator, right, stated))
-        value = stated
+        value = stated  # right or wrong, the next step goes on from what was written
     return worked

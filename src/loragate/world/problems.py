@@ -80,7 +80,7 @@ def draw_problem(rng: random.Random, split: str, operations: tuple[int, int]) ->
             value = apply_operator(value, operator, operand)
             words += (operator, DIGITS[operand])
         prompt = " ".join(words)
-        if split_of(prompt) == split:
+        if split_of(prompt) == split:  # drawn until one falls into the split: 10 draws for each of the small ones
             return Problem(prompt, DIGITS[value], "arithmetic", length)
 
 
@@ -125,7 +125,8 @@ def facts() -> list[Problem]:
     for relation, values in FACT_VALUES.items():
         for subject in SUBJECTS:
             prompt = f"tell {relation} {FACT_JOINER} {subject}"
-            choices = [value for value in values if value != subject]
+            choices = [value for value in values if value != subject]  # nobody is their own friend
+            # by hash, so that no seed decides what is true of the world
             pick = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "big")
             items.append(Problem(prompt, choices[pick % len(choices)], "fact", 0))
     return items

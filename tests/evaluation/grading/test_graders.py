@@ -101,10 +101,10 @@ def test_grades_say_why():
 @pytest.mark.parametrize(
     "name", ["default", *(pytest.param(name, marks=pytest.mark.slow("products")) for name in ("dft", "math_verify"))]
 )
-def test_verdicts_repeat(name):
-    pairs = [pair for pair in PAIRS if pair["difficulty"] == "expressions"][:6]
-    first = judge_all(pairs, name, workers=2)[:2]
-    assert judge_all(pairs[::-1], name, workers=1)[0][::-1] == first[0]
+def test_verdicts_repeat_in_any_order(name):
+    pairs = [pair for pair in PAIRS if pair["difficulty"] == "expressions"][5::-1]
+    committed = [pair["correct"] != (pair["id"] in COMMITTED["wrong"][name]) for pair in pairs]
+    assert judge_all(pairs, name, workers=1)[0] == committed
 
 
 @settings(max_examples=30)

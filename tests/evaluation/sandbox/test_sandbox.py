@@ -152,6 +152,9 @@ def numbers():
     return [numpy.float64(0.5), numpy.int64(3), numpy.bool_(True)]
 def adder(n): return lambda x: x + n
 def same(node): return node
+def sort(values):
+    values.sort()
+    return values
 LIMIT = 7
 """
 OBJECT_CHECKS = """
@@ -161,6 +164,8 @@ assert list(squares(600)) == [i * i for i in range(600)]
 assert next(squares(3)) == 0 and 4 in squares(3)
 numbers_from = naturals()
 assert [next(numbers_from) for _ in range(3)] == [0, 1, 2]
+values = [3, 1]
+assert sort(values) == [1, 3] and values == [3, 1], "arguments are copies"
 root = Node(1)
 root.next = Node(2)
 assert total(root) == 3 and root.next.value == 2 and root.double() == 2
@@ -183,11 +188,6 @@ else:
 def test_objects_stay_where_they_were_made() -> None:
     result = run_tests(OBJECTS, Checks(OBJECT_CHECKS), need(TOP))
     assert result.passed, result
-
-
-def test_arguments_are_copies() -> None:
-    checks = Checks("values = [3, 1]\nassert f(values) == [1, 3]\nassert values == [3, 1]")
-    assert run_tests("def f(x):\n    x.sort()\n    return x", checks, need(TOP)).passed
 
 
 def test_many_programs_keep_their_order() -> None:
@@ -242,16 +242,12 @@ def test_a_tier_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_names_and_limits_are_checked() -> None:
+    assert set(TIERS) >= set(available_tiers()) >= {"rlimits"}
     with pytest.raises(ConfigError, match="did you mean 'bubblewrap'"):
         run_program("pass", tier="bubblewarp")
     for wrong in ({"seconds": 0}, {"seconds": float("nan")}, {"memory_mb": 1.5}, {"processes": True}, {"file_mb": -1}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             Limits(**wrong)
-
-
-def test_available_tiers_are_known() -> None:
-    assert set(available_tiers()) <= set(TIERS)
-    assert "rlimits" in available_tiers()
 
 
 def test_the_checker_may_be_read_first() -> None:

@@ -11,28 +11,20 @@ import pytest
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.tasks import Question, load_questions, load_task
 from loragate.recipes.rehearsal import QUESTIONS
+from tiny import rehearsal_rows, write_rows
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 LOCAL = ["aime24", "amc23", "humaneval", "humaneval_plus", "math500", "mbpp", "minerva", "olympiadbench"]
 
 
-def sample_rows(name):
-    return [json.loads(line) for line in (QUESTIONS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.fixture
 def jsonl(tmp_path):
-    def write(rows, name="rows.jsonl"):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return path
-
-    return write
+    return lambda rows: write_rows(tmp_path / "rows.jsonl", rows)
 
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_samples_load_in_every_file_format(name, tmp_path):
-    task, rows = load_task(name), sample_rows(name)
+    task, rows = load_task(name), rehearsal_rows(name)
     loaded = load_questions(task, file=QUESTIONS / f"{name}.jsonl")
     assert len(loaded.questions) == len(rows) >= 4
     assert loaded.questions[1].place == f"{QUESTIONS / name}.jsonl:2"
@@ -114,7 +106,7 @@ REQUIRED = [
 
 @pytest.mark.parametrize(("name", "column"), REQUIRED)
 def test_a_missing_column_or_a_wrong_type_is_named(name, column, jsonl):
-    rows = sample_rows(name)
+    rows = rehearsal_rows(name)
     dropped = [rows[0], {key: value for key, value in rows[1].items() if key != column}]
     with pytest.raises(DataError, match=rf"rows.jsonl:2: no column '{column}'.* Found the columns .*{name} expects "):
         load_questions(load_task(name), file=jsonl(dropped))
@@ -125,7 +117,7 @@ def test_a_missing_column_or_a_wrong_type_is_named(name, column, jsonl):
 
 
 def test_more_rows_that_do_not_fit(jsonl):
-    task, rows = load_task("math500"), sample_rows("math500")
+    task, rows = load_task("math500"), rehearsal_rows("math500")
     renamed = [{**{key: value for key, value in rows[0].items() if key != "answer"}, "anwser": "1"}]
     with pytest.raises(DataError, match=r"no column 'answer'; did you mean 'anwser'\?"):
         load_questions(task, file=jsonl(renamed))
@@ -139,7 +131,7 @@ def test_more_rows_that_do_not_fit(jsonl):
         load_questions(load_task("minerva"), file=jsonl([{"answer": "3"}]))
     with pytest.raises(DataError, match=r"column 'final_answer' holds .*, expected texts"):
         load_questions(
-            load_task("olympiadbench"), file=jsonl([{**sample_rows("olympiadbench")[0], "final_answer": [3]}])
+            load_task("olympiadbench"), file=jsonl([{**rehearsal_rows("olympiadbench")[0], "final_answer": [3]}])
         )
     with pytest.raises(DataError, match=r"rows.jsonl:2: column 'solution' holds half of a surrogate pair"):
         load_questions(task, file=jsonl([rows[0], {**rows[1], "solution": "\ud83d"}]))
@@ -218,8 +210,9 @@ def test_files_that_are_not_there(tmp_path):
         load_questions(load_task("minerva"), file=tmp_path)
     with pytest.raises(DataError, match=r"found no file .*none.jsonl for aime24; --data aime24=FILE takes"):
         load_questions(load_task("aime24"), file=tmp_path / "none.jsonl")
-    with pytest.raises(ConfigError, match=r"limit=0"):
-        load_questions(load_task("aime24"), file=QUESTIONS, limit=0)
+    for name in ("aime24", "tiny", "bbh"):  # a suite takes the first of each subset
+        with pytest.raises(ConfigError, match=r"limit=0"):
+            load_questions(load_task(name), file=QUESTIONS if name != "tiny" else None, limit=0)
 
 
 class Hub:
@@ -233,7 +226,7 @@ class Hub:
 
     def load(self, *arguments, **keywords):
         self.calls.append((arguments, keywords))
-        return datasets.Dataset.from_list(sample_rows("aime24"))
+        return datasets.Dataset.from_list(rehearsal_rows("aime24"))
 
     def dataset_info(self, repo, revision, timeout):
         self.calls.append((repo, revision))

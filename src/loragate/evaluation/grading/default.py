@@ -25,8 +25,8 @@ from loragate.evaluation.grading.shapes import Shape, name_of, read_shape, sides
 
 Verdict = bool | None
 Algebra = Callable[[str, str, float | None], Verdict]
-MAX_LENGTH = 1000
-MAX_PARTS = 12
+MAX_LENGTH = 1000  # characters in the box; more is a whole solution
+MAX_PARTS = 12  # of a list, as all are compared with all
 
 _UNJUDGED = re.compile(r"\\(?:[lcvd]?dots[a-z]?|bmod|pmod|mod|equiv)(?![A-Za-z])|\.\.\.")
 _BASE = re.compile(r"([0-9A-F]+)_\{?(\d+)\}?")
@@ -62,7 +62,7 @@ def _same(gold: str, answer: str, tolerance: float | None, algebra: Algebra) -> 
         return True
     if _UNJUDGED.search(gold) or _UNJUDGED.search(answer):
         raise UnjudgedError
-    special = _same_special(gold, answer)
+    special = _same_special(gold, answer)  # None for what it knows nothing of
     if special is not None:
         return special
     gold_shape, answer_shape = read_shape(gold), read_shape(answer)
@@ -94,6 +94,7 @@ def _same_special(gold: str, answer: str) -> Verdict:
     bases = [_BASE.fullmatch(re.sub(r"\s+|(?<=_)\{?\\text", "", text)) for text in (plain_gold, plain_answer)]
     if any(base is not None and len(base[1]) * len(base[2]) and base[1][0].isdigit() for base in bases):
         return bases[0] is not None and bases[1] is not None and bases[0].groups() == bases[1].groups()
+    # 3:30 p.m. and 3:30pm, 1:2 and 1 : 2
     if ":" in plain_gold or ":" in plain_answer:
         times = [re.sub(r"[\s.]+", "", text).casefold() for text in (plain_gold, plain_answer)]
         return times[0] == times[1]
@@ -133,6 +134,7 @@ def _same_item(gold: str, answer: str, tolerance: float | None, algebra: Algebra
             verdicts = [_same_item(gold, side, tolerance, algebra) for side in filled]
             return enough if enough in verdicts else None if None in verdicts else not enough
     (gold_body, _), (answer_body, _) = split_unit(gold), split_unit(answer)
+    # equal wholes were seen in `_same`
     if (gold_body, answer_body) != (gold, answer) and key(gold_body) == key(answer_body):
         return True
     return algebra(unwrap_fonts(gold_body), unwrap_fonts(answer_body), tolerance)
@@ -147,6 +149,7 @@ def _same_value(gold: str, answer: str, tolerance: float | None) -> Verdict:
     left, right = (read_number(strip_outer_braces(unwrap_fonts(body))) for body in (gold_body, answer_body))
     if left is None or right is None:
         return None
+    # the answer in the gold's unit; the slack of a rounded decimal is the gold's
     if known_gold and known_answer and known_gold.size != known_answer.size:
         factor = known_answer.size / known_gold.size
         right = Number(None if right.value is None else right.value * factor, right.percent)
@@ -177,18 +180,21 @@ def _pair_up(gold: Sequence[str], answer: Sequence[str], same: Callable[[str, st
     if len(gold) != len(answer) or len(gold) > MAX_PARTS:
         return False
     table = [[same(left, right) for right in answer] for left in gold]
+    # right where the certain pairs do; wrong where not even the uncertain ones would; else algebra must say
     if _perfect([[verdict is True for verdict in row] for row in table]):
         return True
     return None if _perfect([[verdict is not False for verdict in row] for row in table]) else False
 
 
 def _perfect(allowed: list[list[bool]]) -> bool:
-    partner: dict[int, int] = {}
+    """Whether every left part gets a right one of its own (augmenting paths)."""
+    partner: dict[int, int] = {}  # of a right part, its left one
 
     def place(left: int, seen: set[int]) -> bool:
         for right, fits in enumerate(allowed[left]):
             if fits and right not in seen:
                 seen.add(right)
+                # free, or its partner can go elsewhere
                 if right not in partner or place(partner[right], seen):
                     partner[right] = left
                     return True

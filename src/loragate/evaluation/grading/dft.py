@@ -71,28 +71,30 @@ def strip_string(text: str) -> str:
     text = re.sub(r"\\[td]frac", r"\\frac", text).replace(r"\neq", r"\ne")
     text = text.replace(r"\leq", r"\le").replace(r"\geq", r"\ge").replace(r"\left", "").replace(r"\right", "")
     text = text.replace(r"\{", "{").replace(r"\}", "}")
+    # from the first \text{ on all goes, where the answer ends with a brace and something is left
     at = text.find(r"\text{")
     without = (text[:at] if at >= 0 and text.endswith("}") else text).strip()
     text = without if without and without != text else text
-    for _ in range(2):
+    for _ in range(2):  # twice, as the procedure has it
         text = _UNIT.sub(r"\1", text) or text
     text = re.sub(r"\^\{?\\circ\}?", "", text).replace(r"\$", "").replace("$", "").replace(r"\(", "").replace(r"\)", "")
     text = _without(r"\\text\{.*?\}", text)
+    # wherever they stand, not in front only
     for prefix in ("x=", "y=", "z=", r"x\in", r"y\in", r"z\in", r"x\to", r"y\to"):
         text = text.replace(prefix, "")
     text = text.replace(r"\emptyset", "{}").replace(r"(-\infty,\infty)", r"\mathbb{R}")
     text = text.replace(r"\%", "").replace("%", "").replace(" .", " 0.").replace("{.", "{0.")
-    if re.fullmatch(r"[({\[]\w+[)}\]]", text):
+    if re.fullmatch(r"[({\[]\w+[)}\]]", text):  # brackets around one word or number
         text = text[1:-1]
     text = text.replace("infinity", r"\infty").replace("and", "").replace(r"\mathbf", "")
     text = _without(r"\\mbox\{.*?\}", text).replace("'", "").replace('"', "")
-    if "j" in text and "i" not in text:
+    if "j" in text and "i" not in text:  # the imaginary unit of engineers
         text = text.replace("j", "i")
     text = re.sub(r"(?<!\d)(\d+)\.0*(\D|$)", r"\1\2", text)  # from the first digit on only: 0.333… may go on for long
     if text.startswith("."):
         text = "0" + text
     sides = text.split("=")
-    if len(sides) == 2 and len(sides[0].strip()) <= 2:
+    if len(sides) == 2 and len(sides[0].strip()) <= 2:  # a short name and its value
         text = sides[1]
     text = re.sub(r"\\sqrt(\w+)", r"\\sqrt{\1}", text).replace(" ", "")
     text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)

@@ -16,10 +16,12 @@ def math_equal(answer: str, gold: str, depth: int = 0) -> bool:
     """Whether two stripped answers count as equal: text, number, brackets, parts, equation, then algebra."""
     if answer.strip().lower() == gold.strip().lower():
         return True
+    # a choice: the last letter that stands alone
     if gold in tuple("ABCDE") and re.findall(r"\b([A-E])\b", answer.upper())[-1:] == [gold]:
         return True
     left, right = _number(answer), _number(gold)
     if left is not None and right is not None:
+        # a percentage and its share are the same, whichever side is which
         return any(isclose(value, left, rel_tol=1e-4) for value in (right / 100, right, right * 100))
     if not answer:
         return False
@@ -28,6 +30,7 @@ def math_equal(answer: str, gold: str, depth: int = 0) -> bool:
     )
     if bare_answer.lower() == bare_gold.lower():
         return True
+    # part by part, and parts of parts, as far as three deep
     if depth < 3:
         if all(re.fullmatch(r"[(\[].+[)\]]", text) for text in (answer, gold)):
             parts, others = answer[1:-1].split(","), gold[1:-1].split(",")
@@ -52,6 +55,7 @@ def math_equal(answer: str, gold: str, depth: int = 0) -> bool:
 def symbolic_equal(answer: str, gold: str) -> bool:
     """Whether sympy reads both and finds no difference after `simplify`, or none beyond 1e-4 in value."""
     left, right = _parse(answer), _parse(gold)
+    # in turn, as each may fail on what the one before could not read: spelling, value, sides of an equation, number
     for test in (
         lambda: str(left) == str(right) or left == right,
         lambda: left.equals(right) or sympy.simplify(left - right) == 0,
@@ -73,7 +77,7 @@ def _parse(text: str) -> Any:
                 return parser(spelling)
             except (Exception, RecursionError):
                 continue
-    return text
+    return text  # no parser reads it, so that it equals its own spelling alone
 
 
 def python_expression(text: str) -> Any:

@@ -99,6 +99,7 @@ def normalise(answer: str) -> str:
     text = answer.translate(_UNICODE)
     for pattern, replacement in _REPLACEMENTS:
         text = pattern.sub(replacement, text)
+    # between digits it goes, elsewhere `{,}` was a comma after all
     text = re.sub(r"(?<=\d)\x00(?=\d{3})", "", text).replace("\x00", ",")
     text = re.sub(r"\s+", " ", text).strip()
     while len(text) > 1 and text.endswith((".", ",", ";", "\\")) and not text.endswith("..."):
@@ -108,7 +109,7 @@ def normalise(answer: str) -> str:
 
 def unwrap_fonts(text: str) -> str:
     r"""Return `text` with `\text{…}`, `\mathrm{…}` and their like replaced by what they hold."""
-    for _ in range(20):
+    for _ in range(20):  # fonts inside fonts; a bound, as each round copies the text
         match = _FONT.search(text)
         if match is None:
             break
@@ -116,6 +117,7 @@ def unwrap_fonts(text: str) -> str:
         if end is None:
             break
         inner = text[match.end() : end]
+        # `\pi\text{cm}` must not become the command `\picm`
         if re.search(r"\\[A-Za-z]+$", text[: match.start()]) and inner[:1].isalpha():
             inner = " " + inner
         text = text[: match.start()] + inner + text[end + 1 :]
@@ -130,6 +132,7 @@ def is_text(text: str) -> bool:
 def key(text: str) -> str:
     """Return the spelling under which equal answers are equal strings: no fonts, no blanks, braces only where needed."""
     # digits apart are two numbers, unless in groups of three: 10 000
+    # and a command's name ends at a blank: `\pi r` is not `\pir`. Blanks that stay wait as \x00 while the others go
     plain = re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])|(?<=\d) (?=\d)(?!\d{3}(?!\d))", "\\1\x00", unwrap_fonts(text))
     plain = re.sub(r"\s+", "", plain).replace("\x00", " ")
     return re.sub(r"([_^])\{(\w)\}", r"\1\2", plain)
@@ -169,6 +172,7 @@ def split_unit(text: str) -> tuple[str, str]:
 
     Nothing is split off where no digit would remain in front.
     """
+    # `\text{5 cm}` as `5\text{cm}`
     text = re.sub(r"^\\text\{\s*([\d.,/]+)\s+([A-Za-z ]+)\}$", r"\1\\text{\2}", text)
     match = _TAIL.search(text)
     if match is None:
@@ -207,7 +211,7 @@ def read_unit(text: str) -> Unit | None:
             entry = _lookup(name.replace("{", "").replace("}", ""))
             if entry is None:
                 return None
-            exponent = int(power or 1) * (1 if place == 0 else -1)
+            exponent = int(power or 1) * (1 if place == 0 else -1)  # what follows a slash divides: m/s/s
             kinds[entry[0]] = kinds.get(entry[0], 0) + exponent
             size *= Fraction(entry[1]) ** exponent
     return Unit(tuple(sorted((kind, exponent) for kind, exponent in kinds.items() if exponent)), size)
@@ -216,6 +220,7 @@ def read_unit(text: str) -> Unit | None:
 def _lookup(name: str) -> tuple[str, str] | None:
     for candidate in (name, name.removesuffix("s"), name.lower(), name.lower().removesuffix("s")):
         found = _TABLE.get(candidate) or _TABLE.get(_ALIASES.get(candidate, ""))
+        # one letter counts as it is written only: S is no second
         if found is not None and (len(name) > 1 or candidate == name):
             return found
     return None

@@ -18,12 +18,13 @@ from fractions import Fraction
 from math import factorial
 
 RELATIVE = Fraction(1, 10_000)
-MAX_BITS = 20_000
+MAX_BITS = 20_000  # of a numerator or denominator, some 6,000 digits
 
 _LITERAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _TOKEN = re.compile(
     rf"\s*(?:(?P<number>{_LITERAL}(?:[eE](?:[+-]?\d+|\{{[+-]?\d+\}}))?)|(?P<op>\\times|\\cdot|\\div|\\frac|[-+*/^!(){{}}]))"
 )
+# the one form that `Number.slack` is read from: a decimal alone, or times a power of ten
 _TIMES_TEN = r"\s*(?:\\times|\\cdot|\*|[xX])\s*10\s*\^\s*"
 _DECIMAL = re.compile(
     rf"[-+]?\s*(?P<mantissa>{_LITERAL})(?:[eE]\{{?(?P<e>[+-]?\d+)\}}?|{_TIMES_TEN}\{{?\s*(?P<ten>[+-]?\s*\d+)\s*\}}?)?"
@@ -59,7 +60,7 @@ def read_number(text: str) -> Number | None:
     body = text.strip()
     if not any(bracket in body for bracket in "()[]"):  # which would make 10,080 a list
         body = _THOUSANDS.sub(lambda match: match.group(1) + re.sub(r"[ ,]", "", match.group(2)), body)
-    percent = re.search(r"\\?%$", body)
+    percent = re.search(r"\\?%$", body)  # `50%` and LaTeX's `50\%`
     if percent is not None:
         body = body[: percent.start()].strip()
     if not body or len(body) > 400:
@@ -104,12 +105,13 @@ def _slack(body: str) -> Fraction | None:
     match = _DECIMAL.fullmatch(body)
     if match is None:
         return None
-    exponent = match["e"] or match["ten"]
+    exponent = match["e"] or match["ten"]  # both written: 4.5e33 and 4.5 \times 10^{33}
     power = int(exponent.replace(" ", "")) if exponent else 0
     if abs(power) > 1000:
         return None
     mantissa = match["mantissa"]
     decimals = len(mantissa.partition(".")[2])
+    # 27.0 and 27. are the integer; with an exponent the digits are those that were measured
     if exponent is None and Fraction(mantissa if mantissa[-1] != "." else mantissa[:-1]).denominator == 1:
         return None
     return Fraction(10) ** (power - decimals) / 2
@@ -120,7 +122,7 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self.tokens: list[str] = []
-        self.spaced: list[bool] = []
+        self.spaced: list[bool] = []  # whether a blank stands before the token: "3 1/2" is mixed, "31/2" is not
         position = 0
         while position < len(text.rstrip()):
             match = _TOKEN.match(text, position)
@@ -150,7 +152,7 @@ class _Reader:
 
     def sum(self) -> Fraction:
         self.depth += 1
-        if self.depth > 50:
+        if self.depth > 50:  # brackets in brackets; Python's own stack would end much later
             raise _NotANumberError
         value = self.product()
         while sign := self.accept("+", "-"):
@@ -169,7 +171,7 @@ class _Reader:
                 value *= self.signed(self.mixed)
             elif self.accept("/", r"\div"):
                 value = _divide(value, self.signed(self.mixed))
-            elif self.peek() in ("(", r"\frac"):
+            elif self.peek() in ("(", r"\frac"):  # a product without a sign
                 value *= self.power()
             else:
                 return factor * value
@@ -181,7 +183,7 @@ class _Reader:
 
     def mixed(self) -> Fraction:
         """An integer directly before a fraction is added to it: 3\\frac{1}{2}, 3 1/2."""
-        first, top, slash, bottom = (*self.tokens[self.at : self.at + 4], "", "", "", "")[:4]
+        first, top, slash, bottom = (*self.tokens[self.at : self.at + 4], "", "", "", "")[:4]  # fewer at the end
         if first.isdigit():
             if top == r"\frac":
                 self.at += 1
@@ -199,6 +201,7 @@ class _Reader:
             if base > 1500:
                 raise _TooLargeError
             base = Fraction(factorial(int(base)))
+        # the exponent is a power again, as ^ groups from the right
         return _power(base, self.signed(self.power)) if self.accept("^") else base
 
     def atom(self) -> Fraction:
@@ -228,7 +231,7 @@ class _Reader:
             return self.atom()
         if not token.isdigit():
             raise _NotANumberError
-        if len(token) > 1:
+        if len(token) > 1:  # the rest is the next argument, or a factor
             self.tokens[self.at] = token[1:]
         else:
             self.at += 1
@@ -244,6 +247,7 @@ def _divide(top: Fraction, bottom: Fraction) -> Fraction:
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1 or (base == 0 and exponent <= 0):
         raise _NotANumberError
+    # bits of the result, before it is worked out
     size = max(abs(base.numerator).bit_length(), base.denominator.bit_length())
     if abs(base) not in (0, 1) and abs(exponent) * size > MAX_BITS:
         if base.denominator == 1 and exponent > 0:

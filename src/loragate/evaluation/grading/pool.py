@@ -29,8 +29,8 @@ from loragate.evaluation.grading import dft
 from loragate.evaluation.grading.default import UnjudgedError, decide
 
 OnProgress = Callable[[int, int], None]
-START_S = 120.0
-JOBS_PER_WORKER = 2000
+START_S = 120.0  # seconds until a process is ready; sympy takes two, and much more on a busy machine
+JOBS_PER_WORKER = 2000  # after which a fresh process takes its place, as sympy's caches only grow
 DEAD = ("timeout", "crashed")
 
 
@@ -176,7 +176,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
     def run(self, jobs: Sequence[Job], on_done: Callable[[Job], None] | None = None) -> list[Grade]:
         """Return the grades of `jobs`, from memory or from workers; concurrent calls take turns."""
         with self._lock:
-            todo = [job for job in dict.fromkeys(jobs) if job not in self._known][::-1]
+            todo = [job for job in dict.fromkeys(jobs) if job not in self._known][::-1]  # taken from the end
             try:
                 while todo or self._busy:
                     while todo and len(self._busy) < self.workers:
@@ -185,7 +185,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                         worker.give(todo.pop(), self.timeout_s)
                     for worker in _heard(self._busy):
                         grade = worker.answer()
-                        if grade is None:
+                        if grade is None:  # it is ready now, or has said half a line
                             continue
                         self._busy.remove(worker)
                         job, used = worker.job, worker.jobs > 1
@@ -216,7 +216,7 @@ class _Worker:
             [sys.executable, "-m", "loragate.evaluation.grading.worker", grader.judge, str(memory_mb)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # a pipe that nobody reads would fill and stop it
             env=environment,
         )
         assert self.process.stdin is not None
@@ -241,7 +241,7 @@ class _Worker:
         """
         message: dict[str, Any] | str = "timeout"
         if _spoke([self]):  # also where others kept the caller until after its time
-            chunk = os.read(self.output.fileno(), 1 << 16)
+            chunk = os.read(self.output.fileno(), 1 << 16)  # not readline, which would wait for the rest of a line
             self.line += chunk
             if chunk and not self.line.endswith(b"\n"):
                 return None
@@ -289,7 +289,7 @@ def _spoke(workers: Sequence[_Worker], wait_ms: float = 0.0) -> set[int]:
 def _heard(workers: Sequence[_Worker]) -> list[_Worker]:
     """Those that have said something or have ended, or whose time is over; waits until there is one."""
     wait = min(worker.until for worker in workers) - time.monotonic()
-    spoke = _spoke(workers, max(0.0, wait) * 1000 + 1)
+    spoke = _spoke(workers, max(0.0, wait) * 1000 + 1)  # one more, so that a time is over where nobody spoke
     now = time.monotonic()
     return [worker for worker in workers if worker.output.fileno() in spoke or now >= worker.until]
 

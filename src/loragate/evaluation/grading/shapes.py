@@ -19,6 +19,7 @@ _WORD_SEPARATOR = re.compile(
 _NAME = re.compile(r"(?:[A-Za-z]|\\(?:theta|alpha|beta|lambda|mu|omega|tau|phi))(?:_\{?\w+\}?)?")
 
 # possessive throughout: a left side of many words that is no name must not be taken apart in every possible way
+# what may stand to the left of a sign of equality as a name: `x`, `f(x)`, `f^{-1}(x)`, `v_{max}`, `\angle ABC`, `(a,b)`
 _LEFT_SIDE = re.compile(
     r"(?:\\[A-Za-z]++|[A-Za-z]++|_\{?\w++\}?|\^\{-1\}|\((?:[A-Za-z,\s]|\\[A-Za-z]++|_\w)++\)|[|'{}\s])++"
 )
@@ -49,6 +50,7 @@ def read_shape(text: str) -> Shape:
         rows = [
             [cell.strip() for cell in row.split("&")] for row in re.split(r"\\\\(?:\[\w+\])?", matrix[2]) if row.strip()
         ]
+        # a determinant (vmatrix, Vmatrix) is no matrix; round and square brackets mean the same
         style = "|" if matrix[1].startswith(("v", "V")) else ""
         return Shape(
             "matrix", tuple(cell for row in rows for cell in row), style + ",".join(str(len(row)) for row in rows)
@@ -70,7 +72,7 @@ def read_shape(text: str) -> Shape:
         inner = split_top(text[1:-1], ",")
         if len(inner) > 1:
             return Shape("group", tuple(inner), text[0] + text[-1])
-        if text[0] == "(" and text[-1] == ")":
+        if text[0] == "(" and text[-1] == ")":  # brackets around one item mean nothing
             return read_shape(text[1:-1].strip())
     return Shape("item", (text,))
 
@@ -83,6 +85,7 @@ def split_list(text: str) -> list[str]:
         if not part:
             continue
         if re.search(r"\\(?:pm|mp)(?![A-Za-z])", part):
+            # a plus in front of the whole, or right behind a bracket or =, is not written
             expanded.append(re.sub(r"^\s*\+|(?<=[(=])\s*\+", "", _signs(part, "+", "-")).strip())
             expanded.append(_signs(part, "-", "+"))
         else:
@@ -123,6 +126,7 @@ def _inequality(text: str) -> Shape | None:
         or "=" in text.replace("<=", "").replace(">=", "")
     ):
         return None
+    # from here on all signs point one way, and the name stands between two bounds
     signs = [{"\\leq": "<=", "\\geq": ">="}.get(relation, relation) for relation in relations]
     if len({sign[0] for sign in signs}) > 1:
         return None
@@ -157,7 +161,7 @@ def _depths(text: str) -> Iterator[tuple[int, int]]:
     while index < len(text):
         yield index, depth
         if text[index] == "\\" and text[index + 1 : index + 2] not in ("{", "}"):
-            index += 1
+            index += 1  # a command, whose first character is no bracket whatever it is: \( and \[ are none
         else:
             depth += (text[index] in _OPEN) - (text[index] in _CLOSE)
         index += 1

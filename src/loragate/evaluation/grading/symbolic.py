@@ -24,9 +24,11 @@ from loragate.evaluation.grading.default import UnjudgedError, Verdict, decide
 from loragate.evaluation.grading.dft_equality import math_equal
 from loragate.evaluation.grading.numbers import Number, read_number, same_number
 
-_DIGITS = 40
+_DIGITS = 40  # carried, so that 15 of them are right after cancellation
 _SAME = sympy.Rational(1, 10**15)
 _ZERO = sympy.Rational(1, 10**36)
+# values of up to six variables, at each of which two expressions must agree: awkward fractions, so that no two different
+# expressions meet there by accident; small ones for functions of limited domain; and whole numbers, for factorials and the like
 _POINTS = (
     ("7/5", "11/13", "23/17", "31/11", "13/29", "37/19"),
     ("5/7", "17/11", "9/23", "41/29", "8/13", "3/19"),
@@ -112,6 +114,7 @@ def _code(match: re.Match[str]) -> str:
 def _lost_something(text: str, result: Any) -> bool:
     """Whether identifiers of `text` are missing from `result`, or several numbers became a bare one."""
     found = [match for match in _IDENTIFIER.finditer(text) if match["name"]]
+    # e, i and d are read as constants or a differential
     expected = {re.sub(r"[{}]", "", _code(match)) for match in found} - set("eid")
     try:
         symbols = {re.sub(r"[{}]", "", symbol.name) for symbol in result.atoms(sympy.Symbol)}
@@ -164,6 +167,7 @@ def _values(left: Any, right: Any, with_negative: bool) -> Iterator[tuple[Any, A
     """Both expressions at the fixed points where both have a value."""
     symbols = sorted(left.free_symbols | right.free_symbols, key=str)
     points = [
+        # a seventh variable begins the row again, one higher
         {symbol: sympy.Rational(row[i % len(row)]) + i // len(row) for i, symbol in enumerate(symbols)}
         for row in (*_POINTS, *_WHOLE)
     ]
@@ -180,6 +184,7 @@ def _same_function(left: Any, right: Any) -> Verdict:
     left, right = _exact(left), _exact(right)
     if left == right:
         return True
+    # a variable that one side lacks has to cancel on the other, which agreement at a few points does not show
     if left.free_symbols != right.free_symbols and (left - right).simplify() != 0:
         return False
     agreed = 0
@@ -196,7 +201,7 @@ def _proportional(left: Any, right: Any) -> Verdict:
         return False
     ratios = []
     for first, second in _values(left, right, True):
-        if first == 0 or second == 0:
+        if first == 0 or second == 0:  # both or neither
             if not first == second == 0:
                 return False
             continue

@@ -18,19 +18,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-GRACE_S = 5
+GRACE_S = 5  # seconds that a living caller has to kill the process itself, and to tell that as a timeout
 
 
 def main() -> None:
     """Serve jobs from standard input until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle; it then closes our input
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")  # verdicts go by a copy of standard output
     os.dup2(2, 1)  # whatever a library prints must not look like a verdict
     module, _, function = sys.argv[1].partition(":")
     try:
-        judge = getattr(
-            importlib.import_module(module), function
-        )  # and all that it needs, before memory and time count
+        # and all that it needs, before memory and time count
+        judge = getattr(importlib.import_module(module), function)
         logging.disable(logging.CRITICAL)
     except ImportError as error:
         _send(channel, {"failed": str(error)})
@@ -39,11 +38,11 @@ def main() -> None:
     _send(channel, {"ready": True})
     for line in sys.stdin:
         gold, text, tolerance, seconds = json.loads(line)
-        signal.alarm(int(seconds) + GRACE_S)
+        signal.alarm(int(seconds) + GRACE_S)  # SIGALRM without a handler ends the process
         try:
             correct, reason, extracted = judge(gold, text, tolerance)
         except MemoryError:
-            os._exit(1)
+            os._exit(1)  # what is left of the memory may not do for a clean end; a fresh process judges the next
         except RecursionError:
             correct, reason, extracted = False, "unparsed", text
         signal.alarm(0)

@@ -24,9 +24,9 @@ from loragate.evaluation.sandbox.tiers import Limits
 Row = Mapping[str, Any]
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint")
 FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
-MAX_LENGTH = 65_536
-MAX_BLOCKS = 50
-MAX_ATTEMPTS = 300
+MAX_LENGTH = 65_536  # characters of an answer that are looked at
+MAX_BLOCKS = 50  # fences, the last ones
+MAX_ATTEMPTS = 300  # pieces that are compiled
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ def humaneval_program(row: Row, response: str) -> CodeTask | None:
     code = extract_code(response, entry, prompt)
     if code is None:
         return None
+    # the prompt ends in the head of its function: `pass` closes it, and the answer's own definition takes its place
     program = code if code.startswith(prompt) else f"{prompt}\n    pass\n\n{code}\n"
     source = f"{test}\n\ncheck({entry})\n"
     _module(f"{prompt}\n{source}", row, "test")
@@ -71,6 +72,7 @@ def mbpp_program(row: Row, response: str) -> CodeTask | None:
     reference = top_level_names(_module(_text(row, "code"), row, "code"))
     tests_tree = _module(source, row, "test_list")
     used = {node.id for node in ast.walk(tests_tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    # the last one is what the task is about; helpers and classes come before it
     required = [name for name in reference if name in used]
     code = extract_code(response, required[-1] if required else None)
     if code is None:
@@ -82,6 +84,7 @@ def mbpp_program(row: Row, response: str) -> CodeTask | None:
     ]
     program = "\n".join([*shared, code]) + "\n"
     calls = [node.func for node in ast.walk(tests_tree) if isinstance(node, ast.Call)]
+    # what is only passed on or compared with may be missing until a test uses it
     called = {call.id for call in calls if isinstance(call, ast.Name)}
     return CodeTask(program, Checks(source, tuple(name for name in required if name in called)))
 
@@ -132,7 +135,7 @@ def grade_codes(
     """
     root_style_of(tier)
     cancel = threading.Event()
-    with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         jobs = [
             pool.submit(grade_code, kind, row, response, tier, limits, cancel=cancel)
             for row, response in zip(rows, responses, strict=True)
@@ -169,7 +172,7 @@ def extract_code(response: str, entry_point: str | None = None, prompt: str | No
     for block in reversed(sound):
         if entry_point is None or defines(block, entry_point):
             return block
-    spans = [] if blocks else _spans(response)
+    spans = [] if blocks else _spans(response)  # where there are fences, code outside of them is an aside
     wanted = [span for span in spans if entry_point is not None and defines(span, entry_point)]
     if wanted:
         return max(wanted, key=len)

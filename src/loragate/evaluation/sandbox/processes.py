@@ -23,9 +23,9 @@ from typing import Any
 from loragate.evaluation.sandbox.tiers import ENVIRONMENT, Launch, Limits, ProgramResult, interpreter, package_folders
 
 PACKAGE = "loragate.evaluation.sandbox.harness"
-TAIL = 2000
-TICK = 0.1
-START_UP = 60.0
+TAIL = 2000  # bytes of output that are kept
+TICK = 0.1  # seconds between two looks at time, memory and number of processes
+START_UP = 60.0  # seconds for both interpreters to be up, on a busy machine too
 REPORTED = ("wrong", "error", "syntax", "memory", "exit", "output", "protocol")
 MAX_REPORT = 64 * 1024  # a line to the host is a word and a sentence; more is not from the harness
 
@@ -63,12 +63,14 @@ class Child:
             given.write(json.dumps({**request, "confine": confine}).encode("ascii"))
             given.seek(0)
             kept, words = [theirs, given.fileno(), channel.fileno()], list(launch.command)
+            # as words of the command: inside, no file of this package can be read
             code = f"{harness_text(role)}\nsys.modules[{PACKAGE + '.' + role!r}].main({', '.join(map(str, kept))})"
             if launch.filter is not None:
                 filtering = stack.enter_context(tempfile.TemporaryFile())
                 filtering.write(launch.filter)
                 filtering.seek(0)
                 kept.append(filtering.fileno())
+                # bubblewrap reads the filter from a descriptor; "--" ends its own words
                 words[-1:] = ["--seccomp", str(filtering.fileno()), "--"]
             try:
                 self.process = subprocess.Popen(
@@ -79,7 +81,7 @@ class Child:
                     env=ENVIRONMENT,
                     cwd=self._folder.name if self._folder else "/",
                     pass_fds=kept,
-                    start_new_session=True,
+                    start_new_session=True,  # a process group of its own, which `kill` ends as a whole
                 )
             except BaseException:
                 os.close(self.control)
@@ -98,7 +100,7 @@ class Child:
         try:
             part = os.read(self.control, MAX_REPORT)
         except BlockingIOError:
-            return []
+            return []  # nothing yet; at the end of the stream a read gives b"" instead
         self.closed = not part
         *lines, self._inbox = (self._inbox + part).split(b"\n")
         if len(self._inbox) > MAX_REPORT or (self.closed and self._inbox):
@@ -129,6 +131,7 @@ class Child:
             folder = f"/proc/{waiting.pop()}"
             try:
                 with open(f"{folder}/statm", "rb") as file:
+                    # without shared pages: forks and libraries would be counted once for each process
                     resident, shared = map(int, file.read().split()[1:3])
                 with open(f"{folder}/task/{folder.rsplit('/', 1)[1]}/children", "rb") as file:
                     waiting += map(int, file.read().split())
@@ -144,6 +147,7 @@ class Child:
             code = self.process.wait(timeout=2)
         except subprocess.TimeoutExpired:
             return None
+        # Popen says -9 of its own child; bubblewrap, like a shell, ends with 128 + 9 for the program inside
         code = -code if code < 0 else code - 128
         return code if 0 < code < 65 else None
 
@@ -168,10 +172,11 @@ class Child:
 @functools.cache
 def harness_text(role: str) -> str:
     """Python text that makes what `role` needs of the harness importable where the package is not."""
+    # the parts are ASCII, as a command line is encoded as the host's locale says
     folder = files(PACKAGE)
-    parts = []
-    for name in ("wire", role):
-        parts.append((f"{PACKAGE}.{name}", folder.joinpath(f"{name}.py").read_text(encoding="utf-8")))
+    parts = [
+        (f"{PACKAGE}.{name}", folder.joinpath(f"{name}.py").read_text(encoding="ascii")) for name in ("wire", role)
+    ]
     return (
         "import sys, types\n"
         f"for name, text in {parts!r}:\n"
@@ -234,7 +239,7 @@ class Watch:
         if self.cancel is not None and self.cancel.is_set():
             return "cancelled", "the run was given up"
         if len(self.ready) < len(self.children):
-            late = now - self.born > START_UP
+            late = now - self.born > START_UP  # no time of the program's counts before both sides are up
             return ("error", f"the sandbox was not up after {START_UP:.0f} s") if late else None
         if now - self.started > self.seconds:
             return "timeout", f"still running after {self.seconds:g} s"
@@ -242,7 +247,7 @@ class Watch:
             processes, memory = child.usage()
             if memory > child.limits.memory_mb + 64:  # the harness's own
                 return "memory", f"{memory} MiB in all; the limit is {child.limits.memory_mb}"
-            if processes > child.limits.processes + 4:
+            if processes > child.limits.processes + 4:  # some for bubblewrap itself and for those that are just ending
                 return "processes", f"{processes} processes; the limit is {child.limits.processes}"
         return None
 
@@ -253,6 +258,7 @@ class Watch:
 
     def _passed(self) -> Found:
         """The verdict once what the program printed before its end has been read too."""
+        # the pipe may hold more than one piece, and the checker's word can be read before any of them
         seen, candidate = -1, self.candidate
         while seen < candidate.written <= candidate.limits.output_kb * 1024:
             seen = candidate.written

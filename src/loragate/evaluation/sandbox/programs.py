@@ -101,11 +101,11 @@ def available_tiers() -> list[str]:
 
 def root_style_of(tier: str) -> str:
     """How root enters `tier` here (see `tiers.launch`); raises `SandboxError` when the tier does not work."""
-    reason = probe(tier)
+    reason, style = _tried(tier)
     if reason is not None:
         weaker = f" Mend that, or run programs with {TIERS['rlimits']}: --sandbox rlimits." if tier != "rlimits" else ""
         raise SandboxError(f"Model-written programs cannot run in the sandbox tier '{tier}': {reason}.{weaker}")
-    return _tried(tier)[1]
+    return style
 
 
 @cache
@@ -141,11 +141,11 @@ def _run(
     checker_limits = replace(limits, memory_mb=max(limits.memory_mb, CHECKER_MEMORY_MB))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        way = launch(tier, limits, root_style=style)
+        way = launch(tier, limits, style)
         candidate = Child("candidate", way, limits, {"source": program, "name": name}, ours)
         try:
             request = {"before": checks.before, "required": checks.required, "tests": checks.source}
-            way = launch(tier, checker_limits, root_style=style)
+            way = launch(tier, checker_limits, style)
             checker = Child("checker", way, checker_limits, request, theirs)
         except BaseException:
             candidate.kill()

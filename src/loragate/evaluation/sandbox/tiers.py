@@ -115,7 +115,7 @@ def package_folders() -> tuple[str, ...]:
     return tuple(dict.fromkeys(folder for folder in folders if folder and os.path.isdir(folder)))
 
 
-def launch(tier: str, limits: Limits, *, root_style: str = "drop") -> Launch:
+def launch(tier: str, limits: Limits, root_style: str) -> Launch:
     """Return how to start one program in `tier`.
 
     `root_style` matters for root under bubblewrap: "drop" starts with full rights and changes to a user id that

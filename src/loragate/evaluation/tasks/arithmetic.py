@@ -35,6 +35,7 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
         DataError: if a kind has fewer different questions than were asked for.
     """
     cells = [(kind, level) for level in LEVELS for kind in KINDS]
+    # a stream for each: the first rows are the same however many are asked for
     streams = {cell: random.Random(f"arithmetic/{seed}/{cell[0]}/{cell[1]}") for cell in cells}
     asked: set[str] = set()
     items = []
@@ -73,9 +74,10 @@ def _tree(rng: random.Random, operators: int, largest: int) -> tuple[str, int, i
     if operators == 0:
         value = rng.randint(2, largest)
         return str(value), value, 3
-    before = rng.randint(0, operators - 1)
+    before = rng.randint(0, operators - 1)  # of the operators that are left after this one
     left, a, left_strength = _tree(rng, before, largest)
     right, b, right_strength = _tree(rng, operators - 1 - before, largest)
+    # a divisor of at least 2, so that neither zero nor the rounding of negative divisors comes up
     operator = rng.choice(("+", "-", "*", "//") if b > 1 else ("+", "-", "*"))
     value = a + b if operator == "+" else a - b if operator == "-" else a * b if operator == "*" else a // b
     strength = 1 if operator in "+-" else 2
@@ -144,7 +146,7 @@ def _linear(rng: random.Random, level: int) -> Draw:
         return f"Solve for x: {a}x {_signed(b)} = {c}x {_signed(d)}.", x
     p, q = rng.randint(-15, 15), rng.randint(-15, 15)
     a, b, c, e = (rng.randint(2, 12) for _ in range(4))
-    if a * e == b * c:
+    if a * e == b * c:  # no single solution
         return _linear(rng, level)
     equations = f"{a}x + {b}y = {a * p + b * q} and {c}x + {e}y = {c * p + e * q}"
     return f"The numbers x and y satisfy {equations}. What is 10x + y?", 10 * p + q

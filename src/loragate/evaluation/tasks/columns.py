@@ -26,7 +26,7 @@ from loragate.printable import excerpt
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool)  # True is an int to Python
 
 
 TYPES: dict[str, Callable[[Any], bool]] = {
@@ -70,11 +70,11 @@ def check_row(row: Mapping[str, Any], schema: Mapping[str, str], where: str, tas
             raise DataError(f"{where}: column '{column}' holds {shown(value)}, expected {_words(type_name)}")
 
 
-def found_columns(row: Mapping[str, Any], limit: int = 12) -> str:
-    """ "Found the columns a, b", safe to print."""
+def found_columns(row: Mapping[str, Any]) -> str:
+    """ "Found the columns a, b", the first twelve, safe to print."""
     names = [excerpt(str(name), 40).strip("'") for name in row]
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"Found the columns {', '.join(names[:limit])}{more}" if names else "Found no columns"
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return f"Found the columns {', '.join(names[:12])}{more}" if names else "Found no columns"
 
 
 def shown(value: Any) -> str:
@@ -96,7 +96,7 @@ def _boxed(text: str) -> str:
 @cache
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.globals.clear()
+    environment.globals.clear()  # Jinja's own: range, dict, lipsum, …
     environment.filters |= {"boxed": _boxed, "undollar": lambda text: re.sub(r"(?<!\\)\$", "", text).strip()}
     return environment
 
@@ -120,7 +120,7 @@ def variables(source: str, place: str) -> set[str]:
     if not is_template(source):
         return {source}
     try:
-        _compile(source)
+        _compile(source)  # `parse` alone takes a filter that does not exist
         return meta.find_undeclared_variables(_environment().parse(source))
     except TemplateSyntaxError as error:
         raise ConfigError(f"{place}: line {error.lineno} of the template: {error.message}") from None

@@ -20,6 +20,7 @@ import huggingface_hub
 
 from loragate.data import Chat, Rows, load_rows
 from loragate.errors import ConfigError, DataError, nearest
+from loragate.evaluation.answers import LETTERS
 from loragate.evaluation.tasks import arithmetic
 from loragate.evaluation.tasks.columns import (
     check_row,
@@ -111,6 +112,9 @@ def load_questions(
             be reached.
         ConfigError: for a revision without effect, or a limit below 1.
     """
+    if limit is not None and limit < 1:  # rows are taken by subset below, where none would be no error
+        raise ConfigError(f"{task.name}: found limit={limit}, expected at least 1")
+    # the task itself stays as it is pinned: its fingerprint does not follow `revision`
     dataset, warnings = task.dataset, []
     local = file if isinstance(file, Rows) else _local_file(task, file)
     if revision is not None:
@@ -126,7 +130,7 @@ def load_questions(
             warnings.append(
                 f"{task.name}: the commit of {dataset.hub} could not be told; pin one with --revision to make this repeatable"
             )
-    # a subset's first questions are known when all rows are
+    # the first questions of each subset are known only when all rows are
     parts, source = _parts(task, dataset, local, None if subsets else limit, seed)
     count = sum(len(rows) for _, rows in parts)
     if limit is None and dataset.rows is not None and count != dataset.rows:
@@ -135,16 +139,19 @@ def load_questions(
             "comparable with published ones"
         )
     found: dict[str, list[Question]] = {subset: [] for subset in subsets or ("",)}
+    column = task.harness.subset_column if task.harness is not None else None
+    # a task of one's own may have the name of a suite
+    check = CHECKS.get(task.name) if task.harness is not None else None
     for part, rows in parts:
         for index in range(len(rows)):
             where, row = rows.where(index), dict(rows[index])
             check_row(row, dataset.schema, where, task.name)
-            subset = part
-            if subset is None:
-                column = task.harness.subset_column if task.harness is not None else None
+            if part is not None:
+                subset = part
+            else:
                 subset = "" if column is None else _one_of(row.get(column), subsets, column, where)
-            if task.harness is not None and task.name in CHECKS:
-                CHECKS[task.name](row, where, subset)
+            if check is not None:
+                check(row, where, subset)
             members = found[subset]
             name = f"{subset}/{len(members)}" if subsets else str(len(members))
             members.append(dataclasses.replace(_question(task, row, where, name), subset=subset))
@@ -168,15 +175,16 @@ def _parts(
     """The rows of a task and what they are called; in parts with the subset of each, or None where a column names it."""
     subsets: tuple[str, ...] = task.harness.subsets if task.harness is not None else ()
     if isinstance(local, Path) and local.is_dir():
-        files = [path for path in sorted(local.iterdir()) if path.suffix in FILE_SUFFIXES]
-        for path in files:
-            if path.stem not in subsets:
-                raise DataError(
-                    f"{path} is no subset of {task.name}{nearest(path.stem, subsets)}; name files by subset"
-                )
+        # `path.stem` of "snarks.jsonl.gz" would keep the ".jsonl"
+        files = {
+            path: path.name.partition(".")[0] for path in sorted(local.iterdir()) if path.name.endswith(FILE_SUFFIXES)
+        }
+        for path, stem in files.items():
+            if stem not in subsets:
+                raise DataError(f"{path} is no subset of {task.name}{nearest(stem, subsets)}; name files by subset")
         if not files:
             raise DataError(f"{task.name}: the folder {local} holds no file; {_local_help(task)}")
-        return [(path.stem, load_rows(path)) for path in files], str(local)
+        return [(stem, load_rows(path)) for path, stem in files.items()], str(local)
     if local is not None:
         rows = load_rows(local, limit=limit)
         return [(None, rows)], rows.source
@@ -234,7 +242,7 @@ def _local_file(task: Task, file: str | Path | None) -> Path | None:
         if inside := files_in(path, task.name):
             return inside[0]
         if task.harness is not None and task.harness.subsets:
-            return path
+            return path  # itself the folder of the subsets
         raise DataError(f"the folder {path} holds no {task.name}.jsonl (nor .json, .parquet); {_local_help(task)}")
     if not path.is_file():
         raise DataError(f"found no file {path} for {task.name}; {_local_help(task)}")
@@ -246,7 +254,8 @@ def _local_help(task: Task) -> str:
     columns = [describe_schema(schema)] if describe_schema(schema) else []
     for name, candidates in task.columns.items():
         needed = [sorted(variables(text, name)) for text in candidates]
-        # what the schema requires anyway was named already, and an id may be absent
+        # what the schema requires anyway was named already, and an id may be absent; what is left can be filled from several
+        # optional columns, of which one must be there
         if name != "id" and all(any(schema[column].endswith("?") for column in item) for item in needed):
             columns.append(f"{' or '.join(' and '.join(item) for item in needed)} (for the {name})")
     return (
@@ -329,8 +338,8 @@ def _one_of(value: Any, known: Sequence[str], column: str, where: str) -> str:
 
 def _mmlu_pro(row: dict[str, Any], where: str, _: str) -> None:
     options, index = row["options"], row.get("answer_index")
-    letters = "ABCDEFGHIJ"[: len(options)]
-    if not 2 <= len(options) <= 10:
+    letters = LETTERS[: len(options)]
+    if not 2 <= len(options) <= len(LETTERS):
         raise DataError(f"{where}: options has {len(options)} entries, expected 2 to 10 (A to J)")
     answer = _one_of(row["answer"], letters, "answer", where)
     if index is not None and index != letters.index(answer):

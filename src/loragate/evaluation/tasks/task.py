@@ -42,10 +42,10 @@ class Dataset:
         split: split of the hub data set.
         revision: commit of the hub data set; None follows its main branch.
         file: .jsonl, .json or .parquet file; relative to the task's file.
-        generator: what makes them (`generated.GENERATORS`).
+        generator: what makes them (`questions.GENERATORS`).
         rows: number of rows of the full set; None when it is open.
         license: as stated by the card; None when none is stated.
-        schema: column -> type (see `schema`); other columns are allowed.
+        schema: column -> type (see `columns.py`); other columns are allowed.
     """
 
     hub: str | None = None
@@ -150,6 +150,7 @@ class Task:
     def as_dict(self) -> dict[str, Any]:
         """JSON-able content, as results record it: written as YAML it is the same task again, wherever its file lies."""
         content = dataclasses.asdict(dataclasses.replace(self, path=Path()))
+        # raw as if it were false: a raw task has no system message, which its record states like any other's
         acts = acting("task", content, grader=self.grader, raw=False)
         return {name: content[name] for name in acts if name != "path"}
 
@@ -187,6 +188,7 @@ def load_task(name_or_path: str | Path) -> Task:
             "own is given as the path of its .yaml file"
         )
     content = _given(read_mapping(path))
+    # one candidate may stand without a list
     columns = content.get("columns")
     if isinstance(columns, dict):
         content["columns"] = {name: [one] if isinstance(one, str) else one for name, one in columns.items()}
@@ -219,10 +221,12 @@ def load_task(name_or_path: str | Path) -> Task:
         )
     if generation.temperature == 0 and generation.samples > 1:
         raise ConfigError(f"{path}: generation.samples is {generation.samples}, but greedy samples are all the same")
+    # names are checked now, so that a slip of the pen does not wait for the first row that takes this candidate
     for column, candidates in task.columns.items():
         for candidate in candidates:
             _check_variables(candidate, dataset.schema, f"{path}: columns.{column}")
     if is_template(task.prompt):
+        # the gold is no part of what may be asked
         _check_variables(task.prompt, {*dataset.schema, *(task.columns.keys() - {"gold"})}, f"{path}: prompt")
     return task
 

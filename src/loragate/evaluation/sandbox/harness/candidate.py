@@ -58,7 +58,7 @@ class Server:
 
     def handle(self, value):
         """The form of an object that stays here; the same object always has the same number."""
-        number = self.numbers.get(id(value))
+        number = self.numbers.get(id(value))  # an id is not used again, as `objects` keeps what it named alive
         if number is None:
             number = self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
@@ -77,11 +77,12 @@ class Server:
                 (name,) = parts
                 if name not in self.module.__dict__:
                     return ["missing"]
-                value = self.module.__dict__[name]
+                value = self.module.__dict__[name]  # not getattr: a `__getattr__` of the module would claim every name
             else:
                 value = ACTIONS[action](*(decode(part, self.object) for part in parts))
             return ["value", encode(value, self.handle)]
         except BaseException as error:
+            # built-in classes only; one of the program's own that borrows such a name is not the same object
             names = [kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind]
             return ["raised", names, describe(error), reason_of(error)]
 

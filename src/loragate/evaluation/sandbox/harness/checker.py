@@ -22,7 +22,7 @@ from loragate.evaluation.sandbox.harness.wire import (
     tell,
 )
 
-BATCH = 256
+BATCH = 256  # items of an iteration that are asked for at a time; a round trip for each would be slow
 
 
 class CandidateError(Exception):
@@ -41,6 +41,7 @@ class Channel:
     def ask(self, action, *parts):
         """Do `action` there; returns its value, or raises the exception that it raised there."""
         self.last_error = None
+        # a name is asked for as it is; all else is a value, and the handle first among them
         form = [action, *(part if action == "name" else encode(part, self._give) for part in parts)]
         send(self.descriptor, form)
         match receive(self.descriptor):
@@ -57,12 +58,13 @@ class Channel:
 
     @staticmethod
     def _exception(names, text):
+        # the most special class first, as they stand in the __mro__ there
         for name in names:
             kind = getattr(builtins, name, None) if isinstance(name, str) else None
             if isinstance(kind, type) and issubclass(kind, Exception):
                 try:
                     return kind(text)
-                except TypeError:
+                except TypeError:  # UnicodeDecodeError, say, is not made from one text
                     continue
         return CandidateError(text)
 
@@ -75,6 +77,7 @@ class Channel:
         number, kind, name = content
         if type(number) is not int or kind not in ("iterator", "callable", "object"):
             raise ValueError(number)
+        # one handle for each object, so that `is` holds here where it holds there
         if number not in self.handles:
             classes = {"iterator": IteratorHandle, "callable": CallableHandle, "object": Handle}
             self.handles[number] = classes[kind](self, number, str(name))
@@ -99,6 +102,7 @@ class Handle:
         object.__setattr__(self, "_name", name)
 
     def __getattr__(self, name):
+        # Python and its library look for these on any object (`__array__`, `__index__`, ...); the program must not answer them
         if name.startswith("__"):
             raise AttributeError(name)
         return _ask(self, "get", name)
@@ -144,7 +148,11 @@ class IteratorHandle(Handle):
 
 
 class Names(dict):
-    """Python's built-ins, and behind them the names of the program, asked for when a test first uses them."""
+    """Python's built-ins, and behind them the names of the program, asked for when a test first uses them.
+
+    As the module's `__builtins__` it is where CPython looks last; for a subclass of dict it looks by `[]`, which calls
+    `__missing__`, and takes a KeyError for a NameError.
+    """
 
     def __init__(self, channel):
         super().__init__(vars(builtins))

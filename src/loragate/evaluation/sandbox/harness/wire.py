@@ -19,8 +19,8 @@ import resource
 import signal
 import sys
 
-MAX_FRAME = 32 * 1024 * 1024
-SMALL = 2**62
+MAX_FRAME = 32 * 1024 * 1024  # bytes of a message
+SMALL = 2**62  # integers below it cross as JSON numbers
 # Built-ins that cross by name: types and functions that do nothing but compute.
 _PLAIN = (int, float, str, bool, complex, bytes, list, tuple, dict, set, frozenset, object)
 NAMED = {value: value.__name__ for value in (*_PLAIN, len, sum, min, max, abs, sorted)}
@@ -31,6 +31,7 @@ TYPES: dict = {
     frozenset: ("z", list, frozenset),
     dict: ("d", lambda value: [list(item) for item in value.items()], dict),
     collections.deque: ("q", lambda value: [list(value), value.maxlen], lambda parts: collections.deque(*parts)),
+    # only beyond SMALL; in base 16, as Python refuses to write thousands of decimal digits
     int: ("i", hex, lambda text: int(text, 16)),
     complex: ("c", lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     bytes: ("b", bytes.hex, bytes.fromhex),
@@ -138,11 +139,12 @@ def encode(value, handle):
     if kind in TYPES:
         tag, apart, _ = TYPES[kind]
         return {tag: encode(apart(value), handle)}
+    # a number of numpy's, told without importing numpy
     if kind.__module__ == "numpy" and hasattr(kind, "item") and getattr(value, "shape", None) == ():
         return encode(value.item(), handle)
     if kind in (type, type(len)) and value in NAMED:
         return {"p": NAMED[value]}
-    for base, plain in PLAIN.items():
+    for base, plain in PLAIN.items():  # bool before int is not needed: no class can be derived from it
         if isinstance(value, base):
             return encode(plain(value), handle)
     return handle(value)
@@ -165,10 +167,10 @@ def _decode(form, handle):
         return [_decode(item, handle) for item in form]
     if kind is not dict:
         return form
-    ((tag, content),) = form.items()
+    ((tag, content),) = form.items()  # a ValueError where there are more keys or none
     if tag == "h":
         return handle(content)
-    if type(content) is dict:
+    if type(content) is dict:  # no form holds another bare in its tag: {"t": {"s": ...}} would make a tuple of a set
         raise ValueError(tag)
     return READERS[tag](_decode(content, handle))
 
@@ -185,7 +187,7 @@ def confine(settings):
     _limit(resource.RLIMIT_AS, settings["memory_mb"] * megabyte)
     _limit(resource.RLIMIT_FSIZE, settings["file_mb"] * megabyte)
     _limit(resource.RLIMIT_NOFILE, 256)
-    _limit(resource.RLIMIT_CPU, int(settings["seconds"]) + 2)
+    _limit(resource.RLIMIT_CPU, int(settings["seconds"]) + 2)  # a second line: the host ends the program by wall time
     if settings["processes"] is not None:
         _limit(resource.RLIMIT_NPROC, settings["processes"])
     # A file that grows too long is then an OSError, not a death by signal.
@@ -195,7 +197,7 @@ def confine(settings):
 
 
 def _limit(which, value):
-    hard = resource.getrlimit(which)[1]
+    hard = resource.getrlimit(which)[1]  # which only root may raise
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(which, (value, value))
 
