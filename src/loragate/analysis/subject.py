@@ -77,11 +77,18 @@ class Record:
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers of one variant to one task, with their verdicts where there are any."""
+    """Answers of one variant to one task, each with its verdict, None before the evaluation graded it."""
 
     prepared: Prepared
-    samples: list[Sample]
-    grades: list[Grade] | None
+    graded: list[tuple[Sample, Grade | None]]
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for sample, _ in self.graded]
+
+    @property
+    def grades(self) -> list[Grade | None]:
+        return [grade for _, grade in self.graded]
 
     def rows(self, tokenizer: Any) -> list[Row]:
         """The answers behind their prompts."""
@@ -235,13 +242,10 @@ class Subject:
             prepared = by_name[name]
             samples, grades = evaluation.answers(variant, name, grader_for(prepared.task, grading.grader))
             first = len(prepared.prompts) if asked.limit is None else asked.limit
-            kept = [
-                at
-                for at, sample in enumerate(samples)
-                if sample.sample < count and sample.question < first and sample.token_ids
-            ]
-            verdicts = None if grades is None else [grades[at] for at in kept]
-            found.append(Answers(prepared, [samples[at] for at in kept], verdicts))
+            graded = zip(samples, grades or [None] * len(samples), strict=True)
+            # an answer without a token has nothing to read
+            kept = [(s, g) for s, g in graded if s.sample < count and s.question < first and s.token_ids]
+            found.append(Answers(prepared, kept))
         where = "" if run is None else f" stored in {folder}"
         tasks = ", ".join(answers.prepared.task.name for answers in found)
         return found, f"answers of the {of} model to {tasks}{where}, {count} per question at most"

@@ -77,8 +77,7 @@ def terms(
     name: str, rows: Sequence[RowDirections], place: slice = slice(None), seed: int = 0, draws: int = DRAWS
 ) -> Terms:
     """The terms on the gate parameters in one place of the directions, with intervals over rows."""
-    stacked = np.stack([[row.vectors[kind][place].numpy() for kind in NAMES] for row in rows])
-    flat = stacked.reshape(len(rows) * len(NAMES), -1).astype(np.float64)
+    flat = np.concatenate([row.vectors[:, place].numpy() for row in rows]).astype(np.float64)  # [N·4, P']
     gram = (flat @ flat.T).reshape(len(rows), -1)  # [N, 4·N·4], of sums over positions
     tokens = np.array([row.tokens for row in rows], dtype=np.float64)
 

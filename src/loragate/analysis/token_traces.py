@@ -62,8 +62,8 @@ def diagnose_tokens(subject: Subject, settings: DiagnoseSettings) -> dict[str, A
     for of in STREAMS:
         for one in subject.answers(of, replace(settings, answers=1))[0]:
             name, questions = one.prepared.task.name, one.prepared.questions.questions
-            for place, sample in enumerate(one.samples):
-                at, grade = sample.question, one.grades[place] if one.grades else None
+            for sample, grade in one.graded:
+                at = sample.question
                 if at < limit:
                     item = questions[at]
                     whole = Question(f"{name}/{item.id}", one.prepared.prompts[at], str(item.gold), [])
