@@ -16,7 +16,11 @@ from loragate.files import write_json
 from loragate.records import read, to_json
 from tiny import tiny_adapter, tiny_gated, tiny_rows, tiny_tokenizer
 
-ABOUT = About("now", {}, "rows", 0, {}, {}, 1.0)
+
+def record_of(rows=0, tokens=0, classes=(), distribution=None):
+    about = About("now", {}, "rows", 0, {}, {}, 1.0)
+    found = {"rows": rows, "tokens": tokens, "classes": classes, "distribution": distribution}
+    return EntropyRecord(about=about, conclusion=("nothing",), interventions=(), **found)
 
 
 def encoded(count=6):
@@ -62,7 +66,8 @@ def test_table_and_tokens(tmp_path):
     assert {row.name for row in table[1:]} == {"mixed", "end"}, "the tokens of the test are w0, w1, …"
     histogram = distribution(found.delta)
     assert sum(histogram.counts) == len(found.delta)
-    assert "raises the entropy" in conclude(table, ())[0] or "lowers the entropy" in conclude(table, ())[0]
+    said = conclude(record_of(rows=len(rows), tokens=len(found.token_ids), classes=table, distribution=histogram))[0]
+    assert "raises the entropy" in said or "lowers the entropy" in said
     write_tokens(tmp_path / "tokens.jsonl", tokenizer, rows, found, classes)
     lines = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
     assert len(lines) == len(rows)
@@ -73,8 +78,7 @@ def test_table_and_tokens(tmp_path):
 
 def test_records_are_read_strictly(tmp_path):
     path = tmp_path / "entropy.json"
-    empty = {"rows": 0, "tokens": 0, "classes": (), "distribution": None, "interventions": ()}
-    record = EntropyRecord(about=ABOUT, conclusion=("nothing",), **empty)
+    record = record_of()
     write_json(path, to_json(record))
     assert read(EntropyRecord, path, "run it again") == record
     plain = json.loads(path.read_text())

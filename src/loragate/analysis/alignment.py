@@ -139,7 +139,7 @@ def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> Alignmen
         updates=tuple(updates),
         coordinates=agreements(sums, seed),
     )
-    return subject.keep(replace(record, conclusion=conclude(record)), "alignment")
+    return subject.keep(record, "alignment", conclude)
 
 
 def training_points(model: Any, checkpoints: str) -> dict[str, dict[str, Tensor]]:

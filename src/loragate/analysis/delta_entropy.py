@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from loragate.analysis.interventions import InterventionRow, in_points
-from loragate.analysis.rows import CLASSES, Interval, Reader, Row, TokenClasses, answer_rows, ratio, unheard
+from loragate.analysis.rows import CLASSES, Histogram, Interval, Reader, Row, TokenClasses, answer_rows, ratio, unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import Record, Subject
 from loragate.analysis.supplied import SIGNS, Sign, suppressing, switched_off
@@ -76,14 +76,6 @@ class ClassEntropy:
     base: Interval
     adapter: Interval
     gated: Interval | None = None
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Counts between consecutive edges; what lies outside is counted in the first and last bin."""
-
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -152,9 +144,8 @@ def diagnose_entropy(subject: Subject, settings: DiagnoseSettings) -> EntropyRec
         classes=table,
         distribution=histogram,
         interventions=suppressed,
-        conclusion=conclude(table, suppressed),
     )
-    return subject.keep(record, "entropy")
+    return subject.keep(record, "entropy", conclude)
 
 
 def _intervene(subject: Subject, signs: Sequence[str]) -> tuple[SuppressedRow, ...]:
@@ -229,8 +220,7 @@ def distribution(delta: np.ndarray) -> Histogram:
     """Histogram over equal bins symmetric around 0; what lies beyond the 1 % and 99 % quantiles is in the outer ones."""
     reach = max(1e-6, *np.abs(np.quantile(delta, (0.01, 0.99))))
     edges = np.linspace(-reach, reach, BINS + 1)
-    counts = np.histogram(np.clip(delta, -reach, reach), edges)[0]
-    return Histogram(tuple(edges.tolist()), tuple(counts.tolist()))
+    return Histogram.of(edges, np.histogram(np.clip(delta, -reach, reach), edges)[0])
 
 
 def write_tokens(path: Path, tokenizer: Any, rows: Sequence[Row], found: TokenEntropies, classes: TokenClasses) -> None:
@@ -256,18 +246,18 @@ def write_tokens(path: Path, tokenizer: Any, rows: Sequence[Row], found: TokenEn
     write_text(path, "".join(line + "\n" for line in lines))
 
 
-def conclude(classes: Sequence[ClassEntropy], interventions: Sequence[SuppressedRow]) -> tuple[str, ...]:
+def conclude(record: EntropyRecord) -> tuple[str, ...]:
     """What was found, in sentences."""
     text = []
-    if classes:
-        total = classes[0]
+    if record.classes:
+        total, *classes = record.classes
         moves = "raises" if total.delta.mean > 0 else "lowers"
         text.append(
             f"The adapter {moves} the entropy by {abs(total.delta.mean):.3f} nats per token on average "
             f"({total.base.mean:.3f} in the base, {total.adapter.mean:.3f} with it): ΔH is positive at "
             f"{100 * total.positive.mean:.1f} % and negative at {100 * total.negative.mean:.1f} % of {total.tokens:,} tokens."
         )
-        known = [row for row in classes[1:] if row.tokens >= max(20, 0.005 * total.tokens)]
+        known = [row for row in classes if row.tokens >= max(20, 0.005 * total.tokens)]
         if len(known) > 1:
             top, low = max(known, key=lambda row: row.delta.mean), min(known, key=lambda row: row.delta.mean)
             text.append(
@@ -276,7 +266,7 @@ def conclude(classes: Sequence[ClassEntropy], interventions: Sequence[Suppressed
             )
         if total.gated is not None:
             text.append(f"With the gates the entropy of these tokens is {total.gated.mean:.3f} nats.")
-    for row in interventions:
+    for row in record.interventions:
         text.append(
             f"{row.task}: switching the delta off where ΔH is {row.name.split()[-1]} ({100 * row.suppressed:.0f} % of the "
             f"generated tokens) scores {percent(row.score.mean)} %, {in_points(row.difference)} against the adapter "

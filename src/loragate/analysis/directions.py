@@ -133,7 +133,9 @@ def row_directions(reader: Reader, case: Case, k: int) -> RowDirections:
     return RowDirections(torch.stack(vectors), len(states), best)
 
 
-def pulled_back(outputs: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+def pulled_back(
+    outputs: Tensor, inputs: Sequence[Tensor], grads: Tensor | Sequence[Tensor]
+) -> list[tuple[Tensor, ...]]:
     """The gradients of `inputs` for each gradient of `outputs`: zeros for one that played no part, such as an idle expert's.
 
     The graph is freed with the last, so that no two graphs of a body are held at once.

@@ -84,15 +84,10 @@ def diagnose_interventions(subject: Subject, settings: DiagnoseSettings) -> Inte
     names = [name for name in chosen if name != "off"]
     rows = [Variant("gated", name, override=name) for name in names]
     record = subject.evaluate([Variant("adapter"), Variant("base"), Variant("gated"), *rows], {"interventions": chosen})
-    compared = rows_of(record, names)
     tasks = ", ".join(info.name for info in record.tasks)
-    found = InterventionsRecord(
-        about=subject.about(f"tasks {tasks}", settings, "interventions limit samples"),
-        rows=compared,
-        left_out=tuple(left_out),
-        conclusion=conclude(compared, left_out),
-    )
-    return subject.keep(found, "interventions")
+    about = subject.about(f"tasks {tasks}", settings, "interventions limit samples")
+    found = InterventionsRecord(about=about, rows=rows_of(record, names), left_out=tuple(left_out))
+    return subject.keep(found, "interventions", conclude)
 
 
 def choose(text: str, config: GateConfig) -> tuple[list[str], list[str]]:
@@ -143,11 +138,11 @@ def rows_of(record: EvaluationRecord, interventions: Sequence[str]) -> tuple[Int
     )
 
 
-def conclude(rows: Sequence[InterventionRow], left_out: Sequence[str]) -> tuple[str, ...]:
+def conclude(record: InterventionsRecord) -> tuple[str, ...]:
     """What the interventions show, in sentences."""
     text = []
-    for task in dict.fromkeys(row.task for row in rows):
-        asked = [row for row in rows if row.task == task]
+    for task in dict.fromkeys(row.task for row in record.rows):
+        asked = [row for row in record.rows if row.task == task]
         for row in (row for row in asked if row.name in TAKEN):
             says = {"better": "hurts", "worse": "helps"}.get(row.verdict or "", "makes no difference that can be shown")
             text.append(
@@ -156,8 +151,8 @@ def conclude(rows: Sequence[InterventionRow], left_out: Sequence[str]) -> tuple[
             )
         best = max(asked, key=lambda row: row.score.mean)
         text.append(f"{task}: the highest score is {percent(best.score.mean)} %, of {best.name}.")
-    if left_out:
-        text.append("Not run, as they can change nothing: " + "; ".join(left_out) + ".")
+    if record.left_out:
+        text.append("Not run, as they can change nothing: " + "; ".join(record.left_out) + ".")
     return tuple(text)
 
 

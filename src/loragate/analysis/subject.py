@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,7 @@ from loragate.files import write_json
 from loragate.generation import Sample, TransformersEngine
 from loragate.models import Loaded, resolve
 
-R = TypeVar("R", bound="Record | dict[str, Any]")
+R = TypeVar("R", bound="Record")
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Subject:
             prepared = by_name[name]
             samples, grades = evaluation.answers(variant, name, grader_for(prepared.task, grading.grader))
             first = len(prepared.prompts) if asked.limit is None else asked.limit
-            graded = zip(samples, grades or [None] * len(samples), strict=True)
+            graded = zip(samples, [None] * len(samples) if grades is None else grades, strict=True)
             # an answer without a token has nothing to read
             kept = [(s, g) for s, g in graded if s.sample < count and s.question < first and s.token_ids]
             found.append(Answers(prepared, kept))
@@ -251,7 +251,7 @@ class Subject:
         return found, f"answers of the {of} model to {tasks}{where}, {count} per question at most"
 
     def about(self, source: str, settings: DiagnoseSettings, names: str) -> About:
-        """`About` of a diagnosis that is ending, with the settings of these names (some are the tasks') as text."""
+        """`About` of a diagnosis, with the settings of these names (some are the tasks') as text; `keep` tells its time."""
         return About(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             models=dict(self.loaded.sources),
@@ -262,10 +262,12 @@ class Subject:
                 for name in names.split()
             },
             versions=records.package_versions(),
-            seconds=round(time.monotonic() - self.began, 3),
+            seconds=0.0,
         )
 
-    def keep(self, record: R, name: str) -> R:
-        """The record, written as `name`.json into the folder."""
+    def keep(self, record: R, name: str, conclude: Callable[[R], tuple[str, ...]]) -> R:
+        """The record with its conclusion and the time that it took, written as `name`.json into the folder."""
+        about = replace(record.about, seconds=round(time.monotonic() - self.began, 3))
+        record = replace(record, about=about, conclusion=conclude(record))
         write_json(self.folder / f"{name}.json", records.to_json(record))
         return record

@@ -20,6 +20,7 @@ from loragate.analysis.subject import Subject
 from loragate.errors import ConfigError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.variants import Kind, Variant, acting
+from loragate.files import write_json
 from loragate.gates import attached_config, trace_gates
 from loragate.gates.attach import gate_modules
 from loragate.generation import OnProgress, Sample
@@ -78,7 +79,8 @@ def diagnose_tokens(subject: Subject, settings: DiagnoseSettings) -> dict[str, A
             max_tokens=min(settings.max_length, MAX_TOKENS),
             on_progress=on_progress,
         )
-    return subject.keep(record, "tokens")
+    write_json(subject.folder / "tokens.json", record)
+    return record
 
 
 def trace_answers(

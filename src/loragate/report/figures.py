@@ -8,7 +8,6 @@ when a figure is drawn, and its figures are used without pyplot: neither a displ
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
@@ -143,19 +142,25 @@ def column_chart(edges: Sequence[float], counts: Sequence[float], label: str, to
         grid(axes, "y")
 
 
-def lambda_map(stats: Mapping[str, Mapping[str, float]], to: Target) -> None:
+def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
     """Draw the mean λ of every module, layer by kind, and beside it the shares of λ below 0, from 0 to 1 and above 1.
 
-    `stats` is {module path: {"mean", "below_zero", "zero_to_one", "above_one"}}. Modules that share layer and kind, such as
-    experts, are averaged, and so are the shares over the modules of a layer. The colours are centred at 1, where a gate leaves
-    the adapter as it was.
+    `modules` are those of a record of `loragate diagnose gates`. Those that share layer and kind, such as experts, are averaged,
+    and so are the shares over the modules of a layer; one that saw no token is left out. The colours are centred at 1, where a
+    gate leaves the adapter as it was.
     """
     from matplotlib.colors import Normalize
 
-    layers, kinds, cells = by_place(stats)
+    cells: dict[tuple[int | None, str], list[Mapping[str, float]]] = {}
+    for item in modules:
+        if item["all"]["count"]:
+            cells.setdefault((item["layer"], item["type"]), []).append(item["all"])
+    layers = sorted({layer for layer, _ in cells}, key=lambda layer: (layer is None, layer))
+    order = {kind: place for place, kind in enumerate(MODULES)}
+    kinds = sorted(dict.fromkeys(kind for _, kind in cells), key=lambda kind: order.get(kind, len(MODULES)))
     means = np.full((len(layers), len(kinds)), np.nan)
-    for (layer, kind), modules in cells.items():
-        means[layers.index(layer), kinds.index(kind)] = np.mean([values["mean"] for values in modules])
+    for (layer, kind), group in cells.items():
+        means[layers.index(layer), kinds.index(kind)] = np.mean([one["mean"] for one in group])
     reach = max(0.1, float(np.nanmax(np.abs(means - 1))))
 
     size = 4.6 + 0.82 * len(kinds), 1.9 + 0.36 * max(len(layers), 3)
@@ -234,28 +239,3 @@ def share_bars(axes: Axes, shares: Sequence[Mapping[str, Any]], what: str) -> li
     axes.set_xlim(0, 100)
     axes.set_xlabel(what)
     return bars
-
-
-Stats = Mapping[str, float]
-
-
-def by_place(
-    stats: Mapping[str, Stats],
-) -> tuple[list[int | None], list[str], dict[tuple[int | None, str], list[Stats]]]:
-    """(layers, kinds, {(layer, kind): statistics}) of {module path: statistics}, in the order in which they are drawn.
-
-    The layer is the first whole number in the path, None where there is none, and the kind its last component.
-    """
-    cells: dict[tuple[int | None, str], list[Stats]] = {}
-    for path, values in stats.items():
-        number = re.search(r"(?<![^.])\d+(?![^.])", path)
-        cells.setdefault((int(number[0]) if number else None, path.rsplit(".", 1)[-1]), []).append(values)
-    layers = sorted({layer for layer, _ in cells}, key=lambda layer: (layer is None, layer))
-    order = {kind: place for place, kind in enumerate(MODULES)}
-    kinds = sorted(dict.fromkeys(kind for _, kind in cells), key=lambda kind: order.get(kind, len(MODULES)))
-    return layers, kinds, cells
-
-
-def module_gates(record: Mapping[str, Any]) -> dict[str, Stats]:
-    """{module path: statistics} of a record of `loragate diagnose gates`, as `lambda_map` draws them."""
-    return {item["module"]: item["all"] for item in record["modules"] if item["all"]["count"]}
