@@ -26,7 +26,7 @@ from loragate.errors import ConfigError
 from loragate.evaluation.prepared import read_questions
 from loragate.evaluation.variants import Kind, Variant, acting
 from loragate.files import write_text
-from loragate.generation import OnProgress, read_samples
+from loragate.generation import OnProgress, TransformersEngine, read_samples
 from loragate.validate import comma_list
 
 BINS = 41
@@ -157,19 +157,21 @@ def _intervene(subject: Subject, signs: Sequence[str]) -> tuple[SuppressedRow, .
     gated = [Variant("gated")] if subject.loaded.kind == "gated" else []
     variants = [Variant("adapter"), Variant("base"), *gated, *(Variant("adapter", sign) for sign in signs)]
 
+    model, tokenizer = subject.loaded.model, subject.loaded.tokenizer
+
     @contextmanager
-    def acting_as(variant: Variant) -> Iterator[None]:
+    def engine_for(variant: Variant) -> Iterator[TransformersEngine]:
         sign: Any = variant.control
-        with subject.acting(variant.acts), suppressing(subject.loaded.model, sign) if sign else nullcontext():
-            yield
+        with subject.acting(variant.acts), suppressing(model, sign) if sign else nullcontext():
+            yield TransformersEngine(model, tokenizer, batch_size=subject.batch_size)
 
     rows = []
-    for one in subject.evaluate(variants, {}, acting_as).results:
-        if one.control is not None:
+    for one in subject.evaluate(variants, {}, engine_for).results:
+        if one.control is not None:  # the sign of ΔH; base, adapter and gates are in results.json
             place = subject.folder / "samples" / Variant("adapter", one.control).slug / f"{one.task}.jsonl"
             kept = [sample for sample in read_samples(place) if sample.sample < SHARE_ANSWERS and sample.token_ids]
             prompts = [question.prompt for question in read_questions(subject.folder, one.task)]
-            read = answer_rows(subject.loaded.tokenizer, prompts, kept)
+            read = answer_rows(tokenizer, prompts, kept)
             with subject.job(f"reading the answers of {one.name} to {one.task} again"):
                 delta = measure(subject.reader, subject.loaded.kind, read, subject.batch_size).delta
             share = float(switched_off(cast(Sign, one.control), torch.from_numpy(delta)).double().mean())
@@ -186,7 +188,7 @@ def measure(
     parts: dict[str, list[np.ndarray]] = {name: [] for name in streams}
     where, ids = [], []
     for batch, rows_T, ids_T in reader.batches(rows, batch_size, on_progress):
-        for name in streams:
+        for name in streams:  # one model in memory, read as each in turn
             with acting(reader.model, Variant(name), kind):
                 found = reader.read(batch)
             parts[name].append(torch.stack([found.entropy, found.log_prob]).double().cpu().numpy())
@@ -209,8 +211,9 @@ def by_class(found: TokenEntropies, classes: TokenClasses, seed: int = 0) -> tup
     table = []
     for name in (ALL, *CLASSES):
         chosen = np.ones(len(kinds), dtype=bool) if name == ALL else kinds == CLASSES.index(name)
-        if not chosen.any():
+        if not chosen.any():  # a ratio over no token
             continue
+        # in the order of the fields of `ClassEntropy`; without gates there is no third entropy
         each = (delta, (delta < 0).astype(float), (delta > 0).astype(float), *found.entropy.values())
         table.append(ClassEntropy(name, int(chosen.sum()), *(interval(values, chosen) for values in each)))
     return tuple(table)
@@ -226,7 +229,9 @@ def distribution(delta: np.ndarray) -> Histogram:
 def write_tokens(path: Path, tokenizer: Any, rows: Sequence[Row], found: TokenEntropies, classes: TokenClasses) -> None:
     """One JSON object per row: its response tokens with ΔH, entropies and log-probabilities, for later display."""
     lines = []
-    ends = np.searchsorted(found.rows, np.arange(len(rows) + 1))
+    ends = np.searchsorted(
+        found.rows, np.arange(len(rows) + 1)
+    )  # tokens lie row after row: where each begins, and the end
     for index, row in enumerate(rows):
         at = slice(ends[index], ends[index + 1])
         ids = found.token_ids[at].tolist()

@@ -25,6 +25,7 @@ from loragate.gates import GateConfig
 from loragate.gates.override_names import parse_override
 from loragate.gates.schema import read_gate_config
 from loragate.gates.signed_map import Override
+from loragate.validate import comma_list
 
 PAPER = ("noreverse", "noextrapolate", "unit", "off")
 # what an intervention takes away, in words
@@ -96,7 +97,7 @@ def choose(text: str, config: GateConfig) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: for an unknown name, one given twice, or one asked for by name that cannot change any λ.
     """
-    names = [part.strip() for part in text.split(",") if part.strip()]
+    names = comma_list(text)
     chosen: list[str] = []
     left_out: list[str] = []
     for name in names or PAPER:

@@ -3,6 +3,8 @@
 An answer is read again with the gated model, and every λ that took part in choosing one of its tokens is counted: the λ
 of all modules at the position whose logits the token was drawn from. Teacher-forced λ are those of the generation up to
 rounding. Shares follow the paper's table, as `loragate.gates.recording` counts them.
+
+Shapes: M modules, T counted tokens of a batch, C token classes, X sums of `loragate.gates.recording.STATISTICS`.
 """
 
 from __future__ import annotations
@@ -101,7 +103,9 @@ def read_gates(
         # modules that see routed tokens (experts) have no λ per position
         whole = {path: one[0] for path, one in traced.items() if one and one[0].shape == batch["input_ids"].shape}
         mask = counted(batch).cpu()
+        # λ at a position acts on the logits of the token after it, so that the last position of all has none to choose
         lam_MT = torch.stack([values[:, :-1][mask] for values in whole.values()]).double()
+        # [X, M, T] @ [T, C], one-hot: sums by class, then [M, C, X]
         member_TC = (classes.indices(ids_T)[:, None] == np.arange(len(CLASSES))).astype(np.float64)
         sums = sums + np.moveaxis(torch.stack(regions(lam_MT, bounds)).numpy() @ member_TC, 0, -1)
         bins = bins + np.histogram(lam_MT.clamp(bounds.lower, bounds.upper).numpy(), edges)[0]

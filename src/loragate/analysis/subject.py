@@ -32,8 +32,9 @@ from loragate.evaluation.session import Request, Session, require_run_folder
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import Kind, Variant, acting
 from loragate.files import write_json
-from loragate.generation import Sample, TransformersEngine
+from loragate.generation import Sample
 from loragate.models import Loaded, resolve
+from loragate.validate import comma_list
 
 R = TypeVar("R", bound="Record")
 
@@ -139,6 +140,7 @@ class Subject:
             drawing: whether answers to the tasks are drawn now, if any is named.
         """
         drawing = drawing and self.has_tasks
+        # what can be refused without the model is refused before its weights are loaded
         if self.request.resume and not drawing:
             raise ConfigError("--resume goes on with sampling, and no task was named; run the command without it")
         if drawing:
@@ -198,25 +200,18 @@ class Subject:
         self,
         variants: Sequence[Variant],
         identity: dict[str, Any],
-        acting_as: Callable[[Variant], AbstractContextManager[None]] | None = None,
+        engine_for: EngineFor | None = None,
     ) -> EvaluationRecord:
         """Score rows of our own on the tasks; the whole evaluation lies in the folder, its record in results.json.
 
         Args:
             identity: what a resumed run must share beside the evaluation's own.
-            acting_as: (variant) -> context in which the model in memory is that row; None for rows that the engine can be.
+            engine_for: (variant) -> context with an engine that answers as it; None for rows that the request's engine can be.
         """
         with self.job("reading the questions"):
             session = Session(self.request, self.tasks, self.loaded)
         evaluation = session.evaluation(variants, kind=self.loaded.kind, diagnose=identity)
-
-        @contextmanager
-        def under(variant: Variant) -> Iterator[TransformersEngine]:
-            assert acting_as is not None
-            with acting_as(variant):
-                yield TransformersEngine(self.loaded.model, self.loaded.tokenizer, batch_size=self.batch_size)
-
-        return self.score(session, evaluation, None if acting_as is None else under)
+        return self.score(session, evaluation, engine_for)
 
     def answers(self, of: Kind, settings: DiagnoseSettings) -> tuple[list[Answers], str]:
         """(answers of base, adapter or gates by task, where they come from): stored ones of a run, or drawn now.
@@ -233,7 +228,7 @@ class Subject:
         if run is not None and of == "gated" and theirs != here:
             self.say(f"note: the answers in {folder} were given by {theirs}; the gates read here are {here}")
         by_name = {one.task.name: one for one in evaluation.tasks if one.task.harness is None}
-        names = [name.strip() for name in asked.tasks.split(",") if name.strip()] if run is not None else []
+        names = comma_list(asked.tasks) if run is not None else []
         for name in names:
             if name not in by_name:
                 raise ConfigError(f"--tasks {name}: the run holds {', '.join(by_name)}{nearest(name, by_name)}")

@@ -82,12 +82,17 @@ def terms(
     tokens = np.array([row.tokens for row in rows], dtype=np.float64)
 
     def means(weights_WN: Array) -> Array:
-        """Inner products of the mean directions, [W, 4, 4], for rows counted so often."""
+        """Inner products of the mean directions, [W, 4, 4], for rows counted so often.
+
+        The mean of direction i is Σ_n w_n v_ni / Σ_n w_n tokens_n, and so ⟨i, j⟩ = Σ_nm w_n w_m ⟨v_ni, v_mj⟩ over that squared:
+        drawing rows again needs the inner products alone, not vectors of the length of all gates.
+        """
         left = (weights_WN @ gram).reshape(-1, len(NAMES), len(rows), len(NAMES))
         products: Array = np.einsum("dinj,dn->dij", left, weights_WN)
         return products / (weights_WN @ tokens)[:, None, None] ** 2
 
     point = means(np.ones((1, len(rows))))[0]
+    # one row drawn again and again is the same row: no interval
     drawn = means(row_weights(len(rows), draws if len(rows) > 1 else 0, seed))
     return Terms(
         name=name,
@@ -110,6 +115,7 @@ def condition(point: Array, drawn: Array, entropy: int, value: int) -> Condition
     with np.errstate(invalid="ignore", divide="ignore"):
         cosines = drawn[:, entropy, value] / np.sqrt(drawn[:, entropy, entropy] * drawn[:, value, value])
     low, high = percentiles(cosines)
+    # ρ falls as the cosine rises, so that its low end comes from the cosine's high one
     rho_low, rho_high = (None, None) if low is None or high is None else (smallest_rho(high), smallest_rho(low))
     return Condition(
         entropy_norm=norms[0],

@@ -121,7 +121,8 @@ def trace_answers(
                     # of the positions that chose the tokens, [T, V]
                     logits = peft_model(input_ids=tokens, logits_to_keep=len(ids) + 1).logits[0, :-1]
                 log_p[stream] = torch.log_softmax(logits.float(), -1)
-            # of the gates, the last stream; the λ that made position t stands before it, where its token was chosen
+            # `traced` is of the last stream, the gates; the λ that chose a token stand at the position before it, so the T answer
+            # tokens have those from the prompt's last token to the answer's last but one
             lam_MT = torch.stack([traced[path][0].reshape(-1)[-len(ids) - 1 : -1] for path in modules])
             share_MT = (lam_MT - bounds.lower) / (bounds.upper - bounds.lower)
             answers.append(_record(tokenizer, answer, ids, log_p, share_MT))
@@ -143,6 +144,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     A token that ends inside a character adds nothing by itself; its own decoding is shown instead.
     """
     texts, before = [], ""
+    # a tokenizer may join or drop spaces between tokens, so each is read as what the whole text gains by it
     for count in range(1, len(ids) + 1):
         now = tokenizer.decode(list(ids[:count]), clean_up_tokenization_spaces=False)
         whole = now.startswith(before) and not now.endswith("\ufffd")
