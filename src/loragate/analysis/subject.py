@@ -217,7 +217,7 @@ class Subject:
         """(answers of base, adapter or gates by task, where they come from): stored ones of a run, or drawn now.
 
         Raises:
-            ConfigError: for tasks that the run does not hold.
+            ConfigError: for a run without answers, and for tasks that it does not hold.
         """
         variant, count, run = Variant(of), settings.answers, Path(settings.run) if settings.run else None
         if run is None:
@@ -229,6 +229,8 @@ class Subject:
             self.say(f"note: the answers in {folder} were given by {theirs}; the gates read here are {here}")
         by_name = {one.task.name: one for one in evaluation.tasks if one.task.harness is None}
         names = comma_list(asked.tasks) if run is not None else []
+        if not by_name:
+            raise ConfigError(f"{folder} holds no answers to read: those of lm-evaluation-harness are not kept")
         for name in names:
             if name not in by_name:
                 raise ConfigError(f"--tasks {name}: the run holds {', '.join(by_name)}{nearest(name, by_name)}")

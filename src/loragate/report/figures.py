@@ -205,11 +205,12 @@ def drawn(to: Target, width: float, height: float, style: Any = None) -> Iterato
     kind = "svg" if isinstance(to, StringIO) else Path(to).suffix.lower().lstrip(".")
     if kind not in KINDS:
         raise ConfigError(f"A figure cannot be written to {to}: give a file name that ends in .png, .svg or .pdf.")
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)  # equal data give equal files
     with rc_context({**STYLE, **(ON_PAGE if isinstance(to, StringIO) else {}), **(style or {})}):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
+        # still under the style: matplotlib reads it when it writes
         if isinstance(to, StringIO):
             figure.savefig(to, format=kind, metadata=metadata)
         else:
