@@ -166,6 +166,7 @@ def starting_point(model: Any) -> dict[str, Tensor]:
     """The gate parameters as `attach_gates` makes them: the deterministic perturbation that training starts from."""
     found: dict[str, Tensor] = {}
     for path, gate in gate_modules(model).items():
+        # a gate's first values follow from its seed and path alone, so that no file of the start is needed
         fresh = SignedGate(0 if gate.weight is None else gate.weight.numel(), gate.config, path)
         if gate.config.granularity == "global":
             return {GLOBAL_BIAS: fresh.bias.detach()}

@@ -32,11 +32,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loragate.analysis.rows import CHUNK, CLASSES, Interval, OnProgress, Reader, TokenClasses, ratio, unheard
+from loragate.analysis.rows import CHUNK, CLASSES, Interval, Reader, TokenClasses, ratio, unheard
 from loragate.analysis.supplied import supplied_coefficients
 from loragate.analysis.task_values import ActionValues, Case
 from loragate.gates import gate_parameters
 from loragate.gates.attach import GLOBAL_BIAS, gate_modules
+from loragate.generation import OnProgress
 from loragate.losses.entropy import support_size
 
 NAMES = ("entropy_semi", "entropy", "value_topk", "value")

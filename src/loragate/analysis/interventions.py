@@ -127,6 +127,7 @@ def rows_of(record: EvaluationRecord, interventions: Sequence[str]) -> tuple[Int
     wanted = {"adapter", "base", "gated", *(f"gated {name}" for name in interventions)}
     results = [result for result in record.results if result.name in wanted]
     others = [result for result in results if result.name != "gated"]
+    # the evaluation's own comparisons are with the adapter; these are with the gates, [Q, 1] each, one mean a question
     scores = {(r.name, r.task): np.array(r.question_scores)[:, None] for r in results}
     differences = [compare(scores[r.name, r.task], scores["gated", r.task]) for r in others]
     shown: dict[tuple[str, str], tuple[Difference, float, Verdict]] = {}

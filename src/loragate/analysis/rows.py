@@ -186,7 +186,7 @@ def ratio(numerators: ArrayLike, denominators: ArrayLike, seed: int = 0) -> Inte
     """
     top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     mean = float(top.sum() / bottom.sum())
-    if (bottom != 0).sum() < 2:
+    if (bottom != 0).sum() < 2:  # drawn again, one row gives the same ratio each time
         return Interval(mean, None, None)
     weights = row_weights(len(top), seed=seed)
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from loragate import records
-from loragate.analysis.rows import OnProgress, Reader, Row, TokenClasses, answer_rows, unheard
+from loragate.analysis.rows import Reader, Row, TokenClasses, answer_rows, unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, nearest
@@ -32,7 +32,7 @@ from loragate.evaluation.session import Request, Session, require_run_folder
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import Kind, Variant, acting
 from loragate.files import write_json
-from loragate.generation import Sample
+from loragate.generation import OnProgress, Sample
 from loragate.models import Loaded, resolve
 from loragate.validate import comma_list
 

@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loragate.analysis.rows import OnProgress, Reader, Row, unheard
+from loragate.analysis.rows import Reader, Row, unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import Answers, Subject
 from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.judging import grader_for, judge
 from loragate.evaluation.variants import Kind
-from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.generation import OnProgress, Sample, SamplingConfig, TransformersEngine
 
 ROWS = 48
 

@@ -79,7 +79,7 @@ def accuracy_bars(lines: Sequence[Line], to: Target) -> None:
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
             )
         axes.set_yticks(range(len(lines)), [line.name for line in lines])
-        axes.set_ylim(len(lines) - 0.4, -0.6)
+        axes.set_ylim(len(lines) - 0.4, -0.6)  # the first line on top
         axes.set_xlim(0, 110)  # room for the value beside a full bar
         axes.set_xticks(range(0, 101, 20))
         axes.tick_params(axis="y", length=0)
@@ -158,7 +158,7 @@ def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
     layers = sorted({layer for layer, _ in cells}, key=lambda layer: (layer is None, layer))
     order = {kind: place for place, kind in enumerate(MODULES)}
     kinds = sorted(dict.fromkeys(kind for _, kind in cells), key=lambda kind: order.get(kind, len(MODULES)))
-    means = np.full((len(layers), len(kinds)), np.nan)
+    means = np.full((len(layers), len(kinds)), np.nan)  # NaN: no such module, the hatched ground shows
     for (layer, kind), group in cells.items():
         means[layers.index(layer), kinds.index(kind)] = np.mean([one["mean"] for one in group])
     reach = max(0.1, float(np.nanmax(np.abs(means - 1))))
@@ -170,8 +170,8 @@ def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
         image = left.imshow(means, cmap="PuOr_r", norm=Normalize(1 - reach, 1 + reach), aspect="auto")
         for (row, column), mean in np.ndenumerate(means):
             if not np.isnan(mean):
-                ink = "white" if abs(mean - 1) > 0.55 * reach else "black"
-                text = f"{round(float(mean), 2) + 0.0:.2f}".replace("-", "−")
+                ink = "white" if abs(mean - 1) > 0.55 * reach else "black"  # on the dark ends of the colours
+                text = f"{round(float(mean), 2) + 0.0:.2f}".replace("-", "−")  # + 0.0 makes −0.0 a 0
                 left.text(column, row, text, ha="center", va="center", color=ink, fontsize=9)
         left.set_xticks(range(len(kinds)), kinds, rotation=35, ha="right", rotation_mode="anchor")
         left.set_yticks(range(len(layers)), ["–" if layer is None else str(layer) for layer in layers])
