@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -111,10 +112,8 @@ def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> Alignmen
     at_points: list[Terms] = []
     updates: list[Update] = []
     before: Place | None = None
-    for (
-        name,
-        point,
-    ) in points.items():  # the gates as they are come last: they stay for what follows, and so do their rows
+    # the gates as they are come last, so that the model is left with them and `rows` are theirs
+    for name, point in points.items():
         _set(parameters, point)
         with subject.job(f"directions at {name}", len(cases)) as on_progress:
             rows = by_group(cases, lambda case: row_directions(reader, case, k), on_progress)
@@ -175,11 +174,21 @@ def starting_point(model: Any) -> dict[str, Tensor]:
 
 
 def read_checkpoints(folder: Path, now: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """{"step 100": gate parameters} of a calibration's folder; a ConfigError for none, or those of other gates than `now`."""
+    """{"step 100": gate parameters} of a calibration's folder.
+
+    Raises:
+        ConfigError: for none, one that was not written to its end, and those of other gates than `now`.
+    """
     like = {name: parameter.shape for name, parameter in now.items()}
     files = [path for run in (".", "run") for path in folder.glob(f"{run}/checkpoint-*/trained.safetensors")]
     by_step = {int(step): path for path in files if (step := path.parent.name.rpartition("-")[2]).isdigit()}
-    found = {f"step {step}": load_file(str(path)) for step, path in sorted(by_step.items())}
+    try:
+        found = {f"step {step}": load_file(str(path)) for step, path in sorted(by_step.items())}
+    except SafetensorError as error:
+        raise ConfigError(
+            f"--checkpoints {folder}: a checkpoint was not written to its end, as by a run that was killed ({error}); resume the "
+            "run, or remove the checkpoint"
+        ) from error
     for name, tensors in found.items():
         if {key: tensor.shape for key, tensor in tensors.items()} != like:
             raise ConfigError(
