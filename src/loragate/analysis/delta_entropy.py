@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from loragate.analysis.interventions import InterventionRow, in_points
-from loragate.analysis.rows import CLASSES, Histogram, Interval, Reader, Row, TokenClasses, answer_rows, ratio, unheard
+from loragate.analysis.rows import CLASSES, Histogram, Interval, Reader, Row, TokenClasses, ratio, unheard
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import Record, Subject
+from loragate.analysis.subject import Record, Subject, stored_answers
 from loragate.analysis.supplied import SIGNS, Sign, suppressing, switched_off
 from loragate.display import percent
 from loragate.errors import ConfigError
-from loragate.evaluation.prepared import read_questions
+from loragate.evaluation.evaluate import open_evaluation
 from loragate.evaluation.variants import Kind, Variant, acting
 from loragate.files import write_text
-from loragate.generation import OnProgress, TransformersEngine, read_samples
+from loragate.generation import OnProgress, TransformersEngine
 from loragate.validate import comma_list
 
 BINS = 41
@@ -165,16 +165,15 @@ def _intervene(subject: Subject, signs: Sequence[str]) -> tuple[SuppressedRow, .
         with subject.acting(variant.acts), suppressing(model, sign) if sign else nullcontext():
             yield TransformersEngine(model, tokenizer, batch_size=subject.batch_size)
 
-    rows = []
-    for one in subject.evaluate(variants, {}, engine_for).results:
+    results, rows = subject.evaluate(variants, {}, engine_for).results, []
+    evaluation = open_evaluation(subject.folder, subject.request.grading)
+    prepared = {task.task.name: task for task in evaluation.tasks}
+    for one in results:
         if one.control is not None:  # the sign of ΔH; base, adapter and gates are in results.json
-            place = subject.folder / "samples" / Variant("adapter", one.control).slug / f"{one.task}.jsonl"
-            kept = [sample for sample in read_samples(place) if sample.sample < SHARE_ANSWERS and sample.token_ids]
-            prompts = [question.prompt for question in read_questions(subject.folder, one.task)]
-            read = answer_rows(tokenizer, prompts, kept)
+            answers = stored_answers(evaluation, Variant("adapter", one.control), prepared[one.task], SHARE_ANSWERS)
             with subject.job(f"reading the answers of {one.name} to {one.task} again"):
-                delta = measure(subject.reader, subject.loaded.kind, read, subject.batch_size).delta
-            share = float(switched_off(cast(Sign, one.control), torch.from_numpy(delta)).double().mean())
+                read = measure(subject.reader, subject.loaded.kind, answers.rows(tokenizer), subject.batch_size)
+            share = float(switched_off(cast(Sign, one.control), torch.from_numpy(read.delta)).double().mean())
             shown = (one.avg_at_k, one.comparison, one.adjusted_p, one.verdict)
             rows.append(SuppressedRow(one.name, one.task, *shown, share))
     return tuple(rows)

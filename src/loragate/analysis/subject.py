@@ -96,6 +96,18 @@ class Answers:
         return answer_rows(tokenizer, self.prepared.prompts, self.samples)
 
 
+def stored_answers(
+    evaluation: Evaluation, variant: Variant, prepared: Prepared, count: int, limit: int | None = None
+) -> Answers:
+    """The first `count` answers of a row to the first `limit` questions of a task, of those that have a token to read."""
+    grader = grader_for(prepared.task, evaluation.grading.grader)
+    samples, grades = evaluation.answers(variant, prepared.task.name, grader)
+    first = len(prepared.prompts) if limit is None else limit
+    graded = zip(samples, [None] * len(samples) if grades is None else grades, strict=True)
+    kept = [(s, grade) for s, grade in graded if s.sample < count and s.question < first and s.token_ids]
+    return Answers(prepared, kept)
+
+
 class Subject:
     """A model that is looked at, silently; a subclass says and shows what goes on.
 
@@ -234,15 +246,8 @@ class Subject:
         for name in names:
             if name not in by_name:
                 raise ConfigError(f"--tasks {name}: the run holds {', '.join(by_name)}{nearest(name, by_name)}")
-        found = []
-        for name in dict.fromkeys(names or by_name):
-            prepared = by_name[name]
-            samples, grades = evaluation.answers(variant, name, grader_for(prepared.task, grading.grader))
-            first = len(prepared.prompts) if asked.limit is None else asked.limit
-            graded = zip(samples, [None] * len(samples) if grades is None else grades, strict=True)
-            # an answer without a token has nothing to read
-            kept = [(s, g) for s, g in graded if s.sample < count and s.question < first and s.token_ids]
-            found.append(Answers(prepared, kept))
+        chosen = [by_name[name] for name in dict.fromkeys(names or by_name)]
+        found = [stored_answers(evaluation, variant, prepared, count, asked.limit) for prepared in chosen]
         where = "" if run is None else f" stored in {folder}"
         tasks = ", ".join(answers.prepared.task.name for answers in found)
         return found, f"answers of the {of} model to {tasks}{where}, {count} per question at most"
