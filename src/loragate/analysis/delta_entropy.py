@@ -122,27 +122,24 @@ def diagnose_entropy(subject: Subject, settings: DiagnoseSettings) -> EntropyRec
     if not signs or set(signs) - set(SIGNS):
         raise ConfigError(f"--suppress {settings.suppress}: expected one of {', '.join(SIGNS)}, or both with a comma")
     loaded = subject.begin(gated=False)
-    table: tuple[ClassEntropy, ...] = ()
-    histogram, found = None, None
     sources: list[str] = []
-    encoded: list[Row] = []
+    rows: list[Row] = []
+    found: TokenEntropies | None = None
     if settings.rows:
-        encoded, source = subject.rows(settings, ROWS)
+        rows, source = subject.rows(settings, ROWS)
         sources.append(source)
         with subject.job("reading with base and adapter") as on_progress:
-            found = measure(subject.reader, loaded.kind, encoded, subject.batch_size, on_progress)
-        table = by_class(found, subject.classes, subject.seed)
-        histogram = distribution(found.delta)
-        write_tokens(subject.folder / "tokens.jsonl", loaded.tokenizer, encoded, found, subject.classes)
+            found = measure(subject.reader, loaded.kind, rows, subject.batch_size, on_progress)
+        write_tokens(subject.folder / "tokens.jsonl", loaded.tokenizer, rows, found, subject.classes)
     suppressed = _intervene(subject, signs) if subject.has_tasks else ()
     if suppressed:
         sources.append(f"tasks {', '.join(dict.fromkeys(row.task for row in suppressed))}")
     record = EntropyRecord(
         about=subject.about("; ".join(sources), settings, "suppress max_length limit"),
-        rows=len(encoded),
-        tokens=0 if found is None else len(found.token_ids),
-        classes=table,
-        distribution=histogram,
+        rows=len(rows),
+        tokens=len(found.token_ids) if found else 0,
+        classes=by_class(found, subject.classes, subject.seed) if found else (),
+        distribution=distribution(found.delta) if found else None,
         interventions=suppressed,
     )
     return subject.keep(record, "entropy", conclude)
