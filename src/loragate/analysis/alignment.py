@@ -115,7 +115,7 @@ def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> Alignmen
     # the gates as they are come last, so that the model is left with them and `rows` are theirs
     for name, point in points.items():
         _set(parameters, point)
-        with subject.job(f"directions at {name}", len(cases)) as on_progress:
+        with subject.job(f"directions at {name if settings.checkpoints else 'the gates'}", len(cases)) as on_progress:
             rows = by_group(cases, lambda case: row_directions(reader, case, k), on_progress)
         at_points.append(terms(name, rows, seed=seed))
         here = Place.of(name, [point[key] for key in parameters], rows)
