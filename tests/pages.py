@@ -42,7 +42,7 @@ def evaluation_record(*rows, warnings=(HOSTILE,)):
 def gates_record():
     shares = {"count": 10, "below_zero": 0.3, "zero_to_one": 0.4, "above_one": 0.3, "at_lower": 0.0, "at_upper": 0.0}
     modules = [
-        {"module": f"model.layers.{layer}.mlp.{kind}", "all": {**shares, "mean": mean}}
+        {"module": f"model.layers.{layer}.mlp.{kind}", "layer": layer, "type": kind, "all": {**shares, "mean": mean}}
         for layer, mean in ((0, -0.5), (1, 1.7))
         for kind in ("gate_proj", "down_proj")
     ]

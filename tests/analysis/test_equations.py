@@ -137,7 +137,7 @@ def test_two_policy_gradients():
     close(torch.autograd.grad(z, psi, value_logit_gradient(fixed, r, K) / S, retain_graph=True)[0], task)
     close(torch.autograd.grad(z, psi, entropy_logit_gradient(fixed, K) / S, retain_graph=True)[0], descent)
     full = grad(value(z, r), psi)
-    close(torch.autograd.grad(z, psi, value_logit_gradient(fixed, r, None) / S, retain_graph=True)[0], full)
+    close(torch.autograd.grad(z, psi, value_logit_gradient(fixed, r) / S, retain_graph=True)[0], full)
 
 
 def directions(seed=0, noise=1.0):
@@ -171,8 +171,7 @@ def test_stopped_directions():
 def test_the_packages_terms_are_these(seed):
     """eq:rw-stopped-directions, eq:rw-total-error: `alignment.terms` on inner products equals the vectors' own figures."""
     v, w, complete, stopped, *_ = directions(seed, noise=0.5)
-    vectors = {"entropy_semi": stopped, "entropy": complete, "value_topk": v, "value": w}
-    found = terms("all", [RowDirections(vectors, 1, 0)])
+    found = terms("all", [RowDirections(torch.stack([stopped, complete, v, w]), 1, 0)])
     assert found.stopped_error == pytest.approx(float((stopped - complete).norm() / complete.norm()), rel=1e-6)
     assert found.tail_error == pytest.approx(float((v - w).norm() / w.norm()), rel=1e-6)
     assert found.gain.mean == pytest.approx(float(w @ stopped), rel=1e-9)

@@ -31,6 +31,16 @@ def model_file(tmp_path_factory):
     return str(path)
 
 
+@pytest.fixture
+def by_formula(monkeypatch):
+    """The peak of a pass without tracing it, which takes seconds: MiB a token, half of it where activations are recomputed."""
+
+    def peak(step):
+        return step.way.seq * step.way.micro_batch * 2**20 / (1 + step.way.recomputes)
+
+    monkeypatch.setattr("loragate.analysis.plan_step.Step.peak", peak)
+
+
 def memory(parameters, strategy="single", gpus=1, stage="sft", **options):
     way = Request("", stage, gpus, seq=64, batch=gpus, micro_batch=1, strategy=strategy, **options)
     return gpu_memory(parameters, 0.0, way, itemsize=2)
@@ -86,6 +96,7 @@ def test_flops_are_those_that_are_run(parameters):
     assert planned - parameters.flops("calibrate", 64, response_share=1.0) == lighter
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_time_follows_flops_gpus_and_the_link(model_file):
     request = Request(model_file, stage="sft", seq=64, batch=16, micro_batch=2, rows=100, gpu_memory="h100")
     request = replace(request, quantization="none", gradient_checkpointing="no")
@@ -116,6 +127,7 @@ def test_gpus_by_name_and_by_size():
         find_gpu("-3")
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_the_fastest_that_fits_is_chosen(model_file):
     plan = make_plan(Request(model_file, stage="sft", gpus=2, gpu_memory="h100", seq=512, batch=8))
     assert {option.way.strategy for option in plan.options} == {"single", "ddp", "fsdp2", "zero3"}
@@ -134,6 +146,7 @@ def test_the_fastest_that_fits_is_chosen(model_file):
     assert "--dtype bfloat16 --precision fp32 --gradient-checkpointing" in launch_command(zero.way, "bfloat16")
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_what_does_not_fit_says_what_to_change(model_file):
     request = Request(model_file, seq=2048, batch=4, micro_batch=1, quantization="none", precision="fp32")
     kept, recomputed = (option.gib for option in make_plan(request).options)
@@ -148,6 +161,7 @@ def test_what_does_not_fit_says_what_to_change(model_file):
     assert f"GPUs of at least {math.ceil(kept)} GiB, such as t4" in words
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_more_gpus_are_proposed_where_they_would_do(tmp_path):
     values = {"model_type": "qwen2", "vocab_size": 160, "hidden_size": 2048, "intermediate_size": 8192}
     values |= {"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4}

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import loragate as lg
-from loragate.analysis.realised_gates import histogram_edges, most, read_gates
+from loragate.analysis.realised_gates import conclude, histogram_edges, most, place_of, read_gates
 from loragate.analysis.rows import Reader, TokenClasses, answer_rows
 from loragate.analysis.subject import About
 from loragate.gates import trace_gates
@@ -23,7 +23,7 @@ def counted(peft):
     samples = TransformersEngine(peft, tokenizer).generate(PROMPTS, SamplingConfig(samples=2, max_new_tokens=6, seed=1))
     rows = answer_rows(tokenizer, PROMPTS, samples)
     classes = TokenClasses(tokenizer, {tokenizer.eos_token_id})
-    return rows, read_gates(Reader(peft, tokenizer), rows, classes, lambda: ABOUT, 3)
+    return rows, read_gates(Reader(peft, tokenizer), rows, classes, ABOUT, 3)
 
 
 def test_shares_are_those_of_single_coefficients():
@@ -65,11 +65,16 @@ def test_no_logits_are_made():
     row = {"input_ids": list(range(5, 25)), "labels": [-100] * 4 + list(range(9, 25)), "row": 0}
     reader = Reader(peft, tokenizer)  # it compares its head with the model's, once
     with VocabularyWide() as seen:
-        read_gates(reader, [row] * 3, TokenClasses(tokenizer, set()), lambda: ABOUT)
+        read_gates(reader, [row] * 3, TokenClasses(tokenizer, set()), ABOUT)
     assert seen.found == 0
     with VocabularyWide() as seen, torch.no_grad():
         peft(input_ids=torch.tensor([row["input_ids"]]))
     assert seen.found > 0, "the model's own forward makes them"
+
+
+def test_layers_and_types_are_read_off_paths():
+    assert place_of("model.layers.4.mlp.experts.0.up_proj") == (4, "up_proj")
+    assert place_of("blocks2d.router") == (None, "router")
 
 
 def test_histogram_has_zero_and_one_among_its_edges():
@@ -81,17 +86,17 @@ def test_histogram_has_zero_and_one_among_its_edges():
 
 
 def test_conclusions_name_the_place():
-    text = " ".join(counted(tiny_gated(-3, 2, 0.4))[1].conclusion)
-    assert "They reverse most in layer" in text
+    _, record = counted(tiny_gated(-3, 2, 0.4))
+    assert "They reverse most in layer" in " ".join(conclude(record))
     _, record = counted(tiny_gated(0, 1))
-    assert "They cannot reverse: the range starts at 0." in record.conclusion
-    assert "They cannot extrapolate: the range ends at 1." in record.conclusion
+    assert "They cannot reverse: the range starts at 0." in conclude(record)
+    assert "They cannot extrapolate: the range ends at 1." in conclude(record)
     assert most(record, "below_zero") is None
 
 
 def test_saturation_is_counted_at_both_ends():
     _, record = counted(tiny_gated(-3, 2, 60.0))
     shares = record.all
-    assert "are saturated" in record.conclusion[-1]
+    assert "are saturated" in conclude(record)[-1]
     assert shares.at_lower > 0.3
     assert shares.at_upper > 0.3

@@ -22,8 +22,9 @@ def test_the_world_never_moves():
     documents = [f"<q> {prompt} <a> {response} <eos>" for prompt, response in command_documents(20_000)]
     texts = [response for _, response in rows], documents
     assert [hashlib.sha256("\n".join(part).encode()).hexdigest()[:12] for part in texts] == PINNED
-    encoded = build_tokenizer()(texts[1])["input_ids"]
-    assert not any(build_tokenizer().unk_token_id in ids for ids in encoded)
+    tokenizer = build_tokenizer()
+    encoded = tokenizer(texts[1])["input_ids"]
+    assert not any(tokenizer.unk_token_id in ids for ids in encoded)
     assert max(map(len, encoded)) < 32
 
 

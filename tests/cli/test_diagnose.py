@@ -182,6 +182,25 @@ def test_a_whole_model_as_reference_beside_a_base_that_was_moved(place, tmp_path
     assert names == [f"log-probability under {place / name}" for name in ("base", "adapter")]
 
 
+def test_checkpoints_that_cannot_be_those_of_the_gates_are_refused(place, tmp_path, fails):
+    asked = [
+        "diagnose",
+        "alignment",
+        "--model",
+        place / "gated",
+        "--rows",
+        place / "rows.jsonl",
+        "--checkpoints",
+        tmp_path,
+    ]
+    file = tmp_path / "checkpoint-3" / "trained.safetensors"
+    file.parent.mkdir()
+    save_file({"other": torch.zeros(2)}, file)
+    assert "holds other parameters" in fails(*asked, "--out", tmp_path / "a")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "not written to its end" in fails(*asked, "--out", tmp_path / "b")
+
+
 WITH_ROWS = ("--rows", "{place}/rows.jsonl")
 
 

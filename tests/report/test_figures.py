@@ -33,17 +33,18 @@ ROWS = [
 CURVE = [(step, 0.2 / step) for step in range(1, 30)]
 
 
-def shares(mean: float) -> dict[str, float]:
-    return {"mean": mean, "below_zero": 0.2, "zero_to_one": 0.5, "above_one": 0.3}
+def module(layer: int | None, kind: str, mean: float, count: int = 9) -> dict[str, Any]:
+    shares = {"mean": mean, "count": count, "below_zero": 0.2, "zero_to_one": 0.5, "above_one": 0.3}
+    return {"layer": layer, "type": kind, "all": shares}
 
 
-STATS = {f"model.layers.{layer}.x.{kind}": shares(layer - 0.5) for layer in (0, 2, 10) for kind in KINDS}
+MODULES = [module(layer, kind, layer - 0.5) for layer in (0, 2, 10) for kind in KINDS]
 
 
 @pytest.mark.parametrize(("suffix", "head"), [("png", b"\x89PNG\r\n"), ("svg", b"<?xml"), ("PNG", b"\x89PNG\r\n")])
 def test_the_suffix_decides_the_format(tmp_path: Path, suffix: str, head: bytes) -> None:
     path = tmp_path / "new" / f"map.{suffix}"
-    lambda_map(STATS, path)
+    lambda_map(MODULES, path)
     assert path.read_bytes().startswith(head)
     assert list(path.parent.iterdir()) == [path]  # no temporary file is left
 
@@ -101,7 +102,7 @@ def test_many_curves_are_told_apart_and_their_legend_fits(tmp_path: Path, drawn:
 
 
 def test_map_orders_layers_and_kinds_and_is_centred_at_one(tmp_path: Path, drawn: list[Any]) -> None:
-    lambda_map(STATS, tmp_path / "map.png")
+    lambda_map(MODULES, tmp_path / "map.png")
     left, right = drawn[0].axes[:2]
     image = left.images[0]
     assert [label.get_text() for label in left.get_yticklabels()] == ["0", "2", "10"]
@@ -114,13 +115,8 @@ def test_map_orders_layers_and_kinds_and_is_centred_at_one(tmp_path: Path, drawn
 
 
 def test_map_leaves_absent_modules_empty_and_averages_experts(tmp_path: Path, drawn: list[Any]) -> None:
-    stats = {
-        "model.layers.0.mlp.experts.0.up_proj": shares(1.0),
-        "model.layers.0.mlp.experts.1.up_proj": shares(2.0),
-        "model.layers.1.attn.q_proj": shares(-0.001),
-        "blocks2d.router": shares(1.0),
-    }
-    lambda_map(stats, tmp_path / "map.png")
+    experts = [module(0, "up_proj", 1.0), module(0, "up_proj", 2.0), module(0, "up_proj", 7.0, count=0)]
+    lambda_map([*experts, module(1, "q_proj", -0.001), module(None, "router", 1.0)], tmp_path / "map.png")
     left = drawn[0].axes[0]
     assert [label.get_text() for label in left.get_yticklabels()] == ["0", "1", "–"]
     assert [label.get_text() for label in left.get_xticklabels()] == ["q_proj", "up_proj", "router"]

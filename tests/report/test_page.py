@@ -177,3 +177,6 @@ def test_what_was_picked_is_marked_among_the_evidence():
     stopped = {"[0,6]": {"steps": 12, "score": 0.31, "weakest_kept": 0.4}}
     said = selection_blocks({**selection, "stopped": stopped})[0].data
     assert "[0,6] was stopped after 12 steps: 31.0 % then, the others at least 40.0 %." in said
+    # `--unverified` records a sentence where others record scores
+    (said,) = selection_blocks({"method": "given by the user", "evidence": "none: not compared with the adapter"})
+    assert said.data == ("Method: given by the user.", "Evidence: none: not compared with the adapter.")

@@ -54,7 +54,7 @@ RECORDS = {
         "by_class": {"digits": SHARES},
         "by_type": {"up_proj": SHARES},
         "by_layer": {"0": SHARES},
-        "modules": [{"module": "model.layers.0.mlp.up_proj", "all": SHARES}],
+        "modules": [{"module": "model.layers.0.mlp.up_proj", "layer": 0, "type": "up_proj", "all": SHARES}],
         "histogram": {"edges": [-6.0, 0.0, 3.0], "counts": [1, 3]},
     },
     "interventions": {

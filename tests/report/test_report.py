@@ -58,20 +58,6 @@ def test_a_folder_becomes_one_file(run, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
 
 
-def test_gates_that_were_accepted_without_evidence(run, tmp_path):
-    """`--unverified` records a sentence where others record scores."""
-    path = run / "gated" / "gate_config.json"
-    gate = json.loads(path.read_text())
-    gate["selection"] = {
-        "method": "given by the user",
-        "accepted": True,
-        "evidence": "none: not compared with the adapter",
-    }
-    path.write_text(json.dumps(gate))
-    assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
-    assert "Evidence: none: not compared with the adapter." in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
 def test_sources_are_recognised_by_their_files(run):
     kinds = sorted((source.kind, source.name) for source in find_sources(run))
     assert kinds == [

@@ -8,31 +8,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from loragate.analysis.directions import (
+    NAMES,
     Agreement,
     RowDirections,
     agreements,
     by_group,
     coordinate_sums,
-    differentiable_gates,
     parameter_slices,
     row_directions,
 )
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import Record, Subject
-from loragate.analysis.task_values import Material, gather
+from loragate.analysis.task_values import gather
 from loragate.analysis.theorem import DRAWS, Terms, terms
 from loragate.errors import ConfigError
-from loragate.gates import gate_parameters
+from loragate.gates import gate_parameters, train_gates_only
 from loragate.gates.attach import GLOBAL_BIAS, gate_modules
 from loragate.gates.gate import SignedGate
 from loragate.gates.schema import read_gate_config
 from loragate.losses.entropy import support_size
 
-START = "start"
 LEAST = 50  # coordinates that a class needs to be called the best or the worst
 
 
@@ -92,80 +92,67 @@ def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> Alignmen
     Raises:
         ConfigError: for rows and answers that do not fit the value, a folder without checkpoints, and as `Subject.begin`.
     """
-    rows, run = bool(settings.rows), bool(settings.run)
-    if settings.value == "reference" and rows == (run or subject.has_tasks):
+    if settings.value == "reference" and bool(settings.rows) == bool(settings.run or subject.has_tasks):
         raise ConfigError("--value reference needs rows to read: either --rows FILE, or answers with --run or --suite")
-    if settings.value != "reference" and rows:
+    if settings.value != "reference" and settings.rows:
         raise ConfigError(f"--value {settings.value} needs graded answers, not --rows: give --run FOLDER, or --suite")
-    if not rows:
+    if not settings.rows:
         subject.require_answers(settings)
-    loaded = subject.begin(drawing=not run)
+    loaded = subject.begin(drawing=not settings.run)
     model, reader, seed = loaded.model, subject.reader, subject.seed
     k = settings.k
     if k is None:  # the paper's where the folder does not say
         trained = read_gate_config(Path(loaded.names["gated"]))["k"]
         k = 100 if trained is None else int(trained)
     k = support_size(k, model.get_output_embeddings().weight.shape[0])
-    stored = read_checkpoints(Path(settings.checkpoints), model) if settings.checkpoints else {}
-    material = gather(subject, settings)
-    count, raw, sums = len(material.rows), [], []
-    with differentiable_gates(model):
-        with subject.job("directions at the gates", count) as on_progress:
-            for row, values, prompt_length in zip(material.rows, material.values, material.prompt_lengths, strict=True):
-                raw.append(row_directions(reader, row, values, k))
-                sums.append(coordinate_sums(reader, row, values, k, subject.classes, prompt_length))
-                on_progress(len(raw), count)
-        of_groups, slices = by_group(raw, material.groups), parameter_slices(model)
-        of_modules = tuple(terms(path, of_groups, place, seed, DRAWS // 2) for path, place in slices.items())
-        over, between = over_training(subject, material, k, stored) if stored else ((), ())
-    tokens = sum(row.tokens for row in raw)
+    points = training_points(model, settings.checkpoints)
+    cases, source, value_of = gather(subject, settings)
+    train_gates_only(model)  # gates that are loaded are frozen
+    parameters = gate_parameters(model)
+    at_points: list[Terms] = []
+    updates: list[Update] = []
+    before: Place | None = None
+    # the gates as they are come last, so that the model is left with them and `rows` are theirs
+    for name, point in points.items():
+        _set(parameters, point)
+        with subject.job(f"directions at {name if settings.checkpoints else 'the gates'}", len(cases)) as on_progress:
+            rows = by_group(cases, lambda case: row_directions(reader, case, k), on_progress)
+        at_points.append(terms(name, rows, seed=seed))
+        here = Place.of(name, [point[key] for key in parameters], rows)
+        updates += [update_between(before, here)] if before else []
+        before = here
+    with subject.job("single coefficients", len(cases)) as on_progress:
+        sums = by_group(cases, lambda case: coordinate_sums(reader, case, k, subject.classes), on_progress)
+    tokens = sum(row.tokens for row in rows)
+    slices = parameter_slices(model).items()
     record = AlignmentRecord(
-        about=subject.about(
-            material.source, settings, "value reference positions actions rollouts checkpoints max_rows"
-        ),
-        value_of=material.value_of,
-        rows=count,
+        about=subject.about(source, settings, "value reference positions actions rollouts checkpoints max_rows"),
+        value_of=value_of,
+        rows=len(cases),
         tokens=tokens,
         k=k,
-        top_is_best=sum(row.top_is_best for row in raw) / tokens,
-        all=terms("all", of_groups, seed=seed),
-        modules=of_modules,
-        checkpoints=over,
-        updates=between,
-        coordinates=agreements(by_group(sums, material.groups), seed),
+        top_is_best=sum(row.top_is_best for row in rows) / tokens,
+        all=replace(at_points[-1], name="all"),
+        modules=tuple(terms(path, rows, place, seed, DRAWS // 2) for path, place in slices),
+        checkpoints=tuple(at_points) if settings.checkpoints else (),
+        updates=tuple(updates),
+        coordinates=agreements(sums, seed),
     )
-    return subject.keep(replace(record, conclusion=conclude(record)), "alignment")
+    return subject.keep(record, "alignment", conclude)
 
 
-def over_training(
-    subject: Subject, material: Material, k: int, checkpoints: Mapping[str, Mapping[str, Tensor]]
-) -> tuple[tuple[Terms, ...], tuple[Update, ...]]:
-    """Terms at the start of training, at every checkpoint and at the gates, and what training did between them."""
-    parameters = gate_parameters(subject.loaded.model)
-    now = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    points = {START: starting_point(subject.loaded.model), **checkpoints}
-    last = points[list(points)[-1]]
-    if any(not torch.equal(last[name].to(value.device), value) for name, value in now.items()):
-        points["end"] = now  # a calibration that ran to its end keeps its last step as a checkpoint
-    found: list[Terms] = []
-    updates: list[Update] = []
-    begin: dict[str, Tensor] = {}
-    try:
-        with subject.job("directions over training", len(points)) as on_progress:
-            for name, point in points.items():
-                _set(parameters, point)
-                each = zip(material.rows, material.values, strict=True)
-                rows = by_group([row_directions(subject.reader, *one, k) for one in each], material.groups)
-                place = torch.cat([point[key].reshape(-1).cpu() for key in parameters])
-                if found:
-                    updates.append(update_between(found[-1].name, name, place.double() - begin.pop("place"), **begin))
-                begin = {"place": place.double(), "value": mean_direction(rows, "value")}
-                begin["entropy"] = mean_direction(rows, "entropy_semi")
-                found.append(terms(name, rows, seed=subject.seed))
-                on_progress(len(found), len(points))
-    finally:
-        _set(parameters, now)
-    return tuple(found), tuple(updates)
+def training_points(model: Any, checkpoints: str) -> dict[str, dict[str, Tensor]]:
+    """{name: gate parameters} of the start and the checkpoints of a training, where its folder is given, and of the gates now.
+
+    A calibration that ran to its end keeps its last step as a checkpoint, which is then the gates; otherwise they are "end".
+    """
+    now = {name: parameter.detach().clone() for name, parameter in gate_parameters(model).items()}
+    if not checkpoints:
+        return {"end": now}
+    points = {"start": starting_point(model), **read_checkpoints(Path(checkpoints), now)}
+    last = list(points.values())[-1]
+    same = all(torch.equal(last[name].to(value.device), value) for name, value in now.items())
+    return points if same else {**points, "end": now}
 
 
 @torch.no_grad()
@@ -178,6 +165,7 @@ def starting_point(model: Any) -> dict[str, Tensor]:
     """The gate parameters as `attach_gates` makes them: the deterministic perturbation that training starts from."""
     found: dict[str, Tensor] = {}
     for path, gate in gate_modules(model).items():
+        # a gate's first values follow from its seed and path alone, so that no file of the start is needed
         fresh = SignedGate(0 if gate.weight is None else gate.weight.numel(), gate.config, path)
         if gate.config.granularity == "global":
             return {GLOBAL_BIAS: fresh.bias.detach()}
@@ -185,12 +173,22 @@ def starting_point(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def read_checkpoints(folder: Path, model: Any) -> dict[str, dict[str, Tensor]]:
-    """{"step 100": gate parameters} of a calibration's folder; a ConfigError for none, or those of other gates."""
-    like = {name: parameter.shape for name, parameter in gate_parameters(model).items()}
+def read_checkpoints(folder: Path, now: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """{"step 100": gate parameters} of a calibration's folder.
+
+    Raises:
+        ConfigError: for none, one that was not written to its end, and those of other gates than `now`.
+    """
+    like = {name: parameter.shape for name, parameter in now.items()}
     files = [path for run in (".", "run") for path in folder.glob(f"{run}/checkpoint-*/trained.safetensors")]
     by_step = {int(step): path for path in files if (step := path.parent.name.rpartition("-")[2]).isdigit()}
-    found = {f"step {step}": load_file(str(path)) for step, path in sorted(by_step.items())}
+    try:
+        found = {f"step {step}": load_file(str(path)) for step, path in sorted(by_step.items())}
+    except SafetensorError as error:
+        raise ConfigError(
+            f"--checkpoints {folder}: a checkpoint was not written to its end, as by a run that was killed ({error}); resume the "
+            "run, or remove the checkpoint"
+        ) from error
     for name, tensors in found.items():
         if {key: tensor.shape for key, tensor in tensors.items()} != like:
             raise ConfigError(
@@ -204,14 +202,28 @@ def read_checkpoints(folder: Path, model: Any) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def mean_direction(rows: Sequence[RowDirections], name: str) -> Tensor:
-    """The mean direction over all counted positions, [P] fp64."""
-    return torch.stack([row.vectors[name].double() for row in rows]).sum(0) / sum(row.tokens for row in rows)
+@dataclass(frozen=True)
+class Place:
+    """Where training was at one point: the gate parameters, and the mean directions over all counted positions; [P] fp64 each."""
+
+    name: str
+    parameters: Tensor
+    entropy: Tensor
+    value: Tensor
+
+    @classmethod
+    def of(cls, name: str, parameters: Sequence[Tensor], rows: Sequence[RowDirections]) -> Place:
+        """From the gate parameters in their order, and the directions of rows there."""
+        means = torch.stack([row.vectors.double() for row in rows]).sum(0) / sum(row.tokens for row in rows)
+        at = torch.cat([parameter.reshape(-1).cpu() for parameter in parameters]).double()
+        return cls(name, at, means[NAMES.index("entropy_semi")], means[NAMES.index("value")])
 
 
-def update_between(begin: str, end: str, moved: Tensor, value: Tensor, entropy: Tensor) -> Update:
-    """What training did between two points, from what it moved and the mean directions at the first, each [P] fp64."""
-    return Update(begin, end, float(moved.norm()), float(value @ moved), _cosine(value, moved), _cosine(entropy, moved))
+def update_between(before: Place, after: Place) -> Update:
+    """What training did between two points, against the directions at the first."""
+    moved = after.parameters - before.parameters
+    cosines = _cosine(before.value, moved), _cosine(before.entropy, moved)
+    return Update(before.name, after.name, float(moved.norm()), float(before.value @ moved), *cosines)
 
 
 def _cosine(a: Tensor, b: Tensor) -> float | None:

@@ -117,6 +117,7 @@ def count_parameters(model: Any, config: Any) -> Parameters:
         named = module.named_parameters()
         return sum(p.numel() for name, p in named if (f".{kind}" in name if kind else ".lora_" not in name))
 
+    # under LoRA a linear layer is the `base_layer` of its wrapper, and is found there
     head = causal.get_output_embeddings()
     modules = [module for name, module in causal.named_modules() if ".lora_" not in name and module is not head]
     linears = [module.weight for module in modules if isinstance(module, LINEAR)]
@@ -129,7 +130,9 @@ def count_parameters(model: Any, config: Any) -> Parameters:
         blocks = [size(layer) for layer in decoder_layers(causal)]
     adapted = [layer for _, layer in lora_layers(model, "default") if isinstance(layer.get_base_layer(), LINEAR)]
     heads = getattr(text, "num_attention_heads", 0)
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // (heads or 1)
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // (
+        heads or 1
+    )  # a model without attention has no heads
     return Parameters(
         base=size(model),
         lora=size(model, "lora_A.") + size(model, "lora_B."),

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from loragate.analysis.interventions import InterventionRow, in_points
-from loragate.analysis.rows import CLASSES, Interval, Reader, Row, TokenClasses, answer_rows, ratio, unheard
+from loragate.analysis.rows import CLASSES, Histogram, Interval, Reader, Row, TokenClasses, ratio, unheard
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import Record, Subject
+from loragate.analysis.subject import Record, Subject, stored_answers
 from loragate.analysis.supplied import SIGNS, Sign, suppressing, switched_off
 from loragate.display import percent
 from loragate.errors import ConfigError
-from loragate.evaluation.prepared import read_questions
+from loragate.evaluation.evaluate import open_evaluation
 from loragate.evaluation.variants import Variant, acting
 from loragate.files import write_text
-from loragate.generation import OnProgress, read_samples
+from loragate.generation import OnProgress, TransformersEngine
 from loragate.models.place import Kind
 from loragate.validate import comma_list
 
@@ -80,14 +80,6 @@ class ClassEntropy:
 
 
 @dataclass(frozen=True)
-class Histogram:
-    """Counts between consecutive edges; what lies outside is counted in the first and last bin."""
-
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class SuppressedRow(InterventionRow):
     """The adapter switched off by the sign of ΔH on one task, scored against the plain adapter.
 
@@ -131,31 +123,27 @@ def diagnose_entropy(subject: Subject, settings: DiagnoseSettings) -> EntropyRec
     if not signs or set(signs) - set(SIGNS):
         raise ConfigError(f"--suppress {settings.suppress}: expected one of {', '.join(SIGNS)}, or both with a comma")
     loaded = subject.begin(gated=False)
-    table: tuple[ClassEntropy, ...] = ()
-    histogram, found = None, None
     sources: list[str] = []
-    encoded: list[Row] = []
+    rows: list[Row] = []
+    found: TokenEntropies | None = None
     if settings.rows:
-        encoded, source = subject.rows(settings, ROWS)
+        rows, source = subject.rows(settings, ROWS)
         sources.append(source)
         with subject.job("reading with base and adapter") as on_progress:
-            found = measure(subject.reader, loaded.kind, encoded, subject.batch_size, on_progress)
-        table = by_class(found, subject.classes, subject.seed)
-        histogram = distribution(found.delta)
-        write_tokens(subject.folder / "tokens.jsonl", loaded.tokenizer, encoded, found, subject.classes)
+            found = measure(subject.reader, loaded.kind, rows, subject.batch_size, on_progress)
+        write_tokens(subject.folder / "tokens.jsonl", loaded.tokenizer, rows, found, subject.classes)
     suppressed = _intervene(subject, signs) if subject.has_tasks else ()
     if suppressed:
         sources.append(f"tasks {', '.join(dict.fromkeys(row.task for row in suppressed))}")
     record = EntropyRecord(
         about=subject.about("; ".join(sources), settings, "suppress max_length limit"),
-        rows=len(encoded),
-        tokens=0 if found is None else len(found.token_ids),
-        classes=table,
-        distribution=histogram,
+        rows=len(rows),
+        tokens=len(found.token_ids) if found else 0,
+        classes=by_class(found, subject.classes, subject.seed) if found else (),
+        distribution=distribution(found.delta) if found else None,
         interventions=suppressed,
-        conclusion=conclude(table, suppressed),
     )
-    return subject.keep(record, "entropy")
+    return subject.keep(record, "entropy", conclude)
 
 
 def _intervene(subject: Subject, signs: Sequence[str]) -> tuple[SuppressedRow, ...]:
@@ -167,22 +155,23 @@ def _intervene(subject: Subject, signs: Sequence[str]) -> tuple[SuppressedRow, .
     gated = [Variant("gated")] if subject.loaded.kind == "gated" else []
     variants = [Variant("adapter"), Variant("base"), *gated, *(Variant("adapter", sign) for sign in signs)]
 
-    @contextmanager
-    def acting_as(variant: Variant) -> Iterator[None]:
-        sign: Any = variant.control
-        with subject.acting(variant.acts), suppressing(subject.loaded.model, sign) if sign else nullcontext():
-            yield
+    model, tokenizer = subject.loaded.model, subject.loaded.tokenizer
 
-    rows = []
-    for one in subject.evaluate(variants, {}, acting_as).results:
-        if one.control is not None:
-            place = subject.folder / "samples" / Variant("adapter", one.control).slug / f"{one.task}.jsonl"
-            kept = [sample for sample in read_samples(place) if sample.sample < SHARE_ANSWERS and sample.token_ids]
-            prompts = [question.prompt for question in read_questions(subject.folder, one.task)]
-            read = answer_rows(subject.loaded.tokenizer, prompts, kept)
+    @contextmanager
+    def engine_for(variant: Variant) -> Iterator[TransformersEngine]:
+        sign: Any = variant.control
+        with subject.acting(variant.acts), suppressing(model, sign) if sign else nullcontext():
+            yield TransformersEngine(model, tokenizer, batch_size=subject.batch_size)
+
+    results, rows = subject.evaluate(variants, {}, engine_for).results, []
+    evaluation = open_evaluation(subject.folder, subject.request.grading)
+    prepared = {task.task.name: task for task in evaluation.tasks}
+    for one in results:
+        if one.control is not None:  # the sign of ΔH; base, adapter and gates are in results.json
+            answers = stored_answers(evaluation, Variant("adapter", one.control), prepared[one.task], SHARE_ANSWERS)
             with subject.job(f"reading the answers of {one.name} to {one.task} again"):
-                delta = measure(subject.reader, subject.loaded.kind, read, subject.batch_size).delta
-            share = float(switched_off(cast(Sign, one.control), torch.from_numpy(delta)).double().mean())
+                read = measure(subject.reader, subject.loaded.kind, answers.rows(tokenizer), subject.batch_size)
+            share = float(switched_off(cast(Sign, one.control), torch.from_numpy(read.delta)).double().mean())
             shown = (one.avg_at_k, one.comparison, one.adjusted_p, one.verdict)
             rows.append(SuppressedRow(one.name, one.task, *shown, share))
     return tuple(rows)
@@ -196,7 +185,7 @@ def measure(
     parts: dict[str, list[np.ndarray]] = {name: [] for name in streams}
     where, ids = [], []
     for batch, rows_T, ids_T in reader.batches(rows, batch_size, on_progress):
-        for name in streams:
+        for name in streams:  # one model in memory, read as each in turn
             with acting(reader.model, Variant(name), kind):
                 found = reader.read(batch)
             parts[name].append(torch.stack([found.entropy, found.log_prob]).double().cpu().numpy())
@@ -219,8 +208,9 @@ def by_class(found: TokenEntropies, classes: TokenClasses, seed: int = 0) -> tup
     table = []
     for name in (ALL, *CLASSES):
         chosen = np.ones(len(kinds), dtype=bool) if name == ALL else kinds == CLASSES.index(name)
-        if not chosen.any():
+        if not chosen.any():  # a ratio over no token
             continue
+        # in the order of the fields of `ClassEntropy`; without gates there is no third entropy
         each = (delta, (delta < 0).astype(float), (delta > 0).astype(float), *found.entropy.values())
         table.append(ClassEntropy(name, int(chosen.sum()), *(interval(values, chosen) for values in each)))
     return tuple(table)
@@ -230,14 +220,15 @@ def distribution(delta: np.ndarray) -> Histogram:
     """Histogram over equal bins symmetric around 0; what lies beyond the 1 % and 99 % quantiles is in the outer ones."""
     reach = max(1e-6, *np.abs(np.quantile(delta, (0.01, 0.99))))
     edges = np.linspace(-reach, reach, BINS + 1)
-    counts = np.histogram(np.clip(delta, -reach, reach), edges)[0]
-    return Histogram(tuple(edges.tolist()), tuple(counts.tolist()))
+    return Histogram.of(edges, np.histogram(np.clip(delta, -reach, reach), edges)[0])
 
 
 def write_tokens(path: Path, tokenizer: Any, rows: Sequence[Row], found: TokenEntropies, classes: TokenClasses) -> None:
     """One JSON object per row: its response tokens with ΔH, entropies and log-probabilities, for later display."""
     lines = []
-    ends = np.searchsorted(found.rows, np.arange(len(rows) + 1))
+    ends = np.searchsorted(
+        found.rows, np.arange(len(rows) + 1)
+    )  # tokens lie row after row: where each begins, and the end
     for index, row in enumerate(rows):
         at = slice(ends[index], ends[index + 1])
         ids = found.token_ids[at].tolist()
@@ -257,18 +248,18 @@ def write_tokens(path: Path, tokenizer: Any, rows: Sequence[Row], found: TokenEn
     write_text(path, "".join(line + "\n" for line in lines))
 
 
-def conclude(classes: Sequence[ClassEntropy], interventions: Sequence[SuppressedRow]) -> tuple[str, ...]:
+def conclude(record: EntropyRecord) -> tuple[str, ...]:
     """What was found, in sentences."""
     text = []
-    if classes:
-        total = classes[0]
+    if record.classes:
+        total, *classes = record.classes
         moves = "raises" if total.delta.mean > 0 else "lowers"
         text.append(
             f"The adapter {moves} the entropy by {abs(total.delta.mean):.3f} nats per token on average "
             f"({total.base.mean:.3f} in the base, {total.adapter.mean:.3f} with it): ΔH is positive at "
             f"{100 * total.positive.mean:.1f} % and negative at {100 * total.negative.mean:.1f} % of {total.tokens:,} tokens."
         )
-        known = [row for row in classes[1:] if row.tokens >= max(20, 0.005 * total.tokens)]
+        known = [row for row in classes if row.tokens >= max(20, 0.005 * total.tokens)]
         if len(known) > 1:
             top, low = max(known, key=lambda row: row.delta.mean), min(known, key=lambda row: row.delta.mean)
             text.append(
@@ -277,7 +268,7 @@ def conclude(classes: Sequence[ClassEntropy], interventions: Sequence[Suppressed
             )
         if total.gated is not None:
             text.append(f"With the gates the entropy of these tokens is {total.gated.mean:.3f} nats.")
-    for row in interventions:
+    for row in record.interventions:
         text.append(
             f"{row.task}: switching the delta off where ΔH is {row.name.split()[-1]} ({100 * row.suppressed:.0f} % of the "
             f"generated tokens) scores {percent(row.score.mean)} %, {in_points(row.difference)} against the adapter "

@@ -8,21 +8,22 @@ they are, on the top-k support of the moment:
 - value_topk: of ∇_ψ V_k, the conditional value on the same support;
 - value: of ∇_ψ V over the full vocabulary (eq:rw-total-error).
 
-All share one form, Σ_a q(a) A(a) s(a) (eq:rw-two-policy-gradients), so only the logit gradients q·A differ; these are
-written down in closed form and pulled back through head and body.
+All share one form, Σ_a q(a) A(a) s(a) (eq:rw-two-policy-gradients), so only the logit gradients q·A differ. These are written
+down in closed form and pulled back in two stages: through the head to the hidden states, which is the same for whatever is
+asked of them, then through the body to the gate parameters or to single λ.
 
 For the coordinate i = (module, position) the paper's appendix compares −log k·∂F_k/∂λ_i = β h_i + b_i with
 h_i = mean Cov_q(r, ∂z/∂λ_i) = ∂V_k/∂λ_i (eq:rw-coordinate-signal): entropy points the right way where both have one sign.
 λ is supplied from outside there (eq:rw-causal-jacobian), at the values that the gates give it, so a coordinate's effect
 includes all later positions and all later modules, but no other gate's reaction.
 
-Shapes: T counted positions, C chunk of them, V vocabulary, K support, P gate parameters, N rows.
+Shapes: T counted positions of a row, C chunk of them, V vocabulary, K support, D hidden, P gate parameters.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,11 +32,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loragate.analysis.rows import CHUNK, CLASSES, Interval, Reader, Row, TokenClasses, ratio
+from loragate.analysis.rows import CHUNK, CLASSES, Interval, Reader, TokenClasses, ratio, unheard
 from loragate.analysis.supplied import supplied_coefficients
-from loragate.analysis.task_values import ActionValues
+from loragate.analysis.task_values import ActionValues, Case
 from loragate.gates import gate_parameters
 from loragate.gates.attach import GLOBAL_BIAS, gate_modules
+from loragate.generation import OnProgress
 from loragate.losses.entropy import support_size
 
 NAMES = ("entropy_semi", "entropy", "value_topk", "value")
@@ -50,10 +52,9 @@ def entropy_logit_gradient(logits_CV: Tensor, k: int) -> Tensor:
     return torch.zeros_like(logits_CV).scatter_(-1, top.indices, q * advantage)
 
 
-def value_logit_gradient(logits_CV: Tensor, values_CV: Tensor, k: int | None) -> Tensor:
-    """∂E_q[r]/∂z = q (r − E_q r) on the top-k support (k None: the full vocabulary), [C, V]."""
-    width = logits_CV.shape[-1] if k is None else support_size(k, logits_CV.shape[-1])
-    top = logits_CV.topk(width, -1)
+def value_logit_gradient(logits_CV: Tensor, values_CV: Tensor, k: int = 0) -> Tensor:
+    """∂E_q[r]/∂z = q (r − E_q r) on the top-k support (0: the full vocabulary), [C, V]."""
+    top = logits_CV.topk(support_size(k, logits_CV.shape[-1]), -1)
     q = torch.softmax(top.values, -1)
     r = values_CV.gather(-1, top.indices)
     return torch.zeros_like(logits_CV).scatter_(-1, top.indices, q * (r - (q * r).sum(-1, keepdim=True)))
@@ -61,21 +62,35 @@ def value_logit_gradient(logits_CV: Tensor, values_CV: Tensor, k: int | None) ->
 
 @dataclass(frozen=True)
 class RowDirections:
-    """One row.
+    """One row, or several that belong together, summed.
 
     Attributes:
-        vectors: {name: [P]} fp32 on the CPU, in the order of `slices`; sums over the row's positions.
+        vectors: [4, P] fp32 on the CPU, in the order of `NAMES` and of `parameter_slices`; sums over counted positions.
         tokens: number of counted positions.
         top_is_best: number of them at which the likeliest action is among those of the highest value (on the support).
     """
 
-    vectors: dict[str, Tensor]
+    vectors: Tensor
     tokens: int
     top_is_best: int
 
     def __add__(self, other: RowDirections) -> RowDirections:
-        vectors = {name: self.vectors[name] + other.vectors[name] for name in NAMES}
-        return RowDirections(vectors, self.tokens + other.tokens, self.top_is_best + other.top_is_best)
+        return RowDirections(
+            self.vectors + other.vectors, self.tokens + other.tokens, self.top_is_best + other.top_is_best
+        )
+
+
+Part = TypeVar("Part", RowDirections, np.ndarray)
+
+
+def by_group(cases: Sequence[Case], measure: Callable[[Case], Part], on_progress: OnProgress = unheard) -> list[Part]:
+    """What is measured of each case, summed over those of one group (answers to one question), in order of first appearance."""
+    found: dict[int, Part] = {}
+    for number, case in enumerate(cases, 1):
+        part = measure(case)
+        found[case.group] = found[case.group] + part if case.group in found else part
+        on_progress(number, len(cases))
+    return list(found.values())
 
 
 def parameter_slices(model: Any) -> dict[str, slice]:
@@ -88,23 +103,6 @@ def parameter_slices(model: Any) -> dict[str, slice]:
         at += parameter.numel()
         slices[path] = slice(begin, at)
     return slices
-
-
-@contextmanager
-def differentiable_gates(model: Any) -> Iterator[None]:
-    """Gate parameters require a gradient inside the context, and nothing else does; the model is in evaluation mode."""
-    training = model.training
-    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    chosen = {id(parameter) for parameter in gate_parameters(model).values()}
-    for parameter, _ in before:
-        parameter.requires_grad_(id(parameter) in chosen)
-    model.eval()
-    try:
-        yield
-    finally:
-        for parameter, required in before:
-            parameter.requires_grad_(required)
-        model.train(training)
 
 
 @contextmanager
@@ -121,69 +119,56 @@ def gate_input_gradient(model: Any, *, detached: bool) -> Iterator[None]:
             gate.config = config
 
 
-def row_directions(reader: Reader, row: Row, values: ActionValues, k: int) -> RowDirections:
-    """The four directions of one row for the entropy on a support of k; call inside `differentiable_gates`."""
-    parameters, batch = list(gate_parameters(reader.model).values()), reader.batch(row)
-    vectors: dict[str, Tensor] = {}
+def row_directions(reader: Reader, case: Case, k: int) -> RowDirections:
+    """The four directions of one row for the entropy on a support of k; the gates must require gradients."""
+    parameters, batch = list(gate_parameters(reader.model).values()), reader.batch(case.row)
     with torch.enable_grad():
-        for detached, names in ((True, ("entropy",)), (False, ("entropy", "value_topk", "value"))):
-            with gate_input_gradient(reader.model, detached=detached):
-                states = reader.states(batch)
-                grads, best = state_gradients(reader, states, values, k, names)
-                for name, found in zip(names, pulled_back(states, parameters, grads), strict=True):
-                    parts = [(torch.zeros_like(p) if g is None else g) for g, p in zip(found, parameters, strict=True)]
-                    flat = torch.cat([part.detach().reshape(-1).cpu() for part in parts])
-                    vectors["entropy_semi" if detached else name] = flat
-    return RowDirections(vectors, len(states), best)
+        with gate_input_gradient(reader.model, detached=True):
+            states = reader.states(batch)
+            grads, best = state_gradients(reader, states, case.values, k)
+            semi = pulled_back(states, parameters, grads[:1])  # of the entropy
+        # the same states, over another graph
+        with gate_input_gradient(reader.model, detached=False):
+            complete = pulled_back(reader.states(batch), parameters, grads)
+    vectors = [torch.cat([part.reshape(-1).cpu() for part in parts]) for parts in (*semi, *complete)]
+    return RowDirections(torch.stack(vectors), len(states), best)
 
 
-def pulled_back(outputs: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Sequence[Tensor | None]]:
-    """The gradients of `inputs` for each gradient of `outputs`, whose graph is gone after the last."""
+def pulled_back(
+    outputs: Tensor, inputs: Sequence[Tensor], grads: Tensor | Sequence[Tensor]
+) -> list[tuple[Tensor, ...]]:
+    """The gradients of `inputs` for each gradient of `outputs`: zeros for one that played no part, such as an idle expert's.
+
+    The graph is freed with the last, so that no two graphs of a body are held at once.
+    """
     return [
-        torch.autograd.grad(outputs, inputs, grad, retain_graph=number < len(grads), allow_unused=True)
+        torch.autograd.grad(outputs, inputs, grad, retain_graph=number < len(grads), materialize_grads=True)
         for number, grad in enumerate(grads, 1)
     ]
 
 
-def state_gradients(
-    reader: Reader, states: Tensor, values: ActionValues, k: int, names: tuple[str, ...]
-) -> tuple[list[Tensor], int]:
-    """Gradients with respect to the states [T, D] of "entropy", "value_topk" and "value", and `top_is_best`.
+def state_gradients(reader: Reader, states: Tensor, values: ActionValues, k: int) -> tuple[Tensor, int]:
+    """Gradients with respect to the states [T, D] of entropy, value on the support and value, [3, T, D], and `top_is_best`.
 
     The head is applied in chunks, so that no more than a chunk of logits is held.
     """
-    gathered: dict[str, list[Tensor]] = {name: [] for name in names}
-    best = 0
+    chunks, best = [], 0
     for start in range(0, len(states), CHUNK):
         part = states[start : start + CHUNK].detach().requires_grad_()
-        logits = reader.logits(part)
+        logits = reader.logits(part)  # [C, V]
         fixed = logits.detach()
         with torch.no_grad():
             table = values(slice(start, start + len(part)), fixed)
-            top = fixed.topk(support_size(k, fixed.shape[-1]), -1).indices
-            on_support = table.gather(-1, top)
+            on_support = table.gather(-1, fixed.topk(support_size(k, fixed.shape[-1]), -1).indices)
+            # of the support, the first is the likeliest
             best += int((on_support[:, 0] >= on_support.amax(-1)).sum())
-            wanted = [
-                entropy_logit_gradient(fixed, k)
-                if name == "entropy"
-                else value_logit_gradient(fixed, table, k if name == "value_topk" else None)
-                for name in names
-            ]
-        for name, (found,) in zip(names, pulled_back(logits, [part], wanted), strict=True):
-            assert found is not None
-            gathered[name].append(found)
-    return [torch.cat(gathered[name]) for name in names], best
-
-
-Part = TypeVar("Part", RowDirections, np.ndarray)
-
-
-def by_group(rows: Sequence[Part], groups: Sequence[int]) -> list[Part]:
-    """Rows of one group (answers to one question) summed into one, in the order of the groups' first rows."""
-    found: dict[int, Part] = {}
-    for row, group in zip(rows, groups, strict=True):
-        found[group] = found[group] + row if group in found else row
-    return list(found.values())
+            wanted = (
+                entropy_logit_gradient(fixed, k),
+                value_logit_gradient(fixed, table, k),
+                value_logit_gradient(fixed, table),
+            )
+        chunks.append(torch.stack([found for (found,) in pulled_back(logits, [part], wanted)]))
+    return torch.cat(chunks, 1), best
 
 
 PROMPT = "prompt"
@@ -212,33 +197,25 @@ class Agreement:
     value_raised: float
 
 
-def coordinate_sums(
-    reader: Reader, row: Row, values: ActionValues, k: int, classes: TokenClasses, prompt_length: int
-) -> np.ndarray:
-    """What one row's λ add to the sums of `AGREEMENT`, [groups, sums]; the model carries the gates as they are.
-
-    Args:
-        prompt_length: tokens of the row that precede the response.
-    """
+def coordinate_sums(reader: Reader, case: Case, k: int, classes: TokenClasses) -> np.ndarray:
+    """What one row's λ add to the sums of `AGREEMENT`, [groups, sums]; the model carries the gates as they are."""
     gates, leaves = gate_modules(reader.model), {}
 
     def leaf(path: str, _layer: Any, x: Tensor) -> Tensor | None:
         if path not in gates:
             return None  # the adapter's delta without a gate
-        leaves[path] = gates[path].coefficients(x).detach().clone().requires_grad_()
+        leaves[path] = gates[path].coefficients(x).detach().requires_grad_()
         return leaves[path]
 
     with torch.enable_grad(), supplied_coefficients(reader.model, leaf):
-        states = reader.states(reader.batch(row))
-        grads, _ = state_gradients(reader, states, values, k, ("entropy", "value_topk"))
-        wants, helps = pulled_back(states, list(leaves.values()), grads)
-    groups = np.where(
-        np.arange(1, len(row["input_ids"])) < prompt_length, len(CLASSES), classes.indices(row["input_ids"][1:])
-    )
+        states = reader.states(reader.batch(case.row))
+        grads, _ = state_gradients(reader, states, case.values, k)
+        wants, helps = pulled_back(states, list(leaves.values()), grads[:2])  # of entropy, and of value on the support
+    # of positions 0 to S - 2 by the token that follows; the last position predicts nothing
+    ids = case.row["input_ids"][1:]
+    groups = np.where(np.arange(1, len(ids) + 1) < case.prompt_length, len(CLASSES), classes.indices(ids))
     found = np.zeros((len(GROUPS), len(AGREEMENT)))
-    for want, help_ in zip(wants, helps, strict=True):
-        if want is None or help_ is None:
-            continue
+    for want, help_ in zip(wants, helps, strict=True):  # of one module, [1, S] each
         w, h = (tensor[0, :-1].double().cpu().numpy() for tensor in (want, help_))
         kept = (w != 0) & (h != 0)
         agree = kept & (np.sign(w) == np.sign(h))

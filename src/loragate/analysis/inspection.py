@@ -61,7 +61,7 @@ def inspect_adapter(
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     total = sum(parameter.numel() for parameter in model.parameters())
     record = place.peft_config()
-    # initialisations that read the base's weights cannot run without them
+    # initialisations that read the base's weights cannot run without them; the verdicts ask for the recorded one again
     initialised, record.init_lora_weights = record.init_lora_weights, True
     with explained("adapter", adapter), torch.device("meta"):
         model = get_peft_model(model, record)

@@ -25,6 +25,7 @@ from loragate.gates import GateConfig
 from loragate.gates.override_names import parse_override
 from loragate.gates.schema import read_gate_config
 from loragate.gates.signed_map import Override
+from loragate.validate import comma_list
 
 PAPER = ("noreverse", "noextrapolate", "unit", "off")
 # what an intervention takes away, in words
@@ -84,15 +85,10 @@ def diagnose_interventions(subject: Subject, settings: DiagnoseSettings) -> Inte
     names = [name for name in chosen if name != "off"]
     rows = [Variant("gated", name, override=name) for name in names]
     record = subject.evaluate([Variant("adapter"), Variant("base"), Variant("gated"), *rows], {"interventions": chosen})
-    compared = rows_of(record, names)
     tasks = ", ".join(info.name for info in record.tasks)
-    found = InterventionsRecord(
-        about=subject.about(f"tasks {tasks}", settings, "interventions limit samples"),
-        rows=compared,
-        left_out=tuple(left_out),
-        conclusion=conclude(compared, left_out),
-    )
-    return subject.keep(found, "interventions")
+    about = subject.about(f"tasks {tasks}", settings, "interventions limit samples")
+    found = InterventionsRecord(about=about, rows=rows_of(record, names), left_out=tuple(left_out))
+    return subject.keep(found, "interventions", conclude)
 
 
 def choose(text: str, config: GateConfig) -> tuple[list[str], list[str]]:
@@ -101,7 +97,7 @@ def choose(text: str, config: GateConfig) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: for an unknown name, one given twice, or one asked for by name that cannot change any λ.
     """
-    names = [part.strip() for part in text.split(",") if part.strip()]
+    names = comma_list(text)
     chosen: list[str] = []
     left_out: list[str] = []
     for name in names or PAPER:
@@ -131,6 +127,7 @@ def rows_of(record: EvaluationRecord, interventions: Sequence[str]) -> tuple[Int
     wanted = {"adapter", "base", "gated", *(f"gated {name}" for name in interventions)}
     results = [result for result in record.results if result.name in wanted]
     others = [result for result in results if result.name != "gated"]
+    # the evaluation's own comparisons are with the adapter; these are with the gates, [Q, 1] each, one mean a question
     scores = {(r.name, r.task): np.array(r.question_scores)[:, None] for r in results}
     differences = [compare(scores[r.name, r.task], scores["gated", r.task]) for r in others]
     shown: dict[tuple[str, str], tuple[Difference, float, Verdict]] = {}
@@ -143,11 +140,11 @@ def rows_of(record: EvaluationRecord, interventions: Sequence[str]) -> tuple[Int
     )
 
 
-def conclude(rows: Sequence[InterventionRow], left_out: Sequence[str]) -> tuple[str, ...]:
+def conclude(record: InterventionsRecord) -> tuple[str, ...]:
     """What the interventions show, in sentences."""
     text = []
-    for task in dict.fromkeys(row.task for row in rows):
-        asked = [row for row in rows if row.task == task]
+    for task in dict.fromkeys(row.task for row in record.rows):
+        asked = [row for row in record.rows if row.task == task]
         for row in (row for row in asked if row.name in TAKEN):
             says = {"better": "hurts", "worse": "helps"}.get(row.verdict or "", "makes no difference that can be shown")
             text.append(
@@ -156,8 +153,8 @@ def conclude(rows: Sequence[InterventionRow], left_out: Sequence[str]) -> tuple[
             )
         best = max(asked, key=lambda row: row.score.mean)
         text.append(f"{task}: the highest score is {percent(best.score.mean)} %, of {best.name}.")
-    if left_out:
-        text.append("Not run, as they can change nothing: " + "; ".join(left_out) + ".")
+    if record.left_out:
+        text.append("Not run, as they can change nothing: " + "; ".join(record.left_out) + ".")
     return tuple(text)
 
 

@@ -73,6 +73,7 @@ class Step:
         """Bytes at the worst moment, beyond weights and what trained parameters, their gradients and the optimiser hold."""
         few = max(2, layer_period(self.config))  # the first layer of all needs no gradient of its input
         first, second = self.trace(few), self.trace(2 * few)
+        # second − first is what `few` layers more take, of which the model has layers / few − 1 times as many
         return first + (second - first) * (self.config.get_text_config().num_hidden_layers / few - 1)
 
     def trace(self, layers: int) -> float:
@@ -98,12 +99,13 @@ class Step:
                 for parameter in trained:  # as an earlier pass left them
                     parameter.grad = torch.empty_like(parameter)
                 gradients = [parameter.grad for parameter in trained]
+                # weights, gradients and the batch itself are no activations
                 tracker = StorageTracker([*model.parameters(), *model.buffers(), *gradients, ids, mask])
                 with tracker, KnownSelection(max(1, int(self.response_share * ids.numel()))):
                     with torch.autocast("cpu", dtype=precision) if precision else nullcontext():
                         stats = model(input_ids=ids, attention_mask=mask, labels=ids, statistics=asked)
                     loss = getattr(stats, wanted[0]).sum()
-                    del stats
+                    del stats  # as in training, where only the loss outlives the forward pass
                     loss.backward()
         return tracker.peak
 
@@ -128,6 +130,7 @@ class StorageTracker(TorchDispatchMode):
     def __init__(self, owned: list[torch.Tensor]) -> None:
         super().__init__()
         self.live = self.peak = 0.0
+        # by address of the storage, which views share; an address can come again once its storage is gone
         self.sizes: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in owned}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -3,20 +3,21 @@
 An answer is read again with the gated model, and every λ that took part in choosing one of its tokens is counted: the λ
 of all modules at the position whose logits the token was drawn from. Teacher-forced λ are those of the generation up to
 rounding. Shares follow the paper's table, as `loragate.gates.recording` counts them.
+
+Shapes: M modules, T counted tokens of a batch, C token classes, X sums of `loragate.gates.recording.STATISTICS`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
-from loragate.analysis.delta_entropy import Histogram
-from loragate.analysis.rows import CLASSES, Reader, Row, TokenClasses, unheard
+from loragate.analysis.rows import CLASSES, Histogram, Reader, Row, TokenClasses, unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import About, Record, Subject
 from loragate.gates import attached_config, trace_gates
@@ -78,47 +79,46 @@ def diagnose_gates(subject: Subject, settings: DiagnoseSettings) -> GatesRecord:
     found, source = subject.answers(settings.of or "gated", settings)
     rows = [row for one in found for row in one.rows(subject.loaded.tokenizer)]
     with subject.job("reading the answers with the gates", len(rows)) as on_progress:
-        how = (lambda: subject.about(source, settings, "answers limit"), subject.batch_size, on_progress)
-        return subject.keep(read_gates(subject.reader, rows, subject.classes, *how), "gates")
+        about = subject.about(source, settings, "answers limit")
+        record = read_gates(subject.reader, rows, subject.classes, about, subject.batch_size, on_progress)
+    return subject.keep(record, "gates", conclude)
 
 
 def read_gates(
     reader: Reader,
     rows: Sequence[Row],
     classes: TokenClasses,
-    about: Callable[[], About],
+    about: About,
     batch_size: int = 16,
     on_progress: OnProgress = unheard,
 ) -> GatesRecord:
-    """Realised λ of the gated model on the response tokens of `rows`, of which there is at least one.
-
-    `about` gives what stands in every record, once all is read.
-    """
+    """Realised λ of the gated model on the response tokens of `rows`, of which there is at least one; nothing is concluded yet."""
     # gates are in the body; the head would make logits over the vocabulary for every position, and nobody reads them
     body, bounds = reader.causal.base_model, attached_config(reader.model).range
     whole: dict[str, torch.Tensor] = {}
-    tokens, sums, bins = 0, np.zeros(()), np.zeros(())
+    edges, tokens, sums, bins = histogram_edges(bounds), 0, np.zeros(()), np.zeros(())
     for batch, _, ids_T in reader.batches(rows, batch_size, on_progress):
         with torch.no_grad(), trace_gates(reader.model) as traced:
             body(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
         # modules that see routed tokens (experts) have no λ per position
         whole = {path: one[0] for path, one in traced.items() if one and one[0].shape == batch["input_ids"].shape}
         mask = counted(batch).cpu()
+        # λ at a position acts on the logits of the token after it, so that the last position of all has none to choose
         lam_MT = torch.stack([values[:, :-1][mask] for values in whole.values()]).double()
+        # [X, M, T] @ [T, C], one-hot: sums by class, then [M, C, X]
         member_TC = (classes.indices(ids_T)[:, None] == np.arange(len(CLASSES))).astype(np.float64)
         sums = sums + np.moveaxis(torch.stack(regions(lam_MT, bounds)).numpy() @ member_TC, 0, -1)
-        bins = bins + np.histogram(lam_MT.clamp(bounds.lower, bounds.upper).numpy(), histogram_edges(bounds))[0]
+        bins = bins + np.histogram(lam_MT.clamp(bounds.lower, bounds.upper).numpy(), edges)[0]
         tokens += len(ids_T)
-    places = [_place(path) for path in whole]
+    places = [place_of(path) for path in whole]
     layers = sorted({layer for layer, _ in places if layer is not None})
     types = list(dict.fromkeys(kind for _, kind in places))
 
     def over(at: int, value: object) -> Shares:
         return Shares.of(sums[[place[at] == value for place in places]].sum((0, 1)))
 
-    edges = tuple(histogram_edges(bounds).tolist())
-    record = GatesRecord(
-        about=about(),
+    return GatesRecord(
+        about=about,
         lower=bounds.lower,
         upper=bounds.upper,
         answers=len(rows),
@@ -131,9 +131,8 @@ def read_gates(
             ModuleGates(path, *place, Shares.of(own.sum(0)), _by_class(own))
             for path, place, own in zip(whole, places, sums, strict=True)
         ),
-        histogram=Histogram(edges, tuple(bins.astype(int).tolist())),
+        histogram=Histogram.of(edges, bins),
     )
-    return replace(record, conclusion=conclude(record))
 
 
 def conclude(record: GatesRecord) -> tuple[str, ...]:
@@ -179,7 +178,8 @@ def most(record: GatesRecord, name: str) -> tuple[ModuleGates, str, Shares] | No
     return best if getattr(best[2], name) > 0 else None
 
 
-def _place(path: str) -> tuple[int | None, str]:
+def place_of(path: str) -> tuple[int | None, str]:
+    """Layer and type of a module: the first whole number of its path (an expert's comes second), and the last part."""
     number = re.search(r"\.(\d+)\.", path)
     return (int(number.group(1)) if number else None), path.rsplit(".", 1)[-1]
 

@@ -150,6 +150,19 @@ class Interval:
         return "" if self.low is None or self.high is None else f" ({self.low:{form}} to {self.high:{form}})"
 
 
+@dataclass(frozen=True)
+class Histogram:
+    """Counts between consecutive edges; what lies outside is counted in the first and last bin."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, edges: np.ndarray, counts: np.ndarray) -> Histogram:
+        """From the arrays of `np.histogram`."""
+        return cls(tuple(edges.tolist()), tuple(counts.astype(int).tolist()))
+
+
 def row_weights(rows: int, draws: int = DRAWS, seed: int = 0) -> Array:
     """How often each row was drawn, [W, N]; every line sums to N."""
     return np.random.default_rng(seed).multinomial(rows, [1 / rows] * rows, size=draws).astype(np.float64)
@@ -173,7 +186,7 @@ def ratio(numerators: ArrayLike, denominators: ArrayLike, seed: int = 0) -> Inte
     """
     top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     mean = float(top.sum() / bottom.sum())
-    if (bottom != 0).sum() < 2:
+    if (bottom != 0).sum() < 2:  # drawn again, one row gives the same ratio each time
         return Interval(mean, None, None)
     weights = row_weights(len(top), seed=seed)
     with np.errstate(invalid="ignore", divide="ignore"):

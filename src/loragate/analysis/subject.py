@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from loragate import records
-from loragate.analysis.rows import OnProgress, Reader, Row, TokenClasses, answer_rows, unheard
+from loragate.analysis.rows import Reader, Row, TokenClasses, answer_rows, unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, nearest
@@ -32,11 +32,12 @@ from loragate.evaluation.session import Request, Session, require_run_folder
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import Variant, acting
 from loragate.files import write_json
-from loragate.generation import Sample, TransformersEngine
+from loragate.generation import OnProgress, Sample
 from loragate.models import Loaded, resolve
 from loragate.models.place import Kind
+from loragate.validate import comma_list
 
-R = TypeVar("R", bound="Record | dict[str, Any]")
+R = TypeVar("R", bound="Record")
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,34 @@ class Record:
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers of one variant to one task, with their verdicts where there are any."""
+    """Answers of one variant to one task, each with its verdict, None before the evaluation graded it."""
 
     prepared: Prepared
-    samples: list[Sample]
-    grades: list[Grade] | None
+    graded: list[tuple[Sample, Grade | None]]
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for sample, _ in self.graded]
+
+    @property
+    def grades(self) -> list[Grade | None]:
+        return [grade for _, grade in self.graded]
 
     def rows(self, tokenizer: Any) -> list[Row]:
         """The answers behind their prompts."""
         return answer_rows(tokenizer, self.prepared.prompts, self.samples)
+
+
+def stored_answers(
+    evaluation: Evaluation, variant: Variant, prepared: Prepared, count: int, limit: int | None = None
+) -> Answers:
+    """The first `count` answers of a row to the first `limit` questions of a task, of those that have a token to read."""
+    grader = grader_for(prepared.task, evaluation.grading.grader)
+    samples, grades = evaluation.answers(variant, prepared.task.name, grader)
+    first = len(prepared.prompts) if limit is None else limit
+    graded = zip(samples, [None] * len(samples) if grades is None else grades, strict=True)
+    kept = [(s, grade) for s, grade in graded if s.sample < count and s.question < first and s.token_ids]
+    return Answers(prepared, kept)
 
 
 class Subject:
@@ -133,6 +153,7 @@ class Subject:
             drawing: whether answers to the tasks are drawn now, if any is named.
         """
         drawing = drawing and self.has_tasks
+        # what can be refused without the model is refused before its weights are loaded
         if self.request.resume and not drawing:
             raise ConfigError("--resume goes on with sampling, and no task was named; run the command without it")
         if drawing:
@@ -192,31 +213,24 @@ class Subject:
         self,
         variants: Sequence[Variant],
         identity: dict[str, Any],
-        acting_as: Callable[[Variant], AbstractContextManager[None]] | None = None,
+        engine_for: EngineFor | None = None,
     ) -> EvaluationRecord:
         """Score rows of our own on the tasks; the whole evaluation lies in the folder, its record in results.json.
 
         Args:
             identity: what a resumed run must share beside the evaluation's own.
-            acting_as: (variant) -> context in which the model in memory is that row; None for rows that the engine can be.
+            engine_for: (variant) -> context with an engine that answers as it; None for rows that the request's engine can be.
         """
         with self.job("reading the questions"):
             session = Session(self.request, self.tasks, self.loaded)
         evaluation = session.evaluation(variants, kind=self.loaded.kind, diagnose=identity)
-
-        @contextmanager
-        def under(variant: Variant) -> Iterator[TransformersEngine]:
-            assert acting_as is not None
-            with acting_as(variant):
-                yield TransformersEngine(self.loaded.model, self.loaded.tokenizer, batch_size=self.batch_size)
-
-        return self.score(session, evaluation, None if acting_as is None else under)
+        return self.score(session, evaluation, engine_for)
 
     def answers(self, of: Kind, settings: DiagnoseSettings) -> tuple[list[Answers], str]:
         """(answers of base, adapter or gates by task, where they come from): stored ones of a run, or drawn now.
 
         Raises:
-            ConfigError: for tasks that the run does not hold.
+            ConfigError: for a run without answers, and for tasks that it does not hold.
         """
         variant, count, run = Variant(of), settings.answers, Path(settings.run) if settings.run else None
         if run is None:
@@ -227,28 +241,20 @@ class Subject:
         if run is not None and of == "gated" and theirs != here:
             self.say(f"note: the answers in {folder} were given by {theirs}; the gates read here are {here}")
         by_name = {one.task.name: one for one in evaluation.tasks if one.task.harness is None}
-        names = [name.strip() for name in asked.tasks.split(",") if name.strip()] if run is not None else []
+        names = comma_list(asked.tasks) if run is not None else []
+        if not by_name:
+            raise ConfigError(f"{folder} holds no answers to read: those of lm-evaluation-harness are not kept")
         for name in names:
             if name not in by_name:
                 raise ConfigError(f"--tasks {name}: the run holds {', '.join(by_name)}{nearest(name, by_name)}")
-        found = []
-        for name in dict.fromkeys(names or by_name):
-            prepared = by_name[name]
-            samples, grades = evaluation.answers(variant, name, grader_for(prepared.task, grading.grader))
-            first = len(prepared.prompts) if asked.limit is None else asked.limit
-            kept = [
-                at
-                for at, sample in enumerate(samples)
-                if sample.sample < count and sample.question < first and sample.token_ids
-            ]
-            verdicts = None if grades is None else [grades[at] for at in kept]
-            found.append(Answers(prepared, [samples[at] for at in kept], verdicts))
+        chosen = [by_name[name] for name in dict.fromkeys(names or by_name)]
+        found = [stored_answers(evaluation, variant, prepared, count, asked.limit) for prepared in chosen]
         where = "" if run is None else f" stored in {folder}"
         tasks = ", ".join(answers.prepared.task.name for answers in found)
         return found, f"answers of the {of} model to {tasks}{where}, {count} per question at most"
 
     def about(self, source: str, settings: DiagnoseSettings, names: str) -> About:
-        """`About` of a diagnosis that is ending, with the settings of these names (some are the tasks') as text."""
+        """`About` of a diagnosis, with the settings of these names (some are the tasks') as text; `keep` tells its time."""
         return About(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             models=dict(self.loaded.sources),
@@ -259,10 +265,12 @@ class Subject:
                 for name in names.split()
             },
             versions=records.package_versions(),
-            seconds=round(time.monotonic() - self.began, 3),
+            seconds=0.0,
         )
 
-    def keep(self, record: R, name: str) -> R:
-        """The record, written as `name`.json into the folder."""
+    def keep(self, record: R, name: str, conclude: Callable[[R], tuple[str, ...]]) -> R:
+        """The record with its conclusion and the time that it took, written as `name`.json into the folder."""
+        about = replace(record.about, seconds=round(time.monotonic() - self.began, 3))
+        record = replace(record, about=about, conclusion=conclude(record))
         write_json(self.folder / f"{name}.json", records.to_json(record))
         return record

@@ -65,6 +65,7 @@ def supplied_coefficients(peft_model: Any, coefficients: Coefficients) -> Iterat
     """
     name = active_adapter(peft_model)
     layers = dict(lora_layers(peft_model, name))
+    # the gates' variants step aside first: `examine_adapter` refuses a layer that has a variant already
     gated = {path: layer for path, layer in layers.items() if isinstance(layer.lora_variant.get(name), GatedLora)}
     held = {path: layer.lora_variant.pop(name) for path, layer in gated.items()}
     paths: list[str] = []
@@ -121,9 +122,10 @@ def suppressing(model: Any, sign: Sign) -> Iterator[None]:
                 "suppression by ΔH needs generation with a key-value cache: decisions are taken position by position"
             )
         begins = cache.get_seq_length() == 0
-        if begins:
+        if begins:  # a new batch: empty caches of the same kind for the two that are only asked
             caches.update({name: copy.deepcopy(cache) for name in ("base", "adapter")})
         try:
+            # λ is None in these two passes: full strength
             with model.disable_adapter():
                 base = entropies("base", kwargs)
             delta = entropies("adapter", kwargs) - base

@@ -11,12 +11,12 @@ given here, all independent of entropy:
   graded; r_t(a) is the mean verdict. Actions not tried get the mean over those tried, so that they count neither for
   nor against.
 
-Shapes: T counted positions of one row, V vocabulary, A actions tried, C chunk.
+Shapes: T counted positions of one row, N of all rows, V vocabulary, A actions tried, C chunk, D hidden.
 """
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,17 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loragate.analysis.rows import OnProgress, Reader, Row, unheard
+from loragate.analysis.rows import Reader, Row, unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import Answers, Subject
 from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.judging import grader_for, judge
-from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.generation import OnProgress, Sample, SamplingConfig, TransformersEngine
 from loragate.models.place import Kind
 
 ROWS = 48
-
 
 ActionValues = Callable[[slice, Tensor], Tensor]
 """Values of every action at some counted positions of one row: (positions, logits there [C, V]) to r [C, V] of the same kind."""
@@ -52,53 +51,53 @@ def sparse_values(actions_TA: Tensor, values_TA: Tensor, elsewhere_T: Tensor) ->
 
 
 @dataclass(frozen=True)
-class Material:
-    """What directions are computed on.
+class Case:
+    """One row that directions are computed on.
 
     Attributes:
-        rows: of token ids; for rollouts only some of their response tokens count.
-        values: of every row.
-        groups: of every row; rows of one group (answers to one question) are drawn together for intervals.
-        prompt_lengths: tokens before each row's response.
-        source, value_of: where the rows come from, and what the value was taken from, in words.
+        row: of token ids; for rollouts only some of its response tokens count.
+        values: of the actions at its counted positions.
+        group: what is drawn together for intervals, as the answers to one question are.
+        prompt_length: tokens before its response.
     """
 
-    rows: list[Row]
-    values: list[ActionValues]
-    groups: list[int]
-    prompt_lengths: list[int]
-    source: str
-    value_of: str
+    row: Row
+    values: ActionValues
+    group: int
+    prompt_length: int
 
 
-def gather(subject: Subject, settings: DiagnoseSettings) -> Material:
-    """Rows of a file, or answers stored or drawn now, with their action values; an error says why they cannot be had."""
+def gather(subject: Subject, settings: DiagnoseSettings) -> tuple[list[Case], str, str]:
+    """Rows of a file, or answers stored or drawn now, with their action values; where they come from, and the values, in words.
+
+    Raises:
+        ConfigError: for a reference of another vocabulary, and answers that were not sampled as their values require.
+        DataError: for answers that are not graded.
+    """
     of, most = settings.of or "adapter", settings.max_rows or ROWS
     if settings.rows:
-        read, source = subject.rows(settings, ROWS)
-        groups = list(range(len(read)))
+        rows, source = subject.rows(settings, ROWS)
+        groups = list(range(len(rows)))
     else:
         found, source = subject.answers(of, settings)
-        one = found[0]
         if len(found) > 1:
-            source += f"; the first task, {one.prepared.task.name}, is used"
+            source += f"; the first task, {found[0].prepared.task.name}, is used"
         # one answer of every question before the second of any, so that a limit cuts answers and not questions
-        order = sorted(range(len(one.samples)), key=lambda at: (one.samples[at].sample, one.samples[at].question))
-        verdicts = None if one.grades is None else [one.grades[at] for at in order[:most]]
-        one = Answers(one.prepared, [one.samples[at] for at in order[:most]], verdicts)
-        read, groups = one.rows(subject.loaded.tokenizer), [sample.question for sample in one.samples]
-    lengths = [next(at for at, label in enumerate(row["labels"]) if label != IGNORED) for row in read]
+        graded = sorted(found[0].graded, key=lambda pair: (pair[0].sample, pair[0].question))
+        one = Answers(found[0].prepared, graded[:most])
+        rows, groups = one.rows(subject.loaded.tokenizer), [sample.question for sample in one.samples]
+    lengths = [next(at for at, label in enumerate(row["labels"]) if label != IGNORED) for row in rows]
     if settings.value == "reference":
-        values, what = _reference(subject, settings.reference, read)
-    elif one.grades is None:
+        values, what = _reference(subject, settings.reference, rows)
+    elif None in one.grades:
         raise DataError(f"the answers of the {of} model are not graded; finish the evaluation first")
     elif settings.value == "reward":
-        values, what = _reward(subject, one, read, of)
+        values, what = _reward(subject, one, rows, of)
     else:
         generator = np.random.default_rng(subject.seed)
-        read = [some_positions(row, settings.positions, generator) for row in read]
-        values, what = _rollouts(subject, one, read, lengths, settings)
-    return Material(read, values, groups, lengths, source, what)
+        rows = [some_positions(row, settings.positions, generator) for row in rows]
+        values, what = _rollouts(subject, one, rows, lengths, settings)
+    return list(map(Case, rows, values, groups, lengths)), source, what
 
 
 def _reference(subject: Subject, name: str, rows: Sequence[Row]) -> tuple[list[ActionValues], str]:
@@ -129,7 +128,7 @@ def _reward(subject: Subject, answers: Answers, rows: Sequence[Row], of: Kind) -
             f"--value reward needs answers sampled at temperature 1 and top-p 1, found {sampling.temperature:g} and "
             f"{sampling.top_p:g}; use --value rollouts"
         )
-    rewards = [float(grade.correct) for grade in answers.grades or ()]
+    rewards = [float(grade.correct) for grade in answers.grades if grade]
     baselines = leave_one_out([sample.question for sample in answers.samples], rewards)
     with subject.acting(of):
         values: list[ActionValues] = [
@@ -164,12 +163,12 @@ def _rollouts(
     engine = TransformersEngine(loaded.model, loaded.tokenizer, subject.batch_size)
     ends = loaded.endings.token_ids
     with subject.job(f"completing {len(tried) * completions:,} answers") as on_progress, subject.acting("adapter"):
-        tables = rollout_values(engine, tried, grade, sampling, ends, loaded.positions, on_progress)
+        values = rollout_values(engine, tried, settings.actions, grade, sampling, ends, loaded.positions, on_progress)
     what = (
         f"mean verdict of {grader} over {completions} completions by the adapter, of the {settings.actions} likeliest tokens "
         f"at {settings.positions} positions per answer"
     )
-    return [tables[index] for index in range(len(rows))], what
+    return values, what
 
 
 @torch.no_grad()
@@ -221,51 +220,53 @@ def some_positions(row: Row, count: int, generator: np.random.Generator) -> Row:
 
 @dataclass(frozen=True)
 class Branch:
-    """One action tried at one counted position of one row: the tokens up to and with it."""
+    """One action tried at one counted position of one row: its prompt, and its answer up to and with the action, in token ids."""
 
     row: int
-    position: int
-    action: int
-    prompt_length: int
-    token_ids: tuple[int, ...]
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
 
 
 def branches(reader: Reader, rows: Sequence[Row], prompt_lengths: Sequence[int], actions: int) -> list[Branch]:
-    """The likeliest `actions` tokens at every counted position, under the model as it acts at the moment."""
+    """The likeliest `actions` tokens at every counted position, by row, position and rank, under the model as it acts now."""
     found = []
-    for index, row in enumerate(rows):
+    for index, (row, length) in enumerate(zip(rows, prompt_lengths, strict=True)):
         with torch.no_grad():
-            top = reader.logits(reader.states(reader.batch(row))).topk(actions, -1).indices.tolist()
-        counted = [at for at, label in enumerate(row["labels"]) if label != IGNORED and at > 0]
-        for position, (at, tokens) in enumerate(zip(counted, top, strict=True)):
-            prefix = tuple(row["input_ids"][:at])
-            found += [Branch(index, position, token, prompt_lengths[index], (*prefix, token)) for token in tokens]
+            top_TA = reader.logits(reader.states(reader.batch(row))).topk(actions, -1).indices
+        prompt, answer = tuple(row["input_ids"][:length]), tuple(row["input_ids"][length:])
+        # a label at `at` is predicted at the position before, and takes the place of the token at `at`
+        counted = [at - length for at, label in enumerate(row["labels"]) if label != IGNORED and at > 0]
+        for at, tokens in zip(counted, top_TA.tolist(), strict=True):
+            found += [Branch(index, prompt, (*answer[:at], token)) for token in tokens]
     return found
 
 
 def rollout_values(
     engine: TransformersEngine,
     tried: Sequence[Branch],
+    actions: int,
     grade: Callable[[Sequence[tuple[int, Sample]]], Sequence[bool]],
     sampling: SamplingConfig,
     stop_token_ids: Collection[int],
     positions: int | None = None,
     on_progress: OnProgress = unheard,
-) -> dict[int, ActionValues]:
-    """Mean verdict of answers completed from every branch, by row; the engine's model acts as the continuation policy.
+) -> list[ActionValues]:
+    """Mean verdict of answers completed from every branch, for each row; the engine's model acts as the continuation policy.
 
     Args:
-        tried: by row and position, as `branches` gives them.
+        tried: as `branches` gives them, `actions` at each position.
         grade: judges (row, answer from its first token on, the part before the branch included).
         sampling: samples per branch, temperature, and the limit of the whole answer in tokens.
         stop_token_ids: ids that end an answer; a branch that ends with one is complete.
         positions: of the model; an answer that would pass them is cut off.
     """
-    left = []  # tokens that may still follow each branch
-    for branch in tried:
-        room = sampling.max_new_tokens - (len(branch.token_ids) - branch.prompt_length)
-        room = room if positions is None else min(room, positions - len(branch.token_ids))
-        left.append(0 if branch.action in stop_token_ids else max(0, room))
+
+    def room(branch: Branch) -> int:
+        """Tokens that may still follow."""
+        if branch.answer[-1] in stop_token_ids:
+            return 0
+        left = sampling.max_new_tokens - len(branch.answer)
+        return max(0, left if positions is None else min(left, positions - len(branch.prompt) - len(branch.answer)))
 
     def whole(ids: Sequence[int], ended: bool) -> Sample:
         """A whole answer; one that passed the limit of the whole is cut there."""
@@ -275,26 +276,26 @@ def rollout_values(
         text = engine.tokenizer.decode(kept[:-1] if ended else kept, **plain)
         return Sample(0, 0, text, kept, "stop" if ended else "length", None)
 
-    still = [number for number, room in enumerate(left) if room]
+    rooms = [room(branch) for branch in tried]
+    still = [number for number, left in enumerate(rooms) if left]
     # (branch, its answer): first those that go on, then those that ended with the branch itself
     answers: list[tuple[int, Sample]] = []
     if still:
-        how = replace(sampling, max_new_tokens=max(left))
-        for drawn in engine.generate([tried[number].token_ids for number in still], how, on_progress):
+        prompts = [(*tried[number].prompt, *tried[number].answer) for number in still]
+        # all may draw what the one with the most room may; the others are cut to their own by `whole`
+        for drawn in engine.generate(prompts, replace(sampling, max_new_tokens=max(rooms)), on_progress):
             number = still[drawn.question]
-            ids = (*tried[number].token_ids[tried[number].prompt_length :], *drawn.token_ids)
-            answers.append((number, whole(ids, ended=drawn.finish_reason == "stop")))
+            answers.append((number, whole((*tried[number].answer, *drawn.token_ids), drawn.finish_reason == "stop")))
     for number, branch in enumerate(tried):
-        if not left[number]:
-            ids = branch.token_ids[branch.prompt_length :]
-            answers.append((number, whole(ids, ended=branch.action in stop_token_ids)))
+        if not rooms[number]:
+            answers.append((number, whole(branch.answer, branch.answer[-1] in stop_token_ids)))
     right = grade([(tried[number].row, answer) for number, answer in answers])
     owners = [number for number, _ in answers]
     means = np.bincount(owners, np.asarray(right, dtype=float)) / np.bincount(owners)
-    tables = {}
-    for row, mine in itertools.groupby(zip(tried, means.tolist(), strict=True), key=lambda pair: pair[0].row):
-        by_position = itertools.groupby(mine, key=lambda pair: pair[0].position)
-        pairs = torch.tensor([[(one.action, value) for one, value in at] for _, at in by_position], dtype=torch.float64)
-        actions_TA, values_TA = pairs.unbind(-1)
-        tables[row] = sparse_values(actions_TA.long(), values_TA.float(), values_TA.float().mean(-1))
-    return tables
+    values_NA = torch.from_numpy(means).float().view(-1, actions)
+    actions_NA = torch.tensor([branch.answer[-1] for branch in tried]).view(-1, actions)
+    of_rows = list(Counter(branch.row for branch in tried[::actions]).values())  # positions of each row
+    return [
+        sparse_values(actions_TA, values_TA, values_TA.mean(-1))
+        for actions_TA, values_TA in zip(actions_NA.split(of_rows), values_NA.split(of_rows), strict=True)
+    ]

@@ -77,18 +77,22 @@ def terms(
     name: str, rows: Sequence[RowDirections], place: slice = slice(None), seed: int = 0, draws: int = DRAWS
 ) -> Terms:
     """The terms on the gate parameters in one place of the directions, with intervals over rows."""
-    stacked = np.stack([[row.vectors[kind][place].numpy() for kind in NAMES] for row in rows])
-    flat = stacked.reshape(len(rows) * len(NAMES), -1).astype(np.float64)
+    flat = np.concatenate([row.vectors[:, place].numpy() for row in rows]).astype(np.float64)  # [N·4, P']
     gram = (flat @ flat.T).reshape(len(rows), -1)  # [N, 4·N·4], of sums over positions
     tokens = np.array([row.tokens for row in rows], dtype=np.float64)
 
     def means(weights_WN: Array) -> Array:
-        """Inner products of the mean directions, [W, 4, 4], for rows counted so often."""
+        """Inner products of the mean directions, [W, 4, 4], for rows counted so often.
+
+        The mean of direction i is Σ_n w_n v_ni / Σ_n w_n tokens_n, and so ⟨i, j⟩ = Σ_nm w_n w_m ⟨v_ni, v_mj⟩ over that squared:
+        drawing rows again needs the inner products alone, not vectors of the length of all gates.
+        """
         left = (weights_WN @ gram).reshape(-1, len(NAMES), len(rows), len(NAMES))
         products: Array = np.einsum("dinj,dn->dij", left, weights_WN)
         return products / (weights_WN @ tokens)[:, None, None] ** 2
 
     point = means(np.ones((1, len(rows))))[0]
+    # one row drawn again and again is the same row: no interval
     drawn = means(row_weights(len(rows), draws if len(rows) > 1 else 0, seed))
     return Terms(
         name=name,
@@ -111,6 +115,7 @@ def condition(point: Array, drawn: Array, entropy: int, value: int) -> Condition
     with np.errstate(invalid="ignore", divide="ignore"):
         cosines = drawn[:, entropy, value] / np.sqrt(drawn[:, entropy, entropy] * drawn[:, value, value])
     low, high = percentiles(cosines)
+    # ρ falls as the cosine rises, so that its low end comes from the cosine's high one
     rho_low, rho_high = (None, None) if low is None or high is None else (smallest_rho(high), smallest_rho(low))
     return Condition(
         entropy_norm=norms[0],

@@ -20,6 +20,7 @@ from loragate.analysis.subject import Subject
 from loragate.errors import ConfigError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.variants import Variant, acting
+from loragate.files import write_json
 from loragate.gates import attached_config, trace_gates
 from loragate.gates.attach import gate_modules
 from loragate.generation import OnProgress, Sample
@@ -63,8 +64,8 @@ def diagnose_tokens(subject: Subject, settings: DiagnoseSettings) -> dict[str, A
     for of in STREAMS:
         for one in subject.answers(of, replace(settings, answers=1))[0]:
             name, questions = one.prepared.task.name, one.prepared.questions
-            for place, sample in enumerate(one.samples):
-                at, grade = sample.question, one.grades[place] if one.grades else None
+            for sample, grade in one.graded:
+                at = sample.question
                 if at < limit:
                     item = questions[at]
                     whole = Question(f"{name}/{item.id}", one.prepared.prompts[at], str(item.gold), [])
@@ -79,7 +80,8 @@ def diagnose_tokens(subject: Subject, settings: DiagnoseSettings) -> dict[str, A
             max_tokens=min(settings.max_length, MAX_TOKENS),
             on_progress=on_progress,
         )
-    return subject.keep(record, "tokens")
+    write_json(subject.folder / "tokens.json", record)
+    return record
 
 
 def trace_answers(
@@ -120,7 +122,8 @@ def trace_answers(
                     # of the positions that chose the tokens, [T, V]
                     logits = peft_model(input_ids=tokens, logits_to_keep=len(ids) + 1).logits[0, :-1]
                 log_p[stream] = torch.log_softmax(logits.float(), -1)
-            # of the gates, the last stream; the λ that made position t stands before it, where its token was chosen
+            # `traced` is of the last stream, the gates; the λ that chose a token stand at the position before it, so the T answer
+            # tokens have those from the prompt's last token to the answer's last but one
             lam_MT = torch.stack([traced[path][0].reshape(-1)[-len(ids) - 1 : -1] for path in modules])
             share_MT = (lam_MT - bounds.lower) / (bounds.upper - bounds.lower)
             answers.append(_record(tokenizer, answer, ids, log_p, share_MT))
@@ -142,6 +145,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     A token that ends inside a character adds nothing by itself; its own decoding is shown instead.
     """
     texts, before = [], ""
+    # a tokenizer may join or drop spaces between tokens, so each is read as what the whole text gains by it
     for count in range(1, len(ids) + 1):
         now = tokenizer.decode(list(ids[:count]), clean_up_tokenization_spaces=False)
         whole = now.startswith(before) and not now.endswith("\ufffd")

@@ -125,7 +125,7 @@ def launch(page: Any, port: int, *, wait: bool = True) -> str:
         server_port=port or None,
         share=False,
         quiet=True,
-        prevent_thread_lock=True,
+        prevent_thread_lock=True,  # it returns the address; `block_thread` waits
         theme=theme,
         footer_links=[],
     )

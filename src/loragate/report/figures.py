@@ -8,7 +8,6 @@ when a figure is drawn, and its figures are used without pyplot: neither a displ
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
@@ -80,7 +79,7 @@ def accuracy_bars(lines: Sequence[Line], to: Target) -> None:
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
             )
         axes.set_yticks(range(len(lines)), [line.name for line in lines])
-        axes.set_ylim(len(lines) - 0.4, -0.6)
+        axes.set_ylim(len(lines) - 0.4, -0.6)  # the first line on top
         axes.set_xlim(0, 110)  # room for the value beside a full bar
         axes.set_xticks(range(0, 101, 20))
         axes.tick_params(axis="y", length=0)
@@ -143,19 +142,25 @@ def column_chart(edges: Sequence[float], counts: Sequence[float], label: str, to
         grid(axes, "y")
 
 
-def lambda_map(stats: Mapping[str, Mapping[str, float]], to: Target) -> None:
+def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
     """Draw the mean λ of every module, layer by kind, and beside it the shares of λ below 0, from 0 to 1 and above 1.
 
-    `stats` is {module path: {"mean", "below_zero", "zero_to_one", "above_one"}}. Modules that share layer and kind, such as
-    experts, are averaged, and so are the shares over the modules of a layer. The colours are centred at 1, where a gate leaves
-    the adapter as it was.
+    `modules` are those of a record of `loragate diagnose gates`. Those that share layer and kind, such as experts, are averaged,
+    and so are the shares over the modules of a layer; one that saw no token is left out. The colours are centred at 1, where a
+    gate leaves the adapter as it was.
     """
     from matplotlib.colors import Normalize
 
-    layers, kinds, cells = by_place(stats)
-    means = np.full((len(layers), len(kinds)), np.nan)
-    for (layer, kind), modules in cells.items():
-        means[layers.index(layer), kinds.index(kind)] = np.mean([values["mean"] for values in modules])
+    cells: dict[tuple[int | None, str], list[Mapping[str, float]]] = {}
+    for item in modules:
+        if item["all"]["count"]:
+            cells.setdefault((item["layer"], item["type"]), []).append(item["all"])
+    layers = sorted({layer for layer, _ in cells}, key=lambda layer: (layer is None, layer))
+    order = {kind: place for place, kind in enumerate(MODULES)}
+    kinds = sorted(dict.fromkeys(kind for _, kind in cells), key=lambda kind: order.get(kind, len(MODULES)))
+    means = np.full((len(layers), len(kinds)), np.nan)  # NaN: no such module, the hatched ground shows
+    for (layer, kind), group in cells.items():
+        means[layers.index(layer), kinds.index(kind)] = np.mean([one["mean"] for one in group])
     reach = max(0.1, float(np.nanmax(np.abs(means - 1))))
 
     size = 4.6 + 0.82 * len(kinds), 1.9 + 0.36 * max(len(layers), 3)
@@ -165,8 +170,8 @@ def lambda_map(stats: Mapping[str, Mapping[str, float]], to: Target) -> None:
         image = left.imshow(means, cmap="PuOr_r", norm=Normalize(1 - reach, 1 + reach), aspect="auto")
         for (row, column), mean in np.ndenumerate(means):
             if not np.isnan(mean):
-                ink = "white" if abs(mean - 1) > 0.55 * reach else "black"
-                text = f"{round(float(mean), 2) + 0.0:.2f}".replace("-", "−")
+                ink = "white" if abs(mean - 1) > 0.55 * reach else "black"  # on the dark ends of the colours
+                text = f"{round(float(mean), 2) + 0.0:.2f}".replace("-", "−")  # + 0.0 makes −0.0 a 0
                 left.text(column, row, text, ha="center", va="center", color=ink, fontsize=9)
         left.set_xticks(range(len(kinds)), kinds, rotation=35, ha="right", rotation_mode="anchor")
         left.set_yticks(range(len(layers)), ["–" if layer is None else str(layer) for layer in layers])
@@ -200,11 +205,12 @@ def drawn(to: Target, width: float, height: float, style: Any = None) -> Iterato
     kind = "svg" if isinstance(to, StringIO) else Path(to).suffix.lower().lstrip(".")
     if kind not in KINDS:
         raise ConfigError(f"A figure cannot be written to {to}: give a file name that ends in .png, .svg or .pdf.")
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)  # equal data give equal files
     with rc_context({**STYLE, **(ON_PAGE if isinstance(to, StringIO) else {}), **(style or {})}):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
+        # still under the style: matplotlib reads it when it writes
         if isinstance(to, StringIO):
             figure.savefig(to, format=kind, metadata=metadata)
         else:
@@ -234,28 +240,3 @@ def share_bars(axes: Axes, shares: Sequence[Mapping[str, Any]], what: str) -> li
     axes.set_xlim(0, 100)
     axes.set_xlabel(what)
     return bars
-
-
-Stats = Mapping[str, float]
-
-
-def by_place(
-    stats: Mapping[str, Stats],
-) -> tuple[list[int | None], list[str], dict[tuple[int | None, str], list[Stats]]]:
-    """(layers, kinds, {(layer, kind): statistics}) of {module path: statistics}, in the order in which they are drawn.
-
-    The layer is the first whole number in the path, None where there is none, and the kind its last component.
-    """
-    cells: dict[tuple[int | None, str], list[Stats]] = {}
-    for path, values in stats.items():
-        number = re.search(r"(?<![^.])\d+(?![^.])", path)
-        cells.setdefault((int(number[0]) if number else None, path.rsplit(".", 1)[-1]), []).append(values)
-    layers = sorted({layer for layer, _ in cells}, key=lambda layer: (layer is None, layer))
-    order = {kind: place for place, kind in enumerate(MODULES)}
-    kinds = sorted(dict.fromkeys(kind for _, kind in cells), key=lambda kind: order.get(kind, len(MODULES)))
-    return layers, kinds, cells
-
-
-def module_gates(record: Mapping[str, Any]) -> dict[str, Stats]:
-    """{module path: statistics} of a record of `loragate diagnose gates`, as `lambda_map` draws them."""
-    return {item["module"]: item["all"] for item in record["modules"] if item["all"]["count"]}

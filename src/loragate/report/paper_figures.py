@@ -24,7 +24,6 @@ from loragate.report.figures import (
     lambda_map,
     legend,
     line_chart,
-    module_gates,
     share_bars,
 )
 from loragate.report.scores import score_tables
@@ -125,7 +124,7 @@ def planned(sources: Sequence[Source]) -> dict[str, Draw]:
             for task, table in zip(record["tasks"], score_tables(record)):
                 drawings[f"scores_{tag}_{task['name']}"] = partial(accuracy_bars, table.lines)
         elif source.kind == "diagnosis" and record["kind"] == "realised gates":
-            drawings[f"gates_{tag}"] = partial(lambda_map, module_gates(record))
+            drawings[f"gates_{tag}"] = partial(lambda_map, record["modules"])
         elif source.kind == "sweep":
             drawings.update({f"{name}_{tag}": draw for name, draw in heat_maps(record).items()})
         elif source.kind == "artifact" and (training := record.get("training")):

@@ -17,9 +17,20 @@ from loragate.records import read_value
 
 T = TypeVar("T")
 BROKEN = "was it written to its end?"
-DIAGNOSES = ("entropy.json", "gates.json", "interventions.json", "alignment.json")
-NAMES = ("results*.json", "sweep_results.json", "cells_*.json", "gate_config.json", *DIAGNOSES)
-PATTERNS = [depth + name for name in (*NAMES, "tokens.json", "metrics.jsonl") for depth in ("", "*/", "*/*/", "*/*/*/")]
+KINDS = {
+    "results*.json": "evaluation",
+    "sweep_results.json": "sweep",
+    "cells_*.json": "sweep",
+    "gate_config.json": "artifact",
+    "entropy.json": "diagnosis",
+    "gates.json": "diagnosis",
+    "interventions.json": "diagnosis",
+    "alignment.json": "diagnosis",
+    "tokens.json": "traces",
+    "metrics.jsonl": "training",
+}
+"""{pattern of a file's name: what it is a record of}, in the order in which a page shows those of one kind"""
+DEPTHS = ("", "*/", "*/*/", "*/*/*/")
 KNOWN = (
     "an artifact (gate_config.json), an evaluation (results.json), a sweep (sweep_results.json) or its "
     "evaluation (cells_*.json), a training (run/metrics.jsonl), a diagnosis (entropy.json, gates.json, interventions.json, "
@@ -93,7 +104,7 @@ def find_sources(place: Path, name: str = "") -> list[Source]:
         found = [_file(place, name or place.stem)]
     else:
         name = name or place.resolve().name
-        files = [file for pattern in PATTERNS for file in sorted(place.glob(pattern))]
+        files = [file for pattern in KINDS for depth in DEPTHS for file in sorted(place.glob(depth + pattern))]
         inside = [file.parent.relative_to(place) for file in files]
         found = [_file(file, name if at == Path() else f"{name}/{at}") for file, at in zip(files, inside, strict=True)]
     if not any(found):
@@ -103,27 +114,25 @@ def find_sources(place: Path, name: str = "") -> list[Source]:
 
 def _file(file: Path, name: str) -> Source | None:
     """The source that a file is; None for a file of another program, and for a cell of a sweep, whose results speak for it."""
-    if file.name == "metrics.jsonl":
+    kind = next((kind for pattern, kind in KINDS.items() if file.match(pattern)), None)
+    if kind is None:
+        return None
+    if kind == "training":
         run = file.with_name("run.json")
         record = {"run": read_value(run, BROKEN) if run.is_file() else {}, "history": _lines(file)}
-        return Source("training", file, record, name.removesuffix("/run"))
-    if not any(file.match(pattern) for pattern in (*NAMES, "tokens.json")):
-        return None
+        return Source(kind, file, record, name.removesuffix("/run"))
     record = read_value(file, BROKEN)
     keys = set(record) if isinstance(record, dict) else set()
-    if file.name == "gate_config.json":
-        return None if file.parent.parent.parent.name == "trials" else Source("artifact", file, record, name)
-    if file.name.startswith("cells_"):
-        return Source("sweep", file, record, f"{name} ({file.stem.removeprefix('cells_')})")
-    if file.name in ("sweep_results.json", "tokens.json"):
-        return Source("sweep" if file.name.startswith("sweep") else "traces", file, record, name)
-    if file.name in DIAGNOSES:
-        return Source("diagnosis", file, record, name) if {"kind", "conclusion"} <= keys else None
-    if {"table", "calibrations"} <= keys:
+    if kind == "evaluation" and {"table", "calibrations"} <= keys:
         raise DataError(f"{file} was written by a quickstart of an earlier version; run loragate quickstart again")
-    if {"results", "tasks", "suites"} <= keys:
-        return Source("evaluation", file, record, name if file.name == "results.json" else f"{name} ({file.stem})")
-    return None
+    # other programs write files of these names too
+    wanted = {"evaluation": {"results", "tasks", "suites"}, "diagnosis": {"kind", "conclusion"}}
+    of_sweep = kind == "artifact" and file.parent.parent.parent.name == "trials"
+    if of_sweep or not wanted.get(kind, set()) <= keys:
+        return None
+    if file.name.startswith("cells_") or (kind == "evaluation" and file.name != "results.json"):
+        name += f" ({file.stem.removeprefix('cells_')})"
+    return Source(kind, file, record, name)
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ def sweep_tables(record: Record, most: int | None = ROWS) -> list[Sheet]:
     """The adapter, then the cells from the best down, the first `most` of them; nothing before the adapter was scored."""
     tables = []
     for choice in record["choices"]:
-        mine = [cell for cell in record["cells"] if cell["difference"] is not None]
+        mine = [cell for cell in record["cells"] if cell["difference"] is not None]  # scored, as is the adapter
         mine.sort(key=lambda cell: -cell["probe"]["mean"])
         ended = (or_absent(choice["adapter_signs"].get("finished"), percent),)
         own = [share_cell(choice["adapter_probe"]), *[(ABSENT,)] * 3, ended, (ABSENT,)]
@@ -188,7 +188,9 @@ def heat_map(record: Record, choice: Record, objective: str, to: Target) -> None
     for cell, (row, column) in zip(cells, places, strict=True):
         differences[row, column] = cell[of]["mean"] - own["mean"]
     reach = 1.3 * max(LEAST_REACH, float(np.nanmax(np.abs(differences))))  # the darkest shades hide frames
-    width = max(1.3 + 1.02 * len(columns), 5.6)
+    width = max(
+        1.3 + 1.02 * len(columns), 5.6
+    )  # inches; a line of the caption has 13.5 characters an inch, the title 9
     caption = textwrap.fill(_map_caption(record, choice, of, {cell["name"] for cell in cells}), int(width * 13.5))
     title = "Probe" if of == "probe" else record["suite"].capitalize()
     title += " score by range" + ("" if objective == "entropy" else f", {objective}")

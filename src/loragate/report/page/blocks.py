@@ -18,7 +18,6 @@ from loragate.report.figures import (
     curve_of,
     lambda_map,
     line_chart,
-    module_gates,
     thinned,
 )
 from loragate.report.page.build import Block, chart, text
@@ -122,7 +121,7 @@ def _gates(record: Record) -> Blocks:
         f"Range [{record['lower']:g}, {record['upper']:g}]. λ = 1 leaves the adapter as it is, 0 to 1 suppresses it, below 0 "
         "reverses it, above 1 extrapolates it."
     )
-    blocks: Blocks = [text(note), chart(partial(lambda_map, module_gates(record)), "λ by layer and module")]
+    blocks: Blocks = [text(note), chart(partial(lambda_map, record["modules"]), "λ by layer and module")]
     shares = ("below_zero", "zero_to_one", "above_one", "at_lower", "at_upper")
     columns = ("coefficients", "mean λ", "λ < 0, %", "0 to 1, %", "λ > 1, %", "at L, %", "at U, %")
     groups = {"token class": {"all": record["all"], **record["by_class"]}}

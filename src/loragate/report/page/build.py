@@ -70,6 +70,7 @@ def drawn(block: Block | Sheet) -> Block | Sheet:
         return block
     buffer = StringIO()
     block.data(buffer)
+    # a whole document, with an XML head that cannot stand inside HTML: of its root only the size is kept
     root, _, inside = buffer.getvalue().partition("<svg ")[2].partition(">")
     box = re.search(r'viewBox="[^"]*"', root)
     assert box is not None

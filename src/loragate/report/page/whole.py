@@ -51,6 +51,7 @@ def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str
     several = len({source.name.split("/")[0] for source in sources}) > 1
     for kind, anchor, heading, make in SECTIONS:
         for source in of.get(kind, []):
+            # charts are drawn here and not by `build_page`, so that a fault is that of this file
             blocks = source.read(partial(_drawn, make))
             said = heading if isinstance(heading, str) else source.read(heading)
             said = f"{said}: {source.name}" if several or len(of[kind]) > 1 else said
