@@ -24,7 +24,6 @@ from loragate.gates.recommended import SAMPLING, exported_sampling, mapping, rec
 from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config, read_tensors
 from loragate.gates.signed_map import Override
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
-from loragate.models.gguf import only_file
 from loragate.models.hub import NotThere, download
 
 Kind = Literal["base", "adapter", "gated"]
@@ -326,9 +325,17 @@ def _refuse_override(ref: ModelRef, what: str) -> None:
 
 
 def _in_its_folder(base: ModelRef) -> ModelRef:
-    """The GGUF file where the base is a folder with nothing else in it; any other base as it is."""
-    file = only_file(Path(base.name)) if Path(base.name).is_dir() else ""
-    return replace(base, name=file) if file else base
+    """The GGUF file where the base is a folder with no other form of a model; any other base as it is.
+
+    Raises:
+        ConfigError: if there are several such files.
+    """
+    folder = Path(base.name)
+    found = [] if (folder / "config.json").is_file() else sorted(folder.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ConfigError(f"{folder} holds several GGUF files ({names}); name one, as in {found[0]}")
+    return replace(base, name=str(found[0])) if found else base
 
 
 def _gated_place(
