@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from loragate.errors import ArtifactError
@@ -52,6 +52,18 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
         return config, load_file(str(path))
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise ArtifactError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def lost_gates(folder: Path) -> bool:
+    """Whether a folder holds an adapter that PEFT wrote while it was gated."""
+    path = folder / ADAPTER_WEIGHTS
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return any(".lora_gate." in key for key in file.keys())  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return False
 
 
 def factor_of(key: str) -> tuple[str, str]:

@@ -31,7 +31,6 @@ from loragate.files import file_sha256, write_atomically, write_json, write_text
 from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, read_adapter, write_factors
 from loragate.gates.attach import attach_gates, attached_config, detach_gates, gate_modules, gate_parameters, is_gated
 from loragate.gates.card import render_card
-from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, examine_adapter, output_head, unwrapped
 from loragate.gates.fingerprint import (
     adapter_fingerprint,
@@ -41,6 +40,7 @@ from loragate.gates.fingerprint import (
     config_fingerprint,
     half_factors,
 )
+from loragate.gates.gate import GateConfig
 from loragate.gates.quantised import quantization_of, storage_warning
 from loragate.gates.recommended import SAMPLING, generation_settings, mapping, recommended_temperature
 from loragate.gates.schema import (

@@ -3,7 +3,7 @@
 Attachment sets PEFT's per-instance extension points (`lora_variant`, `adapter_layer_names`,
 `frozen_peft_weight_names`) and changes no class, so that freezing, `set_adapter`, `disable_adapter`, mixed batches and
 deletion keep working as PEFT does them. What PEFT itself writes of a gated adapter lacks what makes its gates act, and says
-so (`loragate.gates.peft_saving`).
+so (`loragate.gates.variant`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ import torch
 from torch import nn
 
 from loragate.errors import GateError
-from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, examine_adapter, lora_layers, require_gateable
 from loragate.gates.fingerprint import FACTORS
-from loragate.gates.gate import SignedGate, stream_of
-from loragate.gates.peft_saving import warn_no_more, warn_on_saving
+from loragate.gates.gate import GateConfig, SignedGate, stream_of
 from loragate.gates.quantised import keep_unpacked
 from loragate.gates.schema import GLOBAL_BIAS
-from loragate.gates.variant import GatedLora, ask_before_merging, cast_input_again, leave_input_uncast
+from loragate.gates.variant import (
+    GatedLora,
+    ask_before_merging,
+    cast_input_again,
+    leave_input_uncast,
+    warn_no_more,
+    warn_on_saving,
+)
 
 
 def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | None = None) -> nn.Module:

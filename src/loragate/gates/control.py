@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from loragate.errors import GateError
 from loragate.gates.attach import attach_gates, detach_gates, gate_modules, is_gated
-from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, lora_layers
-from loragate.gates.gate import SignedGate
+from loragate.gates.gate import GateConfig, SignedGate
+from loragate.gates.override import Override
 from loragate.gates.recording import SATURATED, Recorder, Recording, Trace
-from loragate.gates.signed_map import Override
 from loragate.gates.variant import GatedLora
 
 

@@ -16,8 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from loragate.errors import GateError, nearest
-from loragate.gates.peft_saving import config_tables
-from loragate.gates.variant import GatedLora
+from loragate.gates.variant import GatedLora, config_tables
 
 # Linear LoRA layers of PEFT whose forward consults `lora_variant`; tests/contract checks each against its source.
 GATEABLE_CLASSES = frozenset(

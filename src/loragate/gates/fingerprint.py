@@ -19,7 +19,7 @@ from torch import nn
 
 from loragate.gates.adapter_files import strength_of
 from loragate.gates.eligibility import GATEABLE_CLASSES, base_path, lora_layers
-from loragate.gates.peft_saving import config_tables
+from loragate.gates.variant import config_tables
 
 _CONFIG_KEYS = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from loragate.gates import backend
-from loragate.gates.signed_map import Override, SignedMap
+from loragate.gates.override import Override
+from loragate.gates.signed_map import SignedMap
 
 
 def gate_logits(x_TD: torch.Tensor, weight_D: torch.Tensor | None, bias_1: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,8 @@ from safetensors.torch import load, save
 
 from loragate.errors import ArtifactError
 from loragate.files import first_difference
-from loragate.gates.adapter_files import ADAPTER_CONFIG
-from loragate.gates.config import GateConfig
-from loragate.gates.peft_saving import lost_gates
+from loragate.gates.adapter_files import ADAPTER_CONFIG, lost_gates
+from loragate.gates.gate import GateConfig
 from loragate.gates.recommended import SAMPLING, generation_settings, recommended_temperature
 from loragate.validate import STRICT, Amount, Size, validate
 

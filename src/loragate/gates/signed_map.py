@@ -1,4 +1,4 @@
-"""The signed map from a gate logit to the coefficient λ, and what may be laid over λ: pure mathematics, no model.
+"""The signed map from a gate logit to the coefficient λ: pure mathematics, no model.
 
 Everything that needs λ (the layer, its fused backward, serving, export, the tests) takes it from here, so that the branch at the
 join is written once. It knows nothing of LoRA, PEFT or modules.
@@ -84,36 +84,3 @@ def gate_coefficient(gate_logit: torch.Tensor, lower: float, upper: float, tau: 
         GateError: for numbers that are no range or temperature (see `Range`).
     """
     return SignedMap(Range(lower, upper), tau)(gate_logit)
-
-
-@dataclass(frozen=True)
-class Override:
-    """λ clipped to [minimum, maximum], or replaced by `constant`.
-
-    Raises:
-        GateError: for a contradiction, or a number that is not finite.
-    """
-
-    minimum: float | None = None
-    maximum: float | None = None
-    constant: float | None = None
-
-    def __post_init__(self) -> None:
-        given = [value for value in vars(self).values() if value is not None]
-        if not all(map(math.isfinite, given)):
-            raise GateError(f"an override of λ takes finite numbers, found {given}")
-        if self.constant is not None and len(given) > 1:
-            raise GateError("an override of λ takes either constant or minimum/maximum, not both")
-        if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
-            raise GateError(f"an override of λ: minimum {self.minimum:g} is above maximum {self.maximum:g}")
-
-    @property
-    def limits(self) -> tuple[float, float]:
-        """(least λ, most λ): what clipping comes to, for a constant as well."""
-        if self.constant is not None:
-            return self.constant, self.constant
-        return (-math.inf if self.minimum is None else self.minimum, math.inf if self.maximum is None else self.maximum)
-
-    def __call__(self, lam: torch.Tensor) -> torch.Tensor:
-        """What is applied in place of λ, same shape and dtype."""
-        return lam.clamp(*self.limits)

@@ -1,16 +1,25 @@
-"""The LoRA variant through which PEFT runs a gated layer.
+"""What PEFT does with a gated adapter: it runs it, refuses to merge it, and says that its own saving loses the gates.
 
-PEFT's LoRA layers look up `layer.lora_variant[adapter]` at each forward, so an instance placed there after loading takes
-effect without patching anything. The mechanism is PEFT's own but documented as private; tests/contract pins what is
+Running: PEFT's LoRA layers look up `layer.lora_variant[adapter]` at each forward, so an instance placed there after loading
+takes effect without patching anything. The mechanism is PEFT's own but documented as private; tests/contract pins what is
 relied upon here.
 
-A gated layer refuses to be merged, but PEFT goes from module to module: embeddings, experts, whole copies of modules and layers
+Merging: a gated layer refuses, but PEFT goes from module to module: embeddings, experts, whole copies of modules and layers
 without a gate that come before the first gated one would be merged by then, and `merge_and_unload` cannot undo it. So the
 tuner is given a subclass of its own class, `GatedTuner`, whose merging methods ask first.
+
+Saving: `save_pretrained` of a gated model writes the gates' numbers beside the adapter's factors, but no range and no hash;
+PEFT loads such a folder as the plain adapter and drops the numbers. PEFT and transformers let the adapter's configuration
+write itself, so the configuration of a gated adapter is one that warns; this covers selected adapters, natively loaded ones
+and the checkpoints of any trainer.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +30,8 @@ from torch import nn
 
 from loragate.errors import GateError
 from loragate.gates.quantised import rounds_delta
+
+logger = logging.getLogger("loragate")
 
 NO_MERGE = (
     "a gated adapter cannot be merged: its strength differs from token to token, so no single weight matrix equals it. "
@@ -125,3 +136,39 @@ def ask_before_merging(model: nn.Module) -> None:
         if isinstance(tuner, BaseTuner) and not isinstance(tuner, _RefusesMerging):
             own = type(tuner)
             tuner.__class__ = GatedTuner if own is LoraModel else type(own.__name__, (_RefusesMerging, own), {})
+
+
+def warn_on_saving(model: nn.Module, adapter_name: str) -> None:
+    """Give the adapter a configuration of its own that warns when it is written."""
+    for configs in config_tables(model, adapter_name):
+        # a copy: the caller's object may serve other adapters and models, which carry no gates
+        config = copy.copy(configs[adapter_name])
+        # partial of a module's function, not a closure, so that the model can still be copied and pickled
+        vars(config)["save_pretrained"] = partial(_save_and_warn, config, adapter_name)
+        configs[adapter_name] = config
+
+
+def warn_no_more(model: nn.Module, adapter_name: str) -> None:
+    """Let the configuration be written as PEFT does it."""
+    for configs in config_tables(model, adapter_name):
+        vars(configs[adapter_name]).pop("save_pretrained", None)
+
+
+def _save_and_warn(config: Any, adapter_name: str, save_directory: str, **kwargs: Any) -> None:
+    type(config).save_pretrained(config, save_directory, **kwargs)
+    logger.warning(
+        "save_pretrained wrote the gated adapter %r to %s in a form that loads as the plain adapter, without its gates; to "
+        "keep them, write loragate.save_gates(model, folder) and load that folder with loragate.load_gated",
+        adapter_name,
+        save_directory,
+    )
+
+
+def config_tables(model: nn.Module, adapter_name: str) -> Iterator[dict[str, Any]]:
+    """Every {adapter name: configuration} of the model, its wrappers included, that holds the adapter."""
+    seen: set[int] = set()
+    for module in model.modules():
+        configs = vars(module).get("peft_config")
+        if isinstance(configs, dict) and adapter_name in configs and id(configs) not in seen:
+            seen.add(id(configs))
+            yield configs

@@ -18,11 +18,11 @@ import torch
 
 from loragate.errors import ArtifactError
 from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, factor_of, read_adapter, strength_of
-from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import changed_base
 from loragate.gates.fingerprint import factors_sha256
+from loragate.gates.gate import GateConfig
+from loragate.gates.override import Override
 from loragate.gates.schema import ADAPTER, CONFIG, GATES, GLOBAL_BIAS, read_gate_config, read_tensors
-from loragate.gates.signed_map import Override
 from loragate.models.place import is_gated
 
 _NOT_LINEAR = ("lm_head", "embed_tokens", "wte", "experts")

@@ -17,12 +17,10 @@ from typing import Any, Literal
 
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import read_json
-from loragate.gates.adapter_files import ADAPTER_CONFIG, read_adapter_config
-from loragate.gates.override_names import parse_override, split_folder
-from loragate.gates.peft_saving import lost_gates
+from loragate.gates.adapter_files import ADAPTER_CONFIG, lost_gates, read_adapter_config
+from loragate.gates.override import Override, parse_override, split_folder
 from loragate.gates.recommended import SAMPLING, exported_sampling, mapping, recommended_temperature
 from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config, read_tensors
-from loragate.gates.signed_map import Override
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
 from loragate.models.hub import NotThere, download
 
