@@ -35,11 +35,7 @@ def adapter_fingerprint(model: nn.Module, adapter_name: str) -> str:
     """`factors_sha256` of an adapter in memory, its modules_to_save copies included."""
     factors = []
     for path, layer in lora_layers(model, adapter_name):
-        groups = {}
-        for group in FACTORS:
-            if adapter_name in (held := getattr(layer, group, {})):
-                member = held[adapter_name]
-                groups[group] = [member] if isinstance(member, torch.Tensor) else list(member.parameters())
+        groups = {group: _factor(layer, group, adapter_name) for group in FACTORS}
         strength = (layer.r[adapter_name], layer.lora_alpha[adapter_name], float(layer.scaling[adapter_name]))
         factors.append((path, strength, groups))
     copies = []
@@ -48,6 +44,15 @@ def adapter_fingerprint(model: nn.Module, adapter_name: str) -> str:
         if isinstance(module, AuxiliaryTrainingWrapper) and saved is not None and adapter_name in saved:
             copies.append((base_path(name), list(saved[adapter_name].parameters())))
     return factors_sha256(factors, copies)
+
+
+def _factor(layer: Any, group: str, adapter_name: str) -> list[torch.Tensor]:
+    """The tensors of one factor of a LoRA layer; none where the layer has no such factor."""
+    held = getattr(layer, group, {})
+    if adapter_name not in held:
+        return []
+    # linear layers hold modules, which lora_bias gives a bias too; embeddings hold bare parameters
+    return [held[adapter_name]] if isinstance(held[adapter_name], torch.Tensor) else [*held[adapter_name].parameters()]
 
 
 def factors_sha256(
@@ -94,13 +99,12 @@ def changed_strength(model: nn.Module, adapter_name: str) -> str:
 
 def half_factors(model: nn.Module, adapter_name: str) -> str:
     """The half precision in which an adapter's factors are held, such as "bfloat16"; empty where there is none."""
-    for _, layer in lora_layers(model, adapter_name):
-        for group in ("lora_A", "lora_B"):
-            if adapter_name in getattr(layer, group, {}):
-                for tensor in getattr(layer, group)[adapter_name].parameters():
-                    if tensor.dtype in (torch.bfloat16, torch.float16):
-                        return str(tensor.dtype).removeprefix("torch.")
-    return ""
+    layers = lora_layers(model, adapter_name)
+    dtypes = (
+        tensor.dtype for _, layer in layers for group in FACTORS for tensor in _factor(layer, group, adapter_name)
+    )
+    half = next((dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)), "")
+    return str(half).removeprefix("torch.")
 
 
 def _update(digest: Any, tensor: torch.Tensor) -> None:

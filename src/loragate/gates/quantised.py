@@ -16,8 +16,6 @@ from torch import nn
 from loragate.errors import GateError
 
 NONE, EIGHT_BIT, FOUR_BIT = "none", "8bit", "4bit"
-# bitsandbytes layers of PEFT, which round a plain delta to the base's dtype before it is added
-_ROUNDING_LAYERS = ("Linear4bit", "Linear8bitLt")
 
 
 def quantization_of(model: nn.Module) -> str:
@@ -37,11 +35,6 @@ def quantization_of_config(config: Any) -> str:
         if record.get(key) or record.get(f"_{key}"):
             return name
     return method or "an unnamed method"
-
-
-def rounds_delta(layer: nn.Module) -> bool:
-    """Whether PEFT rounds this layer's delta to the output's dtype before adding it."""
-    return type(layer).__name__ in _ROUNDING_LAYERS
 
 
 def keep_unpacked(model: nn.Module) -> None:

@@ -228,11 +228,6 @@ def _absent(folder: Path) -> str:
     return f"{folder} does not exist; give the folder that `loragate calibrate --out` wrote"
 
 
-def is_support(k: Any) -> bool:
-    """Whether k can be the support of the entropy objective: at least 2, or 0 for the whole vocabulary."""
-    return isinstance(k, int) and not isinstance(k, bool) and (k == 0 or k > 1)
-
-
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not allowed")
 

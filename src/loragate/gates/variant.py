@@ -29,7 +29,6 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from loragate.errors import GateError
-from loragate.gates.quantised import rounds_delta
 
 logger = logging.getLogger("loragate")
 
@@ -37,6 +36,8 @@ NO_MERGE = (
     "a gated adapter cannot be merged: its strength differs from token to token, so no single weight matrix equals it. "
     "Detach the gates first (loragate.detach_gates) to merge the plain Stage-I adapter, or keep the adapter unmerged."
 )
+# PEFT's layers over bitsandbytes round a plain delta to the base's dtype before they add it
+_ROUNDING = ("Linear4bit", "Linear8bitLt")
 
 
 class GatedLora(LoraVariant):
@@ -67,8 +68,8 @@ class GatedLora(LoraVariant):
             module.lora_B[active_adapter].weight,
             module.scaling[active_adapter],
         )
-        if rounds_delta(module) and not torch.is_autocast_enabled():
-            # as PEFT does it there for a plain adapter, so that λ = 1 stays equal to it bit for bit
+        if type(module).__name__ in _ROUNDING and not torch.is_autocast_enabled():
+            # so that λ = 1 stays equal to the plain adapter bit for bit
             delta = delta.to(result.dtype)
         return add_delta(result, delta, module.base_layer)
 
