@@ -58,12 +58,7 @@ def read_gates(folder: str | Path, override: Override | None = None) -> FolderGa
     config = GateConfig(**record["gate"])
     tensors = read_tensors(folder, record)
     widths, sha256 = _read_factors(folder / ADAPTER)
-    if sha256 != record["adapter"]["sha256"]:
-        _fail(
-            folder / CONFIG,
-            f"these gates belong to another adapter (sha256 {record['adapter']['sha256'][:12]}…, {folder / ADAPTER} has "
-            f"{sha256[:12]}…); fetch the artifact again",
-        )
+    require_same_adapter(folder, record, tensors, widths, sha256)
     modules = record["modules"]
     if config.target_modules is None:
         left = [path for path in widths if path not in modules and path.rsplit(".", 1)[-1] not in _NOT_LINEAR]
@@ -72,10 +67,6 @@ def read_gates(folder: str | Path, override: Override | None = None) -> FolderGa
     for path in modules:
         if path not in widths:
             _fail(folder / CONFIG, f"a gate for {path}, which the adapter does not adapt")
-    for name, tensor in tensors.items():
-        size = widths[name.removesuffix(".weight")] if name.endswith(".weight") else 1
-        if tensor.shape != (size,):
-            _fail(folder / GATES, f"{name} has shape {tuple(tensor.shape)}, expected ({size},)")
     identity = [record["gates_sha256"], sha256, record["gate"]]
     return FolderGates(
         folder=folder,
@@ -101,8 +92,31 @@ def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple(known)
 
 
+def require_same_adapter(
+    folder: Path, record: dict[str, Any], tensors: dict[str, torch.Tensor], widths: dict[str, int], sha256: str | None
+) -> None:
+    """Refuse gates that are not those of the adapter beside them.
+
+    Args:
+        folder, record, tensors: the artifact, its record and its gates.
+        widths, sha256: of the adapter's factors, by `known_factors`; no hash where the files do not hold all of the adapter.
+    """
+    recorded = record["adapter"]["sha256"]
+    if sha256 is not None and sha256 != recorded:
+        _fail(
+            folder / CONFIG,
+            f"these gates belong to another adapter (sha256 {recorded[:12]}…, {folder / ADAPTER} has {sha256[:12]}…); fetch "
+            "the artifact again",
+        )
+    for name, tensor in tensors.items():
+        # a bias has one value; a module that the widths lack is refused, or let be, by the caller
+        size = widths.get(name.removesuffix(".weight"), len(tensor)) if name.endswith(".weight") else 1
+        if tensor.shape != (size,):
+            _fail(folder / GATES, f"{name} has shape {tuple(tensor.shape)}, expected ({size},)")
+
+
 def _read_factors(folder: Path) -> tuple[dict[str, int], str]:
-    """Input width of every adapted linear module, and the adapter's `factors_sha256`."""
+    """`known_factors` of an adapter that has no other tensors and leaves its base as it is; any other is refused."""
     config, state = read_adapter(folder)
     for key in NEED_MODEL:
         if config.get(key):
