@@ -145,6 +145,7 @@ class Engines:
             dtype=self.loaded.how.dtype,
             batch_size=self.settings.batch_size,
             stop_token_ids=self.loaded.stop_token_ids,
+            trust_remote_code=self.loaded.how.trust_remote_code,
             tensor_parallel=self.settings.tensor_parallel,
             gpu_memory_utilization=self.settings.vllm_memory or USUAL_SHARE,
         )

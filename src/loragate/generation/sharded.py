@@ -73,7 +73,7 @@ class ShardedEngine(Engine):
         # every replica gets a part, and none more than its share
         parts = split_by_question(rows, min(self.batch_size, max(1, -(-questions // self.shards))))
         returned = 0
-        for batch in self._drawn(Replica(self.make_engine, prompts, config), parts) if parts else ():
+        for batch in self._drawn(prompts, config, parts) if parts else ():
             returned += len(batch)
             yield batch
         if returned != len(rows):
@@ -82,7 +82,9 @@ class ShardedEngine(Engine):
                 "missing ones again."
             )
 
-    def _drawn(self, replica: Replica, parts: Sequence[list[tuple[int, int]]]) -> Iterator[list[Sample]]:
+    def _drawn(
+        self, prompts: Prompts, config: SamplingConfig, parts: Sequence[list[tuple[int, int]]]
+    ) -> Iterator[list[Sample]]:
         """The samples of each part as soon as it is drawn, in any order."""
         ray = require_ray()
         logging.getLogger("ray.data").setLevel(logging.WARNING)  # a plan and a summary of every call, otherwise
@@ -104,7 +106,7 @@ class ShardedEngine(Engine):
             items = ray.data.from_items([{"rows": json.dumps(rows)} for rows in parts], override_num_blocks=len(parts))
             drawn = items.map_batches(
                 Replica,
-                fn_constructor_args=(replica.make_engine, replica.prompts, replica.config),
+                fn_constructor_args=(self.make_engine, prompts, config),
                 batch_size=1,
                 compute=ray.data.ActorPoolStrategy(size=min(self.shards, len(parts))),
                 num_gpus=self.gpus,

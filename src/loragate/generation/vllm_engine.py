@@ -55,6 +55,7 @@ class VllmEngine(Engine):
         gpu_memory_utilization: share of each device's memory that vLLM may fill.
         batch_size: prompts whose samples are drawn and handed to `on_samples` together.
         stop_token_ids: tokens that end an answer beside those of `loragate.data.find_endings`.
+        trust_remote_code: run the base's own code from the hub.
 
     Raises `ConfigError` when vLLM is not installed, for an adapter that cannot be read, and for a gated folder where
     the serving plugin is absent or does not support this vLLM.
@@ -74,6 +75,7 @@ class VllmEngine(Engine):
         gpu_memory_utilization: float = 0.9,
         batch_size: int = 256,
         stop_token_ids: Collection[int] | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; give at least 1.")
@@ -87,10 +89,12 @@ class VllmEngine(Engine):
         self._numbers: dict[str, int] = {}  # place to its number; vLLM tells adapters apart by number and name
         self._lora_request = self._request(adapter, override)
         self.batch_size = batch_size
-        self.tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(base, revision=revision)
-        self.endings = find_endings(
-            self.tokenizer, generation_config(ModelRef(base, revision or "")), stop_token_ids or ()
-        )
+        trusted = {"trust_remote_code": trust_remote_code}
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(base, revision=revision, **trusted)
+        self.tokenizer = tokenizer
+        settings = generation_config(ModelRef(base, revision or ""), trust_remote_code)
+        self.endings = find_endings(self.tokenizer, settings, stop_token_ids or ())
         lora: dict[str, Any] = {}
         if adapter is not None:
             # vLLM 0.32 on a CPU gives rows without an adapter the last slot's: one slot has to stay empty.
@@ -107,6 +111,7 @@ class VllmEngine(Engine):
                 tensor_parallel_size=tensor_parallel,
                 gpu_memory_utilization=gpu_memory_utilization,
                 seed=0,
+                **trusted,
                 **lora,
             )
         except (RuntimeError, ValueError) as error:
