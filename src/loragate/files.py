@@ -44,11 +44,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         write(temporary)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)
+        temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
-        if os.name == "posix":
+        if os.name == "posix":  # the rename itself is durable once the folder is
             descriptor = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -110,9 +108,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".partial"))
         yield partial
-        mask = os.umask(0)
-        os.umask(mask)
-        partial.chmod(0o777 & ~mask)
+        partial.chmod(0o777 & ~_umask())
         try:
             if folder.is_dir():
                 folder.rmdir()
@@ -126,6 +122,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask() -> int:
+    """The process's mask: what `tempfile` makes is its owner's alone. It can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def describe_os_error(path: Path, error: OSError) -> str:

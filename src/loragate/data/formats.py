@@ -18,10 +18,56 @@ from typing import Any, NamedTuple
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.printable import escape_controls, excerpt
 
+Row = Mapping[str, Any]
 Message = dict[str, Any]
+
+RAW_PAIR = ("prompt", "completion")
+PAIRS = (
+    RAW_PAIR,
+    ("prompt", "response"),
+    ("problem", "solution"),
+    ("question", "answer"),
+    ("instruction", "response"),
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool", "ipython": "tool"}
+
+
+class EmptyResponse(DataError):
+    """A row whose response is empty: there is nothing to learn, but nothing is wrong with the other rows."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """One row in the shape that rendering reads.
+
+    Attributes:
+        messages: the conversation as `{"role", "content", …}`; empty for a plain row.
+        prompt, completion: the two texts of a plain row; None for a conversation.
+        keep_mask: optional 0/1 per response token, all trained assistant turns concatenated.
+        tools: optional tool schemas for the chat template.
+        trained_from: assistant turns before this message index are context (the prompt of a prompt/completion row).
+    """
+
+    messages: tuple[Message, ...] = ()
+    prompt: str | None = None
+    completion: str | None = None
+    keep_mask: tuple[int, ...] | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    trained_from: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        return self.completion is not None
+
+
+class Format(NamedTuple):
+    """One row format: the keys to tell people about, the test and the conversion."""
+
+    keys: str
+    matches: Callable[[Row], bool]
+    to_turns: Callable[[Row], Turns]
 
 
 def conversation(entries: Any, key: str) -> tuple[Message, ...]:
@@ -98,54 +144,6 @@ def kind_of(value: Any) -> str:
     """The type of a JSON value in words, for errors."""
     names = {dict: "an object", list: "a list", tuple: "a list", str: "text", bool: "a boolean", type(None): "null"}
     return names.get(type(value), f"a value of type {type(value).__name__}")
-
-
-Row = Mapping[str, Any]
-
-RAW_PAIR = ("prompt", "completion")
-PAIRS = (
-    RAW_PAIR,
-    ("prompt", "response"),
-    ("problem", "solution"),
-    ("question", "answer"),
-    ("instruction", "response"),
-)
-
-
-class EmptyResponse(DataError):
-    """A row whose response is empty: there is nothing to learn, but nothing is wrong with the other rows."""
-
-
-@dataclass(frozen=True)
-class Turns:
-    """One row in the shape that rendering reads.
-
-    Attributes:
-        messages: the conversation as `{"role", "content", …}`; empty for a plain row.
-        prompt, completion: the two texts of a plain row; None for a conversation.
-        keep_mask: optional 0/1 per response token, all trained assistant turns concatenated.
-        tools: optional tool schemas for the chat template.
-        trained_from: assistant turns before this message index are context (the prompt of a prompt/completion row).
-    """
-
-    messages: tuple[Message, ...] = ()
-    prompt: str | None = None
-    completion: str | None = None
-    keep_mask: tuple[int, ...] | None = None
-    tools: tuple[dict[str, Any], ...] | None = None
-    trained_from: int = 0
-
-    @property
-    def is_plain(self) -> bool:
-        return self.completion is not None
-
-
-class Format(NamedTuple):
-    """One row format: the keys to tell people about, the test and the conversion."""
-
-    keys: str
-    matches: Callable[[Row], bool]
-    to_turns: Callable[[Row], Turns]
 
 
 def detect_format(row: Row) -> str:
