@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import loragate
@@ -41,12 +42,20 @@ def room_of(path):
     return parts[0].removesuffix(".py")
 
 
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    found = []
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            yield node.module
+            found.append(node.module)
+    return found
 
 
 def test_arrows_point_down():
@@ -84,7 +93,7 @@ def test_reserved_libraries_stay_in_their_rooms():
 def test_files_stay_readable():
     for path in SOURCE.rglob("*.py"):
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 450, f"{path} is two ideas"
-        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} does not say what lives there"
+        assert ast.get_docstring(tree_of(path)), f"{path} does not say what lives there"
 
 
 def test_imports_stand_at_the_top():
@@ -92,7 +101,7 @@ def test_imports_stand_at_the_top():
     inside = {
         (path, node.lineno)
         for path in SOURCE.rglob("*.py")
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for function in ast.walk(tree_of(path))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)

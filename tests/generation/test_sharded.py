@@ -14,15 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_decoders import identities
+from tiny_decoders import CONFIG, PROMPTS, identities
 from transformers import Qwen2ForCausalLM
 
 from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.generation.sharded import Replica, ShardedEngine, samples_of
-
-PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(1 + i % 6)) for i in range(9)]
-CONFIG = SamplingConfig(temperature=1.0, max_new_tokens=20, samples=3, seed=5)
 
 
 @pytest.fixture
