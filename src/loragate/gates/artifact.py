@@ -115,6 +115,7 @@ def save_gates(
             JSON-able, or a temperature that is none. Nothing is written then.
     """
     folder = Path(folder)
+    # all that can refuse comes before the first file
     _check_evidence(k, evidence)
     if temperature is not None:
         temperature = validate(Amount, temperature, "temperature")
@@ -165,7 +166,7 @@ def save_gates(
     write_atomically(folder / GATES, lambda path: write_tensors(path, tensors, record["gate"]))
     record["gates_sha256"] = file_sha256(folder / GATES)
     write_text(folder / CARD, render_card(folder.resolve().name, record))
-    write_json(folder / CONFIG, record)
+    write_json(folder / CONFIG, record)  # last: without it the folder is no artifact
     return folder
 
 
@@ -270,6 +271,7 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
     state = {PREFIX + key.removeprefix(PREFIX): value.clone() for key, value in state.items()}
     write_factors(folder, state)
     peft_config: Any = model.peft_config[adapter_name]  # type: ignore[index]
+    # as PEFT's own save_pretrained does, or whoever loads the folder would get factors that train
     before, peft_config.inference_mode = peft_config.inference_mode, True
     try:
         type(peft_config).save_pretrained(peft_config, str(folder))  # its own, which does not warn of lost gates
@@ -281,6 +283,7 @@ def _is_source(folder: Path, state: dict[str, torch.Tensor]) -> bool:
     """Whether a folder holds exactly the adapter that is loaded (values compared in fp32)."""
     if not ((folder / ADAPTER_WEIGHTS).is_file() and (folder / ADAPTER_CONFIG).is_file()):
         return False
+    # by the base's own names: a natively loaded adapter has no prefix
     stored = {key.removeprefix(PREFIX): value for key, value in read_adapter(folder)[1].items()}
     loaded = {key.removeprefix(PREFIX): value for key, value in state.items()}
     return stored.keys() == loaded.keys() and all(
@@ -318,6 +321,7 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
     _check_identity(peft_model, name, folder, record)
     _check_modules(peft_model, name, folder, record, config)
     attach_gates(peft_model, config, name)
+    # shapes are known only now; a wrong one takes all gates off again
     for key, parameter in gate_parameters(peft_model, name).items():
         found, expected = tuple(tensors[key].shape), tuple(parameter.shape)
         if found != expected:
@@ -340,7 +344,7 @@ def _generate_as(model: Any, record: dict[str, Any]) -> None:
     if more := sorted(set(record.get("stop_token_ids") or []) - set(before)):
         settings.eos_token_id = [*before, *more]
     if (temperature := recommended_temperature(record)) is not None:
-        # the base's own top-k, top-p or penalties are no part of what was measured
+        # update() leaves what it is not told; the base's own top-k, top-p or penalties are no part of what was measured
         settings.update(**{**dict.fromkeys(_DRAWS), **generation_settings(temperature)})
 
 

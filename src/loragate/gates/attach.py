@@ -56,6 +56,7 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
         GateError: where a gate would have no effect or be wrong (see `loragate.gates.eligibility`); nothing is changed.
     """
     name = active_adapter(peft_model, adapter_name)
+    # all that can refuse comes before the first change
     verdicts = require_gateable(examine_adapter(peft_model, name, config.target_modules))
     chosen = {verdict.path for verdict in verdicts}
     layers = list(lora_layers(peft_model, name))
@@ -78,6 +79,7 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
     for path, layer in layers:
         if path in chosen:
             gate_layer(layer, path, config, name, shared_bias)
+        # A new dictionary on the instance: the one that PEFT starts with is the class's, and all layers' of all models.
         # PEFT would train A and B again after `disable_adapter` or `set_adapter`, in ungated layers too
         groups = tuple(group for group in FACTORS if hasattr(layer, group))
         layer.frozen_peft_weight_names = {**layer.frozen_peft_weight_names, name: groups}
@@ -95,6 +97,7 @@ def gate_layer(
     if not hasattr(layer, "lora_gate"):
         layer.lora_gate = nn.ModuleDict({})
         layer.register_forward_pre_hook(leave_input_uncast)
+    # PEFT moves, freezes, switches and deletes what these names hold, by adapter; set on the instance, the class stays as it is
     if "lora_gate" not in layer.adapter_layer_names:
         layer.adapter_layer_names = (*layer.adapter_layer_names, "lora_gate")
     reference = layer.lora_A[adapter_name].weight
@@ -112,6 +115,7 @@ def train_gates_only(model: nn.Module, adapter_name: str | None = None) -> None:
     Raises:
         GateError: if the adapter carries no gates.
     """
+    # by identity: a shared bias has a name in every module
     trainable = {id(parameter) for parameter in gate_parameters(model, adapter_name).values()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trainable)

@@ -28,7 +28,7 @@ _CONFIG_KEYS = (
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _SAMPLED_TENSORS = 24
 _SAMPLED_VALUES = 4
-_BF16_STEP = 2.0**-7
+_BF16_STEP = 2.0**-7  # relative distance of neighbouring bf16 numbers, at most
 
 
 def adapter_fingerprint(model: nn.Module, adapter_name: str) -> str:
@@ -122,7 +122,7 @@ def config_fingerprint(model: nn.Module) -> str:
     """sha256 over the configuration values that decide the shape of the base model."""
     config: Any = getattr(model, "config", None)
     getter = getattr(config, "get_text_config", None)
-    text = getter() if callable(getter) else config
+    text = getter() if callable(getter) else config  # of a model that also sees, the part that writes
     chosen = {key: getattr(text, key, None) for key in _CONFIG_KEYS}
     return hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -136,6 +136,7 @@ def base_weight_samples(model: nn.Module) -> dict[str, Any]:
     # weights on the meta device are offloaded, without numbers here
     parameters = {name: tensor for name, tensor in _base_parameters(model) if tensor.device.type != "meta"}
     names = sorted(parameters)
+    # names at equal distances, so that layers of all depths are among them
     step = max(1, len(names) // _SAMPLED_TENSORS)
     values: dict[str, list[float]] = {}
     dtypes: set[str] = set()
@@ -161,6 +162,7 @@ def compare_base_samples(model: nn.Module, stored: dict[str, Any]) -> str | None
         if parameter is None or parameter.device.type == "meta":
             continue
         found, wanted = _sampled(parameter, len(expected)), torch.tensor(expected, dtype=torch.float32)
+        # a base of several dtypes is recorded as "bfloat16+float32", which no parameter has: within rounding then
         if str(parameter.dtype).removeprefix("torch.") == stored["dtype"]:
             equal = torch.equal(found, wanted)
         else:
@@ -179,7 +181,8 @@ def _base_parameters(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
         parts = name.split(".")
         if any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
             continue
-        # a tensor that calls itself floating-point may be stored quantised: by bitsandbytes, in fp8, or by torchao
+        # a tensor that calls itself floating-point may be stored quantised: by bitsandbytes (quant_state), in fp8 (one byte a
+        # value), or by torchao (a tensor of others)
         packed = getattr(parameter, "quant_state", None) is not None or parameter.element_size() == 1
         if parameter.is_floating_point() and not packed and not _wraps_others(parameter):
             yield base_path(name).replace(".original_module.", "."), parameter
@@ -210,11 +213,13 @@ def weights_checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, tensor in sorted(held, key=lambda item: item[0]):
         raw = _whole(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
         total = 0
-        for start in range(0, raw.numel(), 1 << 24):
+        for start in range(0, raw.numel(), 1 << 24):  # 16 MB at a time
             part = raw[start : start + (1 << 24)]
             if part.numel() % 8 or part.storage_offset() % 8:  # a view as words would be refused
                 part = torch.nn.functional.pad(part, (0, -part.numel() % 8)).clone()
             words = part.view(torch.int64)
+            # Odd weights times an odd factor (that of Knuth's generator): they have inverses modulo 2⁶⁴, so that a word
+            # cannot change alone without the sum. int64 products wrap, which is arithmetic modulo 2⁶⁴.
             weight = torch.arange(start, start + words.numel(), device=words.device, dtype=torch.int64) * 2 + 1
             total = (total + int((words * (weight * 0x5851F42D4C957F2D)).sum())) % (1 << 64)
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}:{total}".encode())

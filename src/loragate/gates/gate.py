@@ -61,6 +61,7 @@ class GateConfig:
 
     def __post_init__(self) -> None:
         if self.target_modules is not None and not isinstance(self.target_modules, str):
+            # a tuple, so that a frozen setting cannot change and equal ones are equal
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
         check(self, GateError)
         _ = self.signed_map  # checks range and temperature, and is at hand in every forward pass
@@ -95,7 +96,7 @@ class SignedGate(nn.Module):
             # depends on seed and module path, on nothing else
             noise = torch.randn(d_in, generator=stream_of(f"{config.seed}:{path}"), device="cpu")
             self.weight = nn.Parameter(noise * config.init_scale)
-        else:
+        else:  # the attribute is there, and no state dict holds it
             self.register_parameter("weight", None)
         # A bias of zero sits on the U branch; with U = 1 its slope is zero, and without a weight nothing else could
         # move the gate. Starting a hair below zero puts it on the L branch, which is never flat there.
@@ -105,7 +106,10 @@ class SignedGate(nn.Module):
         self.recorder: Recorder | Trace | None = None
 
     def _apply(self, fn, recurse: bool = True):
-        """Follow moves between devices, but stay fp32 whatever dtype the model is cast to."""
+        """Follow moves between devices, but stay fp32 whatever dtype the model is cast to.
+
+        `to`, `half`, `cuda` and the like of every module around it come through here, with `fn` of one tensor.
+        """
 
         def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -143,4 +147,4 @@ class SignedGate(nn.Module):
 def stream_of(name: str) -> torch.Generator:
     """The random stream of a name: the global random state stays untouched, and so does the order of modules."""
     digest = hashlib.sha256(name.encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits, a positive int64

@@ -28,9 +28,10 @@ def quantization_of_config(config: Any) -> str:
     record = getattr(config, "quantization_config", None)
     if record is None:
         return NONE
-    record = record if isinstance(record, dict) else record.to_dict()
+    record = record if isinstance(record, dict) else record.to_dict()  # of a file; of a model in memory
     method = record.get("quant_method") or ""
     method = str(getattr(method, "value", method)).lower()
+    # bitsandbytes' own, whose configuration in memory has the keys with an underscore before them
     for key, name in (("load_in_8bit", EIGHT_BIT), ("load_in_4bit", FOUR_BIT)):
         if record.get(key) or record.get(f"_{key}"):
             return name

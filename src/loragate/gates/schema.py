@@ -93,7 +93,7 @@ def read_gate_config(folder: Path) -> dict[str, Any]:
     if record.get("format") != FORMAT:
         _fail(path, f"key 'format' must be {FORMAT!r}, found {record.get('format')!r}; this is not a gated adapter")
     version = record.get("schema_version")
-    if version != SCHEMA_VERSION or isinstance(version, bool):
+    if version != SCHEMA_VERSION or isinstance(version, bool):  # True == 1
         newer = isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION
         way_out = (
             "upgrade loragate: pip install -U loragate" if newer else "the file was changed; fetch the artifact again"
@@ -102,8 +102,11 @@ def read_gate_config(folder: Path) -> dict[str, Any]:
             path,
             f"schema version {version!r} is not known to this loragate (it reads version {SCHEMA_VERSION}); {way_out}",
         )
+    # what is returned is the record as it stands: keys of other versions, and the free-form evidence, are kept
     config = validate(_Config, record, str(path), ArtifactError)
-    for field in fields(GateConfig):  # a default of today is no setting of the training
+    for field in fields(
+        GateConfig
+    ):  # validation takes a default for what is missing: today's, not that of the training
         if field.name not in record["gate"]:
             _fail(path, f"the key 'gate.{field.name}' is missing")
     if len(set(config.modules)) != len(config.modules):
@@ -144,6 +147,7 @@ def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor
         data = path.read_bytes()
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror}); the folder is incomplete") from error
+    # the bytes that are hashed are the bytes that are parsed: the file is read once
     found = hashlib.sha256(data).hexdigest()
     if found != record["gates_sha256"]:
         _fail(
@@ -155,7 +159,7 @@ def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor
         tensors = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise ArtifactError(f"{path}: not a readable safetensors file ({error})") from error
-    # the header was parsed once, so that it can be read
+    # eight bytes of length, then the header as JSON; safetensors has just parsed it, but gives no metadata
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     if (header.get("__metadata__") or {}).get("gate") != gate_metadata(record["gate"])["gate"]:
         _fail(
@@ -192,7 +196,8 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], gate: dict[str, 
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     header = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)  # padded as before
+    # sorting changes no length, so that the offsets inside hold; padded with blanks as before
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
     path.write_bytes(data[:8] + text + data[8 + size :])
 
 
@@ -201,7 +206,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             _fail(path, "larger than 16 MiB; this is not a configuration")
         record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant, parse_int=_whole)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as error:
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not UTF-8, not JSON, NaN, a number of no end, lists in lists in lists
         raise ArtifactError(f"{path}: not valid JSON ({error})") from error
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror})") from error

@@ -31,6 +31,7 @@ class SignedMap:
     tau: float = 1.0
 
     def __post_init__(self) -> None:
+        # also of a caller's own; `GateConfig` says the same of its setting
         if not 0 < self.tau < math.inf:
             raise GateError(f"the gate temperature tau must be positive and finite, found {self.tau!r}")
 
@@ -47,7 +48,7 @@ class SignedMap:
     def response(self, gate_logit: torch.Tensor) -> torch.Tensor:
         """v of a logit, in fp32 (fp64 stays fp64), same shape."""
         working = gate_logit if gate_logit.dtype == torch.float64 else gate_logit.float()
-        return torch.tanh(working if self.tau == 1.0 else working / self.tau)
+        return torch.tanh(working if self.tau == 1.0 else working / self.tau)  # τ = 1 costs no kernel
 
     def slope(self, response: torch.Tensor) -> torch.Tensor:
         """dλ/dv on the branch that holds at v, same shape.
@@ -60,6 +61,7 @@ class SignedMap:
 
     def of_response(self, response: torch.Tensor) -> torch.Tensor:
         """λ of v, same shape and dtype; exactly 1 at v = 0."""
+        # v = 0 takes the upper branch; its value is 1 on both, its slope is not
         return 1.0 + torch.where(response < 0, response * self.below, response * self.above)
 
     def __call__(self, gate_logit: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ class GatedLora(LoraVariant):
     @staticmethod
     def init(module: Any, adapter_name: str, **kwargs: Any) -> None:
         """Nothing to do: `attach_gates` creates the gate before the variant is placed."""
+        # PEFT calls it where it makes a variant itself, when an adapter is added
 
     @staticmethod
     def merge_safe(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> NoReturn:
@@ -88,6 +89,7 @@ def leave_input_uncast(layer: Any, args: Any) -> None:
 
 def cast_input_again(layer: Any) -> None:
     """Take `leave_input_uncast` off a layer."""
+    # found by identity: a handle kept on the layer would not survive copying and pickling
     for key, hook in list(layer._forward_pre_hooks.items()):
         if hook is leave_input_uncast:
             del layer._forward_pre_hooks[key]
@@ -100,6 +102,7 @@ def add_delta(result: torch.Tensor, delta: torch.Tensor, base_layer: torch.nn.Mo
     The base output was made a moment ago and no linear layer keeps it for its backward, so its memory can be reused; a
     forward hook on the base layer may have kept it.
     """
+    # a view's base may be read elsewhere, and a leaf may be a parameter or an input; a compiler reuses memory by itself
     if torch.compiler.is_compiling() or result.dtype != delta.dtype or result._is_view() or result.is_leaf:
         return result + delta
     if base_layer._forward_hooks:
@@ -135,6 +138,7 @@ def ask_before_merging(model: nn.Module) -> None:
     """Make every tuner in the model one that refuses."""
     for tuner in model.modules():
         if isinstance(tuner, BaseTuner) and not isinstance(tuner, _RefusesMerging):
+            # the object changes its class: a method set on it would be a cycle, which keeps a deleted model in memory
             own = type(tuner)
             tuner.__class__ = GatedTuner if own is LoraModel else type(own.__name__, (_RefusesMerging, own), {})
 
@@ -144,7 +148,8 @@ def warn_on_saving(model: nn.Module, adapter_name: str) -> None:
     for configs in config_tables(model, adapter_name):
         # a copy: the caller's object may serve other adapters and models, which carry no gates
         config = copy.copy(configs[adapter_name])
-        # partial of a module's function, not a closure, so that the model can still be copied and pickled
+        # on the instance, where it comes before the class's method; a partial of a module's function, not a closure, so that
+        # the model can still be copied and pickled
         vars(config)["save_pretrained"] = partial(_save_and_warn, config, adapter_name)
         configs[adapter_name] = config
 
@@ -169,6 +174,7 @@ def config_tables(model: nn.Module, adapter_name: str) -> Iterator[dict[str, Any
     """Every {adapter name: configuration} of the model, its wrappers included, that holds the adapter."""
     seen: set[int] = set()
     for module in model.modules():
+        # vars, not getattr: a PeftModel's is a property that gives its tuner's
         configs = vars(module).get("peft_config")
         if isinstance(configs, dict) and adapter_name in configs and id(configs) not in seen:
             seen.add(id(configs))

@@ -25,6 +25,7 @@ from loragate.gates.override import Override
 from loragate.gates.schema import ADAPTER, CONFIG, GATES, GLOBAL_BIAS, read_gate_config, read_tensors
 from loragate.models.place import is_gated
 
+# ends of the paths of modules that attachment leaves at full strength (gates.eligibility), without a model to tell their class
 _NOT_LINEAR = ("lm_head", "embed_tokens", "wte", "experts")
 NEED_MODEL = ("modules_to_save", "target_parameters", "trainable_token_indices")
 """Keys of adapter_config.json with which an adapter is known again in memory alone."""
@@ -67,6 +68,7 @@ def read_gates(folder: str | Path, override: Override | None = None) -> FolderGa
     for path in modules:
         if path not in widths:
             _fail(folder / CONFIG, f"a gate for {path}, which the adapter does not adapt")
+    # the settings too: other bounds make other λ out of the same tensors
     identity = [record["gates_sha256"], sha256, record["gate"]]
     return FolderGates(
         folder=folder,
@@ -139,6 +141,7 @@ def known_factors(config: dict[str, Any], state: dict[str, torch.Tensor]) -> tup
         path, group = factor_of(key)
         if group:
             factors.setdefault(path, {})[group] = [tensor]
+    # A is [R, D]: its second size is the input's width; convolutions have more dimensions
     first = {path: groups["lora_A"][0] for path, groups in sorted(factors.items()) if "lora_A" in groups}
     sha256 = factors_sha256((path, strength_of(config, path), groups) for path, groups in factors.items())
     return {path: tensor.shape[1] for path, tensor in first.items() if tensor.dim() == 2}, sha256
@@ -152,7 +155,7 @@ def _plain_with_constant(folder: Path, override: Override) -> FolderGates:
     return FolderGates(
         folder=folder,
         adapter=folder,
-        config=GateConfig(lower=-1.0, upper=2.0, granularity="module"),
+        config=GateConfig(lower=-1.0, upper=2.0, granularity="module"),  # any range: the constant replaces λ
         weights={},
         biases={path: torch.zeros(1) for path in widths if path.rsplit(".", 1)[-1] not in _NOT_LINEAR},
         base={},

@@ -44,10 +44,11 @@ def merge_adapter(
     }
     if read_json(folder / RECORD) == made_of:
         return folder
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of another merge, or of one that was broken off
     model = base_weights(ModelRef(base, revision or ""), dtype="auto")
     served = model.dtype if dtype == "auto" else getattr(torch, dtype)
     size = sum(parameter.numel() for parameter in model.parameters()) * served.itemsize
+    # the disk is that of the nearest folder that exists
     there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
     free = shutil.disk_usage(there).free
     if free < size * 1.02:  # a fiftieth more than the weights
@@ -57,5 +58,5 @@ def merge_adapter(
         )
     merged = PeftModel.from_pretrained(model.float(), str(adapter)).merge_and_unload(safe_merge=True).to(served)
     merged.save_pretrained(str(folder))
-    write_json(folder / RECORD, made_of)
+    write_json(folder / RECORD, made_of)  # last: what has no record is made anew
     return folder

@@ -54,6 +54,7 @@ class ModelRef:
             ArtifactError: for two revisions that differ.
         """
         head, _ = split_folder(text)
+        # what split_folder took off is "@" and the override as typed, or nothing
         return cls(*split_revision(head, revision), str(text)[len(head) + 1 :])
 
     def __str__(self) -> str:
@@ -222,9 +223,10 @@ def resolve(
     if expect == "base":
         return _base_place(ref, what)
     folder = _folder_of(ref, what, expect, base_given=given is not None)
+    # here only "any" may still be a base
     if folder is None or not is_adapter(folder):
         return _base_place(ref, what)
-    if is_gated(folder) and expect != "adapter":
+    if is_gated(folder) and expect != "adapter":  # refused as an adapter, with the way to the plain one inside
         return _gated_place(ref, folder, given, base_revision, base_later)
     return _adapter_place(ref, folder, given, base_later)
 
@@ -274,6 +276,7 @@ def folder_sha256(folder: str | Path) -> str:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
             with path.open("rb") as file:
+                # pieces of 1 MiB: all of a file up to 16 of them, beyond that one in each sixteenth
                 for place in range(0, size, max(_PIECE, size // _PIECES)):
                     file.seek(place)
                     digest.update(file.read(_PIECE))
@@ -347,6 +350,7 @@ def _gated_place(
     base = given or ModelRef(*split_revision(recorded, at))
     if not base_later and not base.name:
         raise ArtifactError(f"{folder / CONFIG}: key 'base.id' is empty; say which base with base=… (--base)")
+    # a path that is not absolute may still be meant from another folder; the loader tells
     if not base_later and given is None and Path(recorded).is_absolute() and not Path(recorded).exists():
         raise ArtifactError(f"{folder / CONFIG}: the base {recorded} is not here; say where it is with base=… (--base)")
     if not base_later:

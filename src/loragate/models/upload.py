@@ -92,10 +92,11 @@ def stage(folder: str | Path, into: str | Path, *, name: str, base_id: str = "",
             "revision": None,
         }  # a commit of the other base means nothing here
         paths |= {recorded: base} if recorded else {}
+    # a list of what is sent, so that run folders and checkpoints beside it stay here
     for path in (GATES, f"{ADAPTER}/{ADAPTER_WEIGHTS}", *([SAMPLING] if record.get("sampling") else [])):
         _copy(folder, into, path)
     _copy(folder, into, CONFIG, shown)
-    named = adapter.get("base_model_name_or_path")
+    named = adapter.get("base_model_name_or_path")  # by which plain PEFT looks for the base
     findable = named if isinstance(named, str) and is_hub_id(named) else base
     _copy(folder, into, f"{ADAPTER}/{ADAPTER_CONFIG}", {**without_paths(adapter), "base_model_name_or_path": findable})
     for part in (ADAPTER, f"{ADAPTER}/tokenizer"):
