@@ -40,7 +40,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
         os.close(handle)
-        temporary = Path(name)
+        temporary = Path(name)  # in the same folder: a rename does not go from one disk to another
         write(temporary)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
@@ -117,7 +117,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             folder.mkdir(exist_ok=True)
             for path in partial.iterdir():
                 path.rename(folder / path.name)
-    except OSError as error:
+    except OSError as error:  # also of what the caller writes inside the context
         raise LoragateError(describe_os_error(folder, error)) from error
     finally:
         if partial is not None:
@@ -152,6 +152,7 @@ def held(path: Path, wait_s: float, taken: str) -> Iterator[None]:
         yield
         return
     until = time.monotonic() + wait_s
+    # never deleted: another process may wait for this very file
     with path.open("a") as file:
         while True:
             try:
@@ -177,6 +178,7 @@ def require_same(record: Path, old: Any, new: Any, remedy: str, error: type[Lora
     Raises:
         `error`: naming the file and the first key that differs, with both values.
     """
+    # through JSON, as what was begun has been: tuples are lists by then, and keys texts
     if (found := first_difference(old, json.loads(json.dumps(new)))) is not None:
         key, before, now = (found[0], *("none" if value is None else f"{value!r:.160}" for value in found[1:]))
         raise error(f"{record} was begun with {key} = {before}, now it is {now}; {remedy}")

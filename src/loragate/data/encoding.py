@@ -75,6 +75,7 @@ class Encoder:
         """
         cuts = [self._segments(turns, where) for turns, where in rows]
         texts = [segment.text for segments, _ in cuts for segment in segments]
+        # all segments of all rows at once: a fast tokenizer takes them in parallel; only the first of a row begins a text
         ids = iter(self.tokenise(texts, [index > 0 for segments, _ in cuts for index in range(len(segments))]))
         return [
             self._assemble(turns, [(segment, next(ids)) for segment in segments], rewritten, where, summary)
@@ -105,7 +106,7 @@ class Encoder:
                 raise DataError(f"{where}: the prompt is empty, so nothing predicts the first token of the response")
             input_ids += ids
             labels += ids if segment.is_response else [IGNORED] * len(ids)
-        keep_mask = _spread(turns.keep_mask, labels, rewritten, where)
+        keep_mask = _spread(turns.keep_mask, labels, rewritten, where)  # before truncation, as masks are made
         end = self.max_length or len(input_ids)
         learned = sum(label != IGNORED for label in labels[:end])
         if not learned:
@@ -145,6 +146,7 @@ class EncodedRows(Sequence[dict[str, Any]]):
     def __init__(self, items: Iterable[dict[str, Any]], summary: Summary | None = None) -> None:
         """The labels of an item are the token itself or -100; all items have a keep_mask or none has."""
         self.summary = Summary("", 0) if summary is None else summary
+        # 4 bytes a token id, one a label and one a mask; a Python list of small integers takes 8 for each alone
         ids, learned, kept, lengths, rows = array("i"), bytearray(), bytearray(), array("q"), array("q")
         for item in items:
             ids.extend(item["input_ids"])
@@ -158,6 +160,7 @@ class EncodedRows(Sequence[dict[str, Any]]):
             raise DataError("found a keep_mask on some items; give it on every one or on none")
         if kept:
             self.arrays["kept"] = np.array(kept, bool)
+        # item i lies between _ends[i] and _ends[i + 1]
         self._ends = np.concatenate([[0], np.cumsum(self.arrays["lengths"])])
 
     def __repr__(self) -> str:
@@ -173,7 +176,7 @@ class EncodedRows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
         if isinstance(index, slice):
             return [self[position] for position in range(len(self))[index]]
-        index = range(len(self))[index]
+        index = range(len(self))[index]  # a range counts from behind and raises IndexError as a list does
         span = slice(int(self._ends[index]), int(self._ends[index + 1]))
         ids, learned = self.arrays["ids"][span], self.arrays["learned"][span]
         item = {
@@ -206,7 +209,7 @@ def encode_rows(
         DataError: for the first row that cannot be used, named by its place; or when no row is left.
     """
     rows = load_rows(rows)
-    first = rows.earliest()
+    first = rows.earliest()  # a shuffled file whose rows fit no format is then named by its first line
     try:
         name = detect_format(rows[first])
     except DataError as error:
@@ -232,6 +235,7 @@ def _items(
     encoder: Encoder, rows: Rows, summary: Summary, on_progress: Callable[[int, int], None]
 ) -> Iterator[dict[str, Any]]:
     """The item of every row that has a response; what becomes of the rows is counted in `summary`."""
+    # of one row, and held against every other: a batch has the column or has it not
     masked = rows[0].get("keep_mask") is not None
     for start in range(0, len(rows), BATCH):
         indices = range(start, min(start + BATCH, len(rows)))
@@ -244,7 +248,7 @@ def _items(
             except EmptyResponse:
                 summary.empty += 1
                 continue
-            if (one.keep_mask is not None) != masked:  # as a batch has it or has it not
+            if (one.keep_mask is not None) != masked:
                 raise DataError(
                     f"{where}: the row has {'no' if masked else 'a'} keep_mask, unlike {rows.where(0)}; "
                     "give it on every row or on none"

@@ -70,13 +70,13 @@ class ShardedEngine(Engine):
         `LoragateError` when a replica was lost and samples are missing.
         """
         questions = len({question for question, _ in rows})
-        # every replica gets a part, and none more than its share
+        # every replica gets a part, and none more than its share; the division rounds up
         parts = split_by_question(rows, min(self.batch_size, max(1, -(-questions // self.shards))))
         returned = 0
         for batch in self._drawn(prompts, config, parts) if parts else ():
             returned += len(batch)
             yield batch
-        if returned != len(rows):
+        if returned != len(rows):  # a part that is missing must not look like a finished run
             raise LoragateError(
                 f"{len(rows)} samples were to be drawn, but the {self.shards} replicas returned {returned}; draw the "
                 "missing ones again."
@@ -141,6 +141,7 @@ class Replica:
             drawn: dict[str, Any] = {"samples": [dataclasses.asdict(sample) for sample in samples]}
         except LoragateError as error:
             drawn = {"error": [type(error).__name__, str(error)]}
+        # one text for Arrow, which would guess at the types of lists and of None
         return {"drawn": [json.dumps(drawn, allow_nan=False)]}
 
 

@@ -132,6 +132,7 @@ class VllmEngine(Engine):
         positions = self._llm.llm_engine.model_config.max_model_len
         prompt_ids, limits = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
         for chunk in split_by_question(rows, self.batch_size):
+            # a chunk ends with a question: vLLM's prefix cache then reads each prompt once for its samples
             outputs = self._llm.generate(
                 [{"prompt_token_ids": prompt_ids[question]} for question, _ in chunk],
                 # one request per sample: vLLM gives the n samples of a joint request seeds that cannot be resumed one by one
@@ -199,6 +200,7 @@ class VllmEngine(Engine):
                 use_tqdm=False,
                 lora_request=self._lora_request,
             )
+            # with logprobs=0 a step reports the drawn token alone, {its id: log-probability and rank before anything is forbidden}
             steps = (next(iter(output.outputs[0].logprobs[0].values())) for output in outputs)
             for _, after in batch:
                 own = [next(steps) for _ in after]
@@ -214,7 +216,7 @@ class VllmEngine(Engine):
         """
         if adapter is not None and (rank := lora_rank(plain_adapter(adapter))) > self.rank:
             raise ConfigError(f"{adapter} has rank {rank}, and this engine was made for {self.rank}; make one for it.")
-        other = copy.copy(self)
+        other = copy.copy(self)  # a shallow copy: the same vLLM, the same numbers of adapters
         other._lora_request = self._request(adapter, override)
         return other
 
@@ -269,7 +271,9 @@ def lora_rank(adapter: str | Path) -> int:
     path, record = Path(adapter) / "adapter_config.json", read_adapter_config(Path(adapter))
     kind = record["peft_type"]
     try:
-        needed = max(int(record["r"]), *(record.get("rank_pattern") or {}).values(), 1)
+        needed = max(
+            int(record["r"]), *(record.get("rank_pattern") or {}).values(), 1
+        )  # a text among them is a TypeError
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is not the configuration of a LoRA adapter ({error!r}).") from None
     if record.get("use_dora"):
