@@ -128,7 +128,8 @@ def _checked(kind: Any, value: Any, partial: bool = False) -> Any:
     from pydantic import ValidationError
 
     try:
-        # `default`: a date, as YAML makes one, is the text that was written; pydantic's strict reading of JSON takes lists for tuples, which its strict reading of objects does not
+        # pydantic's strict reading of JSON takes lists for tuples, which its strict reading of objects does not;
+        # `default`: a date, as YAML makes one, is a text again
         return _adapter(kind, partial).validate_json(json.dumps(value, default=str))
     except TypeError:
         raise ConfigError("every key must be a text or a number") from None
