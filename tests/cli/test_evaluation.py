@@ -229,6 +229,20 @@ def test_a_merged_adapter_answers_as_the_adapter_does(place, dora, tmp_path, mon
         merge_adapter(str(place / "base"), dora, tmp_path / "none")
 
 
+def test_code_of_the_base_is_trusted_where_an_adapter_is_merged(dora, tmp_path, monkeypatch):
+    told = {}
+
+    def weights(base, **how):
+        told.update(how)
+        raise lg.errors.LoragateError("enough")
+
+    monkeypatch.setattr("loragate.models.merge.base_weights", weights)
+    loaded = Loaded(resolve(dora), Loading(trust_remote_code=True), None, None)
+    with pytest.raises(lg.errors.LoragateError, match="enough"):
+        Engines(EngineSettings(engine="vllm"), str(dora), "", loaded, tmp_path).maker(Variant("adapter"))
+    assert told["trust_remote_code"] is True
+
+
 def test_rows_share_prompts_and_random_streams(place, whole, tmp_path):
     """The base row of a gated folder is the base itself; the adapter row is the adapter itself, sample by sample."""
 

@@ -21,7 +21,13 @@ RECORD = "merged.json"
 
 
 def merge_adapter(
-    base: str, adapter: str | Path, folder: str | Path, *, dtype: str = "auto", revision: str | None = None
+    base: str,
+    adapter: str | Path,
+    folder: str | Path,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write base and adapter as one model in safetensors; a folder that holds just that is taken as it is.
 
@@ -31,6 +37,7 @@ def merge_adapter(
         folder: what is in it is replaced.
         dtype: of the written weights; "auto" keeps the base's own.
         revision: of a base on the hub.
+        trust_remote_code: run the base's own code.
 
     Raises:
         LoragateError: where the disk has no room for it, naming both sizes.
@@ -45,7 +52,7 @@ def merge_adapter(
     if read_json(folder / RECORD) == made_of:
         return folder
     shutil.rmtree(folder, ignore_errors=True)  # of another merge, or of one that was broken off
-    model = base_weights(ModelRef(base, revision or ""), dtype="auto")
+    model = base_weights(ModelRef(base, revision or ""), dtype="auto", trust_remote_code=trust_remote_code)
     served = model.dtype if dtype == "auto" else getattr(torch, dtype)
     size = sum(parameter.numel() for parameter in model.parameters()) * served.itemsize
     # the disk is that of the nearest folder that exists
