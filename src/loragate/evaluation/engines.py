@@ -125,12 +125,14 @@ class Engines:
         if variant.acts == "base":
             return base, None, None
         if self.loaded.place.is_dora:
-            told = {
-                "dtype": how.dtype,
-                "revision": self.loaded.commit or None,
-                "trust_remote_code": how.trust_remote_code,
-            }
-            merged = merge_adapter(names["base"], names["adapter"], self.folder, **told)
+            merged = merge_adapter(
+                names["base"],
+                names["adapter"],
+                self.folder,
+                dtype=how.dtype,
+                revision=self.loaded.commit or None,
+                trust_remote_code=how.trust_remote_code,
+            )
             return str(merged), None, None
         # one λ for all goes over the gated modules, as it does in memory
         acts = "gated" if variant.constant is not None and "gated" in names else variant.acts
