@@ -1,5 +1,5 @@
 """Writing files so that a reader never sees half of one (temporary file, fsync, rename), holding a folder alone, and what a
-file is known by."""
+file or a folder is known by."""
 
 from __future__ import annotations
 
@@ -22,11 +22,33 @@ try:
 except ImportError:  # no such locks on Windows
     fcntl = None  # type: ignore[assignment]
 
+_HASHED = (".json", ".safetensors", ".gguf", ".jinja", ".bin", ".model", ".txt")
+_PIECE, _PIECES = 1 << 20, 16
+
 
 def file_sha256(path: Path) -> str:
     """sha256 (hex) of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_sha256(folder: str | Path) -> str:
+    """SHA-256 (hex) over settings, tokenizer and weights of a model's or adapter's folder, or of a GGUF file, to know it again.
+
+    A folder keeps its name when it is trained into again. Of a large file `_PIECES` samples are read, as training changes a
+    weight file everywhere. Folders inside are left out.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else [Path(folder)]:
+        if path.is_file() and not path.name.startswith(".") and path.suffix in _HASHED:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                # pieces of 1 MiB: all of a file up to 16 of them, beyond that one in each sixteenth
+                for place in range(0, size, max(_PIECE, size // _PIECES)):
+                    file.seek(place)
+                    digest.update(file.read(_PIECE))
+    return digest.hexdigest()
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

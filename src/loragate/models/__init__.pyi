@@ -20,7 +20,6 @@ from .loading import (
 from .place import (
     ModelRef as ModelRef,
     Place as Place,
-    folder_sha256 as folder_sha256,
     is_adapter as is_adapter,
     is_gated as is_gated,
     read_adapter_config as read_adapter_config,

@@ -13,9 +13,9 @@ import torch
 from peft import PeftModel
 
 from loragate.errors import LoragateError
-from loragate.files import read_json, write_json
+from loragate.files import folder_sha256, read_json, write_json
 from loragate.models.bases import base_weights
-from loragate.models.place import ModelRef, folder_sha256
+from loragate.models.place import ModelRef
 
 RECORD = "merged.json"
 

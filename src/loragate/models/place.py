@@ -7,7 +7,6 @@ adapter and gates are read once, here; nothing below looks at a path again.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loragate.errors import ArtifactError, ConfigError
-from loragate.files import read_json
+from loragate.files import folder_sha256, read_json
 from loragate.gates.adapter_files import ADAPTER_CONFIG, lost_gates, read_adapter_config
 from loragate.gates.override import Override, parse_override, split_folder
 from loragate.gates.recommended import SAMPLING, exported_sampling, mapping, recommended_temperature
@@ -26,8 +25,6 @@ from loragate.models.hub import NotThere, download
 
 Kind = Literal["base", "adapter", "gated"]
 _WHAT = {"any": "model", "base": "base model", "adapter": "adapter", "gated": "gated adapter"}
-_HASHED = (".json", ".safetensors", ".gguf", ".jinja", ".bin", ".model", ".txt")
-_PIECE, _PIECES = 1 << 20, 16
 
 logger = logging.getLogger("loragate")
 
@@ -262,25 +259,6 @@ def require_here(what: str, name: str) -> None:
         raise ConfigError(f"{what} {name} is a file, expected the folder that holds it ({Path(name).parent})")
     if not Path(name).exists() and hub_name(name) is None:
         raise ConfigError(f"{what} {name} does not exist (a hub id is written owner/name){_beside(name)}")
-
-
-def folder_sha256(folder: str | Path) -> str:
-    """SHA-256 (hex) over settings, tokenizer and weights of a model's or adapter's folder, or of a GGUF file, to know it again.
-
-    A folder keeps its name when it is trained into again. Of a large file `_PIECES` samples are read, as training changes a
-    weight file everywhere. Folders inside are left out.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else [Path(folder)]:
-        if path.is_file() and not path.name.startswith(".") and path.suffix in _HASHED:
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
-            with path.open("rb") as file:
-                # pieces of 1 MiB: all of a file up to 16 of them, beyond that one in each sixteenth
-                for place in range(0, size, max(_PIECE, size // _PIECES)):
-                    file.seek(place)
-                    digest.update(file.read(_PIECE))
-    return digest.hexdigest()
 
 
 def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Path | None:
