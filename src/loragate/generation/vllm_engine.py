@@ -31,7 +31,7 @@ from loragate.generation.requests import (
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, request_seed
-from loragate.models import ModelRef, generation_config, is_gated, read_adapter_config
+from loragate.models import ModelRef, generation_config, is_gated, plain_adapter, read_adapter_config
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `max_lora_rank`."""
@@ -234,11 +234,6 @@ class VllmEngine(Engine):
         shutdown = getattr(self._llm.llm_engine.engine_core, "shutdown", None)
         if shutdown is not None:
             shutdown()
-
-
-def plain_adapter(folder: str | Path) -> Path:
-    """The PEFT adapter of a plain or gated folder."""
-    return Path(folder) / "adapter" if is_gated(folder) else Path(folder)
 
 
 def require_gate_plugin(folder: str | Path) -> None:

@@ -22,6 +22,7 @@ from .place import (
     Place as Place,
     is_adapter as is_adapter,
     is_gated as is_gated,
+    plain_adapter as plain_adapter,
     read_adapter_config as read_adapter_config,
     require_here as require_here,
     resolve as resolve,

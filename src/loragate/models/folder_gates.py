@@ -23,7 +23,7 @@ from loragate.gates.fingerprint import factors_sha256
 from loragate.gates.gate import GateConfig
 from loragate.gates.override import Override
 from loragate.gates.schema import ADAPTER, CONFIG, GATES, GLOBAL_BIAS, read_gate_config, read_tensors
-from loragate.models.place import is_gated
+from loragate.models.place import is_gated, plain_adapter
 
 # ends of the paths of modules that attachment leaves at full strength (gates.eligibility), without a model to tell their class
 _NOT_LINEAR = ("lm_head", "embed_tokens", "wte", "experts")
@@ -84,8 +84,7 @@ def read_gates(folder: str | Path, override: Override | None = None) -> FolderGa
 
 def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Size and time of change of every file that is served, to notice that a folder was written anew."""
-    adapter = folder / ADAPTER if is_gated(folder) else folder
-    files = [folder / CONFIG, folder / GATES, *sorted(adapter.glob("adapter_*"))]
+    files = [folder / CONFIG, folder / GATES, *sorted(plain_adapter(folder).glob("adapter_*"))]
     known = []
     for file in files:
         with suppress(OSError):  # a folder may be written anew at this moment

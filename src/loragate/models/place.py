@@ -238,6 +238,11 @@ def is_adapter(folder: str | Path) -> bool:
     return is_gated(folder) or (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
+def plain_adapter(folder: str | Path) -> Path:
+    """The plain PEFT adapter of a folder that is one, or that holds it beside gates."""
+    return Path(folder) / ADAPTER if is_gated(folder) else Path(folder)
+
+
 def sampling_of(folder: Path) -> dict[str, Any]:
     """The record that may recommend a temperature: gate_config.json, or what `loragate export` wrote beside a plain adapter.
 
