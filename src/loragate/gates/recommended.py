@@ -75,7 +75,7 @@ def warn_elsewhere(name: str, record: Mapping[str, Any] | None, asked: float, lo
 
 
 def at(temperature: float) -> str:
-    """As printed."""
+    """A temperature as sentences name it."""
     return f"at temperature {temperature:g}" if temperature else "greedily"
 
 
