@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from loragate.errors import GateError, nearest
-from loragate.gates.variant import GatedLora, config_tables
+from loragate.gates.variant import GatedLora, adapter_configs
 
 # Linear LoRA layers of PEFT whose forward consults `lora_variant`; tests/contract checks each against its source.
 GATEABLE_CLASSES = frozenset(
@@ -53,14 +53,13 @@ class Verdict:
 
 def changed_base_of(model: nn.Module, adapter_name: str) -> str:
     """`changed_base` of an adapter that is loaded."""
-    configs = (configs[adapter_name] for configs in config_tables(model, adapter_name))
-    return next(filter(None, (changed_base(getattr(config, "init_lora_weights", None)) for config in configs)), "")
+    reasons = (changed_base(getattr(one, "init_lora_weights", None)) for one in adapter_configs(model, adapter_name))
+    return next(filter(None, reasons), "")
 
 
 def trains_biases(model: nn.Module, adapter_name: str) -> bool:
     """Whether the adapter trained the base's biases along, which stay when it is switched off (a limit of PEFT)."""
-    configs = (configs[adapter_name] for configs in config_tables(model, adapter_name))
-    return any(getattr(config, "bias", "none") != "none" for config in configs)
+    return any(getattr(config, "bias", "none") != "none" for config in adapter_configs(model, adapter_name))
 
 
 def lora_layers(model: nn.Module, adapter_name: str) -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from loragate.gates.adapter_files import strength_of
 from loragate.gates.eligibility import GATEABLE_CLASSES, base_path, lora_layers
-from loragate.gates.variant import config_tables
+from loragate.gates.variant import adapter_configs
 
 _CONFIG_KEYS = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -84,13 +84,12 @@ def changed_strength(model: nn.Module, adapter_name: str) -> str:
 
     `set_scale` and PEFT's preparation for hot swapping change them in memory; neither is written to the configuration.
     """
-    config: Any = next((configs[adapter_name] for configs in config_tables(model, adapter_name)), None)
-    if config is None:
+    if not (configs := adapter_configs(model, adapter_name)):
         return ""
     for path, layer in lora_layers(model, adapter_name):
         if type(layer).__name__ not in GATEABLE_CLASSES:
             continue
-        rank, _, scale = strength_of(vars(config), path)
+        rank, _, scale = strength_of(vars(configs[0]), path)
         same = math.isclose(float(layer.scaling[adapter_name]), scale, rel_tol=1e-6)
         if not same or layer.lora_A[adapter_name].weight.shape[0] != rank:
             return path

@@ -145,7 +145,7 @@ def ask_before_merging(model: nn.Module) -> None:
 
 def warn_on_saving(model: nn.Module, adapter_name: str) -> None:
     """Give the adapter a configuration of its own that warns when it is written."""
-    for configs in config_tables(model, adapter_name):
+    for configs in _config_tables(model, adapter_name):
         # a copy: the caller's object may serve other adapters and models, which carry no gates
         config = copy.copy(configs[adapter_name])
         # on the instance, where it comes before the class's method; a partial of a module's function, not a closure, so that
@@ -156,8 +156,8 @@ def warn_on_saving(model: nn.Module, adapter_name: str) -> None:
 
 def warn_no_more(model: nn.Module, adapter_name: str) -> None:
     """Let the configuration be written as PEFT does it."""
-    for configs in config_tables(model, adapter_name):
-        vars(configs[adapter_name]).pop("save_pretrained", None)
+    for config in adapter_configs(model, adapter_name):
+        vars(config).pop("save_pretrained", None)
 
 
 def _save_and_warn(config: Any, adapter_name: str, save_directory: str, **kwargs: Any) -> None:
@@ -170,7 +170,12 @@ def _save_and_warn(config: Any, adapter_name: str, save_directory: str, **kwargs
     )
 
 
-def config_tables(model: nn.Module, adapter_name: str) -> Iterator[dict[str, Any]]:
+def adapter_configs(model: nn.Module, adapter_name: str) -> list[Any]:
+    """The adapter's configuration, mostly one; a wrapper around the model may hold a table of its own."""
+    return [configs[adapter_name] for configs in _config_tables(model, adapter_name)]
+
+
+def _config_tables(model: nn.Module, adapter_name: str) -> Iterator[dict[str, Any]]:
     """Every {adapter name: configuration} of the model, its wrappers included, that holds the adapter."""
     seen: set[int] = set()
     for module in model.modules():
