@@ -167,7 +167,7 @@ class Display:
         """How long all planned jobs will still take, judged from the pace so far; empty before that is known."""
         done = self.done + share * weight
         elapsed = time.monotonic() - self.began
-        if self.total <= 0 or done < 0.04 * self.total or elapsed < 2:  # no pace yet that one could tell
+        if self.total <= 0 or done < 0.04 * self.total or elapsed < 2:  # too early to tell the pace
             return ""
         return time_left(elapsed / done * (self.total - done))
 
@@ -204,7 +204,7 @@ class Job:
         """`share` of the job is done; the parts say what it is at, empty ones are left out."""
         text = " · ".join(part for part in parts if part)
         if self.progress is not None and self.task is not None:
-            # without a total rich shows a bar that moves, and says nothing of a share
+            # where no total is known, rich shows a bar that moves to and fro
             self.progress.update(self.task, completed=share, total=1.0 if share else None, note=text)  # type: ignore[arg-type]
         elif time.monotonic() - self.printed >= PLAIN_SECONDS:
             self.printed = time.monotonic()

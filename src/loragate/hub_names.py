@@ -70,7 +70,7 @@ def _cached(repository: str, revision: str | None, usual: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     name, file = split_file(repository)
-    # the network is not asked; a path or a made-up name is not looked up
+    # a path is no id, and without a file there is nothing to look for
     if not is_hub_id(repository) or not (file or usual):
         return None
     found = try_to_load_from_cache(name, file or usual, revision=revision or None)

@@ -175,9 +175,8 @@ class Chat:
         # Qwen3: "…assistant\n" is the prompt, "…assistant\n<think>\n\n</think>\n\nQprobereply…" the answer; the block is between
         prompt, answered = self._try([_ASK], generation_prompt=True), self._try([_ASK, _ANSWER])
         opening = answered[len(prompt) :].partition(_REPLY)[0] if answered.startswith(prompt) else ""
-        earlier = self._try([_ASK, _ANSWER, _ASK]).startswith(
-            prompt + _REPLY
-        )  # without the block, once the talk goes on
+        # once the talk goes on, the answer stands there without the block
+        earlier = self._try([_ASK, _ANSWER, _ASK]).startswith(prompt + _REPLY)
         return opening if opening.strip() and earlier else ""
 
     def _find_injected_system(self) -> tuple[str, str]:
@@ -200,7 +199,7 @@ class Chat:
         bare = start + user_turn if alone.startswith(start) and not user_turn.startswith(start) else user_turn
         kept = len(bare) - _common_prefix(bare[::-1], alone[::-1])  # of `bare`, what stands before the common ending
         beginning = alone[: len(alone) - (len(bare) - kept)]
-        # else the two renderings differ by something that is no insertion, such as a date that ticked on
+        # else the two renderings differ by something that is no insertion
         inserted = len(beginning) > kept and beginning.startswith(bare[:kept]) and _USER not in beginning
         if not inserted or with_system.startswith(beginning):
             return "", ""

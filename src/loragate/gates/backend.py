@@ -61,7 +61,7 @@ def kernels_for(x_TD: torch.Tensor, lora_a_RD: torch.Tensor, bias_1: torch.Tenso
     found = _kernels()
     if found is None or lora_a_RD.shape[0] > found.MAX_RANK:
         return None
-    # fp64 is for tests, and a gate that was cast has no kernel
+    # fp64, and a gate that somebody cast, are left to PyTorch
     if x_TD.dtype not in _DTYPES or lora_a_RD.dtype not in _DTYPES or bias_1.dtype != torch.float32:
         return None
     return found

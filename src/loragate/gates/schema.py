@@ -104,9 +104,8 @@ def read_gate_config(folder: Path) -> dict[str, Any]:
         )
     # what is returned is the record as it stands: keys of other versions, and the free-form evidence, are kept
     config = validate(_Config, record, str(path), ArtifactError)
-    for field in fields(
-        GateConfig
-    ):  # validation takes a default for what is missing: today's, not that of the training
+    # validation takes a default for what is missing: today's, which need not be that of the training
+    for field in fields(GateConfig):
         if field.name not in record["gate"]:
             _fail(path, f"the key 'gate.{field.name}' is missing")
     if len(set(config.modules)) != len(config.modules):
@@ -206,10 +205,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             _fail(path, "larger than 16 MiB; this is not a configuration")
         record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant, parse_int=_whole)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not UTF-8, not JSON, NaN, a number of no end, lists in lists in lists
+    # not UTF-8, not JSON, NaN or a number without end; a list in a list in a list …
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: not valid JSON ({error})") from error
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror})") from error

@@ -31,7 +31,7 @@ class SignedMap:
     tau: float = 1.0
 
     def __post_init__(self) -> None:
-        # also of a caller's own; `GateConfig` says the same of its setting
+        # `gate_coefficient` takes a temperature from any caller; that of a `GateConfig` has been checked
         if not 0 < self.tau < math.inf:
             raise GateError(f"the gate temperature tau must be positive and finite, found {self.tau!r}")
 

@@ -99,9 +99,8 @@ class KeptPrompts:
 
     def begin(self, weights: Hashable) -> None:
         """From now on the model acts as these weights."""
-        self.of_weights[weights] = self.of_weights.pop(
-            weights, {}
-        )  # taken out and put back: last in the dictionary's order
+        # taken out and put back: the weights asked last stand last in the dictionary
+        self.of_weights[weights] = self.of_weights.pop(weights, {})
 
     @property
     def readings(self) -> dict[tuple[int, ...], Reading]:

@@ -266,9 +266,8 @@ def lora_rank(adapter: str | Path) -> int:
     path, record = Path(adapter) / "adapter_config.json", read_adapter_config(Path(adapter))
     kind = record["peft_type"]
     try:
-        needed = max(
-            int(record["r"]), *(record.get("rank_pattern") or {}).values(), 1
-        )  # a text among them is a TypeError
+        # a text among the ranks is a TypeError
+        needed = max(int(record["r"]), *(record.get("rank_pattern") or {}).values(), 1)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is not the configuration of a LoRA adapter ({error!r}).") from None
     if record.get("use_dora"):

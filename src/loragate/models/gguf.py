@@ -50,7 +50,7 @@ def require_readable(path: Path) -> None:
     _examine(path, path.stat().st_mtime_ns)
 
 
-@cache  # a header holds the whole vocabulary; with its time of change, a file that was written anew is another key
+@cache  # a header holds a whole vocabulary; `_changed`, a time, makes a file that was written anew another key
 def _examine(path: Path, _changed: int) -> None:
     from gguf import GGML_QUANT_SIZES, GGUFReader
     from gguf.quants import dequantize
