@@ -41,7 +41,7 @@ def model(request):
 
 def encode(row, tokenizer, *, where="", **options):
     summary = Summary("", 1)
-    (item,) = Encoder(tokenizer, **options).encode([(row, where)], summary)
+    (item,) = Encoder(tokenizer, summary, **options).encode([(row, where)])
     return item and SimpleNamespace(**item, truncated=summary.truncated, last_turn_only=summary.last_turn_only)
 
 
@@ -196,9 +196,9 @@ def test_many_rows_at_once_are_as_one_by_one(talk):
         (Turns(prompt="two", completion=" four"), "f:2"),
         (turns(talk("What?", "\n\n", system="Be brief.")), "f:3"),
     ]
-    encoder = Encoder(tokenizer, max_length=40)
-    alone = [encoder.encode([row], Summary("", 1))[0] for row in rows]
-    assert encoder.encode(rows, Summary("", 3)) == alone
+    encoder = Encoder(tokenizer, Summary("", 3), max_length=40)
+    alone = [encoder.encode([row])[0] for row in rows]
+    assert encoder.encode(rows) == alone
 
 
 def test_a_piece_that_merges_with_the_newline_before_it_is_tokenised_alone():

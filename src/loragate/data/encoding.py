@@ -56,29 +56,36 @@ class Summary:
 
 
 class Encoder:
-    """Encodes turns with one tokenizer; probes its template once, so build one for many rows."""
+    """Encodes turns with one tokenizer; probes its template once, so build one for many rows.
+
+    Attributes:
+        summary: counts what becomes of the rows.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None, system: str = "none"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        summary: Summary,
+        *,
+        max_length: int | None = None,
+        system: str = "none",
     ) -> None:
         if max_length is not None and max_length < 2:
             raise ConfigError(f"found max_length={max_length!r}, expected at least 2 tokens, or None for no limit")
         self.tokenizer = tokenizer
+        self.summary = summary
         self.max_length = max_length
         self.chat = Chat(tokenizer, system)
         self.tokenise = SegmentTokenizer(tokenizer)
 
-    def encode(self, rows: Sequence[tuple[Turns, str]], summary: Summary) -> list[dict[str, Any] | None]:
-        """The items of (turns, where) pairs, with one call of the tokenizer; None where max_length leaves no response.
-
-        What becomes of the rows is counted in `summary`.
-        """
+    def encode(self, rows: Sequence[tuple[Turns, str]]) -> list[dict[str, Any] | None]:
+        """The items of (turns, where) pairs, with one call of the tokenizer; None where max_length leaves no response."""
         cuts = [self._segments(turns, where) for turns, where in rows]
         texts = [segment.text for segments, _ in cuts for segment in segments]
         # all segments of all rows at once: a fast tokenizer takes them in parallel; only the first of a row begins a text
         ids = iter(self.tokenise(texts, [index > 0 for segments, _ in cuts for index in range(len(segments))]))
         return [
-            self._assemble(turns, [(segment, next(ids)) for segment in segments], rewritten, where, summary)
+            self._assemble(turns, [(segment, next(ids)) for segment in segments], rewritten, where)
             for (turns, where), (segments, rewritten) in zip(rows, cuts)
         ]
 
@@ -93,7 +100,7 @@ class Encoder:
         return [Segment(turns.prompt or "", False), Segment(turns.completion, True)], False
 
     def _assemble(
-        self, turns: Turns, pieces: list[tuple[Segment, list[int]]], rewritten: bool, where: str, summary: Summary
+        self, turns: Turns, pieces: list[tuple[Segment, list[int]]], rewritten: bool, where: str
     ) -> dict[str, Any] | None:
         input_ids: list[int] = []
         labels: list[int] = []
@@ -111,10 +118,10 @@ class Encoder:
         learned = sum(label != IGNORED for label in labels[:end])
         if not learned:
             return None
-        summary.response_tokens += learned
-        summary.prompt_tokens += len(labels[:end]) - learned
-        summary.truncated += end < len(input_ids)
-        summary.last_turn_only += rewritten
+        self.summary.response_tokens += learned
+        self.summary.prompt_tokens += len(labels[:end]) - learned
+        self.summary.truncated += end < len(input_ids)
+        self.summary.last_turn_only += rewritten
         item = {"input_ids": input_ids[:end], "labels": labels[:end]}
         return item if keep_mask is None else {**item, "keep_mask": keep_mask[:end]}
 
@@ -214,9 +221,9 @@ def encode_rows(
         name = detect_format(rows[first])
     except DataError as error:
         raise DataError(f"{rows.where(first)}: {error}") from None
-    encoder = Encoder(tokenizer, max_length=max_length, system=system)
     summary = Summary(name, len(rows))
-    encoded = EncodedRows(_items(encoder, rows, summary, on_progress or (lambda done, of: None)), summary)
+    encoder = Encoder(tokenizer, summary, max_length=max_length, system=system)
+    encoded = EncodedRows(_items(encoder, rows, on_progress or (lambda done, of: None)), summary)
     if summary.empty == len(rows):
         raise DataError(
             f"{rows.source}: the response of every one of {len(rows)} rows is empty, so there is nothing to learn"
@@ -231,10 +238,9 @@ def encode_rows(
     return encoded
 
 
-def _items(
-    encoder: Encoder, rows: Rows, summary: Summary, on_progress: Callable[[int, int], None]
-) -> Iterator[dict[str, Any]]:
-    """The item of every row that has a response; what becomes of the rows is counted in `summary`."""
+def _items(encoder: Encoder, rows: Rows, on_progress: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
+    """The item of every row that has a response."""
+    summary = encoder.summary
     # of one row, and held against every other: a batch has the column or has it not
     masked = rows[0].get("keep_mask") is not None
     for start in range(0, len(rows), BATCH):
@@ -256,7 +262,7 @@ def _items(
             turns.append((one, where))
             places.append(index)
         summary.plain += sum(one.is_plain for one, _ in turns)
-        for index, item in zip(places, encoder.encode(turns, summary), strict=True):
+        for index, item in zip(places, encoder.encode(turns), strict=True):
             if item is not None:
                 yield {**item, "row": index}
         on_progress(indices.stop, len(rows))
