@@ -142,11 +142,6 @@ def test_rows_without_a_response_are_counted(talk, write):
         encode_rows(load_rows(path), byte_level(), max_length=None)
 
 
-def test_masks_on_some_items_are_refused() -> None:
-    with pytest.raises(DataError, match="give it on every one or on none"):
-        EncodedRows([ITEMS[0], {**ITEMS[1], "keep_mask": [1] * len(ITEMS[1]["input_ids"])}])
-
-
 TWO = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 4}, {"input_ids": [8], "labels": [-100], "row": 2}]
 
 

@@ -11,13 +11,15 @@ Shapes: U distinct prompts, B rows, b rows still in the batch, T positions, V vo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -167,7 +169,7 @@ def decode(
     places: dict[tuple[int, ...], int] = {}
     # which of the U distinct prompts each row has; the dictionary keeps them in the order in which they come
     read_B = torch.tensor([places.setdefault(tuple(prompt), len(places)) for prompt in prompts])
-    ids_UT, mask_UT = pad_left([list(prompt) for prompt in places], pad_id)
+    ids_UT, mask_UT = padded(places, pad_id, "left")
     width, lengths_b = ids_UT.shape[1], mask_UT.sum(-1)
     # what is masked stands in front of a prompt; behind it every place will hold a token
     mask_bT = torch.cat([mask_UT, mask_UT.new_ones(len(places), max_new_tokens)], dim=-1).to(causal.device)
@@ -230,7 +232,7 @@ def _recall(
     while new:  # as many at a time as fit into READ_AT_ONCE tokens, padding included
         count = max(1, READ_AT_ONCE // max(map(len, new)))
         now, new = new[:count], new[count:]
-        ids_NT, mask_NT = pad_left([list(prompt) for prompt in now], pad_id)
+        ids_NT, mask_NT = padded(now, pad_id, "left")
         read = _new_cache(causal)
         logits_NV = _reader(causal, read)(ids_NT, mask_NT, (mask_NT.cumsum(-1) - 1).clamp(min=0))
         for row, prompt in enumerate(now):
@@ -259,12 +261,11 @@ def takes_positions(causal: Any | None) -> bool:
     return causal is not None and "position_ids" in inspect.signature(causal.forward).parameters
 
 
-def pad_left(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Return the rows as one tensor, aligned at their last token, and the mask of real tokens; both [B, T] int64."""
-    width = max(map(len, rows))
-    input_ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows])
-    attention_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return input_ids, attention_mask
+def padded(rows: Iterable[Sequence[int]], pad_id: int, side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
+    """Return the rows as one tensor and the mask of real tokens, both [B, T] int64; padding stands on the left or the right."""
+    ids = [torch.tensor(row) for row in rows]
+    pad = partial(pad_sequence, batch_first=True, padding_side=side)
+    return pad(ids, padding_value=pad_id), pad([torch.ones_like(row) for row in ids])
 
 
 def _new_cache(causal: Any) -> DynamicCache:

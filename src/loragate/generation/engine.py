@@ -22,7 +22,7 @@ from loragate.generation.decoding import (
     KeptPrompts,
     decode,
     keeps_prompts,
-    pad_left,
+    padded,
     plain_decoder,
     takes_positions,
 )
@@ -190,9 +190,7 @@ class TransformersEngine(Engine):
                 # without the last token, as position t scores token t + 1
                 rows = [[*before, *after][:-1] for before, after in (pairs[index] for index in batch)]
                 # padding stands behind, where a causal model does not see it
-                width = max(map(len, rows))
-                input_ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
-                mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+                input_ids, mask = padded(rows, pad_id, "right")
                 device = self.model.device
                 logits_BTV = self.model(input_ids=input_ids.to(device), attention_mask=mask.to(device)).logits
                 for index, row, logits_TV in zip(batch, rows, logits_BTV):
@@ -243,7 +241,7 @@ class TransformersEngine(Engine):
     def _leave_to_generate(
         self, prompts: list[list[int]], sampler: SeededSampler, max_new_tokens: int, pad_id: int
     ) -> list[list[int]]:
-        input_ids, attention_mask = pad_left(prompts, pad_id)
+        input_ids, attention_mask = padded(prompts, pad_id, "left")
         # `generate` fills in all that is left open here from the model's own settings, so they are hidden meanwhile. A
         # `PeftModel` keeps its own reference and copies it onto the model that it wraps, so both are set and restored.
         owners = [self.model]
