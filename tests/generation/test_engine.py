@@ -75,6 +75,18 @@ def test_entropy_equals_a_teacher_forced_forward(qwen2: Any, tokenizer: Any) -> 
         assert sample.entropy == pytest.approx(expected, abs=1e-4)
 
 
+def test_likelihoods_equal_a_forward_pass_of_each_pair_alone(qwen2: Any, tokenizer: Any) -> None:
+    engine = TransformersEngine(qwen2, tokenizer, batch_size=2)
+    likeliest = engine.generate([[5, 6, 7]], SamplingConfig(0, max_new_tokens=3))[0].token_ids
+    pairs = [([5, 6, 7], likeliest), ([4], [5]), ([9, 10, 11, 12], [20, 21, 4])]
+    found = engine.log_likelihoods(pairs)
+    assert [greedy for _, greedy in found] == [True, False, False]
+    for (before, after), (value, _) in zip(pairs, found, strict=True):
+        with torch.no_grad():
+            scores = qwen2(torch.tensor([[*before, *after]])).logits[0, len(before) - 1 : -1].log_softmax(-1)
+        assert value == pytest.approx(scores.gather(-1, torch.tensor(after)[:, None]).sum().item(), abs=1e-4)
+
+
 def test_finish_reasons_and_truncation_at_the_stop_token(qwen2: Any, tokenizer: Any) -> None:
     samples = TransformersEngine(qwen2, tokenizer).generate(PROMPTS, CONFIG)
     assert {s.finish_reason for s in samples} == {"stop", "length"}
