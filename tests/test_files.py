@@ -1,4 +1,4 @@
-"""Atomic writes: whole or not at all, with the permissions of an ordinary file, also where a folder cannot be synced."""
+"""Atomic writes: whole or not at all, with the permissions of an ordinary file; and by what a folder is known again."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from loragate.errors import LoragateError
-from loragate.files import write_atomically, write_json, write_text
+from loragate.files import folder_sha256, write_atomically, write_json, write_text
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
@@ -54,3 +54,13 @@ def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, number, fatal):
     else:
         write_text(tmp_path / "a", "x")
     assert (tmp_path / "a").read_text() == "x"
+
+
+def test_a_folder_is_known_by_its_content(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(bytes(9 << 20))
+    assert folder_sha256(tmp_path / "one") == folder_sha256(tmp_path / "two")
+    (tmp_path / "two" / "adapter_model.safetensors").write_bytes(bytes((9 << 20) - 1) + b"x")
+    assert folder_sha256(tmp_path / "one") != folder_sha256(tmp_path / "two")

@@ -45,14 +45,9 @@ def tiny_adapter(seed: int = 0, base=None, name: str = "default", **lora):
     return model.eval()
 
 
-def tiny_gated(lower: float, upper: float, scale: float = 0.3, seed: int = 2, **lora):
+def tiny_gated(lower: float, upper: float, scale: float = 0.3, seed: int = 2):
     """`tiny_adapter` with gates whose parameters are random, so that λ is of all kinds."""
-    model = lg.attach_gates(tiny_adapter(**lora), lg.GateConfig(lower, upper))
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(model).values():
-            parameter.normal_(0, scale)
-    return model
+    return shake(lg.attach_gates(tiny_adapter(), lg.GateConfig(lower, upper)), scale, seed)
 
 
 def is_packed(layer) -> bool:

@@ -30,7 +30,7 @@ from loragate.data import encode_rows, load_rows, render_prompt
 from loragate.files import write_json
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override, gate_parameters
 from loragate.gates.attach import gate_modules
-from loragate.gates.signed_map import Override
+from loragate.gates.override import Override
 from loragate.generation import Sample, SamplingConfig
 from loragate.training import StageOneSettings, train_adapter
 from objectives import losses

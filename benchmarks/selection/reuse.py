@@ -24,7 +24,7 @@ from measure import Bench
 
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters
 from loragate.gates.attach import gate_modules
-from loragate.gates.signed_map import Override
+from loragate.gates.override import Override
 from worlds.situations import SITUATIONS
 
 OTHER_BOUNDS: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {

@@ -54,7 +54,7 @@ def quiet_logging() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
     own = logging.getLogger("loragate")
-    if not own.handlers:
+    if not own.handlers:  # tests and notebooks call commands one after the other
         handler = _ToStderr()
         handler.setFormatter(logging.Formatter("loragate: %(message)s"))
         own.addHandler(handler)
@@ -131,7 +131,7 @@ class Display:
 
     def __init__(self, plan: Sequence[tuple[str, float]] = (), out: Console | None = None) -> None:
         self.out = out or Console(stderr=True, highlight=False, quiet=_is_other_process())
-        self.weights = dict(plan)
+        self.weights = dict(plan)  # in whatever unit: only shares of their sum count
         self.total = sum(self.weights.values())
         self.done = 0.0
         self.began = time.monotonic()
@@ -167,7 +167,7 @@ class Display:
         """How long all planned jobs will still take, judged from the pace so far; empty before that is known."""
         done = self.done + share * weight
         elapsed = time.monotonic() - self.began
-        if self.total <= 0 or done < 0.04 * self.total or elapsed < 2:
+        if self.total <= 0 or done < 0.04 * self.total or elapsed < 2:  # too early to tell the pace
             return ""
         return time_left(elapsed / done * (self.total - done))
 
@@ -204,6 +204,7 @@ class Job:
         """`share` of the job is done; the parts say what it is at, empty ones are left out."""
         text = " · ".join(part for part in parts if part)
         if self.progress is not None and self.task is not None:
+            # where no total is known, rich shows a bar that moves to and fro
             self.progress.update(self.task, completed=share, total=1.0 if share else None, note=text)  # type: ignore[arg-type]
         elif time.monotonic() - self.printed >= PLAIN_SECONDS:
             self.printed = time.monotonic()

@@ -22,9 +22,8 @@ class Acts:
     settings: tuple[str, ...]
     when: str  # the setting that decides, or a fact that the caller gives to `require_effect`
     values: tuple[Any, ...] = ()  # with which they act; empty for anything that was given, (None,) for nothing given
-    refused: bool = (
-        True  # whether others than the defaults are an error elsewhere; else they are only left out of records
-    )
+    # whether others than the defaults are an error elsewhere; else they are only left out of records
+    refused: bool = True
 
     def allows(self, found: Any) -> bool:
         """Whether the settings act where `when` is `found`."""
@@ -125,6 +124,7 @@ def require_effect(subject: str, options: Any, *, flags: bool = False, **facts: 
         for field in dataclasses.fields(options)
     }
     for row in TABLE[subject]:
+        # what acts is not always what was typed: "auto" has become something by now
         found = facts[row.when] if row.when in facts else getattr(options, row.when)
         if not row.refused or row.allows(found):
             continue
@@ -145,5 +145,6 @@ def _sentence(row: Acts, name: str, found: Any, flags: bool) -> str:
         return f"{shown} has no effect without {needed}; give that too, or leave {shown} out"
     if row.values == (False,):
         return f"{shown} has no effect with {needed}; leave it out"
+    # (None,) acts where nothing is given, which is not said
     only = " and ".join(str(value) for value in row.values if value is not None)
     return f"{shown} has no effect with {row.when} {found}{only and f', only with {only}'}; leave it out"

@@ -1,5 +1,5 @@
 """Writing files so that a reader never sees half of one (temporary file, fsync, rename), holding a folder alone, and what a
-file is known by."""
+file or a folder is known by."""
 
 from __future__ import annotations
 
@@ -22,11 +22,33 @@ try:
 except ImportError:  # no such locks on Windows
     fcntl = None  # type: ignore[assignment]
 
+_HASHED = (".json", ".safetensors", ".gguf", ".jinja", ".bin", ".model", ".txt")
+_PIECE, _PIECES = 1 << 20, 16
+
 
 def file_sha256(path: Path) -> str:
     """sha256 (hex) of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_sha256(folder: str | Path) -> str:
+    """SHA-256 (hex) over settings, tokenizer and weights of a model's or adapter's folder, or of a GGUF file, to know it again.
+
+    A folder keeps its name when it is trained into again. Of a large file `_PIECES` samples are read, as training changes a
+    weight file everywhere. Folders inside are left out.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else [Path(folder)]:
+        if path.is_file() and not path.name.startswith(".") and path.suffix in _HASHED:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                # pieces of 1 MiB: all of a file up to 16 of them, beyond that one in each sixteenth
+                for place in range(0, size, max(_PIECE, size // _PIECES)):
+                    file.seek(place)
+                    digest.update(file.read(_PIECE))
+    return digest.hexdigest()
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -40,15 +62,13 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
         os.close(handle)
-        temporary = Path(name)
+        temporary = Path(name)  # in the same folder: a rename does not go from one disk to another
         write(temporary)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)
+        temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
-        if os.name == "posix":
+        if os.name == "posix":  # the rename itself is durable once the folder is
             descriptor = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -110,9 +130,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".partial"))
         yield partial
-        mask = os.umask(0)
-        os.umask(mask)
-        partial.chmod(0o777 & ~mask)
+        partial.chmod(0o777 & ~_umask())
         try:
             if folder.is_dir():
                 folder.rmdir()
@@ -121,11 +139,18 @@ def new_folder(folder: Path) -> Iterator[Path]:
             folder.mkdir(exist_ok=True)
             for path in partial.iterdir():
                 path.rename(folder / path.name)
-    except OSError as error:
+    except OSError as error:  # also of what the caller writes inside the context
         raise LoragateError(describe_os_error(folder, error)) from error
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask() -> int:
+    """The process's mask: what `tempfile` makes is its owner's alone. It can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def describe_os_error(path: Path, error: OSError) -> str:
@@ -149,6 +174,7 @@ def held(path: Path, wait_s: float, taken: str) -> Iterator[None]:
         yield
         return
     until = time.monotonic() + wait_s
+    # never deleted: another process may wait for this very file
     with path.open("a") as file:
         while True:
             try:
@@ -174,6 +200,7 @@ def require_same(record: Path, old: Any, new: Any, remedy: str, error: type[Lora
     Raises:
         `error`: naming the file and the first key that differs, with both values.
     """
+    # through JSON, as what was begun has been: tuples are lists by then, and keys texts
     if (found := first_difference(old, json.loads(json.dumps(new)))) is not None:
         key, before, now = (found[0], *("none" if value is None else f"{value!r:.160}" for value in found[1:]))
         raise error(f"{record} was begun with {key} = {before}, now it is {now}; {remedy}")

@@ -13,6 +13,7 @@ from loragate.errors import ArtifactError
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _FILE = rf"(?:/(?:{_PART}/)*{_PART}\.gguf)?"  # a base may be one file of a repository
 _NAME = re.compile(rf"({_PART}/{_PART}{_FILE})(?:@(\S+))?")
+# …/models--OWNER--NAME/snapshots/COMMIT/FILE, the layout of the hub's cache
 _SNAPSHOT = re.compile(rf"models--({_PART})--({_PART})/snapshots/([0-9a-f]{{40}})(/.*)?")
 
 
@@ -69,10 +70,11 @@ def _cached(repository: str, revision: str | None, usual: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     name, file = split_file(repository)
+    # a path is no id, and without a file there is nothing to look for
     if not is_hub_id(repository) or not (file or usual):
         return None
     found = try_to_load_from_cache(name, file or usual, revision=revision or None)
-    return Path(found) if isinstance(found, str) else None
+    return Path(found) if isinstance(found, str) else None  # an object of its own says "known not to exist"
 
 
 def hub_source(folder: str | Path) -> str:

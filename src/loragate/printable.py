@@ -14,6 +14,7 @@ _KEPT = "\n\t\u200c\u200d"  # the joiners are letters' own in Persian, Hindi and
 
 def printable(text: str) -> str:
     """A text of others with what a terminal would act on written out, as in `\\x1b`; line ends, tabs and joiners stay."""
+    # a carriage return alone goes back to the line's beginning and is written out; before a line end it is Windows' own
     return "\r\n".join(escape_controls(part, keep=_KEPT) for part in text.split("\r\n"))
 
 
@@ -22,7 +23,7 @@ def escape_controls(text: str, keep: str = "") -> str:
 
     Characters in `keep` stay as they are.
     """
-    if text.isprintable():
+    if text.isprintable():  # nearly always, and quicker than asking for every character's category
         return text
     return "".join(_escape(char) if char not in keep and unicodedata.category(char) in _ACT else char for char in text)
 

@@ -36,7 +36,7 @@ def to_json(record: Any) -> Any:
         return {str(key): to_json(value) for key, value in record.items()}
     if isinstance(record, list | tuple):
         return [to_json(value) for value in record]
-    value = record.item() if isinstance(record, np.generic) else record
+    value = record.item() if isinstance(record, np.generic) else record  # a number of Python
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"found {value} in a record; every figure must be finite, and None where it is not known")
     return value

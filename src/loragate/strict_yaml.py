@@ -10,15 +10,6 @@ import yaml
 from loragate.errors import ConfigError
 
 
-def load(text: str) -> Any:
-    """The content of a YAML text.
-
-    Raises:
-        yaml.YAMLError: for anything that is not valid, a repeated key among it.
-    """
-    return yaml.load(text, Loader=_Loader)
-
-
 def read_mapping(path: Path, where: str = "") -> dict[Any, Any]:
     """The keys and values of a file; none where it is empty.
 
@@ -30,7 +21,7 @@ def read_mapping(path: Path, where: str = "") -> dict[Any, Any]:
     """
     where = where or str(path)
     try:
-        content = load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
@@ -45,6 +36,8 @@ def read_mapping(path: Path, where: str = "") -> dict[Any, Any]:
 
 
 class _Loader(yaml.SafeLoader):
+    """A safe loader that refuses a repeated key, of which plain YAML keeps the last."""
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:

@@ -71,9 +71,10 @@ def validate(kind: type[T], value: Any, where: str, error: type[LoragateError] =
     try:
         if not dataclasses.is_dataclass(kind):
             return typing.cast(T, _checked(kind, value))
+        # JSON would turn a list or a text into an error about keys
         if not isinstance(value, Mapping):
             raise ConfigError(f"expected a block of keys, found {value!r:.80}")
-        return kind(**_checked(kind, value))
+        return kind(**_checked(kind, value))  # whose __post_init__ has rules over several fields
     except LoragateError as broken:  # the validator's, or that of a rule over several fields
         raise error(f"{where}: {broken}{remedy and f'; {remedy}'}") from None
 
@@ -127,7 +128,8 @@ def _checked(kind: Any, value: Any, partial: bool = False) -> Any:
     from pydantic import ValidationError
 
     try:
-        # pydantic's strict reading of JSON takes lists for tuples, which its strict reading of objects does not
+        # pydantic's strict reading of JSON takes lists for tuples, which its strict reading of objects does not;
+        # `default`: a date, as YAML makes one, is a text again
         return _adapter(kind, partial).validate_json(json.dumps(value, default=str))
     except TypeError:
         raise ConfigError("every key must be a text or a number") from None
@@ -149,6 +151,7 @@ def _adapter(kind: Any, partial: bool = False) -> Any:
         for field in dataclasses.fields(kind)
         if field.default is nothing and field.default_factory is nothing and not partial
     }
+    # a dictionary type with the fields as keys: the dataclass itself would be built, and its __post_init__ run, by pydantic
     hints = {name: hint if name in required else NotRequired[hint] for name, hint in _hints(kind).items()}
     keys = typing.cast(Any, TypedDict)("keys", hints)
     # the dataclasses inside inherit it
@@ -177,7 +180,7 @@ def _as_meant(value: Any, kind: Any) -> Any:
         try:
             value = float(value)
         except ValueError:
-            return value
+            return value  # pydantic says what is wrong with it
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if kind is str or typing.get_origin(kind) is typing.Literal:
@@ -228,6 +231,7 @@ def _path(error: Any, value: Any) -> tuple[Any, ...]:
     """Where an error is, as keys and indices of the value; pydantic also names the members of unions on the way."""
     path: list[Any] = []
     for at, part in enumerate(error["loc"], 1):
+        # a part that is no key and no index of what was given is the name of a union's member, and left out
         if isinstance(value, Mapping):
             key = part if part in value else str(part)
             missing = error["type"] in _MISSING and at == len(error["loc"])

@@ -10,7 +10,7 @@ from loragate.errors import ConfigError
 from loragate.evaluation.statistics import Difference, Estimate
 from loragate.evaluation.variants import Variant, acting
 from loragate.gates import trace_gates
-from loragate.gates.override_names import parse_override
+from loragate.gates.override import parse_override
 from tiny import tiny_gated
 
 

@@ -229,6 +229,20 @@ def test_a_merged_adapter_answers_as_the_adapter_does(place, dora, tmp_path, mon
         merge_adapter(str(place / "base"), dora, tmp_path / "none")
 
 
+def test_code_of_the_base_is_trusted_where_an_adapter_is_merged(dora, tmp_path, monkeypatch):
+    told = {}
+
+    def weights(base, **how):
+        told.update(how)
+        raise lg.errors.LoragateError("enough")
+
+    monkeypatch.setattr("loragate.models.merge.base_weights", weights)
+    loaded = Loaded(resolve(dora), Loading(trust_remote_code=True), None, None)
+    with pytest.raises(lg.errors.LoragateError, match="enough"):
+        Engines(EngineSettings(engine="vllm"), str(dora), "", loaded, tmp_path).maker(Variant("adapter"))
+    assert told["trust_remote_code"] is True
+
+
 def test_rows_share_prompts_and_random_streams(place, whole, tmp_path):
     """The base row of a gated folder is the base itself; the adapter row is the adapter itself, sample by sample."""
 
@@ -256,10 +270,10 @@ def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch
     assert run(place, "gated", tmp_path / "one") == 0
     monkeypatch.setattr("loragate.evaluation.session.require_ray", lambda: None)
 
-    def here(self, replica, parts):
-        engines = [replica.make_engine() for _ in range(self.shards)]
+    def here(self, prompts, config, parts):
+        engines = [self.make_engine() for _ in range(self.shards)]
         for index, rows in enumerate(parts):
-            yield engines[index % self.shards].generate(replica.prompts, replica.config, pending=rows)
+            yield engines[index % self.shards].generate(prompts, config, pending=rows)
 
     monkeypatch.setattr("loragate.generation.ShardedEngine._drawn", here)
     assert run(place, "gated", tmp_path / "two", "--replicas", "2", "--batch-size", "4") == 0
@@ -411,11 +425,12 @@ def test_other_weights_in_the_same_folder_are_not_resumed(place, tmp_path, fails
 def test_vllm_on_a_cpu_is_given_what_is_free_and_heads_that_it_takes(place, monkeypatch):
     """As `serve` does: it would not start, or end at the first request."""
     monkeypatch.setattr("loragate.cli.evaluating.usual_share", lambda: 0.37)
-    loaded = Loaded(resolve(place / "base"), Loading(), None, None)
+    loaded = Loaded(resolve(place / "base"), Loading(trust_remote_code=True), None, None)
     for given, share in ((0.0, 0.37), (0.8, 0.8)):
         request = request_of(EvalOptions(engine="vllm", vllm_memory=given), "base")
         engines = Engines(request.engine, "base", "", loaded, place)
-        assert engines.maker(Variant("base")).keywords["gpu_memory_utilization"] == share
+        told = engines.maker(Variant("base")).keywords
+        assert (told["gpu_memory_utilization"], told["trust_remote_code"]) == (share, True)
     monkeypatch.setattr("loragate.serving.vllm_server.unserved_heads", lambda config: f"no {config.model_type}")
     assert load_inputs(EvalOptions(), str(place / "base"), "vllm").kind == "base"
     monkeypatch.setattr("loragate.serving.vllm_server.on_cpu", lambda: True)

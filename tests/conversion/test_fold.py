@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import loragate as lg
 from loragate.conversion.fold import constant_coefficients, fold_adapter, needs_uniform
 from loragate.errors import ArtifactError, GateError
-from loragate.gates.signed_map import Override
+from loragate.gates.override import Override
 from test_families import FAMILIES
 from tiny import logits as logits_of
 from tiny import run, same, shake, tiny_adapter, tiny_base

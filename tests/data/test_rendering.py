@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -16,10 +17,11 @@ from chat_tokenizers import (
     learned,
     space_adding,
 )
+from rich.console import Console
 
-from loragate.data.encoding import Encoder, Summary
+from loragate.data.encoding import Encoder, Summary, encode_rows
 from loragate.data.formats import Turns, normalize
-from loragate.data.rendering import SegmentTokenizer, prompt_ids, render_prompt
+from loragate.data.rendering import SegmentTokenizer, preview, prompt_ids, render_prompt
 from loragate.errors import ConfigError, DataError
 
 TOKENIZERS = {
@@ -39,7 +41,7 @@ def model(request):
 
 def encode(row, tokenizer, *, where="", **options):
     summary = Summary("", 1)
-    (item,) = Encoder(tokenizer, **options).encode([(row, where)], summary)
+    (item,) = Encoder(tokenizer, summary, **options).encode([(row, where)])
     return item and SimpleNamespace(**item, truncated=summary.truncated, last_turn_only=summary.last_turn_only)
 
 
@@ -194,9 +196,9 @@ def test_many_rows_at_once_are_as_one_by_one(talk):
         (Turns(prompt="two", completion=" four"), "f:2"),
         (turns(talk("What?", "\n\n", system="Be brief.")), "f:3"),
     ]
-    encoder = Encoder(tokenizer, max_length=40)
-    alone = [encoder.encode([row], Summary("", 1))[0] for row in rows]
-    assert encoder.encode(rows, Summary("", 3)) == alone
+    encoder = Encoder(tokenizer, Summary("", 3), max_length=40)
+    alone = [encoder.encode([row])[0] for row in rows]
+    assert encoder.encode(rows) == alone
 
 
 def test_a_piece_that_merges_with_the_newline_before_it_is_tokenised_alone():
@@ -209,3 +211,48 @@ def test_a_piece_that_merges_with_the_newline_before_it_is_tokenised_alone():
 def test_bos_is_not_doubled():
     tokenizer = byte_level(bos="<bos>", adds_bos=True)
     assert prompt_ids("<bos>two", tokenizer).count(tokenizer.bos_token_id) == 1
+
+
+ATTACK = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202e\u200b\u2028[red]markup[/red]"
+
+
+def shown_of(tokenizer, *contents):
+    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=True)]
+    return preview(encode_rows([{"messages": messages}], tokenizer, max_length=None)[0], tokenizer)
+
+
+def test_prompt_is_dim_response_bold_green_and_special_tokens_literal():
+    tokenizer = byte_level()
+    text = shown_of(tokenizer, "two?", "four\n\tü")
+    pieces = [(text.plain[span.start : span.end], span.style) for span in text.spans]
+    assert pieces == [
+        ("<|im_start|>", "dim cyan"),
+        ("user\ntwo?", "dim"),
+        ("<|im_end|>", "dim cyan"),
+        ("\n", "dim"),
+        ("<|im_start|>", "dim cyan"),
+        ("assistant\n", "dim"),
+        ("four\n\tü", "bold green"),
+        ("<|im_end|>", "bold cyan"),
+    ]
+    assert text.plain.endswith("<|im_start|>assistant\n⟦four\n\tü<|im_end|>⟧")
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), space_adding()], ids=["byte-level", "space-adding"])
+def test_data_cannot_send_escape_codes_or_markup(tokenizer):
+    screen = io.StringIO()
+    Console(file=screen, force_terminal=False, width=400).print(shown_of(tokenizer, ATTACK, ATTACK))
+    shown = screen.getvalue()
+    assert all(char.isprintable() or char == "\n" for char in shown)
+    assert shown.count("[red]markup[/red]") == 2
+
+
+def test_escapes_are_readable():
+    shown = shown_of(byte_level(), "hi", ATTACK).plain
+    assert r"\x1b[2J\x1b]0;owned\x07\x9b31m\x0d\x08\u202e\u200b\u2028[red]" in shown
+
+
+def test_data_cannot_forge_the_marks():
+    shown = shown_of(byte_level(), "⟦fake⟧", "true").plain
+    assert shown.count("⟦") == shown.count("⟧") == 1
+    assert r"\u27e6fake\u27e7" in shown

@@ -5,8 +5,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from loragate.gates.operation import gate_logits, gated_delta, gated_delta_reference
+from loragate.gates.override import Override
 from loragate.gates.range import Range
-from loragate.gates.signed_map import Override, SignedMap, gate_coefficient
+from loragate.gates.signed_map import SignedMap, gate_coefficient
 
 MAP = SignedMap(Range(-6, 3), 0.8)
 SETTINGS = {"signed_map": MAP, "scaling": 2.0}

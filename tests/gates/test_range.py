@@ -1,8 +1,5 @@
 """A range is parsed, checked, printed and read back in one place."""
 
-import subprocess
-import sys
-
 import pytest
 
 from loragate.errors import ConfigError
@@ -17,11 +14,6 @@ def test_what_is_printed_or_typed_is_read_back(one):
 
 def test_minus_zero_is_zero():
     assert str(Range(-0.0, 1)) == "[0,1]"
-
-
-def test_a_range_needs_no_torch():
-    code = "import sys, loragate.gates.range, loragate.selection.candidate; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
 def test_the_grid_is_the_papers():

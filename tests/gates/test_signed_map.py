@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loragate.errors import GateError
-from loragate.gates.config import GateConfig
+from loragate.gates.gate import GateConfig
 from loragate.gates.signed_map import gate_coefficient
 
 RANGES = [(-6.0, 3.0), (-3.0, 1.0), (0.0, 1.0), (0.0, 6.0), (-4.0, 4.0)]

@@ -7,14 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tiny_decoders import SHAPE, build_tokenizer
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 
 @pytest.fixture
@@ -26,14 +19,6 @@ def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer(pad_token="<pad>", eos_token="<eos>")
-
-
-@pytest.fixture(params=["qwen2", "llama"])
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    torch.manual_seed(1)
-    if request.param == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**SHAPE)).eval()
-    return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
 
 
 @pytest.fixture

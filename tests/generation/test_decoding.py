@@ -20,7 +20,7 @@ from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.generation.decoding import DROP_SHARE, ROOM, GrowingLayer, keeps_prompts, plain_decoder
 from loragate.world.base import load_base
 from loragate.world.problems import problems
-from tiny import tiny_adapter
+from tiny import shake, tiny_adapter
 
 # between 1 and 13 tokens, so that a sliding window of 8 is passed while prompts are read, in answers, and never
 PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(count)) for i, count in enumerate((4, 13, 1, 9))]
@@ -28,6 +28,7 @@ CONFIG = SamplingConfig(max_new_tokens=12, samples=3, seed=5)
 STOPS = [5, 7, 9]
 OWN_LOOP: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: tf.Qwen2Config(**SHAPE),
+    "llama": lambda: tf.LlamaConfig(**SHAPE, head_dim=16),
     "qwen3": lambda: tf.Qwen3Config(**SHAPE, head_dim=8),
     "mistral-window": lambda: tf.MistralConfig(**SHAPE, sliding_window=8),
     "gemma2-alternating": lambda: tf.Gemma2Config(**SHAPE, head_dim=8, sliding_window=8),
@@ -89,15 +90,16 @@ def test_a_row_that_has_ended_is_not_fed_past_a_table_of_positions(own_loop: boo
     prompts = [" ".join(["w4"] * count) for count in (62, 30, *[4] * 18)]  # too few end early to leave the batch
     config = SamplingConfig(temperature=0.0, max_new_tokens=64)
 
-    def unending(batch_size: int) -> list[Sample]:
+    def unending(prompts: list[str], batch_size: int) -> list[Sample]:
         engine = TransformersEngine(model, tokenizer, batch_size, reuse_prompts=own_loop)
         engine.endings = replace(engine.endings, token_ids=frozenset([11]))  # no token of these answers
         return engine.generate(prompts, config)
 
-    together = unending(20)
+    together = unending(prompts, 20)
     assert [len(s.token_ids) for s in together] == [2, 34, *[60] * 18]
     assert {s.finish_reason for s in together} == {"length"}
-    assert identities(unending(1)) == identities(together)
+    assert identities(unending(prompts[:3], 1)) == identities(together[:3])
+    assert {s.token_ids for s in together[2:]} == {together[2].token_ids}
 
 
 @pytest.mark.parametrize("name", LEFT_TO_GENERATE)
@@ -210,10 +212,7 @@ def test_the_tiny_worlds_model_draws_the_same_tokens_with_adapter_and_gates() ->
     config = SamplingConfig(max_new_tokens=48, samples=3, seed=2)
     torch.manual_seed(2)
     model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
-    lg.attach_gates(model, lg.GateConfig(-3, 1))
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(model).values():
-            parameter.normal_(0, 0.3)
+    shake(lg.attach_gates(model, lg.GateConfig(-3, 1)))
     expected = identities(drawn(model, tokenizer, config, prompts, reuse_prompts=False))
     assert len({len(tokens) for *_, tokens, _ in expected}) > 4
     for size in (5, 64):

@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_decoders import identities
+from tiny_decoders import CONFIG, PROMPTS, identities
 
 from loragate.errors import ConfigError, DataError
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 
-PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(1 + i % 6)) for i in range(9)]
-CONFIG = SamplingConfig(temperature=1.0, max_new_tokens=20, samples=3, seed=5)
-
 
 @pytest.mark.parametrize("config", [CONFIG, SamplingConfig(0.7, 0.8, 20, 3, 1), SamplingConfig(0, max_new_tokens=20)])
-def test_samples_do_not_depend_on_the_batch(model: Any, tokenizer: Any, config: SamplingConfig) -> None:
-    runs = [TransformersEngine(model, tokenizer, batch_size=size).generate(PROMPTS, config) for size in (1, 7, 64)]
+def test_samples_do_not_depend_on_the_batch(qwen2: Any, tokenizer: Any, config: SamplingConfig) -> None:
+    runs = [TransformersEngine(qwen2, tokenizer, batch_size=size).generate(PROMPTS, config) for size in (1, 7, 64)]
     assert identities(runs[0]) == identities(runs[1]) == identities(runs[2])
     assert [(s.question, s.sample) for s in runs[0]] == [
         (question, sample) for question in range(len(PROMPTS)) for sample in range(config.samples)
@@ -60,26 +57,38 @@ def test_a_resumed_run_draws_the_same_samples(qwen2: Any, tokenizer: Any) -> Non
         engine.generate(PROMPTS, CONFIG, pending=[(0, 3)])
 
 
-def test_greedy_equals_transformers_greedy(model: Any, tokenizer: Any) -> None:
-    samples = TransformersEngine(model, tokenizer).generate(PROMPTS, SamplingConfig(0, max_new_tokens=20))
+def test_greedy_equals_transformers_greedy(qwen2: Any, tokenizer: Any) -> None:
+    samples = TransformersEngine(qwen2, tokenizer).generate(PROMPTS, SamplingConfig(0, max_new_tokens=20))
     for sample, prompt in zip(samples, PROMPTS):
         input_ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        expected = model.generate(input_ids, do_sample=False, max_new_tokens=20)[0, input_ids.shape[1] :]
+        expected = qwen2.generate(input_ids, do_sample=False, max_new_tokens=20)[0, input_ids.shape[1] :]
         assert list(sample.token_ids) == expected.tolist()
 
 
-def test_entropy_equals_a_teacher_forced_forward(model: Any, tokenizer: Any) -> None:
-    samples = TransformersEngine(model, tokenizer, batch_size=7).generate(PROMPTS, CONFIG)
+def test_entropy_equals_a_teacher_forced_forward(qwen2: Any, tokenizer: Any) -> None:
+    samples = TransformersEngine(qwen2, tokenizer, batch_size=7).generate(PROMPTS, CONFIG)
     for sample in samples:
         prompt_ids = tokenizer(PROMPTS[sample.question])["input_ids"]
         with torch.no_grad():
-            logits = model(torch.tensor([prompt_ids + list(sample.token_ids)])).logits[0, len(prompt_ids) - 1 : -1]
+            logits = qwen2(torch.tensor([prompt_ids + list(sample.token_ids)])).logits[0, len(prompt_ids) - 1 : -1]
         expected = torch.distributions.Categorical(logits=logits.double()).entropy().mean().item()
         assert sample.entropy == pytest.approx(expected, abs=1e-4)
 
 
-def test_finish_reasons_and_truncation_at_the_stop_token(model: Any, tokenizer: Any) -> None:
-    samples = TransformersEngine(model, tokenizer).generate(PROMPTS, CONFIG)
+def test_likelihoods_equal_a_forward_pass_of_each_pair_alone(qwen2: Any, tokenizer: Any) -> None:
+    engine = TransformersEngine(qwen2, tokenizer, batch_size=2)
+    likeliest = engine.generate([[5, 6, 7]], SamplingConfig(0, max_new_tokens=3))[0].token_ids
+    pairs = [([5, 6, 7], likeliest), ([4], [5]), ([9, 10, 11, 12], [20, 21, 4])]
+    found = engine.log_likelihoods(pairs)
+    assert [greedy for _, greedy in found] == [True, False, False]
+    for (before, after), (value, _) in zip(pairs, found, strict=True):
+        with torch.no_grad():
+            scores = qwen2(torch.tensor([[*before, *after]])).logits[0, len(before) - 1 : -1].log_softmax(-1)
+        assert value == pytest.approx(scores.gather(-1, torch.tensor(after)[:, None]).sum().item(), abs=1e-4)
+
+
+def test_finish_reasons_and_truncation_at_the_stop_token(qwen2: Any, tokenizer: Any) -> None:
+    samples = TransformersEngine(qwen2, tokenizer).generate(PROMPTS, CONFIG)
     assert {s.finish_reason for s in samples} == {"stop", "length"}
     for sample in samples:
         assert 1 not in sample.token_ids[:-1]
@@ -158,15 +167,15 @@ def test_prompts_that_cannot_be_continued(qwen2: Any, tokenizer: Any, prompts: A
         TransformersEngine(qwen2, tokenizer).generate(prompts, CONFIG)
 
 
-def test_a_long_prompt_lowers_the_token_limit_of_its_own_answers_alone(model: Any, tokenizer: Any) -> None:
+def test_a_long_prompt_lowers_the_token_limit_of_its_own_answers_alone(qwen2: Any, tokenizer: Any) -> None:
     """Every answer is the one that its prompt would get with its own limit, in the same batch or alone."""
     lengths, config = (3, 50, 9, 62, 5), replace(CONFIG, max_new_tokens=60, samples=2)
     prompts = [" ".join(f"w{4 + place % 7}" for place in range(length)) for length in lengths]
-    engine = TransformersEngine(model, tokenizer, stop_token_ids=[])
+    engine = TransformersEngine(qwen2, tokenizer, stop_token_ids=[])
     engine.endings = replace(engine.endings, token_ids=frozenset([2]))  # nearly never drawn
     samples = engine.generate(prompts, config)
     for reuse in (True, False):
-        other = TransformersEngine(model, tokenizer, batch_size=3, reuse_prompts=reuse)
+        other = TransformersEngine(qwen2, tokenizer, batch_size=3, reuse_prompts=reuse)
         other.endings = engine.endings
         assert identities(other.generate(prompts, config)) == identities(samples)
     for sample in samples:
@@ -209,13 +218,13 @@ def test_engine_refuses_a_model_that_cannot_stop_and_an_empty_batch(
     assert TransformersEngine(qwen2, make_tokenizer(), stop_token_ids=[3]).endings.token_ids == {3}
 
 
-def test_a_stop_text_ends_the_answer_and_changes_no_token_before_it(model: Any, tokenizer: Any) -> None:
+def test_a_stop_text_ends_the_answer_and_changes_no_token_before_it(qwen2: Any, tokenizer: Any) -> None:
     """The answers are those without stop texts, cut; a text may be spelled by several tokens or by part of one."""
     config = SamplingConfig(temperature=1.0, max_new_tokens=16, samples=3, seed=3)
-    whole = TransformersEngine(model, tokenizer, batch_size=5).generate(PROMPTS, config)
+    whole = TransformersEngine(qwen2, tokenizer, batch_size=5).generate(PROMPTS, config)
     long = next(sample for sample in whole if len(sample.text) > 12)
     for stop in (long.text[5:9], long.text[6:7], "no such text"):
-        cut = TransformersEngine(model, tokenizer, batch_size=5).generate(
+        cut = TransformersEngine(qwen2, tokenizer, batch_size=5).generate(
             PROMPTS, replace(config, stop=(stop, "absent"))
         )
         ended = 0

@@ -14,22 +14,20 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_decoders import identities
+from tiny_decoders import CONFIG, PROMPTS, identities
 from transformers import Qwen2ForCausalLM
 
 from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.generation.sharded import Replica, ShardedEngine, samples_of
 
-PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(1 + i % 6)) for i in range(9)]
-CONFIG = SamplingConfig(temperature=1.0, max_new_tokens=20, samples=3, seed=5)
-
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """One replica in this process in place of Ray's."""
 
-    def draw(engine: ShardedEngine, replica: Replica, parts: Any) -> Iterator[list[Sample]]:
+    def draw(engine: ShardedEngine, prompts: Any, config: SamplingConfig, parts: Any) -> Iterator[list[Sample]]:
+        replica = Replica(engine.make_engine, prompts, config)
         return (samples_of(replica({"rows": [json.dumps(rows)]})["drawn"][0]) for rows in parts)
 
     monkeypatch.setattr(ShardedEngine, "_drawn", draw)
@@ -80,9 +78,9 @@ def test_every_replica_gets_a_part_and_a_lost_sample_is_an_error(
     sizes: list[int] = []
     draw = ShardedEngine._drawn
 
-    def losing(engine: ShardedEngine, replica: Replica, parts: Any) -> Iterator[list[Sample]]:
+    def losing(engine: ShardedEngine, prompts: Any, config: SamplingConfig, parts: Any) -> Iterator[list[Sample]]:
         sizes.extend(len(part) for part in parts)
-        return draw(engine, replica, parts[1:])
+        return draw(engine, prompts, config, parts[1:])
 
     monkeypatch.setattr(ShardedEngine, "_drawn", losing)
     engine = ShardedEngine(lambda: TransformersEngine(qwen2, tokenizer), 4)

@@ -172,6 +172,19 @@ def test_an_adapter_goes_with_every_request(fake_vllm: Any, folders: tuple[str, 
     assert "enable_lora" not in VllmEngine(folders[0])._llm.settings
 
 
+def test_code_of_the_base_is_run_where_it_is_trusted(fake_vllm: Any, folders: tuple[str, str], tmp_path: Path) -> None:
+    code = "from transformers import LlamaConfig\n\n\nclass Mine(LlamaConfig):\n    model_type = 'mine'\n"
+    (tmp_path / "mine.py").write_text(code)
+    record = json.loads((Path(folders[0]) / "config.json").read_text())
+    record |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}, "eos_token_id": 5}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="custom code"):
+        VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer())
+    engine = VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer(), trust_remote_code=True)
+    assert engine._llm.settings["trust_remote_code"]
+    assert 5 in engine.endings.token_ids
+
+
 def test_one_engine_answers_as_several_adapters(fake_vllm: Any, folders: tuple[str, str], tmp_path: Path) -> None:
     sys.modules["vllm.lora.worker_manager"].WorkerLoRAManager.loragate_gates = ""  # type: ignore[attr-defined]
     engine = VllmEngine(*folders)

@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from loragate.generation import Sample
+from loragate.generation import Sample, SamplingConfig
 
 VOCABULARY = 24
 SHAPE = {
@@ -23,6 +23,10 @@ SHAPE = {
     "eos_token_id": 1,
     "bos_token_id": None,
 }
+
+# prompts of 1 to 6 tokens
+PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(1 + i % 6)) for i in range(9)]
+CONFIG = SamplingConfig(temperature=1.0, max_new_tokens=20, samples=3, seed=5)
 
 
 def build_tokenizer(**special: str) -> PreTrainedTokenizerFast:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import loragate as lg
 from loragate.errors import ArtifactError, ConfigError
-from loragate.gates.signed_map import Override
+from loragate.gates.override import Override
 from loragate.models import is_gated, read_gates, resolve
 from loragate.models.folder_gates import stamp
 from tiny import shake, tiny_adapter

@@ -7,7 +7,7 @@ import pytest
 
 from loragate.errors import ConfigError
 from loragate.gates import GateConfig, attach_gates, detach_gates
-from loragate.models import folder_sha256, require_here, resolve
+from loragate.models import require_here, resolve
 from loragate.models.place import _beside, _inside
 from tiny import tiny_adapter
 
@@ -85,16 +85,6 @@ def test_an_adapter_inside_a_snapshot_of_the_hub_is_named_by_its_folder(tmp_path
     (inside / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     found = resolve(inside, expect="adapter", base_later=True)
     assert resolve(found.source, expect="adapter", base_later=True).folder == inside
-
-
-def test_a_folder_is_known_by_its_content(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_text("{}")
-        (tmp_path / name / "adapter_model.safetensors").write_bytes(bytes(9 << 20))
-    assert folder_sha256(tmp_path / "one") == folder_sha256(tmp_path / "two")
-    (tmp_path / "two" / "adapter_model.safetensors").write_bytes(bytes((9 << 20) - 1) + b"x")
-    assert folder_sha256(tmp_path / "one") != folder_sha256(tmp_path / "two")
 
 
 def test_gates_that_peft_lost_are_missed(tmp_path, caplog):

@@ -26,7 +26,7 @@ import loragate as lg
 from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions
 from loragate.errors import ConfigError
-from loragate.gates.override_names import parse_override
+from loragate.gates.override import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.serving.http_app import CompletionRequest
 from loragate.serving.server import listen, print_clients, served_places

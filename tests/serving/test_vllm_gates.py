@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import loragate as lg
 from loragate.gates.attach import gate_modules
-from loragate.gates.override_names import parse_override
+from loragate.gates.override import parse_override
 from loragate.serving.parity import compare, greedy
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
 

@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from loragate.errors import ConfigError
 from loragate.gates.attach import gate_layer
-from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import examine_adapter, lora_layers
+from loragate.gates.gate import GateConfig
 from loragate.training.sharding import decoder_layers
 from loragate.validate import comma_list
 

@@ -22,9 +22,8 @@ from loragate.evaluation.results import EvaluationRecord, Verdict, verdict
 from loragate.evaluation.statistics import Difference, Estimate, compare, holm
 from loragate.evaluation.variants import Variant
 from loragate.gates import GateConfig
-from loragate.gates.override_names import parse_override
+from loragate.gates.override import Override, parse_override
 from loragate.gates.schema import read_gate_config
-from loragate.gates.signed_map import Override
 from loragate.validate import comma_list
 
 PAPER = ("noreverse", "noextrapolate", "unit", "off")

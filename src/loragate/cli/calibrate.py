@@ -18,7 +18,7 @@ from loragate.training.settings import ON_POLICY, CalibrationSettings
 from loragate.validate import comma_list
 
 if TYPE_CHECKING:
-    from loragate.gates.config import GateConfig
+    from loragate.gates.gate import GateConfig
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
 
 def gate_config(options: GateOptions) -> GateConfig:
     """The `GateConfig` of a command's flags; range and seed are a candidate's."""
-    from loragate.gates.config import GateConfig
+    from loragate.gates.gate import GateConfig
 
     return GateConfig(
         0,

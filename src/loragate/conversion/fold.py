@@ -17,8 +17,8 @@ from loragate.files import new_folder, require_new, write_json, write_text
 from loragate.gates import GateConfig
 from loragate.gates.adapter_files import ADAPTER_CONFIG, factor_of, read_adapter, strength_of, write_factors
 from loragate.gates.artifact import write_sampling
+from loragate.gates.override import Override
 from loragate.gates.recommended import SAMPLING, at
-from loragate.gates.signed_map import Override
 from loragate.models import read_gates, resolve
 
 

@@ -50,10 +50,13 @@ class Chat:
             )
         self.tokenizer = tokenizer
         self.template = active_template(tokenizer)
+        # in this order: every probe after the first renders in the form that the first found
         self._as_blocks, self._loses_text = self._find_content_form()
         self.turn_end = _after_last(self._try([_ASK, _ANSWER]), _REPLY)
         self._opening = self._find_opening()
         self._injected, self._instead = self._find_injected_system() if system == "none" else ("", "")
+        # Texts that may close a turn: the white space behind one of them is no part of the response. Any added token, as a
+        # template may close a turn in another way than the probed one, such as one that calls a tool.
         added = (token for token in tokenizer.added_tokens_encoder if not token.isspace())
         self._turn_ends = tuple(text for text in (self.turn_end.rstrip(), *added) if text)
 
@@ -89,7 +92,8 @@ class Chat:
                 f"{at}the chat template refuses the turns {roles}: {type(error).__name__}: {excerpt(str(error), 200)}. "
                 "Change the row or give another template with --chat-template FILE."
             ) from error
-        # With tools the injected block holds their descriptions and must stay.
+        # A system message of the conversation itself replaces the injected one. With tools the injected block holds their
+        # descriptions and must stay.
         if not self._injected or tools or messages[0]["role"] in ("system", "developer"):
             return text
         if not text.startswith(self._injected):
@@ -118,6 +122,7 @@ class Chat:
         answers = [
             index
             for index, message in enumerate(turns.messages)
+            # the first message has no prompt before it
             if message["role"] == "assistant" and index >= max(turns.trained_from, 1)
         ]
         if not answers:
@@ -125,6 +130,7 @@ class Chat:
         last = self._span(turns, answers[-1], where)
         full = last.text
         earlier = [self._span(turns, index, where) for index in answers[:-1]]
+        # a turn stays as it was while the conversation goes on, up to its end; what follows there may be the next header
         rewritten = any(not span.fits or not full.startswith(span.text[: span.end]) for span in earlier)
         if not last.fits:
             raise DataError(
@@ -132,6 +138,7 @@ class Chat:
                 f"the answer differently: {excerpt(full[_common_prefix(last.prompt, full) :], 80)}. The response cannot be "
                 "told from its prompt; give a template whose answers begin with its generation prompt (--chat-template FILE)."
             )
+        # the one text of all turns, cut: what lies between two responses is the prompt of the second
         segments, cursor = [], 0
         for span in (last,) if rewritten else (*earlier, last):
             segments += [
@@ -144,10 +151,12 @@ class Chat:
     def _span(self, turns: Turns, index: int, where: str) -> _Span:
         prompt = self.render(turns.messages[:index], tools=turns.tools, generation_prompt=True, where=where)
         text = self.render(turns.messages[: index + 1], tools=turns.tools, where=where)
+        # white space apart, as templates trim and pad around a think block that the row itself holds
         own = _dense(turns.messages[index]["content"]).startswith(_dense(self._opening))
         if self._opening and not own and text.startswith(prompt + self._opening):
             text = prompt + text[len(prompt) + len(self._opening) :]
         trimmed = text.rstrip()
+        # where nothing closes the turn, white space may be the answer's own
         return _Span(prompt, text, len(trimmed) if trimmed.endswith(self._turn_ends) else len(text))
 
     def _find_content_form(self) -> tuple[bool, bool]:
@@ -163,8 +172,10 @@ class Chat:
     def _find_opening(self) -> str:
         """Find the text that the template writes between its generation prompt and the content of a last answer, and of no
         earlier one; empty for most."""
+        # Qwen3: "…assistant\n" is the prompt, "…assistant\n<think>\n\n</think>\n\nQprobereply…" the answer; the block is between
         prompt, answered = self._try([_ASK], generation_prompt=True), self._try([_ASK, _ANSWER])
         opening = answered[len(prompt) :].partition(_REPLY)[0] if answered.startswith(prompt) else ""
+        # once the talk goes on, the answer stands there without the block
         earlier = self._try([_ASK, _ANSWER, _ASK]).startswith(prompt + _REPLY)
         return opening if opening.strip() and earlier else ""
 
@@ -177,14 +188,18 @@ class Chat:
         """
         alone, answered, again = self._try([_ASK]), self._try([_ASK, _ANSWER]), self._try([_ASK, _ANSWER, _ASK])
         with_system = self._try([{"role": "system", "content": _SYSTEM}, _ASK])
+        # behind the answer: its end and the second user turn; its end alone
         between, end = _after_last(again, _REPLY), _after_last(answered, _REPLY)
         if _SYSTEM not in with_system or not between.startswith(end):
             return "", ""
         user_turn = between[len(end) :]
+        # Qwen2.5: alone is "SYSTEM<|im_start|>user\nQ…", bare "<|im_start|>user\nQ…", so the two part at the beginning (kept 0).
+        # Llama 2: alone is "<s>[INST] <<SYS>>…<</SYS>>\n\nQ…", bare "<s>[INST] Q…", so "<s>[INST] " is kept.
         start = self.tokenizer.bos_token or ""
         bare = start + user_turn if alone.startswith(start) and not user_turn.startswith(start) else user_turn
-        kept = len(bare) - _common_prefix(bare[::-1], alone[::-1])
+        kept = len(bare) - _common_prefix(bare[::-1], alone[::-1])  # of `bare`, what stands before the common ending
         beginning = alone[: len(alone) - (len(bare) - kept)]
+        # else the two renderings differ by something that is no insertion
         inserted = len(beginning) > kept and beginning.startswith(bare[:kept]) and _USER not in beginning
         if not inserted or with_system.startswith(beginning):
             return "", ""
@@ -200,7 +215,7 @@ class Chat:
     def _apply(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, generation_prompt: bool
     ) -> str:
-        turns = [dict(message) for message in messages]
+        turns = [dict(message) for message in messages]  # templates may write into what they are given
         if self._as_blocks:
             turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
         return self.tokenizer.apply_chat_template(

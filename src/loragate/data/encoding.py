@@ -56,28 +56,36 @@ class Summary:
 
 
 class Encoder:
-    """Encodes turns with one tokenizer; probes its template once, so build one for many rows."""
+    """Encodes turns with one tokenizer; probes its template once, so build one for many rows.
+
+    Attributes:
+        summary: counts what becomes of the rows.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None, system: str = "none"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        summary: Summary,
+        *,
+        max_length: int | None = None,
+        system: str = "none",
     ) -> None:
         if max_length is not None and max_length < 2:
             raise ConfigError(f"found max_length={max_length!r}, expected at least 2 tokens, or None for no limit")
         self.tokenizer = tokenizer
+        self.summary = summary
         self.max_length = max_length
         self.chat = Chat(tokenizer, system)
         self.tokenise = SegmentTokenizer(tokenizer)
 
-    def encode(self, rows: Sequence[tuple[Turns, str]], summary: Summary) -> list[dict[str, Any] | None]:
-        """The items of (turns, where) pairs, with one call of the tokenizer; None where max_length leaves no response.
-
-        What becomes of the rows is counted in `summary`.
-        """
+    def encode(self, rows: Sequence[tuple[Turns, str]]) -> list[dict[str, Any] | None]:
+        """The items of (turns, where) pairs, with one call of the tokenizer; None where max_length leaves no response."""
         cuts = [self._segments(turns, where) for turns, where in rows]
         texts = [segment.text for segments, _ in cuts for segment in segments]
+        # all segments of all rows at once: a fast tokenizer takes them in parallel; only the first of a row begins a text
         ids = iter(self.tokenise(texts, [index > 0 for segments, _ in cuts for index in range(len(segments))]))
         return [
-            self._assemble(turns, [(segment, next(ids)) for segment in segments], rewritten, where, summary)
+            self._assemble(turns, [(segment, next(ids)) for segment in segments], rewritten, where)
             for (turns, where), (segments, rewritten) in zip(rows, cuts)
         ]
 
@@ -92,7 +100,7 @@ class Encoder:
         return [Segment(turns.prompt or "", False), Segment(turns.completion, True)], False
 
     def _assemble(
-        self, turns: Turns, pieces: list[tuple[Segment, list[int]]], rewritten: bool, where: str, summary: Summary
+        self, turns: Turns, pieces: list[tuple[Segment, list[int]]], rewritten: bool, where: str
     ) -> dict[str, Any] | None:
         input_ids: list[int] = []
         labels: list[int] = []
@@ -105,15 +113,15 @@ class Encoder:
                 raise DataError(f"{where}: the prompt is empty, so nothing predicts the first token of the response")
             input_ids += ids
             labels += ids if segment.is_response else [IGNORED] * len(ids)
-        keep_mask = _spread(turns.keep_mask, labels, rewritten, where)
+        keep_mask = _spread(turns.keep_mask, labels, rewritten, where)  # before truncation, as masks are made
         end = self.max_length or len(input_ids)
         learned = sum(label != IGNORED for label in labels[:end])
         if not learned:
             return None
-        summary.response_tokens += learned
-        summary.prompt_tokens += len(labels[:end]) - learned
-        summary.truncated += end < len(input_ids)
-        summary.last_turn_only += rewritten
+        self.summary.response_tokens += learned
+        self.summary.prompt_tokens += len(labels[:end]) - learned
+        self.summary.truncated += end < len(input_ids)
+        self.summary.last_turn_only += rewritten
         item = {"input_ids": input_ids[:end], "labels": labels[:end]}
         return item if keep_mask is None else {**item, "keep_mask": keep_mask[:end]}
 
@@ -143,8 +151,9 @@ class EncodedRows(Sequence[dict[str, Any]]):
     """
 
     def __init__(self, items: Iterable[dict[str, Any]], summary: Summary | None = None) -> None:
-        """The labels of an item are the token itself or -100; all items have a keep_mask or none has."""
+        """The labels of an item are the token itself or -100; all items have a keep_mask or none has, as `encode_rows` sees to."""
         self.summary = Summary("", 0) if summary is None else summary
+        # 4 bytes a token id, one a label and one a mask; a Python list of small integers takes 8 for each alone
         ids, learned, kept, lengths, rows = array("i"), bytearray(), bytearray(), array("q"), array("q")
         for item in items:
             ids.extend(item["input_ids"])
@@ -154,10 +163,9 @@ class EncodedRows(Sequence[dict[str, Any]]):
             rows.append(item["row"])
         self.arrays = {"ids": np.array(ids), "learned": np.array(learned, bool)}
         self.arrays |= {"lengths": np.array(lengths), "rows": np.array(rows)}
-        if len(kept) not in (0, len(ids)):
-            raise DataError("found a keep_mask on some items; give it on every one or on none")
         if kept:
             self.arrays["kept"] = np.array(kept, bool)
+        # item i lies between _ends[i] and _ends[i + 1]
         self._ends = np.concatenate([[0], np.cumsum(self.arrays["lengths"])])
 
     def __repr__(self) -> str:
@@ -173,7 +181,7 @@ class EncodedRows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
         if isinstance(index, slice):
             return [self[position] for position in range(len(self))[index]]
-        index = range(len(self))[index]
+        index = range(len(self))[index]  # a range counts from behind and raises IndexError as a list does
         span = slice(int(self._ends[index]), int(self._ends[index + 1]))
         ids, learned = self.arrays["ids"][span], self.arrays["learned"][span]
         item = {
@@ -206,14 +214,14 @@ def encode_rows(
         DataError: for the first row that cannot be used, named by its place; or when no row is left.
     """
     rows = load_rows(rows)
-    first = rows.earliest()
+    first = rows.earliest()  # a shuffled file whose rows fit no format is then named by its first line
     try:
         name = detect_format(rows[first])
     except DataError as error:
         raise DataError(f"{rows.where(first)}: {error}") from None
-    encoder = Encoder(tokenizer, max_length=max_length, system=system)
     summary = Summary(name, len(rows))
-    encoded = EncodedRows(_items(encoder, rows, summary, on_progress or (lambda done, of: None)), summary)
+    encoder = Encoder(tokenizer, summary, max_length=max_length, system=system)
+    encoded = EncodedRows(_items(encoder, rows, on_progress or (lambda done, of: None)), summary)
     if summary.empty == len(rows):
         raise DataError(
             f"{rows.source}: the response of every one of {len(rows)} rows is empty, so there is nothing to learn"
@@ -228,10 +236,10 @@ def encode_rows(
     return encoded
 
 
-def _items(
-    encoder: Encoder, rows: Rows, summary: Summary, on_progress: Callable[[int, int], None]
-) -> Iterator[dict[str, Any]]:
-    """The item of every row that has a response; what becomes of the rows is counted in `summary`."""
+def _items(encoder: Encoder, rows: Rows, on_progress: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
+    """The item of every row that has a response."""
+    summary = encoder.summary
+    # of one row, and held against every other: a batch has the column or has it not
     masked = rows[0].get("keep_mask") is not None
     for start in range(0, len(rows), BATCH):
         indices = range(start, min(start + BATCH, len(rows)))
@@ -244,7 +252,7 @@ def _items(
             except EmptyResponse:
                 summary.empty += 1
                 continue
-            if (one.keep_mask is not None) != masked:  # as a batch has it or has it not
+            if (one.keep_mask is not None) != masked:
                 raise DataError(
                     f"{where}: the row has {'no' if masked else 'a'} keep_mask, unlike {rows.where(0)}; "
                     "give it on every row or on none"
@@ -252,7 +260,7 @@ def _items(
             turns.append((one, where))
             places.append(index)
         summary.plain += sum(one.is_plain for one, _ in turns)
-        for index, item in zip(places, encoder.encode(turns, summary), strict=True):
+        for index, item in zip(places, encoder.encode(turns), strict=True):
             if item is not None:
                 yield {**item, "row": index}
         on_progress(indices.stop, len(rows))

@@ -55,6 +55,7 @@ def find_endings(
     Raises:
         ConfigError: when no token ends an answer: none could ever stop.
     """
+    # "keep": the end of a turn is probed, whatever the system message
     found = _endings(Chat(tokenizer, "keep"), generation_config, extra)
     if not found.token_ids:
         raise ConfigError(
@@ -68,7 +69,7 @@ def _endings(chat: Chat, generation_config: Any, extra: Collection[int] = ()) ->
     declared: set[int] = set()
     for named in (chat.tokenizer.eos_token_id, getattr(generation_config, "eos_token_id", None)):
         if named is not None:
-            declared.update([named] if isinstance(named, int) else named)
+            declared.update([named] if isinstance(named, int) else named)  # one id or a list, as configurations have it
     end = chat.turn_end.strip()
     token = _end_token(chat, end)
     found = frozenset({*declared, *extra, *([] if token is None else [token])})
@@ -78,6 +79,7 @@ def _endings(chat: Chat, generation_config: Any, extra: Collection[int] = ()) ->
 def _end_token(chat: Chat, end: str) -> int | None:
     """The first control token in the text, or the first added one, which no text is merged into either; None without."""
     added = chat.tokenizer.added_tokens_decoder.items()
+    # the least: special ones first, then the one that comes first, then the longest that begins there
     found = [
         (not token.special, end.find(token.content), -len(token.content), index)
         for index, token in added
@@ -117,6 +119,7 @@ def ending_health(
     """
     chat = Chat(tokenizer, "keep")
     endings, end, eos = _endings(chat, generation_config), chat.turn_end.rstrip(), tokenizer.eos_token_id
+    # as training tokenises it, behind an answer
     end_ids: tuple[int, ...] = tuple(SegmentTokenizer(tokenizer)([end], [True])[0]) if end else ()
     if chat.template is None and eos is not None:
         end_ids = (eos,)
@@ -161,6 +164,7 @@ def _ends(row: Mapping[str, Any], endings: Endings, tokenizer: PreTrainedTokeniz
     labels = [label for label in row["labels"] if label != IGNORED]
     if not labels or labels[-1] in endings.token_ids:
         return bool(labels)
+    # the last tokens are enough for a text of a few characters
     tail = tokenizer.decode(labels[-64:], skip_special_tokens=False).rstrip() if endings.texts else ""
     return bool(endings.texts) and tail.endswith(endings.texts)
 

@@ -18,10 +18,56 @@ from typing import Any, NamedTuple
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.printable import escape_controls, excerpt
 
+Row = Mapping[str, Any]
 Message = dict[str, Any]
+
+RAW_PAIR = ("prompt", "completion")
+PAIRS = (
+    RAW_PAIR,
+    ("prompt", "response"),
+    ("problem", "solution"),
+    ("question", "answer"),
+    ("instruction", "response"),
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool", "ipython": "tool"}
+
+
+class EmptyResponse(DataError):
+    """A row whose response is empty: there is nothing to learn, but nothing is wrong with the other rows."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """One row in the shape that rendering reads.
+
+    Attributes:
+        messages: the conversation as `{"role", "content", …}`; empty for a plain row.
+        prompt, completion: the two texts of a plain row; None for a conversation.
+        keep_mask: optional 0/1 per response token, all trained assistant turns concatenated.
+        tools: optional tool schemas for the chat template.
+        trained_from: assistant turns before this message index are context (the prompt of a prompt/completion row).
+    """
+
+    messages: tuple[Message, ...] = ()
+    prompt: str | None = None
+    completion: str | None = None
+    keep_mask: tuple[int, ...] | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    trained_from: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        return self.completion is not None
+
+
+class Format(NamedTuple):
+    """One row format: the keys to tell people about, the test and the conversion."""
+
+    keys: str
+    matches: Callable[[Row], bool]
+    to_turns: Callable[[Row], Turns]
 
 
 def conversation(entries: Any, key: str) -> tuple[Message, ...]:
@@ -37,9 +83,10 @@ def message(entry: Any, place: str) -> Message:
         raise DataError(f"{place} is {kind_of(entry)}, expected an object with role and content")
     if not {"content", "value", "tool_calls", "reasoning_content"} & entry.keys():
         raise DataError(f"{place} has no content; found the keys {', '.join(map(str, entry)) or '(none)'}")
-    present: Message = without_nulls(entry)
+    present: Message = without_nulls(entry)  # a copy, from which the known keys are taken
     role = present.pop("role", None) or present.pop("from", None)
     content = present.pop("content", None)
+    # absent beside tool calls; "value" is ShareGPT's
     content = present.pop("value", "") if content is None else content
     name = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if name not in ROLES:
@@ -100,54 +147,6 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), f"a value of type {type(value).__name__}")
 
 
-Row = Mapping[str, Any]
-
-RAW_PAIR = ("prompt", "completion")
-PAIRS = (
-    RAW_PAIR,
-    ("prompt", "response"),
-    ("problem", "solution"),
-    ("question", "answer"),
-    ("instruction", "response"),
-)
-
-
-class EmptyResponse(DataError):
-    """A row whose response is empty: there is nothing to learn, but nothing is wrong with the other rows."""
-
-
-@dataclass(frozen=True)
-class Turns:
-    """One row in the shape that rendering reads.
-
-    Attributes:
-        messages: the conversation as `{"role", "content", …}`; empty for a plain row.
-        prompt, completion: the two texts of a plain row; None for a conversation.
-        keep_mask: optional 0/1 per response token, all trained assistant turns concatenated.
-        tools: optional tool schemas for the chat template.
-        trained_from: assistant turns before this message index are context (the prompt of a prompt/completion row).
-    """
-
-    messages: tuple[Message, ...] = ()
-    prompt: str | None = None
-    completion: str | None = None
-    keep_mask: tuple[int, ...] | None = None
-    tools: tuple[dict[str, Any], ...] | None = None
-    trained_from: int = 0
-
-    @property
-    def is_plain(self) -> bool:
-        return self.completion is not None
-
-
-class Format(NamedTuple):
-    """One row format: the keys to tell people about, the test and the conversion."""
-
-    keys: str
-    matches: Callable[[Row], bool]
-    to_turns: Callable[[Row], Turns]
-
-
 def detect_format(row: Row) -> str:
     """Return the name of the format of `row`.
 
@@ -192,7 +191,7 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
             if not any(index >= turns.trained_from for index in answers):
                 roles = ", ".join(message["role"] for message in turns.messages) or "no messages"
                 raise DataError(f"found {roles}, but no assistant turn to learn from. Remove the row.")
-            for index in answers:
+            for index in answers:  # turns of context are checked as well: an empty one spoils what follows it
                 message = turns.messages[index]
                 if not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
                     raise EmptyResponse(
@@ -203,6 +202,7 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
             raise EmptyResponse("the completion is empty: a row needs a response to learn from. Remove the row.")
         return turns
     except DataError as error:
+        # of its own type, as an empty response is counted and not an error
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
 
 
@@ -228,7 +228,7 @@ def _pair_row(row: Row) -> Turns:
         raise DataError(f"found {names} in one row, so prompt and response are ambiguous. Remove the pair not meant.")
     pair = fitting[0]
     prompt, completion = row[pair[0]], row[pair[1]]
-    if isinstance(prompt, list) and isinstance(completion, list):
+    if isinstance(prompt, list) and isinstance(completion, list):  # two parts of one conversation
         before = conversation(prompt, pair[0])
         return Turns(before + conversation(completion, pair[1]), trained_from=len(before))
     if isinstance(prompt, list) or isinstance(completion, list):

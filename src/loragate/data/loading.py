@@ -97,19 +97,20 @@ def _from_file(path: Path, name: str, limit: int | None) -> Rows:
     reader, place = READERS[suffix]
     try:
         with gzip.open(path) if zipped else path.open("rb") as stream:
+            # readers are generators: with a limit, what lies behind it is neither read nor checked
             pairs = list(itertools.islice(reader(cast(BinaryIO, stream), name), limit))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{name} cannot be read: {error}. Check its permissions and that it is complete.") from None
     if not pairs:
         raise DataError(f"{name} is empty: expected at least one row")
-    numbers, items = zip(*pairs)
+    numbers, items = zip(*pairs)  # numbers of lines leave out blank ones
     return Rows(items, source=name, place=name + place, numbers=numbers)
 
 
 def _read_jsonl(stream: BinaryIO, name: str) -> Numbered:
     for number, raw in enumerate(stream, start=1):
         text = _decode(raw, name, number)
-        if text.strip():
+        if text.strip():  # blank lines are passed over, and count
             value = _parse(text.rstrip("\r\n"), name, number)
             if not isinstance(value, dict):
                 raise DataError(
@@ -183,6 +184,7 @@ def _decode(raw: bytes, name: str, line: int) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
+        # of the whole array in .json, of one line in .jsonl: lines before the byte are counted either way
         line += raw.count(b"\n", 0, error.start)
         column = error.start - raw.rfind(b"\n", 0, error.start)
         raise DataError(
@@ -197,13 +199,14 @@ def _parse(text: str, name: str, line: int) -> Any:
     except json.JSONDecodeError as error:
         broken = text.split("\n")[error.lineno - 1]
         snippet = broken[max(0, error.colno - 31) : error.colno + 29]
+        # several objects below one another in a .json
         more_objects = error.msg == "Extra data" and error.lineno > 1 and text[error.pos : error.pos + 1] == "{"
         hint = " The file looks like JSON lines: name it .jsonl." if more_objects else ""
         raise DataError(
             f"{name}:{line + error.lineno - 1}: malformed JSON at column {error.colno}: {error.msg}, "
             f"near {excerpt(snippet)}.{hint}"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; lists in lists in lists
         raise DataError(f"{name}:{line}: JSON that cannot be read: {excerpt(str(error))}") from None
 
 

@@ -32,11 +32,14 @@ class SegmentTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        # "a" alone, a newline, and "a" where text comes before it
         bare, self._newline, after_newline = self._ids(["a", "\n", "\na"])
         complete = tokenizer("a", add_special_tokens=True)["input_ids"]
+        # what stands before "a" with special tokens; what stands behind it, EOS of some, is left out
         starts = range(len(complete) - len(bare) + 1)
         self.leading: list[int] = next((complete[:k] for k in starts if complete[k : k + len(bare)] == bare), [])
         split = len(self._newline)
+        # ids of "a" after a newline that differ from those of "a" alone: alone, a space was put before it
         self._adds_space = after_newline[:split] == self._newline and after_newline[split:] != bare
 
     def __call__(self, texts: Sequence[str], continues: Sequence[bool]) -> list[list[int]]:
@@ -63,7 +66,7 @@ class SegmentTokenizer:
         return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
-IGNORED = -100
+IGNORED = -100  # the label that cross-entropy of PyTorch passes over
 
 
 def render_prompt(
@@ -89,6 +92,7 @@ def prompt_ids(
 
 
 OPEN, CLOSE = "⟦", "⟧"
+# the marks themselves, where data holds them, as escapes
 MARKS = str.maketrans({OPEN: f"\\u{ord(OPEN):04x}", CLOSE: f"\\u{ord(CLOSE):04x}"})
 STYLES = {(False, False): "dim", (False, True): "dim cyan", (True, False): "bold green", (True, True): "bold cyan"}
 
@@ -106,10 +110,12 @@ def preview(encoded_row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
 
 def _pieces(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[bool, bool, str]]:
     """(is response, is special, printable text) of runs of tokens alike."""
+    # control tokens of a chat template are often added as special and named nowhere
     special = set(tokenizer.all_special_ids) | {
         index for index, token in tokenizer.added_tokens_decoder.items() if token.special
     }
     ids: Sequence[int] = row["input_ids"]
+    # decoded run by run, as a character may lie in several tokens
     tokens = [(label != IGNORED, token in special, token) for token, label in zip(ids, row["labels"])]
     for (is_response, is_special), run in groupby(tokens, key=lambda token: token[:2]):
         text = tokenizer.decode(

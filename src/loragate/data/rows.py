@@ -61,7 +61,7 @@ class Rows(Sequence[dict[str, Any]]):
 
     def earliest(self) -> int:
         """The index of the row that comes first in its file, however the rows are ordered here."""
-        return min(range(len(self)), key=self._order.__getitem__)
+        return min(range(len(self)), key=self._order.__getitem__)  # items are in the file's order
 
     def shuffled(self, seed: int) -> Rows:
         """The same rows in a random order that depends on `seed` and the number of rows only."""
@@ -98,6 +98,7 @@ class Rows(Sequence[dict[str, Any]]):
                 raise DataError(f"{self.where(index)}: the row is nested too deeply to be read") from None
             ordered.update(line)
             each.append(hashlib.sha256(line).digest())
+        # sorted, so that the second does not depend on the order
         return ordered.hexdigest(), hashlib.sha256(b"".join(sorted(each))).hexdigest()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -109,6 +110,7 @@ class Rows(Sequence[dict[str, Any]]):
         """The rows at these indices, read in one access."""
         if not hasattr(self._items, "column_names"):
             return [self[index] for index in indices]
+        # `datasets` gives many rows as {column: values}, in one read where single rows take one each
         columns: dict[str, list[Any]] = self._items[[self._order[index] for index in indices]]  # type: ignore[call-overload]
         return [dict(zip(columns, values)) for values in zip(*columns.values())]
 
@@ -135,6 +137,7 @@ def _canonical(value: Any) -> Any:
         return int(value)
     if value is None or isinstance(value, str | int | float):
         return value
+    # what JSON lines cannot hold and parquet can: bytes, dates, decimals
     if isinstance(value, bytes):
         return value.hex()
     return str(value)

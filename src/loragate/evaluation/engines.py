@@ -128,8 +128,14 @@ class Engines:
         if variant.acts == "base":
             return base, None, None
         if self.loaded.place.is_dora:
-            commit = self.loaded.commit or None
-            merged = merge_adapter(names["base"], names["adapter"], self.folder, dtype=how.dtype, revision=commit)
+            merged = merge_adapter(
+                names["base"],
+                names["adapter"],
+                self.folder,
+                dtype=how.dtype,
+                revision=self.loaded.commit or None,
+                trust_remote_code=how.trust_remote_code,
+            )
             return str(merged), None, None
         # one λ for all goes over the gated modules, as it does in memory
         acts = "gated" if variant.constant is not None and "gated" in names else variant.acts
@@ -148,6 +154,7 @@ class Engines:
             dtype=self.loaded.how.dtype,
             batch_size=self.settings.batch_size,
             stop_token_ids=self.loaded.stop_token_ids,
+            trust_remote_code=self.loaded.how.trust_remote_code,
             tensor_parallel=self.settings.tensor_parallel,
             gpu_memory_utilization=self.settings.vllm_memory or USUAL_SHARE,
         )

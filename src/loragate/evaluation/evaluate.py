@@ -49,10 +49,9 @@ from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.statistics import compare_suites, suite_average
 from loragate.evaluation.tasks import load_task
 from loragate.evaluation.variants import Variant
-from loragate.files import require_same, write_json, write_text
+from loragate.files import folder_sha256, require_same, write_json, write_text
 from loragate.generation import Engine, Sample
 from loragate.generation.samples import draw_samples, read_samples
-from loragate.models import folder_sha256
 from loragate.records import package_versions, read, read_object, to_json
 from loragate.validate import STRICT
 

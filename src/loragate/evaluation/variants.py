@@ -29,7 +29,7 @@ from loragate.gates import (
     sizes_of,
 )
 from loragate.gates.eligibility import changed_base_of
-from loragate.gates.override_names import parse_override
+from loragate.gates.override import parse_override
 from loragate.generation import SamplingConfig
 from loragate.models.place import Kind
 

@@ -8,7 +8,6 @@ from .attach import (
     sizes_of as sizes_of,
     train_gates_only as train_gates_only,
 )
-from .config import GateConfig as GateConfig
 from .control import (
     constant_gate as constant_gate,
     gate_override as gate_override,
@@ -23,6 +22,7 @@ from .eligibility import (
     require_gateable as require_gateable,
 )
 from .fingerprint import adapter_fingerprint as adapter_fingerprint, weights_checksum as weights_checksum
+from .gate import GateConfig as GateConfig
 from .parity import Parity as Parity, measure_parity as measure_parity
 from .quantised import keep_unpacked as keep_unpacked
 from .signed_map import gate_coefficient as gate_coefficient

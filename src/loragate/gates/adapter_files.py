@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from loragate.errors import ArtifactError
@@ -30,7 +30,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        record["peft_type"]
+        record["peft_type"]  # which every adapter of PEFT has; a list or a text raises here, too
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path}: not a readable configuration of an adapter ({error!r})") from error
     return dict(record)
@@ -54,8 +54,21 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
         raise ArtifactError(f"{path}: not a readable safetensors file ({error})") from error
 
 
+def lost_gates(folder: Path) -> bool:
+    """Whether a folder holds an adapter that PEFT wrote while it was gated."""
+    path = folder / ADAPTER_WEIGHTS
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return any(".lora_gate." in key for key in file.keys())  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return False
+
+
 def factor_of(key: str) -> tuple[str, str]:
     """(module path, "lora_A", "lora_B" or one of their kin for embeddings) of a tensor's name; two empty texts for any other."""
+    # an embedding's factors are bare parameters, without .weight; PEFT leaves the adapter's name out of its files
     found = re.fullmatch(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.weight)?", key)
     return ("", "") if found is None else (found[1].removeprefix(PREFIX), found[2])
 

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from peft.utils.save_and_load import get_peft_model_state_dict
@@ -31,7 +31,6 @@ from loragate.files import file_sha256, write_atomically, write_json, write_text
 from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, read_adapter, write_factors
 from loragate.gates.attach import attach_gates, attached_config, detach_gates, gate_modules, gate_parameters, is_gated
 from loragate.gates.card import render_card
-from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, examine_adapter, output_head, unwrapped
 from loragate.gates.fingerprint import (
     adapter_fingerprint,
@@ -41,6 +40,7 @@ from loragate.gates.fingerprint import (
     config_fingerprint,
     half_factors,
 )
+from loragate.gates.gate import GateConfig
 from loragate.gates.quantised import quantization_of, storage_warning
 from loragate.gates.recommended import SAMPLING, generation_settings, mapping, recommended_temperature
 from loragate.gates.schema import (
@@ -51,7 +51,6 @@ from loragate.gates.schema import (
     FORMAT,
     GATES,
     SCHEMA_VERSION,
-    is_support,
     read_gate_config,
     read_tensors,
     write_tensors,
@@ -116,6 +115,7 @@ def save_gates(
             JSON-able, or a temperature that is none. Nothing is written then.
     """
     folder = Path(folder)
+    # all that can refuse comes before the first file
     _check_evidence(k, evidence)
     if temperature is not None:
         temperature = validate(Amount, temperature, "temperature")
@@ -133,17 +133,7 @@ def save_gates(
     broken = [key for key, value in tensors.items() if not bool(torch.isfinite(value).all())]
     if broken:
         raise GateError(f"gate {broken[0]} is not finite; nothing was written")
-    config = attached_config(peft_model, name)
     peft_config: Any = getattr(peft_model, "peft_config", {}).get(name)
-    loaded_from = getattr(
-        getattr(peft_model, "config", None), "_name_or_path", None
-    )  # empty where it was made in memory
-    own_base = str(getattr(peft_config, "base_model_name_or_path", None) or loaded_from or "")
-    if not base_id and not own_base:
-        logger.warning(
-            "the base of this adapter has no name, so loragate.load_gated will find it only with base=…; record one with "
-            "save_gates(…, base_id=…)"
-        )
     if changed := changed_strength(peft_model, name):
         logger.warning(
             "the adapter's rank or scale was changed in memory (%s is the first; set_scale, or preparation for hot swapping), "
@@ -151,31 +141,14 @@ def save_gates(
             "takes it only onto an adapter that was changed in the same way",
             changed,
         )
-    name_of_base, revision = split_revision(base_id or own_base, base_revision)
     adapter, adapter_revision = split_revision(adapter_id or "")
-    if name_of_base == own_base:  # the adapter's pin means nothing on another base
-        revision = revision or getattr(peft_config, "revision", None) or ""
-    # a base that is one GGUF file is known by it, where the file is at hand
-    file = Path(name_of_base) if Path(name_of_base).is_file() else cached_file(name_of_base, revision)
     record = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
         "loragate_version": __version__,
-        "gate": asdict(config),
+        "gate": asdict(attached_config(peft_model, name)),
         "k": k,
-        "base": {
-            "id": name_of_base,
-            # the commit that the revision meant when the base was loaded, as the hub cache knows it
-            "revision": (cached_commit(name_of_base, revision) if loaded_from == name_of_base else "")
-            or revision
-            or None,
-            **(
-                {"file": {"name": file.name, "bytes": file.stat().st_size, "sha256": file_sha256(file)}} if file else {}
-            ),
-            "config_sha256": config_fingerprint(peft_model),
-            "quantization": quantization_of(peft_model),
-            "weights": base_weight_samples(peft_model),
-        },
+        "base": _base_record(peft_model, peft_config, base_id, base_revision),
         "adapter": {
             "sha256": adapter_fingerprint(peft_model, name),
             "rank": getattr(peft_config, "r", None),
@@ -193,8 +166,35 @@ def save_gates(
     write_atomically(folder / GATES, lambda path: write_tensors(path, tensors, record["gate"]))
     record["gates_sha256"] = file_sha256(folder / GATES)
     write_text(folder / CARD, render_card(folder.resolve().name, record))
-    write_json(folder / CONFIG, record)
+    write_json(folder / CONFIG, record)  # last: without it the folder is no artifact
     return folder
+
+
+def _base_record(model: Any, peft_config: Any, base_id: str | None, base_revision: str | None) -> dict[str, Any]:
+    """How to find the base again, and by what to know it; warns where nothing names it."""
+    # empty where it was made in memory
+    loaded_from = getattr(getattr(model, "config", None), "_name_or_path", None)
+    own = str(getattr(peft_config, "base_model_name_or_path", None) or loaded_from or "")
+    if not base_id and not own:
+        logger.warning(
+            "the base of this adapter has no name, so loragate.load_gated will find it only with base=…; record one with "
+            "save_gates(…, base_id=…)"
+        )
+    name, revision = split_revision(base_id or own, base_revision)
+    if name == own:  # the adapter's pin means nothing on another base
+        revision = revision or getattr(peft_config, "revision", None) or ""
+    # the commit that the revision meant when the base was loaded, as the hub cache knows it
+    commit = cached_commit(name, revision) if loaded_from == name else None
+    # a base that is one GGUF file is known by it, where the file is at hand
+    file = Path(name) if Path(name).is_file() else cached_file(name, revision)
+    return {
+        "id": name,
+        "revision": commit or revision or None,
+        **({"file": {"name": file.name, "bytes": file.stat().st_size, "sha256": file_sha256(file)}} if file else {}),
+        "config_sha256": config_fingerprint(model),
+        "quantization": quantization_of(model),
+        "weights": base_weight_samples(model),
+    }
 
 
 def write_sampling(folder: Path, temperature: float | None) -> dict[str, Any]:
@@ -214,17 +214,23 @@ def _support(model: nn.Module, k: int | None, evidence: dict[str, Any] | None) -
     training = mapping((evidence or {}).get("training"))
     # an objective of one's own has a support of its own, or none; the settings' is that of the measured entropy
     trained = training.get("k", mapping(training.get("settings")).get("k"))
-    if not isinstance(trained, int) or not is_support(trained):
+    if not _is_support(trained):
         return k
     head: Any = output_head(model)
-    vocabulary = trained if head is None else int(head.weight.shape[0])
+    vocabulary = trained if head is None else int(head.weight.shape[0])  # [V, D]
+    # 0 says the whole vocabulary, as does any k above its size
     if k is not None and min(k or vocabulary, vocabulary) != min(trained or vocabulary, vocabulary):
         raise ConfigError(f"k is {k}, but the training in the evidence records k = {trained}; leave k out")
     return min(trained or vocabulary, vocabulary)
 
 
+def _is_support(k: Any) -> TypeGuard[int]:
+    """Whether k can be the support of the entropy objective: at least 2, or 0 for the whole vocabulary."""
+    return isinstance(k, int) and not isinstance(k, bool) and (k == 0 or k > 1)
+
+
 def _check_evidence(k: int | None, evidence: dict[str, Any] | None) -> None:
-    if k is not None and not is_support(k):
+    if k is not None and not _is_support(k):
         raise ConfigError(f"k must be an integer of at least 2, or 0 for the whole vocabulary, found {k!r}")
     if not isinstance(evidence, (dict, type(None))):
         raise ConfigError(f"evidence must be a dictionary, found {type(evidence).__name__}")
@@ -265,6 +271,7 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
     state = {PREFIX + key.removeprefix(PREFIX): value.clone() for key, value in state.items()}
     write_factors(folder, state)
     peft_config: Any = model.peft_config[adapter_name]  # type: ignore[index]
+    # as PEFT's own save_pretrained does, or whoever loads the folder would get factors that train
     before, peft_config.inference_mode = peft_config.inference_mode, True
     try:
         type(peft_config).save_pretrained(peft_config, str(folder))  # its own, which does not warn of lost gates
@@ -276,6 +283,7 @@ def _is_source(folder: Path, state: dict[str, torch.Tensor]) -> bool:
     """Whether a folder holds exactly the adapter that is loaded (values compared in fp32)."""
     if not ((folder / ADAPTER_WEIGHTS).is_file() and (folder / ADAPTER_CONFIG).is_file()):
         return False
+    # by the base's own names: a natively loaded adapter has no prefix
     stored = {key.removeprefix(PREFIX): value for key, value in read_adapter(folder)[1].items()}
     loaded = {key.removeprefix(PREFIX): value for key, value in state.items()}
     return stored.keys() == loaded.keys() and all(
@@ -313,6 +321,7 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
     _check_identity(peft_model, name, folder, record)
     _check_modules(peft_model, name, folder, record, config)
     attach_gates(peft_model, config, name)
+    # shapes are known only now; a wrong one takes all gates off again
     for key, parameter in gate_parameters(peft_model, name).items():
         found, expected = tuple(tensors[key].shape), tuple(parameter.shape)
         if found != expected:
@@ -335,7 +344,7 @@ def _generate_as(model: Any, record: dict[str, Any]) -> None:
     if more := sorted(set(record.get("stop_token_ids") or []) - set(before)):
         settings.eos_token_id = [*before, *more]
     if (temperature := recommended_temperature(record)) is not None:
-        # the base's own top-k, top-p or penalties are no part of what was measured
+        # update() leaves what it is not told; the base's own top-k, top-p or penalties are no part of what was measured
         settings.update(**{**dict.fromkeys(_DRAWS), **generation_settings(temperature)})
 
 

@@ -3,7 +3,7 @@
 Attachment sets PEFT's per-instance extension points (`lora_variant`, `adapter_layer_names`,
 `frozen_peft_weight_names`) and changes no class, so that freezing, `set_adapter`, `disable_adapter`, mixed batches and
 deletion keep working as PEFT does them. What PEFT itself writes of a gated adapter lacks what makes its gates act, and says
-so (`loragate.gates.peft_saving`).
+so (`loragate.gates.variant`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ import torch
 from torch import nn
 
 from loragate.errors import GateError
-from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, examine_adapter, lora_layers, require_gateable
 from loragate.gates.fingerprint import FACTORS
-from loragate.gates.gate import SignedGate, stream_of
-from loragate.gates.peft_saving import warn_no_more, warn_on_saving
+from loragate.gates.gate import GateConfig, SignedGate, stream_of
 from loragate.gates.quantised import keep_unpacked
 from loragate.gates.schema import GLOBAL_BIAS
-from loragate.gates.variant import GatedLora, ask_before_merging, cast_input_again, leave_input_uncast
+from loragate.gates.variant import (
+    GatedLora,
+    ask_before_merging,
+    cast_input_again,
+    leave_input_uncast,
+    warn_no_more,
+    warn_on_saving,
+)
 
 
 def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | None = None) -> nn.Module:
@@ -51,6 +56,7 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
         GateError: where a gate would have no effect or be wrong (see `loragate.gates.eligibility`); nothing is changed.
     """
     name = active_adapter(peft_model, adapter_name)
+    # all that can refuse comes before the first change
     verdicts = require_gateable(examine_adapter(peft_model, name, config.target_modules))
     chosen = {verdict.path for verdict in verdicts}
     layers = list(lora_layers(peft_model, name))
@@ -73,6 +79,7 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
     for path, layer in layers:
         if path in chosen:
             gate_layer(layer, path, config, name, shared_bias)
+        # A new dictionary on the instance: the one that PEFT starts with is the class's, and all layers' of all models.
         # PEFT would train A and B again after `disable_adapter` or `set_adapter`, in ungated layers too
         groups = tuple(group for group in FACTORS if hasattr(layer, group))
         layer.frozen_peft_weight_names = {**layer.frozen_peft_weight_names, name: groups}
@@ -90,6 +97,7 @@ def gate_layer(
     if not hasattr(layer, "lora_gate"):
         layer.lora_gate = nn.ModuleDict({})
         layer.register_forward_pre_hook(leave_input_uncast)
+    # PEFT moves, freezes, switches and deletes what these names hold, by adapter; set on the instance, the class stays as it is
     if "lora_gate" not in layer.adapter_layer_names:
         layer.adapter_layer_names = (*layer.adapter_layer_names, "lora_gate")
     reference = layer.lora_A[adapter_name].weight
@@ -107,6 +115,7 @@ def train_gates_only(model: nn.Module, adapter_name: str | None = None) -> None:
     Raises:
         GateError: if the adapter carries no gates.
     """
+    # by identity: a shared bias has a name in every module
     trainable = {id(parameter) for parameter in gate_parameters(model, adapter_name).values()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trainable)

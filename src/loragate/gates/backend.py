@@ -42,6 +42,7 @@ def chosen() -> str:
 
 @functools.cache
 def _kernels() -> Any:
+    """`loragate.gates.kernel`, or None where Triton cannot be imported."""
     try:
         from loragate.gates import kernel
     except ImportError:
@@ -60,6 +61,7 @@ def kernels_for(x_TD: torch.Tensor, lora_a_RD: torch.Tensor, bias_1: torch.Tenso
     found = _kernels()
     if found is None or lora_a_RD.shape[0] > found.MAX_RANK:
         return None
+    # fp64, and a gate that somebody cast, are left to PyTorch
     if x_TD.dtype not in _DTYPES or lora_a_RD.dtype not in _DTYPES or bias_1.dtype != torch.float32:
         return None
     return found
@@ -67,5 +69,5 @@ def kernels_for(x_TD: torch.Tensor, lora_a_RD: torch.Tensor, bias_1: torch.Tenso
 
 def projects(x_TD: torch.Tensor, lora_a_RD: torch.Tensor) -> bool:
     """Whether the kernel computes A x too."""
-    autocast = torch.is_autocast_enabled(x_TD.device.type)
+    autocast = torch.is_autocast_enabled(x_TD.device.type)  # under which F.linear would round A x to half precision
     return chosen() == "triton" and x_TD.dtype == lora_a_RD.dtype and not autocast

@@ -18,6 +18,7 @@ from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
+# controls, line separators and the byte-order mark, which is no white space to `\s`
 _UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff]+|\s+")
 
 
@@ -79,6 +80,7 @@ def plain(text: Any) -> str:
 def code(text: Any) -> str:
     """A text as a Markdown code span, in a table as well."""
     line = _UNSEEN.sub(" ", str(text)).strip() or " "
+    # a fence longer than every run of backticks inside; a space keeps a backtick at an end apart from it
     fence = "`" * (1 + max((len(run) for run in re.findall(r"`+", line)), default=0))
     space = " " if line[0] == "`" or line[-1] == "`" else ""
     return f"{fence}{space}{line}{space}{fence}".replace("|", r"\|")

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from loragate.errors import GateError
 from loragate.gates.attach import attach_gates, detach_gates, gate_modules, is_gated
-from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, lora_layers
-from loragate.gates.gate import SignedGate
+from loragate.gates.gate import GateConfig, SignedGate
+from loragate.gates.override import Override
 from loragate.gates.recording import SATURATED, Recorder, Recording, Trace
-from loragate.gates.signed_map import Override
 from loragate.gates.variant import GatedLora
 
 
@@ -40,6 +39,7 @@ def gate_override(
     if override == Override():
         raise GateError("gate_override needs minimum, maximum or constant; with none of them it would have no effect")
     gates = gate_modules(peft_model, adapter_name)
+    # one object for all: the innermost override replaces the outer one, it is not laid over it
     with _set_on(gates, "override", dict.fromkeys(gates, override)):
         yield
 
@@ -53,7 +53,7 @@ def constant_gate(peft_model: nn.Module, constant: float, adapter_name: str | No
     """
     name = active_adapter(peft_model, adapter_name)
     plain = not is_gated(peft_model, name)
-    if plain:
+    if plain:  # in a range that holds the constant, though an override is laid over the map and not bound by it
         attach_gates(peft_model, GateConfig(min(constant, -1.0), max(constant, 2.0)), name)
     try:
         with gate_override(peft_model, constant=constant, adapter_name=name):
@@ -125,6 +125,7 @@ def gates_disabled(peft_model: nn.Module, adapter_name: str | None = None) -> It
 @contextmanager
 def variants_replaced(model: nn.Module, adapter_name: str, other: Any) -> Iterator[None]:
     """The gated layers run by another variant of PEFT inside the context, or by its plain LoRA code for None."""
+    # PEFT looks into `lora_variant` at each forward, so that an entry taken out is plain LoRA from then on
     gated = [(layer, layer.lora_variant.get(adapter_name)) for _, layer in lora_layers(model, adapter_name)]
     gated = [(layer, variant) for layer, variant in gated if isinstance(variant, GatedLora)]
     try:

@@ -16,8 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from loragate.errors import GateError, nearest
-from loragate.gates.peft_saving import config_tables
-from loragate.gates.variant import GatedLora
+from loragate.gates.variant import GatedLora, adapter_configs
 
 # Linear LoRA layers of PEFT whose forward consults `lora_variant`; tests/contract checks each against its source.
 GATEABLE_CLASSES = frozenset(
@@ -31,8 +30,6 @@ LEFT_CLASSES = {
     "Conv3d": "convolutions mix positions; its delta keeps full strength",
     "ParamWrapper": "fused expert weights (target_parameters) see routed tokens; their delta keeps full strength",
 }
-
-
 HEAD = "an adapter on the output head is part of the distribution itself; it keeps full strength"
 
 # Initialisations that subtract the new factors from the base's weights, or quantise these, when an adapter is made and each
@@ -56,14 +53,13 @@ class Verdict:
 
 def changed_base_of(model: nn.Module, adapter_name: str) -> str:
     """`changed_base` of an adapter that is loaded."""
-    configs = (configs[adapter_name] for configs in config_tables(model, adapter_name))
-    return next(filter(None, (changed_base(getattr(config, "init_lora_weights", None)) for config in configs)), "")
+    reasons = (changed_base(getattr(one, "init_lora_weights", None)) for one in adapter_configs(model, adapter_name))
+    return next(filter(None, reasons), "")
 
 
 def trains_biases(model: nn.Module, adapter_name: str) -> bool:
     """Whether the adapter trained the base's biases along, which stay when it is switched off (a limit of PEFT)."""
-    configs = (configs[adapter_name] for configs in config_tables(model, adapter_name))
-    return any(getattr(config, "bias", "none") != "none" for config in configs)
+    return any(getattr(config, "bias", "none") != "none" for config in adapter_configs(model, adapter_name))
 
 
 def lora_layers(model: nn.Module, adapter_name: str) -> Iterator[tuple[str, Any]]:
@@ -71,6 +67,7 @@ def lora_layers(model: nn.Module, adapter_name: str) -> Iterator[tuple[str, Any]
     for name, module in model.named_modules():
         if not _is_lora(module):
             continue
+        # an embedding's factors are in dictionaries of their own
         if adapter_name in module.lora_A or adapter_name in getattr(module, "lora_embedding_A", {}):
             yield base_path(name), module
 
@@ -78,8 +75,9 @@ def lora_layers(model: nn.Module, adapter_name: str) -> Iterator[tuple[str, Any]
 def base_path(name: str) -> str:
     """`name` without the prefixes that PEFT puts before the base model's own module names, and without wrappers."""
     name = unwrapped(name)
-    for prefix in ("module.", "base_model.model."):
+    for prefix in ("module.", "base_model.model."):  # DistributedDataParallel around a PeftModel
         name = name.removeprefix(prefix)
+    # PEFT moves the layer that it adapts one step down
     return re.sub(r"\.base_layer(?=\.|$)", "", name)
 
 
@@ -157,6 +155,7 @@ def judge(path: str, layer: Any, adapter_name: str, is_head: bool = False) -> Ve
 def _refusal(layer: Any, adapter_name: str) -> str:
     """Why a gate would do nothing, or something wrong, on a linear LoRA layer; empty where it can be gated."""
     kind = type(layer).__name__
+    # by name: the classes of optional libraries cannot be imported; of another module, one may override `forward`
     if kind not in GATEABLE_CLASSES or not type(layer).__module__.startswith("peft."):
         return (
             f"{kind} layers never consult a LoRA variant, so a gate there would have no effect. Load the base without "
@@ -191,6 +190,7 @@ def examine_adapter(model: nn.Module, adapter_name: str | None = None, target_mo
     name = active_adapter(model, adapter_name)
     head = output_head(model)
     verdicts = [judge(path, layer, name, layer is head) for path, layer in lora_layers(model, name)]
+    # one reason for all that could be gated; what is left stays left
     if reason := changed_base_of(model, name):
         verdicts = [replace(v, status="refuse", reason=reason) if v.status == "gate" else v for v in verdicts]
     if target_modules is None:

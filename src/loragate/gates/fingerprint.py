@@ -19,7 +19,7 @@ from torch import nn
 
 from loragate.gates.adapter_files import strength_of
 from loragate.gates.eligibility import GATEABLE_CLASSES, base_path, lora_layers
-from loragate.gates.peft_saving import config_tables
+from loragate.gates.variant import adapter_configs
 
 _CONFIG_KEYS = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -28,18 +28,14 @@ _CONFIG_KEYS = (
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _SAMPLED_TENSORS = 24
 _SAMPLED_VALUES = 4
-_BF16_STEP = 2.0**-7
+_BF16_STEP = 2.0**-7  # relative distance of neighbouring bf16 numbers, at most
 
 
 def adapter_fingerprint(model: nn.Module, adapter_name: str) -> str:
     """`factors_sha256` of an adapter in memory, its modules_to_save copies included."""
     factors = []
     for path, layer in lora_layers(model, adapter_name):
-        groups = {}
-        for group in FACTORS:
-            if adapter_name in (held := getattr(layer, group, {})):
-                member = held[adapter_name]
-                groups[group] = [member] if isinstance(member, torch.Tensor) else list(member.parameters())
+        groups = {group: _factor(layer, group, adapter_name) for group in FACTORS}
         strength = (layer.r[adapter_name], layer.lora_alpha[adapter_name], float(layer.scaling[adapter_name]))
         factors.append((path, strength, groups))
     copies = []
@@ -48,6 +44,15 @@ def adapter_fingerprint(model: nn.Module, adapter_name: str) -> str:
         if isinstance(module, AuxiliaryTrainingWrapper) and saved is not None and adapter_name in saved:
             copies.append((base_path(name), list(saved[adapter_name].parameters())))
     return factors_sha256(factors, copies)
+
+
+def _factor(layer: Any, group: str, adapter_name: str) -> list[torch.Tensor]:
+    """The tensors of one factor of a LoRA layer; none where the layer has no such factor."""
+    held = getattr(layer, group, {})
+    if adapter_name not in held:
+        return []
+    # linear layers hold modules, which lora_bias gives a bias too; embeddings hold bare parameters
+    return [held[adapter_name]] if isinstance(held[adapter_name], torch.Tensor) else [*held[adapter_name].parameters()]
 
 
 def factors_sha256(
@@ -79,13 +84,12 @@ def changed_strength(model: nn.Module, adapter_name: str) -> str:
 
     `set_scale` and PEFT's preparation for hot swapping change them in memory; neither is written to the configuration.
     """
-    config: Any = next((configs[adapter_name] for configs in config_tables(model, adapter_name)), None)
-    if config is None:
+    if not (configs := adapter_configs(model, adapter_name)):
         return ""
     for path, layer in lora_layers(model, adapter_name):
         if type(layer).__name__ not in GATEABLE_CLASSES:
             continue
-        rank, _, scale = strength_of(vars(config), path)
+        rank, _, scale = strength_of(vars(configs[0]), path)
         same = math.isclose(float(layer.scaling[adapter_name]), scale, rel_tol=1e-6)
         if not same or layer.lora_A[adapter_name].weight.shape[0] != rank:
             return path
@@ -94,13 +98,12 @@ def changed_strength(model: nn.Module, adapter_name: str) -> str:
 
 def half_factors(model: nn.Module, adapter_name: str) -> str:
     """The half precision in which an adapter's factors are held, such as "bfloat16"; empty where there is none."""
-    for _, layer in lora_layers(model, adapter_name):
-        for group in ("lora_A", "lora_B"):
-            if adapter_name in getattr(layer, group, {}):
-                for tensor in getattr(layer, group)[adapter_name].parameters():
-                    if tensor.dtype in (torch.bfloat16, torch.float16):
-                        return str(tensor.dtype).removeprefix("torch.")
-    return ""
+    layers = lora_layers(model, adapter_name)
+    dtypes = (
+        tensor.dtype for _, layer in layers for group in FACTORS for tensor in _factor(layer, group, adapter_name)
+    )
+    half = next((dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)), "")
+    return str(half).removeprefix("torch.")
 
 
 def _update(digest: Any, tensor: torch.Tensor) -> None:
@@ -118,7 +121,7 @@ def config_fingerprint(model: nn.Module) -> str:
     """sha256 over the configuration values that decide the shape of the base model."""
     config: Any = getattr(model, "config", None)
     getter = getattr(config, "get_text_config", None)
-    text = getter() if callable(getter) else config
+    text = getter() if callable(getter) else config  # of a model that also sees, the part that writes
     chosen = {key: getattr(text, key, None) for key in _CONFIG_KEYS}
     return hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -132,6 +135,7 @@ def base_weight_samples(model: nn.Module) -> dict[str, Any]:
     # weights on the meta device are offloaded, without numbers here
     parameters = {name: tensor for name, tensor in _base_parameters(model) if tensor.device.type != "meta"}
     names = sorted(parameters)
+    # names at equal distances, so that layers of all depths are among them
     step = max(1, len(names) // _SAMPLED_TENSORS)
     values: dict[str, list[float]] = {}
     dtypes: set[str] = set()
@@ -157,6 +161,7 @@ def compare_base_samples(model: nn.Module, stored: dict[str, Any]) -> str | None
         if parameter is None or parameter.device.type == "meta":
             continue
         found, wanted = _sampled(parameter, len(expected)), torch.tensor(expected, dtype=torch.float32)
+        # a base of several dtypes is recorded as "bfloat16+float32", which no parameter has: within rounding then
         if str(parameter.dtype).removeprefix("torch.") == stored["dtype"]:
             equal = torch.equal(found, wanted)
         else:
@@ -175,7 +180,8 @@ def _base_parameters(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
         parts = name.split(".")
         if any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
             continue
-        # a tensor that calls itself floating-point may be stored quantised: by bitsandbytes, in fp8, or by torchao
+        # a tensor that calls itself floating-point may be stored quantised: by bitsandbytes (quant_state), in fp8 (one byte a
+        # value), or by torchao (a tensor of others)
         packed = getattr(parameter, "quant_state", None) is not None or parameter.element_size() == 1
         if parameter.is_floating_point() and not packed and not _wraps_others(parameter):
             yield base_path(name).replace(".original_module.", "."), parameter
@@ -206,11 +212,13 @@ def weights_checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, tensor in sorted(held, key=lambda item: item[0]):
         raw = _whole(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
         total = 0
-        for start in range(0, raw.numel(), 1 << 24):
+        for start in range(0, raw.numel(), 1 << 24):  # 16 MB at a time
             part = raw[start : start + (1 << 24)]
             if part.numel() % 8 or part.storage_offset() % 8:  # a view as words would be refused
                 part = torch.nn.functional.pad(part, (0, -part.numel() % 8)).clone()
             words = part.view(torch.int64)
+            # Odd weights times an odd factor (that of Knuth's generator): they have inverses modulo 2⁶⁴, so that a word
+            # cannot change alone without the sum. int64 products wrap, which is arithmetic modulo 2⁶⁴.
             weight = torch.arange(start, start + words.numel(), device=words.device, dtype=torch.int64) * 2 + 1
             total = (total + int((words * (weight * 0x5851F42D4C957F2D)).sum())) % (1 << 64)
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}:{total}".encode())

@@ -1,20 +1,80 @@
-"""One gate: the fp32 parameters of one module, with what may be laid over them while it runs.
+"""A gate: the settings that decide λ, and the fp32 parameters of one module, with what may be laid over them while it runs.
 
-A `SignedGate` sits inside a LoRA layer next to lora_A and lora_B, so that PEFT moves, freezes, saves and deletes it with
-the adapter. It turns (x, A, B, scaling) into a gated delta and does not know where these come from.
+`GateConfig` is shared by attachment, training and the artifact. A `SignedGate` sits inside a LoRA layer next to lora_A and
+lora_B, so that PEFT moves, freezes, saves and deletes it with the adapter. It turns (x, A, B, scaling) into a gated delta and
+does not know where these come from.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Le, Len
 from torch import nn
 
-from loragate.gates.config import GateConfig
+from loragate.errors import GateError
 from loragate.gates.operation import gate_coefficient_of_input, gated_delta, gated_delta_reference
+from loragate.gates.override import Override
+from loragate.gates.range import Range
 from loragate.gates.recording import Recorder, Trace
-from loragate.gates.signed_map import Override
+from loragate.gates.signed_map import SignedMap
+from loragate.validate import STRICT, Positive, Size, check
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """Settings of the gates of one adapter.
+
+    Attributes:
+        lower: L ≤ 0, the strongest reversal (0 is legal: suppression only).
+        upper: U ≥ 1, the strongest extrapolation (1 is legal: no extrapolation).
+        tau: gate temperature τ of v = tanh(g/τ); the paper does not state it, 1.0 is ours.
+        init_scale: standard deviation of the initial gate weights (the paper's 1e-6 perturbation); also the size of the
+            negative initial bias where there is no weight.
+        seed: seeds that perturbation, independently of the global random state.
+        detach_input: the gate reads sg(h) (the paper's semi-gradient); False keeps the complete gradient.
+        granularity: "token" (w and b per module), "module" (b only) or "global" (one shared b).
+        target_modules: None gates every LoRA linear of the adapter; otherwise a regular expression over module paths
+            (full match) or a list of module names matched at the end of the path, as in PEFT.
+
+    Raises:
+        GateError: for a range that does not contain [0, 1], an unknown granularity, an empty target list, or a setting of
+            another type.
+    """
+
+    lower: float
+    upper: float
+    tau: Positive = 1.0
+    init_scale: Annotated[float, Ge(0), Le(1)] = 1e-6
+    seed: Size = 0
+    detach_input: bool = True
+    granularity: Literal["token", "module", "global"] = "token"
+    target_modules: Annotated[str, Len(1)] | Annotated[Sequence[str], Len(1)] | None = None
+
+    # an unknown key of an artifact is refused: its meaning cannot be guessed
+    __pydantic_config__: ClassVar = STRICT
+
+    def __post_init__(self) -> None:
+        if self.target_modules is not None and not isinstance(self.target_modules, str):
+            # a tuple, so that a frozen setting cannot change and equal ones are equal
+            object.__setattr__(self, "target_modules", tuple(self.target_modules))
+        check(self, GateError)
+        _ = self.signed_map  # checks range and temperature, and is at hand in every forward pass
+
+    @property
+    def range(self) -> Range:
+        """[lower, upper] as a value."""
+        return self.signed_map.range
+
+    @cached_property
+    def signed_map(self) -> SignedMap:
+        """From logit to λ."""
+        return SignedMap(Range(self.lower, self.upper), self.tau)
 
 
 class SignedGate(nn.Module):
@@ -36,7 +96,7 @@ class SignedGate(nn.Module):
             # depends on seed and module path, on nothing else
             noise = torch.randn(d_in, generator=stream_of(f"{config.seed}:{path}"), device="cpu")
             self.weight = nn.Parameter(noise * config.init_scale)
-        else:
+        else:  # the attribute is there, and no state dict holds it
             self.register_parameter("weight", None)
         # A bias of zero sits on the U branch; with U = 1 its slope is zero, and without a weight nothing else could
         # move the gate. Starting a hair below zero puts it on the L branch, which is never flat there.
@@ -46,7 +106,10 @@ class SignedGate(nn.Module):
         self.recorder: Recorder | Trace | None = None
 
     def _apply(self, fn, recurse: bool = True):
-        """Follow moves between devices, but stay fp32 whatever dtype the model is cast to."""
+        """Follow moves between devices, but stay fp32 whatever dtype the model is cast to.
+
+        `to`, `half`, `cuda` and the like of every module around it come through here, with `fn` of one tensor.
+        """
 
         def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -84,4 +147,4 @@ class SignedGate(nn.Module):
 def stream_of(name: str) -> torch.Generator:
     """The random stream of a name: the global random state stays untouched, and so does the order of modules."""
     digest = hashlib.sha256(name.encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits, a positive int64

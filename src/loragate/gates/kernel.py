@@ -18,13 +18,14 @@ import triton.language as tl
 
 from loragate.gates.signed_map import SignedMap
 
-MAX_RANK = 64
-_TOKENS_PER_SUM = 1024
+MAX_RANK = 64  # a block of A x, [BLOCK_T, BLOCK_R] in fp32, is held in registers
+_TOKENS_PER_SUM = 1024  # what one program of the weight's gradient adds up; torch adds up the programs
 
 
 @triton.jit
 def _tanh(x):
     """Exact to a few fp32 roundings everywhere, also near zero, where fresh gates live and (1 − e)/(1 + e) cancels."""
+    # the series of tanh up to x⁷: below 1/8 its next term is under 2e-9 of x
     square = x * x
     small = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
     decay = tl.exp(-2.0 * tl.abs(x))
@@ -69,16 +70,17 @@ def _forward_kernel(
                 a = tl.load(
                     a_ptr + rank[None, :] * D + column[:, None], mask=real_R[None, :] & real_D[:, None], other=0.0
                 )
-                product = tl.dot(x, a, product, input_precision="ieee")
+                product = tl.dot(x, a, product, input_precision="ieee")  # fp32 factors without TF32's rounding
             if WEIGHT:
                 weight = tl.load(weight_ptr + column, mask=real_D, other=0.0)
                 logit += tl.sum(x.to(tl.float32) * weight[None, :], axis=1)
+    # the logit of all of D is known now, and only then λ
     response = _tanh((logit + tl.load(bias_ptr)) / tau)  # v [BLOCK_T]
     lam = 1.0 + tl.where(response < 0, response * below, response * above)
     place = row[:, None] * R + rank[None, :]
     real = real_T[:, None] & real_R[None, :]
     if PROJECT:
-        reduced = product.to(reduced_ptr.dtype.element_ty)
+        reduced = product.to(reduced_ptr.dtype.element_ty)  # rounded before it is gated, as the plain form does
         tl.store(reduced_ptr + place, reduced, mask=real)
     else:
         reduced = tl.load(reduced_ptr + place, mask=real, other=0.0)
@@ -108,6 +110,7 @@ def _backward_kernel(
     rank = tl.arange(0, BLOCK_R)
     real = real_T[:, None] & (rank < R)[None, :]
     place = token.to(tl.int64)[:, None] * R + rank[None, :]
+    # what is masked is 0, so that it adds nothing to the sums over R
     back = tl.load(back_ptr + place, mask=real, other=0.0).to(tl.float32) * scaling
     reduced = tl.load(reduced_ptr + place, mask=real, other=0.0).to(tl.float32)
     response = tl.load(response_ptr + token, mask=real_T, other=0.0)
@@ -133,7 +136,7 @@ def _weight_gradient_kernel(
     column = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     real_D = column < D
     total = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for start in range(0, SPAN, BLOCK_T):
+    for start in range(0, SPAN, BLOCK_T):  # this program's tokens, in order: atomic additions would not repeat
         token = tl.program_id(1) * SPAN + start + tl.arange(0, BLOCK_T)
         real_T = token < tokens
         place = token.to(tl.int64)[:, None] * D + column[None, :]
@@ -174,7 +177,7 @@ def gated_reduction(
         _forward_kernel[(triton.cdiv(tokens, block),)](
             flat_TD,
             lora_a_RD.contiguous(),
-            bias_1 if weight_D is None else weight_D,
+            bias_1 if weight_D is None else weight_D,  # some pointer must be given; WEIGHT says that it is not read
             bias_1,
             reduced,
             gated,
@@ -189,7 +192,7 @@ def gated_reduction(
             WEIGHT=weight_D is not None,
             BLOCK_T=block,
             BLOCK_D=min(128, max(16, triton.next_power_of_2(width))),
-            BLOCK_R=max(16, triton.next_power_of_2(rank)),
+            BLOCK_R=max(16, triton.next_power_of_2(rank)),  # tl.dot again
         )
     return gated.view(*leading, rank), reduced.view(*leading, rank), response.view(leading)
 
@@ -227,7 +230,7 @@ def weight_gradient(grad_logit_T: torch.Tensor, x_TD: torch.Tensor) -> torch.Ten
     """Σ_t g_t · x_t, [D] fp32, as the twin in `operation`; the order of summation is fixed, so that it repeats exactly."""
     flat_TD = x_TD.reshape(-1, x_TD.shape[-1]).contiguous()
     tokens, width = flat_TD.shape
-    parts = max(1, triton.cdiv(tokens, _TOKENS_PER_SUM))
+    parts = max(1, triton.cdiv(tokens, _TOKENS_PER_SUM))  # one part of zeros where there is no token
     partial = torch.empty(parts, width, dtype=torch.float32, device=flat_TD.device)
     with _device_of(flat_TD):
         _weight_gradient_kernel[(triton.cdiv(width, 64), parts)](

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from loragate.gates import backend
-from loragate.gates.signed_map import Override, SignedMap
+from loragate.gates.override import Override
+from loragate.gates.signed_map import SignedMap
 
 
 def gate_logits(x_TD: torch.Tensor, weight_D: torch.Tensor | None, bias_1: torch.Tensor) -> torch.Tensor:
@@ -29,6 +30,7 @@ def gate_logits(x_TD: torch.Tensor, weight_D: torch.Tensor | None, bias_1: torch
     """
     if weight_D is None:
         return bias_1.expand(x_TD.shape[:-1])
+    # entering a context takes longer than the whole product for one decoded token
     if not torch.is_autocast_enabled(x_TD.device.type):
         return torch.matmul(x_TD.to(weight_D.dtype), weight_D) + bias_1
     with torch.autocast(x_TD.device.type, enabled=False):
@@ -41,14 +43,14 @@ def up_project(gated_TR: torch.Tensor, lora_b_OR: torch.Tensor, scaling: float) 
     A power of two may be multiplied in on either side of a product without changing a bit, and the rank-r side is the
     cheap one.
     """
-    if abs(math.frexp(scaling)[0]) != 0.5:
+    if abs(math.frexp(scaling)[0]) != 0.5:  # frexp gives a power of two, and nothing else, the mantissa ±0.5
         return F.linear(gated_TR, lora_b_OR) * scaling
     return F.linear(gated_TR if scaling == 1.0 else gated_TR * scaling, lora_b_OR)
 
 
 def scale_tokens(lam_T: torch.Tensor, values_TR: torch.Tensor) -> torch.Tensor:
     """λ ⊙ values, computed in the wider dtype of both and returned in that of `values` (so λ = 1 changes no bit)."""
-    return (lam_T.unsqueeze(-1) * values_TR).to(values_TR.dtype)
+    return (lam_T.unsqueeze(-1) * values_TR).to(values_TR.dtype)  # [T, 1]·[T, R]
 
 
 def gated_delta_reference(
@@ -117,10 +119,11 @@ def rank_space_backward(
 
     Bᵀ·dout carries both: the gradient of λ_t is its product with (A x)_t, and λ_t times it is the gradient of (A x)_t.
     """
-    working = response_T.dtype
+    working = response_T.dtype  # fp32 beside half-precision factors: the sum over R is taken in it
     scaled_TR = back_TR.to(working) * scaling
     slope_T = signed_map.slope(response_T)
     grad_lam_T = (scaled_TR * reduced_TR.to(working)).sum(-1)
+    # dλ/dg = dλ/dv · dv/dg, and tanh' = 1 − v²: v alone is saved
     grad_logit_T = grad_lam_T * slope_T * (1.0 - response_T * response_T) / signed_map.tau
     lam_T = signed_map.of_response(response_T)
     return grad_logit_T, (lam_T.unsqueeze(-1) * scaled_TR).to(back_TR.dtype)
@@ -175,15 +178,17 @@ class _GatedDelta(torch.autograd.Function):
         need_x, need_a, need_b, need_weight, need_bias = ctx.needs_input_grad[:5]
         grad_x = grad_a = grad_b = grad_weight = grad_bias = None
         kernels = backend.kernels_for(x_TD, lora_a_RD, response_T)
+        # what ran forward, by the same test: v has the gate's dtype, as its bias has
         through_ranks = rank_space_backward if kernels is None else kernels.rank_space_backward
         to_weight = weight_gradient if kernels is None else kernels.weight_gradient
         if need_x or need_a or need_weight or need_bias:
-            cast_TD = x_TD.to(lora_a_RD.dtype)
+            cast_TD = x_TD.to(lora_a_RD.dtype)  # anew, in place of a second copy of x kept since the forward pass
+            # backward runs outside of autocast, so that every product casts its operands to dout's dtype itself
             back_TR = torch.matmul(grad_TO, lora_b_OR.to(grad_TO.dtype))  # [T, O]·[O, R]: the one product of width O
             grad_logit_T, inner_TR = through_ranks(back_TR, reduced_TR, response_T, ctx.signed_map, ctx.scaling)
             if need_weight:
                 grad_weight = to_weight(grad_logit_T, cast_TD)
-            if need_bias:
+            if need_bias:  # [1], the sum over all tokens
                 grad_bias = grad_logit_T.sum().reshape(1)
             if need_x:
                 grad_x = torch.matmul(inner_TR, lora_a_RD.to(grad_TO.dtype)).to(cast_TD.dtype)  # [T, R]·[R, D]
@@ -191,11 +196,11 @@ class _GatedDelta(torch.autograd.Function):
                     # the gate's own way to x, which the semi-gradient leaves out
                     grad_x = grad_x + (grad_logit_T.unsqueeze(-1) * weight_D).to(cast_TD.dtype)
                 grad_x = grad_x.to(x_TD.dtype)
-            if need_a:
+            if need_a:  # [R, T]·[T, D]
                 grad_a = torch.matmul(
                     inner_TR.reshape(-1, inner_TR.shape[-1]).t(), cast_TD.reshape(-1, x_TD.shape[-1]).to(grad_TO.dtype)
                 ).to(lora_a_RD.dtype)
-        if need_b:
+        if need_b:  # [O, T]·[T, R]; λ ⊙ A x is made again from v
             lam_T = ctx.signed_map.of_response(response_T)
             gated_TR = scale_tokens(lam_T, reduced_TR).to(grad_TO.dtype)
             flat_OT = grad_TO.reshape(-1, grad_TO.shape[-1]).t()
@@ -221,6 +226,7 @@ def gated_delta(
     (generation) the same arithmetic runs without autograd's bookkeeping.
     """
     tensors = (x_TD, lora_a_RD, lora_b_OR, weight_D, bias_1)
+    # `apply` would save tensors for a backward pass that nobody asks for
     if not torch.is_grad_enabled() or not any(tensor is not None and tensor.requires_grad for tensor in tensors):
         gated_TR, _, _ = _reduce(x_TD, lora_a_RD, weight_D, bias_1, signed_map)
         return up_project(gated_TR, lora_b_OR, scaling)

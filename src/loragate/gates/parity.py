@@ -45,6 +45,7 @@ class Parity:
         Raises:
             GateError: with the measured figures.
         """
+        # so that NaN is refused, too
         if not (self.at_one <= rounding and self.at_zero <= rounding):
             raise GateError(
                 f"the gates do not act as they must: λ = 1 differs from the adapter by {self.at_one:.2g} and λ = 0 from the model "
@@ -72,6 +73,7 @@ def measure_parity(
     model.eval()
 
     def logits() -> torch.Tensor:
+        # [B, T, V] to [kept, V]: what padding computes may differ and nobody reads it
         return model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[kept].float()
 
     try:
@@ -97,7 +99,7 @@ def measure_parity(
         delta=_gap(adapter, base),
         logit_scale=float(adapter.abs().max()),
         tokens=int(kept.sum()),
-        apart=math.hypot(lam["mean"] - 1.0, lam["std"]),
+        apart=math.hypot(lam["mean"] - 1.0, lam["std"]),  # E(λ−1)² = (E λ − 1)² + Var λ
     )
     if parity.delta == 0.0:
         raise GateError(

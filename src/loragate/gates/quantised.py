@@ -16,8 +16,6 @@ from torch import nn
 from loragate.errors import GateError
 
 NONE, EIGHT_BIT, FOUR_BIT = "none", "8bit", "4bit"
-# bitsandbytes layers of PEFT, which round a plain delta to the base's dtype before it is added
-_ROUNDING_LAYERS = ("Linear4bit", "Linear8bitLt")
 
 
 def quantization_of(model: nn.Module) -> str:
@@ -30,18 +28,14 @@ def quantization_of_config(config: Any) -> str:
     record = getattr(config, "quantization_config", None)
     if record is None:
         return NONE
-    record = record if isinstance(record, dict) else record.to_dict()
+    record = record if isinstance(record, dict) else record.to_dict()  # of a file; of a model in memory
     method = record.get("quant_method") or ""
     method = str(getattr(method, "value", method)).lower()
+    # bitsandbytes' own, whose configuration in memory has the keys with an underscore before them
     for key, name in (("load_in_8bit", EIGHT_BIT), ("load_in_4bit", FOUR_BIT)):
         if record.get(key) or record.get(f"_{key}"):
             return name
     return method or "an unnamed method"
-
-
-def rounds_delta(layer: nn.Module) -> bool:
-    """Whether PEFT rounds this layer's delta to the output's dtype before adding it."""
-    return type(layer).__name__ in _ROUNDING_LAYERS
 
 
 def keep_unpacked(model: nn.Module) -> None:

@@ -57,7 +57,7 @@ class Range:
             ConfigError: for anything else.
         """
         try:
-            lower, upper = (float(part) for part in text.strip("[]() ").split(","))
+            lower, upper = (float(part) for part in text.strip("[]() ").split(","))  # two, or a ValueError
         except ValueError:
             raise ConfigError(f"a range is two numbers L,U, such as --range=-3,1; found {text!r}") from None
         try:
@@ -124,4 +124,5 @@ def parse_ranges(text: str) -> tuple[Range, ...]:
 
 
 def _plain(number: float) -> str:
+    """ "-3" of -3.0, and any other number with the digits that give it again."""
     return repr(number).removesuffix(".0")

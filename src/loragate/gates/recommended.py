@@ -36,6 +36,7 @@ def exported_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
     Any other file of that name asks for more than a temperature, or is a base's own.
     """
     temperature = settings.get("temperature", 0.0) if settings.get("do_sample") else 0.0
+    # transformers adds its version when it writes the file anew
     found = {key: value for key, value in settings.items() if key != "transformers_version"}
     if not is_number(temperature) or found != generation_settings(temperature):
         return {}
@@ -74,7 +75,7 @@ def warn_elsewhere(name: str, record: Mapping[str, Any] | None, asked: float, lo
 
 
 def at(temperature: float) -> str:
-    """As printed."""
+    """A temperature as sentences name it."""
     return f"at temperature {temperature:g}" if temperature else "greedily"
 
 

@@ -40,7 +40,7 @@ class Shares:
         return cls(
             count=int(count),
             mean=mean,
-            std=max(squares / count - mean * mean, 0.0) ** 0.5,
+            std=max(squares / count - mean * mean, 0.0) ** 0.5,  # rounding may bring the difference below 0
             below_zero=below / count,
             zero_to_one=1.0 - (below + above) / count,
             above_one=above / count,
@@ -58,7 +58,7 @@ def regions(lam: torch.Tensor, bounds: Range, margin: float = SATURATED) -> list
     at_upper = (lam >= bounds.upper - margin * (bounds.upper - 1.0)) & (bounds.upper > 1.0)
     doubles = lam.double()
     shares = (torch.ones_like(lam, dtype=torch.bool), lam < 0, lam > 1, at_lower, at_upper)
-    return [*(share.double() for share in shares), doubles, doubles * doubles]
+    return [*(share.double() for share in shares), doubles, doubles * doubles]  # seven, as `STATISTICS` says
 
 
 class Recorder:
@@ -93,11 +93,12 @@ class Recorder:
                     "of the batch's own shape before each forward pass, or None to count every token"
                 )
             elif mask.numel() != values.numel():
-                return
+                return  # an expert's routed tokens, of which nothing says where they stand
             mask = mask.reshape(-1)
             values = values[mask.to(values.device)]
         if values.device.type == "mps":
             values = values.cpu()  # Apple's GPUs have no float64
+        # [7], left on its device: a copy to the host at every layer would stall a GPU
         added = torch.stack([part.sum() for part in regions(values, self.bounds, self.margin)])
         self.sums = added if self.sums is None else self.sums + added
 
@@ -154,4 +155,5 @@ def _summary(sums: torch.Tensor) -> dict[str, float]:
         return {"tokens": 0.0}
     shares = Shares.of(values)
     kept = {name: getattr(shares, name) for name in ("mean", "std", "below_zero", "zero_to_one", "above_one")}
+    # a λ is at one end at most, so that the two counts add up
     return {"tokens": values[0], **kept, "saturated": (values[3] + values[4]) / values[0]}

@@ -18,9 +18,8 @@ from safetensors.torch import load, save
 
 from loragate.errors import ArtifactError
 from loragate.files import first_difference
-from loragate.gates.adapter_files import ADAPTER_CONFIG
-from loragate.gates.config import GateConfig
-from loragate.gates.peft_saving import lost_gates
+from loragate.gates.adapter_files import ADAPTER_CONFIG, lost_gates
+from loragate.gates.gate import GateConfig
 from loragate.gates.recommended import SAMPLING, generation_settings, recommended_temperature
 from loragate.validate import STRICT, Amount, Size, validate
 
@@ -94,7 +93,7 @@ def read_gate_config(folder: Path) -> dict[str, Any]:
     if record.get("format") != FORMAT:
         _fail(path, f"key 'format' must be {FORMAT!r}, found {record.get('format')!r}; this is not a gated adapter")
     version = record.get("schema_version")
-    if version != SCHEMA_VERSION or isinstance(version, bool):
+    if version != SCHEMA_VERSION or isinstance(version, bool):  # True == 1
         newer = isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION
         way_out = (
             "upgrade loragate: pip install -U loragate" if newer else "the file was changed; fetch the artifact again"
@@ -103,8 +102,10 @@ def read_gate_config(folder: Path) -> dict[str, Any]:
             path,
             f"schema version {version!r} is not known to this loragate (it reads version {SCHEMA_VERSION}); {way_out}",
         )
+    # what is returned is the record as it stands: keys of other versions, and the free-form evidence, are kept
     config = validate(_Config, record, str(path), ArtifactError)
-    for field in fields(GateConfig):  # a default of today is no setting of the training
+    # validation takes a default for what is missing: today's, which need not be that of the training
+    for field in fields(GateConfig):
         if field.name not in record["gate"]:
             _fail(path, f"the key 'gate.{field.name}' is missing")
     if len(set(config.modules)) != len(config.modules):
@@ -145,6 +146,7 @@ def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor
         data = path.read_bytes()
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror}); the folder is incomplete") from error
+    # the bytes that are hashed are the bytes that are parsed: the file is read once
     found = hashlib.sha256(data).hexdigest()
     if found != record["gates_sha256"]:
         _fail(
@@ -156,7 +158,7 @@ def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor
         tensors = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise ArtifactError(f"{path}: not a readable safetensors file ({error})") from error
-    # the header was parsed once, so that it can be read
+    # eight bytes of length, then the header as JSON; safetensors has just parsed it, but gives no metadata
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     if (header.get("__metadata__") or {}).get("gate") != gate_metadata(record["gate"])["gate"]:
         _fail(
@@ -193,7 +195,8 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], gate: dict[str, 
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     header = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)  # padded as before
+    # sorting changes no length, so that the offsets inside hold; padded with blanks as before
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
     path.write_bytes(data[:8] + text + data[8 + size :])
 
 
@@ -202,7 +205,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             _fail(path, "larger than 16 MiB; this is not a configuration")
         record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant, parse_int=_whole)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as error:
+    # not UTF-8, not JSON, NaN or a number without end; a list in a list in a list …
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: not valid JSON ({error})") from error
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror})") from error
@@ -227,11 +231,6 @@ def _absent(folder: Path) -> str:
     if folder.is_dir():
         return f"{folder} holds no {CONFIG}; give the folder that `loragate calibrate --out` wrote"
     return f"{folder} does not exist; give the folder that `loragate calibrate --out` wrote"
-
-
-def is_support(k: Any) -> bool:
-    """Whether k can be the support of the entropy objective: at least 2, or 0 for the whole vocabulary."""
-    return isinstance(k, int) and not isinstance(k, bool) and (k == 0 or k > 1)
 
 
 def _no_constant(name: str) -> NoReturn:

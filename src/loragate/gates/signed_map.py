@@ -1,4 +1,4 @@
-"""The signed map from a gate logit to the coefficient λ, and what may be laid over λ: pure mathematics, no model.
+"""The signed map from a gate logit to the coefficient λ: pure mathematics, no model.
 
 Everything that needs λ (the layer, its fused backward, serving, export, the tests) takes it from here, so that the branch at the
 join is written once. It knows nothing of LoRA, PEFT or modules.
@@ -31,6 +31,7 @@ class SignedMap:
     tau: float = 1.0
 
     def __post_init__(self) -> None:
+        # `gate_coefficient` takes a temperature from any caller; that of a `GateConfig` has been checked
         if not 0 < self.tau < math.inf:
             raise GateError(f"the gate temperature tau must be positive and finite, found {self.tau!r}")
 
@@ -47,7 +48,7 @@ class SignedMap:
     def response(self, gate_logit: torch.Tensor) -> torch.Tensor:
         """v of a logit, in fp32 (fp64 stays fp64), same shape."""
         working = gate_logit if gate_logit.dtype == torch.float64 else gate_logit.float()
-        return torch.tanh(working if self.tau == 1.0 else working / self.tau)
+        return torch.tanh(working if self.tau == 1.0 else working / self.tau)  # τ = 1 costs no kernel
 
     def slope(self, response: torch.Tensor) -> torch.Tensor:
         """dλ/dv on the branch that holds at v, same shape.
@@ -60,6 +61,7 @@ class SignedMap:
 
     def of_response(self, response: torch.Tensor) -> torch.Tensor:
         """λ of v, same shape and dtype; exactly 1 at v = 0."""
+        # v = 0 takes the upper branch; its value is 1 on both, its slope is not
         return 1.0 + torch.where(response < 0, response * self.below, response * self.above)
 
     def __call__(self, gate_logit: torch.Tensor) -> torch.Tensor:
@@ -84,36 +86,3 @@ def gate_coefficient(gate_logit: torch.Tensor, lower: float, upper: float, tau: 
         GateError: for numbers that are no range or temperature (see `Range`).
     """
     return SignedMap(Range(lower, upper), tau)(gate_logit)
-
-
-@dataclass(frozen=True)
-class Override:
-    """λ clipped to [minimum, maximum], or replaced by `constant`.
-
-    Raises:
-        GateError: for a contradiction, or a number that is not finite.
-    """
-
-    minimum: float | None = None
-    maximum: float | None = None
-    constant: float | None = None
-
-    def __post_init__(self) -> None:
-        given = [value for value in vars(self).values() if value is not None]
-        if not all(map(math.isfinite, given)):
-            raise GateError(f"an override of λ takes finite numbers, found {given}")
-        if self.constant is not None and len(given) > 1:
-            raise GateError("an override of λ takes either constant or minimum/maximum, not both")
-        if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
-            raise GateError(f"an override of λ: minimum {self.minimum:g} is above maximum {self.maximum:g}")
-
-    @property
-    def limits(self) -> tuple[float, float]:
-        """(least λ, most λ): what clipping comes to, for a constant as well."""
-        if self.constant is not None:
-            return self.constant, self.constant
-        return (-math.inf if self.minimum is None else self.minimum, math.inf if self.maximum is None else self.maximum)
-
-    def __call__(self, lam: torch.Tensor) -> torch.Tensor:
-        """What is applied in place of λ, same shape and dtype."""
-        return lam.clamp(*self.limits)

@@ -11,13 +11,15 @@ Shapes: U distinct prompts, B rows, b rows still in the batch, T positions, V vo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -50,12 +52,14 @@ def plain_decoder(model: Any) -> Any | None:
     adapters = (getattr(model, "peft_config", None) or {}).values()
     plain = (
         isinstance(causal, GenerationMixin)
+        # a model with its own way of preparing inputs may need what this loop does not know
         and type(causal).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
         and not getattr(causal, "_is_stateful", False)
         and not getattr(causal.config, "is_encoder_decoder", False)
         and "past_key_values" in inspect.signature(causal.forward).parameters
         and not getattr(causal.forward, "state_per_row", False)
         and all(getattr(adapter.peft_type, "value", adapter.peft_type) == "LORA" for adapter in adapters)
+        # activated LoRA looks for its invocation tokens in the prompt, which a step does not show
         and not any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)
         # shards of FSDP2 and of DeepSpeed's ZeRO-3
         and not any(hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in causal.parameters())
@@ -97,6 +101,7 @@ class KeptPrompts:
 
     def begin(self, weights: Hashable) -> None:
         """From now on the model acts as these weights."""
+        # taken out and put back: the weights asked last stand last in the dictionary
         self.of_weights[weights] = self.of_weights.pop(weights, {})
 
     @property
@@ -124,7 +129,7 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.room = {}
-        held = self.get_seq_length()
+        held = self.get_seq_length()  # T places are written; states are [B, heads, new places, width]
         end = held + key_states.shape[-2]
         for name, states in (("keys", key_states), ("values", value_states)):
             room = self.room.get(name)
@@ -134,7 +139,7 @@ class GrowingLayer(DynamicLayer):
                     room[..., :held, :] = getattr(self, name)
                 self.room[name] = room
             room[..., held:end, :] = states
-            setattr(self, name, room[..., :end, :])
+            setattr(self, name, room[..., :end, :])  # a view: attention reads it, and nothing is copied
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -162,8 +167,9 @@ def decode(
         kept: readings of these weights, which grow; only where `keeps_prompts` says that they are all there is.
     """
     places: dict[tuple[int, ...], int] = {}
+    # which of the U distinct prompts each row has; the dictionary keeps them in the order in which they come
     read_B = torch.tensor([places.setdefault(tuple(prompt), len(places)) for prompt in prompts])
-    ids_UT, mask_UT = pad_left([list(prompt) for prompt in places], pad_id)
+    ids_UT, mask_UT = padded(places, pad_id, "left")
     width, lengths_b = ids_UT.shape[1], mask_UT.sum(-1)
     # what is masked stands in front of a prompt; behind it every place will hold a token
     mask_bT = torch.cat([mask_UT, mask_UT.new_ones(len(places), max_new_tokens)], dim=-1).to(causal.device)
@@ -171,10 +177,11 @@ def decode(
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     forward = _reader(causal, cache)
     if kept is None:
+        # positions count real tokens from 0; padding has some position, which the mask hides
         logits_bV = forward(ids_UT, mask_bT[:, :width], (mask_UT.cumsum(-1) - 1).clamp(min=0))
     else:
         logits_bV = _recall(causal, list(places), kept, pad_id, cache)
-    if len(places) < len(prompts):
+    if len(places) < len(prompts):  # from U rows to B
         cache.batch_select_indices(read_B)
         logits_bV, lengths_b, mask_bT = logits_bV[read_B], lengths_b[read_B], mask_bT[read_B]
 
@@ -184,6 +191,7 @@ def decode(
         for step in range(max_new_tokens):
             chosen_b = sampler.choose(tokens_BT[sampler.rows_b, :step], logits_bV).cpu()
             tokens_BT[sampler.rows_b, step] = chosen_b
+            # which rows have ended, as the sampler knows on the CPU, decides what is fed next
             stopped_b = sampler.stopped_B[sampler.rows_b]
             if step + 1 == max_new_tokens or bool(stopped_b.all()):
                 break
@@ -208,6 +216,7 @@ def keeps_prompts(causal: Any | None) -> bool:
     if causal is None or not takes_positions(causal) or causal.device.type != "cpu":
         return False
     config = causal.config.get_text_config(decoder=True)
+    # under either name, old and new, as a text: their forms differ between versions of transformers
     angles = str([getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")])
     if "longrope" in angles or "dynamic" in angles:
         return False
@@ -220,10 +229,10 @@ def _recall(
     """Fill the empty `cache` with the prompts' keys and values, aligned at their last tokens; returns their logits [U, V]."""
     found = {prompt: kept.readings[prompt] for prompt in prompts if prompt in kept.readings}
     new = [prompt for prompt in prompts if prompt not in found]
-    while new:
+    while new:  # as many at a time as fit into READ_AT_ONCE tokens, padding included
         count = max(1, READ_AT_ONCE // max(map(len, new)))
         now, new = new[:count], new[count:]
-        ids_NT, mask_NT = pad_left([list(prompt) for prompt in now], pad_id)
+        ids_NT, mask_NT = padded(now, pad_id, "left")
         read = _new_cache(causal)
         logits_NV = _reader(causal, read)(ids_NT, mask_NT, (mask_NT.cumsum(-1) - 1).clamp(min=0))
         for row, prompt in enumerate(now):
@@ -235,7 +244,7 @@ def _recall(
             found[prompt] = Reading(keys, values, logits_NV[row].clone())
             kept.add(prompt, found[prompt])
     width = max(map(len, prompts))
-    for index in range(len(found[prompts[0]].keys)):
+    for index in range(len(found[prompts[0]].keys)):  # layer by layer, [U, heads, width, head width]
         both = []
         for name in ("keys", "values"):
             rows = [getattr(found[prompt], name)[index] for prompt in prompts]
@@ -252,12 +261,11 @@ def takes_positions(causal: Any | None) -> bool:
     return causal is not None and "position_ids" in inspect.signature(causal.forward).parameters
 
 
-def pad_left(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Return the rows as one tensor, aligned at their last token, and the mask of real tokens; both [B, T] int64."""
-    width = max(map(len, rows))
-    input_ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows])
-    attention_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return input_ids, attention_mask
+def padded(rows: Iterable[Sequence[int]], pad_id: int, side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
+    """Return the rows as one tensor and the mask of real tokens, both [B, T] int64; padding stands on the left or the right."""
+    ids = [torch.tensor(row) for row in rows]
+    pad = partial(pad_sequence, batch_first=True, padding_side=side)
+    return pad(ids, padding_value=pad_id), pad([torch.ones_like(row) for row in ids])
 
 
 def _new_cache(causal: Any) -> DynamicCache:
@@ -283,7 +291,7 @@ def _reader(causal: Any, cache: DynamicCache) -> Callable[[Tensor, Tensor, Tenso
         if takes_positions(causal):
             inputs["position_ids"] = positions
         output = causal(**{name: value.to(causal.device) for name, value in inputs.items()}, **fixed)
-        logits: Tensor = output.logits[:, -1].float()
+        logits: Tensor = output.logits[:, -1].float()  # [rows, 1 or T, V]: of the last position in any case
         return logits
 
     return forward

@@ -22,7 +22,7 @@ from loragate.generation.decoding import (
     KeptPrompts,
     decode,
     keeps_prompts,
-    pad_left,
+    padded,
     plain_decoder,
     takes_positions,
 )
@@ -168,6 +168,7 @@ class TransformersEngine(Engine):
         prompt_ids, limits = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
         # Neighbours of similar length waste little padding; the longest come first, so that memory fails early if at all.
         rows = sorted(rows, key=lambda row: (-len(prompt_ids[row[0]]), row))
+        # asked anew at each call: an adapter may have been put on since, or taken off
         causal = plain_decoder(self.model) if self.reuse_prompts else None
         # `decode` keeps rows that have ended within a table of positions where it may say what their positions are
         end = None if takes_positions(causal) or not positions_end(self.model) else positions
@@ -186,15 +187,15 @@ class TransformersEngine(Engine):
         with torch.no_grad(), evaluation_mode(self.model):
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
+                # without the last token, as position t scores token t + 1
                 rows = [[*before, *after][:-1] for before, after in (pairs[index] for index in batch)]
                 # padding stands behind, where a causal model does not see it
-                width = max(map(len, rows))
-                input_ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
-                mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+                input_ids, mask = padded(rows, pad_id, "right")
                 device = self.model.device
                 logits_BTV = self.model(input_ids=input_ids.to(device), attention_mask=mask.to(device)).logits
                 for index, row, logits_TV in zip(batch, rows, logits_BTV):
                     after = torch.tensor(pairs[index][1], device=logits_TV.device)
+                    # the last positions of the row, one for each token of the continuation
                     scores_TV = logits_TV[len(row) - len(after) : len(row)].float().log_softmax(-1)
                     likelihood = float(scores_TV.gather(-1, after[:, None]).sum())
                     found[index] = likelihood, bool((scores_TV.argmax(-1) == after).all())
@@ -212,7 +213,7 @@ class TransformersEngine(Engine):
     ) -> list[Sample]:
         pad_id = self._pad_token_id()
         prompts = [prompt_ids[question] for question, _ in rows]
-        counters = torch.tensor(rows, dtype=torch.int64)
+        counters = torch.tensor(rows, dtype=torch.int64)  # [B, 2]: question and sample, which choose the random stream
         limits_B = torch.tensor([limits[question] for question, _ in rows])
         sampler = SeededSampler(
             config,
@@ -230,7 +231,7 @@ class TransformersEngine(Engine):
         else:
             new_ids = self._leave_to_generate(prompts, sampler, longest, pad_id)
         token_ids = [row[:count] for row, count in zip(new_ids, sampler.tokens_B.tolist())]
-        stopped = sampler.ended_by_token_B.tolist()
+        stopped = sampler.ended_by_token_B.tolist()  # the last token is a stop token, and no part of the text
         answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop, self.endings.texts)
         return [
             Sample(question, index, text, ids, reason, entropy)
@@ -240,7 +241,7 @@ class TransformersEngine(Engine):
     def _leave_to_generate(
         self, prompts: list[list[int]], sampler: SeededSampler, max_new_tokens: int, pad_id: int
     ) -> list[list[int]]:
-        input_ids, attention_mask = pad_left(prompts, pad_id)
+        input_ids, attention_mask = padded(prompts, pad_id, "left")
         # `generate` fills in all that is left open here from the model's own settings, so they are hidden meanwhile. A
         # `PeftModel` keeps its own reference and copies it onto the model that it wraps, so both are set and restored.
         owners = [self.model]
@@ -255,7 +256,7 @@ class TransformersEngine(Engine):
                 attention_mask=attention_mask.to(self.model.device),
                 logits_processor=LogitsProcessorList([sampler]),
                 generation_config=GenerationConfig(
-                    do_sample=False,
+                    do_sample=False,  # the sampler leaves one token to choose from
                     max_new_tokens=max_new_tokens,
                     eos_token_id=sorted(self.endings.token_ids),
                     pad_token_id=pad_id,

@@ -21,6 +21,7 @@ Prompts = Sequence[str] | Sequence[Sequence[int]]
 def begun(text: str, tokenizer: Any) -> str:
     """A raw text as a prompt: with the token that a text begins with, where the tokenizer adds one."""
     begin = tokenizer.bos_token
+    # engines add nothing to a text, so that a rendered conversation does not begin twice
     adds = begin is not None and tokenizer.bos_token_id in prompt_ids(text, tokenizer)[:1]
     return begin + text if adds and not text.startswith(begin) else text
 
@@ -135,7 +136,8 @@ def stop_detector(tokenizer: Any, stop: Sequence[str]) -> Callable[[list[int]], 
     """Return a test whether the last tokens of an answer have just completed one of the texts `stop`."""
     if not stop:
         return None
-    window = max(len(text.encode()) for text in stop) + 1  # a token may be a single byte
+    # enough tokens for the longest text, as one may be a single byte; and one more, in which it may begin
+    window = max(len(text.encode()) for text in stop) + 1
 
     def spells_stop(ids: list[int]) -> bool:
         return first_stop(_decode(tokenizer, ids[-window:]), stop) is not None
@@ -163,11 +165,13 @@ def finish_answers(
         if place is None:
             answers.append((tuple(ids), text, "stop" if ended else "length"))
             continue
-        low, high = 1, len(ids)  # a longer beginning holds the stop text where a shorter one does
+        # the fewest tokens that hold the text, by bisection: a longer beginning holds it where a shorter one does
+        low, high = 1, len(ids)
         while low < high:
             middle = (low + high) // 2
             found = first_stop(_decode(tokenizer, ids[:middle]), texts) is not None
             low, high = (low, middle) if found else (middle + 1, high)
+        # what the template ends a turn with counts as the model's own end, unless a text of the caller comes first
         reason: FinishReason = "stop" if place == first_stop(text, turn_ends) else "stop_text"
         answers.append((tuple(ids[:low]), text[:place], reason))
     return answers

@@ -28,7 +28,7 @@ class SampleWriter(contextlib.AbstractContextManager["SampleWriter"]):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
+        if self.path.exists():  # read whole, so that nothing is appended to what is no file of samples
             _, sound_bytes = _parse(self.path)
             with self.path.open("r+b") as file:
                 file.truncate(sound_bytes)
@@ -89,6 +89,7 @@ def _parse(path: Path) -> tuple[list[Sample], int]:
             raise DataError(
                 f"{path}, line {number}: not JSON ({error}); restore the file or delete this line."
             ) from None
+        # strictly, as a file may be anybody's
         samples.append(validate(Sample, row, f"{path}, line {number}", DataError, "this is not a sample file"))
         sound_bytes += len(line) + 1
     return samples, sound_bytes

@@ -51,6 +51,7 @@ class SamplingConfig:
             raise ConfigError(f"stop is the text {self.stop!r}; give a tuple of texts, such as ({self.stop!r},).")
         object.__setattr__(self, "stop", tuple(self.stop))
         check(self)
+        # two settings that no annotation holds against one another
         if self.temperature == 0 and self.samples > 1:
             raise ConfigError(
                 f"temperature 0 decodes greedily, so all {self.samples} samples of a prompt would be the same; "
@@ -84,6 +85,7 @@ def _mix(bits: Tensor) -> Tensor:
 
 def _hash(seed: int, *counters: Tensor | int) -> Tensor:
     """64 mixed bits as int64, one value for each combination of the broadcast counters."""
+    # a chain, not a sum of the counters: (question 1, sample 2) and (2, 1) must have nothing in common
     state = _mix(torch.tensor(_signed(seed)) + _GAMMA)
     for counter in counters:
         state = _mix((state ^ torch.as_tensor(counter, dtype=torch.int64)) + _GAMMA)
@@ -96,6 +98,7 @@ def uniform(seed: int, question: Tensor | int, sample: Tensor | int, position: T
     The three counters broadcast against one another. Only integer arithmetic modulo 2^64 and one exact conversion are
     used, so every platform returns the same bits.
     """
+    # the top 53 of 64 bits: as many as fp64 holds, so that the conversion rounds nothing and 1 is never reached
     return _shift_right(_hash(seed, question, sample, position), 11).to(torch.float64) * 2.0**-53
 
 
@@ -116,6 +119,7 @@ def keep_nucleus(probs_BV: Tensor, top_p: float) -> Tensor:
     Of equally likely tokens the one with the lower id is kept first.
     """
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+    # what stands before a token decides, so that the one that reaches the mass is kept
     mass_before_BV = pad(sorted_BV.cumsum(dim=-1)[..., :-1], (1, 0))
     kept_BV = torch.where(mass_before_BV < top_p, sorted_BV, 0.0)
     return torch.zeros_like(probs_BV).scatter_(-1, order_BV, kept_BV)
@@ -137,6 +141,7 @@ def draw(scores_BV: Tensor, uniforms_B: Tensor, temperature: float, top_p: float
         masses_BV = keep_nucleus(probs_BV / probs_BV.sum(dim=-1, keepdim=True), top_p)
     if masses_BV.shape[-1] <= BLOCK:
         return _place(masses_BV, uniforms_B[:, None])[:, 0]
+    # [B, N blocks, W = BLOCK], filled up with tokens of mass 0
     masses_BNW = pad(masses_BV, (0, -masses_BV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     mass_BN = masses_BNW.sum(dim=-1).double()
     end_BN = mass_BN.cumsum(dim=-1)
@@ -216,8 +221,10 @@ class SeededSampler(LogitsProcessor):
         rows_b = self.rows_b
         if self.spells_stop is not None:
             for row, ids in zip(rows_b.tolist(), new_ids.tolist()):
+                # its text is complete: seen one step after the token that completed it, so that this step counts no more
                 if not self.stopped_B[row] and self.spells_stop(ids):
-                    self.stopped_B[row] = True  # its text is complete
+                    self.stopped_B[row] = True
+        # rows at a time; each is drawn by itself, so that the number changes no token
         rows = max(1, AT_ONCE // scores.shape[-1]) if scores.device.type == "cpu" else len(scores)
         parts = scores.split(rows)
         entropy_b = torch.cat([entropy(part_bV) for part_bV in parts]).cpu().double()
@@ -234,7 +241,7 @@ class SeededSampler(LogitsProcessor):
         self.entropy_B[rows_b] += torch.where(running_b, entropy_b, 0.0)
         self.tokens_B[rows_b] += running_b
 
-        if self.config.temperature == 0:
+        if self.config.temperature == 0:  # of equal scores the lowest id
             chosen_b = scores.argmax(dim=-1)
         else:
             uniforms_b = uniform(self.config.seed, self.questions_B[rows_b], self.samples_B[rows_b], new_ids.shape[1])

@@ -70,19 +70,21 @@ class ShardedEngine(Engine):
         `LoragateError` when a replica was lost and samples are missing.
         """
         questions = len({question for question, _ in rows})
-        # every replica gets a part, and none more than its share
+        # every replica gets a part, and none more than its share; the division rounds up
         parts = split_by_question(rows, min(self.batch_size, max(1, -(-questions // self.shards))))
         returned = 0
-        for batch in self._drawn(Replica(self.make_engine, prompts, config), parts) if parts else ():
+        for batch in self._drawn(prompts, config, parts) if parts else ():
             returned += len(batch)
             yield batch
-        if returned != len(rows):
+        if returned != len(rows):  # a part that is missing must not look like a finished run
             raise LoragateError(
                 f"{len(rows)} samples were to be drawn, but the {self.shards} replicas returned {returned}; draw the "
                 "missing ones again."
             )
 
-    def _drawn(self, replica: Replica, parts: Sequence[list[tuple[int, int]]]) -> Iterator[list[Sample]]:
+    def _drawn(
+        self, prompts: Prompts, config: SamplingConfig, parts: Sequence[list[tuple[int, int]]]
+    ) -> Iterator[list[Sample]]:
         """The samples of each part as soon as it is drawn, in any order."""
         ray = require_ray()
         logging.getLogger("ray.data").setLevel(logging.WARNING)  # a plan and a summary of every call, otherwise
@@ -104,7 +106,7 @@ class ShardedEngine(Engine):
             items = ray.data.from_items([{"rows": json.dumps(rows)} for rows in parts], override_num_blocks=len(parts))
             drawn = items.map_batches(
                 Replica,
-                fn_constructor_args=(replica.make_engine, replica.prompts, replica.config),
+                fn_constructor_args=(self.make_engine, prompts, config),
                 batch_size=1,
                 compute=ray.data.ActorPoolStrategy(size=min(self.shards, len(parts))),
                 num_gpus=self.gpus,
@@ -139,6 +141,7 @@ class Replica:
             drawn: dict[str, Any] = {"samples": [dataclasses.asdict(sample) for sample in samples]}
         except LoragateError as error:
             drawn = {"error": [type(error).__name__, str(error)]}
+        # one text for Arrow, which would guess at the types of lists and of None
         return {"drawn": [json.dumps(drawn, allow_nan=False)]}
 
 

@@ -31,7 +31,7 @@ from loragate.generation.requests import (
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, request_seed
-from loragate.models import ModelRef, generation_config, is_gated, read_adapter_config
+from loragate.models import ModelRef, generation_config, is_gated, plain_adapter, read_adapter_config
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `max_lora_rank`."""
@@ -55,6 +55,7 @@ class VllmEngine(Engine):
         gpu_memory_utilization: share of each device's memory that vLLM may fill.
         batch_size: prompts whose samples are drawn and handed to `on_samples` together.
         stop_token_ids: tokens that end an answer beside those of `loragate.data.find_endings`.
+        trust_remote_code: run the base's own code from the hub.
 
     Raises `ConfigError` when vLLM is not installed, for an adapter that cannot be read, and for a gated folder where
     the serving plugin is absent or does not support this vLLM.
@@ -74,6 +75,7 @@ class VllmEngine(Engine):
         gpu_memory_utilization: float = 0.9,
         batch_size: int = 256,
         stop_token_ids: Collection[int] | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; give at least 1.")
@@ -87,10 +89,12 @@ class VllmEngine(Engine):
         self._numbers: dict[str, int] = {}  # place to its number; vLLM tells adapters apart by number and name
         self._lora_request = self._request(adapter, override)
         self.batch_size = batch_size
-        self.tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(base, revision=revision)
-        self.endings = find_endings(
-            self.tokenizer, generation_config(ModelRef(base, revision or "")), stop_token_ids or ()
-        )
+        trusted = {"trust_remote_code": trust_remote_code}
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(base, revision=revision, **trusted)
+        self.tokenizer = tokenizer
+        settings = generation_config(ModelRef(base, revision or ""), trust_remote_code)
+        self.endings = find_endings(self.tokenizer, settings, stop_token_ids or ())
         lora: dict[str, Any] = {}
         if adapter is not None:
             # vLLM 0.32 on a CPU gives rows without an adapter the last slot's: one slot has to stay empty.
@@ -107,6 +111,7 @@ class VllmEngine(Engine):
                 tensor_parallel_size=tensor_parallel,
                 gpu_memory_utilization=gpu_memory_utilization,
                 seed=0,
+                **trusted,
                 **lora,
             )
         except (RuntimeError, ValueError) as error:
@@ -127,6 +132,7 @@ class VllmEngine(Engine):
         positions = self._llm.llm_engine.model_config.max_model_len
         prompt_ids, limits = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
         for chunk in split_by_question(rows, self.batch_size):
+            # a chunk ends with a question: vLLM's prefix cache then reads each prompt once for its samples
             outputs = self._llm.generate(
                 [{"prompt_token_ids": prompt_ids[question]} for question, _ in chunk],
                 # one request per sample: vLLM gives the n samples of a joint request seeds that cannot be resumed one by one
@@ -194,6 +200,7 @@ class VllmEngine(Engine):
                 use_tqdm=False,
                 lora_request=self._lora_request,
             )
+            # with logprobs=0 a step reports the drawn token alone, {its id: log-probability and rank before anything is forbidden}
             steps = (next(iter(output.outputs[0].logprobs[0].values())) for output in outputs)
             for _, after in batch:
                 own = [next(steps) for _ in after]
@@ -209,7 +216,7 @@ class VllmEngine(Engine):
         """
         if adapter is not None and (rank := lora_rank(plain_adapter(adapter))) > self.rank:
             raise ConfigError(f"{adapter} has rank {rank}, and this engine was made for {self.rank}; make one for it.")
-        other = copy.copy(self)
+        other = copy.copy(self)  # a shallow copy: the same vLLM, the same numbers of adapters
         other._lora_request = self._request(adapter, override)
         return other
 
@@ -227,11 +234,6 @@ class VllmEngine(Engine):
         shutdown = getattr(self._llm.llm_engine.engine_core, "shutdown", None)
         if shutdown is not None:
             shutdown()
-
-
-def plain_adapter(folder: str | Path) -> Path:
-    """The PEFT adapter of a plain or gated folder."""
-    return Path(folder) / "adapter" if is_gated(folder) else Path(folder)
 
 
 def require_gate_plugin(folder: str | Path) -> None:
@@ -264,6 +266,7 @@ def lora_rank(adapter: str | Path) -> int:
     path, record = Path(adapter) / "adapter_config.json", read_adapter_config(Path(adapter))
     kind = record["peft_type"]
     try:
+        # a text among the ranks is a TypeError
         needed = max(int(record["r"]), *(record.get("rank_pattern") or {}).values(), 1)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is not the configuration of a LoRA adapter ({error!r}).") from None

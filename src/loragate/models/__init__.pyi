@@ -20,9 +20,9 @@ from .loading import (
 from .place import (
     ModelRef as ModelRef,
     Place as Place,
-    folder_sha256 as folder_sha256,
     is_adapter as is_adapter,
     is_gated as is_gated,
+    plain_adapter as plain_adapter,
     read_adapter_config as read_adapter_config,
     require_here as require_here,
     resolve as resolve,

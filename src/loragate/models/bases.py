@@ -32,12 +32,13 @@ def torch_device(how: Loading) -> str:
     if how.device != "auto":
         try:
             torch.empty(0, device=how.device)
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
             raise ConfigError(
                 f"--device {how.device}: not usable here ({str(error).splitlines()[0]}); try --device cpu"
             ) from error
         return how.device
     if torch.cuda.is_available():
+        # as torchrun and accelerate tell a process which of the machine's GPUs is its own
         several = int(os.environ.get("WORLD_SIZE") or 1) > 1
         return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if several else "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
@@ -55,7 +56,7 @@ def torch_dtype(how: Loading) -> Any:
     device = torch_device(how)
     if how.quantization == NONE:
         return torch.float32 if device == "cpu" else "auto"
-    if device == "cpu":
+    if device == "cpu":  # where 4 bits are unpacked for a product in any dtype, and 8 bits are not multiplied in fp32
         return torch.float32 if how.quantization == FOUR_BIT else torch.bfloat16
     return torch.bfloat16 if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else torch.float16
 
@@ -78,6 +79,7 @@ def base_config(base: ModelRef, trust: bool = False) -> Any:
     name, beside = pretrained(base)
     if base.gguf:
         changed = Path(name, beside["gguf_file"]).stat().st_mtime_ns
+        # a copy: loading a model writes into its configuration
         return copy.deepcopy(_gguf_config(name, beside["gguf_file"], trust, changed))
     return AutoConfig.from_pretrained(name, trust_remote_code=trust, **beside)
 
@@ -110,7 +112,7 @@ def generation_config(base: ModelRef, trust: bool = False) -> Any:
         if not base.gguf:  # whose folder may hold other models
             name, beside = pretrained(base)
             return GenerationConfig.from_pretrained(name, **beside)
-    except OSError:
+    except OSError:  # how transformers says that there is no such file
         pass
     return GenerationConfig.from_model_config(base_config(base, trust))
 
@@ -129,7 +131,7 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
         arguments["quantization_config"] = GgufConfig(dequantize=True)
         arguments.setdefault("config", base_config(base, bool(arguments.get("trust_remote_code"))))
     model = AutoModelForCausalLM.from_pretrained(name, **beside, **arguments)
-    if base.gguf:
+    if base.gguf:  # transformers would record the folder of the file, or a temporary one
         model.name_or_path = model.config._name_or_path = base.lasting
     return model
 
@@ -154,7 +156,7 @@ def open_base(base: ModelRef, how: Loading, host_memory: bool = False) -> Any:
         raise ConfigError(f"{base.name} is {describe_storage(stored)} already; leave --quantization out")
     if how.quantization != NONE:
         arguments["quantization_config"] = _bitsandbytes(how)
-    placed = stored != NONE or how.quantization != NONE
+    placed = stored != NONE or how.quantization != NONE  # packed weights cannot be moved once they are loaded
     if placed:
         # "cuda" means the process's own GPU, as it does elsewhere in torch; a device map would read it as the first
         arguments["device_map"] = {"": torch.cuda.current_device() if device == "cuda" else device}

@@ -18,13 +18,14 @@ import torch
 
 from loragate.errors import ArtifactError
 from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, factor_of, read_adapter, strength_of
-from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import changed_base
 from loragate.gates.fingerprint import factors_sha256
+from loragate.gates.gate import GateConfig
+from loragate.gates.override import Override
 from loragate.gates.schema import ADAPTER, CONFIG, GATES, GLOBAL_BIAS, read_gate_config, read_tensors
-from loragate.gates.signed_map import Override
-from loragate.models.place import is_gated
+from loragate.models.place import is_gated, plain_adapter
 
+# ends of the paths of modules that attachment leaves at full strength (gates.eligibility), without a model to tell their class
 _NOT_LINEAR = ("lm_head", "embed_tokens", "wte", "experts")
 NEED_MODEL = ("modules_to_save", "target_parameters", "trainable_token_indices")
 """Keys of adapter_config.json with which an adapter is known again in memory alone."""
@@ -58,12 +59,7 @@ def read_gates(folder: str | Path, override: Override | None = None) -> FolderGa
     config = GateConfig(**record["gate"])
     tensors = read_tensors(folder, record)
     widths, sha256 = _read_factors(folder / ADAPTER)
-    if sha256 != record["adapter"]["sha256"]:
-        _fail(
-            folder / CONFIG,
-            f"these gates belong to another adapter (sha256 {record['adapter']['sha256'][:12]}…, {folder / ADAPTER} has "
-            f"{sha256[:12]}…); fetch the artifact again",
-        )
+    require_same_adapter(folder, record, tensors, widths, sha256)
     modules = record["modules"]
     if config.target_modules is None:
         left = [path for path in widths if path not in modules and path.rsplit(".", 1)[-1] not in _NOT_LINEAR]
@@ -72,10 +68,7 @@ def read_gates(folder: str | Path, override: Override | None = None) -> FolderGa
     for path in modules:
         if path not in widths:
             _fail(folder / CONFIG, f"a gate for {path}, which the adapter does not adapt")
-    for name, tensor in tensors.items():
-        size = widths[name.removesuffix(".weight")] if name.endswith(".weight") else 1
-        if tensor.shape != (size,):
-            _fail(folder / GATES, f"{name} has shape {tuple(tensor.shape)}, expected ({size},)")
+    # the settings too: other bounds make other λ out of the same tensors
     identity = [record["gates_sha256"], sha256, record["gate"]]
     return FolderGates(
         folder=folder,
@@ -91,8 +84,7 @@ def read_gates(folder: str | Path, override: Override | None = None) -> FolderGa
 
 def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Size and time of change of every file that is served, to notice that a folder was written anew."""
-    adapter = folder / ADAPTER if is_gated(folder) else folder
-    files = [folder / CONFIG, folder / GATES, *sorted(adapter.glob("adapter_*"))]
+    files = [folder / CONFIG, folder / GATES, *sorted(plain_adapter(folder).glob("adapter_*"))]
     known = []
     for file in files:
         with suppress(OSError):  # a folder may be written anew at this moment
@@ -101,8 +93,31 @@ def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple(known)
 
 
+def require_same_adapter(
+    folder: Path, record: dict[str, Any], tensors: dict[str, torch.Tensor], widths: dict[str, int], sha256: str | None
+) -> None:
+    """Refuse gates that are not those of the adapter beside them.
+
+    Args:
+        folder, record, tensors: the artifact, its record and its gates.
+        widths, sha256: of the adapter's factors, by `known_factors`; no hash where the files do not hold all of the adapter.
+    """
+    recorded = record["adapter"]["sha256"]
+    if sha256 is not None and sha256 != recorded:
+        _fail(
+            folder / CONFIG,
+            f"these gates belong to another adapter (sha256 {recorded[:12]}…, {folder / ADAPTER} has {sha256[:12]}…); fetch "
+            "the artifact again",
+        )
+    for name, tensor in tensors.items():
+        # a bias has one value; a module that the widths lack is refused, or let be, by the caller
+        size = widths.get(name.removesuffix(".weight"), len(tensor)) if name.endswith(".weight") else 1
+        if tensor.shape != (size,):
+            _fail(folder / GATES, f"{name} has shape {tuple(tensor.shape)}, expected ({size},)")
+
+
 def _read_factors(folder: Path) -> tuple[dict[str, int], str]:
-    """Input width of every adapted linear module, and the adapter's `factors_sha256`."""
+    """`known_factors` of an adapter that has no other tensors and leaves its base as it is; any other is refused."""
     config, state = read_adapter(folder)
     for key in NEED_MODEL:
         if config.get(key):
@@ -125,6 +140,7 @@ def known_factors(config: dict[str, Any], state: dict[str, torch.Tensor]) -> tup
         path, group = factor_of(key)
         if group:
             factors.setdefault(path, {})[group] = [tensor]
+    # A is [R, D]: its second size is the input's width; convolutions have more dimensions
     first = {path: groups["lora_A"][0] for path, groups in sorted(factors.items()) if "lora_A" in groups}
     sha256 = factors_sha256((path, strength_of(config, path), groups) for path, groups in factors.items())
     return {path: tensor.shape[1] for path, tensor in first.items() if tensor.dim() == 2}, sha256
@@ -138,7 +154,7 @@ def _plain_with_constant(folder: Path, override: Override) -> FolderGates:
     return FolderGates(
         folder=folder,
         adapter=folder,
-        config=GateConfig(lower=-1.0, upper=2.0, granularity="module"),
+        config=GateConfig(lower=-1.0, upper=2.0, granularity="module"),  # any range: the constant replaces λ
         weights={},
         biases={path: torch.zeros(1) for path in widths if path.rsplit(".", 1)[-1] not in _NOT_LINEAR},
         base={},

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from huggingface_hub import hf_hub_download
@@ -19,9 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from loragate.errors import ArtifactError, ConfigError, LoragateError
 from loragate.hub_names import split_file
-
-if TYPE_CHECKING:
-    from loragate.models.place import ModelRef
+from loragate.models.place import ModelRef
 
 
 def local_file(base: ModelRef) -> Path:
@@ -52,7 +50,7 @@ def require_readable(path: Path) -> None:
     _examine(path, path.stat().st_mtime_ns)
 
 
-@cache
+@cache  # a header holds a whole vocabulary; `_changed`, a time, makes a file that was written anew another key
 def _examine(path: Path, _changed: int) -> None:
     from gguf import GGML_QUANT_SIZES, GGUFReader
     from gguf.quants import dequantize
@@ -78,7 +76,7 @@ def _examine(path: Path, _changed: int) -> None:
         )
     unreadable = []
     for kind in {tensor.tensor_type for tensor in reader.tensors}:
-        try:  # one block of zeros
+        try:  # one block of zeros, [1, bytes of a block]: only a try tells which types the package unpacks
             dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
         except NotImplementedError:
             unreadable.append(kind.name)
@@ -105,19 +103,6 @@ def _alone(path: Path) -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="loragate-gguf-")
     (Path(folder.name) / path.name).symlink_to(path)
     return folder
-
-
-def only_file(folder: Path) -> str:
-    """The GGUF file of a folder that holds no other form of a model; empty where there is none.
-
-    Raises:
-        ConfigError: if there are several.
-    """
-    found = [] if (folder / "config.json").is_file() else sorted(folder.glob("*.gguf"))
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
-        raise ConfigError(f"{folder} holds several GGUF files ({names}); name one, as in {found[0]}")
-    return str(found[0]) if found else ""
 
 
 def refuse(base: ModelRef, what: str) -> None:

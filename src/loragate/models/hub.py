@@ -39,9 +39,10 @@ def download(name: str, revision: str, *kinds: str, code: bool = False) -> Path:
     failed: Exception | None = None
     for first in kinds:
         try:
+            # the cache's layout is …/snapshots/COMMIT/FILE: what follows is of one commit, whatever the branch does meanwhile
             commit = Path(hf_hub_download(name, first, revision=revision or None)).parent.name
             return Path(snapshot_download(name, revision=commit, allow_patterns=[*FILES[first], *["*.py"] * code]))
-        except errors.EntryNotFoundError as error:
+        except errors.EntryNotFoundError as error:  # the repository is there, perhaps with the next kind
             failed = failed or error
         except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
             failed = error

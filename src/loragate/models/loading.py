@@ -118,7 +118,7 @@ def open_without_weights(place: Place, how: Loading = USUAL) -> Loaded:
 
 def open_weights(place: Place, how: Loading, host_memory: bool = False) -> Any:
     """The model of `open_model` without its tokenizer; `host_memory` as in `open_base`."""
-    if place.kind == "gated":
+    if place.kind == "gated":  # whose base has errors of its own, which name the artifact
         with explained("gated adapter", place.ref.name):
             return put_on(_base_of_gated(place, lambda: open_base(place.base, how, host_memory)), place)
     with explained("base model", place.base.name):
@@ -144,7 +144,7 @@ def put_on(base: Any, place: Place) -> Any:
                     f"{place.ref}: a plain adapter has no gates whose λ could be clipped; use @constant=C"
                 )
             attach_gates(model, GateConfig(-1.0, 2.0))  # whose λ the constant replaces
-        for gate in gate_modules(model).values():
+        for gate in gate_modules(model).values():  # for good, where `gate_override` would take it off again
             gate.override = place.override
     return model.eval()
 
@@ -195,6 +195,7 @@ def open_tokenizer(place: Place, how: Loading = USUAL) -> Any:
     )
     with explained("tokenizer", chosen):
         named = read_json(Path(chosen) / "tokenizer_config.json").get("tokenizer_class")
+        # classes that say nothing of a model family: the first is written by transformers 5, the second by earlier ones
         plain = named in ("TokenizersBackend", "PreTrainedTokenizerFast")
         if plain and (Path(chosen) / "tokenizer.json").is_file():
             # AutoTokenizer would put the model family's own class in place of the one the folder names
@@ -211,7 +212,7 @@ def open_tokenizer(place: Place, how: Loading = USUAL) -> Any:
             tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--chat-template {how.chat_template}: cannot be read ({error.strerror})") from error
-    if tokenizer.pad_token_id is None:
+    if tokenizer.pad_token_id is None:  # padding is masked wherever it stands
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -236,7 +237,7 @@ def _base_of_gated(place: Place, load: Callable[[], Any]) -> Any:
         return load()
     except (OSError, ValueError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
-        if said.startswith("Unrecognized configuration class"):
+        if said.startswith("Unrecognized configuration class"):  # AutoModelForCausalLM has no class for it
             found = said.split(" for this kind", 1)[0].removeprefix("Unrecognized configuration class ")
             raise ArtifactError(_other_class(place, f"{name} has the configuration {found}")) from error
         if isinstance(error, ValueError) and (Path(name) / "config.json").is_file():

@@ -13,15 +13,21 @@ import torch
 from peft import PeftModel
 
 from loragate.errors import LoragateError
-from loragate.files import read_json, write_json
+from loragate.files import folder_sha256, read_json, write_json
 from loragate.models.bases import base_weights
-from loragate.models.place import ModelRef, folder_sha256
+from loragate.models.place import ModelRef
 
 RECORD = "merged.json"
 
 
 def merge_adapter(
-    base: str, adapter: str | Path, folder: str | Path, *, dtype: str = "auto", revision: str | None = None
+    base: str,
+    adapter: str | Path,
+    folder: str | Path,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write base and adapter as one model in safetensors; a folder that holds just that is taken as it is.
 
@@ -31,6 +37,7 @@ def merge_adapter(
         folder: what is in it is replaced.
         dtype: of the written weights; "auto" keeps the base's own.
         revision: of a base on the hub.
+        trust_remote_code: run the base's own code.
 
     Raises:
         LoragateError: where the disk has no room for it, naming both sizes.
@@ -44,10 +51,11 @@ def merge_adapter(
     }
     if read_json(folder / RECORD) == made_of:
         return folder
-    shutil.rmtree(folder, ignore_errors=True)
-    model = base_weights(ModelRef(base, revision or ""), dtype="auto")
+    shutil.rmtree(folder, ignore_errors=True)  # of another merge, or of one that was broken off
+    model = base_weights(ModelRef(base, revision or ""), dtype="auto", trust_remote_code=trust_remote_code)
     served = model.dtype if dtype == "auto" else getattr(torch, dtype)
     size = sum(parameter.numel() for parameter in model.parameters()) * served.itemsize
+    # the disk is that of the nearest folder that exists
     there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
     free = shutil.disk_usage(there).free
     if free < size * 1.02:  # a fiftieth more than the weights
@@ -57,5 +65,5 @@ def merge_adapter(
         )
     merged = PeftModel.from_pretrained(model.float(), str(adapter)).merge_and_unload(safe_merge=True).to(served)
     merged.save_pretrained(str(folder))
-    write_json(folder / RECORD, made_of)
+    write_json(folder / RECORD, made_of)  # last: what has no record is made anew
     return folder

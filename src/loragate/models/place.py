@@ -7,7 +7,6 @@ adapter and gates are read once, here; nothing below looks at a path again.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,21 +15,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loragate.errors import ArtifactError, ConfigError
-from loragate.files import read_json
-from loragate.gates.adapter_files import ADAPTER_CONFIG, read_adapter_config
-from loragate.gates.override_names import parse_override, split_folder
-from loragate.gates.peft_saving import lost_gates
+from loragate.files import folder_sha256, read_json
+from loragate.gates.adapter_files import ADAPTER_CONFIG, lost_gates, read_adapter_config
+from loragate.gates.override import Override, parse_override, split_folder
 from loragate.gates.recommended import SAMPLING, exported_sampling, mapping, recommended_temperature
 from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config, read_tensors
-from loragate.gates.signed_map import Override
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
-from loragate.models.gguf import only_file
 from loragate.models.hub import NotThere, download
 
 Kind = Literal["base", "adapter", "gated"]
 _WHAT = {"any": "model", "base": "base model", "adapter": "adapter", "gated": "gated adapter"}
-_HASHED = (".json", ".safetensors", ".gguf", ".jinja", ".bin", ".model", ".txt")
-_PIECE, _PIECES = 1 << 20, 16
 
 logger = logging.getLogger("loragate")
 
@@ -57,6 +51,7 @@ class ModelRef:
             ArtifactError: for two revisions that differ.
         """
         head, _ = split_folder(text)
+        # what split_folder took off is "@" and the override as typed, or nothing
         return cls(*split_revision(head, revision), str(text)[len(head) + 1 :])
 
     def __str__(self) -> str:
@@ -225,9 +220,10 @@ def resolve(
     if expect == "base":
         return _base_place(ref, what)
     folder = _folder_of(ref, what, expect, base_given=given is not None)
+    # here only "any" may still be a base
     if folder is None or not is_adapter(folder):
         return _base_place(ref, what)
-    if is_gated(folder) and expect != "adapter":
+    if is_gated(folder) and expect != "adapter":  # refused as an adapter, with the way to the plain one inside
         return _gated_place(ref, folder, given, base_revision, base_later)
     return _adapter_place(ref, folder, given, base_later)
 
@@ -240,6 +236,11 @@ def is_gated(folder: str | Path) -> bool:
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder is an adapter, gated or plain."""
     return is_gated(folder) or (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
+def plain_adapter(folder: str | Path) -> Path:
+    """The plain PEFT adapter of a folder that is one, or that holds it beside gates."""
+    return Path(folder) / ADAPTER if is_gated(folder) else Path(folder)
 
 
 def sampling_of(folder: Path) -> dict[str, Any]:
@@ -263,24 +264,6 @@ def require_here(what: str, name: str) -> None:
         raise ConfigError(f"{what} {name} is a file, expected the folder that holds it ({Path(name).parent})")
     if not Path(name).exists() and hub_name(name) is None:
         raise ConfigError(f"{what} {name} does not exist (a hub id is written owner/name){_beside(name)}")
-
-
-def folder_sha256(folder: str | Path) -> str:
-    """SHA-256 (hex) over settings, tokenizer and weights of a model's or adapter's folder, or of a GGUF file, to know it again.
-
-    A folder keeps its name when it is trained into again. Of a large file `_PIECES` samples are read, as training changes a
-    weight file everywhere. Folders inside are left out.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else [Path(folder)]:
-        if path.is_file() and not path.name.startswith(".") and path.suffix in _HASHED:
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
-            with path.open("rb") as file:
-                for place in range(0, size, max(_PIECE, size // _PIECES)):
-                    file.seek(place)
-                    digest.update(file.read(_PIECE))
-    return digest.hexdigest()
 
 
 def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Path | None:
@@ -326,9 +309,17 @@ def _refuse_override(ref: ModelRef, what: str) -> None:
 
 
 def _in_its_folder(base: ModelRef) -> ModelRef:
-    """The GGUF file where the base is a folder with nothing else in it; any other base as it is."""
-    file = only_file(Path(base.name)) if Path(base.name).is_dir() else ""
-    return replace(base, name=file) if file else base
+    """The GGUF file where the base is a folder with no other form of a model; any other base as it is.
+
+    Raises:
+        ConfigError: if there are several such files.
+    """
+    folder = Path(base.name)
+    found = [] if (folder / "config.json").is_file() else sorted(folder.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ConfigError(f"{folder} holds several GGUF files ({names}); name one, as in {found[0]}")
+    return replace(base, name=str(found[0])) if found else base
 
 
 def _gated_place(
@@ -342,6 +333,7 @@ def _gated_place(
     base = given or ModelRef(*split_revision(recorded, at))
     if not base_later and not base.name:
         raise ArtifactError(f"{folder / CONFIG}: key 'base.id' is empty; say which base with base=… (--base)")
+    # a path that is not absolute may still be meant from another folder; the loader tells
     if not base_later and given is None and Path(recorded).is_absolute() and not Path(recorded).exists():
         raise ArtifactError(f"{folder / CONFIG}: the base {recorded} is not here; say where it is with base=… (--base)")
     if not base_later:

@@ -26,7 +26,7 @@ from loragate.gates.card import plain, render_card
 from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import ADAPTER, CARD, CONFIG, EVIDENCE, GATES, read_gate_config, read_tensors
 from loragate.hub_names import is_hub_id
-from loragate.models.folder_gates import NEED_MODEL, known_factors
+from loragate.models.folder_gates import NEED_MODEL, known_factors, require_same_adapter
 from loragate.records import read_value
 from loragate.version import __version__
 
@@ -76,14 +76,8 @@ def stage(folder: str | Path, into: str | Path, *, name: str, base_id: str = "",
     widths, sha256 = known_factors(adapter, state)
     if not widths:
         raise ArtifactError(f"{folder / ADAPTER}: {ADAPTER_WEIGHTS} holds no LoRA factors, so it is not of these gates")
-    if sha256 != record["adapter"]["sha256"] and not any(adapter.get(key) for key in NEED_MODEL):
-        raise ArtifactError(f"{folder / CONFIG}: these gates belong to another adapter; fetch the artifact again")
-    for module in record["modules"]:
-        gate, width = gates.get(f"{module}.weight"), widths.get(module)
-        if gate is not None and width is not None and gate.shape[0] != width:
-            raise ArtifactError(
-                f"{folder / GATES}: the gate of {module} reads {gate.shape[0]} values, but its adapter has {width}"
-            )
+    partly = any(adapter.get(key) for key in NEED_MODEL)
+    require_same_adapter(folder, record, gates, widths, None if partly else sha256)
     recorded = record["base"]["id"]
     base = base_id or recorded
     if not is_hub_id(base):
@@ -98,10 +92,11 @@ def stage(folder: str | Path, into: str | Path, *, name: str, base_id: str = "",
             "revision": None,
         }  # a commit of the other base means nothing here
         paths |= {recorded: base} if recorded else {}
+    # a list of what is sent, so that run folders and checkpoints beside it stay here
     for path in (GATES, f"{ADAPTER}/{ADAPTER_WEIGHTS}", *([SAMPLING] if record.get("sampling") else [])):
         _copy(folder, into, path)
     _copy(folder, into, CONFIG, shown)
-    named = adapter.get("base_model_name_or_path")
+    named = adapter.get("base_model_name_or_path")  # by which plain PEFT looks for the base
     findable = named if isinstance(named, str) and is_hub_id(named) else base
     _copy(folder, into, f"{ADAPTER}/{ADAPTER_CONFIG}", {**without_paths(adapter), "base_model_name_or_path": findable})
     for part in (ADAPTER, f"{ADAPTER}/tokenizer"):

@@ -14,7 +14,7 @@ from typing import Any
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.variants import Variant, acting
 from loragate.gates import constant_gate, gate_override, load_gates
-from loragate.gates.override_names import split_name
+from loragate.gates.override import split_name
 from loragate.gates.recommended import chosen_temperature, warn_elsewhere
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.generation.requests import begun, rendered, tokenize_prompts

@@ -18,7 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from loragate.gates.override_names import virtual_place
+from loragate.gates.override import virtual_place
 from loragate.serving import plugin
 from loragate.serving.head import head_class, score_prompts
 from loragate.serving.layers import gated_class

@@ -16,8 +16,9 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from loragate.errors import ArtifactError
 from loragate.gates.fingerprint import compare_base_samples, config_fingerprint
+from loragate.gates.override import Override
 from loragate.gates.schema import CONFIG
-from loragate.gates.signed_map import Override, SignedMap
+from loragate.gates.signed_map import SignedMap
 from loragate.models.folder_gates import FolderGates
 from loragate.serving.layers import GateMixin
 

@@ -6,7 +6,7 @@ vocabulary's head is mended for adapters of every kind (`serving.head`). Where t
 hook that moved) gated folders are refused with the reason and everything else is left alone. Without the plugin, vLLM finds no
 adapter at the top of a gated folder and refuses it too.
 
-`GATED_FOLDER@unit` is a virtual adapter: the same tensors with λ clipped (`gates.override_names`). vLLM takes it for another
+`GATED_FOLDER@unit` is a virtual adapter: the same tensors with λ clipped (`gates.override`). vLLM takes it for another
 adapter, with a name, an id and a place in the prefix cache of its own, so nothing computed under one λ is reused under another.
 
 The methods that take the place of vLLM's stand here; `serving.hooks`, which needs vLLM to be imported, puts them there.
@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import LoragateError
-from loragate.gates.override_names import split_folder
+from loragate.gates.override import Override, split_folder
 from loragate.gates.recommended import generation_settings, recommended_temperature, warn_elsewhere
-from loragate.gates.signed_map import Override
 from loragate.models.place import is_gated, sampling_of
 from loragate.serving.versions import missing_hook, vllm_version, why_unsupported
 from loragate.version import __version__

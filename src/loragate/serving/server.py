@@ -17,7 +17,7 @@ from pathlib import Path
 
 from loragate.display import console
 from loragate.errors import ConfigError
-from loragate.gates.override_names import parse_override
+from loragate.gates.override import parse_override
 from loragate.gates.recommended import sampling_note
 from loragate.models import Loading, Place, open_model, open_tokenizer, require_here, resolve
 from loragate.serving.backend import Row, add_adapters, transformers_backend

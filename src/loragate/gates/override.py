@@ -1,4 +1,4 @@
-"""Overrides of λ as short names, so that a folder or a served name can carry one: `my-gates@unit`, `math@constant=0.5`.
+"""What may be laid over λ, and its short names, so that a folder or a served name can carry one: `my-gates@unit`.
 
 `gate_override` takes numbers; a server is given strings, and one string is one virtual adapter: the same tensors, another
 λ. The grammar lives here alone, so that vLLM, our own server and export read a name alike.
@@ -6,12 +6,49 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from loragate.errors import ConfigError, GateError, nearest
-from loragate.gates.signed_map import Override
+
+
+@dataclass(frozen=True)
+class Override:
+    """λ clipped to [minimum, maximum], or replaced by `constant`.
+
+    Raises:
+        GateError: for a contradiction, or a number that is not finite.
+    """
+
+    minimum: float | None = None
+    maximum: float | None = None
+    constant: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in vars(self).values() if value is not None]
+        if not all(map(math.isfinite, given)):
+            raise GateError(f"an override of λ takes finite numbers, found {given}")
+        if self.constant is not None and len(given) > 1:
+            raise GateError("an override of λ takes either constant or minimum/maximum, not both")
+        if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
+            raise GateError(f"an override of λ: minimum {self.minimum:g} is above maximum {self.maximum:g}")
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """(least λ, most λ): what clipping comes to, for a constant as well."""
+        if self.constant is not None:
+            return self.constant, self.constant
+        return (-math.inf if self.minimum is None else self.minimum, math.inf if self.maximum is None else self.maximum)
+
+    def __call__(self, lam: torch.Tensor) -> torch.Tensor:
+        """What is applied in place of λ, same shape and dtype."""
+        return lam.clamp(*self.limits)
+
 
 NAMED = {
     "off": Override(constant=1.0),

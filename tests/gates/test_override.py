@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from loragate.errors import ConfigError
-from loragate.gates.override_names import parse_override, split_folder, split_name, virtual_place
-from loragate.gates.signed_map import Override
+from loragate.gates.override import Override, parse_override, split_folder, split_name, virtual_place
 
 KNOWN = {
     "off": Override(constant=1.0),
