@@ -10,6 +10,7 @@ from loragate.analysis.settings import Request
 from loragate.cli.arguments import Command
 from loragate.display import console, duration, quiet_logging
 from loragate.errors import LoragateError
+from loragate.report.table import Line, Sheet
 
 if TYPE_CHECKING:
     from loragate.analysis.plan import Plan
@@ -45,8 +46,6 @@ def run(options: PlanOptions) -> int:
 
 
 def _print(plan: Plan) -> None:
-    from loragate.report.table import Line, Sheet
-
     out, request, counts = console(), plan.request, plan.parameters
     out.print(
         f"{request.model}: {counts.base / 1e9:.2f} billion parameters in {plan.dtype}, LoRA (r {request.rank}) "

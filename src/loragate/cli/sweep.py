@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from loragate.cli.arguments import Command, require_given, resolved_yaml
-from loragate.cli.calibrate import GateOptions, gate_config
-from loragate.cli.options import RunOptions, taken_from
+from loragate.cli.options import GateOptions, RunOptions, taken_from
 from loragate.display import Display, Job, console, duration, next_evaluation, quiet_logging
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
@@ -185,7 +184,7 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
         base=options.base,
         how=options,
         probe=options.probe,
-        config=gate_config(options),
+        config=options.gate_config(),
         asking=taken_from(options, ProbeSettings),
         system=options.system,
     )
