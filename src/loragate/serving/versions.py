@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import re
-from typing import Any
+from pkgutil import resolve_name
 
 TESTED_VERSIONS = ("0.32.0",)
 """vLLM versions that the tests of this release ran with."""
@@ -17,36 +17,32 @@ SUPPORTED_RANGE = ">=0.32,<0.33"
 """The versions in which gates are served."""
 _LOWEST, _BELOW = (0, 32), (0, 33)
 
-_PUNICA = "vllm.lora.punica_wrapper.punica_base"
-# what the plugin calls or replaces: module, class or function, the parameters it relies upon
-_HOOKS = (
-    ("vllm.lora.utils", "from_layer", "layer max_loras lora_config packed_modules_list"),
-    ("vllm.lora.utils", "get_adapter_absolute_path", "lora_path"),
-    ("vllm.lora.utils", "parse_fine_tuned_lora_name", "name weights_mapper"),
-    ("vllm.lora.layers.base", "BaseLayerWithLoRA.set_mapping", "punica_wrapper"),
-    ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA.create_lora_weights", "max_loras lora_config"),
-    ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA.reset_lora", "index"),
-    (_PUNICA, "PunicaWrapperBase.add_shrink", "y x lora_a_stacked scale"),
-    (_PUNICA, "PunicaWrapperBase.add_expand", "y x lora_b_stacked output_slices offset_start add_inputs"),
-    (_PUNICA, "PunicaWrapperBase.add_lora_linear", "y x lora_a_stacked lora_b_stacked scale output_slices"),
-    (_PUNICA, "PunicaWrapperBase.add_lora_logits", "y x lora_a_stacked lora_b_stacked scale"),
-    ("vllm.lora.utils", "LogitsProcessorWithLoRA.set_mapping", "punica_wrapper"),
-    ("vllm.lora.utils", "LogitsProcessorWithLoRA.set_lora", "index lora_a lora_b"),
-    ("vllm.lora.utils", "LogitsProcessorWithLoRA.reset_lora", "index"),
-    (
-        "vllm.v1.worker.gpu_model_runner",
-        "GPUModelRunner._get_prompt_logprobs_dict",
-        "hidden_states num_scheduled_tokens",
-    ),
-    ("vllm.lora.worker_manager", "WorkerLoRAManager._load_adapter", "lora_request"),
-    ("vllm.lora.worker_manager", "LRUCacheWorkerLoRAManager.add_adapter", "lora_request"),
-    ("vllm.lora.model_manager", "LRUCacheLoRAModelManager.activate_adapter", "lora_id"),
-    ("vllm.v1.engine.input_processor", "InputProcessor._validate_lora", "lora_request"),
-    ("vllm.v1.engine.async_llm", "AsyncLLM.generate", "prompt sampling_params lora_request"),
-    ("vllm.entrypoints.serve.engine.serving", "BaseServing._maybe_get_adapters", "request"),
-    ("vllm.config", "VllmConfig.compute_hash", ""),
-    ("vllm.distributed", "get_pp_group", ""),
-)
+_MANAGERS, _PUNICA = "vllm.lora.worker_manager:", "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase."
+HOOKS = {
+    "vllm.lora.utils:from_layer": "layer max_loras lora_config packed_modules_list",
+    "vllm.lora.utils:get_adapter_absolute_path": "lora_path",
+    "vllm.lora.utils:parse_fine_tuned_lora_name": "name weights_mapper",
+    "vllm.lora.layers.base:BaseLayerWithLoRA.set_mapping": "punica_wrapper",
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.create_lora_weights": "max_loras lora_config",
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.reset_lora": "index",
+    f"{_PUNICA}add_shrink": "y x lora_a_stacked scale",
+    f"{_PUNICA}add_expand": "y x lora_b_stacked output_slices offset_start add_inputs",
+    f"{_PUNICA}add_lora_linear": "y x lora_a_stacked lora_b_stacked scale output_slices",
+    f"{_PUNICA}add_lora_logits": "y x lora_a_stacked lora_b_stacked scale",
+    "vllm.lora.utils:LogitsProcessorWithLoRA.set_mapping": "punica_wrapper",
+    "vllm.lora.utils:LogitsProcessorWithLoRA.set_lora": "index lora_a lora_b",
+    "vllm.lora.utils:LogitsProcessorWithLoRA.reset_lora": "index",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": "hidden_states num_scheduled_tokens",
+    f"{_MANAGERS}WorkerLoRAManager._load_adapter": "lora_request",
+    f"{_MANAGERS}LRUCacheWorkerLoRAManager.add_adapter": "lora_request",
+    "vllm.lora.model_manager:LRUCacheLoRAModelManager.activate_adapter": "lora_id",
+    "vllm.v1.engine.input_processor:InputProcessor._validate_lora": "lora_request",
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": "prompt sampling_params lora_request",
+    "vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters": "request",
+    "vllm.config:VllmConfig.compute_hash": "",
+    "vllm.distributed:get_pp_group": "",
+}
+"""{what the plugin calls or replaces, as module:name: the parameters that it relies upon}."""
 
 
 def vllm_version() -> str:
@@ -73,13 +69,12 @@ def why_unsupported(version: str) -> str | None:
 
 def missing_hook() -> str | None:
     """None when vLLM has everything that the plugin holds on to, otherwise the first that is gone or different."""
-    for module_name, path, parameters in _HOOKS:
-        target: Any = importlib.import_module(module_name)
-        for part in path.split("."):
-            target = getattr(target, part, None)
-        if target is None:
-            return f"{module_name}.{path} is gone"
-        known = inspect.signature(target).parameters
+    for place, parameters in HOOKS.items():
+        shown = place.replace(":", ".")
+        try:
+            known = inspect.signature(resolve_name(place)).parameters
+        except AttributeError:
+            return f"{shown} is gone"
         if lost := [name for name in parameters.split() if name not in known]:
-            return f"{module_name}.{path} takes no {lost[0]} any more"
+            return f"{shown} takes no {lost[0]} any more"
     return None

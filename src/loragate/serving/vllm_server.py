@@ -28,7 +28,7 @@ from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.files import write_json, write_text
 from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
 from loragate.models import Loading, Place, base_config, explained, generation_config, gguf, read_gates
-from loragate.serving.plugin import ADAPTERS
+from loragate.serving.hooks import ADAPTERS
 from loragate.serving.settings import ServerSettings
 from loragate.serving.versions import vllm_version
 
