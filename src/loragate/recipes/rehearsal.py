@@ -29,11 +29,11 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 
 from loragate.errors import LoragateError
 from loragate.evaluation.results import read_record as read_scores
-from loragate.evaluation.tasks import load_task, suite
 from loragate.evaluation.tasks.arithmetic import rows as arithmetic
 from loragate.files import require_new, write_text
 from loragate.recipes.files import HERE
-from loragate.recipes.recipe import Recipe, Stage
+from loragate.recipes.ready import tasks_of
+from loragate.recipes.recipe import Recipe, Stage, options_of
 from loragate.recipes.run import Run, interpreter, run_recipe, start
 
 STANDINS = "stand-ins"
@@ -86,7 +86,9 @@ def rehearsal_of(recipe: Recipe, folder: Path, run: Run | None = None) -> Recipe
     engine = "" if vllm else "transformers"
     stages = []
     for stage in recipe.stages:
-        values = {key: value for key, value in _rehearsed(stage, folder, engine).items() if value is not None}
+        values = {
+            key: value for key, value in _rehearsed(stage, folder, engine, recipe.name).items() if value is not None
+        }
         stages.append(dataclasses.replace(stage, values=values))
     return dataclasses.replace(recipe, stages=tuple(stages))
 
@@ -125,8 +127,8 @@ def require_endings(run: Path) -> None:
         )
 
 
-def _rehearsed(stage: Stage, folder: Path, engine: str) -> dict[str, Any]:
-    """The values of a stage; None where one is left out."""
+def _rehearsed(stage: Stage, folder: Path, engine: str, recipe: str) -> dict[str, Any]:
+    """The values of a stage of the recipe called so; None where one is left out."""
     values = dict(stage.values)
     for option, most in COUNTS.get(stage.command, {}).items():
         values[option] = min(values.get(option) or most, most)
@@ -147,9 +149,9 @@ def _rehearsed(stage: Stage, folder: Path, engine: str) -> dict[str, Any]:
     if values.get("suite") or values.get("tasks"):
         values |= {"limit": min(values.get("limit") or ASKED, ASKED), "data": str(folder / "questions")}
         values["revision"] = None
-        tasks = list(suite(values["suite"])) if values.get("suite") else []
-        tasks += [load_task(name) for name in str(values.get("tasks", "")).split(",") if name]
-        if any(task.harness is None for task in tasks):  # those of the harness are answered greedily
+        # tasks of the harness are answered greedily, so that samples would be refused
+        asked = options_of(stage, recipe)
+        if any(task.harness is None for task in tasks_of(asked.suite, asked.tasks)):
             values["samples"] = min(values.get("samples") or SAMPLES, SAMPLES)
         if engine and "engine" in values:
             values["engine"] = engine
