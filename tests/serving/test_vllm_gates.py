@@ -465,19 +465,8 @@ def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
     for engine in ("transformers", "vllm"):
         out = tmp_path / engine
         command = ["eval", "--model", str(folders / "wide"), "--suite", "retention", "--data", str(QUESTIONS)]
-        command += [
-            "--out",
-            str(out),
-            "--engine",
-            engine,
-            "--controls",
-            "none",
-            "--max-new-tokens",
-            "12",
-            "--limit",
-            "2",
-        ]
-        assert main([*command, "--dtype", "float32", "--device", "cpu"]) == 0
+        command += ["--out", str(out), "--engine", engine, "--controls", "none", "--max-new-tokens", "12"]
+        assert main([*command, "--limit", "2", "--dtype", "float32", "--device", "cpu"]) == 0
         evaluation = open_evaluation(out)
         found[engine] = {
             (row, suite): evaluation.answers(Variant(row), suite, "lm-eval")

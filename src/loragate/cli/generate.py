@@ -87,7 +87,7 @@ def run(options: GenerateOptions) -> int:
     loaded = models.open_model(place, options)
     model, tokenizer = loaded.model, loaded.tokenizer
     override = (options.lambda_constant, options.lambda_min, options.lambda_max)
-    overriding: Any = nullcontext()
+    overriding: Any = nullcontext()  # without an override nothing is laid over λ
     if any(value is not None for value in override):
         if loaded.kind != "gated":
             raise ConfigError(f"--lambda-… has no effect: {options.model} carries no gates")

@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\nloragate: stopped by Ctrl-C; nothing half-written was left", file=sys.stderr)
         return 130
     except BrokenPipeError:
+        # who read the output has gone (| head): the interpreter's own last flush must not fail as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -80,6 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         where = f" ({error.filename})" if error.filename else ""
         return _fail(LoragateError(f"the disk is full{where}; free some space and run again"), debug, 1)
     except Exception as error:
+        # libraries put a full disk into errors of their own: safetensors quotes the system, torch "failed writing file"
         if any(sign in str(error) for sign in ("No space left", "failed writing file")):
             full = "the disk is full; free some space and run again (with --resume if it was a training)"
             return _fail(LoragateError(full), debug, 1)
@@ -113,12 +115,14 @@ def _run(name: str, arguments: list[str]) -> int:
     if name not in COMMANDS:
         raise ConfigError(f"unknown command {name!r}{nearest(name, COMMANDS)} (loragate --help lists them)")
     _quiet_libraries()
+    # cyclopts and rich take longer to import than the overview to print
     from loragate.cli.arguments import parse, print_help, resolved_yaml
 
     found = command(name)
     if {"-h", "--help", "--help-all"} & set(arguments):
         print_help(found, everything="--help-all" in arguments)
         return 0
+    # fields of `needs` may still be missing, so that --print-config shows the rest
     options, given = parse(found, arguments)
     if given.get("print_config"):
         print(resolved_yaml(options), end="")

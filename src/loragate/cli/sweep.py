@@ -88,6 +88,7 @@ def run(options: SweepOptions) -> int:
         options.runner, options.workers, options.cpus_per_trial, options.gpus_per_trial, options.device
     )
 
+    # `run_sweep` calls it when the folder is found fit and the trials that are left are known
     def watched(sweep: Any, store: Any, pending: Any) -> None:
         write_text(folder / "config.yaml", resolved_yaml(options))
         done = len(store.finished())
@@ -156,6 +157,7 @@ class Trials:
     def show(self, at: str) -> None:
         """Draw the line."""
         counted = f"{self.finished} of {self.every} finished" + (f", {self.failed} failed" if self.failed else "")
+        # judged from trainings alone: the share of them that is done
         left = self.job.left(self.trained / (self.trained + self.ahead)) if self.ahead else ""
         self.job.show((self.finished + self.failed) / self.every, ", ".join(filter(None, (counted, left))), at)
         self.job.close_with(counted)

@@ -84,6 +84,7 @@ def run(options: RecipesOptions) -> int:
         given[key.strip()] = value
     recipe = recipes.read_recipe(rest[0]).with_local(options.local_model, options.local_data)
     recipe = recipe.with_values(given)
+    # in any folder: what is wrong with a reference or an option is said before a verb begins
     for stage in recipe.placed("out"):
         recipes.options_of(stage, recipe.name)
     return VERBS[verb][0](options, recipe)
@@ -133,6 +134,7 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
         small = recipes.rehearsal_of(recipe, folder / "stand-ins", how)
         how.say(f"{recipe.name} on stand-ins in {folder}")
         shown = [
+            # paths of a temporary folder say nothing to a reader
             tuple("not set" if part is None else str(part).replace(f"{folder}/", "") for part in row)
             for row in recipe.differences(small)
         ]

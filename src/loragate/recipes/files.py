@@ -202,11 +202,13 @@ def _comments(path: Path) -> dict[tuple[str, ...], str]:
     def walk(node: yaml.Node, above: tuple[str, ...]) -> None:
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             here = (*above, str(key.value).replace("-", "_") if above else str(key.value))
+            # yaml drops comments, but knows where a value ends: what follows on its line is the comment
             behind = text[value.end_mark.index :].partition("\n")[0].strip()
             if behind.startswith("#"):
                 found[here] = behind[1:].strip()
             walk(value, here)
 
+    # the node tree keeps places in the text; `read_mapping` has refused what is no mapping, or has a key twice
     walk(yaml.compose(text, Loader=yaml.SafeLoader) or yaml.ScalarNode("", ""), ())
     return found
 
@@ -253,7 +255,7 @@ def _merged(name: str, layers: Sequence[Layer]) -> Recipe:
         merged.fields.update(layer.fields)
         for block, options in layer.blocks.items():
             merged.blocks.setdefault(block, {}).update(options)
-    texts = {"templates": str(HERE / "templates")}
+    texts = {"templates": str(HERE / "templates")}  # words that are no stage: they are put in at once
 
     def put_in(value: Any) -> Any:
         return filled(value, lambda word: texts.get(word, f"{{{word}}}"))  # a reference to a stage stays
@@ -264,6 +266,7 @@ def _merged(name: str, layers: Sequence[Layer]) -> Recipe:
     for stage, command in _order(name, merged).items():
         values: dict[str, Any] = {}
         marks: dict[str, str] = {}
+        # the block of the stage's own name wins over that of its command
         for option, (value, source) in {**merged.blocks.get(command, {}), **merged.blocks.get(stage, {})}.items():
             if option == "out":
                 raise ConfigError(f"{name}: stage '{stage}' sets out; the folder of a stage follows from --out")

@@ -96,6 +96,7 @@ def lacking(stages: Sequence[Stage], folder: str) -> list[str]:
     found: dict[str, list[str]] = {}
     programs = any(stage.values.get("suite") == "code" for stage in stages)
     for stage in stages:
+        # a path that does not exist yet would be missed
         earlier = [key for key, value in stage.values.items() if str(value).startswith(f"{folder}/") and key != "out"]
         here = {key: value for key, value in stage.values.items() if key not in earlier}
         options = options_of(dataclasses.replace(stage, values=here), stage.name)
@@ -110,6 +111,7 @@ def ask(python: str, stages: Sequence[Stage], folder: str) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="loragate-ready-") as place:
         file = Path(place) / "stages.json"
         write_json(file, {"folder": folder, "stages": [dataclasses.asdict(stage) for stage in stages]})
+        # answered in a file, as libraries print to either stream while they are imported
         command = [python, "-m", "loragate", "recipes", ANSWER, str(file)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -162,6 +164,7 @@ def _checks(options: Any, stage: str, programs: bool) -> Iterator[Check]:
     if isinstance(options, SftOptions | CalibrateOptions | SweepOptions):
         yield partial(check_loading, options)
         yield partial(require_reporters, options.report_to)
+    # calibrate and sweep take an adapter, which is an earlier stage's work
     if isinstance(options, SftOptions | MaskOptions | Asking):
         yield partial(_model, options)
     if isinstance(options, CalibrateOptions):
@@ -263,6 +266,7 @@ def needs(recipe: Recipe) -> list[Need]:
         request = Request(
             model=recipe.base,
             gpu_memory=recipe.machine or Request.gpu_memory,
+            # the planner's "any" would try both, and a recipe has decided
             gradient_checkpointing="yes" if values.get("gradient_checkpointing") else "no",
             **settled,
         )

@@ -50,6 +50,7 @@ class Stage:
     @property
     def own_base(self) -> bool:
         """Whether the stage's model is a base, and not what an earlier stage left."""
+        # a stage without a model (calibrate, sweep) counts as a reference: the adapter that it takes is one
         return "{" not in str(self.values.get("model", "{"))
 
     @property
@@ -105,7 +106,7 @@ class Recipe:
         outputs: dict[str, str] = {}
         for stage in self.stages:
 
-            def resolve(name: str, stage: Stage = stage) -> str:
+            def resolve(name: str, stage: Stage = stage) -> str:  # bound now, as the loop goes on
                 if name not in outputs:
                     before = ", ".join(outputs) or "nothing"
                     raise ConfigError(
@@ -119,6 +120,7 @@ class Recipe:
             placed.append(dataclasses.replace(stage, values={**values, "out": out}))
             outputs[stage.name] = out
             if stage.command in TRAINS:
+                # a sweep leaves many gated adapters, and the one that it chose in best/
                 outputs["last"] = f"{out}/best" if stage.command == "sweep" else out
         return tuple(placed)
 
@@ -169,6 +171,7 @@ class Recipe:
         for stage in self.stages:
             if model and stage.own_base:
                 stage = _replaced(stage, {"model": model}, "yours: --local-model")
+            # rows that a mask stage of this recipe writes stay a reference
             if data and stage.command in ROWS and "{" not in str(stage.values.get("data", "{")):
                 values = {"data": data, "revision": "", "split": "", "heldout_split": ""}
                 stage = _replaced(stage, values, "yours: --local-data")
@@ -198,6 +201,7 @@ class Recipe:
         lines += [_pair(key, value) for key, value in top.items() if value]
         for stage in self.stages:
             pairs = {key: _pair(key, value) for key, value in stage.values.items()}
+            # sources stand in a column, behind all but the longest values
             wide = min(max(map(len, pairs.values()), default=0), 44)
             lines += ["", f"{stage.name}:"]
             marks = {key: f"  # {mark}" for key, mark in stage.marks.items() if mark}
@@ -229,7 +233,7 @@ def _replaced(stage: Stage, given: Mapping[str, Any], source: str) -> Stage:
 
 
 def _read(key: str, value: Any) -> Any:
-    if not isinstance(value, str) or not value.strip():
+    if not isinstance(value, str) or not value.strip():  # an empty text would be read as null
         return value.strip() if isinstance(value, str) else value
     try:
         return yaml.safe_load(value)

@@ -135,7 +135,7 @@ def _rehearsed(stage: Stage, folder: Path, engine: str, recipe: str) -> dict[str
     if stage.own_base:
         values["model"] = str(folder / base_folder(template=not values.get("chat_template")))
     if stage.command in COUNTS:
-        values |= {"strategy": None, "processes": None}
+        values |= {"strategy": None, "processes": None}  # one process on this machine
         if "{" not in str(values.get("data", "{")):
             # commits and splits belong to the hub
             data = str(values["data"])
@@ -230,15 +230,16 @@ def write_base(folder: Path, tokenizer: Any, ends: str) -> None:
         embedding[:, 0] = 1.0
         for layer in model.model.layers:
             for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-                norm.weight[0] = 0.0
+                norm.weight[0] = 0.0  # attention and MLP do not see the constant
             # what layers add outweighs the embedding, or a token with tied embeddings would predict itself
             for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 linear.weight.normal_()
                 linear.weight[0] *= 1e-3  # next to nothing; a row of zeros has no direction, which DoRA divides by
+        # a normed state has entries of size 1 and an embedding of 0.1: their product over H entries has a spread of 0.1·√H
         final = model.model.norm.weight.fill_(10 * SPREAD / HIDDEN**0.5)
         final[0] = 1.0
         embedding[tokenizer.convert_tokens_to_ids(ends), 0] += END
-        embedding[len(tokenizer) :, 0] = -400.0
+        embedding[len(tokenizer) :, 0] = -400.0  # rows past the vocabulary, as Qwen has them: never drawn
     model.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, max_new_tokens=2048)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

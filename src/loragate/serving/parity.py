@@ -123,8 +123,9 @@ def compare(model: Any, served: Sequence[Served]) -> Agreement:
         with torch.no_grad():
             logits_TV = model(ids).logits[0].float().cpu()
         logprobs_TV = logits_TV.log_softmax(-1)
+        # position t predicts token t + 1
         own_T = logprobs_TV[:-1].gather(-1, ids[0, 1:].cpu().unsqueeze(-1)).squeeze(-1)
-        cut = len(answer.prompt_ids) - 1
+        cut = len(answer.prompt_ids) - 1  # of `own_T`, which says nothing of the first token
         if answer.prompt_logprobs:
             prompt = max(prompt, _furthest(own_T[:cut], answer.prompt_logprobs))
         generated = max(generated, _furthest(own_T[cut:], answer.logprobs))
@@ -178,6 +179,7 @@ def verify(settings: ServerSettings, how: Loading, place: Place, adapters: Mappi
             warm = greedy(llm, prompts, owners, NEW_TOKENS, prompt_logprobs=False)
     finally:
         llm.llm_engine.engine_core.shutdown()
+        # its memory is needed for the reference
         del llm
         gc.collect()
     out, good = console(), True
