@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from loragate import models
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import GateOptions, RunOptions, taken_from
-from loragate.display import Display, console, next_evaluation, quiet_logging
+from loragate.display import Display, console, next_evaluation
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.selection.candidate import Candidate, parse_candidates
@@ -67,7 +67,6 @@ def run(options: CalibrateOptions) -> int:
     folder, out = Path(options.out), console()
     require_free_out(folder, options.resume)
     require_reporters(options.report_to)
-    quiet_logging()
     place = models.resolve(options.adapter, options.base, expect="adapter")
     try:
         # the place's own name: an adapter of the hub is recorded with the commit that it has now

@@ -24,7 +24,7 @@ from loragate.analysis.subject import Subject
 from loragate.analysis.token_traces import diagnose_tokens
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.options import EvaluationInputs
-from loragate.display import Display, console, duration, quiet_logging
+from loragate.display import Display, console, duration
 from loragate.evaluation.engines import load
 from loragate.evaluation.evaluate import EngineFor, Evaluation, counted
 from loragate.evaluation.results import EvaluationRecord
@@ -70,7 +70,6 @@ def load_inputs(options: EvaluationInputs, name: str, engine: str = "transformer
     Raises:
         ConfigError: for a place that holds no model, or what the engine cannot serve.
     """
-    quiet_logging()
     loaded = load(name, options.base, options, engine)
     if engine == "vllm":
         require_served(loaded.names["base"], loaded.config)

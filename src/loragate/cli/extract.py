@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import Gt, Le
 
 from loragate.cli.arguments import Command, require_given
-from loragate.display import Display, console, quiet_logging
+from loragate.display import Display, console
 from loragate.files import require_new
 from loragate.validate import Size
 
@@ -59,7 +59,6 @@ def run(options: ExtractOptions) -> int:
     require_given(COMMAND, options)
     folder = Path(options.out)
     require_new(folder)
-    quiet_logging()
     from loragate.conversion.extract import extract_adapter, write_adapter_folder
 
     out = console()

@@ -12,7 +12,6 @@ from typing import Any
 from loragate import gates, models
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
-from loragate.display import quiet_logging
 from loragate.errors import ConfigError
 from loragate.gates.recommended import chosen_temperature, sampling_note
 from loragate.printable import printable
@@ -65,7 +64,6 @@ def run(options: GenerateOptions) -> int:
     """Generate and print; finish reasons go to stderr."""
     check_loading(options)
     prompts = read_prompts(options)
-    quiet_logging()
     from loragate.generation import SamplingConfig, TransformersEngine
     from loragate.generation.requests import begun, rendered
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loragate.cli.arguments import Command
-from loragate.display import console, next_evaluation, quiet_logging
+from loragate.display import console, next_evaluation
 from loragate.gates.recommended import at
 from loragate.validate import comma_list
 
@@ -36,7 +36,6 @@ def run(options: InspectOptions) -> int:
     """Print the findings; status 1 if the adapter cannot be gated."""
     from loragate.analysis.inspection import inspect_adapter
 
-    quiet_logging()
     found = inspect_adapter(
         options.adapter,
         options.base,

@@ -8,12 +8,10 @@ from __future__ import annotations
 import dataclasses
 import errno
 import importlib
-import logging
 import os
 import sys
 import textwrap
 import traceback
-import warnings
 from typing import TYPE_CHECKING
 
 from loragate.errors import ConfigError, LoragateError, nearest
@@ -114,10 +112,11 @@ def overview() -> str:
 def _run(name: str, arguments: list[str]) -> int:
     if name not in COMMANDS:
         raise ConfigError(f"unknown command {name!r}{nearest(name, COMMANDS)} (loragate --help lists them)")
-    _quiet_libraries()
     # cyclopts and rich take longer to import than the overview to print
     from loragate.cli.arguments import parse, print_help, resolved_yaml
+    from loragate.display import quiet_logging
 
+    quiet_logging()
     found = command(name)
     if {"-h", "--help", "--help-all"} & set(arguments):
         print_help(found, everything="--help-all" in arguments)
@@ -128,19 +127,6 @@ def _run(name: str, arguments: list[str]) -> int:
         print(resolved_yaml(options), end="")
         return 0
     return found.run(options)
-
-
-def _quiet_libraries() -> None:
-    """No telemetry and no chatter of libraries between our own lines."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # said at the import of PEFT on processors with AVX512-BF16, of a kernel for packed weights; see gates.keep_unpacked
-    ops = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    ops.addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=UserWarning, module="(transformers|trl|peft|torch)")
 
 
 def _fail(error: LoragateError, debug: bool, status: int) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from loragate.analysis.settings import Request
 from loragate.cli.arguments import Command
-from loragate.display import console, duration, quiet_logging
+from loragate.display import console, duration
 from loragate.errors import LoragateError
 from loragate.report.table import Line, Sheet
 
@@ -31,7 +31,6 @@ def run(options: PlanOptions) -> int:
     """Print the plan; an error that says what to change if nothing fits."""
     from loragate.analysis.plan import make_plan
 
-    quiet_logging()
     plan = make_plan(options)
     if options.json:
         print(json.dumps(asdict(plan), indent=2))

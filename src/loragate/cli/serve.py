@@ -9,7 +9,6 @@ from typing import Literal
 from loragate import models
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
-from loragate.display import quiet_logging
 from loragate.effects import require_effect
 from loragate.serving.settings import ServerSettings
 from loragate.training.preflight import check_loading
@@ -30,7 +29,6 @@ def run(options: ServeOptions) -> int:
     engine: Literal["vllm", "transformers"] = "vllm" if with_vllm else "transformers"
     require_effect("serve", options, flags=True, engine=engine)
     check_loading(options)
-    quiet_logging()
     # the commit that the model is now
     return serve(replace(options, model=asked.source, engine=engine), options, options.system)
 

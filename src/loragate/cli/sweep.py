@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.options import GateOptions, RunOptions, taken_from
-from loragate.display import Display, Job, console, duration, next_evaluation, quiet_logging
+from loragate.display import Display, Job, console, duration, next_evaluation
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.files import write_text
@@ -77,7 +77,6 @@ def run(options: SweepOptions) -> int:
     from loragate.report.sweep import choice_sentence, sweep_tables, write_sweep
     from loragate.selection.sweep import choose_runner, run_sweep
 
-    quiet_logging()
     folder, out = Path(options.out), console()
 
     def say(text: str) -> None:

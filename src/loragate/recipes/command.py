@@ -15,7 +15,7 @@ from rich.table import Table
 
 from loragate import recipes
 from loragate.cli.arguments import Command, flag_of
-from loragate.display import console, duration, next_evaluation, quiet_logging
+from loragate.display import console, duration, next_evaluation
 from loragate.errors import ConfigError, nearest
 from loragate.printable import printable
 from loragate.validate import comma_list
@@ -60,7 +60,6 @@ def run(options: RecipesOptions) -> int:
     """Do what the first word says."""
     verb, *rest = options.words or ("list",)
     if verb == recipes.ANSWER and rest:
-        quiet_logging()
         recipes.answer(Path(rest[0]))
         return 0
     if verb not in VERBS:
@@ -139,7 +138,6 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
             for row in recipe.differences(small)
         ]
         _table("replaced; everything else is as shipped", ("stage", "setting", "shipped", "here"), shown)
-        quiet_logging()
         figures = [(need.stage, f"{need.gib:.1f}", f"{need.hours:.1f}", need.note) for need in recipes.needs(recipe)]
         _table(f"the full run on {recipe.machine}, at most", ("stage", "GiB", "hours", "counted"), figures)
         how.say("trainings: estimates of loragate plan, every row as long as its limit")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from loragate.display import Display, console, quiet_logging
+from loragate.display import Display, console
 from loragate.errors import ConfigError, LoragateError
 from loragate.models import Loading, ModelRef, Place, base_config, open_weights, torch_device
 from loragate.serving.settings import ServerSettings
@@ -149,7 +149,6 @@ def verify(settings: ServerSettings, how: Loading, place: Place, adapters: Mappi
     In float32 a log-prob may differ by 1e-4 and no greedy choice may, unless the reference's two best are within 1e-3. In
     16 bits the figures are printed and not judged: both programs round, in different places.
     """
-    quiet_logging()
     base, revision, device = place.base.name, place.base.revision or None, torch_device(how)
     dtype = how.dtype if how.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     rank, display = prepare_vllm(place, adapters, how.trust_remote_code), Display()
