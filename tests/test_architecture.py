@@ -30,7 +30,7 @@ RESERVED = {
 }
 SIDEWAYS = {("report", "*"), ("world", "*"), ("gates", "losses"), ("data", "gates"), ("generation", "gates")}
 # what of serving/ runs inside vLLM knows gates and the files that hold them alone
-PLUGIN = {f"serving/{name}.py" for name in ("plugin", "hooks", "layers", "head", "placing", "versions", "__init__")}
+PLUGIN = {f"serving/{name}.py" for name in ("plugin", "hooks", "layers", "head", "placing", "__init__")}
 PLUGIN_MAY_KNOW = {*LOW, "gates", "models"}
 
 

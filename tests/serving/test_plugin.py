@@ -12,7 +12,7 @@ import pytest
 from loragate.errors import LoragateError
 from loragate.serving import SUPPORTED_RANGE, TESTED_VERSIONS, hooks, plugin, why_unsupported
 from loragate.serving.layers import GateMixin
-from loragate.serving.versions import HOOKS, missing_hook
+from loragate.serving.plugin import HOOKS, missing_hook
 
 
 def method(parameters: str) -> Any:

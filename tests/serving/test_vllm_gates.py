@@ -569,9 +569,9 @@ WITHOUT = """
 import sys, vllm
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
-from loragate.serving import versions
+from loragate.serving import plugin
 if sys.argv[2]:
-    versions.TESTED_VERSIONS, versions._BELOW = ("0.1",), (0, 1)
+    plugin.TESTED_VERSIONS, plugin._BELOW = ("0.1",), (0, 1)
 llm = vllm.LLM(model=sys.argv[1] + "/base", skip_tokenizer_init=True, dtype="float32", enable_lora=True, max_lora_rank=8)
 sampling = vllm.SamplingParams(temperature=0, max_tokens=4, detokenize=False)
 ids = {"prompt_token_ids": [5, 6, 7]}

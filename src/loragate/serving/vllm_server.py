@@ -29,8 +29,8 @@ from loragate.files import write_json, write_text
 from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
 from loragate.models import Loading, Place, base_config, explained, generation_config, gguf, read_gates
 from loragate.serving.hooks import ADAPTERS
+from loragate.serving.plugin import vllm_version
 from loragate.serving.settings import ServerSettings
-from loragate.serving.versions import vllm_version
 
 USUAL_SHARE = 0.9
 """Share of an accelerator's memory that vLLM may fill."""
