@@ -50,8 +50,16 @@ class Stage:
     @property
     def own_base(self) -> bool:
         """Whether the stage's model is a base, and not what an earlier stage left."""
-        # a stage without a model (calibrate, sweep) counts as a reference: the adapter that it takes is one
-        return "{" not in str(self.values.get("model", "{"))
+        return self._names("model")
+
+    @property
+    def own_rows(self) -> bool:
+        """Whether the stage reads training rows of a file or the hub, and not what an earlier stage left."""
+        return self.command in ROWS and self._names("data")
+
+    def _names(self, option: str) -> bool:
+        # where the option is not set there is nothing to name either
+        return "{" not in str(self.values.get(option, "{"))
 
     @property
     def vllm(self) -> bool:
@@ -171,8 +179,7 @@ class Recipe:
         for stage in self.stages:
             if model and stage.own_base:
                 stage = _replaced(stage, {"model": model}, "yours: --local-model")
-            # rows that a mask stage of this recipe writes stay a reference
-            if data and stage.command in ROWS and "{" not in str(stage.values.get("data", "{")):
+            if data and stage.own_rows:
                 values = {"data": data, "revision": "", "split": "", "heldout_split": ""}
                 stage = _replaced(stage, values, "yours: --local-data")
             stages.append(stage)

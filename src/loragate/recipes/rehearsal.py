@@ -136,12 +136,12 @@ def _rehearsed(stage: Stage, folder: Path, engine: str, recipe: str) -> dict[str
         values["model"] = str(folder / base_folder(template=not values.get("chat_template")))
     if stage.command in COUNTS:
         values |= {"strategy": None, "processes": None}  # one process on this machine
-        if "{" not in str(values.get("data", "{")):
-            # commits and splits belong to the hub
-            data = str(values["data"])
-            values |= {"data": str(folder / rows_file(data)), "revision": None, "split": None}
-            if values.get("heldout") or values.get("heldout_split"):
-                values |= {"heldout": str(folder / rows_file(data, "held-out")), "heldout_split": None}
+    if stage.own_rows:
+        # commits and splits belong to the hub
+        data = str(values["data"])
+        values |= {"data": str(folder / rows_file(data)), "revision": None, "split": None}
+        if values.get("heldout") or values.get("heldout_split"):
+            values |= {"heldout": str(folder / rows_file(data, "held-out")), "heldout_split": None}
     if stage.command == "sweep" and values.get("ranges") == "grid":
         values["ranges"] = RANGES
     if values.get("probe"):

@@ -88,7 +88,9 @@ def run_recipe(recipe: Recipe, run: Run) -> dict[str, float]:
     for name in run.stages:
         recipe.stage(name)
     again = run.again or shlex.join(["loragate", "recipes", "run", recipe.name, "--out", str(run.folder)])
-    stages = [stage for stage, _, _ in steps(recipe, run)]
+    evaluator = interpreter(run)
+    planned = list(steps(recipe, run, evaluator))
+    stages = [stage for stage, _, _ in planned]
     for stage in stages:  # all of them, whichever are run: what is wrong with a later one is better known now
         settled(stage, recipe.name)
     # no waiting: a second run would wait for hours
@@ -97,7 +99,6 @@ def run_recipe(recipe: Recipe, run: Run) -> dict[str, float]:
         wanted = [stage for stage in stages if not run.stages or stage.name in run.stages]
         ahead = [stage for stage in wanted if not folder.is_finished(stage)]
         _require_earlier(stages, wanted, folder)
-        evaluator = interpreter(run)
         if evaluator:
             run.say(f"answers with vLLM: {evaluator}")
         if ahead:
@@ -109,7 +110,7 @@ def run_recipe(recipe: Recipe, run: Run) -> dict[str, float]:
         if evaluator:
             folder.note(eval_python=evaluator)
         run.say(f"{recipe.name} in {run.folder}: {', '.join(stage.name for stage in stages)}")
-        for number, (stage, command, config) in enumerate(steps(recipe, run, evaluator), 1):
+        for number, (stage, command, config) in enumerate(planned, 1):
             title = f"[{number}/{len(stages)}] {stage.name}"
             if stage not in ahead:
                 run.say(f"{title}: {'finished before' if stage in wanted else 'not asked for'}")
