@@ -135,8 +135,9 @@ def choose(
     heldout = None
     if options.heldout or options.heldout_split:
         # a split alone is one of --data, at its revision; all of the held-out rows are taken
-        where = {"data": options.heldout, "revision": ""} if options.heldout else {}
-        heldout = read_rows(replace(options, split=options.heldout_split, select_seed=None, **where), 0)
+        data, revision = (options.heldout, "") if options.heldout else (options.data, options.revision)
+        apart = replace(options, data=data, revision=revision, split=options.heldout_split, select_seed=None)
+        heldout = read_rows(apart, 0)
     with display.job("reading the data", unit="row") as job:
         one = Transaction(
             tokenizer,

@@ -132,11 +132,7 @@ class Recipe:
                 outputs["last"] = f"{out}/best" if stage.command == "sweep" else out
         return tuple(placed)
 
-    def with_values(
-        self,
-        given: Mapping[str, Any],
-        source: str = "yours: --set",
-    ) -> Recipe:
+    def with_values(self, given: Mapping[str, Any]) -> Recipe:
         """Replace values: "stage.option" in one stage, "option" in every stage whose command has it.
 
         Args:
@@ -163,7 +159,7 @@ class Recipe:
                 where = f"stage '{name}'" if name else "any stage"
                 raise ConfigError(f"--set {key}: no such option of {where} of {self.name}{nearest(key, known)}")
             for index in fitting:
-                stages[index] = _replaced(stages[index], {option: _read(key, value)}, source)
+                stages[index] = _replaced(stages[index], {option: _read(key, value)}, "yours: --set")
         return dataclasses.replace(self, stages=tuple(stages))
 
     def with_local(self, model: str = "", data: str = "") -> Recipe:

@@ -100,9 +100,9 @@ def transformers_backend(
         config = SamplingConfig(temperature, asked.top_p, limit, asked.n, asked.seed, tuple(asked.stop))
         with answering(model, rows, asked.model):
             samples = engine.generate(prompts, config)
-        # the engine's third reason is "stop_text"
-        reasons = {"length": "length"}
-        answers = [Answer(one.text, reasons.get(one.finish_reason, "stop"), len(one.token_ids)) for one in samples]
+        # the protocol knows two reasons, the engine a third one, "stop_text"
+        reasons = ["length" if one.finish_reason == "length" else "stop" for one in samples]
+        answers = [Answer(one.text, why, len(one.token_ids)) for one, why in zip(samples, reasons, strict=True)]
         return sum(map(len, prompt_ids)), answers
 
     return Backend(tuple(rows), answer)

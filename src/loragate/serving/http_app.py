@@ -146,7 +146,7 @@ def make_server(backend: Backend, host: str) -> uvicorn.Server:
     return uvicorn.Server(uvicorn.Config(make_app(backend, host), **settings))
 
 
-def make_app(backend: Backend, host: str = "127.0.0.1") -> FastAPI:
+def make_app(backend: Backend, host: str) -> FastAPI:
     """The application, to be served on `host`."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     # one request at a time: which adapter and which override act is a state of the one model
