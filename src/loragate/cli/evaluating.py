@@ -51,6 +51,7 @@ LOOKS: dict[str, Callable[[Subject, DiagnoseSettings], Any]] = {
 
 def request_of(options: EvaluationInputs, model: str) -> Request:
     """What an evaluation is asked for by a command's options."""
+    # said here and not left to the engine, whose room does not know servers: on a CPU vLLM's own default would not start
     share = options.vllm_memory or (usual_share() if options.engine == "vllm" else 0.0)
     return Request(
         model,
@@ -172,6 +173,7 @@ def next_line(folder: Path, record: EvaluationRecord) -> str:
     for info in record.tasks:
         if info.grader in other:
             return f"next: loragate regrade {folder} --grader {other[info.grader]}"
+    # no second grader: look at answers of the row that did best
     best = max(record.results, key=lambda row: row.avg_at_k.mean)
     return f'next: loragate generate --model {record.models.get(best.variant, record.models["base"])} --prompt "…"'
 

@@ -42,6 +42,7 @@ def run(options: InspectOptions) -> int:
         target_modules=comma_list(options.target_modules),
         trust_remote_code=options.trust_remote_code,
     )
+    # one refused module is enough, as the adapter would then act there ungated; without a cost nothing at all can be gated
     hopeless = "refuse" in found["counts"] or "cost" not in found or not found["trainable"]
     if options.json:
         print(json.dumps(found, indent=2))
@@ -66,6 +67,7 @@ def _print(found: dict[str, Any], hopeless: bool) -> None:
         chosen = [module for module in found["modules"] if module["status"] == status]
         if not chosen:
             continue
+        # the last part of a path is what people call a kind of module: q_proj, up_proj
         kinds = Counter(module["path"].rsplit(".", 1)[-1] for module in chosen)
         listed = ", ".join(f"{name} ×{count}" for name, count in kinds.items())
         out.print(f"  {len(chosen):>4} module{'s' if len(chosen) > 1 else ''} {words}: {listed}", markup=False)

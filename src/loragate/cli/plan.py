@@ -68,6 +68,7 @@ def _print(plan: Plan) -> None:
         lines.append(Line(name, [(cell,) for cell in cells]))
     note = "recompute: gradient checkpointing; rows: micro-batch of one GPU; GiB: its peak; times are estimates; ←: take this"
     out.print(Sheet("", ("strategy", "weights", "recompute", "rows", "GiB", "step", "run", "fits"), lines, note))
+    # those that would print as 0.00 are left out
     parts = ", ".join(f"{name} {gib:.2f}" for name, gib in plan.least.parts.items() if gib >= 0.005)
     out.print(f"GiB per GPU by part ({plan.least}): {parts}", markup=False)
     if plan.command:

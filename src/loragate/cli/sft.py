@@ -39,6 +39,7 @@ def run(options: SftOptions) -> int:
     settings = taken_from(options, StageOneSettings)
     require_free_out(folder, options.resume)
     check_loading(options)
+    # with --processes this process only starts the others and waits
     if (status := begin(settings, options, options, reference=bool(options.reference))) is not None:
         return status
     require_reporters(options.report_to)

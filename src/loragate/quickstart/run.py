@@ -139,6 +139,7 @@ class Trained:
         rows = demonstrations(4096, seed=seed)
         write_text(folder / "data" / "demonstrations.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         self.rows, known = load_rows(rows), {str(row) for row in rows}
+        # the world is small, so that other draws hit rows of the training again: four times as many leave enough
         others = [row for row in demonstrations(4 * HELDOUT_ROWS, seed=seed + OTHER_ROWS) if str(row) not in known]
         self.heldout = encode_rows(load_rows(others[:HELDOUT_ROWS]), self.tokenizer, max_length=GATES.max_length)
 
@@ -235,7 +236,7 @@ class Trained:
                 "max_steps": GATES.max_steps,
                 **own,
             }
-            rows = self.rows.shuffled(self.seed).take(GATES.max_rows)
+            rows = self.rows.shuffled(self.seed).take(GATES.max_rows)  # those that the gates were trained on
             self.train_lora(name, name.replace(" ", "-"), rows, **more)
 
     def _place(self, name: str) -> Path:

@@ -44,13 +44,12 @@ def take_over(owner: Any, name: str, method: Callable[..., Any]) -> None:
 
 def load(original: Any, self: Any, lora_request: Any) -> Any:
     """`_load_adapter` that reads gates beside the adapter, and refuses them before anything is activated."""
-    from vllm.lora.utils import get_adapter_absolute_path
-
     from loragate.serving.placing import place_gates
 
     try:
         named, override = split_folder(lora_request.lora_path)
-        folder = Path(get_adapter_absolute_path(named))  # a hub id is downloaded
+        # a hub id is downloaded
+        folder = Path(resolve_name("vllm.lora.utils:get_adapter_absolute_path")(named))
         if override is None and not is_gated(folder):
             _remember(self, lora_request, "")
             return original(self, lora_request)

@@ -99,11 +99,10 @@ def missing_hook() -> str | None:
 def register() -> None:
     """Entry point of `vllm.general_plugins`; may be called many times, and never raises."""
     try:
-        from vllm.lora.worker_manager import WorkerLoRAManager
-
         from loragate.serving.hooks import install, refuse, take_over
 
-        if hasattr(WorkerLoRAManager, MARK):
+        manager = resolve_name(f"{_MANAGERS}WorkerLoRAManager")
+        if hasattr(manager, MARK):
             return
         reason = why_unsupported(vllm_version())
         if reason is None and (hook := missing_hook()) is not None:
@@ -113,9 +112,9 @@ def register() -> None:
             )
         if reason is None:
             install()
-        elif hasattr(WorkerLoRAManager, "_load_adapter"):
-            take_over(WorkerLoRAManager, "_load_adapter", functools.partial(refuse, reason))
-        setattr(WorkerLoRAManager, MARK, reason or "")
+        elif hasattr(manager, "_load_adapter"):
+            take_over(manager, "_load_adapter", functools.partial(refuse, reason))
+        setattr(manager, MARK, reason or "")
     except Exception:
         # an exception here would end vLLM for those who serve no gates; without hooks it refuses gated folders itself
         logger.exception("the loragate plugin could not be set up; gated adapters will be refused")
