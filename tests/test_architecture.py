@@ -1,4 +1,4 @@
-"""The house: arrows between rooms point down, optional libraries stay in their rooms, importing is quick."""
+"""The house: arrows between rooms point down, optional libraries stay in their rooms."""
 
 import ast
 import subprocess
@@ -33,7 +33,7 @@ RESERVED = {
 }
 SIDEWAYS = {("report", "*"), ("world", "*"), ("gates", "losses"), ("data", "gates"), ("generation", "gates")}
 # what of serving/ runs inside vLLM knows gates and the files that hold them alone
-PLUGIN = {f"serving/{name}.py" for name in ("plugin", "hooks", "layers", "head", "placing", "versions", "__init__")}
+PLUGIN = {f"serving/{name}.py" for name in ("plugin", "hooks", "layers", "head", "placing", "__init__")}
 PLUGIN_MAY_KNOW = {*LOW, "gates", "models"}
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from loragate import display
 from loragate.cli import generate
-from loragate.cli.calibration_report import news
+from loragate.cli.calibrate import news
 from loragate.display import FILE_WIDTH, Display, console, time_left
 from loragate.generation import Sample, TransformersEngine
 from loragate.printable import printable
@@ -67,7 +67,7 @@ def test_a_choice_of_ranges_says_which_step_of_which_range(clock):
     out = io.StringIO()
     tried = parse_candidates("0,1;-6,3", "entropy", 0)
     with Display(out=Console(file=out, width=200)).job("trying 2 ranges") as job:
-        told = news(Console(file=out, width=200), job, tried)
+        told = news(Console(file=out, width=200), job, tried, 1.25)
         told(Candidate(None, ADAPTER), "planned", 0, 2400, None)
         for one, stage, total in [
             (tried[0], "training", 150),

@@ -172,7 +172,7 @@ def main() -> None:
     import torch
 
     from loragate.serving.parity import Served, compare
-    from loragate.serving.versions import vllm_version
+    from loragate.serving.plugin import vllm_version
 
     cases: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:

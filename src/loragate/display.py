@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,14 @@ from rich.text import Text
 from loragate.printable import printable
 
 PLAIN_SECONDS = 10.0
+QUIET = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers shows none then, either
+    "HF_HUB_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""What the environment says to libraries, unless it says something else already."""
 FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe: room for names and intervals in one line
 
 
@@ -46,19 +55,28 @@ class _ToStderr(logging.Handler):
 
 
 def quiet_logging() -> None:
-    """Our own warnings to stderr, one line each; other libraries' only from error upwards."""
-    import transformers
+    """Our own warnings to stderr, one line each; other libraries' only from error upwards, and no telemetry.
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-
+    Libraries that are imported later, as most are when a command begins, are told by the environment, and so are the processes
+    that it starts; transformers, which may be there already, is told itself.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    if transformers := sys.modules.get("transformers"):
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="(transformers|trl|peft|torch)")
     own = logging.getLogger("loragate")
-    if not own.handlers:  # tests and notebooks call commands one after the other
-        handler = _ToStderr()
-        handler.setFormatter(logging.Formatter("loragate: %(message)s"))
-        own.addHandler(handler)
-        own.propagate = False
+    if own.handlers:  # tests and notebooks call commands one after the other
+        return
+    handler = _ToStderr()
+    handler.setFormatter(logging.Formatter("loragate: %(message)s"))
+    own.addHandler(handler)
+    own.propagate = False
+    # said at the import of PEFT on processors with AVX512-BF16, of a kernel for packed weights; see gates.keep_unpacked
+    ops = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    ops.addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
 
 
 def next_evaluation(model: object, out: str) -> str:

@@ -25,7 +25,7 @@ from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.selection import Chosen, SelectionSettings, trial
 from loragate.selection.chosen import headline
 from loragate.selection.probe import Probe
-from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+from tiny import tiny_base, tiny_rows, tiny_tokenizer, write_adapter, write_base
 
 POOL = [f"w{i} w{i + 1} w{i + 2} w{i + 3} w{i + 4} w{i + 5} w{i + 6}" for i in range(80)]
 GREEDY = ["--probe-grader", "exact", "--probe-temperature", "0", "--probe-max-new-tokens", "1"]
@@ -48,11 +48,8 @@ def first_words(model):
 def place(tmp_path_factory):
     """A base, an adapter, rows, and probes whose labels are the adapter's own words or those of [-3,1]."""
     root = tmp_path_factory.mktemp("selection")
-    tiny_base().save_pretrained(root / "base")
-    tiny_tokenizer().save_pretrained(root / "base")
-    model = tiny_adapter()
-    model.peft_config["default"].base_model_name_or_path = str(root / "base")
-    model.save_pretrained(root / "adapter")
+    write_base(root / "base")
+    model = write_adapter(root / "adapter", root / "base")
     write(root / "train.jsonl", tiny_rows(20))
     write(root / "many.jsonl", tiny_rows(700, seed=4))
     (root / "words.yaml").write_text(words_task())
@@ -268,10 +265,7 @@ def test_flags_that_would_be_ignored_are_refused(place, tmp_path, capsys):
             (*probe, "--objective", "anchored", "--beta", "0.5", "--ranges=0,1@entropy"),
             "beta has no effect with objective entropy",
         ),
-        (
-            (*probe, "--probe-task", "math500", "--probe-grader", "exact"),
-            "--probe-grader has no effect",
-        ),
+        ((*probe, "--probe-task", "math500", "--probe-grader", "exact"), "--probe-grader has no effect"),
         ((*probe, "--no-guard"), "--guard has no effect"),
         ((*probe, "--probe-temperature", "-1"), "at least 0"),
         ((*given, "--probe-samples", "2"), "has no effect with --unverified; leave it out"),
@@ -304,16 +298,7 @@ def test_ctrl_c_says_the_step_and_how_to_go_on(place, tmp_path, capsys, monkeypa
         return train(*args, on_step=report, **options)
 
     monkeypatch.setattr(trial, "calibrate", interrupted)
-    probe = (
-        "--probe",
-        place / "gated.jsonl",
-        *GREEDY,
-        "--ranges=-3,1",
-        "--epochs",
-        "3",
-        "--logging-steps",
-        "1",
-    )
+    probe = ("--probe", place / "gated.jsonl", *GREEDY, "--ranges=-3,1", "--epochs", "3", "--logging-steps", "1")
     assert calibrate(place, tmp_path / "out", *probe) == 130
     assert "stopped by Ctrl-C at step 2 of 6; run the same command with --resume" in said(capsys)
     monkeypatch.setattr(trial, "calibrate", train)

@@ -21,34 +21,23 @@ from loragate.cli.main import main
 from loragate.evaluation.results import read_record
 from loragate.evaluation.session import Request
 from loragate.evaluation.settings import TaskSettings
-from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+from tiny import tiny_rows, write_rows
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(saved, tmp_path_factory):
+    """base/, adapter/ and gated/, run/ with a checkpoint of the gates on half their way, a task and rows."""
     root = tmp_path_factory.mktemp("diagnose")
-    tiny_base().save_pretrained(root / "base")
-    tiny_tokenizer().save_pretrained(root / "base")
-    base = tiny_base()
-    base.name_or_path = base.config._name_or_path = str(root / "base")
-    model = tiny_adapter(base=base)
-    model.peft_config["default"].base_model_name_or_path = str(root / "base")
-    model.save_pretrained(root / "adapter")
-    lg.attach_gates(model, lg.GateConfig(-3, 2))
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(model).values():
-            parameter.normal_(0, 0.5)
-    lg.save_gates(model, root / "gated", adapter_source=root / "adapter", base_id=str(root / "base"))
+    for name in ("base", "adapter", "gated"):
+        (root / name).symlink_to(saved / name)
     checkpoint = root / "run" / "checkpoint-5"
     checkpoint.mkdir(parents=True)
-    save_file(
-        {n: 0.5 * p.detach().clone() for n, p in lg.gate_parameters(model).items()}, checkpoint / "trained.safetensors"
-    )
-    words = [{"question": f"w{index} w{index + 1}", "answer": f"w{index}"} for index in range(4)]
-    (root / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in words))
+    gates = lg.gate_parameters(lg.load_gated(saved / "gated"))
+    save_file({name: 0.5 * value.detach() for name, value in gates.items()}, checkpoint / "trained.safetensors")
+    asked = [{"question": f"w{index} w{index + 1}", "answer": f"w{index}"} for index in range(4)]
+    write_rows(root / "words.jsonl", asked)
     (root / "words.yaml").write_text(words_task("question", tokens=4))
-    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(5)))
+    write_rows(root / "rows.jsonl", tiny_rows(5))
     return root
 
 
@@ -62,15 +51,8 @@ def diagnose(place, what, out, *more, model="gated"):
 
 def test_entropy_and_interventions_by_its_sign(place, tmp_path, capsys):
     out = tmp_path / "entropy"
-    asked = (
-        "--rows",
-        place / "rows.jsonl",
-        "--tasks",
-        place / "words.yaml",
-        "--suppress",
-        "negative,positive,negative",
-    )
-    assert diagnose(place, "entropy", out, *asked) == 0
+    asked = ("--rows", place / "rows.jsonl", "--tasks", place / "words.yaml")
+    assert diagnose(place, "entropy", out, *asked, "--suppress", "negative,positive,negative") == 0
     record = read(EntropyRecord, out / "entropy.json")
     assert record.rows == 5
     assert [row.name for row in record.interventions] == ["adapter negative", "adapter positive"]
@@ -82,8 +64,7 @@ def test_entropy_and_interventions_by_its_sign(place, tmp_path, capsys):
     assert scored == ["adapter", "base", "gated", "adapter negative", "adapter positive"]
     printed = capsys.readouterr().out
     assert record.conclusion[0] in " ".join(printed.split())
-    again = diagnose(place, "entropy", out, "--rows", place / "rows.jsonl", "--tasks", place / "words.yaml", "--resume")
-    assert again == 0
+    assert diagnose(place, "entropy", out, *asked, "--resume") == 0
     assert read(EntropyRecord, out / "entropy.json").interventions == record.interventions
 
 

@@ -350,57 +350,47 @@ def test_a_killed_evaluation_loses_nothing(place, tmp_path):
     assert sorted(keys) == [(question, sample) for question in range(6) for sample in range(20)]
 
 
-def full_after(writes):
-    """A `SampleWriter` whose disk is full after so many batches, in the middle of a line."""
+def stopped_after(writes, stop):
+    """A `SampleWriter` that is stopped after so many batches."""
 
     class Writer(SampleWriter):
         left = writes
 
         def write(self, samples):
             if Writer.left == 0:
-                self._file.write('{"question": 1, "sam')
-                self._file.flush()
-                broken = self._file
-
-                class Full:
-                    def write(self, text):
-                        raise OSError(errno.ENOSPC, "No space left on device")
-
-                    def close(self):
-                        broken.close()
-                        raise OSError(errno.ENOSPC, "No space left on device")
-
-                self._file = Full()
+                stop(self)
             Writer.left -= 1
             super().write(samples)
 
     return Writer
 
 
-def interrupted_after(writes):
-    class Writer(SampleWriter):
-        left = writes
+def fill_the_disk(writer):
+    """In the middle of a line; to close the file fails, too."""
+    broken = writer._file
+    broken.write('{"question": 1, "sam')
+    broken.flush()
 
-        def write(self, samples):
-            if Writer.left == 0:
-                raise KeyboardInterrupt
-            Writer.left -= 1
-            super().write(samples)
+    class Full:
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    return Writer
+        def close(self):
+            broken.close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer._file = Full()
 
 
-@pytest.mark.parametrize(
-    ("writer", "status", "told"),
-    [(full_after(6), 1, "disk is full"), (interrupted_after(6), 130, "stopped")],
-    ids=["full", "ctrl-c"],
-)
-def test_a_full_disk_and_ctrl_c_leave_a_resumable_run(
-    place, whole, tmp_path, capsys, monkeypatch, writer, status, told
-):
+def interrupt(writer):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("stop", "status", "told"), [(fill_the_disk, 1, "disk is full"), (interrupt, 130, "stopped")])
+def test_a_full_disk_and_ctrl_c_leave_a_resumable_run(place, whole, tmp_path, capsys, monkeypatch, stop, status, told):
     more = (*FEW, "--batch-size", "6")
     with monkeypatch.context() as patch:
-        patch.setattr("loragate.generation.samples.SampleWriter", writer)
+        patch.setattr("loragate.generation.samples.SampleWriter", stopped_after(6, stop))
         assert run(place, "gated", tmp_path / "run", *more) == status
     captured = capsys.readouterr()
     text = " ".join((captured.out + captured.err).split())

@@ -140,14 +140,5 @@ def test_what_cannot_work_is_refused(place, tmp_path, fails):
     )
     assert mask(place, tmp_path / "m.jsonl") == 0
     assert "exists already" in fails(*good, *out)
-    again = [
-        "mask",
-        "--model",
-        place / "base",
-        *reference,
-        "--data",
-        tmp_path / "m.jsonl",
-        "--out",
-        tmp_path / "n.jsonl",
-    ]
+    again = [*common[:-1], tmp_path / "m.jsonl", *reference, "--out", tmp_path / "n.jsonl"]
     assert "carry a keep_mask already" in fails(*again, status=1)

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from loragate.analysis import plan
+from loragate.analysis.plan import make_plan
 from loragate.cli.main import main
 from tiny import tiny_base
 
@@ -16,7 +18,15 @@ def model_file(tmp_path):
     return str(path)
 
 
-def test_a_plan_is_printed_as_a_table_or_as_json(model_file, capsys):
+def test_a_plan_is_printed_as_a_table_or_as_json(model_file, capsys, monkeypatch):
+    made = []
+
+    def once(options):
+        """Planned once, shown twice."""
+        made[:] = made or [make_plan(options)]
+        return made[0]
+
+    monkeypatch.setattr(plan, "make_plan", once)
     arguments = ["plan", model_file, "--stage", "sft", "--seq", "256", "--batch", "8", "--gpu-memory", "4090"]
     assert main(arguments) == 0
     text = capsys.readouterr().out

@@ -40,17 +40,8 @@ def test_all_the_way(storage, place, tmp_path, monkeypatch):
     flag = ["--quantization", storage]
     data = ["--data", str(place / "rows.jsonl"), *COMMON, *flag]
     assert main(["sft", "--model", str(place / "base"), *data, "--out", str(tmp_path / "adapter")]) == 0
-    calibrate = [
-        "calibrate",
-        "--adapter",
-        str(tmp_path / "adapter"),
-        *data,
-        "--range=-3,2",
-        "--unverified",
-        "--k",
-        "20",
-    ]
-    assert main([*calibrate, "--out", str(tmp_path / "gated")]) == 0
+    calibrate = ["calibrate", "--adapter", str(tmp_path / "adapter"), *data, "--range=-3,2", "--unverified"]
+    assert main([*calibrate, "--k", "20", "--out", str(tmp_path / "gated")]) == 0
     record = json.loads((tmp_path / "gated" / "gate_config.json").read_text())
     assert record["base"]["quantization"] == storage
     assert "quantization: " + storage in (tmp_path / "gated" / "run" / "config.yaml").read_text()

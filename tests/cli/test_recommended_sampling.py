@@ -18,8 +18,8 @@ from loragate.gates.schema import read_gate_config
 from loragate.models import Loading, resolve
 from loragate.serving.backend import Row, transformers_backend
 from loragate.serving.explore import explorer_of
+from loragate.serving.hooks import recommend, take_over, warn
 from loragate.serving.http_app import CompletionRequest
-from loragate.serving.plugin import recommend, take_over, warn
 from loragate.serving.server import print_sampling, served_places
 from loragate.serving.settings import ServerSettings
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer, write_base

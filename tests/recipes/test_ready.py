@@ -178,6 +178,21 @@ def test_another_environment_is_asked_in_its_own_interpreter(version, lacks, tmp
         require_parts(mine, mine.placed("run"), Run(tmp_path / "run"), other)
 
 
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (None, "No module named x"),
+        ({"loragate": "0.0.1", "lacking": []}, "0.0.1"),
+        ({"loragate": __version__, "lacking": ["eval: no plugin"]}, "- eval: no plugin"),
+    ],
+)
+def test_an_interpreter_that_cannot_evaluate(answer, told, tmp_path):
+    script = f"""echo '{json.dumps(answer)}' > "${{5%.json}}.answer.json" """
+    other = program(tmp_path / "bin", script if answer else 'echo "No module named x" >&2; exit 1')
+    mine = Recipe("mine", "", (Stage("eval", "eval", {"model": "base", "engine": "vllm"}),))
+    assert told in refused(mine, tmp_path / "run", other)[1]
+
+
 def test_evaluations_run_in_the_interpreter_that_was_named_once(tmp_path, monkeypatch, capfd):
     log, status, out = tmp_path / "log", tmp_path / "status", tmp_path / "run"
     told = json.dumps({"loragate": __version__, "lacking": []})

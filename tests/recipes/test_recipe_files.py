@@ -53,7 +53,7 @@ def test_every_value_of_a_file_is_used():
     for kind in ("domain", "backbone", "method"):
         for path in files(kind).values():
             for block, options in read_file(path).blocks.items():
-                for option, value in options.items():
+                for option, (value, _) in options.items():
                     assert value is None or (block, option) in used, f"{path.name}: {block}.{option}"
 
 
@@ -217,7 +217,8 @@ def test_a_recipe_of_ones_own(tmp_path):
     assert recipe.title == "wide"
     assert recipe.stage("sft").values["rank"] == 64
     assert recipe.base == "me/mine"
-    assert recipe.stage("sft").marks["rank"] == "yours: mine.yaml"
+    for option in ("rank", "model"):
+        assert recipe.stage("sft").marks[option] == "yours: mine.yaml", option
     assert recipe.stage("calibrate").values == read_recipe(SCALE).stage("calibrate").values
 
 

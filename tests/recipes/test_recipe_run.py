@@ -1,7 +1,6 @@
 """A recipe's run: what is missing is said first, its folder goes on with the same recipe and is refused to another."""
 
 import dataclasses
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -12,8 +11,7 @@ import yaml
 
 from loragate.errors import ConfigError, LoragateError
 from loragate.recipes import Recipe, Stage
-from loragate.recipes.run import Run, RunFolder, interpreter, require_parts, run_recipe
-from loragate.version import __version__
+from loragate.recipes.run import Run, RunFolder, interpreter, run_recipe
 
 
 @pytest.fixture
@@ -163,25 +161,8 @@ def test_a_stage_that_fails_says_how_it_goes_on(recipe, run, started, monkeypatc
         run_recipe(recipe, dataclasses.replace(run, stages=["eval"]))
 
 
-def asking(script, folder):
-    folder.mkdir()
-    python = folder / "python"
-    python.write_text(f"#!/bin/sh\n{script}\n")
-    python.chmod(0o755)
-    vllm = Recipe("mine", "", (Stage("eval", "eval", {"model": "base", "engine": "vllm"}),))
-    with pytest.raises(ConfigError) as caught:
-        require_parts(vllm, vllm.placed("x"), Run(Path("x")), str(python))
-    return str(caught.value).splitlines()[1]
-
-
-def test_an_interpreter_that_cannot_evaluate(tmp_path, run):
+def test_the_interpreter_of_evaluations(tmp_path, run):
     with pytest.raises(ConfigError, match=r"--eval-python .*nowhere"):
         interpreter(dataclasses.replace(run, eval_python=str(tmp_path / "nowhere")))
     assert interpreter(run) == ""
     assert interpreter(dataclasses.replace(run, eval_python="sh")) == shutil.which("sh")
-    assert "No module named x" in asking('echo "No module named x" >&2; exit 1', tmp_path / "a")
-    answer = '"${5%.json}.answer.json"'
-    older = f'echo \'{{"loragate": "0.0.1", "lacking": []}}\' > {answer}'
-    assert "0.0.1" in asking(older, tmp_path / "b")
-    told = json.dumps({"loragate": __version__, "lacking": ["eval: no plugin"]})
-    assert asking(f"echo '{told}' > {answer}", tmp_path / "c") == "- eval: no plugin"

@@ -29,8 +29,13 @@ PLAN = SimpleNamespace(
 )
 
 
-def test_a_rehearsal_on_paper(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("loragate.recipes.ready.make_plan", lambda *_, **__: PLAN)  # test_machine.py makes them
+@pytest.fixture
+def planned(monkeypatch):
+    """What the full run needs costs nothing to say: `test_machine.py` makes the plans."""
+    monkeypatch.setattr("loragate.recipes.ready.make_plan", lambda *_, **__: PLAN)
+
+
+def test_a_rehearsal_on_paper(capsys, tmp_path, planned):
     assert main(["recipes", "rehearse", SCALE, "--dry-run", "--out", str(tmp_path / "r")]) == 0
     text = " ".join(capsys.readouterr().out.replace("\\\n", " ").split())
     assert "sft max_rows 100000 320" in text
@@ -47,7 +52,7 @@ def test_every_recipe_and_its_rehearsal_fit_the_commands(wanted, capsys):
     assert int(capsys.readouterr().out.split()[0]) >= expected * (1 if wanted else len(files("backbone")))
 
 
-def test_a_folder_that_holds_something_else(tmp_path, capsys):
+def test_a_folder_that_holds_something_else(tmp_path, capsys, planned):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     assert main(["recipes", "rehearse", SCALE, "--out", str(tmp_path / "mine")]) == 2
@@ -55,7 +60,7 @@ def test_a_folder_that_holds_something_else(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 
-def test_a_rehearsal_that_fails_says_how_it_goes_on_and_keeps_its_interpreter(tmp_path, monkeypatch):
+def test_a_rehearsal_that_fails_says_how_it_goes_on_and_keeps_its_interpreter(tmp_path, monkeypatch, planned):
     asked, seen = tmp_path / "r", []
     monkeypatch.delenv("LORAGATE_EVAL_PYTHON", raising=False)
     monkeypatch.setattr(

@@ -125,6 +125,12 @@ def test_fewer_than_the_rehearsals_counts_stay(tmp_path):
     assert (small.stage("sft").values["max_rows"], small.stage("sft").values["max_steps"]) == (9, 1)
 
 
+def test_tasks_may_be_a_list(tmp_path):
+    (tmp_path / "own.yaml").write_text("stages: [eval]\neval: {model: a/b, tasks: [math500, aime24], samples: 16}\n")
+    values = rehearsal_of(read_recipe(str(tmp_path / "own.yaml")), tmp_path).stage("eval").values
+    assert (values["samples"], values["limit"]) == (2, 2)
+
+
 def test_a_grid_has_the_corners_and_a_probe_of_the_stand_ins(place):
     recipe = read_recipe("math/qwen2.5-math-1.5b/grid").with_values({"sweep.probe": "mine"})
     small = rehearsal_of(recipe, place)

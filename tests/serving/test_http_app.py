@@ -199,22 +199,9 @@ def test_a_bad_request_gets_a_reason(client: TestClient, name: str) -> None:
 
 def test_what_asks_for_nothing_is_fine(client: TestClient) -> None:
     """Clients fill in the protocol's defaults, and null for what they leave out."""
-    nothing = {
-        "stream": False,
-        "logprobs": None,
-        "echo": False,
-        "best_of": 1,
-        "presence_penalty": 0.0,
-        "logit_bias": {},
-    }
-    nothing |= {
-        "user": "me",
-        "suffix": "",
-        "tools": [],
-        "response_format": {"type": "text"},
-        "stop": None,
-        "seed": None,
-    }
+    nothing = {"stream": False, "logprobs": None, "echo": False, "best_of": 1, "presence_penalty": 0.0}
+    nothing |= {"logit_bias": {}, "user": "me", "suffix": "", "tools": [], "stop": None, "seed": None}
+    nothing |= {"response_format": {"type": "text"}}
     assert complete(client, **nothing)["choices"] == complete(client)["choices"]
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loragate.errors import LoragateError
 from loragate.gates.range import Range
 from loragate.gates.signed_map import SignedMap
-from loragate.serving import SUPPORTED_RANGE, TESTED_VERSIONS, why_unsupported
 from loragate.serving.layers import empty_slots, slot_coefficients, slot_constants
-from loragate.serving.plugin import _remember
 
 SLOTS, SLICES, WIDTH = 3, 2, 16
 MAPS = [SignedMap(Range(-6, 3)), SignedMap(Range(-1, 2), 0.5), torch.ones_like]  # the last slot holds a plain adapter
@@ -92,28 +89,3 @@ def test_gates_changed_in_place_are_seen_by_a_compiled_graph() -> None:
         torch.testing.assert_close(graph(x, slots, weight, bias, constants), expected(x, slots), rtol=1e-5, atol=2e-6)
     weight[0], bias[0], constants[0] = 0, 0, slot_constants(MAPS[0])
     assert (graph(x, slots, weight, bias, constants)[slots == 0] == 1).all()
-
-
-def test_versions() -> None:
-    for version in (*TESTED_VERSIONS, "0.32.0+cpu", "0.32.7"):
-        assert why_unsupported(version) is None
-    for version in ("0.31.9", "0.33.0", "1.32.0", "", "main"):
-        assert SUPPORTED_RANGE in (why_unsupported(version) or "")
-
-
-def test_other_gates_under_a_served_name_and_folder_are_refused() -> None:
-    class Owner:
-        pass
-
-    class Request:
-        lora_name, lora_path = "math", "/adapters/math"
-
-    class Elsewhere(Request):
-        lora_path = "/adapters/math-2"
-
-    owner = Owner()
-    _remember(owner, Request, "one")
-    _remember(owner, Request, "one")
-    _remember(owner, Elsewhere, "two")
-    with pytest.raises(LoragateError, match="changed since it was served as 'math'"):
-        _remember(owner, Request, "two")

@@ -465,19 +465,8 @@ def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
     for engine in ("transformers", "vllm"):
         out = tmp_path / engine
         command = ["eval", "--model", str(folders / "wide"), "--suite", "retention", "--data", str(QUESTIONS)]
-        command += [
-            "--out",
-            str(out),
-            "--engine",
-            engine,
-            "--controls",
-            "none",
-            "--max-new-tokens",
-            "12",
-            "--limit",
-            "2",
-        ]
-        assert main([*command, "--dtype", "float32", "--device", "cpu"]) == 0
+        command += ["--out", str(out), "--engine", engine, "--controls", "none", "--max-new-tokens", "12"]
+        assert main([*command, "--limit", "2", "--dtype", "float32", "--device", "cpu"]) == 0
         evaluation = open_evaluation(out)
         found[engine] = {
             (row, suite): evaluation.answers(Variant(row), suite, "lm-eval")
@@ -580,9 +569,9 @@ WITHOUT = """
 import sys, vllm
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
-from loragate.serving import versions
+from loragate.serving import plugin
 if sys.argv[2]:
-    versions.TESTED_VERSIONS, versions._BELOW = ("0.1",), (0, 1)
+    plugin.TESTED_VERSIONS, plugin._BELOW = ("0.1",), (0, 1)
 llm = vllm.LLM(model=sys.argv[1] + "/base", skip_tokenizer_init=True, dtype="float32", enable_lora=True, max_lora_rank=8)
 sampling = vllm.SamplingParams(temperature=0, max_tokens=4, detokenize=False)
 ids = {"prompt_token_ids": [5, 6, 7]}

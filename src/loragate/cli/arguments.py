@@ -85,13 +85,13 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
     except CycloptsError as error:
         said = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(f"loragate {command.name}: {said} (loragate {command.name} --help-all lists all)") from error
-    values = dict(bound.arguments)
+    values = dict(bound.arguments)  # what was typed alone, as the application has no defaults
     known = {flag_of(name) for name in (*field_kinds(command.options), *GLOBAL)}
     for name, value in values.items():
         if isinstance(value, str) and value in known:  # --out --resume
             raise ConfigError(f"loragate {command.name}: {flag_of(name)} expects a value, found the flag {value}")
     given = {name: values.pop(name) for name in GLOBAL if name in values}
-    if "config" in given:
+    if "config" in given:  # what was typed wins
         values = read_config(given["config"], command) | values
     _refuse_missing(command, [name for name in command.required if name not in command.needs and name not in values])
     try:
@@ -197,6 +197,7 @@ def headings(command: Command) -> dict[str, str]:
         elif not command.common or name in command.common.split() or name == command.positional:
             found[name] = "options"
         else:
+            # the class that declares the field, not one that inherits it
             owner = next(cls for cls in command.options.__mro__ if name in inspect.get_annotations(cls))
             words = re.findall("[A-Z][a-z]+", re.sub("(Options|Settings|Inputs)$", "", owner.__name__))
             found[name] = f"advanced: {' '.join(words).lower()}"  # ModelOptions: model
@@ -258,7 +259,7 @@ def help_texts(options: type) -> dict[str, str]:
     """{field: text} out of the "Attributes:" parts of the class and its bases."""
     return {
         found.arg_name: " ".join((found.description or "").split())
-        for cls in reversed(options.__mro__[:-1])
+        for cls in reversed(options.__mro__[:-1])  # bases first, so that the text of a subclass wins
         for found in parse_docstring(cls.__doc__ or "").params
     }
 
@@ -270,7 +271,8 @@ def flag_of(name: str) -> str:
 
 def _converter(hint: Any) -> Callable[[Any, Any], Any] | None:
     """How cyclopts reads a value where its own reading is too kind (1.5 as an integer, nan) or has no rule (JSON)."""
-    if typing.get_origin(hint) in (typing.Union, UnionType):  # int of int | None
+    # `int | None` has another origin than `Optional[int]`; either way the type that is not None decides
+    if typing.get_origin(hint) in (typing.Union, UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     kind = typing.get_origin(hint) or hint
 

@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from loragate import models
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import RunOptions, taken_from
-from loragate.display import console, next_evaluation, quiet_logging
+from loragate.cli.options import GateOptions, RunOptions, taken_from
+from loragate.display import Display, console, next_evaluation
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.selection.candidate import Candidate, parse_candidates
 from loragate.selection.settings import SelectionSettings, require_one_process
 from loragate.training.preflight import check_loading, require_free_out, require_reporters
 from loragate.training.settings import ON_POLICY, CalibrationSettings
-from loragate.validate import comma_list
+from loragate.training.strategy import launch_of
 
 if TYPE_CHECKING:
-    from loragate.gates.gate import GateConfig
-
-
-@dataclass(frozen=True)
-class GateOptions:
-    """How the gates are made.
-
-    Attributes:
-        tau: gate temperature.
-        init_scale: size of the initial perturbation of the gate weights.
-        granularity: unit that has its own λ: token (each token in each module), module (each module, whatever the
-            token) or global (one λ for all).
-        detach_input: the gate reads its input without a gradient (the paper's semi-gradient); --no-detach-input gives the
-            complete gradient, a variant.
-        gate_modules: gate only these modules (names separated by commas); by default all LoRA linears.
-    """
-
-    tau: float = 1.0
-    init_scale: float = 1e-6
-    granularity: Literal["token", "module", "global"] = "token"
-    detach_input: bool = True
-    gate_modules: str = ""
+    from loragate.selection import Chosen
 
 
 @dataclass(frozen=True)
@@ -78,8 +59,6 @@ def run(options: CalibrateOptions) -> int:
     require_given(COMMAND, options)
     candidates = candidates_of(options)
     check_loading(options)
-    from loragate.cli.calibration_report import choose
-    from loragate.models import resolve
     from loragate.training.launching import begin
 
     settings = taken_from(options, CalibrationSettings)
@@ -88,9 +67,9 @@ def run(options: CalibrateOptions) -> int:
     folder, out = Path(options.out), console()
     require_free_out(folder, options.resume)
     require_reporters(options.report_to)
-    quiet_logging()
-    place = resolve(options.adapter, options.base, expect="adapter")
+    place = models.resolve(options.adapter, options.base, expect="adapter")
     try:
+        # the place's own name: an adapter of the hub is recorded with the commit that it has now
         chosen = choose(replace(options, adapter=place.source), settings, place, candidates, out)
     except KeyboardInterrupt as stop:
         if (folder / "run").is_dir():
@@ -132,19 +111,106 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
     return found
 
 
-def gate_config(options: GateOptions) -> GateConfig:
-    """The `GateConfig` of a command's flags; range and seed are a candidate's."""
-    from loragate.gates.gate import GateConfig
+def choose(
+    options: CalibrateOptions,
+    settings: CalibrationSettings,
+    place: models.Place,
+    candidates: tuple[Candidate, ...],
+    out: Any,
+) -> Chosen:
+    """What `loragate.choose_gates` does, with what is read shown before the model is loaded, and progress after."""
+    from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
+    from loragate.selection.comparison import stopped_of
+    from loragate.selection.evidence import require_evidence
+    from loragate.selection.transaction import Transaction
+    from loragate.selection.trial import SHARE, origin_of
+    from loragate.training.rows import read_rows
 
-    return GateConfig(
-        0,
-        1,
-        tau=options.tau,
-        init_scale=options.init_scale,
-        detach_input=options.detach_input,
-        granularity=options.granularity,
-        target_modules=tuple(comma_list(options.gate_modules)) or None,
-    )
+    display, folder = Display(), Path(options.out)
+    asking = taken_from(options, SelectionSettings)
+    # first of all, as rows may be many, and on the hub
+    require_evidence(asking, options.probe, options.retention_probe, set_aside=options.range == "auto")
+    rows = read_rows(options, options.max_rows)
+    tokenizer = models.open_tokenizer(place, options)
+    heldout = None
+    if options.heldout or options.heldout_split:
+        # a split alone is one of --data, at its revision; all of the held-out rows are taken
+        data, revision = (options.heldout, "") if options.heldout else (options.data, options.revision)
+        apart = replace(options, data=data, revision=revision, split=options.heldout_split, select_seed=None)
+        heldout = read_rows(apart, 0)
+    with display.job("reading the data", unit="row") as job:
+        one = Transaction(
+            tokenizer,
+            rows,
+            options.probe or None,
+            folder,
+            candidates,
+            options.gate_config(),
+            settings,
+            asking,
+            options.retention_probe or None,
+            heldout,
+            system=options.system,
+            unverified=options.unverified,
+            on_progress=job.advance_to,
+        )
+    show_data(out, one.encoded, tokenizer)
+    with display.job("loading the model"):
+        model = models.open_weights(place, options, host_memory=launch_of().sharded)
+    warn_about_endings(out, tokenizer, one.encoded, model.get_base_model())
+    one.take(model, **origin_of(place, options.base_id))
+    drawn = {candidate.objective for candidate in candidates} == {"random"}
+    out.print(f"gating {one.gateable} modules" + (", drawn at random, no training" if drawn else ""))
+    if not drawn:
+        say_steps(out, settings, len(one.encoded), " for each range")
+    keep_configuration(options, folder)
+    if not options.unverified:
+        with display.job("preparing the probe", unit="answer") as shown:
+            one.find_probe(shown.advance_to)
+        if not options.probe_max_new_tokens:
+            out.print(
+                f"a probe answer may take {one.how.answer} tokens, half more than the longest training answers; "
+                "--probe-max-new-tokens sets it",
+                markup=False,
+            )
+    # the weaker ranges are stopped after a part of their steps (`SHARE`), so that a choice takes fewer than a training for each
+    trainings = len(candidates) - (1 - SHARE) * stopped_of(len(candidates))
+    with display.job(f"trying {len(candidates)} range{'s' * (len(candidates) > 1)}", unit="step") as shown:
+        return one.run(resume=options.resume, on_event=news(out, shown, candidates, trainings))
+
+
+def news(out: Any, job: Any, tried: Sequence[Candidate], trainings: float) -> Any:
+    """An `on_event` that says how much will be asked, which range is trained, at which step, and then which setting is asked.
+
+    Args:
+        trainings: how many whole trainings all the steps of all ranges together amount to.
+    """
+    numbers = {one.slug: number for number, one in enumerate(tried, 1)}
+    trained = dict.fromkeys(numbers, 0.0)  # the share of its own steps that each range has done
+    asked: dict[Candidate, None] = {}  # an ordered set: settings that have been asked anything
+
+    def named(candidate: Candidate) -> str:
+        return f"range {numbers[candidate.slug]} of {len(tried)}, {candidate.cell}"
+
+    def on_event(candidate: Candidate, stage: str, done: int, total: int, entropy: float | None) -> None:
+        if not total:
+            return  # a model is loaded, or a trial written
+        if stage == "planned":
+            out.print(
+                f"at most {total:,} answers will be asked, of all settings together, unless one drops out", markup=False
+            )
+        elif stage == "training":
+            trained[candidate.slug] = done / total
+            share = min(1.0, sum(trained.values()) / trainings)
+            note = "" if entropy is None else f"entropy {entropy:.3f}"
+            job.show(share, f"{named(candidate)}: {stage}, step {done:,} of {total:,}", note, job.left(share))
+        elif candidate.slug in numbers:
+            job.show(done / total, f"{named(candidate)}, after a part of its steps: answer {done:,} of {total:,}")
+        else:
+            asked[candidate] = None
+            job.show(done / total, f"{len(asked)} settings asked; {candidate.cell}: answer {done:,} of {total:,}")
+
+    return on_event
 
 
 COMMAND = Command(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from loragate.cli.arguments import Command
-from loragate.display import Display, quiet_logging
+from loragate.display import Display
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class ConvertBaseOptions:
 
 def run(options: ConvertBaseOptions) -> int:
     """Unpack, write, and say what for."""
-    quiet_logging()
     from loragate.conversion.plain import write_plain_base
 
     with Display().job("unpacking the weights"):

@@ -1,6 +1,6 @@
 """`loragate diagnose`: look at what an adapter and its gates do. Five looks, one set of settings, one record each.
 
-`loragate.effects` says which look uses which setting; the looks are calls of `loragate.analysis`.
+`loragate.effects` says which look uses which setting; `loragate.cli.evaluating` has the looks, calls of `loragate.analysis`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from typing import Literal
 
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.evaluate import EvaluationInputs
+from loragate.cli.options import EvaluationInputs
+from loragate.display import console
 from loragate.effects import require_effect
+from loragate.training.preflight import check_loading
 
 Look = Literal["entropy", "gates", "interventions", "alignment", "tokens"]
 
@@ -27,16 +29,34 @@ class DiagnoseOptions(EvaluationInputs, DiagnoseSettings):
     """
 
     what: Look | None = None
-    model: str = ""
 
 
 def run(options: DiagnoseOptions) -> int:
-    """Check what was asked for, then hand over to the look."""
+    """Check what was asked for, take the look, and say what to run next."""
     require_given(COMMAND, options)
     require_effect("diagnose", options, flags=True)
-    from loragate.cli.diagnosing import diagnose
+    check_loading(options, options.engine)
+    from loragate.cli.evaluating import diagnose
 
-    return diagnose(options)
+    kind = diagnose(str(options.what), options, options)
+    console().print(f"next: loragate {next_command(options, kind)}", markup=False)
+    return 0
+
+
+def next_command(options: DiagnoseOptions, kind: str) -> str:
+    """The look that goes on from this one, after a model of this kind."""
+    model, out = options.model, options.out
+    if options.what == "tokens":
+        return f"report {options.run} {out}"
+    if options.what == "interventions":
+        return f"diagnose gates --model {model} --run {out} --out {out}-gates"
+    if options.what == "entropy":
+        gates = f"diagnose gates --model {model} --tasks … --out {out}-gates"
+        return gates if kind == "gated" else f"diagnose entropy --model {model} --suite … --out …"
+    tasks = "--suite …"
+    if options.what == "gates" and not options.run:
+        tasks = f"--suite {options.suite}" if options.suite else f"--tasks {options.tasks}"
+    return f"diagnose interventions --model {model} {tasks} --out {out}-interventions"
 
 
 EXAMPLES = (

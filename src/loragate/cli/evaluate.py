@@ -6,19 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import ModelOptions, OutputOptions
-from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
-
-
-@dataclass(frozen=True)
-class EvaluationInputs(ModelOptions, EngineSettings, TaskSettings, GradingSettings, OutputOptions):
-    """Settings shared by commands that evaluate.
-
-    Attributes:
-        base: where the base model is, instead of the recorded one.
-    """
-
-    base: str = ""
+from loragate.cli.options import EvaluationInputs
+from loragate.effects import require_effect
+from loragate.errors import ConfigError
+from loragate.training.preflight import check_loading
+from loragate.validate import comma_list
 
 
 @dataclass(frozen=True)
@@ -34,7 +26,6 @@ class EvalOptions(EvaluationInputs):
         constants: constant λ of the cheap controls, separated by commas.
     """
 
-    model: str = ""
     sweep: str = ""
     controls: Literal["cheap", "full", "none", "alone"] = "cheap"
     constants: str = "0.5"
@@ -43,9 +34,22 @@ class EvalOptions(EvaluationInputs):
 def run(options: EvalOptions) -> int:
     """Load, prove that adapter and gates act, sample, judge, tabulate."""
     require_given(COMMAND, replace(options, model=options.model or options.sweep))
+    if options.sweep:
+        require_effect("eval", options, flags=True)
+        if options.controls == "full":
+            raise ConfigError("--controls full has no effect with --sweep, whose rows are the adapter and the cells")
+    try:
+        constants = [float(text) for text in comma_list(options.constants)]
+    except ValueError:
+        raise ConfigError(
+            f"--constants {options.constants}: expected numbers separated by commas, such as -0.5,0.5"
+        ) from None
+    check_loading(options, options.engine)  # before an engine is asked for that would not read these settings
     from loragate.cli import evaluating
 
-    return evaluating.evaluate_sweep(options) if options.sweep else evaluating.evaluate(options)
+    if options.sweep:
+        return evaluating.evaluate_sweep(options, options.sweep)
+    return evaluating.evaluate(options, options.controls, constants)
 
 
 COMMAND = Command(

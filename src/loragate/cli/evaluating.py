@@ -1,39 +1,57 @@
-"""Evaluations on a terminal: what `eval` asks of `loragate.evaluation`, shown while it runs, and its tables.
+"""Evaluations and diagnoses on a terminal: what `eval`, `regrade` and `diagnose` ask of their rooms, shown while it runs.
 
-Apart from the commands, which the help reads, as this loads what an evaluation needs.
+Apart from the commands, which the help reads, as this loads what an evaluation needs; it knows none of them.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from loragate import records
+from loragate.analysis.alignment import diagnose_alignment
+from loragate.analysis.delta_entropy import diagnose_entropy
+from loragate.analysis.interventions import diagnose_interventions
+from loragate.analysis.realised_gates import diagnose_gates
+from loragate.analysis.settings import DiagnoseSettings
+from loragate.analysis.subject import Subject
+from loragate.analysis.token_traces import diagnose_tokens
 from loragate.cli.arguments import resolved_yaml
-from loragate.cli.evaluate import EvalOptions, EvaluationInputs
-from loragate.cli.options import ModelOptions
-from loragate.display import Display, console, duration, quiet_logging
-from loragate.effects import require_effect
-from loragate.errors import ConfigError
+from loragate.cli.options import EvaluationInputs
+from loragate.display import Display, console, duration
 from loragate.evaluation.engines import load
 from loragate.evaluation.evaluate import EngineFor, Evaluation, counted
 from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.session import Request, Session, trained_controls
 from loragate.evaluation.variants import describe
 from loragate.files import write_json, write_text
+from loragate.generation import OnProgress
 from loragate.models import Loaded
+from loragate.report.page.blocks import diagnosis_blocks
 from loragate.report.scores import caption, score_markdown, score_tables
 from loragate.report.sweep import heat_maps, suite_table
+from loragate.report.table import Sheet
 from loragate.selection.outcome import SweptCells, suite_record
 from loragate.serving.vllm_server import require_served, usual_share
-from loragate.training.preflight import check_loading
-from loragate.validate import comma_list
+
+LOOKS: dict[str, Callable[[Subject, DiagnoseSettings], Any]] = {
+    "entropy": diagnose_entropy,
+    "gates": diagnose_gates,
+    "interventions": diagnose_interventions,
+    "alignment": diagnose_alignment,
+    "tokens": diagnose_tokens,
+}
 
 
 def request_of(options: EvaluationInputs, model: str) -> Request:
     """What an evaluation is asked for by a command's options."""
+    # said here and not left to the engine, whose room does not know servers: on a CPU vLLM's own default would not start
     share = options.vllm_memory or (usual_share() if options.engine == "vllm" else 0.0)
     return Request(
         model,
@@ -47,31 +65,22 @@ def request_of(options: EvaluationInputs, model: str) -> Request:
     )
 
 
-def load_inputs(options: ModelOptions, name: str, engine: str = "transformers") -> Loaded:
+def load_inputs(options: EvaluationInputs, name: str, engine: str = "transformers") -> Loaded:
     """The model and tokenizer of `--model`; its plain adapter where the gates are off.
 
     Raises:
         ConfigError: for a place that holds no model, or what the engine cannot serve.
     """
-    check_loading(options, engine)
-    quiet_logging()
-    loaded = load(name, getattr(options, "base", ""), options, engine)
+    loaded = load(name, options.base, options, engine)
     if engine == "vllm":
         require_served(loaded.names["base"], loaded.config)
     return loaded
 
 
-def evaluate(options: EvalOptions) -> int:
-    """`loragate eval` on one model."""
-    check_loading(options, options.engine)  # before an engine is asked for that would not read these settings
+def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float]) -> int:
+    """`loragate eval` on one model, with these controls beside it."""
     request = request_of(options, options.model)
     tasks = request.check()
-    try:
-        constants = [float(text) for text in comma_list(options.constants)]
-    except ValueError:
-        raise ConfigError(
-            f"--constants {options.constants}: expected numbers separated by commas, such as -0.5,0.5"
-        ) from None
     out, display = console(), Display()
     with display.job("loading the model"):
         loaded = load_inputs(options, options.model, options.engine)
@@ -79,12 +88,12 @@ def evaluate(options: EvalOptions) -> int:
         out.print(loaded.note, markup=False)
     with display.job("reading the questions"):
         session = Session(request, tasks, loaded)
-    evaluation = session.side_by_side(options.controls, constants)
+    evaluation = session.side_by_side(controls, constants)
     if note := session.sampling_note:
         out.print(note, markup=False)
     rows = ", ".join(variant.name for variant in evaluation.variants)
     begin(options, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
-    if options.controls == "full":
+    if controls == "full":
         for line in trained_controls(loaded):
             out.print(line, markup=False)
     record = sample(session, evaluation, out, display)
@@ -93,13 +102,11 @@ def evaluate(options: EvalOptions) -> int:
     return 0
 
 
-def evaluate_sweep(options: EvalOptions) -> int:
+def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
     """`loragate eval --sweep`: an evaluation with the finished cells of the sweep as rows; heat maps."""
-    require_effect("eval", options, flags=True)
-    if options.controls == "full":
-        raise ConfigError("--controls full has no effect with --sweep, whose rows are the adapter and the cells")
-    cells = SweptCells.of(Path(options.sweep), request_of(options, ""))
+    cells = SweptCells.of(Path(sweep), request_of(options, ""))
     out, display = console(), Display()
+    # nobody names the model of a sweep: it is the adapter of the cells, and stands so in config.yaml
     told = replace(options, model=cells.request.model, base=cells.request.base)
     with display.job("loading the model"):
         loaded = load_inputs(told, told.model, options.engine)
@@ -166,5 +173,48 @@ def next_line(folder: Path, record: EvaluationRecord) -> str:
     for info in record.tasks:
         if info.grader in other:
             return f"next: loragate regrade {folder} --grader {other[info.grader]}"
+    # no second grader: look at answers of the row that did best
     best = max(record.results, key=lambda row: row.avg_at_k.mean)
     return f'next: loragate generate --model {record.models.get(best.variant, record.models["base"])} --prompt "…"'
+
+
+class Shown(Subject):
+    """A subject whose diagnosis is shown on the terminal while it runs."""
+
+    def __init__(self, options: EvaluationInputs) -> None:
+        super().__init__(request_of(options, options.model))
+        self.options, self.display, self.out = options, Display(), console()
+
+    def say(self, line: str) -> None:
+        self.out.print(line, markup=False)
+
+    @contextmanager
+    def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress]:
+        with self.display.job(name, total, unit) as one:
+            yield one.advance_to
+
+    def open(self, model: str, base: str, engine: str) -> Loaded:
+        return load_inputs(replace(self.options, base=base), model, engine)
+
+    def score(self, session: Session, evaluation: Evaluation, engine_for: EngineFor | None = None) -> EvaluationRecord:
+        begin(self.options, evaluation, self.out, f"{evaluation.sample_count:,} answers to sample")
+        record = sample(session, evaluation, self.out, self.display, engine_for)
+        show(self.out, self.folder / "results", record)
+        return record
+
+
+def diagnose(what: str, options: EvaluationInputs, settings: DiagnoseSettings) -> str:
+    """Take one of the `LOOKS`, and print its tables and its conclusion; what was looked at: "base", "adapter" or "gated"."""
+    subject, folder = Shown(options), Path(options.out)
+    record = LOOKS[what](subject, settings)
+    if what == "tokens":
+        subject.say(f"{len(record['questions'])} questions written to {folder / 'tokens.json'}")
+    else:
+        for block in diagnosis_blocks(records.to_json(record)):
+            if isinstance(block, Sheet) and not block.folded:  # folded away on the page, too long for a terminal
+                subject.out.print(block)
+        write_text(folder / "config.yaml", resolved_yaml(options))
+        for line in record.conclusion:
+            subject.say(f"• {line}")
+        subject.say(f"written to {folder / what}.json in {duration(time.monotonic() - subject.began)}")
+    return subject.loaded.kind

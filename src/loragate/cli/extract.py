@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import Gt, Le
 
 from loragate.cli.arguments import Command, require_given
-from loragate.display import Display, console, quiet_logging
+from loragate.display import Display, console
 from loragate.files import require_new
 from loragate.validate import Size
 
@@ -59,7 +59,6 @@ def run(options: ExtractOptions) -> int:
     require_given(COMMAND, options)
     folder = Path(options.out)
     require_new(folder)
-    quiet_logging()
     from loragate.conversion.extract import extract_adapter, write_adapter_folder
 
     out = console()
@@ -87,6 +86,7 @@ def run(options: ExtractOptions) -> int:
 
 def report(out: Console, extraction: Extraction, energy: float) -> None:
     """What was kept, what was left out, and what another rank would do."""
+    # energies are squared norms, so a ratio of norms is the root of theirs
     size = 100 * (extraction.energy / extraction.base_energy) ** 0.5 if extraction.base_energy else float("nan")
     out.print(
         f"{len(extraction.modules)} linear layers changed"
@@ -99,7 +99,7 @@ def report(out: Console, extraction: Extraction, energy: float) -> None:
     advice = f"rank {wanted}" if wanted is not None else f"more than rank {longest}, as far as was looked"
     out.print(f"{100 * energy:g} % would take {advice}")
     worst = sorted(extraction.modules.items(), key=lambda item: -item[1].lost)[:WORST]
-    if worst[0][1].kept < 0.9995:
+    if worst[0][1].kept < 0.9995:  # else it prints as 100.0 %, and nothing is worth a table
         width = max(len(path) for path, _ in worst)
         out.print(f"{'most is lost in':{width}}  {'shape':>13}   kept  of the whole difference")
         for path, factors in worst:
@@ -107,6 +107,7 @@ def report(out: Console, extraction: Extraction, energy: float) -> None:
             share = 100 * factors.energy / extraction.energy
             out.print(f"{path:{width}}  {shape:>13}  {100 * factors.kept:4.1f} %  {share:.1f} %", markup=False)
     if extraction.left_out:
+        # the whole difference's energy: that of the linear layers over the share which is not left out
         parts = ", ".join(
             f"{kind} {100 * part.energy / (extraction.energy / (1 - extraction.left_share)):.2g} %"
             for kind, part in extraction.left_out.items()

@@ -12,7 +12,6 @@ from typing import Any
 from loragate import gates, models
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
-from loragate.display import quiet_logging
 from loragate.errors import ConfigError
 from loragate.gates.recommended import chosen_temperature, sampling_note
 from loragate.printable import printable
@@ -65,7 +64,6 @@ def run(options: GenerateOptions) -> int:
     """Generate and print; finish reasons go to stderr."""
     check_loading(options)
     prompts = read_prompts(options)
-    quiet_logging()
     from loragate.generation import SamplingConfig, TransformersEngine
     from loragate.generation.requests import begun, rendered
 
@@ -87,7 +85,7 @@ def run(options: GenerateOptions) -> int:
     loaded = models.open_model(place, options)
     model, tokenizer = loaded.model, loaded.tokenizer
     override = (options.lambda_constant, options.lambda_min, options.lambda_max)
-    overriding: Any = nullcontext()
+    overriding: Any = nullcontext()  # without an override nothing is laid over λ
     if any(value is not None for value in override):
         if loaded.kind != "gated":
             raise ConfigError(f"--lambda-… has no effect: {options.model} carries no gates")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loragate.cli.arguments import Command
-from loragate.display import console, next_evaluation, quiet_logging
+from loragate.display import console, next_evaluation
 from loragate.gates.recommended import at
 from loragate.validate import comma_list
 
@@ -36,13 +36,13 @@ def run(options: InspectOptions) -> int:
     """Print the findings; status 1 if the adapter cannot be gated."""
     from loragate.analysis.inspection import inspect_adapter
 
-    quiet_logging()
     found = inspect_adapter(
         options.adapter,
         options.base,
         target_modules=comma_list(options.target_modules),
         trust_remote_code=options.trust_remote_code,
     )
+    # one refused module is enough, as the adapter would then act there ungated; without a cost nothing at all can be gated
     hopeless = "refuse" in found["counts"] or "cost" not in found or not found["trainable"]
     if options.json:
         print(json.dumps(found, indent=2))
@@ -67,6 +67,7 @@ def _print(found: dict[str, Any], hopeless: bool) -> None:
         chosen = [module for module in found["modules"] if module["status"] == status]
         if not chosen:
             continue
+        # the last part of a path is what people call a kind of module: q_proj, up_proj
         kinds = Counter(module["path"].rsplit(".", 1)[-1] for module in chosen)
         listed = ", ".join(f"{name} ×{count}" for name, count in kinds.items())
         out.print(f"  {len(chosen):>4} module{'s' if len(chosen) > 1 else ''} {words}: {listed}", markup=False)

@@ -8,12 +8,10 @@ from __future__ import annotations
 import dataclasses
 import errno
 import importlib
-import logging
 import os
 import sys
 import textwrap
 import traceback
-import warnings
 from typing import TYPE_CHECKING
 
 from loragate.errors import ConfigError, LoragateError, nearest
@@ -72,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\nloragate: stopped by Ctrl-C; nothing half-written was left", file=sys.stderr)
         return 130
     except BrokenPipeError:
+        # who read the output has gone (| head): the interpreter's own last flush must not fail as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -80,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         where = f" ({error.filename})" if error.filename else ""
         return _fail(LoragateError(f"the disk is full{where}; free some space and run again"), debug, 1)
     except Exception as error:
+        # libraries put a full disk into errors of their own: safetensors quotes the system, torch "failed writing file"
         if any(sign in str(error) for sign in ("No space left", "failed writing file")):
             full = "the disk is full; free some space and run again (with --resume if it was a training)"
             return _fail(LoragateError(full), debug, 1)
@@ -112,31 +112,21 @@ def overview() -> str:
 def _run(name: str, arguments: list[str]) -> int:
     if name not in COMMANDS:
         raise ConfigError(f"unknown command {name!r}{nearest(name, COMMANDS)} (loragate --help lists them)")
-    _quiet_libraries()
+    # cyclopts and rich take longer to import than the overview to print
     from loragate.cli.arguments import parse, print_help, resolved_yaml
+    from loragate.display import quiet_logging
 
+    quiet_logging()
     found = command(name)
     if {"-h", "--help", "--help-all"} & set(arguments):
         print_help(found, everything="--help-all" in arguments)
         return 0
+    # fields of `needs` may still be missing, so that --print-config shows the rest
     options, given = parse(found, arguments)
     if given.get("print_config"):
         print(resolved_yaml(options), end="")
         return 0
     return found.run(options)
-
-
-def _quiet_libraries() -> None:
-    """No telemetry and no chatter of libraries between our own lines."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # said at the import of PEFT on processors with AVX512-BF16, of a kernel for packed weights; see gates.keep_unpacked
-    ops = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    ops.addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=UserWarning, module="(transformers|trl|peft|torch)")
 
 
 def _fail(error: LoragateError, debug: bool, status: int) -> int:

@@ -10,7 +10,7 @@ from annotated_types import Ge
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import ModelOptions, OutputOptions
-from loragate.display import console, duration, quiet_logging
+from loragate.display import console, duration
 from loragate.training.preflight import check_loading
 from loragate.validate import Count
 
@@ -49,7 +49,6 @@ def run(options: MaskOptions) -> int:
     """Score every response token under both models, keep the best share, write the rows."""
     check_loading(options)
     require_given(COMMAND, options)
-    quiet_logging()
     from loragate.training.token_influence import mask_rows
 
     out, began = console(), time.monotonic()

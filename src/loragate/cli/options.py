@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from loragate import gates
+from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 from loragate.models.settings import Loading
 from loragate.training.settings import LaunchSettings, RowsSettings
+from loragate.validate import comma_list
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -43,6 +46,52 @@ class RunOptions(RowsSettings, ModelOptions, LaunchSettings, OutputOptions):
     """What every training takes beside the settings of its stage."""
 
 
+@dataclass(frozen=True)
+class GateOptions:
+    """How the gates are made.
+
+    Attributes:
+        tau: gate temperature.
+        init_scale: size of the initial perturbation of the gate weights.
+        granularity: unit that has its own λ: token (each token in each module), module (each module, whatever the
+            token) or global (one λ for all).
+        detach_input: the gate reads its input without a gradient (the paper's semi-gradient); --no-detach-input gives the
+            complete gradient, a variant.
+        gate_modules: gate only these modules (names separated by commas); by default all LoRA linears.
+    """
+
+    tau: float = 1.0
+    init_scale: float = 1e-6
+    granularity: Literal["token", "module", "global"] = "token"
+    detach_input: bool = True
+    gate_modules: str = ""
+
+    def gate_config(self) -> gates.GateConfig:
+        """These settings as the gates take them; range and seed, which are a candidate's, are placeholders."""
+        return gates.GateConfig(
+            0,
+            1,
+            tau=self.tau,
+            init_scale=self.init_scale,
+            detach_input=self.detach_input,
+            granularity=self.granularity,
+            target_modules=tuple(comma_list(self.gate_modules)) or None,
+        )
+
+
+@dataclass(frozen=True)
+class EvaluationInputs(ModelOptions, EngineSettings, TaskSettings, GradingSettings, OutputOptions):
+    """What is evaluated, on what, and by which engine. A command that inherits from it says which models it takes.
+
+    Attributes:
+        base: where the base model is, instead of the recorded one.
+    """
+
+    base: str = ""
+    model: str = ""
+
+
 def taken_from(options: object, kind: type[Settings]) -> Settings:
     """The settings of one kind out of a command's options, which have all of its fields."""
+    # a subclass would do for a call, but what is recorded of a run is the settings' own fields and no others
     return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})

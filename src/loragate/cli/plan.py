@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from loragate.analysis.settings import Request
 from loragate.cli.arguments import Command
-from loragate.display import console, duration, quiet_logging
+from loragate.display import console, duration
 from loragate.errors import LoragateError
+from loragate.report.table import Line, Sheet
 
 if TYPE_CHECKING:
     from loragate.analysis.plan import Plan
@@ -30,7 +31,6 @@ def run(options: PlanOptions) -> int:
     """Print the plan; an error that says what to change if nothing fits."""
     from loragate.analysis.plan import make_plan
 
-    quiet_logging()
     plan = make_plan(options)
     if options.json:
         print(json.dumps(asdict(plan), indent=2))
@@ -45,8 +45,6 @@ def run(options: PlanOptions) -> int:
 
 
 def _print(plan: Plan) -> None:
-    from loragate.report.table import Line, Sheet
-
     out, request, counts = console(), plan.request, plan.parameters
     out.print(
         f"{request.model}: {counts.base / 1e9:.2f} billion parameters in {plan.dtype}, LoRA (r {request.rank}) "
@@ -70,6 +68,7 @@ def _print(plan: Plan) -> None:
         lines.append(Line(name, [(cell,) for cell in cells]))
     note = "recompute: gradient checkpointing; rows: micro-batch of one GPU; GiB: its peak; times are estimates; ←: take this"
     out.print(Sheet("", ("strategy", "weights", "recompute", "rows", "GiB", "step", "run", "fits"), lines, note))
+    # those that would print as 0.00 are left out
     parts = ", ".join(f"{name} {gib:.2f}" for name, gib in plan.least.parts.items() if gib >= 0.005)
     out.print(f"GiB per GPU by part ({plan.least}): {parts}", markup=False)
     if plan.command:

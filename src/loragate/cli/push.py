@@ -43,6 +43,7 @@ def run(options: PushOptions) -> int:
             f"expected a gated folder and a repository, found {found}; for example: {COMMAND.examples[0]}"
         )
     folder, repository = options.places
+    # a name without an owner is the user's own; what has a slash and is no hub name is the folder, in the wrong place
     if hub_name(repository) is None and "/" in repository:
         raise ConfigError(
             f"{repository} is no name of a repository on the hub (owner/name); the gated folder comes first"
@@ -51,7 +52,7 @@ def run(options: PushOptions) -> int:
         folder,
         repository,
         base_id=options.base_id,
-        private=options.private or None,
+        private=options.private or None,  # None: an existing repository stays as it is
         revision=options.revision or None,
         message=options.message,
         card=options.card,

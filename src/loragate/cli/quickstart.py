@@ -13,7 +13,7 @@ from loragate.quickstart import QuickstartSettings
 def run(options: QuickstartSettings) -> int:
     """Run the study, print the table and its reading, write the run folder."""
     parse_ranges(options.ranges)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: models this small gain nothing from a GPU
     from loragate.quickstart.run import run_quickstart
 
     folder = run_quickstart(options)

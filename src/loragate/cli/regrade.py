@@ -37,7 +37,7 @@ def run(options: RegradeOptions) -> int:
     with Display().job("grading", count, "answer") as job:
         record, changes = evaluation.judge_again(options.again, counted(job, "sampling", "grading"))
     place = folder / (f"results-{options.grader}" if options.grader else "results-regraded")
-    if changes is not None:
+    if changes is not None:  # None where no earlier verdicts are there to compare with
         path = place.with_name(f"{place.name}-changes.jsonl")
         write_text(path, "".join(json.dumps(change, ensure_ascii=False) + "\n" for change in changes))
         out.print(f"{len(changes)} of {count} verdicts differ from {folder / 'results.json'}", markup=False)

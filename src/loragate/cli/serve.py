@@ -9,7 +9,6 @@ from typing import Literal
 from loragate import models
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
-from loragate.display import quiet_logging
 from loragate.effects import require_effect
 from loragate.serving.settings import ServerSettings
 from loragate.training.preflight import check_loading
@@ -25,13 +24,13 @@ def run(options: ServeOptions) -> int:
     from loragate.serving.server import serve
 
     asked = models.resolve(options.model, options.base)
+    # vLLM serves adapters alone here; a comparison with it needs it in any case, and says so where it is absent
     fits = importlib.util.find_spec("vllm") is not None and asked.kind != "base"
     with_vllm = options.engine == "vllm" or (options.engine == "auto" and (fits or options.verify))
     engine: Literal["vllm", "transformers"] = "vllm" if with_vllm else "transformers"
     require_effect("serve", options, flags=True, engine=engine)
     check_loading(options)
-    quiet_logging()
-    # the commit that the model is now
+    # by the commit that a hub id means now, so that server and reference load the same
     return serve(replace(options, model=asked.source, engine=engine), options, options.system)
 
 

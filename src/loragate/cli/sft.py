@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import RunOptions, taken_from
-from loragate.display import Display, console, duration, next_evaluation, quiet_logging
+from loragate.display import Display, console, duration, next_evaluation
 from loragate.training.preflight import check_loading, require_free_out, require_reporters
 from loragate.training.settings import StageOneSettings
 from loragate.training.strategy import process_state
@@ -39,10 +39,10 @@ def run(options: SftOptions) -> int:
     settings = taken_from(options, StageOneSettings)
     require_free_out(folder, options.resume)
     check_loading(options)
+    # with --processes this process only starts the others and waits
     if (status := begin(settings, options, options, reference=bool(options.reference))) is not None:
         return status
     require_reporters(options.report_to)
-    quiet_logging()
     out, display = console(), Display()
     with display.job("reading the data", unit="row") as job:
         training = AdapterRun(

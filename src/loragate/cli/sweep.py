@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from loragate.cli.arguments import Command, require_given, resolved_yaml
-from loragate.cli.calibrate import GateOptions, gate_config
-from loragate.cli.options import RunOptions, taken_from
-from loragate.display import Display, Job, console, duration, next_evaluation, quiet_logging
+from loragate.cli.options import GateOptions, RunOptions, taken_from
+from loragate.display import Display, Job, console, duration, next_evaluation
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.files import write_text
@@ -78,7 +77,6 @@ def run(options: SweepOptions) -> int:
     from loragate.report.sweep import choice_sentence, sweep_tables, write_sweep
     from loragate.selection.sweep import choose_runner, run_sweep
 
-    quiet_logging()
     folder, out = Path(options.out), console()
 
     def say(text: str) -> None:
@@ -89,6 +87,7 @@ def run(options: SweepOptions) -> int:
         options.runner, options.workers, options.cpus_per_trial, options.gpus_per_trial, options.device
     )
 
+    # `run_sweep` calls it when the folder is found fit and the trials that are left are known
     def watched(open_workshop: Any, store: Any, pending: Any) -> None:
         write_text(folder / "config.yaml", resolved_yaml(options))
         done = len(store.finished())
@@ -157,6 +156,7 @@ class Trials:
     def show(self, at: str) -> None:
         """Draw the line."""
         counted = f"{self.finished} of {self.every} finished" + (f", {self.failed} failed" if self.failed else "")
+        # judged from trainings alone: the share of them that is done
         left = self.job.left(self.trained / (self.trained + self.ahead)) if self.ahead else ""
         self.job.show((self.finished + self.failed) / self.every, ", ".join(filter(None, (counted, left))), at)
         self.job.close_with(counted)
@@ -185,7 +185,7 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
         base=options.base,
         how=options,
         probe=options.probe,
-        config=gate_config(options),
+        config=options.gate_config(),
         asking=taken_from(options, ProbeSettings),
         system=options.system,
     )

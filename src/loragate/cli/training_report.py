@@ -56,7 +56,7 @@ def show_data(out: Console, encoded: EncodedRows, tokenizer: Any) -> None:
             "note: prompt and completion are used as plain text, without the chat template; generate with --raw to match, or "
             "give the rows as messages"
         )
-    unknown = tokenizer.unk_token_id
+    unknown = tokenizer.unk_token_id  # byte-level tokenizers know every text and have none
     if unknown is not None:
         share = sum(row["input_ids"].count(unknown) for row in encoded) / max(
             1, summary.response_tokens + summary.prompt_tokens

@@ -99,6 +99,7 @@ class Extraction:
         longest = max(len(sums) for sums in known)
         # energy that is held at the ranks 1, 2, … of all modules together; a module's own spectrum may end before
         held = torch.stack([torch.cat([sums, sums[-1:].expand(longest - len(sums))]) for sums in known]).sum(0)
+        # all of the energy (1.0) is reached by a sum of squares up to rounding only
         enough = (held >= energy * (1.0 - 1e-9) * self.energy).nonzero()
         return int(enough[0]) + 1 if len(enough) else None
 
@@ -140,7 +141,7 @@ def extract_adapter(
         raise ConfigError(f"rank must be at least 1, found {rank}")
     if device == "mps":
         raise ConfigError("--device mps: it has no double precision, which decompositions need; use --device cpu")
-    device = torch_device(Loading(device=device)).replace("mps", "cpu")
+    device = torch_device(Loading(device=device)).replace("mps", "cpu")  # "auto" may find Apple's GPU
     tuned = open_checkpoint(resolve(model, expect="base", what="model", revision=revision or None), trust_remote_code)
     start = open_checkpoint(resolve(base, expect="base", revision=base_revision or None), trust_remote_code)
     require_same_architecture(tuned, start)
@@ -167,10 +168,12 @@ def extract_adapter(
             # Conv1D keeps its weight as [d_in, d_out]; PEFT's B·A is the transpose of it
             delta_OD = delta.T if kind == TRANSPOSED else delta
             if bool(delta_OD.any()):
+                # a layer's factors must not depend on which other layers there are, or in which order they come
                 own_seed = int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:7], "little")
                 modules[path] = low_rank_factors(delta_OD, rank, own_seed)
             else:
                 unchanged += 1
+        # a head that is the embedding in both has been counted with it
         elif not (kind == HEAD and pair.ours.tied and pair.theirs.tied) and (energy := pair.energy(name)) > 0:
             left[kind].append((energy, name))
     if not modules:
@@ -251,7 +254,7 @@ class Pair:
     def _require_shape(self, name: str, ours: str, theirs: str) -> None:
         found, expected = self.tuned.shape(ours), self.start.shape(theirs)
         resized = self.layout.kinds[name] in (EMBEDDINGS, HEAD) and found[1:] == expected[1:]
-        if found != expected and not resized:
+        if found != expected and not resized:  # a vocabulary may differ in its rows, which `energy` counts
             raise ConfigError(
                 f"{name} has shape {found} in {self.tuned} and {expected} in {self.start}; they are not of one architecture"
             )
@@ -370,7 +373,7 @@ def as_record(extraction: Extraction) -> dict[str, Any]:
 
 
 def _require_exact(extraction: Extraction, config: LoraConfig) -> None:
-    with torch.device("meta"), warnings.catch_warnings():
+    with torch.device("meta"), warnings.catch_warnings():  # shapes alone, without memory
         warnings.simplefilter("ignore")
         model = get_peft_model(extraction.layout.model, LoraConfig(**{**config.to_dict(), "inference_mode": False}))
         placed = {

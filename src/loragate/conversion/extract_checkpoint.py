@@ -128,7 +128,7 @@ def _indexed(folder: Path) -> dict[str, Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{where}: not a readable index of shards ({error}); fetch the checkpoint again") from error
     for path in sorted(set(files.values())):
-        if path.parent != folder:
+        if path.parent != folder:  # an index comes with a download, and could name any file of this machine
             raise ConfigError(f"{where}: it names {path.name} outside its own folder; such an index is not followed")
         if not path.is_file():
             raise ConfigError(f"{path} is missing, though {INDEX} names it; the download is incomplete")
@@ -204,6 +204,7 @@ def find_sources(checkpoint: Checkpoint, layout: Layout) -> Sources:
     rules = get_model_conversion_mapping(layout.model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    # the renaming asks which names there are, and reads no value
     known = {**layout.model.state_dict(), **dict.fromkeys(layout.kinds, True)}
     of: dict[str, list[str]] = defaultdict(list)
     converted, foreign = set(), []
@@ -213,7 +214,7 @@ def find_sources(checkpoint: Checkpoint, layout: Layout) -> Sources:
             foreign.append(tensor)
             continue
         of[name].append(tensor)
-        if converter is not None or len(of[name]) > 1:
+        if converter is not None or len(of[name]) > 1:  # rearranged or put together from several when it is loaded
             converted.add(name)
     tied = bool(checkpoint.text.tie_word_embeddings) or layout.head not in of
     if tied:

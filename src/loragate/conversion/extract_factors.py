@@ -60,6 +60,7 @@ def low_rank_factors(delta_OD: torch.Tensor, rank: int, seed: int = 0) -> Factor
     smaller = min(delta_OD.shape)
     # twice the rank: the randomised decomposition is good for its leading half, and the spectrum beyond R is of use
     wanted = min(2 * rank + 8, smaller)
+    # where half of all directions are wanted, the range finder saves nothing
     complete = smaller <= FULL_SIDE or 2 * wanted >= smaller
     if complete:
         left_OK, singular_K, right_KD = torch.linalg.svd(delta_OD.double(), full_matrices=False)
@@ -71,6 +72,7 @@ def low_rank_factors(delta_OD: torch.Tensor, rank: int, seed: int = 0) -> Factor
         right_KD = right_DK.mT
     kept = min(rank, singular_K.shape[0])
     left_OR, right_RD = left_OK[:, :kept], right_KD[:kept]
+    # a pair of singular vectors is known up to a common sign, which differs from machine to machine
     peaks_R = left_OR.abs().argmax(0)
     signs_R = left_OR[peaks_R, torch.arange(kept, device=left_OR.device)].sign()
     signs_R = torch.where(signs_R == 0, torch.ones_like(signs_R), signs_R)

@@ -128,6 +128,7 @@ def fold_adapter(
     for key, tensor in state.items():
         path, group = factor_of(key)
         lam = coefficients.get(path, 1.0) if group == "lora_B" else 1.0
+        # a product in 16 bits would be rounded anew; what λ = 1 leaves alone keeps bits and dtype
         folded[key] = (tensor if lam == 1.0 else tensor.float() * lam).contiguous()
     if uniform:
         config, folded = _uniform(config, folded)
@@ -148,7 +149,7 @@ def _uniform(config: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[di
     found = {}
     for key, tensor in state.items():
         path, group = factor_of(key)
-        if not group:
+        if not group:  # no factor of a LoRA (a whole copy of a module, say)
             found[key] = tensor
         elif group.endswith("_A"):
             found[key] = _padded(tensor, 0, largest)

@@ -135,10 +135,12 @@ class Trained:
         self.base, self.tokenizer = load_base()
         # the base and the demonstrations, so that every command can be tried on them
         save_base(self.base, self.tokenizer, folder / "base")
+        # what is trained on it names this folder as its base, so that the other commands find it
         self.base.name_or_path = self.base.config._name_or_path = str((folder / "base").resolve())
         rows = demonstrations(4096, seed=seed)
         write_text(folder / "data" / "demonstrations.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         self.rows, known = load_rows(rows), {str(row) for row in rows}
+        # the world is small, so that other draws hit rows of the training again: four times as many leave enough
         others = [row for row in demonstrations(4 * HELDOUT_ROWS, seed=seed + OTHER_ROWS) if str(row) not in known]
         self.heldout = encode_rows(load_rows(others[:HELDOUT_ROWS]), self.tokenizer, max_length=GATES.max_length)
 
@@ -193,7 +195,7 @@ class Trained:
         if not choice.accepted:  # which means zero gates in a folder; these are kept, to be looked at
             del selection["accepted"]
             selection["note"] = "The adapter scored as well or better on the development questions"
-        self._place(picked).rename(self.folder / "gated")
+        self._place(picked).rename(self.folder / "gated")  # with the log of its training
         for name in ranges:
             if name == picked:
                 self._save_gates(name, self.folder / "gated", selection=selection)
@@ -235,7 +237,7 @@ class Trained:
                 "max_steps": GATES.max_steps,
                 **own,
             }
-            rows = self.rows.shuffled(self.seed).take(GATES.max_rows)
+            rows = self.rows.shuffled(self.seed).take(GATES.max_rows)  # those that the gates were trained on
             self.train_lora(name, name.replace(" ", "-"), rows, **more)
 
     def _place(self, name: str) -> Path:
@@ -280,6 +282,7 @@ def rows_of(
         return both, both and name == picked, configs[name].upper - configs[name].lower
 
     widest = max(ranges, key=reach)
+    # the base is the adapter's model with it switched off
     rows = {Variant("adapter"): adapter, Variant("base"): adapter}
     rows |= {sampled("adapter", heat): adapter for heat in COOLER}
     rows[Variant("adapter", f"λ={constant:g}", constant=constant)] = adapter

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from loragate import recipes
 from loragate.cli.arguments import Command, flag_of
-from loragate.display import console, duration, next_evaluation, quiet_logging
+from loragate.display import console, duration, next_evaluation
 from loragate.errors import ConfigError, nearest
 from loragate.printable import printable
 from loragate.validate import comma_list
@@ -60,7 +60,6 @@ def run(options: RecipesOptions) -> int:
     """Do what the first word says."""
     verb, *rest = options.words or ("list",)
     if verb == recipes.ANSWER and rest:
-        quiet_logging()
         recipes.answer(Path(rest[0]))
         return 0
     if verb not in VERBS:
@@ -84,6 +83,7 @@ def run(options: RecipesOptions) -> int:
         given[key.strip()] = value
     recipe = recipes.read_recipe(rest[0]).with_local(options.local_model, options.local_data)
     recipe = recipe.with_values(given)
+    # in any folder: what is wrong with a reference or an option is said before a verb begins
     for stage in recipe.placed("out"):
         recipes.options_of(stage, recipe.name)
     return VERBS[verb][0](options, recipe)
@@ -133,11 +133,11 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
         small = recipes.rehearsal_of(recipe, folder / "stand-ins", how)
         how.say(f"{recipe.name} on stand-ins in {folder}")
         shown = [
+            # paths of a temporary folder say nothing to a reader
             tuple("not set" if part is None else str(part).replace(f"{folder}/", "") for part in row)
             for row in recipe.differences(small)
         ]
         _table("replaced; everything else is as shipped", ("stage", "setting", "shipped", "here"), shown)
-        quiet_logging()
         figures = [(need.stage, f"{need.gib:.1f}", f"{need.hours:.1f}", need.note) for need in recipes.needs(recipe)]
         _table(f"the full run on {recipe.machine}, at most", ("stage", "GiB", "hours", "counted"), figures)
         how.say("trainings: estimates of loragate plan, every row as long as its limit")

@@ -18,11 +18,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -75,17 +75,28 @@ class RecipeFile:
     method: str = ""
 
 
-FIELDS = tuple(field.name for field in dataclasses.fields(RecipeFile))
+UNSET = RecipeFile()
+FIELDS = tuple(vars(UNSET))
 FILLED = ("model", "data", "revision", "chat_template")
+
+
+class Marked(NamedTuple):
+    """A value of a file, and the sentence that says where it comes from: the comment behind it."""
+
+    value: Any
+    source: str
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one file gives: fields, {block: {option: value}}, and the comment behind each, by (field,) or (block, option)."""
+    """What one file gives: fields of `RecipeFile`, and blocks of options."""
 
-    fields: dict[str, Any]
-    blocks: dict[str, dict[str, Any]]
-    sources: dict[tuple[str, ...], str]
+    fields: dict[str, Marked] = field(default_factory=dict)
+    blocks: dict[str, dict[str, Marked]] = field(default_factory=dict)
+
+    def get(self, key: str) -> Any:
+        """The value of a field, or what holds where none is given."""
+        return self.fields[key].value if key in self.fields else getattr(UNSET, key)
 
 
 def files(kind: str) -> dict[str, Path]:
@@ -133,40 +144,35 @@ def read_recipe(name: str) -> Recipe:
             f"'{name}' is no recipe: expected domain/backbone/method such as math/qwen2.5-math-1.5b/scale, or the path of a "
             "YAML file (loragate recipes list shows all names)"
         )
-    layers = _layers(*parts)
-    of = dict(zip(KINDS, (_shipped(kind, part).fields for kind, part in zip(KINDS, parts, strict=True)), strict=True))
-    domain, backbone, _ = parts
-    tables = of["method"].get("tables", {})
-    return dataclasses.replace(
-        _merged("/".join(parts), layers),
-        title=", ".join(fields["title"] for fields in of.values()),
-        tables=tables.get(f"{domain}/{backbone}") or (tables.get(domain, "") if of["backbone"].get("paper") else ""),
-    )
+    shipped = [_shipped(kind, part) for kind, part in zip(KINDS, parts, strict=True)]
+    (domain, backbone, _), (_, model, method) = parts, shipped
+    # a method names its tables for a domain, where the paper's own backbones are meant, or for one of them
+    tables = method.get("tables")
+    found = tables.get(f"{domain}/{backbone}") or (tables.get(domain, "") if model.get("paper") else "")
+    title = ", ".join(layer.get("title") for layer in shipped)
+    return dataclasses.replace(_merged("/".join(parts), _layers(*parts)), title=title, tables=found)
 
 
 def _read_own(path: Path) -> Recipe:
     """A recipe of the user's: it changes a shipped one, or stands alone."""
     if not path.is_file():
         raise ConfigError(f"there is no recipe file {path}")
-    own = read_file.__wrapped__(path)  # it may change between two calls
-    named = [own.fields[kind] for kind in KINDS if kind in own.fields]
+    own = _layer(read_mapping(path), _comments(path), str(path), f"yours: {path.name}")
+    named = [own.get(kind) for kind in KINDS if own.get(kind)]
     if len(named) not in (0, len(KINDS)):
         raise ConfigError(f"{path}: give domain, backbone and method together, or none of them and stages instead")
     if not named and "stages" not in own.fields:
         raise ConfigError(f"{path}: expected domain, backbone and method, or stages (see loragate recipes show NAME)")
-    options = [(block, option) for block, values in own.blocks.items() for option in values]
-    kept = {at: text for at, text in own.sources.items() if len(at) == 1 or text.startswith(SOURCES)}
-    own = dataclasses.replace(own, sources=dict.fromkeys(options, f"yours: {path.name}") | kept)
     recipe = _merged(str(path), [*(_layers(*named) if named else ()), own])
     commands = {word for stage in recipe.stages for word in (stage.name, stage.command)}
     for block in own.blocks.keys() - commands:
         raise ConfigError(f"{path}: there is no stage '{block}'{nearest(block, [*commands, *FIELDS])}")
-    return dataclasses.replace(recipe, title=own.fields.get("title", path.stem))
+    return dataclasses.replace(recipe, title=own.get("title") or path.stem)
 
 
 @cache
 def read_file(path: Path) -> Layer:
-    """A recipe file; a ConfigError names file and key of what cannot be read."""
+    """A shipped file, which is read once; a ConfigError names file and key of what cannot be read."""
     return _layer(read_mapping(path), _comments(path), str(path))
 
 
@@ -196,30 +202,42 @@ def _comments(path: Path) -> dict[tuple[str, ...], str]:
     def walk(node: yaml.Node, above: tuple[str, ...]) -> None:
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             here = (*above, str(key.value).replace("-", "_") if above else str(key.value))
+            # yaml drops comments, but knows where a value ends: what follows on its line is the comment
             behind = text[value.end_mark.index :].partition("\n")[0].strip()
             if behind.startswith("#"):
                 found[here] = behind[1:].strip()
             walk(value, here)
 
+    # the node tree keeps places in the text; `read_mapping` has refused what is no mapping, or has a key twice
     walk(yaml.compose(text, Loader=yaml.SafeLoader) or yaml.ScalarNode("", ""), ())
     return found
 
 
-def _layer(content: Any, sources: dict[tuple[str, ...], str], where: str) -> Layer:
-    if not isinstance(content, dict):
-        raise ConfigError(f"{where}: expected keys and values, found {content!r}")
-    fields = {key: value for key, value in content.items() if key in FIELDS}
-    checked = validate(RecipeFile, fields, where)
+def _layer(content: dict[Any, Any], comments: dict[tuple[str, ...], str], where: str, unmarked: str = "") -> Layer:
+    """What a file or a part of one holds.
+
+    Args:
+        comments: what stands behind each value, see `_comments`.
+        unmarked: the source of values whose comment names none; a shipped file marks all of them.
+    """
+
+    def marked(value: Any, *at: str) -> Marked:
+        comment = comments.get(at, "")
+        return Marked(value, comment if comment.startswith(SOURCES) or not unmarked else unmarked)
+
+    given = {key: value for key, value in content.items() if key in FIELDS}
+    checked = validate(RecipeFile, given, where)
     blocks = {}
     for name, block in content.items():
-        if name in fields:
+        if name in given:
             continue
         if not isinstance(block, dict):
             raise ConfigError(
                 f"{where}: '{name}' is {block!r}, expected a block of options{nearest(str(name), FIELDS)}"
             )
-        blocks[str(name)] = {str(key).replace("-", "_"): value for key, value in block.items()}
-    return Layer({key: getattr(checked, key) for key in fields}, blocks, sources)
+        options = {str(key).replace("-", "_"): value for key, value in block.items()}
+        blocks[str(name)] = {key: marked(value, str(name), key) for key, value in options.items()}
+    return Layer({key: marked(getattr(checked, key), key) for key in given}, blocks)
 
 
 def _layers(domain: str, backbone: str, method: str) -> list[Layer]:
@@ -232,23 +250,24 @@ def _layers(domain: str, backbone: str, method: str) -> list[Layer]:
 
 def _merged(name: str, layers: Sequence[Layer]) -> Recipe:
     """The recipe of these layers, all resolved but references to stages."""
-    fields: dict[str, Any] = {}
-    blocks: dict[str, dict[str, tuple[Any, str]]] = {}
-    sources: dict[tuple[str, ...], str] = {}
+    merged = Layer()
     for layer in layers:
-        fields |= layer.fields
-        sources |= layer.sources
+        merged.fields.update(layer.fields)
         for block, options in layer.blocks.items():
-            # a new value does not keep the source of the old one
-            marked = {option: (value, layer.sources.get((block, option), "")) for option, value in options.items()}
-            blocks.setdefault(block, {}).update(marked)
-    texts = {"templates": str(HERE / "templates")}
-    texts |= {key: filled(fields.get(key, ""), lambda word: texts.get(word, f"{{{word}}}")) for key in FILLED}
+            merged.blocks.setdefault(block, {}).update(options)
+    texts = {"templates": str(HERE / "templates")}  # words that are no stage: they are put in at once
+
+    def put_in(value: Any) -> Any:
+        return filled(value, lambda word: texts.get(word, f"{{{word}}}"))  # a reference to a stage stays
+
+    # a chat template names a file below {templates}
+    texts |= {key: put_in(merged.get(key)) for key in FILLED}
     stages = []
-    for stage, command in _order(name, fields).items():
+    for stage, command in _order(name, merged).items():
         values: dict[str, Any] = {}
         marks: dict[str, str] = {}
-        for option, (value, mark) in {**blocks.get(command, {}), **blocks.get(stage, {})}.items():
+        # the block of the stage's own name wins over that of its command
+        for option, (value, source) in {**merged.blocks.get(command, {}), **merged.blocks.get(stage, {})}.items():
             if option == "out":
                 raise ConfigError(f"{name}: stage '{stage}' sets out; the folder of a stage follows from --out")
             if option in GUARDED and value not in (GUARDED[option], None, ""):
@@ -258,26 +277,21 @@ def _merged(name: str, layers: Sequence[Layer]) -> Recipe:
                     "and a file may not. Where you trust it, leave it out of the file and ask for it: --set "
                     f"{stage}.{option}={text}"
                 )
-            whole = REFERENCE.fullmatch(value) if isinstance(value, str) else None
-            filled_in = filled(value, lambda word: texts.get(word, f"{{{word}}}"))
-            if filled_in not in ("", None):
-                values[option] = filled_in
-                marks[option] = (whole and whole[1] in texts and sources.get((whole[1],), "")) or mark
+            if put_in(value) not in ("", None):
+                values[option] = put_in(value)
+                # what is nothing but {model} comes from where the model was named
+                whole = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+                field_of = merged.fields.get(whole[1]) if whole and whole[1] in FILLED else None
+                marks[option] = (field_of and field_of.source) or source
         stages.append(Stage(stage, command, values, marks))
-    return Recipe(
-        name=name,
-        title=fields.get("title", ""),
-        about=fields.get("about", ""),
-        stages=tuple(stages),
-        machine=fields.get("machine", ""),
-        architecture=fields.get("architecture", {}),
-    )
+    top = {key: merged.get(key) for key in ("title", "about", "machine", "architecture")}
+    return Recipe(name=name, stages=tuple(stages), **top)
 
 
-def _order(name: str, fields: Mapping[str, Any]) -> dict[str, str]:
+def _order(name: str, merged: Layer) -> dict[str, str]:
     """{stage: command} in order."""
     order: dict[str, str] = {}
-    for entry in (*fields.get("stages", ()), *fields.get("evaluations", ())):
+    for entry in (*merged.get("stages"), *merged.get("evaluations")):
         ((stage, command),) = entry.items() if isinstance(entry, dict) and len(entry) == 1 else ((entry, entry),)
         if command not in COMMANDS:
             raise ConfigError(

@@ -31,7 +31,8 @@ from loragate.data import detect_format, load_rows
 from loragate.errors import ConfigError, LoragateError
 from loragate.evaluation.judging import require_graders
 from loragate.evaluation.prepared import chosen_tasks, questions_of
-from loragate.evaluation.settings import GradingSettings
+from loragate.evaluation.settings import GradingSettings, TaskSettings
+from loragate.evaluation.tasks import Task
 from loragate.files import write_json
 from loragate.gates.range import parse_ranges
 from loragate.generation.sharded import require_ray
@@ -41,7 +42,7 @@ from loragate.models import Place, base_config, explained, open_tokenizer, read_
 from loragate.recipes.recipe import Recipe, Stage, options_of
 from loragate.selection.evidence import require_evidence
 from loragate.selection.questions import read_probe
-from loragate.serving.versions import vllm_version, why_unsupported
+from loragate.serving.plugin import vllm_version, why_unsupported
 from loragate.serving.vllm_server import require_served
 from loragate.training.preflight import check_loading, require_reporters
 from loragate.version import __version__
@@ -51,7 +52,6 @@ ANSWER = "lacking"
 Asking = EvalOptions | DiagnoseOptions
 Check = Callable[[], Any]
 """Raises a `LoragateError` where something is missing."""
-CHECKED = ("sft", "mask", "calibrate", "sweep", "eval", "diagnose")
 STAGE_OF = {"sft": "sft", "mask": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
 """{command: stage of the training that it is counted as}; a mask reads every row with two models, about a step of Stage I."""
 ALIKE = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "epochs", "strategy")
@@ -75,14 +75,15 @@ def settled(stage: Stage, where: str) -> None:
         elif isinstance(options, CalibrateOptions):
             candidates_of(options)
         elif isinstance(options, EvalOptions):
-            _known_tasks(options.suite, options.tasks)
+            tasks_of(options.suite, options.tasks)
     except ConfigError as error:
         raise ConfigError(f"{where}: stage '{stage.name}': {error}") from error
 
 
 @cache
-def _known_tasks(suite: str, tasks: str) -> None:
-    chosen_tasks(EvalOptions(suite=suite, tasks=tasks))
+def tasks_of(suite: str, tasks: str) -> tuple[Task, ...]:
+    """What an evaluation asks; hundreds of recipes ask the same, and to read all task files takes a tenth of a second."""
+    return tuple(chosen_tasks(TaskSettings(suite=suite, tasks=tasks)))
 
 
 def lacking(stages: Sequence[Stage], folder: str) -> list[str]:
@@ -94,10 +95,11 @@ def lacking(stages: Sequence[Stage], folder: str) -> list[str]:
     found: dict[str, list[str]] = {}
     programs = any(stage.values.get("suite") == "code" for stage in stages)
     for stage in stages:
+        # a path that does not exist yet would be missed
         earlier = [key for key, value in stage.values.items() if str(value).startswith(f"{folder}/") and key != "out"]
         here = {key: value for key, value in stage.values.items() if key not in earlier}
         options = options_of(dataclasses.replace(stage, values=here), stage.name)
-        if stage.command in CHECKED:
+        if stage.command != "extract":  # which trains nothing: what it refuses is known in minutes
             for text in _missing(_checks(options, stage.name, programs)):
                 found.setdefault(text, []).append(stage.name)
     return [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in found.items()]
@@ -108,6 +110,7 @@ def ask(python: str, stages: Sequence[Stage], folder: str) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="loragate-ready-") as place:
         file = Path(place) / "stages.json"
         write_json(file, {"folder": folder, "stages": [dataclasses.asdict(stage) for stage in stages]})
+        # answered in a file, as libraries print to either stream while they are imported
         command = [python, "-m", "loragate", "recipes", ANSWER, str(file)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -160,6 +163,7 @@ def _checks(options: Any, stage: str, programs: bool) -> Iterator[Check]:
     if isinstance(options, SftOptions | CalibrateOptions | SweepOptions):
         yield partial(check_loading, options)
         yield partial(require_reporters, options.report_to)
+    # calibrate and sweep take an adapter, which is an earlier stage's work
     if isinstance(options, SftOptions | MaskOptions | Asking):
         yield partial(_model, options)
     if isinstance(options, CalibrateOptions):
@@ -176,7 +180,7 @@ def _checks(options: Any, stage: str, programs: bool) -> Iterator[Check]:
         if options.probe:
             yield partial(read_probe, options.probe, options.probe_task, options, need_answers=True)
     elif isinstance(options, Asking) and (options.suite or options.tasks):
-        tasks, settings = chosen_tasks(options), GradingSettings(sandbox=options.sandbox)
+        tasks, settings = tasks_of(options.suite, options.tasks), GradingSettings(sandbox=options.sandbox)
         yield from (partial(require_graders, [task], settings) for task in tasks)
         yield from (partial(questions_of, options, task, tasks) for task in tasks)
 
@@ -261,6 +265,7 @@ def needs(recipe: Recipe) -> list[Need]:
         request = Request(
             model=recipe.base,
             gpu_memory=recipe.machine or Request.gpu_memory,
+            # the planner's "any" would try both, and a recipe has decided
             gradient_checkpointing="yes" if values.get("gradient_checkpointing") else "no",
             **settled,
         )

@@ -50,7 +50,16 @@ class Stage:
     @property
     def own_base(self) -> bool:
         """Whether the stage's model is a base, and not what an earlier stage left."""
-        return "{" not in str(self.values.get("model", "{"))
+        return self._names("model")
+
+    @property
+    def own_rows(self) -> bool:
+        """Whether the stage reads training rows of a file or the hub, and not what an earlier stage left."""
+        return self.command in ROWS and self._names("data")
+
+    def _names(self, option: str) -> bool:
+        # where the option is not set there is nothing to name either
+        return "{" not in str(self.values.get(option, "{"))
 
     @property
     def vllm(self) -> bool:
@@ -105,7 +114,7 @@ class Recipe:
         outputs: dict[str, str] = {}
         for stage in self.stages:
 
-            def resolve(name: str, stage: Stage = stage) -> str:
+            def resolve(name: str, stage: Stage = stage) -> str:  # bound now, as the loop goes on
                 if name not in outputs:
                     before = ", ".join(outputs) or "nothing"
                     raise ConfigError(
@@ -119,14 +128,11 @@ class Recipe:
             placed.append(dataclasses.replace(stage, values={**values, "out": out}))
             outputs[stage.name] = out
             if stage.command in TRAINS:
+                # a sweep leaves many gated adapters, and the one that it chose in best/
                 outputs["last"] = f"{out}/best" if stage.command == "sweep" else out
         return tuple(placed)
 
-    def with_values(
-        self,
-        given: Mapping[str, Any],
-        source: str = "yours: --set",
-    ) -> Recipe:
+    def with_values(self, given: Mapping[str, Any]) -> Recipe:
         """Replace values: "stage.option" in one stage, "option" in every stage whose command has it.
 
         Args:
@@ -153,7 +159,7 @@ class Recipe:
                 where = f"stage '{name}'" if name else "any stage"
                 raise ConfigError(f"--set {key}: no such option of {where} of {self.name}{nearest(key, known)}")
             for index in fitting:
-                stages[index] = _replaced(stages[index], {option: _read(key, value)}, source)
+                stages[index] = _replaced(stages[index], {option: _read(key, value)}, "yours: --set")
         return dataclasses.replace(self, stages=tuple(stages))
 
     def with_local(self, model: str = "", data: str = "") -> Recipe:
@@ -169,7 +175,7 @@ class Recipe:
         for stage in self.stages:
             if model and stage.own_base:
                 stage = _replaced(stage, {"model": model}, "yours: --local-model")
-            if data and stage.command in ROWS and "{" not in str(stage.values.get("data", "{")):
+            if data and stage.own_rows:
                 values = {"data": data, "revision": "", "split": "", "heldout_split": ""}
                 stage = _replaced(stage, values, "yours: --local-data")
             stages.append(stage)
@@ -198,6 +204,7 @@ class Recipe:
         lines += [_pair(key, value) for key, value in top.items() if value]
         for stage in self.stages:
             pairs = {key: _pair(key, value) for key, value in stage.values.items()}
+            # sources stand in a column, behind all but the longest values
             wide = min(max(map(len, pairs.values()), default=0), 44)
             lines += ["", f"{stage.name}:"]
             marks = {key: f"  # {mark}" for key, mark in stage.marks.items() if mark}
@@ -229,7 +236,7 @@ def _replaced(stage: Stage, given: Mapping[str, Any], source: str) -> Stage:
 
 
 def _read(key: str, value: Any) -> Any:
-    if not isinstance(value, str) or not value.strip():
+    if not isinstance(value, str) or not value.strip():  # an empty text would be read as null
         return value.strip() if isinstance(value, str) else value
     try:
         return yaml.safe_load(value)

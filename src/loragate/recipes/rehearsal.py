@@ -29,11 +29,11 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 
 from loragate.errors import LoragateError
 from loragate.evaluation.results import read_record as read_scores
-from loragate.evaluation.tasks import load_task, suite
 from loragate.evaluation.tasks.arithmetic import rows as arithmetic
 from loragate.files import require_new, write_text
 from loragate.recipes.files import HERE
-from loragate.recipes.recipe import Recipe, Stage
+from loragate.recipes.ready import tasks_of
+from loragate.recipes.recipe import Recipe, Stage, options_of
 from loragate.recipes.run import Run, interpreter, run_recipe, start
 
 STANDINS = "stand-ins"
@@ -86,7 +86,9 @@ def rehearsal_of(recipe: Recipe, folder: Path, run: Run | None = None) -> Recipe
     engine = "" if vllm else "transformers"
     stages = []
     for stage in recipe.stages:
-        values = {key: value for key, value in _rehearsed(stage, folder, engine).items() if value is not None}
+        values = {
+            key: value for key, value in _rehearsed(stage, folder, engine, recipe.name).items() if value is not None
+        }
         stages.append(dataclasses.replace(stage, values=values))
     return dataclasses.replace(recipe, stages=tuple(stages))
 
@@ -125,21 +127,21 @@ def require_endings(run: Path) -> None:
         )
 
 
-def _rehearsed(stage: Stage, folder: Path, engine: str) -> dict[str, Any]:
-    """The values of a stage; None where one is left out."""
+def _rehearsed(stage: Stage, folder: Path, engine: str, recipe: str) -> dict[str, Any]:
+    """The values of a stage of the recipe called so; None where one is left out."""
     values = dict(stage.values)
     for option, most in COUNTS.get(stage.command, {}).items():
         values[option] = min(values.get(option) or most, most)
     if stage.own_base:
         values["model"] = str(folder / base_folder(template=not values.get("chat_template")))
     if stage.command in COUNTS:
-        values |= {"strategy": None, "processes": None}
-        if "{" not in str(values.get("data", "{")):
-            # commits and splits belong to the hub
-            data = str(values["data"])
-            values |= {"data": str(folder / rows_file(data)), "revision": None, "split": None}
-            if values.get("heldout") or values.get("heldout_split"):
-                values |= {"heldout": str(folder / rows_file(data, "held-out")), "heldout_split": None}
+        values |= {"strategy": None, "processes": None}  # one process on this machine
+    if stage.own_rows:
+        # commits and splits belong to the hub
+        data = str(values["data"])
+        values |= {"data": str(folder / rows_file(data)), "revision": None, "split": None}
+        if values.get("heldout") or values.get("heldout_split"):
+            values |= {"heldout": str(folder / rows_file(data, "held-out")), "heldout_split": None}
     if stage.command == "sweep" and values.get("ranges") == "grid":
         values["ranges"] = RANGES
     if values.get("probe"):
@@ -147,9 +149,9 @@ def _rehearsed(stage: Stage, folder: Path, engine: str) -> dict[str, Any]:
     if values.get("suite") or values.get("tasks"):
         values |= {"limit": min(values.get("limit") or ASKED, ASKED), "data": str(folder / "questions")}
         values["revision"] = None
-        tasks = list(suite(values["suite"])) if values.get("suite") else []
-        tasks += [load_task(name) for name in str(values.get("tasks", "")).split(",") if name]
-        if any(task.harness is None for task in tasks):  # those of the harness are answered greedily
+        # tasks of the harness are answered greedily, so that samples would be refused
+        asked = options_of(stage, recipe)
+        if any(task.harness is None for task in tasks_of(asked.suite, asked.tasks)):
             values["samples"] = min(values.get("samples") or SAMPLES, SAMPLES)
         if engine and "engine" in values:
             values["engine"] = engine
@@ -228,15 +230,16 @@ def write_base(folder: Path, tokenizer: Any, ends: str) -> None:
         embedding[:, 0] = 1.0
         for layer in model.model.layers:
             for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-                norm.weight[0] = 0.0
+                norm.weight[0] = 0.0  # attention and MLP do not see the constant
             # what layers add outweighs the embedding, or a token with tied embeddings would predict itself
             for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 linear.weight.normal_()
                 linear.weight[0] *= 1e-3  # next to nothing; a row of zeros has no direction, which DoRA divides by
+        # a normed state has entries of size 1 and an embedding of 0.1: their product over H entries has a spread of 0.1·√H
         final = model.model.norm.weight.fill_(10 * SPREAD / HIDDEN**0.5)
         final[0] = 1.0
         embedding[tokenizer.convert_tokens_to_ids(ends), 0] += END
-        embedding[len(tokenizer) :, 0] = -400.0
+        embedding[len(tokenizer) :, 0] = -400.0  # rows past the vocabulary, as Qwen has them: never drawn
     model.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, max_new_tokens=2048)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

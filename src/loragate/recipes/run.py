@@ -88,15 +88,17 @@ def run_recipe(recipe: Recipe, run: Run) -> dict[str, float]:
     for name in run.stages:
         recipe.stage(name)
     again = run.again or shlex.join(["loragate", "recipes", "run", recipe.name, "--out", str(run.folder)])
-    stages = [stage for stage, _, _ in steps(recipe, run)]
-    for stage in stages:
+    evaluator = interpreter(run)
+    planned = list(steps(recipe, run, evaluator))
+    stages = [stage for stage, _, _ in planned]
+    for stage in stages:  # all of them, whichever are run: what is wrong with a later one is better known now
         settled(stage, recipe.name)
+    # no waiting: a second run would wait for hours
     with held(run.folder / "lock", 0.0, f"another run works in {run.folder}; wait for it to end, or stop it"):
         folder = RunFolder.begin(run.folder, recipe)
         wanted = [stage for stage in stages if not run.stages or stage.name in run.stages]
         ahead = [stage for stage in wanted if not folder.is_finished(stage)]
         _require_earlier(stages, wanted, folder)
-        evaluator = interpreter(run)
         if evaluator:
             run.say(f"answers with vLLM: {evaluator}")
         if ahead:
@@ -104,10 +106,11 @@ def run_recipe(recipe: Recipe, run: Run) -> dict[str, float]:
             require_parts(recipe, ahead, run, evaluator)
             if torch.cuda.is_available():
                 _say_what_may_not_fit(recipe, ahead, run, torch.cuda.get_device_properties(0).total_memory / 2**30)
-        if evaluator:  # later runs in this folder go by it
+        # not before the interpreter has answered for itself: later runs in this folder go by it
+        if evaluator:
             folder.note(eval_python=evaluator)
         run.say(f"{recipe.name} in {run.folder}: {', '.join(stage.name for stage in stages)}")
-        for number, (stage, command, config) in enumerate(steps(recipe, run, evaluator), 1):
+        for number, (stage, command, config) in enumerate(planned, 1):
             title = f"[{number}/{len(stages)}] {stage.name}"
             if stage not in ahead:
                 run.say(f"{title}: {'finished before' if stage in wanted else 'not asked for'}")
@@ -218,7 +221,7 @@ def _require_earlier(stages: Sequence[Stage], wanted: Sequence[Stage], folder: R
                 continue
             out = str(done.values["out"])
             read = [str(value) for key, value in stage.values.items() if key != "out"]
-            if any(text == out or text.startswith(f"{out}/") for text in read):
+            if any(text == out or text.startswith(f"{out}/") for text in read):  # a path in it, such as sweep/best
                 chosen = ",".join(stage.name for stage in wanted)
                 raise ConfigError(
                     f"--stages {chosen}: stage '{stage.name}' reads what '{done.name}' leaves in {out}, and that has not been "
@@ -289,7 +292,7 @@ class RunFolder:
         something lies there that this run did not make."""
         out = Path(str(stage.values["out"]))
         if stage.command == "mask":
-            return out.with_name(out.name + ".partial").is_dir()
+            return out.with_name(out.name + ".partial").is_dir()  # the mask itself is written last, in one step
         if not out.is_dir():
             return False
         if stage.name not in self.record["state"]:
@@ -299,7 +302,7 @@ class RunFolder:
             for item in out.iterdir():
                 if item.name not in KEPT:
                     shutil.rmtree(item) if item.is_dir() else item.unlink()
-        elif not begun:
+        elif not begun:  # nothing to resume from, and the command would refuse a folder that is not empty
             shutil.rmtree(out)
         return begun
 

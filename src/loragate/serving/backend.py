@@ -93,15 +93,16 @@ def transformers_backend(
                 f"max_tokens={limit} would pass the model's {positions} positions: set max_tokens to {min(limits)} or less"
             )
         row = rows.get(asked.model)
+        # a name with an override behind it is no key of `rows`, and recommends nothing
         shown = row.sampling if row is not None and row.override is None else None
         temperature = chosen_temperature(shown, asked.temperature)
         warn_elsewhere(asked.model, shown, temperature, logger)
         config = SamplingConfig(temperature, asked.top_p, limit, asked.n, asked.seed, tuple(asked.stop))
         with answering(model, rows, asked.model):
             samples = engine.generate(prompts, config)
-        # the engine's third reason is "stop_text"
-        reasons = {"length": "length"}
-        answers = [Answer(one.text, reasons.get(one.finish_reason, "stop"), len(one.token_ids)) for one in samples]
+        # the protocol knows two reasons, the engine a third one, "stop_text"
+        reasons = ["length" if one.finish_reason == "length" else "stop" for one in samples]
+        answers = [Answer(one.text, why, len(one.token_ids)) for one, why in zip(samples, reasons, strict=True)]
         return sum(map(len, prompt_ids)), answers
 
     return Backend(tuple(rows), answer)
@@ -124,6 +125,7 @@ def answering(model: Any, rows: Mapping[str, Row], name: str) -> Iterator[None]:
     if override is not None and row.acts != "gated" and (row.acts == "base" or override.constant is None):
         raise ConfigError(f"{name} has no gates: only an adapter takes an override, and a plain one @constant=C alone")
     with ExitStack() as stack:
+        # adapters that were loaded beside the first one act only while they are the active one
         if row.kind != "base" and model.active_adapter != row.adapter:
             stack.callback(model.set_adapter, model.active_adapter)
             model.set_adapter(row.adapter)

@@ -68,7 +68,7 @@ class Session:
             "adapter": lambda: gates_disabled(self.model),
             "gated": lambda: gate_override(self.model, ask.minimum, ask.maximum),
         }
-        with self.lock:
+        with self.lock:  # all three on one model, whose state they change
             answers = []
             for name, enter in ways.items():
                 with enter():

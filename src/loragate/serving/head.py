@@ -26,7 +26,7 @@ def add_head(
     """Add B A h to the logits in place, in fp32, where a row's slot is one of `heads`; other rows keep their bits."""
     for slot in heads:
         own = slots_T == slot
-        if own.any():
+        if own.any():  # most batches hold no row of an adapter with a head
             shrunk_TR = hidden_TD[own].float() @ a_S1RD[slot, 0].float().t()
             delta_TV = shrunk_TR @ b_S1VR[slot, 0].float().t()
             logits_TV[own, : delta_TV.shape[1]] += delta_TV.to(logits_TV.dtype)

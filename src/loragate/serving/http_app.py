@@ -146,9 +146,10 @@ def make_server(backend: Backend, host: str) -> uvicorn.Server:
     return uvicorn.Server(uvicorn.Config(make_app(backend, host), **settings))
 
 
-def make_app(backend: Backend, host: str = "127.0.0.1") -> FastAPI:
+def make_app(backend: Backend, host: str) -> FastAPI:
     """The application, to be served on `host`."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
+    # one request at a time: which adapter and which override act is a state of the one model
     turn, began = asyncio.Lock(), int(time.time())
     private = host in ("localhost", "::1") or host.startswith("127.")
 
@@ -175,7 +176,7 @@ def make_app(backend: Backend, host: str = "127.0.0.1") -> FastAPI:
         if not {asked.model, asked.model.rpartition("@")[0]} & set(backend.models):
             known = ", ".join(backend.models)
             raise UnknownModel(f"the model {excerpt(asked.model)} does not exist; this server has {known}")
-        async with turn:
+        async with turn:  # the loop is free meanwhile, so that /health answers
             given, answers = await _in_thread(lambda: backend.answer(asked))
         choices = [
             {"index": place, **shape(one.text), "finish_reason": one.finish_reason} for place, one in enumerate(answers)

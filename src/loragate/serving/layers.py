@@ -67,8 +67,11 @@ def slot_coefficients(
         logits_TSN = torch.addmm(bias_SN.view(-1), x_TD.float(), table).view(-1, slots, slices)
     else:
         logits_TSN = torch.mm(x_TD.float(), table).view(-1, slots, slices)
+    # every token's logits under the gates of all slots, of which it then takes its own: S and N are small, while picking each
+    # token's weights first would copy [T, N, D]
     logits_TN = logits_TSN.gather(1, own_T.view(-1, 1, 1).expand(-1, 1, slices)).squeeze(1)
     if reduce is not None:
+        # parts are summed before the map, which is not linear; the bias is added once, not on every rank
         logits_TN = reduce(logits_TN) + bias_SN[own_T]
     below_TN, above_TN, least_TN, most_TN = constants_SN4[own_T].unbind(-1)
     response_TN = logits_TN.tanh()
@@ -105,7 +108,7 @@ class GatedPunica(PunicaFront):
     ) -> Any:
         """Both in turn; vLLM's own method would call its own shrink."""
         add_inputs = kwargs.pop("add_inputs", True)
-        kwargs.pop("buffer", None)
+        kwargs.pop("buffer", None)  # None in vLLM 0.32: its kernels make their own, which λ could not reach
         shape = (len(output_slices), x.size(0), lora_b_stacked[0].size(-1))
         buffer_NTR = torch.zeros(shape, dtype=torch.float32, device=x.device)
         self.add_shrink(buffer_NTR, x, lora_a_stacked, scale, **kwargs)
@@ -145,6 +148,7 @@ class GateMixin:
         tau = signed_map.tau
         if weight_D is not None:
             width = self.gate_weight.shape[-1]
+            # a row-parallel layer holds the features of its rank; any other holds all of them on every rank
             start = self.tp_rank * width if self.gate_reduce is not None else 0
             self.gate_weight[index, piece].copy_(weight_D[start : start + width] / tau)
         self.gate_bias[index, piece] = bias / tau

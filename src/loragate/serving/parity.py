@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from loragate.display import Display, console, quiet_logging
+from loragate.display import Display, console
 from loragate.errors import ConfigError, LoragateError
 from loragate.models import Loading, ModelRef, Place, base_config, open_weights, torch_device
 from loragate.serving.settings import ServerSettings
@@ -123,8 +123,9 @@ def compare(model: Any, served: Sequence[Served]) -> Agreement:
         with torch.no_grad():
             logits_TV = model(ids).logits[0].float().cpu()
         logprobs_TV = logits_TV.log_softmax(-1)
+        # position t predicts token t + 1
         own_T = logprobs_TV[:-1].gather(-1, ids[0, 1:].cpu().unsqueeze(-1)).squeeze(-1)
-        cut = len(answer.prompt_ids) - 1
+        cut = len(answer.prompt_ids) - 1  # of `own_T`, which says nothing of the first token
         if answer.prompt_logprobs:
             prompt = max(prompt, _furthest(own_T[:cut], answer.prompt_logprobs))
         generated = max(generated, _furthest(own_T[cut:], answer.logprobs))
@@ -148,7 +149,6 @@ def verify(settings: ServerSettings, how: Loading, place: Place, adapters: Mappi
     In float32 a log-prob may differ by 1e-4 and no greedy choice may, unless the reference's two best are within 1e-3. In
     16 bits the figures are printed and not judged: both programs round, in different places.
     """
-    quiet_logging()
     base, revision, device = place.base.name, place.base.revision or None, torch_device(how)
     dtype = how.dtype if how.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     rank, display = prepare_vllm(place, adapters, how.trust_remote_code), Display()
@@ -178,6 +178,7 @@ def verify(settings: ServerSettings, how: Loading, place: Place, adapters: Mappi
             warm = greedy(llm, prompts, owners, NEW_TOKENS, prompt_logprobs=False)
     finally:
         llm.llm_engine.engine_core.shutdown()
+        # its memory is needed for the reference
         del llm
         gc.collect()
     out, good = console(), True

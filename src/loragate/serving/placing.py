@@ -52,6 +52,7 @@ def place_gates(gates: FolderGates, manager: Any) -> PlacedGates:
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     mapper = mapper.get_rename_mapper() if mapper is not None else None
     slots = _slices(manager)
+    # every gated module has a bias; weights are there for gates that read the token alone
     entries: list[tuple[str, int, torch.Tensor | None, float]] = []
     for path, bias in gates.biases.items():
         name = parse_fine_tuned_lora_name(f"base_model.model.{path}.lora_A.weight", mapper)[0]
@@ -84,7 +85,7 @@ def _slices(manager: Any) -> dict[str, tuple[str, range]]:
             continue
         count = module.gate_weight.shape[1]
         parts = manager.packed_modules.get(name)
-        if parts is None:
+        if parts is None:  # adapted under the layer's own name: the gate is that of every slice
             found[name] = (name, range(count))
         elif len(parts) == count:
             found |= {part: (name, range(piece, piece + 1)) for piece, part in enumerate(parts)}

