@@ -11,7 +11,7 @@ from loragate.errors import ConfigError
 from loragate.losses.head import IGNORED
 from loragate.training import CalibrationSettings, trainer
 from loragate.training.arrangement import PackedCollator, arranged_steps, balanced, packed, require_separate_sequences
-from loragate.training.run import encoded_fingerprint
+from loragate.training.rows import encoded_fingerprint
 from tiny import tiny_base
 
 

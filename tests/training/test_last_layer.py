@@ -8,10 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import loragate as lg
 from loragate.gates import record_gates
 from loragate.losses import StatisticsRequest
+from loragate.losses.causal_head import causal_model
 from loragate.training import CalibrationSettings
 from loragate.training.last_layer import LastLayer, read_positions_only, read_rows
 from loragate.training.model_state import statistics_forward, without_dropout
-from loragate.training.sharding import causal_model
 from test_families import FAMILIES as families
 from test_families import GROUPED
 from tiny import VOCABULARY, tiny_adapter, tiny_base

@@ -11,18 +11,19 @@ from loragate.data import Collator, load_rows
 from loragate.errors import ConfigError, DataError, TrainingError
 from loragate.gates import weights_checksum
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from loragate.training import CalibrationSettings, calibration_rows, on_policy_loss
+from loragate.losses.causal_head import ResponseScorer
+from loragate.training import CalibrationSettings, calibration_rows, rollouts
 from loragate.training.guards import GuardLimits
-from loragate.training.on_policy_loss import policy_loss
 from loragate.training.rollouts import (
     Answer,
     as_training_row,
     draw_answers,
     group_advantages,
+    policy_loss,
+    sampled_request,
     stream_seed,
     training_prompts,
 )
-from loragate.training.scoring import ResponseScorer
 from loragate.training.strategy import Launch
 from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
@@ -214,12 +215,12 @@ GOOD, BAD = (20, 21, 22, 1), (90, 91, 92, 1)
 def preference(model, rows):
     """Mean log p of the good answer's tokens minus that of the bad one's, over the prompts."""
     prompts = prompts_of(rows, REWARD)
-    scorer = ResponseScorer(model, "default")
+    scorer = ResponseScorer(model)
     sums = []
     for ids in (GOOD, BAD):
         batch = Collator(0)([as_training_row(Answer(index, ids, "", True), prompts) for index in range(len(prompts))])
         with torch.no_grad():
-            sums.append(float(scorer.statistics(scorer.states(batch), batch, 20).log_prob.mean()))
+            sums.append(float(scorer.statistics(scorer.states(batch), batch, sampled_request(20)).log_prob.mean()))
     return sums[0] - sums[1]
 
 
@@ -400,13 +401,13 @@ def test_settings_that_cannot_be_are_refused(options, words):
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(monkeypatch):
-    whole = on_policy_loss.AnchoredEntropy.terms
+    whole = rollouts.AnchoredEntropy.terms
 
     def steep(self, scorer, batch, answers, before_T):
         losses_T, sums = whole(self, scorer, batch, answers, before_T)
         return losses_T + (losses_T * 0).sqrt(), sums  # finite, with an infinite slope times 0
 
-    monkeypatch.setattr(on_policy_loss.AnchoredEntropy, "terms", steep)
+    monkeypatch.setattr(rollouts.AnchoredEntropy, "terms", steep)
     with pytest.raises(TrainingError, match="the gradient is not finite at step 1, though the loss is"):
         train(ANCHORED)
 

@@ -6,9 +6,9 @@ import torch
 import loragate as lg
 from loragate.data import Collator, encode_rows
 from loragate.losses import verify_head
+from loragate.losses.causal_head import ResponseScorer
 from loragate.training import CalibrationSettings
-from loragate.training.on_policy_loss import AnchoredEntropy, anchor_states, anchors
-from loragate.training.scoring import ResponseScorer
+from loragate.training.rollouts import AnchoredEntropy, anchors, sampled_request
 from tiny import tiny_adapter, tiny_base, tiny_rows
 
 V = 50
@@ -48,9 +48,9 @@ def test_held_at_zero_and_one_the_model_is_base_and_adapter(tokenizer):
     batch = batch_of(tokenizer)
     model = gated()
     base, plain = tiny_base(), tiny_adapter()
-    scorer = ResponseScorer(model, "default")
+    scorer = ResponseScorer(model)
     assert scorer.fused
-    at_zero, at_one = anchor_states(scorer, batch, anchors["mixture"])
+    at_zero, at_one = anchors["mixture"].reference(scorer, batch, "default").states
     assert not at_zero.requires_grad
     weight = base.get_output_embeddings().weight
     with torch.no_grad():
@@ -66,9 +66,9 @@ def test_held_at_zero_and_one_the_model_is_base_and_adapter(tokenizer):
 def test_gate_gradients_equal_a_dense_model(tokenizer, name, slow):
     batch = batch_of(tokenizer)
     model = gated(base=tiny_base().double())
-    scorer = ResponseScorer(model, "default")
+    scorer = ResponseScorer(model)
     scorer.fused = not slow
-    loss = AnchoredEntropy(CalibrationSettings(objective="anchored", anchor=name, beta=0.6))
+    loss = AnchoredEntropy(CalibrationSettings(objective="anchored", anchor=name, beta=0.6), "default")
     found_T, sums = loss.terms(scorer, batch, [], None)
     assert found_T.sum().item() == pytest.approx(sums["entropy"] + 0.6 * sums["kl"])
     found_T.sum().backward()
@@ -95,12 +95,12 @@ def test_gate_gradients_equal_a_dense_model(tokenizer, name, slow):
 def test_a_head_with_an_adapter_is_scored_from_full_logits(tokenizer):
     batch = batch_of(tokenizer)
     model = gated(base=tiny_base(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"])
-    scorer = ResponseScorer(model, "default")
+    scorer = ResponseScorer(model)
     assert not scorer.fused
     assert not verify_head(model.get_base_model())
     states = scorer.states(batch)
     assert states.shape[-1] == 160
-    found = scorer.statistics(states, batch, 20)
+    found = scorer.statistics(states, batch, sampled_request(20))
     labels = batch["labels"][:, 1:]
     expected = torch.log_softmax(states, -1).gather(-1, labels[labels != -100].unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(found.log_prob, expected)
@@ -109,8 +109,8 @@ def test_a_head_with_an_adapter_is_scored_from_full_logits(tokenizer):
 def test_statistics_are_those_of_the_model(tokenizer):
     batch = batch_of(tokenizer)
     model = gated()
-    scorer = ResponseScorer(model, "default")
-    found = scorer.statistics(scorer.states(batch), batch, 20)
+    scorer = ResponseScorer(model)
+    found = scorer.statistics(scorer.states(batch), batch, sampled_request(20))
     labels = batch["labels"][:, 1:]
     logits = response_logits(model, batch)
     expected = torch.log_softmax(logits, -1).gather(-1, labels[labels != -100].unsqueeze(-1)).squeeze(-1)

@@ -9,7 +9,7 @@ import loragate as lg
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, DataError, TrainingError
 from loragate.training import CalibrationSettings, StageOneSettings, model_state
-from loragate.training.run import require_short_enough
+from loragate.training.rows import require_short_enough
 from loragate.training.run_folder import prepare_folder
 from tiny import tiny_adapter, tiny_base, tiny_rows
 

@@ -13,7 +13,7 @@ Shapes: T tokens, D hidden, V vocabulary, K support, C tokens of one chunk.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -128,11 +128,6 @@ def token_statistics(
     plan = Plan(Head(weight, bias, scale, softcap), k, tuple(outputs), gradients, sizes)
     log_prob_T, entropy_T, topk_T = TokenStatisticsFunction.apply(chosen_TD, chosen_T, plan)
     return TokenStatistics(log_prob_T, entropy_T, topk_T, mask, k).spread(labels.shape, mask)
-
-
-def head_statistics(hidden: torch.Tensor, head: Head, labels: torch.Tensor, **how: Any) -> TokenStatistics:
-    """`token_statistics` under a head as a model has it; `how` are its other arguments."""
-    return token_statistics(hidden, head.weight, labels, bias=head.bias, scale=head.scale, softcap=head.softcap, **how)
 
 
 def token_statistics_reference(

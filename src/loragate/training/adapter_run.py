@@ -16,8 +16,7 @@ from loragate.losses.objectives import objective_of
 from loragate.models import Loading, explained, open_base, open_tokenizer, resolve
 from loragate.training.callbacks import OnStep
 from loragate.training.preflight import require_free_out
-from loragate.training.rows import read_rows
-from loragate.training.run import require_mask_column
+from loragate.training.rows import read_rows, require_mask_column
 from loragate.training.run_folder import RECORD
 from loragate.training.settings import RowsSettings, StageOneSettings
 from loragate.training.stage_one import (

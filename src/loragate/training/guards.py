@@ -20,8 +20,8 @@ from transformers import TrainerCallback
 from loragate.errors import ConfigError
 from loragate.gates import record_gates
 from loragate.generation import Sample
+from loragate.losses.causal_head import causal_model
 from loragate.training.rollouts import Answer, as_answers
-from loragate.training.sharding import causal_model
 from loragate.validate import Count, Share, check
 
 READING = "guard_reading"  # key of a reading among the trainer's log records

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from loragate.losses import add_statistics_forward
-from loragate.training.sharding import causal_model
+from loragate.losses.causal_head import causal_model
 
 SHORT_ROW = 192
 """Tokens up to which plain attention is the faster one for bf16 on a CPU."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from loragate.errors import ConfigError
 from loragate.gates.gate import SignedGate
-from loragate.losses.causal_head import verify_head, whole_parameter
+from loragate.losses.causal_head import causal_model, verify_head, whole_parameter
 from loragate.training.strategy import launch_of, process_state
 
 
@@ -210,9 +210,3 @@ def write_back(twin: Any, model: Any) -> None:
     for name, parameter in twin.named_parameters():
         if parameter.requires_grad and parameter is not own[name]:
             assign(own[name], gathered_values(parameter).to(own[name].device))
-
-
-def causal_model(model: Any) -> Any:
-    """The causal LM inside PEFT's wrapper, or the model itself."""
-    getter = getattr(model, "get_base_model", None)
-    return getter() if callable(getter) else model

@@ -29,12 +29,12 @@ from loragate.gates import (
     draw_gates,
     gate_parameters,
     measure_parity,
-    record_gates,
     train_gates_only,
     weights_checksum,
 )
 from loragate.generation import Sample
 from loragate.losses import verify_head
+from loragate.losses.causal_head import causal_model
 from loragate.losses.entropy import support_size
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
 from loragate.training.callbacks import OnStep
@@ -48,22 +48,21 @@ from loragate.training.checks import (
 )
 from loragate.training.guards import Guard, GuardCallback, GuardLimits, saturation
 from loragate.training.model_state import without_dropout
-from loragate.training.on_policy import OnPolicyJob, run_on_policy
+from loragate.training.on_policy import run_on_policy
 from loragate.training.rollouts import Reward, Sampler
-from loragate.training.run import (
+from loragate.training.rows import (
     collator_for,
     encoded_fingerprint,
     require_encoded,
     require_mask_column,
-    require_own,
     require_short_enough,
-    run_training,
 )
+from loragate.training.run import require_own, run_training
 from loragate.training.run_folder import prepare_folder, run_folder_given
 from loragate.training.settings import GATE_OBJECTIVES, CalibrationSettings
-from loragate.training.sharding import causal_model, spread
+from loragate.training.sharding import spread
 from loragate.training.strategy import launch_of
-from loragate.training.trainer import TrainingJob, TrainingOutcome
+from loragate.training.trainer import Job, TrainingOutcome
 
 PARITY_ROWS, PARITY_TOKENS = 4, 256
 
@@ -260,27 +259,27 @@ def calibrate(
         }
         steps = settings.steps(len(encoded))
         until = math.ceil(share * steps)
-        shared: dict[str, Any] = {
-            "model": model,
-            "tokenizer": tokenizer,
-            "encoded": encoded,
-            "rows": source,
-            "settings": settings,
-            "trained": trained,
-            "identity": identity,
-            "folder": folder,
-            "resume": resume,
-            "on_step": on_step,
-            "until": until,
-        }
+        job = Job(
+            model=model,
+            tokenizer=tokenizer,
+            encoded=encoded,
+            rows=source,
+            settings=settings,
+            trained=trained,
+            identity=identity,
+            folder=folder,
+            resume=resume,
+            on_step=on_step,
+            until=until,
+            adapter_name=name,
+        )
         with without_dropout(model):
             if settings.objective == "random":
                 prepare_folder(identity, folder, resume)
                 draw_gates(model, settings.seed, settings.random_scale, name)
                 outcome = TrainingOutcome([], 0, 0.0, verify_head(causal_model(model)))
             elif settings.on_policy:
-                own = OnPolicyJob(**shared, adapter_name=name, sampler=sampler, reward=reward, guard=watch)
-                outcome = run_on_policy(own)
+                outcome = run_on_policy(job, sampler, reward, watch)
             else:
                 watcher = None
                 if watch is not None and probe is not None:
@@ -288,14 +287,8 @@ def calibrate(
                     watcher = GuardCallback(watch, probe, lambda: saturation(model, gated, name))
                 # "ce", the paper's ablation, has the entropy in its log
                 ce = replace(sft(), name="ce", k=k, reads=("topk_entropy",))
-                job = TrainingJob(
-                    **shared,
-                    objective=objective or (ce if settings.objective == "ce" else GateEntropy(k)),
-                    recorder=lambda running: record_gates(running, name),
-                    check_gradient=True,
-                    guard=watcher,
-                )
-                outcome = run_training(job)
+                chosen = objective or (ce if settings.objective == "ce" else GateEntropy(k))
+                outcome = run_training(job, chosen, guard=watcher)
         if _frozen_checksum(model) != frozen:
             raise TrainingError(
                 "a frozen weight of the base or the adapter changed during calibration; the result is not used"
