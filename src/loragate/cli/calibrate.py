@@ -13,7 +13,7 @@ from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.selection.candidate import Candidate, parse_candidates
 from loragate.selection.settings import SelectionSettings, require_one_process
-from loragate.training.preflight import check_loading, require_free_out, require_reporters
+from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
 from loragate.training.settings import ON_POLICY, CalibrationSettings
 from loragate.validate import comma_list
 
@@ -80,7 +80,6 @@ def run(options: CalibrateOptions) -> int:
     check_loading(options)
     from loragate.cli.calibration_report import choose
     from loragate.models import resolve
-    from loragate.training.launching import begin
 
     settings = taken_from(options, CalibrationSettings)
     if (status := begin(settings, options, options, sampling=not options.unverified)) is not None:

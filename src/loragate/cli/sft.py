@@ -8,7 +8,7 @@ from pathlib import Path
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import RunOptions, taken_from
 from loragate.display import Display, console, duration, next_evaluation, quiet_logging
-from loragate.training.preflight import check_loading, require_free_out, require_reporters
+from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
 from loragate.training.settings import StageOneSettings
 from loragate.training.strategy import process_state
 
@@ -33,7 +33,6 @@ def run(options: SftOptions) -> int:
     require_given(COMMAND, options)
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
     from loragate.training.adapter_run import AdapterRun
-    from loragate.training.launching import begin
 
     folder = Path(options.out)
     settings = taken_from(options, StageOneSettings)
