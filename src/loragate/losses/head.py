@@ -21,10 +21,9 @@ from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size, topk_entropy
 from loragate.losses.head_function import STATISTICS, Plan, TokenStatisticsFunction
 from loragate.losses.projection import Head, needs_widening
-from loragate.losses.tiling import BUDGET, tiling
+from loragate.losses.tiling import tiling
 
 IGNORED = -100
-_CHUNK_BYTES = BUDGET
 
 
 class TokenStatistics(NamedTuple):
@@ -122,9 +121,7 @@ def token_statistics(
     require_labels(chosen_T, vocabulary)
     if chosen_TD.shape[0] == 0:
         return TokenStatistics.without_labels(hidden, mask, k)
-    sizes = tiling(
-        vocabulary, width, weight.device.type, widened=needs_widening(weight), tokens=chunk_tokens, budget=_CHUNK_BYTES
-    )
+    sizes = tiling(vocabulary, width, weight.device.type, widened=needs_widening(weight), tokens=chunk_tokens)
     plan = Plan(Head(weight, bias, scale, softcap), k, tuple(outputs), gradients, sizes)
     log_prob_T, entropy_T, topk_T = TokenStatisticsFunction.apply(chosen_TD, chosen_T, plan)
     return TokenStatistics(log_prob_T, entropy_T, topk_T, mask, k).spread(labels.shape, mask)

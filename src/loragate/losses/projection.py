@@ -73,6 +73,7 @@ class Projection:
         cap = self.softcap
         if cap is None:
             return self.scale
+        # d/dx cap·tanh(x·scale/cap) = scale·(1 − tanh²), and tanh is z/cap: no need to keep W h
         return (z / cap).square_().neg_().add_(1.0).mul_(self.scale)
 
     def tile_back(self, coefficient_CV: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -108,18 +109,20 @@ class Projection:
         """Σ_j coefficient_j · W[index_j], [T, D], for a coefficient on K logits: K·D multiplications per token."""
         if self.weight_VD.dtype == self.working:
             return F.embedding_bag(indices_TK, self.weight_VD, per_sample_weights=coefficient_TK, mode="sum")
-        # embedding_bag would round the coefficients to the rows' dtype
-        # K rows of D numbers for each of so many tokens are gathered at a time, within the budget
+        # embedding_bag would round the coefficients to the rows' dtype; instead K rows of D numbers, as they are and widened,
+        # are gathered for as many tokens at a time as fit the budget
         total_TD = coefficient_TK.new_empty((indices_TK.shape[0], self.weight_VD.shape[1]))
         size = self.weight_VD.shape[1] * (self.weight_VD.element_size() + total_TD.element_size())
         count = max(1, BUDGET // (indices_TK.shape[1] * size))
         for at in range(0, indices_TK.shape[0], count):
             rows = slice(at, at + count)
             gathered = F.embedding(indices_TK[rows], self.weight_VD).to(self.working)
+            # [T, 1, K] · [T, K, D]
             torch.bmm(coefficient_TK[rows].unsqueeze(1), gathered, out=total_TD[rows].unsqueeze(1))
         return total_TD
 
     def _finished(self, z_CV: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """z of some columns, from W h there and in its memory."""
         if self.bias_V is not None:
             z_CV += self.bias_V[start:stop]
         if self.scale != 1.0:
@@ -128,6 +131,10 @@ class Projection:
         return z_CV if cap is None else z_CV.div_(cap).tanh_().mul_(cap)
 
     def _rows(self, start: int, stop: int) -> torch.Tensor:
+        """Head rows to multiply by, [stop − start, D]: a view, or a widened copy that lives until other rows are asked for.
+
+        A tile is projected and pulled back before the next one, so the copy serves both.
+        """
         if not self.widened:
             return self.weight_VD[start:stop]
         count = stop - start
