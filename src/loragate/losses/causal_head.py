@@ -62,7 +62,7 @@ def causal_model(model: Any) -> Any:
 def read_head(model: Any) -> Head | None:
     """The model's output head by its configuration, or None where it is not one frozen linear map."""
     module = model.get_output_embeddings()
-    copies = getattr(module, "modules_to_save", None)
+    copies = getattr(module, "modules_to_save", None)  # PEFT keeps a copy for each adapter beside the original
     if copies is not None:
         active = [name for name in getattr(module, "active_adapters", []) if name in copies]
         disabled = bool(getattr(module, "disable_adapters", False))
@@ -115,7 +115,6 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
             if labels is not None:
                 kwargs["labels"] = labels
             return original(*args, **kwargs)
-        kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
         head = read_head(self) if self._loragate_statistics else None
         head = None if head is None else gathered(head)
@@ -169,6 +168,7 @@ def verify_head(model: Any) -> bool:
     if head is None or head.weight.device.type == "meta":
         return False
     head = gathered(head)
+    # a few tokens spread over the vocabulary
     count = min(8, head.weight.shape[0])
     step = max(1, head.weight.shape[0] // (count + 1))
     tokens = (torch.arange(1, count + 1, device=head.weight.device) * step % head.weight.shape[0]).unsqueeze(0)

@@ -91,6 +91,7 @@ def reference_statistics(
 
 def _projections(head: Head, other: Head | None) -> tuple[Projection, Projection | None]:
     """(the model's, the reference's); one and the same where they share the head's weight."""
+    # a shared head's rows are widened once, and both write their logits into the same memory
     own = Projection(head)
     if other is None:
         return own, None
@@ -135,6 +136,7 @@ class _ReferenceStatistics(torch.autograd.Function):
                     grad[rows].unsqueeze(-1) for grad in (grad_log_prob_T, grad_entropy_T, grad_kl_T)
                 )
                 # d log p_y/dz = e_y − p;  dH/dz = −p (log p + H);  dKL/dz = p (log p − log r − KL)
+                # the last two are p (x − Σ p x), with x = −log p and x = log p − log r: their x are added first
                 inner_CV = (grad_k - grad_h) * log_p_CV - grad_k * log_r_CV
                 mean_C1 = torch.linalg.vecdot(p_CV, inner_CV).unsqueeze(-1)
                 coefficient_CV = p_CV * (inner_CV - mean_C1 - grad_y)

@@ -50,6 +50,7 @@ class TokenStatistics(NamedTuple):
     def spread(self, shape: torch.Size, mask: torch.Tensor) -> TokenStatistics:
         """Statistics of the labelled positions, each [T], laid out over `shape` with zeros elsewhere."""
 
+        # masked_scatter is differentiable with respect to the values
         def lay(value: torch.Tensor) -> torch.Tensor:
             return value.new_zeros(shape).masked_scatter(mask, value) if value.numel() else value
 

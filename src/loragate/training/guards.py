@@ -79,6 +79,7 @@ class GuardLimits:
 
 def repeats(token_ids: Sequence[int], n: int = 6, times: int = 3) -> bool:
     """Whether some run of `n` tokens occurs at least `times` times."""
+    # the runs may overlap: a loop of four tokens repeats every run of six after each four
     counts = Counter(tuple(token_ids[at : at + n]) for at in range(len(token_ids) - n + 1))
     return max(counts.values(), default=0) >= times
 
@@ -181,7 +182,7 @@ class GuardCallback(TrainerCallback):
         self, guard: Guard, probe: Callable[[], Sequence[Sample]], saturation: Callable[[], float | None]
     ) -> None:
         self.guard, self.probe, self.saturation = guard, probe, saturation
-        self.read(0)
+        self.read(0)  # before anything moves: all later readings are compared with this one
 
     def read(self, step: int) -> None:
         if not (answers := as_answers(self.probe())):
@@ -196,7 +197,10 @@ class GuardCallback(TrainerCallback):
                 control.should_training_stop = True
 
     def restore(self, records: Sequence[dict[str, Any]]) -> None:
-        """Take over the readings in the log history of a checkpoint that the run goes on from."""
+        """Take over the readings in the log history of a checkpoint that the run goes on from.
+
+        The reading of step 0 is not among them: it was made anew, by gates that stand where they began.
+        """
         for record in records:
             if READING in record:
                 self.guard.judge(Reading(**record[READING]))

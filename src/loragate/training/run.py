@@ -156,6 +156,7 @@ def _run(
         )
         for printer in (PrinterCallback, ProgressCallback):  # progress and metrics are shown by our own callbacks
             trainer.remove_callback(printer)
+        # a resumed run's result begins at the run's beginning
         trainer.history = [
             {name: value for name, value in record.items() if name != "epoch"}
             for record in records

@@ -91,11 +91,12 @@ def is_sharded(model: Any) -> bool:
 
 def twin_of(model: Any, *, share_gates: bool) -> Any:
     """A second set of modules over the same tensors: sharding it frees nothing of the original and renames nothing."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # what deepcopy takes for copied already
     for module in model.modules():
         if share_gates and isinstance(module, SignedGate):
             memo[id(module)] = module
             memo.update({id(parameter): parameter for parameter in module.parameters()})
+    # tied weights are one parameter here, and one again in the twin
     for parameter in model.parameters():
         if id(parameter) not in memo:
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
@@ -199,6 +200,7 @@ def load_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) ->
     for index, values in sorted(state["state"].items()):
         parameter = parameters[index]
         for key, value in sorted(values.items()):
+            # AdamW's moments, not its count of steps
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 values[key] = _spread_like(parameter, value)
     optimizer.load_state_dict(state)

@@ -138,6 +138,7 @@ def build_adapter(base_model: Any, settings: StageOneSettings) -> Any:
 @torch.no_grad()
 def base_reference(model: Any, inputs: dict[str, Any]) -> Reference:
     """The distributions of a PeftModel's base on a batch, its adapter switched off for the pass: no second copy of the weights."""
+    # DDP wraps the PeftModel
     with evaluation_mode(model), getattr(model, "module", model).disable_adapter():
         answer: Reference = model(**inputs, statistics=ReferenceRequest())
     return answer

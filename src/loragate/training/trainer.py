@@ -102,7 +102,7 @@ class StatisticsTrainer(SFTTrainer):
     the statistics named in `batch_reads` (none: not made at all); what it says of each is `ObjectiveContext.batch` in its loss.
     """
 
-    loss_is_scaled_for_ga = True
+    loss_is_scaled_for_ga = True  # else the trainer would divide by the number of forward passes once more
 
     def __init__(
         self, job: Job, objective: Objective, reference: ReferenceOf | None, last_layer: LastLayer, **kwargs: Any
@@ -123,7 +123,7 @@ class StatisticsTrainer(SFTTrainer):
         for name, parameter in self.trained.items():
             if parameter.dtype != kept[name].dtype:
                 parameter.data = kept[name].to(parameter.device)
-        self.model_accepts_loss_kwargs = True
+        self.model_accepts_loss_kwargs = True  # then `compute_loss` is told the response tokens of the whole step
         self.sharded = is_sharded(self.model)
         if self.sharded and not hasattr(SFTTrainer, "_defer_fsdp_gradient_reduction"):
             # an older Trainer never calls what this class puts in its place
@@ -160,6 +160,7 @@ class StatisticsTrainer(SFTTrainer):
 
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [N, ...] of all processes, in their order; N may differ."""
+        # an exchange wants equal shapes: all are padded to the longest, and cut again
         sizes = self.accelerator.gather(torch.tensor([len(rows)], device=rows.device)).tolist()
         whole = self.accelerator.gather(self.accelerator.pad_across_processes(rows))
         parts = whole.split(max(sizes)) if max(sizes) else [whole]
@@ -189,7 +190,8 @@ class StatisticsTrainer(SFTTrainer):
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    ) -> torch.Tensor:
+        """The loss of one forward pass; `num_items_in_batch` are the response tokens of the optimiser step, on all processes."""
         inputs, rows, context = self._unpacked(inputs)
         logged = (self.state.global_step + 1) % self.args.logging_steps == 0
         # the recording ends before the backward pass, in which a recomputed layer would be counted again
@@ -201,8 +203,6 @@ class StatisticsTrainer(SFTTrainer):
         if record is not None and (total := record.total()).get("tokens"):
             self.gate_summary = total
         losses = token_losses(self.objective, stats, context)
-        if num_items_in_batch is None:
-            num_items_in_batch = stats.mask.sum()
         summed = losses.sum()
         if not bool(torch.isfinite(summed)):
             bad = ~torch.isfinite(losses)
@@ -214,6 +214,7 @@ class StatisticsTrainer(SFTTrainer):
                 "rate or train in fp32"
             )
         loss = summed / torch.as_tensor(num_items_in_batch, device=summed.device).clamp(min=1)
+        # the tokens are those of all processes, and DDP and FSDP average gradients over these
         loss = loss * self.accelerator.num_processes
         with torch.no_grad():
             self._add("tokens", stats.mask.sum())
@@ -222,7 +223,7 @@ class StatisticsTrainer(SFTTrainer):
                     self._add(key, getattr(stats, name).detach().double().sum())
             if stats.kl is not None:
                 self._add("reference_kl", stats.kl.detach().double().sum())
-        return (loss, stats) if return_outputs else loss
+        return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -259,8 +260,6 @@ class StatisticsTrainer(SFTTrainer):
         if self.gate_summary:
             logs.update({f"gate_{name}": value for name, value in self.gate_summary.items() if name != "tokens"})
             self.gate_summary = {}
-        self._metrics["train"].clear()
-        self._metrics["eval"].clear()
         self.history.append({"step": self.state.global_step, **logs})
         super().log(logs, start_time)
 

@@ -103,7 +103,7 @@ def sequence_losses(stats: TokenStatistics, context: ObjectiveContext) -> torch.
     loss, mask = -stats.log_prob, stats.mask
     if context.sequence_ids is not None:
         ids = context.sequence_ids[mask]
-        _, ids = torch.unique(ids, return_inverse=True)
+        _, ids = torch.unique(ids, return_inverse=True)  # rows of the data set, renumbered from 0
         count = int(ids.max()) + 1 if ids.numel() else 0
         sums = loss.new_zeros(count).index_add_(0, ids, loss[mask])
         sizes = loss.new_zeros(count).index_add_(0, ids, torch.ones_like(loss[mask]))
