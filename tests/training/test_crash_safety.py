@@ -108,8 +108,10 @@ def test_another_package_version_is_named(tmp_path):
         prepare_folder({"stage": "sft"}, tmp_path, resume=True)
 
 
-def test_another_stage_or_recipe_is_named(tmp_path):
+def test_another_stage_or_recipe_and_a_run_that_is_not_there_are_named(tmp_path):
     identity = {"stage": "sft", "settings": {"learning_rate": 1e-3, "rank": 16}}
+    with pytest.raises(TrainingError, match=r"no run to resume .*run without --resume \(resume=False\)"):
+        prepare_folder(identity, tmp_path, resume=True)
     prepare_folder(identity, tmp_path, resume=False)
     with pytest.raises(TrainingError, match="begun with stage = 'sft', now it is 'calibrate'"):
         prepare_folder({**identity, "stage": "calibrate"}, tmp_path, resume=True)

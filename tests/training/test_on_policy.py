@@ -8,7 +8,7 @@ import torch
 
 import loragate as lg
 from loragate.data import Collator, load_rows
-from loragate.errors import ConfigError, DataError, TrainingError
+from loragate.errors import ConfigError, TrainingError
 from loragate.gates import weights_checksum
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.losses.causal_head import ResponseScorer
@@ -17,15 +17,12 @@ from loragate.training.guards import GuardLimits
 from loragate.training.rollouts import (
     Answer,
     as_training_row,
-    draw_answers,
-    group_advantages,
-    policy_loss,
     sampled_request,
     stream_seed,
     training_prompts,
 )
 from loragate.training.strategy import Launch
-from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+from tiny import gate_values, same, tiny_adapter, tiny_rows, tiny_tokenizer
 
 CONFIG = lg.GateConfig(-3, 2)
 PLAIN = CalibrationSettings(batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64)
@@ -80,43 +77,6 @@ def test_micro_batches_do_not_matter(settings, reward):
         torch.testing.assert_close(gate_values(single)[name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_answers_follow_from_seed_refresh_and_gates(tokenizer, rows):
-    prompts = prompts_of(rows, REWARD)
-    model = lg.attach_gates(tiny_adapter(), CONFIG)
-    engines = {batch: TransformersEngine(model, tokenizer, batch_size=batch) for batch in (3, 64)}
-    draws = {
-        (refresh, batch): draw_answers(prompts, [0, 1, 2, 1], engines[batch].generate, REWARD, refresh)
-        for refresh in (0, 1)
-        for batch in engines
-    }
-    assert draws[0, 3] == draws[0, 64] != draws[1, 3]
-    first = draws[0, 3]
-    assert [answer.prompt for answer in first] == [0] * 4 + [1] * 4 + [2] * 4 + [1] * 4
-    assert first[4:8] != first[12:16], "the same prompt drawn twice gets answers of its own"
-    assert stream_seed(1, 2) != stream_seed(2, 1)
-
-
-def test_prompts_are_what_the_rows_train_after(tokenizer):
-    rows = tiny_rows(5)
-    rows.append({"messages": rows[0]["messages"] + tiny_rows(1, seed=8)[0]["messages"]})
-    settings = replace(ANCHORED, batch_size=4)
-    prompts = prompts_of(rows, settings)
-    source = load_rows(rows).shuffled(settings.seed)
-    assert len(prompts) == 6
-    for prompt in prompts:
-        messages = source[prompt.row]["messages"]
-        rendered = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-        assert list(prompt.ids) == tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        assert tokenizer(prompt.text, add_special_tokens=False)["input_ids"] == list(prompt.ids)
-    row = as_training_row(Answer(2, (9, 8, 1), "", True), prompts)
-    assert row["labels"] == [-100] * len(prompts[2].ids) + [9, 8, 1]
-    assert row["input_ids"] == [*prompts[2].ids, 9, 8, 1]
-    longest = max(len(prompt.ids) for prompt in prompts)
-    assert 0 < len(prompts_of(rows, settings, positions=longest + 5)) < 6
-    with pytest.raises(DataError, match="6 of 6 prompts leave no room for 6 new tokens"):
-        prompts_of(rows, settings, positions=6)
-
-
 @pytest.mark.parametrize(
     ("settings", "reward"),
     [
@@ -167,46 +127,6 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path):
     (tmp_path / "checkpoint-3" / "optimizer.safetensors").write_bytes(b"nothing")
     with pytest.raises(TrainingError, match="remove its folder and resume again"):
         train(settings, run_folder=tmp_path, resume=True)
-
-
-def test_the_policy_gradient_is_that_of_the_expected_reward(tokenizer):
-    """All answers of two tokens are enumerated, each weighted with its probability in place of being sampled."""
-    model = tiny_adapter(base=tiny_base(vocab_size=8, pad_token_id=0))
-    lg.attach_gates(model, lg.GateConfig(-3, 2, init_scale=0.05))
-    parameters = list(lg.gate_parameters(model).values())
-    prompt = [3, 5, 7]
-    pairs = torch.cartesian_prod(torch.arange(8), torch.arange(8))
-    ids = torch.cat((torch.tensor(prompt).expand(64, 3), pairs), 1)
-    rewards = torch.randn(64, generator=torch.Generator().manual_seed(2))
-    log_p = torch.log_softmax(model(input_ids=ids).logits[:, 2:4], -1).gather(-1, pairs.unsqueeze(-1)).squeeze(-1)
-    probability = log_p.sum(-1).exp()
-    assert float(probability.sum()) == pytest.approx(1, abs=1e-5)
-    exact = torch.autograd.grad((probability * rewards).sum(), parameters, retain_graph=True)
-    for baseline in (0.0, 0.7):
-        advantage = (probability.detach() * (rewards - baseline)).repeat_interleave(2)
-        loss, clipped = policy_loss(log_p.flatten(), advantage, None, 0.2)
-        assert not clipped.any()
-        found = torch.autograd.grad(loss.sum(), parameters, retain_graph=True)
-        for one, other in zip(found, exact, strict=True):
-            torch.testing.assert_close(one, -other, rtol=1e-3, atol=1e-6)
-
-
-def test_clipping_takes_the_gradient_away_on_the_far_side_only():
-    before = torch.zeros(4)
-    log_p = torch.tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
-    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    loss, clipped = policy_loss(log_p, advantage, before, 0.2)
-    assert clipped.tolist() == [True, False, False, True]
-    ratio = log_p.detach().exp()
-    assert loss.tolist() == pytest.approx([-1.2, float(ratio[1]), -float(ratio[2]), 0.8])
-    loss.sum().backward()
-    assert log_p.grad.tolist() == pytest.approx([0.0, float(ratio[1]), -float(ratio[2]), 0.0])
-
-
-def test_advantages_are_relative_to_the_group():
-    assert group_advantages([1, 0, 0, 1], "mean") == [0.5, -0.5, -0.5, 0.5]
-    assert group_advantages([3, 0, 0, 3], "std") == pytest.approx([1, -1, -1, 1])
-    assert group_advantages([0.3] * 3, "std") == [0.0] * 3
 
 
 GOOD, BAD = (20, 21, 22, 1), (90, 91, 92, 1)
@@ -370,34 +290,6 @@ def test_a_guard_of_a_sharded_run_is_refused(monkeypatch, strategy):
 def test_callables_without_effect_or_answers_are_refused(settings, options, words):
     with pytest.raises(ConfigError, match=words):
         train(settings, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"objective": "anchord"}, "did you mean 'anchored'"),
-        ({"anchor": "base"}, "anchor has no effect with objective entropy"),
-        ({"objective": "reward", "beta": 2.0}, "beta has no effect with objective reward"),
-        ({"objective": "reward", "temperature": 0.7}, "temperature has no effect"),
-        ({"objective": "reward", "samples_per_prompt": 1}, "needs at least 2"),
-        ({"objective": "reward", "batch_size": 12}, "not a multiple of samples_per_prompt 8"),
-        ({"objective": "anchored", "anchor": "bas"}, "anchor must be one of"),
-        ({"objective": "anchored", "report_to": "wandb"}, "writes metrics.jsonl only"),
-        ({"objective": "anchored", "beta": -1.0}, "beta must be at least 0"),
-        ({"random_scale": 0.5}, "random_scale has no effect with objective entropy"),
-        ({"objective": "random", "random_scale": 0.0}, "above 0"),
-        ({"batch_size": -1}, "batch_size must be at least 0"),
-        ({"learning_rate": -1.0}, "learning_rate must be above 0"),
-        ({"schedule": "cosinus"}, "schedule must be one of"),
-        ({"precision": "fp8"}, "precision must be one of"),
-        ({"k": 1}, "k must be at least 2"),
-        ({"warmup": 1.0}, "warmup must be below 1"),
-        ({"keep_checkpoints": -1}, "keep_checkpoints must be at least 0"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(options, words):
-    with pytest.raises(ConfigError, match=words):
-        CalibrationSettings(**options)
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(monkeypatch):

@@ -81,10 +81,3 @@ def test_initialisation_depends_on_the_seed_alone(tokenizer):
 
     assert torch.equal(factors(1), factors(1))
     assert not torch.equal(factors(1), factors(2))
-
-
-def test_bad_settings_are_explained():
-    with pytest.raises(ConfigError, match="did you mean 'profit'"):
-        settings(objective="profti")
-    with pytest.raises(ConfigError, match="rank"):
-        settings(rank=0)

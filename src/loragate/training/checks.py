@@ -21,7 +21,10 @@ MEASURED_ROWS = 64
 
 
 def check_callables(objective: str, on_policy: bool, sampler: Any, reward: Any, guard: Any, probe: Any) -> None:
-    """Raises ConfigError for a callable without effect, and for a guard that has nothing to read; None is what was not given."""
+    """Raises ConfigError for a callable that is missing or has no effect, and for a guard that has nothing to read; None is what
+    was not given."""
+    if objective == "reward" and reward is None:
+        raise ConfigError("the objective 'reward' needs a reward: a callable (row, text, finished) -> float")
     if reward is not None and objective != "reward":
         raise ConfigError(f"a reward has no effect on the objective {objective!r}; set objective='reward'")
     if sampler is not None and not on_policy:

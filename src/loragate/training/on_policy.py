@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainerControl, TrainerState, get_scheduler
 
-from loragate.errors import ConfigError, DivergenceError, TrainingError
+from loragate.errors import DivergenceError, TrainingError
 from loragate.files import write_atomically, write_json
 from loragate.gates import record_gates
 from loragate.generation import TransformersEngine
@@ -66,12 +66,10 @@ def run_on_policy(job: Job, sampler: Sampler | None, reward: Reward | None, guar
         guard: watches the sampled answers; None watches nothing.
 
     Raises:
-        ConfigError: under several processes, or without a reward where one is needed.
+        ConfigError: under several processes.
         TrainingError: non-finite loss or reward, a resume that does not fit, or a stop by Ctrl-C.
     """
     refuse_impossible(Plan.of_settings(job.settings, launch_of(), next(job.model.parameters()).device.type))
-    if job.settings.objective == "reward" and reward is None:
-        raise ConfigError("the objective 'reward' needs a reward: a callable (row, text, finished) -> float")
     checkpoint = prepare_folder(job.identity, job.folder, job.resume)
     with as_found(job.model, job.settings.gradient_checkpointing):
         if job.settings.gradient_checkpointing:
