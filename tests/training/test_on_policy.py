@@ -1,6 +1,5 @@
 """Stage II on sampled answers: gradients by enumeration, the sample stream, resume, guards, refusals."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -32,10 +31,6 @@ REWARD = replace(PLAIN, objective="reward", samples_per_prompt=4, max_new_tokens
 
 def short(row, text, finished):
     return -float(len(text.split()))
-
-
-def even_words(row, text, finished):
-    return sum(int(word[1:]) % 2 == 0 for word in text.split() if word[1:].isdigit()) / 6
 
 
 def train(settings, model=None, rows=None, **more):
@@ -75,46 +70,6 @@ def test_micro_batches_do_not_matter(settings, reward):
         train(replace(settings, micro_batch_size=micro, max_steps=3), model, reward=reward)
     for name, value in gate_values(whole).items():
         torch.testing.assert_close(gate_values(single)[name], value, rtol=1e-3, atol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize(
-    ("settings", "reward"),
-    [
-        (ANCHORED, None),
-        (REWARD, even_words),
-        pytest.param(replace(REWARD, refresh=3, reward_kl=0.1), even_words, marks=pytest.mark.slow("products")),
-    ],
-    ids=["anchored", "reward", "reward-stale"],
-)
-def test_resume_continues_bit_for_bit(tmp_path, settings, reward):
-    settings = replace(settings, save_steps=1)
-    options = {"reward": reward, "guard": GuardLimits(answers=16, distinct=0)}
-    whole, model, folder = tiny_adapter(), tiny_adapter(), tmp_path / "run"
-    complete = train(settings, whole, run_folder=tmp_path / "whole", **options)
-
-    def kill(report):
-        if report.step == 4 and report.values:
-            raise RuntimeError("killed")
-
-    def kept():
-        return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*"))
-
-    with pytest.raises(RuntimeError, match="killed"):
-        train(settings, model, run_folder=folder, on_step=kill, **options)
-    assert kept() == [2, 3]
-    assert {path.suffix for path in folder.rglob("*") if path.is_file()} <= {".json", ".jsonl", ".safetensors"}
-    with pytest.raises(TrainingError, match=r"settings.max_new_tokens = 6, now it is 7"):
-        train(replace(settings, max_new_tokens=7), model, run_folder=folder, resume=True, **options)
-    resumed = train(replace(settings, keep_checkpoints=0), model, run_folder=folder, resume=True, **options)
-    assert kept() == [2, 3, 4, 5, 6]
-    assert resumed.steps == complete.steps == 6
-    assert same(gate_values(model), gate_values(whole))
-    assert (resumed.history, resumed.guard) == (complete.history, complete.guard)
-    assert len(resumed.guard) > 1
-    assert resumed.sampled["answers"] == complete.sampled["answers"]
-    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in logged if "loss" in record] == [1, 2, 3, 4, 5, 6]
-    assert "train_runtime" in logged[-1]
 
 
 def test_a_torn_checkpoint_is_passed_over(tmp_path):

@@ -35,11 +35,11 @@ def test_every_objective_learns(tokenizer, objective, dora):
     # a random base gives every token less than ProFit's usual threshold
     options = {"threshold": 1e-4} if objective == "profit" else None
     chosen = settings(
-        objective=objective, objective_options=options, dora=dora, max_steps=30, learning_rate=0.03, warmup=0.0
+        objective=objective, objective_options=options, dora=dora, max_steps=15, learning_rate=0.03, warmup=0.0
     )
     result = lg.train_adapter(tiny_base(), tokenizer, tiny_rows(8), chosen)
     nll = [record["nll"] for record in result.history if "nll" in record]
-    assert nll[-1] < nll[0] - 0.5, nll
+    assert nll[-1] < nll[0] - 1, nll
     moved = {name for name, parameter in result.model.named_parameters() if parameter.requires_grad}
     assert moved
     assert all("lora_" in name for name in moved)

@@ -1,9 +1,7 @@
 """Stage II through the trainer: the plain loop's trajectory, guards, logs, resume, interruption."""
 
-import json
 import math
 import os
-import shutil
 import signal
 from dataclasses import replace
 from functools import partial
@@ -339,38 +337,6 @@ def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_
         changed.base_model.model.model.norm.weight.mul_(1.5)
     with pytest.raises(TrainingError, match="begun with frozen_weights = "):
         run(changed, config=CONFIG, resume=True, encoded=own)
-
-
-def test_all_checkpoints_are_kept_where_that_is_asked(tokenizer, rows, tmp_path):
-    """Keeping more changes no number, and a resumed run may keep more or fewer than it did before."""
-    settings = replace(SETTINGS, batch_size=4, micro_batch_size=2, save_steps=1, max_steps=5)
-    run = partial(lg.calibrate, tokenizer=tokenizer, rows=rows, config=CONFIG)
-    whole = tiny_adapter()
-    complete = run(whole, settings=settings, run_folder=tmp_path / "whole")
-
-    def kept(name):
-        return sorted(int(path.name.rpartition("-")[2]) for path in (tmp_path / name).glob("checkpoint-*"))
-
-    def kill(report):
-        if report.step == 4:
-            raise RuntimeError("killed")
-
-    everything = replace(settings, keep_checkpoints=0)
-    with pytest.raises(RuntimeError, match="killed"):
-        run(tiny_adapter(), settings=everything, run_folder=tmp_path / "run", on_step=kill)
-    assert (kept("whole"), kept("run")) == ([4, 5], [1, 2, 3])
-    with pytest.raises(TrainingError, match="holds an unfinished run"):
-        run(tiny_adapter(), settings=everything, run_folder=tmp_path / "run")
-    shutil.copytree(tmp_path / "run", tmp_path / "fewer")
-    for name, again in (("run", everything), ("fewer", replace(settings, keep_checkpoints=3))):
-        model = tiny_adapter()
-        resumed = run(model, settings=again, run_folder=tmp_path / name, resume=True)
-        assert same(gate_values(model), gate_values(whole))
-        assert resumed.history[:-1] == complete.history[:-1], "it begins at the run's beginning"
-        logged = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        assert [record["step"] for record in logged if "loss" in record] == [1, 2, 3, 4, 5]
-    assert (kept("run"), kept("fewer")) == ([1, 2, 3, 4, 5], [3, 4, 5])
-    assert (tmp_path / "run" / "run.json").read_bytes() == (tmp_path / "whole" / "run.json").read_bytes()
 
 
 def test_parity_says_how_far_lambda_is_from_one(tokenizer, rows):

@@ -60,6 +60,7 @@ class TokenStatistics(NamedTuple):
     @classmethod
     def without_labels(cls, source: torch.Tensor, mask: torch.Tensor, k: int, kl: bool = False) -> TokenStatistics:
         """Zeros that keep the graph of `source` alive, so that an empty micro-batch is back-propagated on every rank."""
+        # DDP waits for a gradient of every parameter, also on a process that has nothing to learn from
         zeros = torch.zeros(mask.shape, dtype=torch.float32, device=source.device) + source.float().sum() * 0.0
         return cls(zeros, zeros, zeros, mask, k, zeros if kl else None)
 
@@ -154,6 +155,7 @@ def statistics_of_logits(
     mask = labels != IGNORED
     require_labels(labels[mask], logits.shape[-1])
     log_p = torch.log_softmax(working, -1)
+    # of token 0 where a label is ignored, for the mask to drop
     log_prob = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     partial = topk_entropy(working, k)

@@ -109,6 +109,7 @@ class AdapterRun:
         self.folder, self.resume, self.loading = Path(folder), resume, loading or Loading()
         self.place = resolve(model, expect="base")
         if settings.adapter:
+            # the base is the one that is named here, so the adapter's own is not looked for
             adapter = resolve(settings.adapter, expect="adapter", base_later=True)
             self.settings = settings = adapter_settings(
                 replace(settings, adapter=adapter.source), adapter.peft_config()

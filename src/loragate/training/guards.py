@@ -111,6 +111,7 @@ def breaches(start: Reading, now: Reading, limits: GuardLimits) -> list[str]:
         found.append(f"{now.repetition:.0%} of the answers repeat themselves, {start.repetition:.0%} at the start")
     if now.terminated < start.terminated - limits.terminated:
         found.append(f"{now.terminated:.0%} of the answers come to an end, {start.terminated:.0%} at the start")
+    # answers that loop grow to the token limit, and answers that give up shrink
     if now.length > start.length * limits.length or now.length < start.length / limits.length:
         found.append(f"an answer has {now.length:.1f} tokens on average, {start.length:.1f} at the start")
     if now.distinct < start.distinct * limits.distinct:

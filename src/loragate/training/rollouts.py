@@ -91,6 +91,7 @@ def training_prompts(
         if positions is not None and len(prompt_ids) + max_new_tokens > positions:
             long += 1
             continue
+        # the chat template is part of the ids: the text is what an engine is given, special tokens and all
         text = tokenizer.decode(prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if not prompt_ids or tokenizer(text, add_special_tokens=False)["input_ids"] != prompt_ids:
             lossy += 1
@@ -180,7 +181,7 @@ def group_advantages(rewards: Sequence[float], kind: str) -> list[float]:
     """Reward minus the group's mean, divided by the group's deviation for "std"; zero where all are equal."""
     mean = sum(rewards) / len(rewards)
     centred = [value - mean for value in rewards]
-    deviation = math.sqrt(sum(value * value for value in centred) / len(rewards))
+    deviation = math.sqrt(sum(value * value for value in centred) / len(rewards))  # of the group itself, not estimated
     if deviation < 1e-12:
         return [0.0] * len(rewards)
     return [value / deviation for value in centred] if kind == "std" else centred

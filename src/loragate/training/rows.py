@@ -86,6 +86,7 @@ def require_short_enough(model: Any, encoded: EncodedRows, where: Callable[[int]
         DataError: naming the row with the largest token id.
     """
     positions = positions_of(model)
+    # [rows], [tokens of all rows, end to end] and [rows]: tokens of each row, their ids, and the row's index in the data
     lengths, ids, places = (encoded.arrays[name] for name in ("lengths", "ids", "rows"))
     longest = int(lengths.argmax())
     if positions is not None and lengths[longest] > positions:
@@ -109,6 +110,7 @@ def require_short_enough(model: Any, encoded: EncodedRows, where: Callable[[int]
 def encoded_fingerprint(encoded: EncodedRows) -> str:
     """sha256 over token ids and labels in training order."""
     digest = hashlib.sha256()
+    # ids are held in four bytes each; run records hash them as eight
     ids, learned = encoded.arrays["ids"].astype(np.int64), encoded.arrays["learned"]
     columns = [ids, np.where(learned, ids, IGNORED)]
     if "kept" in encoded.arrays:

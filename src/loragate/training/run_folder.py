@@ -142,6 +142,7 @@ def is_complete(checkpoint: Path) -> bool:
     """
     try:
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        # opening compares the header's offsets with the file's length, and reads no tensor
         with safe_open(str(checkpoint / TRAINED), framework="pt") as file:
             names = list(file.keys())
     except (FileNotFoundError, NotADirectoryError, ValueError, SafetensorError):
@@ -189,6 +190,7 @@ def _is_full(error: BaseException | None, folder: Path | None) -> bool:
 
     torch writes through a C++ stream, whose errors do not say why; they count where little space is left indeed.
     """
+    # "file write failed" alone may have many causes
     little = folder is not None and folder.is_dir() and shutil.disk_usage(folder).free < LITTLE
     signs = FULL_SIGNS + (STREAM_SIGNS if little else ())
     while error is not None:

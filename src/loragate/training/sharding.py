@@ -49,6 +49,7 @@ def spread(model: Any) -> Iterator[Any]:
         return
     process_state()
     home = next(model.parameters()).device
+    # asked while the weights are whole: on shards the check would need a gathered head and every process
     verified = verify_head(causal_model(model))
     twin = twin_of(model, share_gates=True)
     causal_model(twin)._loragate_verified_head = verified
@@ -76,6 +77,7 @@ def partitioned(model: Any, trained: dict[str, nn.Parameter]) -> Iterator[tuple[
     if strategy not in ("fsdp2", "zero3") or is_sharded(model):
         yield model, trained
         return
+    # a stage names what trains in its own words; the twin knows its parameters by the model's
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     with spread(model) if strategy == "fsdp2" else nullcontext(twin_of(model, share_gates=False)) as twin:
         copies = dict(twin.named_parameters())

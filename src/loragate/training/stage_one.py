@@ -83,6 +83,7 @@ def adapter_settings(settings: StageOneSettings, record: Any) -> StageOneSetting
         ConfigError: for a setting that says otherwise.
     """
     usual = StageOneSettings()
+    # a setting that has its usual value was not asked for, and gives way to the adapter's
     own: dict[str, Any] = {name: getattr(record, key) for name, key in _OF_THE_ADAPTER.items()}
     modules = record.target_modules
     own["target_modules"] = modules if isinstance(modules, str) else ",".join(sorted(modules))
@@ -125,7 +126,7 @@ def build_adapter(base_model: Any, settings: StageOneSettings) -> Any:
     try:
         return get_peft_model(base_model, config)
     except ValueError as error:
-        if "arget modules" not in str(error):
+        if "arget modules" not in str(error):  # PEFT writes "Target modules ..." and "No target modules ..."
             raise
         linear = (name for name, module in base_model.named_modules() if isinstance(module, nn.Linear))
         names = sorted({name.rsplit(".", 1)[-1] for name in linear})

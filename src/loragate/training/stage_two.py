@@ -223,7 +223,7 @@ def calibrate(
     require_encoded(encoded, source)
     if encoded is None:
         source, encoded = calibration_rows(source, tokenizer, settings)
-    settings = settings.fitted(len(encoded), launch_of().processes)
+    settings = settings.fitted(len(encoded), launch_of().processes)  # run.json and the artifact get what was done
     if objective is not None:
         require_mask_column(objective, encoded, source)
     with _gated(peft_model, config, name) as model:
@@ -290,6 +290,7 @@ def calibrate(
                 named = replace(sft(), name="ce", k=settings.k, reads=("topk_entropy",))
                 chosen = objective or (named if settings.objective == "ce" else GateEntropy(settings.k))
                 outcome = run_training(job, chosen, guard=callback)
+        # the gates are not in it, but everything that they act through: bit for bit
         if _frozen_checksum(model) != frozen:
             raise TrainingError(
                 "a frozen weight of the base or the adapter changed during calibration; the result is not used"
