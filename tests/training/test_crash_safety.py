@@ -126,7 +126,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, changes, more, keeps):
 def test_a_torn_checkpoint_is_passed_over(damaged, damage):
     damage(damaged / "checkpoint-3")
     assert not is_complete(damaged / "checkpoint-3")
-    assert last_checkpoint(damaged) == str(damaged / "checkpoint-2")
+    assert last_checkpoint(damaged) == damaged / "checkpoint-2"
 
 
 def test_the_end_is_the_same_after_a_torn_checkpoint(finished, damaged):
@@ -257,7 +257,7 @@ def test_half_a_checkpoint_does_not_push_a_newer_whole_one_out(tmp_path, more):
     with pytest.raises(TrainingError, match=r"stopped by Ctrl-C at step 5 of 6; .*--resume"):
         train(folder, settings, resume=True, on_step=interrupt)
     assert signal.getsignal(signal.SIGINT) is handler
-    assert last_checkpoint(folder) == str(folder / "checkpoint-5")
+    assert last_checkpoint(folder) == folder / "checkpoint-5"
     assert same(train(folder, settings, resume=True)[1], train(None, settings)[1])
 
 
@@ -266,7 +266,7 @@ def test_a_training_that_is_paused_goes_on_bit_for_bit(tmp_path, more):
     settings, folder = replace(SETTINGS, max_steps=4, **more), tmp_path / "run"
     for resume in (False, True):  # killed before anybody noted that it had paused, it takes no step more
         part, _ = train(folder, settings, share=0.4, resume=resume)
-        assert (part.steps, last_checkpoint(folder)) == (2, str(folder / "checkpoint-2"))
+        assert (part.steps, last_checkpoint(folder)) == (2, folder / "checkpoint-2")
         assert math.isnan(part.entropy_after)
         assert not part.gates
     result, found = train(folder, settings, resume=True)
@@ -338,7 +338,7 @@ def test_a_disk_that_is_really_full_leaves_the_last_good_state(finished, small_d
 
     with pytest.raises(TrainingError, match=r"is full, so training stopped; checkpoint-1 is complete and kept"):
         train(folder, on_step=fill)
-    assert last_checkpoint(folder) == str(folder / "checkpoint-1")
+    assert last_checkpoint(folder) == folder / "checkpoint-1"
     filler.unlink()
     result, found = train(folder, resume=True)
     assert result.steps == 3

@@ -78,7 +78,7 @@ def run_on_policy(job: Job, sampler: Sampler | None, reward: Reward | None, guar
             start_recomputing(job.model)
         loop = _Loop(job, sampler, reward, guard)
         if checkpoint is not None:
-            loop.restore(Path(checkpoint))
+            loop.restore(checkpoint)
         stopper, callbacks = usual_callbacks(job, loop.total, checkpoint is None)
         try:
             outcome = loop.run(callbacks)

@@ -120,7 +120,7 @@ def _run(
     # the arguments start the process group, so everything that asks for ranks comes after them
     arguments = trainer_arguments(job.settings, folder, len(job.encoded), device.type)
     checkpoint = prepare_folder(job.identity, job.folder, job.resume)
-    past: Any = {} if checkpoint is None else read_value(Path(checkpoint) / STATE, "the run cannot be resumed")
+    past: Any = {} if checkpoint is None else read_value(checkpoint / STATE, "the run cannot be resumed")
     records = past.get("log_history", ())
     # the trainer would take a step more before it looks whether it is to stop
     last = job.until or arguments.max_steps
@@ -163,13 +163,13 @@ def _run(
             if READING not in record
         ]
         if checkpoint is not None and ended:
-            trainer._load_from_checkpoint(checkpoint)
+            trainer._load_from_checkpoint(str(checkpoint))
             return TrainingOutcome(trainer.history, past["global_step"], 0.0, fused)
         if job.settings.packing:
             require_separate_sequences(job.model, next(job.model.parameters()).device)
         try:
             with explain_lost_process(launch, job.folder), explain_full_disk(job.folder):
-                output = trainer.train(resume_from_checkpoint=checkpoint)
+                output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             stopper.restore()
     stopper.refuse_unfinished(trainer.state.global_step, trainer.state.max_steps, job.folder)
