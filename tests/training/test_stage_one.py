@@ -8,6 +8,7 @@ from loragate.data import Collator, encode_rows, load_rows
 from loragate.errors import ConfigError
 from loragate.training import StageOneSettings
 from loragate.training.settings import OBJECTIVES
+from loragate.training.stage_one import build_adapter
 from tiny import tiny_base, tiny_rows
 
 MASKED = ("mask", "forgetting")
@@ -72,8 +73,6 @@ def test_the_mask_objective_reads_the_keep_mask(tokenizer):
 
 
 def test_initialisation_depends_on_the_seed_alone(tokenizer):
-    from loragate.training.stage_one import build_adapter
-
     def factors(seed):
         torch.manual_seed(torch.randint(0, 1000, ()).item())
         model = build_adapter(tiny_base(), settings(seed=seed))

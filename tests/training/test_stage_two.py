@@ -12,8 +12,8 @@ import torch
 import loragate as lg
 from loragate.data import Collator, encode_rows, load_rows
 from loragate.errors import DivergenceError, GateError, TrainingError
-from loragate.gates import weights_checksum
-from loragate.training import CalibrationSettings, calibration_rows
+from loragate.gates import measure_parity, weights_checksum
+from loragate.training import CalibrationSettings, calibration_rows, stage_two
 from loragate.training.reference import reference_loop, response_entropies
 from tiny import gate_values, logits, same, tiny_adapter, tiny_base, tiny_rows
 
@@ -120,16 +120,12 @@ def test_parity_failure_stops_before_training(tokenizer, rows):
 
 
 def test_a_dead_first_gradient_is_refused(tokenizer, rows, monkeypatch):
-    from loragate.training import stage_two
-
     monkeypatch.setattr(stage_two.GateEntropy, "loss", lambda self, stats, context=None: stats.topk_entropy * 0.0)
     with pytest.raises(TrainingError, match="exactly zero"):
         lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, SETTINGS)
 
 
 def test_a_loss_that_is_not_finite_names_the_row(tokenizer, rows, monkeypatch):
-    from loragate.training import stage_two
-
     seen = []
 
     def poisoned(self, stats, context=None):
@@ -225,26 +221,19 @@ def test_tensorboard_gets_the_same_record(tokenizer, rows, tmp_path):
     assert {"train/topk_entropy", "train/gate_below_zero", "train/loss"} <= set(accumulator.Tags()["scalars"])
 
 
-def test_bf16_autocast_keeps_gates_in_fp32(tokenizer, rows):
-    settings, model = replace(SETTINGS, micro_batch_size=8), tiny_adapter()
-    low = lg.calibrate(model, tokenizer, rows, CONFIG, replace(settings, precision="bf16"))
-    assert {parameter.dtype for parameter in lg.gate_parameters(model).values()} == {torch.float32}
-    assert losses(low) == pytest.approx(
-        losses(lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings)), rel=0.02
-    )
-
-
-def test_a_second_training_of_one_model_computes_in_bf16_too(tokenizer, rows):
+def test_bf16_keeps_gates_in_fp32_and_serves_a_second_training_of_one_model(tokenizer, rows):
     """A choice trains its ranges one after the other on the same model."""
-    settings, model = replace(SETTINGS, micro_batch_size=8, precision="bf16"), tiny_adapter()
-    runs = []
-    for _ in range(2):
-        runs.append((losses(lg.calibrate(model, tokenizer, rows, CONFIG, settings)), gate_values(model)))
+    settings, model, runs = replace(SETTINGS, micro_batch_size=8), tiny_adapter(), []
+    for precision in ("bf16", "bf16", "fp32"):
+        result = lg.calibrate(model, tokenizer, rows, CONFIG, replace(settings, precision=precision))
+        assert {parameter.dtype for parameter in lg.gate_parameters(model).values()} == {torch.float32}
+        runs.append((losses(result), gate_values(model)))
         lg.detach_gates(model)
-    assert runs[0][0] == runs[1][0]
-    assert same(runs[0][1], runs[1][1])
-    whole = losses(lg.calibrate(model, tokenizer, rows, CONFIG, replace(settings, precision="fp32")))
-    assert runs[0][0] != whole
+    (first, gates), (second, again), (whole, _) = runs
+    assert first == second
+    assert same(gates, again)
+    assert first != whole
+    assert first == pytest.approx(whole, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -340,8 +329,6 @@ def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_
 
 
 def test_parity_says_how_far_lambda_is_from_one(tokenizer, rows):
-    from loragate.gates import measure_parity
-
     model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-6, 3))
     ids = torch.arange(5, 25).reshape(2, 10)
     values = torch.tensor([0.5, -0.25])  # biases of two modules; the others' λ is 1
