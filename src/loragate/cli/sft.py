@@ -49,13 +49,13 @@ def run(options: SftOptions) -> int:
             options,
             folder,
             settings,
-            reference=options.reference,
-            max_rows=options.max_rows,
-            loading=options,
-            system=options.system,
-            resume=options.resume,
-            on_progress=job.advance_to,
+            options.reference,
+            options.max_rows,
+            options,
+            options.system,
+            options.resume,
         )
+        training.read(job.advance_to)
     settings, encoded = training.settings, training.encoded
     show_data(out, encoded, training.tokenizer)
     if "keep_mask" in encoded[0] and "keep_mask" not in training.objective.requires:
