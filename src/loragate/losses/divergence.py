@@ -130,7 +130,7 @@ class _ReferenceStatistics(torch.autograd.Function):
         with torch.autocast(hidden_TD.device.type, enabled=False):
             own, other = _projections(ctx.head, ctx.reference.head)
             for rows in chunks(hidden_TD.shape[0], ctx.chunk):
-                log_p_CV, log_r_CV, slope_CV = _distributions(own, other, ctx.reference, hidden_TD[rows], rows)
+                log_p_CV, log_r_CV, slope = _distributions(own, other, ctx.reference, hidden_TD[rows], rows)
                 p_CV = log_p_CV.exp()
                 grad_y, grad_h, grad_k = (
                     grad[rows].unsqueeze(-1) for grad in (grad_log_prob_T, grad_entropy_T, grad_kl_T)
@@ -141,18 +141,18 @@ class _ReferenceStatistics(torch.autograd.Function):
                 mean_C1 = torch.linalg.vecdot(p_CV, inner_CV).unsqueeze(-1)
                 coefficient_CV = p_CV * (inner_CV - mean_C1 - grad_y)
                 coefficient_CV.scatter_add_(-1, labels_T[rows].unsqueeze(-1), grad_y)
-                parts.append(own.pull_back(coefficient_CV, slope_CV))
+                parts.append(own.pull_back(coefficient_CV, slope))
         return torch.cat(parts).to(hidden_TD.dtype), None, None, None, None
 
 
 def _distributions(
     own: Projection, other: Projection | None, reference: Reference, hidden_CD: torch.Tensor, rows: slice
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(log p [C, V], log r [C, V], slope of the model's soft cap)."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+    """(log p [C, V], log r [C, V], slope of the model's logits)."""
     # a projection reuses its buffer, and both may be one: the reference is normalised into memory of its own first
     log_r_CV = _log_softmax_of(reference, rows, other)
-    z_CV, slope_CV = own.logits(hidden_CD)
-    return torch.log_softmax(z_CV, -1), log_r_CV, slope_CV
+    z_CV, slope = own.logits(hidden_CD)
+    return torch.log_softmax(z_CV, -1), log_r_CV, slope
 
 
 def _log_softmax_of(reference: Reference, rows: slice, projection: Projection | None) -> torch.Tensor:

@@ -82,8 +82,8 @@ class Projection:
             return product_in_fp32(coefficient_CV.to(self.weight_VD.dtype), self.weight_VD[start:stop])
         return torch.mm(coefficient_CV, self._rows(start, stop))
 
-    def logits(self, hidden_CD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(z [C, V], dz/d(W h) [C, V] or None where it is the constant `scale`): whole rows, for objectives that need them."""
+    def logits(self, hidden_CD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """(z [C, V], its `slope`): whole rows, for objectives that need them."""
         states_CD = self.states(hidden_CD)
         if not self.widened:
             z_CV = self.tile(states_CD, 0, self.vocabulary)
@@ -92,12 +92,11 @@ class Projection:
             for start, stop in self._widened_spans():
                 torch.mm(states_CD, self._rows(start, stop).t(), out=z_CV[:, start:stop])
             z_CV = self._finished(z_CV, 0, self.vocabulary)
-        slope_CV = self.slope(z_CV)
-        return z_CV, slope_CV if isinstance(slope_CV, torch.Tensor) else None
+        return z_CV, self.slope(z_CV)
 
-    def pull_back(self, coefficient_CV: torch.Tensor, slope_CV: torch.Tensor | None) -> torch.Tensor:
+    def pull_back(self, coefficient_CV: torch.Tensor, slope: torch.Tensor | float) -> torch.Tensor:
         """Σ_v coefficient·dz/dh over whole rows, [C, D]."""
-        weighted = coefficient_CV * (self.scale if slope_CV is None else slope_CV)
+        weighted = coefficient_CV * slope
         if not self.widened:
             return self.tile_back(weighted, 0, self.vocabulary)
         total = weighted.new_zeros((weighted.shape[0], self.weight_VD.shape[1]))

@@ -222,6 +222,7 @@ class Anchor:
 anchors: dict[str, Anchor] = {
     "base": Anchor((0.0,), lambda logs: logs[0]),
     "adapter": Anchor((1.0,), lambda logs: logs[0]),
+    # log ((p + q) / 2), and log √(p q) made to sum to 1 again
     "mixture": Anchor((0.0, 1.0), lambda logs: torch.logaddexp(logs[0], logs[1]) - math.log(2.0)),
     "product": Anchor((0.0, 1.0), lambda logs: torch.log_softmax((logs[0] + logs[1]) / 2.0, -1)),
 }
