@@ -262,7 +262,7 @@ def trials(stage: str, kills: int, draw: random.Random, place: Path) -> Outcome:
                         # a step is reported before its checkpoint is written, so the one before is finished
                         finished = max(finished, max(run.times) - 1)
                     last = last_checkpoint(folder)
-                    reached = int(last.rpartition("-")[2]) if last else 0
+                    reached = int(last.name.rpartition("-")[2]) if last else 0
                     outcome.lost += reached < finished
                     torn = [path for path in folder.glob("checkpoint-*") if not is_complete(path)]
                     moment = (

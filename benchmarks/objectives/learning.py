@@ -16,8 +16,8 @@ import torch
 
 from loragate.data import Collator
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.losses.causal_head import Batch, ResponseScorer, counted
 from loragate.losses.head import IGNORED
-from loragate.training.scoring import Batch, ResponseScorer, counted
 from objectives import losses
 
 RANGE = (-6.0, 3.0)

@@ -12,7 +12,7 @@ import torch
 
 import loragate as lg
 from loragate.data import Collator, encode_rows
-from loragate.losses import StatisticsRequest, head
+from loragate.losses import StatisticsRequest, tiling
 from loragate.training import CalibrationSettings, StageOneSettings
 from loragate.training.model_state import statistics_forward
 from loragate.training.settings import OBJECTIVES
@@ -130,7 +130,7 @@ def test_padding_changes_nothing(tokenizer):
 
 def test_chunk_size_changes_nothing(tokenizer, monkeypatch):
     whole = calibration(tokenizer, 8)
-    monkeypatch.setattr(head, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(tiling, "BUDGET", 1)
     assert_same(calibration(tokenizer, 8), whole)
 
 

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from loragate.losses import StatisticsRequest, add_statistics_forward, statistics_of_logits, verify_head
+from loragate.losses import (
+    StatisticsRequest,
+    TokenStatistics,
+    add_statistics_forward,
+    statistics_of_logits,
+    verify_head,
+)
+from loragate.losses.causal_head import ResponseScorer, causal_model, counted
 from packed import packed
 from tiny import tiny_adapter, tiny_base
 
@@ -12,7 +19,7 @@ from tiny import tiny_adapter, tiny_base
 def batch(token_ids):
     labels = token_ids.clone()
     labels[:, :4] = -100
-    return {"input_ids": token_ids, "labels": labels}
+    return {"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids), "labels": labels}
 
 
 def expected(model, batch, k):
@@ -44,7 +51,12 @@ def test_plain_and_wrapped_models_and_heads_that_take_the_slow_path(batch, name)
     make, fused = MODELS[name]
     model = make()
     wanted = expected(model, batch, 20)
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = causal_model(model)
+    scorer = ResponseScorer(model)
+    states, mask = scorer.states(batch), counted(batch)
+    assert (scorer.fused, states.shape) == (fused, (int(mask.sum()), 32 if fused else 160))
+    found = scorer.statistics(states, batch, StatisticsRequest(20))
+    assert_same(found, TokenStatistics(*(value[mask] for value in wanted[:3]), mask[mask], 20))
     assert add_statistics_forward(inner) is fused
     assert add_statistics_forward(inner) is fused, "twice is as good as once"
     assert_same(model(**batch, statistics=StatisticsRequest(20)), wanted)

@@ -8,8 +8,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from loragate.analysis.plan_step import KnownSelection, StorageTracker
 from loragate.errors import ConfigError
-from loragate.losses import head as head_module
-from loragate.losses import projection, statistics_of_logits, token_statistics, token_statistics_reference, topk_entropy
+from loragate.losses import (
+    projection,
+    statistics_of_logits,
+    tiling,
+    token_statistics,
+    token_statistics_reference,
+    topk_entropy,
+)
 
 STATISTICS = ("log_prob", "entropy", "topk_entropy")
 EXTRAS = [{}, {"scale": 0.3}, {"softcap": 4.0}, {"scale": 1.7, "softcap": 6.0}]
@@ -140,7 +146,7 @@ def test_saves_indices_and_slopes_only():
 def test_bytes_at_a_time_do_not_grow_with_the_vocabulary(monkeypatch):
     """Real tensors, every storage counted: one tile of logits at a time, and what is kept per token."""
     tokens, width, vocabulary, k, budget = 512, 32, 8192, 8, 1 << 18
-    monkeypatch.setattr(head_module, "_CHUNK_BYTES", budget)
+    monkeypatch.setattr(tiling, "BUDGET", budget)
     hidden, weight, labels = operands(tokens, width, vocabulary, torch.float32, ignored=0)
     hidden.requires_grad_()
     for name, tiles in (("topk_entropy", 1.5), ("log_prob", 1.5), ("entropy", 2.5)):
@@ -176,7 +182,7 @@ def test_values_and_gradients_equal_autograd(monkeypatch, k, extras, budget):
     hidden, weight, labels = operands()
     bias = torch.randn(37, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     if budget is not None:
-        monkeypatch.setattr(head_module, "_CHUNK_BYTES", budget)
+        monkeypatch.setattr(tiling, "BUDGET", budget)
         weight[20:30], bias[20:30] = weight[3:13].clone(), bias[3:13].clone()  # equal logits in different tiles
     options = {"k": k, "bias": bias, **extras}
     for name in STATISTICS:
@@ -202,14 +208,14 @@ def test_tiles_change_nothing(monkeypatch, dtype, gradients):
         return gradient(lambda h: token_statistics(h, weight, labels, k=10, gradients=gradients), hidden, name).float()
 
     whole = run()
-    monkeypatch.setattr(head_module, "_CHUNK_BYTES", 64 * 128 * 4)
+    monkeypatch.setattr(tiling, "BUDGET", 64 * 128 * 4)
     parts = run()
     assert (parts - whole).norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-5) * whole.norm()
 
 
 def test_a_masked_part_of_the_vocabulary(monkeypatch):
     """A bias of −∞ over a whole tile, the first one: log-probability and top-k entropy are those of the rest."""
-    monkeypatch.setattr(head_module, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(tiling, "BUDGET", 1)
     hidden, weight, labels = operands()
     bias = torch.zeros(37, dtype=torch.float64)
     bias[:16] = -torch.inf

@@ -64,7 +64,7 @@ def test_an_anchored_trial_that_was_cut_off_goes_on(place, both, tmp_path, monke
     """Cut off after a checkpoint, it ends with the numbers of the uninterrupted one."""
     from loragate.training import on_policy
 
-    out, step = tmp_path / "cut", on_policy._Loop._step
+    out, step = tmp_path / "cut", on_policy._Loop._gradient
 
     def stumble(loop, logged):
         if loop.step == 2:
@@ -72,7 +72,7 @@ def test_an_anchored_trial_that_was_cut_off_goes_on(place, both, tmp_path, monke
         return step(loop, logged)
 
     with monkeypatch.context() as patched:
-        patched.setattr(on_policy._Loop, "_step", stumble)
+        patched.setattr(on_policy._Loop, "_gradient", stumble)
         with pytest.raises(LoragateError, match="are not finished"):
             sweep(of_both(place, out, "--runner", "sequential"))
     before = stamps(out)

@@ -1,17 +1,12 @@
 """Rows cut into forward passes: the same rows in every step, whatever the arrangement."""
 
-import hashlib
-
-import numpy as np
 import pytest
 import torch
 
-from loragate.data import EncodedRows
 from loragate.errors import ConfigError
 from loragate.losses.head import IGNORED
 from loragate.training import CalibrationSettings, trainer
 from loragate.training.arrangement import PackedCollator, arranged_steps, balanced, packed, require_separate_sequences
-from loragate.training.run import encoded_fingerprint
 from tiny import tiny_base
 
 
@@ -126,15 +121,3 @@ def test_a_data_set_that_is_made_in_parts_is_the_same(monkeypatch, how):
     for size in (1, 5, 100):
         monkeypatch.setattr(trainer, "ROWS_AT_A_TIME", size)
         assert trainer.as_dataset(rows, settings(**how), 2).to_list() == arrange(rows, settings(**how), 2)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_fingerprint_covers_tokens_labels_and_masks_in_their_order(masked):
-    rows = [{**row, **({"keep_mask": [0, 1] * 9} if masked else {})} for row in rows_of(3, 1, 5)]
-    rows = [{**row, **({"keep_mask": row["keep_mask"][: len(row["labels"])]} if masked else {})} for row in rows]
-    plain = hashlib.sha256()
-    for row in rows:
-        for key in ("input_ids", "labels", *(["keep_mask"] if masked else [])):
-            plain.update(np.array(row[key], np.int64).tobytes())
-    assert encoded_fingerprint(EncodedRows(rows)) == plain.hexdigest()
-    assert encoded_fingerprint(EncodedRows(rows[::-1])) != plain.hexdigest()

@@ -2,10 +2,12 @@
 
 import pytest
 
+import loragate as lg
 from loragate.errors import ConfigError
-from loragate.training import CalibrationSettings, StageOneSettings
+from loragate.training import CalibrationSettings, StageOneSettings, run
 from loragate.training.compatibility import RULES, Plan, impossible, refuse_impossible
 from loragate.training.strategy import Launch
+from tiny import tiny_adapter, tiny_rows
 
 FSDP2, ZERO3, DDP = Launch("fsdp2", 2), Launch("zero3", 2), Launch("ddp", 2)
 # (rule, a plan it forbids, words of its sentence)
@@ -80,10 +82,6 @@ def test_a_plan_is_read_from_the_settings():
 
 
 def test_the_trainer_reads_how_the_base_is_stored(tokenizer, monkeypatch):
-    import loragate as lg
-    from loragate.training import run
-    from tiny import tiny_adapter, tiny_rows
-
     settings = CalibrationSettings(batch_size=4, micro_batch_size=2, max_steps=1, max_length=64)
     model = tiny_adapter()
     monkeypatch.setattr(model.config, "quantization_config", {"load_in_4bit": True}, raising=False)

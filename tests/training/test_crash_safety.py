@@ -16,7 +16,7 @@ import torch
 
 import loragate as lg
 from loragate.errors import ConfigError, DataError, TrainingError
-from loragate.training import CalibrationSettings
+from loragate.training import CalibrationSettings, GuardLimits
 from loragate.training.run_folder import explain_full_disk, is_complete, last_checkpoint, prepare_folder
 from tiny import gate_values, same, tiny_adapter, tiny_rows, tiny_tokenizer
 
@@ -61,6 +61,57 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def even_words(row, text, finished):
+    return sum(int(word[1:]) % 2 == 0 for word in text.split() if word[1:].isdigit()) / 6
+
+
+REWARD = {"objective": "reward", "samples_per_prompt": 4, "max_new_tokens": 4}
+GUARDED = {"guard": GuardLimits(answers=8, distinct=0)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "keeps"),
+    [
+        ({}, {}, (0, 3)),
+        (SAMPLED, GUARDED, (2, 0)),
+        (REWARD, {**GUARDED, "reward": even_words}, (2, 0)),
+        pytest.param({**REWARD, "refresh": 3, "reward_kl": 0.1}, {**GUARDED, "reward": even_words}, (2, 0), marks=MORE),
+    ],
+    ids=["entropy", "anchored", "reward", "reward, stale answers"],
+)
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, changes, more, keeps):
+    """Keeping more checkpoints or fewer changes no number, and a resumed run may keep others than before."""
+    first, then = (replace(SETTINGS, max_steps=6, keep_checkpoints=keep, **changes) for keep in keeps)
+    complete, expected = train(tmp_path / "whole", replace(first, keep_checkpoints=2), **more)
+    folder = tmp_path / "run"
+
+    def kept():
+        return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*"))
+
+    with pytest.raises(RuntimeError, match="killed"):
+        train(folder, first, on_step=killed_at(4), **more)
+    assert kept() == ([1, 2, 3] if first.keep_checkpoints == 0 else [2, 3])
+    if changes:
+        assert {path.suffix for path in folder.rglob("*") if path.is_file()} <= {".json", ".jsonl", ".safetensors"}
+    with pytest.raises(TrainingError, match="holds an unfinished run"):
+        train(folder, first, **more)
+    with pytest.raises(TrainingError, match=r"settings\.max_length = 64, now it is 63"):
+        train(folder, replace(first, max_length=63), resume=True, **more)
+    resumed, found = train(folder, then, resume=True, **more)
+    assert kept() == ([4, 5, 6] if then.keep_checkpoints else [2, 3, 4, 5, 6])
+    assert resumed.steps == complete.steps == 6
+    assert same(found, expected)
+    steps = [[record for record in result.history if "loss" in record] for result in (resumed, complete)]
+    assert steps[0] == steps[1], "it begins at the run's beginning"
+    assert resumed.guard == complete.guard
+    assert len(resumed.guard) > 1 or not changes
+    assert resumed.sampled.get("answers") == complete.sampled.get("answers")
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in logged if "loss" in record] == [1, 2, 3, 4, 5, 6]
+    assert "train_runtime" in logged[-1]
+    assert (folder / "run.json").read_bytes() == (tmp_path / "whole" / "run.json").read_bytes()
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -75,7 +126,7 @@ def truncate(path):
 def test_a_torn_checkpoint_is_passed_over(damaged, damage):
     damage(damaged / "checkpoint-3")
     assert not is_complete(damaged / "checkpoint-3")
-    assert last_checkpoint(damaged) == str(damaged / "checkpoint-2")
+    assert last_checkpoint(damaged) == damaged / "checkpoint-2"
 
 
 def test_the_end_is_the_same_after_a_torn_checkpoint(finished, damaged):
@@ -108,8 +159,10 @@ def test_another_package_version_is_named(tmp_path):
         prepare_folder({"stage": "sft"}, tmp_path, resume=True)
 
 
-def test_another_stage_or_recipe_is_named(tmp_path):
+def test_another_stage_or_recipe_and_a_run_that_is_not_there_are_named(tmp_path):
     identity = {"stage": "sft", "settings": {"learning_rate": 1e-3, "rank": 16}}
+    with pytest.raises(TrainingError, match=r"no run to resume .*run without --resume \(resume=False\)"):
+        prepare_folder(identity, tmp_path, resume=True)
     prepare_folder(identity, tmp_path, resume=False)
     with pytest.raises(TrainingError, match="begun with stage = 'sft', now it is 'calibrate'"):
         prepare_folder({**identity, "stage": "calibrate"}, tmp_path, resume=True)
@@ -204,7 +257,7 @@ def test_half_a_checkpoint_does_not_push_a_newer_whole_one_out(tmp_path, more):
     with pytest.raises(TrainingError, match=r"stopped by Ctrl-C at step 5 of 6; .*--resume"):
         train(folder, settings, resume=True, on_step=interrupt)
     assert signal.getsignal(signal.SIGINT) is handler
-    assert last_checkpoint(folder) == str(folder / "checkpoint-5")
+    assert last_checkpoint(folder) == folder / "checkpoint-5"
     assert same(train(folder, settings, resume=True)[1], train(None, settings)[1])
 
 
@@ -213,7 +266,7 @@ def test_a_training_that_is_paused_goes_on_bit_for_bit(tmp_path, more):
     settings, folder = replace(SETTINGS, max_steps=4, **more), tmp_path / "run"
     for resume in (False, True):  # killed before anybody noted that it had paused, it takes no step more
         part, _ = train(folder, settings, share=0.4, resume=resume)
-        assert (part.steps, last_checkpoint(folder)) == (2, str(folder / "checkpoint-2"))
+        assert (part.steps, last_checkpoint(folder)) == (2, folder / "checkpoint-2")
         assert math.isnan(part.entropy_after)
         assert not part.gates
     result, found = train(folder, settings, resume=True)
@@ -285,7 +338,7 @@ def test_a_disk_that_is_really_full_leaves_the_last_good_state(finished, small_d
 
     with pytest.raises(TrainingError, match=r"is full, so training stopped; checkpoint-1 is complete and kept"):
         train(folder, on_step=fill)
-    assert last_checkpoint(folder) == str(folder / "checkpoint-1")
+    assert last_checkpoint(folder) == folder / "checkpoint-1"
     filler.unlink()
     result, found = train(folder, resume=True)
     assert result.steps == 3

@@ -1,6 +1,5 @@
 """Stage II on sampled answers: gradients by enumeration, the sample stream, resume, guards, refusals."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -8,23 +7,21 @@ import torch
 
 import loragate as lg
 from loragate.data import Collator, load_rows
-from loragate.errors import ConfigError, DataError, TrainingError
+from loragate.errors import ConfigError, TrainingError
 from loragate.gates import weights_checksum
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from loragate.training import CalibrationSettings, calibration_rows, on_policy_loss
+from loragate.losses.causal_head import ResponseScorer
+from loragate.training import CalibrationSettings, calibration_rows, rollouts
 from loragate.training.guards import GuardLimits
-from loragate.training.on_policy_loss import policy_loss
 from loragate.training.rollouts import (
     Answer,
     as_training_row,
-    draw_answers,
-    group_advantages,
+    sampled_request,
     stream_seed,
     training_prompts,
 )
-from loragate.training.scoring import ResponseScorer
 from loragate.training.strategy import Launch
-from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+from tiny import gate_values, same, tiny_adapter, tiny_rows, tiny_tokenizer
 
 CONFIG = lg.GateConfig(-3, 2)
 PLAIN = CalibrationSettings(batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64)
@@ -34,10 +31,6 @@ REWARD = replace(PLAIN, objective="reward", samples_per_prompt=4, max_new_tokens
 
 def short(row, text, finished):
     return -float(len(text.split()))
-
-
-def even_words(row, text, finished):
-    return sum(int(word[1:]) % 2 == 0 for word in text.split() if word[1:].isdigit()) / 6
 
 
 def train(settings, model=None, rows=None, **more):
@@ -79,83 +72,6 @@ def test_micro_batches_do_not_matter(settings, reward):
         torch.testing.assert_close(gate_values(single)[name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_answers_follow_from_seed_refresh_and_gates(tokenizer, rows):
-    prompts = prompts_of(rows, REWARD)
-    model = lg.attach_gates(tiny_adapter(), CONFIG)
-    engines = {batch: TransformersEngine(model, tokenizer, batch_size=batch) for batch in (3, 64)}
-    draws = {
-        (refresh, batch): draw_answers(prompts, [0, 1, 2, 1], engines[batch].generate, REWARD, refresh)
-        for refresh in (0, 1)
-        for batch in engines
-    }
-    assert draws[0, 3] == draws[0, 64] != draws[1, 3]
-    first = draws[0, 3]
-    assert [answer.prompt for answer in first] == [0] * 4 + [1] * 4 + [2] * 4 + [1] * 4
-    assert first[4:8] != first[12:16], "the same prompt drawn twice gets answers of its own"
-    assert stream_seed(1, 2) != stream_seed(2, 1)
-
-
-def test_prompts_are_what_the_rows_train_after(tokenizer):
-    rows = tiny_rows(5)
-    rows.append({"messages": rows[0]["messages"] + tiny_rows(1, seed=8)[0]["messages"]})
-    settings = replace(ANCHORED, batch_size=4)
-    prompts = prompts_of(rows, settings)
-    source = load_rows(rows).shuffled(settings.seed)
-    assert len(prompts) == 6
-    for prompt in prompts:
-        messages = source[prompt.row]["messages"]
-        rendered = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-        assert list(prompt.ids) == tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        assert tokenizer(prompt.text, add_special_tokens=False)["input_ids"] == list(prompt.ids)
-    row = as_training_row(Answer(2, (9, 8, 1), "", True), prompts)
-    assert row["labels"] == [-100] * len(prompts[2].ids) + [9, 8, 1]
-    assert row["input_ids"] == [*prompts[2].ids, 9, 8, 1]
-    longest = max(len(prompt.ids) for prompt in prompts)
-    assert 0 < len(prompts_of(rows, settings, positions=longest + 5)) < 6
-    with pytest.raises(DataError, match="6 of 6 prompts leave no room for 6 new tokens"):
-        prompts_of(rows, settings, positions=6)
-
-
-@pytest.mark.parametrize(
-    ("settings", "reward"),
-    [
-        (ANCHORED, None),
-        (REWARD, even_words),
-        pytest.param(replace(REWARD, refresh=3, reward_kl=0.1), even_words, marks=pytest.mark.slow("products")),
-    ],
-    ids=["anchored", "reward", "reward-stale"],
-)
-def test_resume_continues_bit_for_bit(tmp_path, settings, reward):
-    settings = replace(settings, save_steps=1)
-    options = {"reward": reward, "guard": GuardLimits(answers=16, distinct=0)}
-    whole, model, folder = tiny_adapter(), tiny_adapter(), tmp_path / "run"
-    complete = train(settings, whole, run_folder=tmp_path / "whole", **options)
-
-    def kill(report):
-        if report.step == 4 and report.values:
-            raise RuntimeError("killed")
-
-    def kept():
-        return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*"))
-
-    with pytest.raises(RuntimeError, match="killed"):
-        train(settings, model, run_folder=folder, on_step=kill, **options)
-    assert kept() == [2, 3]
-    assert {path.suffix for path in folder.rglob("*") if path.is_file()} <= {".json", ".jsonl", ".safetensors"}
-    with pytest.raises(TrainingError, match=r"settings.max_new_tokens = 6, now it is 7"):
-        train(replace(settings, max_new_tokens=7), model, run_folder=folder, resume=True, **options)
-    resumed = train(replace(settings, keep_checkpoints=0), model, run_folder=folder, resume=True, **options)
-    assert kept() == [2, 3, 4, 5, 6]
-    assert resumed.steps == complete.steps == 6
-    assert same(gate_values(model), gate_values(whole))
-    assert (resumed.history, resumed.guard) == (complete.history, complete.guard)
-    assert len(resumed.guard) > 1
-    assert resumed.sampled["answers"] == complete.sampled["answers"]
-    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in logged if "loss" in record] == [1, 2, 3, 4, 5, 6]
-    assert "train_runtime" in logged[-1]
-
-
 def test_a_torn_checkpoint_is_passed_over(tmp_path):
     settings = replace(ANCHORED, save_steps=1, max_steps=3)
     whole, model = tiny_adapter(), tiny_adapter()
@@ -168,58 +84,18 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path):
         train(settings, run_folder=tmp_path, resume=True)
 
 
-def test_the_policy_gradient_is_that_of_the_expected_reward(tokenizer):
-    """All answers of two tokens are enumerated, each weighted with its probability in place of being sampled."""
-    model = tiny_adapter(base=tiny_base(vocab_size=8, pad_token_id=0))
-    lg.attach_gates(model, lg.GateConfig(-3, 2, init_scale=0.05))
-    parameters = list(lg.gate_parameters(model).values())
-    prompt = [3, 5, 7]
-    pairs = torch.cartesian_prod(torch.arange(8), torch.arange(8))
-    ids = torch.cat((torch.tensor(prompt).expand(64, 3), pairs), 1)
-    rewards = torch.randn(64, generator=torch.Generator().manual_seed(2))
-    log_p = torch.log_softmax(model(input_ids=ids).logits[:, 2:4], -1).gather(-1, pairs.unsqueeze(-1)).squeeze(-1)
-    probability = log_p.sum(-1).exp()
-    assert float(probability.sum()) == pytest.approx(1, abs=1e-5)
-    exact = torch.autograd.grad((probability * rewards).sum(), parameters, retain_graph=True)
-    for baseline in (0.0, 0.7):
-        advantage = (probability.detach() * (rewards - baseline)).repeat_interleave(2)
-        loss, clipped = policy_loss(log_p.flatten(), advantage, None, 0.2)
-        assert not clipped.any()
-        found = torch.autograd.grad(loss.sum(), parameters, retain_graph=True)
-        for one, other in zip(found, exact, strict=True):
-            torch.testing.assert_close(one, -other, rtol=1e-3, atol=1e-6)
-
-
-def test_clipping_takes_the_gradient_away_on_the_far_side_only():
-    before = torch.zeros(4)
-    log_p = torch.tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
-    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    loss, clipped = policy_loss(log_p, advantage, before, 0.2)
-    assert clipped.tolist() == [True, False, False, True]
-    ratio = log_p.detach().exp()
-    assert loss.tolist() == pytest.approx([-1.2, float(ratio[1]), -float(ratio[2]), 0.8])
-    loss.sum().backward()
-    assert log_p.grad.tolist() == pytest.approx([0.0, float(ratio[1]), -float(ratio[2]), 0.0])
-
-
-def test_advantages_are_relative_to_the_group():
-    assert group_advantages([1, 0, 0, 1], "mean") == [0.5, -0.5, -0.5, 0.5]
-    assert group_advantages([3, 0, 0, 3], "std") == pytest.approx([1, -1, -1, 1])
-    assert group_advantages([0.3] * 3, "std") == [0.0] * 3
-
-
 GOOD, BAD = (20, 21, 22, 1), (90, 91, 92, 1)
 
 
 def preference(model, rows):
     """Mean log p of the good answer's tokens minus that of the bad one's, over the prompts."""
     prompts = prompts_of(rows, REWARD)
-    scorer = ResponseScorer(model, "default")
+    scorer = ResponseScorer(model)
     sums = []
     for ids in (GOOD, BAD):
         batch = Collator(0)([as_training_row(Answer(index, ids, "", True), prompts) for index in range(len(prompts))])
         with torch.no_grad():
-            sums.append(float(scorer.statistics(scorer.states(batch), batch, 20).log_prob.mean()))
+            sums.append(float(scorer.statistics(scorer.states(batch), batch, sampled_request(20)).log_prob.mean()))
     return sums[0] - sums[1]
 
 
@@ -371,42 +247,14 @@ def test_callables_without_effect_or_answers_are_refused(settings, options, word
         train(settings, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"objective": "anchord"}, "did you mean 'anchored'"),
-        ({"anchor": "base"}, "anchor has no effect with objective entropy"),
-        ({"objective": "reward", "beta": 2.0}, "beta has no effect with objective reward"),
-        ({"objective": "reward", "temperature": 0.7}, "temperature has no effect"),
-        ({"objective": "reward", "samples_per_prompt": 1}, "needs at least 2"),
-        ({"objective": "reward", "batch_size": 12}, "not a multiple of samples_per_prompt 8"),
-        ({"objective": "anchored", "anchor": "bas"}, "anchor must be one of"),
-        ({"objective": "anchored", "report_to": "wandb"}, "writes metrics.jsonl only"),
-        ({"objective": "anchored", "beta": -1.0}, "beta must be at least 0"),
-        ({"random_scale": 0.5}, "random_scale has no effect with objective entropy"),
-        ({"objective": "random", "random_scale": 0.0}, "above 0"),
-        ({"batch_size": -1}, "batch_size must be at least 0"),
-        ({"learning_rate": -1.0}, "learning_rate must be above 0"),
-        ({"schedule": "cosinus"}, "schedule must be one of"),
-        ({"precision": "fp8"}, "precision must be one of"),
-        ({"k": 1}, "k must be at least 2"),
-        ({"warmup": 1.0}, "warmup must be below 1"),
-        ({"keep_checkpoints": -1}, "keep_checkpoints must be at least 0"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(options, words):
-    with pytest.raises(ConfigError, match=words):
-        CalibrationSettings(**options)
-
-
 def test_a_gradient_that_is_not_finite_stops_the_run(monkeypatch):
-    whole = on_policy_loss.AnchoredEntropy.terms
+    whole = rollouts.AnchoredEntropy.terms
 
     def steep(self, scorer, batch, answers, before_T):
         losses_T, sums = whole(self, scorer, batch, answers, before_T)
         return losses_T + (losses_T * 0).sqrt(), sums  # finite, with an infinite slope times 0
 
-    monkeypatch.setattr(on_policy_loss.AnchoredEntropy, "terms", steep)
+    monkeypatch.setattr(rollouts.AnchoredEntropy, "terms", steep)
     with pytest.raises(TrainingError, match="the gradient is not finite at step 1, though the loss is"):
         train(ANCHORED)
 

@@ -7,7 +7,8 @@ import torch
 
 import loragate as lg
 from loragate.data import Collator, encode_rows, load_rows
-from loragate.gates import draw_gates, sizes_of
+from loragate.gates import draw_gates, sizes_of, train_gates_only
+from loragate.training.reference import response_entropies
 from loragate.training.settings import CalibrationSettings
 from tiny import VOCABULARY, tiny_adapter
 
@@ -71,9 +72,6 @@ def test_full_entropy_is_k_of_zero(tokenizer, rows):
 
 def test_the_complete_gradient_is_that_of_autograd_and_not_the_semi_gradient(tokenizer, rows):
     """Finite differences of the loss over the gate of the first module: the complete gradient fits, the other does not."""
-    from loragate.data import Collator, encode_rows
-    from loragate.training.reference import response_entropies
-
     batch = Collator(0)(list(encode_rows(rows[:6], tokenizer, max_length=64)))
 
     def loss_of(model):
@@ -84,8 +82,6 @@ def test_the_complete_gradient_is_that_of_autograd_and_not_the_semi_gradient(tok
         model = lg.attach_gates(tiny_adapter().double(), lg.GateConfig(-3, 2, detach_input=detach, init_scale=0.3))
         for parameter in lg.gate_parameters(model).values():
             parameter.data = parameter.data.double()
-        from loragate.gates import train_gates_only
-
         train_gates_only(model, "default")
         name = next(iter(lg.gate_parameters(model)))
         parameter = lg.gate_parameters(model)[name]
@@ -100,7 +96,6 @@ def test_the_complete_gradient_is_that_of_autograd_and_not_the_semi_gradient(tok
                 found[index] += sign * loss_of(model) / (2 * step)
                 parameter[index] -= sign * step
     scale = found[:6].abs().max()
-
     assert (gradients[False][:6] - found[:6]).abs().max() < 0.03 * scale
     assert (gradients[True][:6] - found[:6]).abs().max() > 0.1 * scale
 

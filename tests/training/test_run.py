@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 
 import loragate as lg
-from loragate.data import encode_rows, load_rows
-from loragate.errors import ConfigError, DataError, TrainingError
+from loragate.data import encode_rows
+from loragate.errors import ConfigError, DataError
 from loragate.training import CalibrationSettings, StageOneSettings, model_state
-from loragate.training.run import require_short_enough
-from loragate.training.run_folder import prepare_folder
 from tiny import tiny_adapter, tiny_base, tiny_rows
 
 SHARED = {"batch_size": 8, "micro_batch_size": 4, "max_length": 64, "max_steps": 1, "logging_steps": 1}
@@ -59,48 +57,6 @@ def test_mix_ups_of_both_stages(tokenizer, stage):
     encoded = encode_rows(tiny_rows(12), tokenizer, max_length=64)
     with pytest.raises(DataError, match="encoded holds 12 rows up to index 11, and rows has 8"):
         stage(tokenizer, encoded=encoded)
-
-
-def test_fields_of_another_kind():
-    for kind in (StageOneSettings, CalibrationSettings):
-        with pytest.raises(ConfigError, match=r"objective must be one of .*WeightedCrossEntropy"):
-            kind(objective=lg.objectives["dft"])
-        for seed in (1.5, "1", True, None):
-            with pytest.raises(ConfigError, match="seed must be a whole number"):
-                kind(seed=seed)
-    assert StageOneSettings(target_modules=["q_proj", "v_proj"]) == StageOneSettings(target_modules="q_proj,v_proj")
-    with pytest.raises(ConfigError, match="target_modules"):
-        StageOneSettings(target_modules=[])
-
-
-def test_tokens_of_another_base_are_named(tokenizer):
-    rows = load_rows(tiny_rows(8))
-    encoded = encode_rows(rows, tokenizer, max_length=64)
-    largest = max(encoded, key=lambda row: max(row["input_ids"]))
-    assert max(largest["input_ids"]) >= 100
-    small = tiny_base(vocab_size=100)
-    told = f"row {largest['row']} has the token id {max(largest['input_ids'])}, but the base embeds 100 tokens"
-    with pytest.raises(DataError, match=told):
-        require_short_enough(small, encoded, rows.where)
-    with pytest.raises(DataError, match="tokenizer belongs to another base"):
-        lg.train_adapter(small, tokenizer, rows, ONE)
-    with pytest.raises(DataError, match="tokenizer belongs to another base"):
-        lg.calibrate(tiny_adapter(base=tiny_base(vocab_size=100)), tokenizer, rows, CONFIG, TWO)
-    require_short_enough(tiny_base(), encoded, rows.where)
-
-
-def test_rows_longer_than_the_model_are_named(tokenizer):
-    rows = load_rows(tiny_rows(8))
-    encoded = encode_rows(rows, tokenizer, max_length=64)
-    longest = max(encoded, key=lambda row: len(row["input_ids"]))
-    short = tiny_base(max_position_embeddings=8)
-    with pytest.raises(TrainingError, match=f"row {longest['row']} has {len(longest['input_ids'])} tokens"):
-        require_short_enough(short, encoded, rows.where)
-
-
-def test_a_run_that_is_not_there_is_named_for_both_ways_of_calling(tmp_path):
-    with pytest.raises(TrainingError, match=r"run without --resume \(resume=False\)"):
-        prepare_folder({"stage": "sft"}, tmp_path, True)
 
 
 @pytest.mark.parametrize(

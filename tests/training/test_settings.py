@@ -1,9 +1,10 @@
-"""Defaults of a training that follow the number of rows."""
+"""Defaults of a training that follow the number of rows, and settings that cannot be."""
 
 from __future__ import annotations
 
 import pytest
 
+import loragate as lg
 from loragate.errors import ConfigError
 from loragate.training.settings import SMALLEST, STEPS, CalibrationSettings, StageOneSettings
 
@@ -44,3 +45,54 @@ def test_a_chosen_batch_can_be_dealt_out(micro, processes):
         fitted = StageOneSettings(micro_batch_size=micro).fitted(rows, processes)
         assert fitted.accumulation(processes) >= 1
         assert SMALLEST <= fitted.batch_size <= max(128, micro * processes)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"objective": "anchord"}, "did you mean 'anchored'"),
+        ({"anchor": "base"}, "anchor has no effect with objective entropy"),
+        ({"objective": "reward", "beta": 2.0}, "beta has no effect with objective reward"),
+        ({"objective": "reward", "temperature": 0.7}, "temperature has no effect"),
+        ({"objective": "reward", "samples_per_prompt": 1}, "needs at least 2"),
+        ({"objective": "reward", "batch_size": 12}, "not a multiple of samples_per_prompt 8"),
+        ({"objective": "anchored", "anchor": "bas"}, "anchor must be one of"),
+        ({"objective": "anchored", "report_to": "wandb"}, "writes metrics.jsonl only"),
+        ({"objective": "anchored", "beta": -1.0}, "beta must be at least 0"),
+        ({"random_scale": 0.5}, "random_scale has no effect with objective entropy"),
+        ({"objective": "random", "random_scale": 0.0}, "above 0"),
+        ({"batch_size": -1}, "batch_size must be at least 0"),
+        ({"learning_rate": -1.0}, "learning_rate must be above 0"),
+        ({"schedule": "cosinus"}, "schedule must be one of"),
+        ({"precision": "fp8"}, "precision must be one of"),
+        ({"k": 1}, "k must be at least 2"),
+        ({"warmup": 1.0}, "warmup must be below 1"),
+        ({"keep_checkpoints": -1}, "keep_checkpoints must be at least 0"),
+    ],
+)
+def test_settings_of_gates_that_cannot_be_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        CalibrationSettings(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"objective": "profti"}, "did you mean 'profit'"),
+        ({"rank": 0}, "rank must be at least 1"),
+        ({"target_modules": []}, "target_modules"),
+    ],
+)
+def test_settings_of_adapters_that_cannot_be_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        StageOneSettings(**options)
+
+
+def test_fields_of_another_kind():
+    for kind in (StageOneSettings, CalibrationSettings):
+        with pytest.raises(ConfigError, match=r"objective must be one of .*WeightedCrossEntropy"):
+            kind(objective=lg.objectives["dft"])
+        for seed in (1.5, "1", True, None):
+            with pytest.raises(ConfigError, match="seed must be a whole number"):
+                kind(seed=seed)
+    assert StageOneSettings(target_modules=["q_proj", "v_proj"]) == StageOneSettings(target_modules="q_proj,v_proj")

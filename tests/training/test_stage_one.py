@@ -8,6 +8,7 @@ from loragate.data import Collator, encode_rows, load_rows
 from loragate.errors import ConfigError
 from loragate.training import StageOneSettings
 from loragate.training.settings import OBJECTIVES
+from loragate.training.stage_one import build_adapter
 from tiny import tiny_base, tiny_rows
 
 MASKED = ("mask", "forgetting")
@@ -35,11 +36,11 @@ def test_every_objective_learns(tokenizer, objective, dora):
     # a random base gives every token less than ProFit's usual threshold
     options = {"threshold": 1e-4} if objective == "profit" else None
     chosen = settings(
-        objective=objective, objective_options=options, dora=dora, max_steps=30, learning_rate=0.03, warmup=0.0
+        objective=objective, objective_options=options, dora=dora, max_steps=15, learning_rate=0.03, warmup=0.0
     )
     result = lg.train_adapter(tiny_base(), tokenizer, tiny_rows(8), chosen)
     nll = [record["nll"] for record in result.history if "nll" in record]
-    assert nll[-1] < nll[0] - 0.5, nll
+    assert nll[-1] < nll[0] - 1, nll
     moved = {name for name, parameter in result.model.named_parameters() if parameter.requires_grad}
     assert moved
     assert all("lora_" in name for name in moved)
@@ -72,8 +73,6 @@ def test_the_mask_objective_reads_the_keep_mask(tokenizer):
 
 
 def test_initialisation_depends_on_the_seed_alone(tokenizer):
-    from loragate.training.stage_one import build_adapter
-
     def factors(seed):
         torch.manual_seed(torch.randint(0, 1000, ()).item())
         model = build_adapter(tiny_base(), settings(seed=seed))
@@ -81,10 +80,3 @@ def test_initialisation_depends_on_the_seed_alone(tokenizer):
 
     assert torch.equal(factors(1), factors(1))
     assert not torch.equal(factors(1), factors(2))
-
-
-def test_bad_settings_are_explained():
-    with pytest.raises(ConfigError, match="did you mean 'profit'"):
-        settings(objective="profti")
-    with pytest.raises(ConfigError, match="rank"):
-        settings(rank=0)

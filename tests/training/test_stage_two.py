@@ -1,9 +1,7 @@
 """Stage II through the trainer: the plain loop's trajectory, guards, logs, resume, interruption."""
 
-import json
 import math
 import os
-import shutil
 import signal
 from dataclasses import replace
 from functools import partial
@@ -14,8 +12,8 @@ import torch
 import loragate as lg
 from loragate.data import Collator, encode_rows, load_rows
 from loragate.errors import DivergenceError, GateError, TrainingError
-from loragate.gates import weights_checksum
-from loragate.training import CalibrationSettings, calibration_rows
+from loragate.gates import measure_parity, weights_checksum
+from loragate.training import CalibrationSettings, calibration_rows, stage_two
 from loragate.training.reference import reference_loop, response_entropies
 from tiny import gate_values, logits, same, tiny_adapter, tiny_base, tiny_rows
 
@@ -122,16 +120,12 @@ def test_parity_failure_stops_before_training(tokenizer, rows):
 
 
 def test_a_dead_first_gradient_is_refused(tokenizer, rows, monkeypatch):
-    from loragate.training import stage_two
-
     monkeypatch.setattr(stage_two.GateEntropy, "loss", lambda self, stats, context=None: stats.topk_entropy * 0.0)
     with pytest.raises(TrainingError, match="exactly zero"):
         lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, SETTINGS)
 
 
 def test_a_loss_that_is_not_finite_names_the_row(tokenizer, rows, monkeypatch):
-    from loragate.training import stage_two
-
     seen = []
 
     def poisoned(self, stats, context=None):
@@ -227,26 +221,19 @@ def test_tensorboard_gets_the_same_record(tokenizer, rows, tmp_path):
     assert {"train/topk_entropy", "train/gate_below_zero", "train/loss"} <= set(accumulator.Tags()["scalars"])
 
 
-def test_bf16_autocast_keeps_gates_in_fp32(tokenizer, rows):
-    settings, model = replace(SETTINGS, micro_batch_size=8), tiny_adapter()
-    low = lg.calibrate(model, tokenizer, rows, CONFIG, replace(settings, precision="bf16"))
-    assert {parameter.dtype for parameter in lg.gate_parameters(model).values()} == {torch.float32}
-    assert losses(low) == pytest.approx(
-        losses(lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings)), rel=0.02
-    )
-
-
-def test_a_second_training_of_one_model_computes_in_bf16_too(tokenizer, rows):
+def test_bf16_keeps_gates_in_fp32_and_serves_a_second_training_of_one_model(tokenizer, rows):
     """A choice trains its ranges one after the other on the same model."""
-    settings, model = replace(SETTINGS, micro_batch_size=8, precision="bf16"), tiny_adapter()
-    runs = []
-    for _ in range(2):
-        runs.append((losses(lg.calibrate(model, tokenizer, rows, CONFIG, settings)), gate_values(model)))
+    settings, model, runs = replace(SETTINGS, micro_batch_size=8), tiny_adapter(), []
+    for precision in ("bf16", "bf16", "fp32"):
+        result = lg.calibrate(model, tokenizer, rows, CONFIG, replace(settings, precision=precision))
+        assert {parameter.dtype for parameter in lg.gate_parameters(model).values()} == {torch.float32}
+        runs.append((losses(result), gate_values(model)))
         lg.detach_gates(model)
-    assert runs[0][0] == runs[1][0]
-    assert same(runs[0][1], runs[1][1])
-    whole = losses(lg.calibrate(model, tokenizer, rows, CONFIG, replace(settings, precision="fp32")))
-    assert runs[0][0] != whole
+    (first, gates), (second, again), (whole, _) = runs
+    assert first == second
+    assert same(gates, again)
+    assert first != whole
+    assert first == pytest.approx(whole, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -341,67 +328,7 @@ def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_
         run(changed, config=CONFIG, resume=True, encoded=own)
 
 
-def test_all_checkpoints_are_kept_where_that_is_asked(tokenizer, rows, tmp_path):
-    """Keeping more changes no number, and a resumed run may keep more or fewer than it did before."""
-    settings = replace(SETTINGS, batch_size=4, micro_batch_size=2, save_steps=1, max_steps=5)
-    run = partial(lg.calibrate, tokenizer=tokenizer, rows=rows, config=CONFIG)
-    whole = tiny_adapter()
-    complete = run(whole, settings=settings, run_folder=tmp_path / "whole")
-
-    def kept(name):
-        return sorted(int(path.name.rpartition("-")[2]) for path in (tmp_path / name).glob("checkpoint-*"))
-
-    def kill(report):
-        if report.step == 4:
-            raise RuntimeError("killed")
-
-    everything = replace(settings, keep_checkpoints=0)
-    with pytest.raises(RuntimeError, match="killed"):
-        run(tiny_adapter(), settings=everything, run_folder=tmp_path / "run", on_step=kill)
-    assert (kept("whole"), kept("run")) == ([4, 5], [1, 2, 3])
-    with pytest.raises(TrainingError, match="holds an unfinished run"):
-        run(tiny_adapter(), settings=everything, run_folder=tmp_path / "run")
-    shutil.copytree(tmp_path / "run", tmp_path / "fewer")
-    for name, again in (("run", everything), ("fewer", replace(settings, keep_checkpoints=3))):
-        model = tiny_adapter()
-        resumed = run(model, settings=again, run_folder=tmp_path / name, resume=True)
-        assert same(gate_values(model), gate_values(whole))
-        assert resumed.history[:-1] == complete.history[:-1], "it begins at the run's beginning"
-        logged = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        assert [record["step"] for record in logged if "loss" in record] == [1, 2, 3, 4, 5]
-    assert (kept("run"), kept("fewer")) == ([1, 2, 3, 4, 5], [3, 4, 5])
-    assert (tmp_path / "run" / "run.json").read_bytes() == (tmp_path / "whole" / "run.json").read_bytes()
-
-
-def test_parity_that_is_not_a_number_is_refused():
-    from loragate.gates import Parity
-    from loragate.training.stage_two import check_parity
-
-    nan = float("nan")
-    for broken in (Parity(nan, 0, 0, 1, 1, 1, 0), Parity(0, nan, 0, 1, 1, 1, 0), Parity(0, 0, nan, 1, 1, 1, 0)):
-        for dtype in (torch.float32, torch.bfloat16):
-            with pytest.raises((GateError, TrainingError)):
-                check_parity(broken, dtype)
-    with pytest.raises(TrainingError, match="λ differs"):
-        check_parity(Parity(0, 0, 0, 1, 1, 1, nan), torch.bfloat16)
-
-
-def test_half_precision_starts_where_lambda_does():
-    """Through thirty layers of bf16 a difference of 6e-5 in λ grows to a thirtieth of the logits, as on a real model."""
-    from loragate.gates import Parity
-    from loragate.training.stage_two import check_parity
-
-    real = Parity(initial=1.44, at_one=0, at_zero=0, delta=27.4, logit_scale=45.25, tokens=412, apart=6e-5)
-    check_parity(real, torch.bfloat16)
-    with pytest.raises(TrainingError, match=r"logits differ by 1\.4 \(limit 0\.27\)"):
-        check_parity(real, torch.float32)
-    with pytest.raises(TrainingError, match=r"λ differs from 1 by 0\.02 \(limit 0\.01\)"):
-        check_parity(replace(real, initial=0.1, apart=0.02), torch.bfloat16)
-
-
 def test_parity_says_how_far_lambda_is_from_one(tokenizer, rows):
-    from loragate.gates import measure_parity
-
     model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-6, 3))
     ids = torch.arange(5, 25).reshape(2, 10)
     values = torch.tensor([0.5, -0.25])  # biases of two modules; the others' λ is 1

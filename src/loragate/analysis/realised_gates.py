@@ -24,7 +24,7 @@ from loragate.gates import attached_config, trace_gates
 from loragate.gates.range import Range
 from loragate.gates.recording import Shares, regions
 from loragate.generation import OnProgress
-from loragate.training.scoring import counted
+from loragate.losses.causal_head import counted
 
 LEAST = 50
 _BINS_PER_UNIT = 4

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from loragate.data import Collator
 from loragate.generation import OnProgress, Sample
-from loragate.losses import TokenStatistics
+from loragate.losses import StatisticsRequest, TokenStatistics
+from loragate.losses.causal_head import Batch, ResponseScorer, counted
 from loragate.losses.head import IGNORED
-from loragate.training.scoring import Batch, ResponseScorer, counted
 
 Row = dict[str, Any]
 Array = NDArray[np.float64]
@@ -79,7 +79,7 @@ class Reader(ResponseScorer):
     @torch.no_grad()
     def read(self, batch: Batch) -> TokenStatistics:
         """log p and entropy at the counted positions, each [T]; without gradients."""
-        return self.statistics(self.states(batch), batch, 100, ("log_prob", "entropy"), ())
+        return self.statistics(self.states(batch), batch, StatisticsRequest(2, ("log_prob", "entropy"), ()))
 
 
 CLASSES = ("digits", "operators", "words", "punctuation", "space", "mixed", "special", "end")

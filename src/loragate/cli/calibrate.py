@@ -15,7 +15,7 @@ from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.selection.candidate import Candidate, parse_candidates
 from loragate.selection.settings import SelectionSettings, require_one_process
-from loragate.training.preflight import check_loading, require_free_out, require_reporters
+from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
 from loragate.training.settings import ON_POLICY, CalibrationSettings
 from loragate.training.strategy import launch_of
 
@@ -59,7 +59,6 @@ def run(options: CalibrateOptions) -> int:
     require_given(COMMAND, options)
     candidates = candidates_of(options)
     check_loading(options)
-    from loragate.training.launching import begin
 
     settings = taken_from(options, CalibrationSettings)
     if (status := begin(settings, options, options, sampling=not options.unverified)) is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import RunOptions, taken_from
 from loragate.display import Display, console, duration, next_evaluation
-from loragate.training.preflight import check_loading, require_free_out, require_reporters
+from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
 from loragate.training.settings import StageOneSettings
 from loragate.training.strategy import process_state
 
@@ -33,7 +33,6 @@ def run(options: SftOptions) -> int:
     require_given(COMMAND, options)
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
     from loragate.training.adapter_run import AdapterRun
-    from loragate.training.launching import begin
 
     folder = Path(options.out)
     settings = taken_from(options, StageOneSettings)
@@ -50,13 +49,13 @@ def run(options: SftOptions) -> int:
             options,
             folder,
             settings,
-            reference=options.reference,
-            max_rows=options.max_rows,
-            loading=options,
-            system=options.system,
-            resume=options.resume,
-            on_progress=job.advance_to,
+            options.reference,
+            options.max_rows,
+            options,
+            options.system,
+            options.resume,
         )
+        training.read(job.advance_to)
     settings, encoded = training.settings, training.encoded
     show_data(out, encoded, training.tokenizer)
     if "keep_mask" in encoded[0] and "keep_mask" not in training.objective.requires:

@@ -1,10 +1,13 @@
-"""Token statistics out of a causal language model's own forward.
+"""Token statistics out of a causal language model: through its own forward, or in two steps.
 
 `add_statistics_forward` lets `model(..., statistics=StatisticsRequest(...), labels=...)` run the backbone and the
 token-statistics head in place of the language-model head. It goes through the model's forward, so that wrappers (PEFT,
-DDP, FSDP, autocast) see an ordinary call. What a family does around its head (scale, soft cap, bias) is read from its
-configuration and then checked against the model's own logits; a head that does not pass, or that carries an adapter or
-trains, is served by the slow path over full logits instead.
+DDP, FSDP, autocast) see an ordinary call. `ResponseScorer` leaves the model as it is and hands out the states between body and
+head, for those who read several things from one pass of the body. What a family does around its head (scale, soft cap, bias) is
+read from its configuration and then checked against the model's own logits; a head that does not pass, or that carries an
+adapter or trains, is served by the slow path over full logits instead: its "states" are the logits.
+
+Shapes: B sequences, S positions, T response tokens of a batch in row order, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from loragate.errors import TrainingError
 from loragate.losses.divergence import Reference, reference_statistics
 from loragate.losses.entropy import support_size
-from loragate.losses.head import IGNORED, STATISTICS, TokenStatistics, head_statistics, statistics_of_logits
+from loragate.losses.head import IGNORED, STATISTICS, TokenStatistics, statistics_of_logits, token_statistics
 from loragate.losses.projection import Head as Head
 
 
@@ -45,10 +49,20 @@ class ReferenceRequest:
     """Ask for the model's distribution at the labelled positions, as a `Reference` without gradient."""
 
 
+Batch = dict[str, torch.Tensor]
+"""What the collator gives: input_ids, attention_mask and labels, each [B, S]."""
+
+
+def causal_model(model: Any) -> Any:
+    """The causal LM inside PEFT's wrapper, or the model itself."""
+    getter = getattr(model, "get_base_model", None)
+    return getter() if callable(getter) else model
+
+
 def read_head(model: Any) -> Head | None:
     """The model's output head by its configuration, or None where it is not one frozen linear map."""
     module = model.get_output_embeddings()
-    copies = getattr(module, "modules_to_save", None)
+    copies = getattr(module, "modules_to_save", None)  # PEFT keeps a copy for each adapter beside the original
     if copies is not None:
         active = [name for name in getattr(module, "active_adapters", []) if name in copies]
         disabled = bool(getattr(module, "disable_adapters", False))
@@ -101,25 +115,18 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
             if labels is not None:
                 kwargs["labels"] = labels
             return original(*args, **kwargs)
-        kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
         head = read_head(self) if self._loragate_statistics else None
         head = None if head is None else gathered(head)
-        shifted = labels[:, 1:]
+        # the last position predicts nothing that is known
         if head is None:
             states = original(*args, **kwargs).logits[:, :-1]
         else:
             states = self.base_model(*args, **kwargs).last_hidden_state[:, :-1].to(head.weight.device)
-        shifted = shifted.to(states.device)
+        shifted = labels[:, 1:].to(states.device)
         if isinstance(statistics, ReferenceRequest):
             return Reference(states[shifted != IGNORED].detach(), head)
-        if head is None:
-            return _from_logits(states, shifted, statistics)
-        if statistics.reference is not None:
-            return reference_statistics(states, head, shifted, statistics.reference)
-        return head_statistics(
-            states, head, shifted, k=statistics.k, outputs=statistics.outputs, gradients=statistics.gradients
-        )
+        return statistics_of_states(states, head, shifted, statistics)
 
     model.forward = types.MethodType(forward, model)
     return bool(model._loragate_statistics)
@@ -161,6 +168,7 @@ def verify_head(model: Any) -> bool:
     if head is None or head.weight.device.type == "meta":
         return False
     head = gathered(head)
+    # a few tokens spread over the vocabulary
     count = min(8, head.weight.shape[0])
     step = max(1, head.weight.shape[0] // (count + 1))
     tokens = (torch.arange(1, count + 1, device=head.weight.device) * step % head.weight.shape[0]).unsqueeze(0)
@@ -190,16 +198,86 @@ def evaluation_mode(model: Any) -> Iterator[None]:
             module.training = training
 
 
-def _from_logits(logits: torch.Tensor, labels: torch.Tensor, request: StatisticsRequest) -> TokenStatistics:
-    mask = labels != IGNORED
+def statistics_of_states(
+    states: torch.Tensor, head: Head | None, labels: torch.Tensor, request: StatisticsRequest
+) -> TokenStatistics:
+    """What a request asks of states, shaped like `labels`.
+
+    Args:
+        states: hidden [..., D] under `head`, or logits [..., V] where that is None; shifted, so that each predicts its label.
+        labels: [...] int64, on the device of the states; −100 where a position does not count.
+    """
     reference = request.reference
+    if head is not None and reference is not None:
+        return reference_statistics(states, head, labels, reference)
+    if head is not None:
+        return token_statistics(
+            states,
+            head.weight,
+            labels,
+            k=request.k,
+            bias=head.bias,
+            scale=head.scale,
+            softcap=head.softcap,
+            outputs=request.outputs,
+            gradients=request.gradients,
+        )
+    mask = labels != IGNORED
     if not bool(mask.any()):
-        k = support_size(request.k, logits.shape[-1])
-        return TokenStatistics.without_labels(logits, mask, k, kl=reference is not None)
+        k = support_size(request.k, states.shape[-1])
+        return TokenStatistics.without_labels(states, mask, k, kl=reference is not None)
     chosen = statistics_of_logits(
-        logits[mask],
+        states[mask],
         labels[mask],
-        0 if reference is not None else request.k,
-        None if reference is None else reference.log_probs(logits.shape[-1]).to(logits.device),
+        0
+        if reference is not None
+        else request.k,  # beside a KL the entropy is the full one, as `reference_statistics` has it
+        None if reference is None else reference.log_probs(states.shape[-1]).to(states.device),
     )
     return chosen.spread(labels.shape, mask)
+
+
+def counted(batch: Batch) -> torch.Tensor:
+    """bool [B, S-1]: positions whose next token is a response token."""
+    return batch["labels"][:, 1:] != IGNORED
+
+
+class ResponseScorer:
+    """The response tokens of batches from the collator: states of one pass of the body, and statistics of these.
+
+    Attributes:
+        model: as it is called; a wrapper included.
+        causal: the causal LM in it.
+        fused: whether the output head is projected in chunks (False: full logits).
+    """
+
+    def __init__(self, model: Any, precision: str = "fp32") -> None:
+        self.model, self.causal = model, causal_model(model)
+        self.fused = verify_head(self.causal)
+        self.autocast = precision == "bf16"
+
+    def states(self, batch: Batch) -> torch.Tensor:
+        """Final hidden states (or full logits) at the positions that predict a response token, [T, D] (or [T, V])."""
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+        device = batch["input_ids"].device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.autocast):
+            if self.fused:
+                output = self.causal.base_model(**inputs).last_hidden_state
+            else:
+                output = self.causal(**inputs).logits
+        # a model that is spread over devices ends on another one than it begins
+        return output[:, :-1][counted(batch).to(output.device)]
+
+    def statistics(self, states: torch.Tensor, batch: Batch, request: StatisticsRequest) -> TokenStatistics:
+        """What a request asks of the `states` of a batch, each [T]."""
+        head = self.head() if self.fused else None
+        states = states if head is None else states.to(head.weight.device)
+        labels_T = batch["labels"][:, 1:][counted(batch)]
+        return statistics_of_states(states, head, labels_T.to(states.device), request)
+
+    def head(self) -> Head:
+        """The frozen output head; raises TrainingError where it is none any more."""
+        head = read_head(self.causal)
+        if head is None:
+            raise TrainingError("the output head changed during training; it must stay frozen")
+        return head

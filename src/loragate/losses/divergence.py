@@ -91,6 +91,7 @@ def reference_statistics(
 
 def _projections(head: Head, other: Head | None) -> tuple[Projection, Projection | None]:
     """(the model's, the reference's); one and the same where they share the head's weight."""
+    # a shared head's rows are widened once, and both write their logits into the same memory
     own = Projection(head)
     if other is None:
         return own, None
@@ -129,28 +130,29 @@ class _ReferenceStatistics(torch.autograd.Function):
         with torch.autocast(hidden_TD.device.type, enabled=False):
             own, other = _projections(ctx.head, ctx.reference.head)
             for rows in chunks(hidden_TD.shape[0], ctx.chunk):
-                log_p_CV, log_r_CV, slope_CV = _distributions(own, other, ctx.reference, hidden_TD[rows], rows)
+                log_p_CV, log_r_CV, slope = _distributions(own, other, ctx.reference, hidden_TD[rows], rows)
                 p_CV = log_p_CV.exp()
                 grad_y, grad_h, grad_k = (
                     grad[rows].unsqueeze(-1) for grad in (grad_log_prob_T, grad_entropy_T, grad_kl_T)
                 )
                 # d log p_y/dz = e_y − p;  dH/dz = −p (log p + H);  dKL/dz = p (log p − log r − KL)
+                # the last two are p (x − Σ p x), with x = −log p and x = log p − log r: their x are added first
                 inner_CV = (grad_k - grad_h) * log_p_CV - grad_k * log_r_CV
                 mean_C1 = torch.linalg.vecdot(p_CV, inner_CV).unsqueeze(-1)
                 coefficient_CV = p_CV * (inner_CV - mean_C1 - grad_y)
                 coefficient_CV.scatter_add_(-1, labels_T[rows].unsqueeze(-1), grad_y)
-                parts.append(own.pull_back(coefficient_CV, slope_CV))
+                parts.append(own.pull_back(coefficient_CV, slope))
         return torch.cat(parts).to(hidden_TD.dtype), None, None, None, None
 
 
 def _distributions(
     own: Projection, other: Projection | None, reference: Reference, hidden_CD: torch.Tensor, rows: slice
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(log p [C, V], log r [C, V], slope of the model's soft cap)."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+    """(log p [C, V], log r [C, V], slope of the model's logits)."""
     # a projection reuses its buffer, and both may be one: the reference is normalised into memory of its own first
     log_r_CV = _log_softmax_of(reference, rows, other)
-    z_CV, slope_CV = own.logits(hidden_CD)
-    return torch.log_softmax(z_CV, -1), log_r_CV, slope_CV
+    z_CV, slope = own.logits(hidden_CD)
+    return torch.log_softmax(z_CV, -1), log_r_CV, slope
 
 
 def _log_softmax_of(reference: Reference, rows: slice, projection: Projection | None) -> torch.Tensor:

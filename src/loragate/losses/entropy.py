@@ -36,6 +36,6 @@ def topk_entropy(logits: torch.Tensor, k: int = 100, normalize: bool = True) -> 
     working = logits if logits.dtype == torch.float64 else logits.float()
     k = support_size(k, logits.shape[-1])
     log_q = torch.log_softmax(torch.topk(working, k, dim=-1).values, dim=-1)
-    # a logit of −inf (a token that is masked) adds nothing, and 0 · log 0 would be NaN
+    # a logit of −inf (a token that is masked) adds nothing, and 0 · log 0 would be NaN, in the gradient too
     entropy = -(log_q.exp() * log_q.masked_fill(log_q == -torch.inf, 0.0)).sum(-1)
     return entropy / math.log(k) if normalize else entropy

@@ -13,7 +13,7 @@ Shapes: T tokens, D hidden, V vocabulary, K support, C tokens of one chunk.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,10 +21,9 @@ from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size, topk_entropy
 from loragate.losses.head_function import STATISTICS, Plan, TokenStatisticsFunction
 from loragate.losses.projection import Head, needs_widening
-from loragate.losses.tiling import BUDGET, tiling
+from loragate.losses.tiling import tiling
 
 IGNORED = -100
-_CHUNK_BYTES = BUDGET
 
 
 class TokenStatistics(NamedTuple):
@@ -51,6 +50,7 @@ class TokenStatistics(NamedTuple):
     def spread(self, shape: torch.Size, mask: torch.Tensor) -> TokenStatistics:
         """Statistics of the labelled positions, each [T], laid out over `shape` with zeros elsewhere."""
 
+        # masked_scatter is differentiable with respect to the values
         def lay(value: torch.Tensor) -> torch.Tensor:
             return value.new_zeros(shape).masked_scatter(mask, value) if value.numel() else value
 
@@ -60,6 +60,7 @@ class TokenStatistics(NamedTuple):
     @classmethod
     def without_labels(cls, source: torch.Tensor, mask: torch.Tensor, k: int, kl: bool = False) -> TokenStatistics:
         """Zeros that keep the graph of `source` alive, so that an empty micro-batch is back-propagated on every rank."""
+        # DDP waits for a gradient of every parameter, also on a process that has nothing to learn from
         zeros = torch.zeros(mask.shape, dtype=torch.float32, device=source.device) + source.float().sum() * 0.0
         return cls(zeros, zeros, zeros, mask, k, zeros if kl else None)
 
@@ -122,17 +123,10 @@ def token_statistics(
     require_labels(chosen_T, vocabulary)
     if chosen_TD.shape[0] == 0:
         return TokenStatistics.without_labels(hidden, mask, k)
-    sizes = tiling(
-        vocabulary, width, weight.device.type, widened=needs_widening(weight), tokens=chunk_tokens, budget=_CHUNK_BYTES
-    )
+    sizes = tiling(vocabulary, width, weight.device.type, widened=needs_widening(weight), tokens=chunk_tokens)
     plan = Plan(Head(weight, bias, scale, softcap), k, tuple(outputs), gradients, sizes)
     log_prob_T, entropy_T, topk_T = TokenStatisticsFunction.apply(chosen_TD, chosen_T, plan)
     return TokenStatistics(log_prob_T, entropy_T, topk_T, mask, k).spread(labels.shape, mask)
-
-
-def head_statistics(hidden: torch.Tensor, head: Head, labels: torch.Tensor, **how: Any) -> TokenStatistics:
-    """`token_statistics` under a head as a model has it; `how` are its other arguments."""
-    return token_statistics(hidden, head.weight, labels, bias=head.bias, scale=head.scale, softcap=head.softcap, **how)
 
 
 def token_statistics_reference(
@@ -161,6 +155,7 @@ def statistics_of_logits(
     mask = labels != IGNORED
     require_labels(labels[mask], logits.shape[-1])
     log_p = torch.log_softmax(working, -1)
+    # of token 0 where a label is ignored, for the mask to drop
     log_prob = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     partial = topk_entropy(working, k)

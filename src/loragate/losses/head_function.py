@@ -57,6 +57,7 @@ class TokenStatisticsFunction(torch.autograd.Function):
         needed = plan.needed if hidden_TD.requires_grad else ()
         # with k = V one dense gradient serves both entropies
         dense = {name.removeprefix("topk_") for name in needed if plan.full or name != "topk_entropy"}
+        # it costs a product per tile, which is not wasted on a caller that named its gradients, and will use them
         eager = plan.gradients is not None and dense == {"log_prob"}
         recompute = bool(dense) and not eager
         sparse = "topk_entropy" in plan.outputs and not plan.full
@@ -75,7 +76,8 @@ class TokenStatisticsFunction(torch.autograd.Function):
                     entropy=with_entropy,
                     direction=eager,
                 )
-                running.run(spans)
+                for span in spans:
+                    running.take(*span)
                 found = {"log_z": running.normaliser()} if recompute else {}
                 if "log_prob" in plan.outputs:
                     found["log_prob"] = running.log_prob()

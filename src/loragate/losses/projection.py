@@ -73,6 +73,7 @@ class Projection:
         cap = self.softcap
         if cap is None:
             return self.scale
+        # d/dx cap·tanh(x·scale/cap) = scale·(1 − tanh²), and tanh is z/cap: no need to keep W h
         return (z / cap).square_().neg_().add_(1.0).mul_(self.scale)
 
     def tile_back(self, coefficient_CV: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -81,8 +82,8 @@ class Projection:
             return product_in_fp32(coefficient_CV.to(self.weight_VD.dtype), self.weight_VD[start:stop])
         return torch.mm(coefficient_CV, self._rows(start, stop))
 
-    def logits(self, hidden_CD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(z [C, V], dz/d(W h) [C, V] or None where it is the constant `scale`): whole rows, for objectives that need them."""
+    def logits(self, hidden_CD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """(z [C, V], its `slope`): whole rows, for objectives that need them."""
         states_CD = self.states(hidden_CD)
         if not self.widened:
             z_CV = self.tile(states_CD, 0, self.vocabulary)
@@ -91,12 +92,11 @@ class Projection:
             for start, stop in self._widened_spans():
                 torch.mm(states_CD, self._rows(start, stop).t(), out=z_CV[:, start:stop])
             z_CV = self._finished(z_CV, 0, self.vocabulary)
-        slope_CV = self.slope(z_CV)
-        return z_CV, slope_CV if isinstance(slope_CV, torch.Tensor) else None
+        return z_CV, self.slope(z_CV)
 
-    def pull_back(self, coefficient_CV: torch.Tensor, slope_CV: torch.Tensor | None) -> torch.Tensor:
+    def pull_back(self, coefficient_CV: torch.Tensor, slope: torch.Tensor | float) -> torch.Tensor:
         """Σ_v coefficient·dz/dh over whole rows, [C, D]."""
-        weighted = coefficient_CV * (self.scale if slope_CV is None else slope_CV)
+        weighted = coefficient_CV * slope
         if not self.widened:
             return self.tile_back(weighted, 0, self.vocabulary)
         total = weighted.new_zeros((weighted.shape[0], self.weight_VD.shape[1]))
@@ -108,18 +108,20 @@ class Projection:
         """Σ_j coefficient_j · W[index_j], [T, D], for a coefficient on K logits: K·D multiplications per token."""
         if self.weight_VD.dtype == self.working:
             return F.embedding_bag(indices_TK, self.weight_VD, per_sample_weights=coefficient_TK, mode="sum")
-        # embedding_bag would round the coefficients to the rows' dtype
-        # K rows of D numbers for each of so many tokens are gathered at a time, within the budget
+        # embedding_bag would round the coefficients to the rows' dtype; instead K rows of D numbers, as they are and widened,
+        # are gathered for as many tokens at a time as fit the budget
         total_TD = coefficient_TK.new_empty((indices_TK.shape[0], self.weight_VD.shape[1]))
         size = self.weight_VD.shape[1] * (self.weight_VD.element_size() + total_TD.element_size())
         count = max(1, BUDGET // (indices_TK.shape[1] * size))
         for at in range(0, indices_TK.shape[0], count):
             rows = slice(at, at + count)
             gathered = F.embedding(indices_TK[rows], self.weight_VD).to(self.working)
+            # [T, 1, K] · [T, K, D]
             torch.bmm(coefficient_TK[rows].unsqueeze(1), gathered, out=total_TD[rows].unsqueeze(1))
         return total_TD
 
     def _finished(self, z_CV: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """z of some columns, from W h there and in its memory."""
         if self.bias_V is not None:
             z_CV += self.bias_V[start:stop]
         if self.scale != 1.0:
@@ -128,6 +130,10 @@ class Projection:
         return z_CV if cap is None else z_CV.div_(cap).tanh_().mul_(cap)
 
     def _rows(self, start: int, stop: int) -> torch.Tensor:
+        """Head rows to multiply by, [stop − start, D]: a view, or a widened copy that lives until other rows are asked for.
+
+        A tile is projected and pulled back before the next one, so the copy serves both.
+        """
         if not self.widened:
             return self.weight_VD[start:stop]
         count = stop - start

@@ -48,21 +48,18 @@ class RunningRows:
         self.label_C = self.maximum_C.new_zeros(count)
         self.pull_CD = self.maximum_C.new_zeros((count, hidden_CD.shape[1])) if direction else None
 
-    def run(self, spans: list[tuple[int, int]]) -> None:
-        """Project all tiles and take them in."""
-        for start, stop in spans:
-            self._take(start, stop)
-
-    def _take(self, start: int, stop: int) -> None:
+    def take(self, start: int, stop: int) -> None:
+        """Project the tile of columns from `start` to `stop`, and add what it holds."""
         z_CV = self.head.tile(self.states_CD, start, stop)
         if self.top.k:
             self.top.add(z_CV, start)
         if not self.normalise:
             return
         at_C, inside_C = label_columns(self.labels_C, start, stop)
+        # each label lies in one tile: the others add 0
         self.label_C += torch.where(inside_C, z_CV.gather(-1, at_C.unsqueeze(-1)).squeeze(-1), 0.0)
-        slope = self.head.slope(z_CV) if self.pull_CD is not None else None
-        highest_C = torch.maximum(self.maximum_C, z_CV.amax(-1))  # the slope was taken before z is overwritten
+        slope = self.head.slope(z_CV) if self.pull_CD is not None else None  # before z is overwritten
+        highest_C = torch.maximum(self.maximum_C, z_CV.amax(-1))
         self._rescale(highest_C)
         below_CV = z_CV.sub_(highest_C.unsqueeze(-1))  # in place: the logits are not needed any more
         if self.with_entropy:
@@ -98,6 +95,7 @@ class RunningRows:
 
     def entropy(self) -> torch.Tensor:
         """Full entropy in nats, [C]."""
+        # −Σ p log p with log p = (z − m) − log Σ e^(z−m)
         return self.total_C.log() - self.weighted_C / self.total_C
 
     def direction(self) -> torch.Tensor:
@@ -176,8 +174,9 @@ def largest(values_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     grouped = values_CV[:, : groups * size].unflatten(-1, (size, groups))  # [C, size, groups]
     chosen_CK = torch.topk(grouped.amax(1), k, dim=-1, sorted=False).indices
     candidates = torch.gather(grouped, 2, chosen_CK.unsqueeze(1).expand(-1, size, -1)).flatten(1)
-    tail = values_CV[:, groups * size :]
+    tail = values_CV[:, groups * size :]  # fewer than `size` columns, in no group
     top_CK, at_CK = torch.topk(torch.cat((candidates, tail), dim=-1) if tail.shape[1] else candidates, k, dim=-1)
+    # where each of the k stands: its member of a group and which of the chosen groups, back to a column of the row
     inside = at_CK < candidates.shape[1]
     member_CK = torch.div(at_CK, k, rounding_mode="floor")
     column_CK = member_CK * groups + torch.gather(chosen_CK, 1, at_CK % k)

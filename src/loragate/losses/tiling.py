@@ -12,6 +12,7 @@ BUDGET = 64 << 20
 """Bytes of one tile of logits, of the head rows widened for it, and of the rows that a sparse backward gathers at a time."""
 
 LEAST = 16
+"""Tokens, and columns, of a tile at the least, whatever the budget."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Tiling:
     def spans(self, vocabulary: int) -> list[tuple[int, int]]:
         """First column and end of each tile of a row, as even as multiples of 64 allow."""
         count = -(-vocabulary // self.columns)
-        unit = 64 if self.columns >= 64 and self.columns % 64 == 0 else 1
+        unit = 64 if self.columns >= 64 and self.columns % 64 == 0 else 1  # sizes that matrix products like
         blocks = -(-vocabulary // unit)
         ends = [min(vocabulary, unit * (blocks * (at + 1) // count)) for at in range(count)]
         return list(zip([0, *ends[:-1]], ends, strict=True))
@@ -39,9 +40,7 @@ def preferred_tokens(device: str) -> int:
     return 128 if device == "cpu" else 512
 
 
-def tiling(
-    vocabulary: int, width: int, device: str, *, widened: bool, tokens: int | None = None, budget: int = BUDGET
-) -> Tiling:
+def tiling(vocabulary: int, width: int, device: str, *, widened: bool, tokens: int | None = None) -> Tiling:
     """Tile sizes for logits of four bytes.
 
     Args:
@@ -50,15 +49,14 @@ def tiling(
         device: device type of the head.
         widened: whether head rows are copied to fp32 for the product; their copy then keeps to the budget too.
         tokens: positions per tile where the caller insists.
-        budget: bytes, see `BUDGET`.
     """
     # 64 MiB: 128 tokens × 131,072, or 512 × 32,768
-    columns = max(LEAST, budget // (4 * (tokens or preferred_tokens(device))))
+    columns = max(LEAST, BUDGET // (4 * (tokens or preferred_tokens(device))))
     if widened:
-        columns = min(columns, max(LEAST, budget // (4 * width)))
+        columns = min(columns, max(LEAST, BUDGET // (4 * width)))
     columns = min(columns, vocabulary)
     if tokens is None:
-        tokens = max(LEAST, budget // (4 * columns))
+        tokens = max(LEAST, BUDGET // (4 * columns))
         if device == "cpu" and not widened:
             # the logits of a narrow vocabulary are then still in the cache when they are searched
             tokens = min(tokens, preferred_tokens(device))

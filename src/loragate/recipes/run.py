@@ -33,7 +33,7 @@ from loragate.errors import ConfigError, LoragateError
 from loragate.files import held, require_new, require_same, write_json, write_text
 from loragate.recipes.ready import ask, lacking, needs, settled
 from loragate.recipes.recipe import Recipe, Stage
-from loragate.training.launching import wait_for
+from loragate.training.preflight import wait_for
 from loragate.version import __version__
 
 EVAL_PYTHON = "LORAGATE_EVAL_PYTHON"

@@ -55,7 +55,7 @@ from loragate.selection.trial import (
 from loragate.training import CalibrationSettings, calibration_rows
 from loragate.training.guards import GuardLimits
 from loragate.training.rollouts import Reward
-from loragate.training.run import encoded_fingerprint
+from loragate.training.rows import encoded_fingerprint
 from loragate.training.strategy import process_state
 
 RANGES = "0,1;-6,3;0,6"

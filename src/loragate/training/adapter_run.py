@@ -6,7 +6,7 @@ folder/run/      what is trained on what (run.json), the log and checkpoints to 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from loragate.losses.objectives import objective_of
 from loragate.models import Loading, explained, open_base, open_tokenizer, resolve
 from loragate.training.callbacks import OnStep
 from loragate.training.preflight import require_free_out
-from loragate.training.rows import read_rows
-from loragate.training.run import require_mask_column
+from loragate.training.rows import read_rows, require_mask_column
 from loragate.training.run_folder import RECORD
 from loragate.training.settings import RowsSettings, StageOneSettings
 from loragate.training.stage_one import (
@@ -65,78 +64,66 @@ def make_adapter(
         TrainingError: as in `train_adapter`; also where rows or settings have changed since the run to resume began.
     """
     require_free_out(Path(folder), resume)
-    asked = RowsSettings(data=data) if isinstance(data, str) else data
     run = AdapterRun(
         model,
-        asked,
-        folder,
-        settings,
-        reference=reference,
-        max_rows=max_rows,
-        loading=loading,
-        system=system,
-        resume=resume,
+        RowsSettings(data=data) if isinstance(data, str) else data,
+        Path(folder),
+        settings or StageOneSettings(),
+        reference,
+        max_rows,
+        loading or Loading(),
+        system,
+        resume,
     )
+    run.read()
     run.load()
     return run.train(on_step)
 
 
+@dataclass
 class AdapterRun:
-    """`make_adapter` in three steps: what needs no model is read and checked here; `load` the base; `train`.
+    """`make_adapter` in three steps, so that a command can say what it does in between: `read`, `load`, `train`.
 
-    Attributes:
-        settings: of the training; with those of the adapter that is continued.
-        objective: what trains it.
-        tokenizer, rows, encoded: the base's tokenizer, the rows in training order, and their tokens.
-        base: after `load`, the model that is trained.
+    The fields are the arguments of `make_adapter`. `read` adds the settings of an adapter that is continued, the objective, the
+    tokenizer, the rows in training order and their tokens; `load` the models.
     """
 
-    def __init__(
-        self,
-        model: str,
-        asked: RowsSettings,
-        folder: str | Path,
-        settings: StageOneSettings | None = None,
-        *,
-        reference: str = "",
-        max_rows: int = 0,
-        loading: Loading | None = None,
-        system: str = "none",
-        resume: bool = False,
-        on_progress: OnProgress | None = None,
-    ) -> None:
-        """As in `make_adapter`; `on_progress` is called with the rows that are tokenised, and all rows."""
-        self.settings = settings = settings or StageOneSettings()
-        self.folder, self.resume, self.loading = Path(folder), resume, loading or Loading()
-        self.place = resolve(model, expect="base")
-        if settings.adapter:
-            adapter = resolve(settings.adapter, expect="adapter", base_later=True)
-            self.settings = settings = adapter_settings(
-                replace(settings, adapter=adapter.source), adapter.peft_config()
-            )
+    model: str
+    asked: RowsSettings
+    folder: Path
+    settings: StageOneSettings
+    reference: str
+    max_rows: int
+    loading: Loading
+    system: str
+    resume: bool
+
+    def read(self, on_progress: OnProgress | None = None) -> None:
+        """Read and check what needs no model; `on_progress` is called with the rows that are tokenised, and all rows."""
+        self.place = resolve(self.model, expect="base")
+        if self.settings.adapter:
+            # the base is the one that is named here, so the adapter's own is not looked for
+            adapter = resolve(self.settings.adapter, expect="adapter", base_later=True)
+            self.settings = adapter_settings(replace(self.settings, adapter=adapter.source), adapter.peft_config())
+        settings = self.settings
         self.objective = objective_of(settings.objective, settings.objective_options)
         self.other = None
-        if reference:
+        if self.reference:
             require_reference_read(self.objective)
-            self.other = resolve(reference, expect="base", what="reference model")
-        rows = read_rows(asked, max_rows, settings.seed)
-        self.rows = rows = rows.shuffled(settings.seed)
+            self.other = resolve(self.reference, expect="base", what="reference model")
+        self.rows = read_rows(self.asked, self.max_rows, settings.seed).shuffled(settings.seed)
         self.tokenizer = open_tokenizer(self.place, self.loading)
         self.encoded = encode_rows(
-            rows,
-            self.tokenizer,
-            max_length=settings.max_length,
-            system=system,
-            on_progress=on_progress,
+            self.rows, self.tokenizer, max_length=settings.max_length, system=self.system, on_progress=on_progress
         )
-        require_mask_column(self.objective, self.encoded, rows)
+        require_mask_column(self.objective, self.encoded, self.rows)
 
     def load(self) -> None:
         """The base, and the reference where there is one."""
         # under a launcher that shards, the base lies in host memory and its shards go to the devices
         with explained("base model", self.place.base.name):
             self.base = open_base(self.place.base, self.loading, host_memory=launch_of().sharded)
-            self.reference: Any = open_base(self.other.base, self.loading) if self.other else None
+            self.reference_model: Any = open_base(self.other.base, self.loading) if self.other else None
 
     def train(self, on_step: OnStep | None = None) -> StageOneResult:
         """Train, and write the adapter; on several processes only the main one writes."""
@@ -150,7 +137,7 @@ class AdapterRun:
             # stopped before its first step, a run has its configuration and nothing to go on with
             resume=self.resume and (run / RECORD).is_file(),
             encoded=self.encoded,
-            reference_model=self.reference,
+            reference_model=self.reference_model,
             on_step=on_step,
         )
         if process_state().is_main_process:

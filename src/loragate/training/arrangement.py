@@ -33,7 +33,7 @@ def arranged_steps(rows: Sequence[Row], settings: TrainSettings, processes: int 
     for start in range(0, len(rows), settings.batch_size):
         step = [rows[index] for index in range(start, min(start + settings.batch_size, len(rows)))]
         if settings.packing:
-            passes = -(-len(step) // together) * processes
+            passes = -(-len(step) // together) * processes  # rounded up: as many as these rows make unpacked
             yield [packed(part or [_unlabelled(step[0])]) for part in balanced(step, passes)]
             continue
         if settings.group_by_length:
@@ -48,7 +48,7 @@ def balanced(rows: Sequence[Row], parts: int) -> list[list[Row]]:
 
     Within a part rows keep their order. A part may be empty if there are fewer rows than parts.
     """
-    heap = [(0, part) for part in range(parts)]
+    heap = [(0, part) for part in range(parts)]  # (tokens, part): of equally light parts the first, on every machine
     members: list[list[int]] = [[] for _ in range(parts)]
     for index in sorted(range(len(rows)), key=lambda index: -len(rows[index]["input_ids"])):
         tokens, part = heapq.heappop(heap)
@@ -71,7 +71,7 @@ def packed(rows: Sequence[Row]) -> Row:
         for key, values in row.items():
             if key == "row":
                 continue
-            column = list(values)
+            column = list(values)  # a copy: the caller's row keeps its first label
             if key == "labels":
                 column[0] = IGNORED
             item.setdefault(key, []).extend(column)
@@ -102,6 +102,7 @@ def require_separate_sequences(model: Any, device: torch.device) -> None:
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
     lengths = (5, 7)
+    # some tokens that differ: one row of [1, 12] whose positions begin anew after five, against [1, 5] and [1, 7]
     ids = (torch.arange(sum(lengths), device=device) * 7919 + 11) % min(vocabulary, 1 << 15)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     with evaluation_mode(model):

@@ -82,6 +82,7 @@ class StepReporter(TrainerCallback):
         self.began = time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        # a step that is logged is reported twice: by `on_step_end`, and here with its values
         self.values = dict(logs or {})
         self._report(state)
 
@@ -136,10 +137,11 @@ class FiniteGradientCheck(TrainerCallback):
         for parameter in self.parameters.values():
             gradient: Any = parameter.grad
             if gradient is not None and hasattr(gradient, "to_local"):
-                gradient = gradient.to_local()
+                gradient = gradient.to_local()  # FSDP2: each process looks at its own shard
             if gradient is not None and gradient.numel():
                 largest = torch.linalg.vector_norm(gradient, math.inf).float()
                 found.append(largest.to(found[0].device if found else largest.device))
+        # the device is waited for once, not for each of hundreds of gates
         if found and not bool(torch.isfinite(torch.stack(found)).all()):
             raise DivergenceError(not_finite(state.global_step + 1))
 

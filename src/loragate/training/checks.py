@@ -21,7 +21,10 @@ MEASURED_ROWS = 64
 
 
 def check_callables(objective: str, on_policy: bool, sampler: Any, reward: Any, guard: Any, probe: Any) -> None:
-    """Raises ConfigError for a callable without effect, and for a guard that has nothing to read; None is what was not given."""
+    """Raises ConfigError for a callable that is missing or has no effect, and for a guard that has nothing to read; None is what
+    was not given."""
+    if objective == "reward" and reward is None:
+        raise ConfigError("the objective 'reward' needs a reward: a callable (row, text, finished) -> float")
     if reward is not None and objective != "reward":
         raise ConfigError(f"a reward has no effect on the objective {objective!r}; set objective='reward'")
     if sampler is not None and not on_policy:
@@ -49,10 +52,11 @@ def check_parity(parity: Parity, dtype: torch.dtype) -> None:
         TrainingError: with the measured figures.
     """
     parity.require_acting(parity.rounding(dtype))
+    # `initial` is the largest difference of a logit, `delta` the same between adapter and base
     found, limit, what = parity.initial, 1e-3 + 0.01 * parity.delta, "logits differ by"
     if dtype in (torch.bfloat16, torch.float16) and math.isfinite(found):
         found, limit, what = parity.apart, 0.01, "λ differs from 1 by"
-    if not found <= limit:
+    if not found <= limit:  # NaN is not below the limit either
         raise TrainingError(
             f"the gated model does not start at the adapter: {what} {found:.2g} (limit {limit:.2g}); make init_scale smaller"
         )
@@ -71,6 +75,7 @@ def require_causal_model(model: Any) -> None:
 
 def require_only_gates_train(model: Any, trained: dict[str, Any]) -> None:
     """Raises TrainingError unless exactly the gates require a gradient, in fp32."""
+    # by identity: a parameter has another name inside each wrapper
     allowed = {id(parameter) for parameter in trained.values()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in allowed:
@@ -101,6 +106,7 @@ def measure_entropy(
                 labels=batch["labels"],
                 statistics=StatisticsRequest(k, ("topk_entropy",), ()),
             )
+            # zero where no label is
             total += float(stats.topk_entropy.sum())
             count += float(stats.mask.sum())
     if count == 0:

@@ -20,8 +20,8 @@ from transformers import TrainerCallback
 from loragate.errors import ConfigError
 from loragate.gates import record_gates
 from loragate.generation import Sample
+from loragate.losses.causal_head import causal_model
 from loragate.training.rollouts import Answer, as_answers
-from loragate.training.sharding import causal_model
 from loragate.validate import Count, Share, check
 
 READING = "guard_reading"  # key of a reading among the trainer's log records
@@ -79,6 +79,7 @@ class GuardLimits:
 
 def repeats(token_ids: Sequence[int], n: int = 6, times: int = 3) -> bool:
     """Whether some run of `n` tokens occurs at least `times` times."""
+    # the runs may overlap: a loop of four tokens repeats every run of six after each four
     counts = Counter(tuple(token_ids[at : at + n]) for at in range(len(token_ids) - n + 1))
     return max(counts.values(), default=0) >= times
 
@@ -110,6 +111,7 @@ def breaches(start: Reading, now: Reading, limits: GuardLimits) -> list[str]:
         found.append(f"{now.repetition:.0%} of the answers repeat themselves, {start.repetition:.0%} at the start")
     if now.terminated < start.terminated - limits.terminated:
         found.append(f"{now.terminated:.0%} of the answers come to an end, {start.terminated:.0%} at the start")
+    # answers that loop grow to the token limit, and answers that give up shrink
     if now.length > start.length * limits.length or now.length < start.length / limits.length:
         found.append(f"an answer has {now.length:.1f} tokens on average, {start.length:.1f} at the start")
     if now.distinct < start.distinct * limits.distinct:
@@ -181,7 +183,7 @@ class GuardCallback(TrainerCallback):
         self, guard: Guard, probe: Callable[[], Sequence[Sample]], saturation: Callable[[], float | None]
     ) -> None:
         self.guard, self.probe, self.saturation = guard, probe, saturation
-        self.read(0)
+        self.read(0)  # before anything moves: all later readings are compared with this one
 
     def read(self, step: int) -> None:
         if not (answers := as_answers(self.probe())):
@@ -196,7 +198,10 @@ class GuardCallback(TrainerCallback):
                 control.should_training_stop = True
 
     def restore(self, records: Sequence[dict[str, Any]]) -> None:
-        """Take over the readings in the log history of a checkpoint that the run goes on from."""
+        """Take over the readings in the log history of a checkpoint that the run goes on from.
+
+        The reading of step 0 is not among them: it was made anew, by gates that stand where they began.
+        """
         for record in records:
             if READING in record:
                 self.guard.judge(Reading(**record[READING]))

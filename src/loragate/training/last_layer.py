@@ -108,11 +108,12 @@ class LastLayer:
     @contextmanager
     def _recomputed_alike(self) -> Iterator[None]:
         """A layer called inside the context is recomputed with the rows of this context."""
+        # set on the instance, by transformers, once the layer is to be recomputed
         recompute = vars(self.layer).get(_RECOMPUTE) if self.layer is not None else None
         if recompute is None:
             yield
             return
-        rows = self.asked
+        rows = self.asked  # of this forward pass; when its backward pass comes, another may have been made
 
         def again(function: Any, *args: Any, **kwargs: Any) -> Any:
             def with_rows(*inputs: Any, **more: Any) -> Any:
@@ -134,6 +135,7 @@ class LastLayer:
         return None if self.asked is None else (args, {**kwargs, _KEYWORD: self.asked})
 
     def _receive(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        # attention is handed all keywords of its layer, before the projections inside it and the MLP after it are called
         self.rows = kwargs.pop(_KEYWORD, None)
         self.arrived |= self.rows is not None
         return args, kwargs
@@ -142,7 +144,7 @@ class LastLayer:
         if self.rows is None:
             return None
         inner, *rest = args
-        self.shape = inner.shape[:-1]
+        self.shape = inner.shape[:-1]  # [B, S]
         chosen_ND = inner.reshape(-1, inner.shape[-1]).index_select(0, self.rows.to(inner.device))
         return (chosen_ND.unsqueeze(0), *rest)  # [1, N, D] in place of [B, S, D]
 
@@ -191,6 +193,7 @@ def _difference(model: Any, causal: Any, last: LastLayer) -> str | None:
     """None if a few tokens get the same log-probabilities with and without the saving, else what was found."""
     weight = causal.get_input_embeddings().weight
     size = causal.config.get_text_config().vocab_size
+    # twelve tokens spread over the vocabulary
     ids = (torch.arange(1, 13, device=weight.device) * max(1, size // 13) % size).view(2, 6)
     labels = ids.clone()
     labels[0, [0, 1, 2, 4]] = labels[1, [0, 2, 3, 5]] = -100

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from loragate.losses import add_statistics_forward
-from loragate.training.sharding import causal_model
+from loragate.losses.causal_head import causal_model
 
 SHORT_ROW = 192
 """Tokens up to which plain attention is the faster one for bf16 on a CPU."""
@@ -38,6 +38,7 @@ def as_found(model: Any, checkpointing: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        # in the instance's own dictionary: what was not there before must not hide the class's method afterwards
         for name, value in kept.items():
             model.__dict__.pop(name, None)
             if value is not None:
@@ -86,6 +87,7 @@ def short_row_attention(model: Any, rows: int, longest: int, bf16: bool) -> Iter
     """
     causal = causal_model(model)
     config = causal.config
+    # bytes of [rows, heads, longest, longest] in every layer, each number in fp32 and in bf16
     kept = rows * longest**2 * getattr(config, "num_attention_heads", 0) * getattr(config, "num_hidden_layers", 0) * 6
     if (
         not bf16

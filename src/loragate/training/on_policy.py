@@ -17,8 +17,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +25,29 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainerControl, TrainerState, get_scheduler
 
-from loragate.errors import ConfigError, DivergenceError, TrainingError
+from loragate.errors import DivergenceError, TrainingError
 from loragate.files import write_atomically, write_json
 from loragate.gates import record_gates
 from loragate.generation import TransformersEngine
-from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReporter, StopOnInterrupt, not_finite
+from loragate.losses.causal_head import ResponseScorer
 from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.guards import Guard, Reading, saturation
 from loragate.training.model_state import as_found, start_recomputing
-from loragate.training.on_policy_loss import losses
 from loragate.training.rollouts import (
     Answer,
     Reward,
     Sampler,
     as_training_row,
     draw_answers,
+    losses,
     rewarded,
+    sampled_request,
     training_prompts,
 )
-from loragate.training.run import collator_for
-from loragate.training.run_folder import LOG, STATE, checkpoints, prepare_folder
-from loragate.training.scoring import ResponseScorer
+from loragate.training.rows import collator_for, positions_of
+from loragate.training.run import usual_callbacks
+from loragate.training.run_folder import STATE, checkpoints, prepare_folder
 from loragate.training.settings import CalibrationSettings
-from loragate.training.sharding import causal_model
 from loragate.training.strategy import launch_of
 from loragate.training.trainer import TRAINED, Job, TrainingOutcome
 
@@ -57,51 +56,34 @@ BEFORE_TRAINING = -1  # number of the refresh whose answers are the guard's star
 SATURATION_ANSWERS = 64
 
 
-@dataclass(kw_only=True)
-class OnPolicyJob(Job):
-    """A run on sampled answers.
+def run_on_policy(job: Job, sampler: Sampler | None, reward: Reward | None, guard: Guard | None) -> TrainingOutcome:
+    """Train on sampled answers; files and errors are those of `run_training`.
 
-    Attributes:
-        adapter_name: of the adapter whose gates train.
+    Args:
+        job: with `CalibrationSettings`, and the adapter whose gates train.
         sampler: None samples with transformers from the model in memory.
         reward: needed by the objective "reward".
         guard: watches the sampled answers; None watches nothing.
-    """
-
-    settings: CalibrationSettings
-    adapter_name: str
-    sampler: Sampler | None = None
-    reward: Reward | None = None
-    guard: Guard | None = None
-
-
-def run_on_policy(job: OnPolicyJob) -> TrainingOutcome:
-    """Train; see `OnPolicyJob` and `run_training`, whose files and errors are the same.
 
     Raises:
-        ConfigError: under several processes, or without a reward where one is needed.
+        ConfigError: under several processes.
         TrainingError: non-finite loss or reward, a resume that does not fit, or a stop by Ctrl-C.
     """
     refuse_impossible(Plan.of_settings(job.settings, launch_of(), next(job.model.parameters()).device.type))
-    if job.settings.objective == "reward" and job.reward is None:
-        raise ConfigError("the objective 'reward' needs a reward: a callable (row, text, finished) -> float")
     checkpoint = prepare_folder(job.identity, job.folder, job.resume)
-    stopper = StopOnInterrupt()
-    callbacks: list[Any] = [stopper]
-    if job.folder is not None:
-        callbacks.append(JsonlLog(job.folder / LOG))
-    if job.on_step is not None:
-        callbacks.append(StepReporter(job.on_step))
-    with ExitStack() as stack:
-        stack.callback(stopper.restore)
-        stack.enter_context(as_found(job.model, job.settings.gradient_checkpointing))
+    with as_found(job.model, job.settings.gradient_checkpointing):
         if job.settings.gradient_checkpointing:
+            # the inputs of the first layer come from a frozen embedding, and recomputation wants one that has a gradient
             job.model.enable_input_require_grads()
             start_recomputing(job.model)
-        loop = _Loop(job, callbacks)
+        loop = _Loop(job, sampler, reward, guard)
         if checkpoint is not None:
-            loop.restore(Path(checkpoint))
-        outcome = loop.run()
+            loop.restore(checkpoint)
+        stopper, callbacks = usual_callbacks(job, loop.total, checkpoint is None)
+        try:
+            outcome = loop.run(callbacks)
+        finally:
+            stopper.restore()
     stopper.refuse_unfinished(outcome.steps, loop.total, job.folder)
     return outcome
 
@@ -110,17 +92,21 @@ class _Loop:
     """Where a run stands between two steps: `step` of `total`, the answers of the current refresh, the log probabilities of their
     tokens at sampling time (`before`; empty where they are not needed), log records, and counts of what was sampled."""
 
-    def __init__(self, job: OnPolicyJob, callbacks: Sequence[Any]) -> None:
-        self.job, self.callbacks = job, callbacks
+    def __init__(self, job: Job, sampler: Sampler | None, reward: Reward | None, guard: Guard | None) -> None:
+        assert isinstance(job.settings, CalibrationSettings)
+        assert job.adapter_name is not None
+        self.job, self.reward, self.guard = job, reward, guard
         self.settings = settings = job.settings
+        self.adapter_name = job.adapter_name
         self.device = next(job.model.parameters()).device
         self.collate = collator_for(job.tokenizer)
-        self.scorer = ResponseScorer(job.model, job.adapter_name, settings.precision)
-        self.loss = losses[settings.objective](settings)
+        self.scorer = ResponseScorer(job.model, settings.precision)
+        self.loss = losses[settings.objective](settings, self.adapter_name)
         engine = TransformersEngine(job.model, job.tokenizer, batch_size=settings.sampling_batch_size)
-        self.sampler = job.sampler or engine.generate
-        positions = getattr(causal_model(job.model).config.get_text_config(), "max_position_embeddings", None)
-        self.prompts = training_prompts(job.encoded, job.rows, job.tokenizer, settings.max_new_tokens, positions)
+        self.sampler = sampler or engine.generate
+        self.prompts = training_prompts(
+            job.encoded, job.rows, job.tokenizer, settings.max_new_tokens, positions_of(job.model)
+        )
         self.optimizer = torch.optim.AdamW(
             list(job.trained.values()),
             lr=settings.learning_rate,
@@ -137,48 +123,51 @@ class _Loop:
         warmup = round(settings.warmup * self.total)
         # a factor by step, so that there is no state of the schedule to keep
         (self.rate_factor,) = get_scheduler(settings.schedule, self.optimizer, warmup, self.total).lr_lambdas
-        self.first_gradient = FirstGradientCheck(job.trained)
         self.sums: Any = Counter()
         self.gate_summary: dict[str, float] = {}
 
-    def run(self) -> TrainingOutcome:
+    def run(self, callbacks: Sequence[Any]) -> TrainingOutcome:
         settings, began, first = self.settings, time.monotonic(), self.step
         shown, control = TrainerState(global_step=self.step, max_steps=self.total), TrainerControl()
-        self._tell("on_train_begin", shown, control)
+
+        def tell(event: str, **more: Any) -> None:
+            """As the trainer does; its arguments, which come first, are those of a run on several processes."""
+            for callback in callbacks:
+                getattr(callback, event)(None, shown, control, **more)
+
+        tell("on_train_begin")
         self.job.model.train()
         while self.step < self.last and not control.should_training_stop:
             if self.step % settings.steps_per_refresh == 0 and self._refresh() is not None:
                 break
             logged = self.step == 0 or (self.step + 1) % settings.logging_steps == 0
-            loss, norm, rate = self._step(logged)
+            loss = self._gradient(logged)
+            if loss is not None:  # without one there is no gradient to look at
+                tell("on_pre_optimizer_step")
+            norm, rate = self._update()
             self.step += 1
             shown.global_step = self.step
-            self._tell("on_step_end", shown, control)
+            tell("on_step_end")
             if logged:
-                record = {"loss": loss, "grad_norm": norm, "learning_rate": rate, **self._log_values()}
+                record = {"loss": loss or 0.0, "grad_norm": norm, "learning_rate": rate, **self._log_values()}
                 self.history.append({"step": self.step, **record})
-                self._tell("on_log", shown, control, logs=record)
+                tell("on_log", logs=record)
             due = settings.save_steps > 0 and self.step % settings.save_steps == 0
-            due |= self.step == self.last < self.total  # the run pauses here
             if self.job.folder is not None and (due or control.should_save):
                 self._save(self.job.folder)
                 control.should_save = False
         seconds = time.monotonic() - began
         if self.step > first:
             # the last line of the log, as the trainer writes it: it tells a run that ended from one that was killed
-            self._tell("on_log", shown, control, logs={"train_runtime": round(seconds, 4)})
-        self._tell("on_train_end", shown, control)
+            tell("on_log", logs={"train_runtime": round(seconds, 4)})
+        tell("on_train_end")
         return TrainingOutcome(self.history, self.step, seconds, self.scorer.fused, dict(self.sampled))
-
-    def _tell(self, event: str, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(None, state, control, **more)
 
     # checkpoints
 
     def _save(self, folder: Path) -> None:
         """Write `folder`/checkpoint-<step> and remove all but the newest `keep_checkpoints`; 0 keeps all."""
-        keep, guard = self.settings.keep_checkpoints, self.job.guard or Guard()
+        keep, guard = self.settings.keep_checkpoints, self.guard or Guard()
         target = folder / f"checkpoint-{self.step}"
         tensors: dict[str, dict[str, Any]] = {
             TRAINED: self.job.trained,
@@ -197,9 +186,11 @@ class _Loop:
             "max_steps": self.total,
             "history": self.history,
             "guard": guard.as_records(),
+            "sampled": self.sampled,
+            "answers": [asdict(answer) for answer in self.answers],
+            "waiting": [asdict(answer) for answer in guard.waiting],
         }
-        record |= {"sampled": self.sampled, "answers": [asdict(answer) for answer in self.answers]}
-        write_json(target / STATE, {**record, "waiting": [asdict(answer) for answer in guard.waiting]})
+        write_json(target / STATE, record)
         for path in checkpoints(folder)[: -keep if keep else 0]:
             shutil.rmtree(path)
 
@@ -216,7 +207,7 @@ class _Loop:
                 [Answer(**{**item, "token_ids": tuple(item["token_ids"])}) for item in record[key]]
                 for key in ("answers", "waiting")
             )
-            self.step, self.total, self.answers = record["global_step"], record["max_steps"], answers
+            self.step, self.answers = record["global_step"], answers
             self.before = [before[str(index)] for index in range(len(before))]
             self.history, self.sampled = record["history"], Counter(record["sampled"])
             readings = [Reading(**reading) for reading in record["guard"]]
@@ -232,30 +223,32 @@ class _Loop:
             for name, parameter in self.job.trained.items():
                 parameter.copy_(weights[name])
                 stored = {
+                    # AdamW counts its steps on the CPU, so that it need not wait for the device
                     key: moments[f"{name}.{key}"].to("cpu" if key == "step" else parameter.device)
                     for key in ("step", "exp_avg", "exp_avg_sq")
                     if f"{name}.{key}" in moments
                 }
                 if stored:
                     self.optimizer.state[parameter] = stored
-        self.first_gradient.checked = True
-        if self.job.guard is not None:
-            self.job.guard.readings, self.job.guard.waiting = readings, waiting
+        if self.guard is not None:
+            self.guard.readings, self.guard.waiting = readings, waiting
 
     # sampling
 
     def _refresh(self) -> str | None:
         """Sample the answers of the next steps; returns the guard's verdict."""
-        settings, guard, group = self.settings, self.job.guard, self.settings.answers_per_prompt
+        settings, guard, group = self.settings, self.guard, self.settings.answers_per_prompt
         steps = min(settings.steps_per_refresh, self.total - self.step)
         per_step = settings.batch_size // group  # prompts
         needed = steps * per_step
+        # the first reading must be of the adapter; answers that fill it up over several steps would be of changed gates
         if guard is not None and self.step == 0 and needed * group < guard.limits.answers:
             self._watch(guard, self._draw(range(math.ceil(guard.limits.answers / group)), BEFORE_TRAINING))
+        # step s always takes the prompts from s · per_step on, around the end, however long a refresh is
         chosen = range(self.step * per_step, self.step * per_step + needed)
         self.answers = self._draw(chosen, self.step // settings.steps_per_refresh)
-        if self.job.reward is not None:
-            self.answers = rewarded(self.answers, self.prompts, self.job.rows, self.job.reward, settings)
+        if self.reward is not None:
+            self.answers = rewarded(self.answers, self.prompts, self.job.rows, self.reward, settings)
         if guard is not None and self._watch(guard, self.answers) is not None:
             return guard.verdict
         # answers that serve several steps are scored once by the gates that they were sampled with
@@ -273,7 +266,7 @@ class _Loop:
     def _watch(self, guard: Guard, answers: Sequence[Answer]) -> str | None:
         def saturated() -> float | None:
             few = list(answers[:SATURATION_ANSWERS])
-            return saturation(self.job.model, [batch for batch, _ in self._batches(few)], self.job.adapter_name)
+            return saturation(self.job.model, [batch for batch, _ in self._batches(few)], self.adapter_name)
 
         return guard.observe(self.step, answers, saturated)
 
@@ -282,20 +275,20 @@ class _Loop:
         """log p of each answer's tokens, [tokens]."""
         found: list[torch.Tensor] = [torch.empty(0)] * len(answers)
         for batch, indices in self._batches(answers):
-            log_prob_T = self.scorer.statistics(self.scorer.states(batch), batch, self.settings.k).log_prob
+            request = sampled_request(self.settings.k)
+            log_prob_T = self.scorer.statistics(self.scorer.states(batch), batch, request).log_prob
             parts = log_prob_T.split([len(answers[index].token_ids) for index in indices])
             for index, part in zip(indices, parts, strict=True):
-                found[index] = part.clone()
+                found[index] = part.clone()  # a view would keep the whole batch's
         return found
 
     # one step
 
-    def _step(self, logged: bool) -> tuple[float, float, float]:
-        """One optimiser step; returns (loss, gradient norm, learning rate)."""
-        settings = self.settings
-        at = self.step % settings.steps_per_refresh * settings.batch_size
-        answers = self.answers[at : at + settings.batch_size]
-        before = self.before[at : at + settings.batch_size]
+    def _gradient(self, logged: bool) -> float | None:
+        """The step's gradient; returns its loss, None where no answer has a gradient."""
+        size = self.settings.batch_size
+        at = self.step % self.settings.steps_per_refresh * size
+        answers, before = self.answers[at : at + size], self.before[at : at + size]
         denominator = self.loss.denominator(answers)
         loss = 0.0
         useful = self.loss.useful(answers)
@@ -312,10 +305,12 @@ class _Loop:
                 )
             self.sums.update(sums, scored=losses_T.numel())
             if logged and not self.gate_summary:
-                with torch.no_grad(), record_gates(self.job.model, self.job.adapter_name) as recording:
+                # a pass of its own: the loss's passes also run under the anchor's constant λ
+                with torch.no_grad(), record_gates(self.job.model, self.adapter_name) as recording:
                     recording.token_mask = batch["labels"].ne(-100)
                     self.scorer.states(batch)
                 self.gate_summary = recording.total()
+            # of the whole step, so that the size of a pass does not matter
             (summed / denominator).backward()
             loss += float(summed.detach()) / denominator
         self.sums.update(
@@ -324,17 +319,17 @@ class _Loop:
             finished=sum(answer.finished for answer in answers),
             reward=sum(answer.reward for answer in answers),
         )
-        if useful:
-            self.first_gradient.on_pre_optimizer_step(None, None, None)
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self.job.trained.values()), settings.max_grad_norm))
-        if not math.isfinite(norm):
-            raise DivergenceError(not_finite(self.step + 1))
-        rate = settings.learning_rate * self.rate_factor(self.step)
+        return loss if useful else None
+
+    def _update(self) -> tuple[float, float]:
+        """Apply the gradient; returns (gradient norm, learning rate)."""
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self.job.trained.values()), self.settings.max_grad_norm))
+        rate = self.settings.learning_rate * self.rate_factor(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss, norm, rate
+        return norm, rate
 
     def _batches(self, answers: Sequence[Answer]) -> list[tuple[dict[str, torch.Tensor], list[int]]]:
         """Collated passes of similar lengths with the indices of their answers; order does not change a summed loss."""
@@ -353,7 +348,7 @@ class _Loop:
             sums.pop(name, 0.0) for name in ("answers", "scored", "tokens", "finished", "reward")
         )
         values = {"response_tokens": float(tokens), "answer_length": tokens / answers, "finished": finished / answers}
-        if self.job.reward is not None:
+        if self.reward is not None:
             values["reward"] = reward / answers
         values |= {name: value / scored for name, value in sums.items()}
         values |= {f"gate_{name}": value for name, value in self.gate_summary.items() if name != "tokens"}

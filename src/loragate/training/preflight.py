@@ -1,16 +1,28 @@
-"""What a command checks and sets before it loads anything: its output folder, what is installed, what cannot go together."""
+"""What a command does before it loads anything: it refuses at once what cannot work, and starts itself on several processes.
+
+Refused are an output folder that is taken, a package that is missing, and settings that cannot go together. `--strategy` and
+`--processes` start the same command again under torch's launcher; a command that runs under a launcher already (`accelerate
+launch`, torchrun, Slurm) is taken as it is. Nothing here imports torch before it must.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 from loragate import models
 from loragate.errors import ConfigError
 from loragate.files import require_new
 from loragate.models.settings import Loading
 from loragate.training.compatibility import Plan, refuse_impossible
-from loragate.training.strategy import launch_of
+from loragate.training.settings import LaunchSettings, TrainSettings
+from loragate.training.strategy import ASKED, Launch, launch_of
 from loragate.validate import comma_list
 
 
@@ -62,3 +74,92 @@ def check_loading(how: Loading, engine: str = "") -> None:
     if how.quantization != "none":
         device = models.torch_device(how).partition(":")[0]
         refuse_impossible(Plan(launch=launch_of(), device=device, quantization=how.quantization))
+
+
+def begin(settings: TrainSettings, asked: LaunchSettings, how: Loading, **more: bool) -> int | None:
+    """What a training command does first.
+
+    Args:
+        settings: of the training.
+        asked: on how many processes.
+        how: its models are loaded.
+        more: further fields of the `Plan`, such as sampling=True.
+
+    Returns:
+        None to go on in this process; otherwise the run is over, with this exit status.
+
+    Raises:
+        ConfigError: for a combination that cannot work, or a strategy that is not the launcher's.
+    """
+    if how.device == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    launch = launch_of()
+    launched = "LOCAL_RANK" in os.environ or launch.processes > 1
+    if launched and asked.strategy == "fsdp2" and launch.strategy == "ddp":
+        os.environ[ASKED] = "fsdp2"  # of a bare torchrun
+        launch = launch_of()
+    elif launched:
+        if asked.strategy not in ("auto", launch.strategy):
+            raise ConfigError(
+                f"--strategy {asked.strategy}, but the launcher started this run as {launch.strategy}: leave --strategy out, or "
+                "start the command without a launcher"
+            )
+        if asked.processes not in (0, launch.processes):
+            raise ConfigError(
+                f"--processes {asked.processes}, but the launcher started {launch.processes}: leave --processes out"
+            )
+    elif asked.strategy != "auto" or asked.processes > 1:
+        strategy, processes = "ddp" if asked.strategy == "auto" else asked.strategy, asked.processes
+        if not processes:  # one for each GPU of this machine
+            import torch
+
+            processes = torch.cuda.device_count() if how.device != "cpu" else 0
+            if processes < 2:
+                raise ConfigError(
+                    f"--strategy {strategy} needs several processes, and this machine has {processes or 'no'} CUDA device"
+                    f"{'' if processes == 1 else 's'}; say how many with --processes, or leave --strategy out"
+                )
+        launch = Launch(strategy, processes, cpu=launch.cpu)
+    # a GPU that is named is not looked at here: this process may only start the others
+    device = (models.torch_device(how) if how.device == "auto" else how.device).partition(":")[0]
+    refuse_impossible(Plan.of_settings(settings, launch, device, quantization=how.quantization, **more))
+    settings.accumulation(launch.processes)
+    if launched or launch.processes < 2:
+        return None
+    # what torch's launcher does not know is handed on in the words of Accelerate, and one of ours
+    environment = {**os.environ, ASKED: launch.strategy}
+    if launch.strategy == "zero3":
+        environment |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.processes)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={launch.processes}"]
+    return wait_for(subprocess.Popen([*command, "-m", "loragate", *sys.argv[1:]], env=environment))
+
+
+def wait_for(process: subprocess.Popen[Any]) -> int:
+    """The exit status of a child that leads a run; returns when it has ended, whatever signal arrives meanwhile.
+
+    The terminal tells the child of Ctrl-C too, and it takes its time to write a checkpoint and to end its own children; a
+    second Ctrl-C asks it to end in any case. The signal of `kill` and of service managers reaches this process alone, so it is
+    passed on.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, once the child has ended.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate()) if main else None
+    interrupted = False
+    try:
+        while True:
+            try:
+                status = process.wait()
+                break
+            except KeyboardInterrupt:
+                if interrupted:
+                    process.terminate()  # a stop button may tell this process alone
+                interrupted = True
+    finally:
+        if main:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+    if interrupted:
+        raise KeyboardInterrupt
+    return status

@@ -56,7 +56,7 @@ def run_folder_given(folder: str | Path | None, resume: bool) -> Path | None:
     return None if folder is None else Path(folder)
 
 
-def prepare_folder(identity: dict[str, Any], folder: Path | None, resume: bool) -> str | None:
+def prepare_folder(identity: dict[str, Any], folder: Path | None, resume: bool) -> Path | None:
     """Write run.json, or on resume compare it with `identity`; nothing without a folder.
 
     Returns:
@@ -96,7 +96,7 @@ def prepare_folder(identity: dict[str, Any], folder: Path | None, resume: bool) 
     last = last_checkpoint(folder)
     if process_state().is_main_process:
         # half a checkpoint beyond the last whole one would count as the newest, and be kept in place of one written now
-        step = 0 if last is None else _step_of(Path(last))
+        step = 0 if last is None else _step_of(last)
         for torn in checkpoints(folder):
             if _step_of(torn) > step:
                 shutil.rmtree(torn, ignore_errors=True)
@@ -113,17 +113,15 @@ def work_in(folder: Path) -> str:
     finished = (read_json(folder / RECORD).get("settings") or {}).get("objective") == "random"
     with suppress(OSError, ValueError, LookupError, TypeError):
         end = json.loads((folder / LOG).read_text(encoding="utf-8").splitlines()[-1])
-        finished |= "train_runtime" in end and (
-            last is None or end["step"] >= read_json(Path(last) / STATE)["max_steps"]
-        )
+        finished |= "train_runtime" in end and (last is None or end["step"] >= read_json(last / STATE)["max_steps"])
     if finished:
         return "the log of a finished run"
-    return "" if last is None else f"an unfinished run ({Path(last).name})"
+    return "" if last is None else f"an unfinished run ({last.name})"
 
 
-def last_checkpoint(folder: Path) -> str | None:
+def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint that was written to its end; a killed run may leave a torn one, which is passed over."""
-    return next((str(path) for path in reversed(checkpoints(folder)) if is_complete(path)), None)
+    return next((path for path in reversed(checkpoints(folder)) if is_complete(path)), None)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -142,6 +140,7 @@ def is_complete(checkpoint: Path) -> bool:
     """
     try:
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        # opening compares the header's offsets with the file's length, and reads no tensor
         with safe_open(str(checkpoint / TRAINED), framework="pt") as file:
             names = list(file.keys())
     except (FileNotFoundError, NotADirectoryError, ValueError, SafetensorError):
@@ -175,8 +174,8 @@ def explain_full_disk(folder: Path | None) -> Iterator[None]:
             if not is_complete(torn):
                 shutil.rmtree(torn, ignore_errors=True)
         last = last_checkpoint(folder)
-        kept = f"{Path(last).name} is complete and kept" if last else "no checkpoint had been written yet"
-        size = sum(path.stat().st_size for path in Path(last).rglob("*") if path.is_file()) if last else 0
+        kept = f"{last.name} is complete and kept" if last else "no checkpoint had been written yet"
+        size = sum(path.stat().st_size for path in last.rglob("*") if path.is_file()) if last else 0
         needs = f"about {max(0.1, size / 1e6):.1f} MB" if last else "a few MB"
         raise TrainingError(
             f"the disk that holds {folder} is full, so training stopped; {kept}. Free some space (a checkpoint needs {needs}, and "
@@ -189,6 +188,7 @@ def _is_full(error: BaseException | None, folder: Path | None) -> bool:
 
     torch writes through a C++ stream, whose errors do not say why; they count where little space is left indeed.
     """
+    # "file write failed" alone may have many causes
     little = folder is not None and folder.is_dir() and shutil.disk_usage(folder).free < LITTLE
     signs = FULL_SIGNS + (STREAM_SIGNS if little else ())
     while error is not None:
@@ -222,7 +222,7 @@ def explain_lost_process(launch: Launch, folder: Path | None) -> Iterator[None]:
         first = str(error).strip().splitlines()[0][:200]
         saved = None if folder is None else last_checkpoint(folder)
         again = (
-            f"repeat the same command with --resume to go on from {Path(saved).name}"
+            f"repeat the same command with --resume to go on from {saved.name}"
             if saved
             else "no checkpoint was written yet, so remove the output folder and begin again; set save_steps to keep some"
         )

@@ -151,8 +151,9 @@ class TrainSettings:
         batch, epochs = self.batch_size, self.epochs or 1.0
         if not self.batch_size:
             per_pass = self.micro_batch_size * processes
-            batch = max(BATCH // per_pass, 1) * per_pass
+            batch = max(BATCH // per_pass, 1) * per_pass  # the nearest below 128 that can be dealt out
             if self.steps_follow:
+                # the largest batch, of this one halved again and again, that gives enough steps
                 half = batch
                 while half >= SMALLEST and math.ceil(rows / batch) * epochs < STEPS:
                     batch, half = half, half // 2 // per_pass * per_pass

@@ -20,7 +20,7 @@ from torch import nn
 
 from loragate.errors import ConfigError
 from loragate.gates.gate import SignedGate
-from loragate.losses.causal_head import verify_head, whole_parameter
+from loragate.losses.causal_head import causal_model, verify_head, whole_parameter
 from loragate.training.strategy import launch_of, process_state
 
 
@@ -49,6 +49,7 @@ def spread(model: Any) -> Iterator[Any]:
         return
     process_state()
     home = next(model.parameters()).device
+    # asked while the weights are whole: on shards the check would need a gathered head and every process
     verified = verify_head(causal_model(model))
     twin = twin_of(model, share_gates=True)
     causal_model(twin)._loragate_verified_head = verified
@@ -76,6 +77,7 @@ def partitioned(model: Any, trained: dict[str, nn.Parameter]) -> Iterator[tuple[
     if strategy not in ("fsdp2", "zero3") or is_sharded(model):
         yield model, trained
         return
+    # a stage names what trains in its own words; the twin knows its parameters by the model's
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     with spread(model) if strategy == "fsdp2" else nullcontext(twin_of(model, share_gates=False)) as twin:
         copies = dict(twin.named_parameters())
@@ -91,11 +93,12 @@ def is_sharded(model: Any) -> bool:
 
 def twin_of(model: Any, *, share_gates: bool) -> Any:
     """A second set of modules over the same tensors: sharding it frees nothing of the original and renames nothing."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # what deepcopy takes for copied already
     for module in model.modules():
         if share_gates and isinstance(module, SignedGate):
             memo[id(module)] = module
             memo.update({id(parameter): parameter for parameter in module.parameters()})
+    # tied weights are one parameter here, and one again in the twin
     for parameter in model.parameters():
         if id(parameter) not in memo:
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
@@ -199,6 +202,7 @@ def load_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) ->
     for index, values in sorted(state["state"].items()):
         parameter = parameters[index]
         for key, value in sorted(values.items()):
+            # AdamW's moments, not its count of steps
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 values[key] = _spread_like(parameter, value)
     optimizer.load_state_dict(state)
@@ -210,9 +214,3 @@ def write_back(twin: Any, model: Any) -> None:
     for name, parameter in twin.named_parameters():
         if parameter.requires_grad and parameter is not own[name]:
             assign(own[name], gathered_values(parameter).to(own[name].device))
-
-
-def causal_model(model: Any) -> Any:
-    """The causal LM inside PEFT's wrapper, or the model itself."""
-    getter = getattr(model, "get_base_model", None)
-    return getter() if callable(getter) else model

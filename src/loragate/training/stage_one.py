@@ -19,24 +19,17 @@ from loragate.gates.artifact import write_adapter
 from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.quantised import keep_unpacked
 from loragate.losses import add_statistics_forward
-from loragate.losses.causal_head import ReferenceRequest, evaluation_mode
+from loragate.losses.causal_head import ReferenceRequest, causal_model, evaluation_mode
 from loragate.losses.divergence import Reference, require_same_vocabulary
 from loragate.losses.objectives import Objective, objective_of
 from loragate.models import ModelRef, resolve
 from loragate.training.callbacks import OnStep
-from loragate.training.run import (
-    encoded_fingerprint,
-    require_encoded,
-    require_mask_column,
-    require_own,
-    require_short_enough,
-    run_training,
-)
+from loragate.training.rows import encoded_fingerprint, require_encoded, require_mask_column, require_short_enough
+from loragate.training.run import require_own, run_training
 from loragate.training.run_folder import run_folder_given
 from loragate.training.settings import StageOneSettings, recorded
-from loragate.training.sharding import causal_model
 from loragate.training.strategy import launch_of
-from loragate.training.trainer import ReferenceOf, TrainingJob, TrainingOutcome
+from loragate.training.trainer import Job, ReferenceOf, TrainingOutcome
 
 logger = logging.getLogger("loragate")
 # what a finished adapter decides: name of the setting, and of the field in its own record
@@ -90,6 +83,7 @@ def adapter_settings(settings: StageOneSettings, record: Any) -> StageOneSetting
         ConfigError: for a setting that says otherwise.
     """
     usual = StageOneSettings()
+    # a setting that has its usual value was not asked for, and gives way to the adapter's
     own: dict[str, Any] = {name: getattr(record, key) for name, key in _OF_THE_ADAPTER.items()}
     modules = record.target_modules
     own["target_modules"] = modules if isinstance(modules, str) else ",".join(sorted(modules))
@@ -132,7 +126,7 @@ def build_adapter(base_model: Any, settings: StageOneSettings) -> Any:
     try:
         return get_peft_model(base_model, config)
     except ValueError as error:
-        if "arget modules" not in str(error):
+        if "arget modules" not in str(error):  # PEFT writes "Target modules ..." and "No target modules ..."
             raise
         linear = (name for name, module in base_model.named_modules() if isinstance(module, nn.Linear))
         names = sorted({name.rsplit(".", 1)[-1] for name in linear})
@@ -145,6 +139,7 @@ def build_adapter(base_model: Any, settings: StageOneSettings) -> Any:
 @torch.no_grad()
 def base_reference(model: Any, inputs: dict[str, Any]) -> Reference:
     """The distributions of a PeftModel's base on a batch, its adapter switched off for the pass: no second copy of the weights."""
+    # DDP wraps the PeftModel
     with evaluation_mode(model), getattr(model, "module", model).disable_adapter():
         answer: Reference = model(**inputs, statistics=ReferenceRequest())
     return answer
@@ -260,15 +255,13 @@ def train_adapter(
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if settings.adapter:
         identity["start"] = weights_checksum(trained.items())
-    job = TrainingJob(
+    job = Job(
         model=model,
         tokenizer=tokenizer,
         encoded=encoded,
         rows=source,
         settings=settings,
-        objective=chosen,
         trained=trained,
-        reference=reference,
         folder=folder,
         resume=resume,
         on_step=on_step,
@@ -282,7 +275,7 @@ def train_adapter(
             **identity,
         },
     )
-    outcome = run_training(job)
+    outcome = run_training(job, chosen, reference)
     return StageOneResult(
         **vars(outcome),
         model=model,

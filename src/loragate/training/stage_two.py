@@ -29,13 +29,12 @@ from loragate.gates import (
     draw_gates,
     gate_parameters,
     measure_parity,
-    record_gates,
     train_gates_only,
     weights_checksum,
 )
 from loragate.generation import Sample
 from loragate.losses import verify_head
-from loragate.losses.entropy import support_size
+from loragate.losses.causal_head import causal_model
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
 from loragate.training.callbacks import OnStep
 from loragate.training.checks import (
@@ -48,24 +47,24 @@ from loragate.training.checks import (
 )
 from loragate.training.guards import Guard, GuardCallback, GuardLimits, saturation
 from loragate.training.model_state import without_dropout
-from loragate.training.on_policy import OnPolicyJob, run_on_policy
+from loragate.training.on_policy import run_on_policy
 from loragate.training.rollouts import Reward, Sampler
-from loragate.training.run import (
+from loragate.training.rows import (
     collator_for,
     encoded_fingerprint,
     require_encoded,
     require_mask_column,
-    require_own,
     require_short_enough,
-    run_training,
 )
+from loragate.training.run import require_own, run_training
 from loragate.training.run_folder import prepare_folder, run_folder_given
 from loragate.training.settings import GATE_OBJECTIVES, CalibrationSettings
-from loragate.training.sharding import causal_model, spread
+from loragate.training.sharding import spread
 from loragate.training.strategy import launch_of
-from loragate.training.trainer import TrainingJob, TrainingOutcome
+from loragate.training.trainer import Job, TrainingOutcome
 
 PARITY_ROWS, PARITY_TOKENS = 4, 256
+SATURATION_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +139,11 @@ class CalibrationResult(TrainingOutcome):
 
 
 class GateEntropy(EntropyMinimisation):
-    """Normalised top-k entropy per response token, the whole Stage-II objective."""
+    """Normalised top-k entropy per response token, the whole Stage-II objective.
+
+    Stage I's control of this objective reads log-probabilities too, for its log. They need the normaliser over the whole
+    vocabulary, and are left out here.
+    """
 
     outputs = ("topk_entropy",)
 
@@ -220,7 +223,7 @@ def calibrate(
     require_encoded(encoded, source)
     if encoded is None:
         source, encoded = calibration_rows(source, tokenizer, settings)
-    settings = settings.fitted(len(encoded), launch_of().processes)
+    settings = settings.fitted(len(encoded), launch_of().processes)  # run.json and the artifact get what was done
     if objective is not None:
         require_mask_column(objective, encoded, source)
     with _gated(peft_model, config, name) as model:
@@ -228,25 +231,22 @@ def calibrate(
         if heldout is not None:
             require_short_enough(model, heldout, "held-out row {}".format)
         collator = collator_for(tokenizer)
-        batch = collator(
-            [
-                {key: row[key][:PARITY_TOKENS] for key in ("input_ids", "labels")} | {"row": row["row"]}
-                for row in encoded[:PARITY_ROWS]
-            ]
-        )
-        device = next(model.parameters()).device
+        # a few short rows: parity keeps whole logits [rows, tokens, vocabulary] of five forward passes
+        few = [
+            {key: row[key][:PARITY_TOKENS] for key in ("input_ids", "labels")} | {"row": row["row"]}
+            for row in encoded[:PARITY_ROWS]
+        ]
+        batch, device = collator(few), next(model.parameters()).device
         parity = measure_parity(model, batch["input_ids"].to(device), batch["attention_mask"].to(device), name)
         check_parity(parity, causal_model(model).dtype)
-        vocabulary = causal_model(model).get_output_embeddings().weight.shape[0]
-        k = support_size(settings.k, vocabulary)
-        measured = partial(measure_entropy, model, collator=collator, k=k, adapter_name=name)
+        measured = partial(measure_entropy, model, collator=collator, k=settings.k, adapter_name=name)
         before, _, _ = measured(encoded[:MEASURED_ROWS])
         apart = {} if heldout is None else {"rows": len(heldout), "entropy_before": measured(heldout[:])[0]}
 
         train_gates_only(model, name)
         trained: dict[str, Any] = dict(gate_parameters(model, name))
         require_only_gates_train(model, trained)
-        frozen = _frozen_checksum(model)
+        frozen = _frozen_checksum(model)  # also what tells one base, with its adapter, from another on resume
         identity = {
             "stage": "calibrate",
             "settings": {**settings.as_record(), "objective": trained_by},
@@ -260,42 +260,37 @@ def calibrate(
         }
         steps = settings.steps(len(encoded))
         until = math.ceil(share * steps)
-        shared: dict[str, Any] = {
-            "model": model,
-            "tokenizer": tokenizer,
-            "encoded": encoded,
-            "rows": source,
-            "settings": settings,
-            "trained": trained,
-            "identity": identity,
-            "folder": folder,
-            "resume": resume,
-            "on_step": on_step,
-            "until": until,
-        }
+        job = Job(
+            model=model,
+            tokenizer=tokenizer,
+            encoded=encoded,
+            rows=source,
+            settings=settings,
+            trained=trained,
+            identity=identity,
+            folder=folder,
+            resume=resume,
+            on_step=on_step,
+            until=until,
+            adapter_name=name,
+        )
         with without_dropout(model):
             if settings.objective == "random":
                 prepare_folder(identity, folder, resume)
                 draw_gates(model, settings.seed, settings.random_scale, name)
                 outcome = TrainingOutcome([], 0, 0.0, verify_head(causal_model(model)))
             elif settings.on_policy:
-                own = OnPolicyJob(**shared, adapter_name=name, sampler=sampler, reward=reward, guard=watch)
-                outcome = run_on_policy(own)
+                outcome = run_on_policy(job, sampler, reward, watch)
             else:
-                watcher = None
+                callback = None
                 if watch is not None and probe is not None:
-                    gated = [{key: value.to(device) for key, value in collator(encoded[:16]).items()}]
-                    watcher = GuardCallback(watch, probe, lambda: saturation(model, gated, name))
-                # "ce", the paper's ablation, has the entropy in its log
-                ce = replace(sft(), name="ce", k=k, reads=("topk_entropy",))
-                job = TrainingJob(
-                    **shared,
-                    objective=objective or (ce if settings.objective == "ce" else GateEntropy(k)),
-                    recorder=lambda running: record_gates(running, name),
-                    check_gradient=True,
-                    guard=watcher,
-                )
-                outcome = run_training(job)
+                    read = [{key: value.to(device) for key, value in collator(encoded[:SATURATION_ROWS]).items()}]
+                    callback = GuardCallback(watch, probe, lambda: saturation(model, read, name))
+                # "ce", the paper's ablation, reads the entropy for its log alone
+                named = replace(sft(), name="ce", k=settings.k, reads=("topk_entropy",))
+                chosen = objective or (named if settings.objective == "ce" else GateEntropy(settings.k))
+                outcome = run_training(job, chosen, guard=callback)
+        # the gates are not in it, but everything that they act through: bit for bit
         if _frozen_checksum(model) != frozen:
             raise TrainingError(
                 "a frozen weight of the base or the adapter changed during calibration; the result is not used"
@@ -332,6 +327,7 @@ def _gated(peft_model: Any, config: GateConfig, name: str) -> Iterator[Any]:
     """The model to train, with gates; on an error they are taken off again."""
     attach_gates(peft_model, config, name)
     try:
+        # under FSDP2 every forward pass, those of the measurements too, runs on the sharded twin
         with spread(peft_model) as model:
             yield model
     except BaseException:

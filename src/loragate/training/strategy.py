@@ -55,6 +55,7 @@ def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
     def flag(name: str) -> bool:
         return known.get(name, "").lower() in ("1", "true", "yes")
 
+    # the names are torchrun's (WORLD_SIZE, RANK, LOCAL_RANK), Accelerate's, and one of ours
     processes = number("WORLD_SIZE", 1)
     strategy = "ddp" if processes > 1 else "single"
     if flag("ACCELERATE_USE_FSDP"):

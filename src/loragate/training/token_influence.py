@@ -98,7 +98,7 @@ def mask_rows(
         whole = encode_rows(rows, tokenizer, max_length=None, system=system)
         texts = [tokenizer.decode(row["input_ids"]) for row in whole[:20]]
         require_same_tokens(tokenizer, open_tokenizer(other, how), texts)
-    # a mask has an entry for every response token, scored or not
+    # a mask has an entry for every response token of `whole`, scored or not
     scored = [{**row, **{key: row[key][:max_length] for key in ("input_ids", "labels")}} for row in whole]
     lengths = response_lengths(scored)
     if not sum(lengths):
@@ -295,8 +295,8 @@ class ScoreFolder:
     def finished(self, name: str) -> int:
         """Rows whose scores of this pass are complete."""
         path = self._path(name)
-        tokens = path.stat().st_size // 4 if path.is_file() else 0
-        ends = np.cumsum(self.lengths)
+        tokens = path.stat().st_size // 4 if path.is_file() else 0  # four bytes each; a torn last one does not count
+        ends = np.cumsum(self.lengths)  # of the rows, in tokens
         return int(np.searchsorted(ends, tokens, side="right"))
 
     def append(self, name: str, windows: Iterator[Scores], on_progress: Callable[[int], None] | None = None) -> None:
@@ -304,7 +304,7 @@ class ScoreFolder:
         done = self.finished(name)
         path = self._path(name)
         with path.open("ab") as file:
-            file.truncate(4 * sum(self.lengths[:done]))
+            file.truncate(4 * sum(self.lengths[:done]))  # scores of a row that is not complete
             for scores in windows:
                 for offset, values in enumerate(scores):
                     if len(values) != self.lengths[done + offset]:

@@ -23,6 +23,7 @@ from trl import SFTConfig, SFTTrainer
 from loragate.data import EncodedRows, Rows
 from loragate.errors import ConfigError, DivergenceError, TrainingError
 from loragate.files import write_atomically
+from loragate.gates import record_gates
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, WeightedCrossEntropy
 from loragate.losses.causal_head import evaluation_mode
 from loragate.losses.divergence import Reference
@@ -30,7 +31,6 @@ from loragate.losses.head import IGNORED
 from loragate.losses.objectives import Objective
 from loragate.training.arrangement import arranged_steps
 from loragate.training.callbacks import OnStep
-from loragate.training.guards import GuardCallback
 from loragate.training.last_layer import LastLayer
 from loragate.training.model_state import recomputation_argument
 from loragate.training.settings import TrainSettings
@@ -45,6 +45,7 @@ from loragate.training.sharding import (
 from loragate.training.strategy import launch_of
 
 ReferenceOf = Callable[[Any, dict[str, Any]], Reference]
+"""From (model, inputs) to a frozen reference's distributions at the labelled positions."""
 TRAINED, OPTIMIZER, SCHEDULER = "trained.safetensors", "optimizer.pt", "scheduler.pt"
 ROWS_AT_A_TIME = 2048  # that are Python lists while a data set is made
 # column of a forward pass that holds what is known of its batch, wrapped so that nothing casts it
@@ -65,6 +66,7 @@ class Job:
         resume: go on from the last checkpoint in `folder`.
         on_step: called after every optimiser step.
         until: the step after which the run pauses, with a checkpoint from which `resume` goes on; None goes to the end.
+        adapter_name: of the adapter whose gates train (Stage II); None where an adapter itself trains.
     """
 
     model: Any
@@ -78,25 +80,7 @@ class Job:
     resume: bool
     on_step: OnStep | None
     until: int | None = None
-
-
-@dataclass(kw_only=True)
-class TrainingJob(Job):
-    """A run on the given rows, by the trainer.
-
-    Attributes:
-        objective: what trains it.
-        recorder: opens a λ recording on the model it is given, for the log line (Stage II).
-        check_gradient: refuse a first gradient that is zero everywhere (Stage II).
-        guard: stops the run where a probe's answers decay (Stage II).
-        reference: from (model, inputs) to a frozen reference's distributions, for objectives with a KL to one.
-    """
-
-    objective: Objective
-    recorder: Callable[[Any], Any] | None = None
-    check_gradient: bool = False
-    guard: GuardCallback | None = None
-    reference: ReferenceOf | None = None
+    adapter_name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,11 +102,14 @@ class StatisticsTrainer(SFTTrainer):
     the statistics named in `batch_reads` (none: not made at all); what it says of each is `ObjectiveContext.batch` in its loss.
     """
 
-    loss_is_scaled_for_ga = True
+    loss_is_scaled_for_ga = True  # else the trainer would divide by the number of forward passes once more
 
-    def __init__(self, job: TrainingJob, last_layer: LastLayer, **kwargs: Any) -> None:
-        self.job, self.trained, self.last_layer = job, job.trained, last_layer
-        objective = job.objective
+    def __init__(
+        self, job: Job, objective: Objective, reference: ReferenceOf | None, last_layer: LastLayer, **kwargs: Any
+    ) -> None:
+        """`reference` is needed by an objective with a KL to one; `kwargs` are SFTTrainer's."""
+        self.job, self.objective, self.reference = job, objective, reference
+        self.trained, self.last_layer = job.trained, last_layer
         gradients = None if objective.gradients is None else tuple(objective.gradients)
         self.request = StatisticsRequest(objective.k, tuple(objective.outputs), gradients)
         self.over_batch = getattr(objective, "over_batch", None)
@@ -136,7 +123,7 @@ class StatisticsTrainer(SFTTrainer):
         for name, parameter in self.trained.items():
             if parameter.dtype != kept[name].dtype:
                 parameter.data = kept[name].to(parameter.device)
-        self.model_accepts_loss_kwargs = True
+        self.model_accepts_loss_kwargs = True  # then `compute_loss` is told the response tokens of the whole step
         self.sharded = is_sharded(self.model)
         if self.sharded and not hasattr(SFTTrainer, "_defer_fsdp_gradient_reduction"):
             # an older Trainer never calls what this class puts in its place
@@ -173,6 +160,7 @@ class StatisticsTrainer(SFTTrainer):
 
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [N, ...] of all processes, in their order; N may differ."""
+        # an exchange wants equal shapes: all are padded to the longest, and cut again
         sizes = self.accelerator.gather(torch.tensor([len(rows)], device=rows.device)).tolist()
         whole = self.accelerator.gather(self.accelerator.pad_across_processes(rows))
         parts = whole.split(max(sizes)) if max(sizes) else [whole]
@@ -194,27 +182,27 @@ class StatisticsTrainer(SFTTrainer):
         return inputs, rows, context
 
     def _statistics(self, model: Any, inputs: dict[str, Any], request: StatisticsRequest) -> TokenStatistics:
-        if self.job.reference is not None:
-            request = replace(request, reference=self.job.reference(model, inputs))
+        if self.reference is not None:
+            request = replace(request, reference=self.reference(model, inputs))
         with self.last_layer.reading(inputs["labels"]):
             stats: TokenStatistics = model(**inputs, statistics=request)
         return stats
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    ) -> torch.Tensor:
+        """The loss of one forward pass; `num_items_in_batch` are the response tokens of the optimiser step, on all processes."""
         inputs, rows, context = self._unpacked(inputs)
         logged = (self.state.global_step + 1) % self.args.logging_steps == 0
-        recorder = self.job.recorder if logged and self.model.training else None
-        with nullcontext() if recorder is None else recorder(self.model) as record:
+        # the recording ends before the backward pass, in which a recomputed layer would be counted again
+        gates = self.job.adapter_name if logged else None
+        with nullcontext() if gates is None else record_gates(self.model, gates) as record:
             if record is not None:
                 record.token_mask = inputs["labels"].ne(IGNORED)
             stats = self._statistics(model, inputs, self.request)
         if record is not None and (total := record.total()).get("tokens"):
             self.gate_summary = total
-        losses = token_losses(self.job.objective, stats, context)
-        if num_items_in_batch is None:
-            num_items_in_batch = stats.mask.sum()
+        losses = token_losses(self.objective, stats, context)
         summed = losses.sum()
         if not bool(torch.isfinite(summed)):
             bad = ~torch.isfinite(losses)
@@ -226,6 +214,7 @@ class StatisticsTrainer(SFTTrainer):
                 "rate or train in fp32"
             )
         loss = summed / torch.as_tensor(num_items_in_batch, device=summed.device).clamp(min=1)
+        # the tokens are those of all processes, and DDP and FSDP average gradients over these
         loss = loss * self.accelerator.num_processes
         with torch.no_grad():
             self._add("tokens", stats.mask.sum())
@@ -234,7 +223,7 @@ class StatisticsTrainer(SFTTrainer):
                     self._add(key, getattr(stats, name).detach().double().sum())
             if stats.kl is not None:
                 self._add("reference_kl", stats.kl.detach().double().sum())
-        return (loss, stats) if return_outputs else loss
+        return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -271,8 +260,6 @@ class StatisticsTrainer(SFTTrainer):
         if self.gate_summary:
             logs.update({f"gate_{name}": value for name, value in self.gate_summary.items() if name != "tokens"})
             self.gate_summary = {}
-        self._metrics["train"].clear()
-        self._metrics["eval"].clear()
         self.history.append({"step": self.state.global_step, **logs})
         super().log(logs, start_time)
 

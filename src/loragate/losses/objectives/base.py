@@ -171,6 +171,7 @@ class WeightedCrossEntropy:
         with torch.no_grad():
             if self.over_batch is not None:
                 context = within_batch(self.over_batch, stats, context)
+            # a rule may give anything where no label is
             return torch.where(stats.mask, self.rule(stats, context), torch.zeros_like(stats.log_prob)).detach()
 
     def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:

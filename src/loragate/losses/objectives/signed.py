@@ -150,7 +150,7 @@ def largest_share(
     whole = gather(torch.cat(inside))
     if not whole.numel():
         return [torch.zeros_like(mask) for mask in masks]
-    bound = torch.topk(whole, int(whole.numel() * ratio) + 1).values[-1]
+    bound = torch.topk(whole, int(whole.numel() * ratio) + 1).values[-1]  # the largest that is left out
     return [mask & (value.detach() > bound) for value, mask in zip(values, masks, strict=True)]
 
 
@@ -163,7 +163,7 @@ def mean_weights(
     if reduction == "all":
         return weights
     counts = [torch.stack([mask.sum(), member.sum()]) for mask, member in zip(masks, members, strict=True)]
-    tokens, chosen = gather(torch.stack(counts)).sum(0)
+    tokens, chosen = gather(torch.stack(counts)).sum(0)  # from [parts of all processes, 2]
     return [weight * (tokens / chosen.clamp(min=1)) for weight in weights]
 
 

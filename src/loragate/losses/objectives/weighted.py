@@ -77,7 +77,7 @@ def talr(tau: float | str = "median", floor: float = 0.01) -> WeightedCrossEntro
 
     def rule(stats: TokenStatistics, context: ObjectiveContext) -> torch.Tensor:
         scale = context.batch if fixed is None else fixed
-        return torch.exp(stats.log_prob / scale.to(stats.log_prob)).clamp(min=floor)
+        return torch.exp(stats.log_prob / scale.to(stats.log_prob)).clamp(min=floor)  # p^(1/τ)
 
     return WeightedCrossEntropy(
         "talr",
@@ -93,7 +93,7 @@ def median_sequence_loss(
 ) -> list[torch.Tensor]:
     """Median over the batch's sequences of the mean token loss, a scalar of at least 1e-6; the same for every part."""
     means = gather(torch.cat([sequence_losses(stats, context) for stats, context in parts]))
-    # a sequence without a finite loss must not hide which one it is
+    # with a NaN in the median every row's loss would be one, and the message could not name the row at fault
     median = means.nanmedian().clamp(min=1e-6) if means.numel() else means.new_ones(())
     return [median] * len(parts)
 
@@ -103,7 +103,7 @@ def sequence_losses(stats: TokenStatistics, context: ObjectiveContext) -> torch.
     loss, mask = -stats.log_prob, stats.mask
     if context.sequence_ids is not None:
         ids = context.sequence_ids[mask]
-        _, ids = torch.unique(ids, return_inverse=True)
+        _, ids = torch.unique(ids, return_inverse=True)  # rows of the data set, renumbered from 0
         count = int(ids.max()) + 1 if ids.numel() else 0
         sums = loss.new_zeros(count).index_add_(0, ids, loss[mask])
         sizes = loss.new_zeros(count).index_add_(0, ids, torch.ones_like(loss[mask]))

@@ -14,7 +14,7 @@ import torch
 from loragate.cli.main import main
 from loragate.errors import ConfigError
 from loragate.models import Loading
-from loragate.training import CalibrationSettings, launching
+from loragate.training import CalibrationSettings, preflight
 from loragate.training.settings import LaunchSettings
 
 
@@ -41,7 +41,7 @@ def started(monkeypatch):
 
 def begin(quantization="none", **asked):
     settings = CalibrationSettings(batch_size=8, micro_batch_size=2)
-    return launching.begin(settings, LaunchSettings(**asked), Loading(device="cpu", quantization=quantization))
+    return preflight.begin(settings, LaunchSettings(**asked), Loading(device="cpu", quantization=quantization))
 
 
 @pytest.mark.parametrize("strategy", ["", "ddp", "fsdp2", "zero3"])
@@ -65,7 +65,7 @@ def test_under_a_launcher_nothing_is_started(started, monkeypatch):
     monkeypatch.setenv("LORAGATE_STRATEGY", "ddp")  # so that monkeypatch takes away what `begin` writes
     monkeypatch.delenv("LORAGATE_STRATEGY")
     assert begin(strategy="fsdp2") is None
-    assert launching.launch_of().strategy == "fsdp2"
+    assert preflight.launch_of().strategy == "fsdp2"
     assert started == []
 
 
@@ -116,7 +116,7 @@ time.sleep(30)
 """
 PARENT = """
 import subprocess, sys
-from loragate.training.launching import wait_for
+from loragate.training.preflight import wait_for
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
 try:
     sys.exit(wait_for(child))
