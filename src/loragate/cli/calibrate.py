@@ -59,7 +59,6 @@ def run(options: CalibrateOptions) -> int:
     require_given(COMMAND, options)
     candidates = candidates_of(options)
     check_loading(options)
-
     settings = taken_from(options, CalibrationSettings)
     if (status := begin(settings, options, options, sampling=not options.unverified)) is not None:
         return status
