@@ -1,6 +1,7 @@
 import gzip
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -123,3 +124,17 @@ def test_a_diagnostic_is_taken_up_beside_those_on_file(tmp_path):
         *[("real clean-0", "c")] * 2,
         *[("commands/0", "b")] * 2,
     ]
+
+
+@pytest.mark.parametrize("page", ["benchmarks/objectives/README.md", "docs/methods.md"])
+def test_what_the_pages_say_of_the_tiny_cells_is_in_the_tables(page):
+    section = tables().split("### All tiny situations")[1]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith(("| gates", "| LoRA", "| f "))]
+    # as written by hand: the difference from the best cheap setting, with a minus sign and no sign before zero
+    measured = {re.sub(r"-(?=\d)", "−", row[-2]).replace("+0.0 ", "0.0 ").replace("−0.0 ", "0.0 ") for row in rows}
+    text = (HERE.parents[1] / page).read_text(encoding="utf-8").replace("−0.0 ", "0.0 ")
+    told = text[text.index("best cheap setting, points" if "README" in page else "gates: nine small adapters") :]
+    found = re.findall(r"[+−]\d+\.\d \([^)]* to [^)]*\)", told.split("\n\n")[0])
+    differences = found[::2] if "README" in page else found  # the second column there is against the adapter
+    assert len(differences) >= 9
+    assert set(differences) <= measured
