@@ -13,7 +13,7 @@ from loragate.evaluation.settings import TaskSettings
 
 
 def test_a_run_of_the_harness_alone_has_no_answers(tmp_path, monkeypatch):
-    """Its samples stay with lm-evaluation-harness."""
+    """Tasks of lm-evaluation-harness have prompts and answers of another form."""
     asked = SimpleNamespace(task=SimpleNamespace(name="retention", harness="mmlu"))
     monkeypatch.setattr(room, "open_evaluation", lambda *_: SimpleNamespace(models={}, tasks=[asked]))
     monkeypatch.setattr(Subject, "loaded", SimpleNamespace(sources={}))

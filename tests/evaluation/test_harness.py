@@ -94,6 +94,12 @@ def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path, s
     write_rows(tmp_path / "snark.jsonl", [{"input": "a", "target": "b"}])
     with pytest.raises(DataError, match=r"snark\.jsonl is no subset of bbh; did you mean 'snarks'"):
         asked(tmp_path)
+    (tmp_path / "snark.jsonl").rename(tmp_path / "snarks.old.jsonl")
+    with pytest.raises(DataError, match=r"snarks\.old\.jsonl is no subset of bbh"):
+        asked(tmp_path)
+    (tmp_path / "snarks.old.jsonl").rename(tmp_path / "snarks.json")
+    with pytest.raises(DataError, match="both hold the subset snarks of bbh; keep one of them"):
+        asked(tmp_path)
 
 
 @pytest.mark.parametrize(

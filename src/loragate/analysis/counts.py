@@ -130,9 +130,8 @@ def count_parameters(model: Any, config: Any) -> Parameters:
         blocks = [size(layer) for layer in decoder_layers(causal)]
     adapted = [layer for _, layer in lora_layers(model, "default") if isinstance(layer.get_base_layer(), LINEAR)]
     heads = getattr(text, "num_attention_heads", 0)
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // (
-        heads or 1
-    )  # a model without attention has no heads
+    # a model without attention has no heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // (heads or 1)
     return Parameters(
         base=size(model),
         lora=size(model, "lora_A.") + size(model, "lora_B."),

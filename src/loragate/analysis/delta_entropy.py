@@ -226,9 +226,8 @@ def distribution(delta: np.ndarray) -> Histogram:
 def write_tokens(path: Path, tokenizer: Any, rows: Sequence[Row], found: TokenEntropies, classes: TokenClasses) -> None:
     """One JSON object per row: its response tokens with ΔH, entropies and log-probabilities, for later display."""
     lines = []
-    ends = np.searchsorted(
-        found.rows, np.arange(len(rows) + 1)
-    )  # tokens lie row after row: where each begins, and the end
+    # tokens lie row after row: where each row begins, and the end of the last
+    ends = np.searchsorted(found.rows, np.arange(len(rows) + 1))
     for index, row in enumerate(rows):
         at = slice(ends[index], ends[index + 1])
         ids = found.token_ids[at].tolist()

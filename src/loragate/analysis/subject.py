@@ -243,7 +243,10 @@ class Subject:
         by_name = {one.task.name: one for one in evaluation.tasks if one.task.harness is None}
         names = comma_list(asked.tasks) if run is not None else []
         if not by_name:
-            raise ConfigError(f"{folder} holds no answers to read: those of lm-evaluation-harness are not kept")
+            raise ConfigError(
+                f"{folder} holds no answers to read: its tasks were asked through lm-evaluation-harness, which loragate "
+                "diagnose does not read; give a run with other tasks"
+            )
         for name in names:
             if name not in by_name:
                 raise ConfigError(f"--tasks {name}: the run holds {', '.join(by_name)}{nearest(name, by_name)}")

@@ -188,9 +188,8 @@ def heat_map(record: Record, choice: Record, objective: str, to: Target) -> None
     for cell, (row, column) in zip(cells, places, strict=True):
         differences[row, column] = cell[of]["mean"] - own["mean"]
     reach = 1.3 * max(LEAST_REACH, float(np.nanmax(np.abs(differences))))  # the darkest shades hide frames
-    width = max(
-        1.3 + 1.02 * len(columns), 5.6
-    )  # inches; a line of the caption has 13.5 characters an inch, the title 9
+    # inches; a line of the caption has 13.5 characters an inch, the title 9
+    width = max(1.3 + 1.02 * len(columns), 5.6)
     caption = textwrap.fill(_map_caption(record, choice, of, {cell["name"] for cell in cells}), int(width * 13.5))
     title = "Probe" if of == "probe" else record["suite"].capitalize()
     title += " score by range" + ("" if objective == "entropy" else f", {objective}")

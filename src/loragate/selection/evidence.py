@@ -134,9 +134,8 @@ class Evidence:
             found = ProbeQuestions(source, task_of_rows(self.settings), questions, False, self.settings, prompts)
         probe = found.put(how)
         if self.settings.probe_temperature is None:
-            probe = probe.at(
-                COOL
-            )  # at T = 1 gates would win that lose to the adapter sampled cooler, which needs no training
+            # at T = 1 gates would win that lose to the adapter sampled cooler, which needs no training
+            probe = probe.at(COOL)
         return by_agreement(probe, adapter, on_progress, kept)
 
     def retention(self, how: Manner) -> Probe | None:

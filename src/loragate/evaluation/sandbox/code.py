@@ -135,7 +135,7 @@ def grade_codes(
     """
     root_style_of(tier)
     cancel = threading.Event()
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(max(workers, 1)) as pool:
         jobs = [
             pool.submit(grade_code, kind, row, response, tier, limits, cancel=cancel)
             for row, response in zip(rows, responses, strict=True)

@@ -175,13 +175,16 @@ def _parts(
     """The rows of a task and what they are called; in parts with the subset of each, or None where a column names it."""
     subsets: tuple[str, ...] = task.harness.subsets if task.harness is not None else ()
     if isinstance(local, Path) and local.is_dir():
-        # `path.stem` of "snarks.jsonl.gz" would keep the ".jsonl"
-        files = {
-            path: path.name.partition(".")[0] for path in sorted(local.iterdir()) if path.name.endswith(FILE_SUFFIXES)
-        }
+        files = {path: stem for path in sorted(local.iterdir()) if (stem := _stem(path)) is not None}
+        first: dict[str, Path] = {}
         for path, stem in files.items():
             if stem not in subsets:
                 raise DataError(f"{path} is no subset of {task.name}{nearest(stem, subsets)}; name files by subset")
+            if stem in first:  # each of its questions would count twice
+                raise DataError(
+                    f"{first[stem]} and {path} both hold the subset {stem} of {task.name}; keep one of them"
+                )
+            first[stem] = path
         if not files:
             raise DataError(f"{task.name}: the folder {local} holds no file; {_local_help(task)}")
         return [(stem, load_rows(path)) for path, stem in files.items()], str(local)
@@ -205,6 +208,12 @@ def _parts(
                 f"well: {_local_help(task)}. The set lives at https://huggingface.co/datasets/{dataset.hub}. ({error})"
             ) from error
     return parts, f"{name}[{split}]"
+
+
+def _stem(path: Path) -> str | None:
+    """The name of a file of rows without its suffix, which may be a double one (`path.stem` keeps the first); else None."""
+    found = next((end for end in sorted(FILE_SUFFIXES, key=len, reverse=True) if path.name.endswith(end)), None)
+    return None if found is None else path.name.removesuffix(found)
 
 
 def _question(task: Task, row: dict[str, Any], where: str, name: str) -> Question:
