@@ -98,8 +98,8 @@ def measure(situation: Situation, cache_folder: Path) -> list[Row]:
         transaction.find_probe()
         probe, how, bench = transaction.probe, transaction.how, transaction.bench
         assert probe is not None
-        assert transaction.evidence.retained is not None
-        test = transaction.evidence.retained.put(replace(how, seed=how.seed + 1))
+        assert transaction.evidence.retention_questions is not None
+        test = transaction.evidence.retention_questions.put(replace(how, seed=how.seed + 1))
         bench.probe, bench.retention = probe, test
         compared = settings_on(probe, transaction.candidates, can_be_off=gates_all(one.model))
         store = Store(Path(folder) / "study", Study(compared, {"probe": probe.fingerprint}))

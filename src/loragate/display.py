@@ -65,6 +65,7 @@ def quiet_logging() -> None:
     if transformers := sys.modules.get("transformers"):
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reads its variable at its import alone
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="(transformers|trl|peft|torch)")
     own = logging.getLogger("loragate")

@@ -167,3 +167,9 @@ def test_keep_mask_is_boolean_and_false_on_padding():
 def test_a_tokenizer_without_a_pad_token_is_refused():
     with pytest.raises(ConfigError, match="pad_token_id must be a whole number"):
         Collator(None)
+
+
+def test_masks_on_some_items_are_refused() -> None:
+    """One mask of three would be laid over another item's tokens."""
+    with pytest.raises(DataError, match="give it on every one or on none"):
+        EncodedRows([ITEMS[0], {**ITEMS[1], "keep_mask": [1] * len(ITEMS[1]["input_ids"])}])

@@ -132,3 +132,32 @@ def test_the_record_holds_steps_scores_and_how_many_were_tried():
         "gates": "[0,2] T=0.3",
     }
     json.dumps(record, allow_nan=False)
+
+
+def test_cooler_sampling_is_expected_to_gain_until_answers_say_otherwise():
+    """With equal scores on few questions the cooler setting is ahead; many questions leave nothing of that."""
+    belief = believe({one: np.tile([[1.0], [0.0]], (2, 1)) for one in (WARM, GREEDY)})
+    few = belief.difference(belief.settings.index(GREEDY), belief.settings.index(WARM))[0]
+    assert 0.05 < few < 0.15
+    belief = believe({one: np.tile([[1.0], [0.0]], (2000, 1)) for one in (WARM, GREEDY)})
+    many = belief.difference(belief.settings.index(GREEDY), belief.settings.index(WARM))[0]
+    assert abs(many) < 0.01
+
+
+def test_the_adapter_stays_greedily_and_answers_are_bounded_with_it():
+    """Gates at ten temperatures and the warm adapter do better: the greedy adapter is asked everything all the same."""
+    scores = draw({WARM: 0.5, COOL: 0.3, GREEDY: 0.1, BASE: 0.2, **dict.fromkeys(GATES, 0.8)}, 128, seed=4)
+    asked: dict[Candidate, int] = {}
+
+    def ask(setting: Candidate, count: int) -> np.ndarray:
+        asked[setting] = max(count, asked.get(setting, 0))
+        return scores[setting][:count]
+
+    left = halve(list(scores), ask, 128)
+    assert len(left[GREEDY]) == 128
+    whole = [one for one in left if len(left[one]) == 128]
+    assert sum(one.kind == "gates" for one in whole) >= FINALISTS
+    assert sum(one.kind == "adapter" for one in whole) == 2
+    assert recommend(left).setting.kind == "gates"
+    answers = sum(count * scores[one].shape[1] for one, count in asked.items())
+    assert answers <= most_answers(len(scores), 128, 4)

@@ -247,12 +247,19 @@ def test_callables_without_effect_or_answers_are_refused(settings, options, word
         train(settings, **options)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(monkeypatch):
+@pytest.mark.parametrize(
+    "steeper",
+    [
+        lambda losses: losses + (losses * 0).sqrt(),  # finite, with an infinite slope times 0
+        lambda losses: losses + 1e22 * (losses - losses.detach()),  # finite slopes whose norm overflows
+    ],
+)
+def test_a_gradient_that_is_not_finite_stops_the_run(monkeypatch, steeper):
     whole = rollouts.AnchoredEntropy.terms
 
     def steep(self, scorer, batch, answers, before_T):
         losses_T, sums = whole(self, scorer, batch, answers, before_T)
-        return losses_T + (losses_T * 0).sqrt(), sums  # finite, with an infinite slope times 0
+        return steeper(losses_T), sums
 
     monkeypatch.setattr(rollouts.AnchoredEntropy, "terms", steep)
     with pytest.raises(TrainingError, match="the gradient is not finite at step 1, though the loss is"):

@@ -151,7 +151,7 @@ class EncodedRows(Sequence[dict[str, Any]]):
     """
 
     def __init__(self, items: Iterable[dict[str, Any]], summary: Summary | None = None) -> None:
-        """The labels of an item are the token itself or -100; all items have a keep_mask or none has, as `encode_rows` sees to."""
+        """The labels of an item are the token itself or -100. A keep_mask on some items and not on others is a DataError."""
         self.summary = Summary("", 0) if summary is None else summary
         # 4 bytes a token id, one a label and one a mask; a Python list of small integers takes 8 for each alone
         ids, learned, kept, lengths, rows = array("i"), bytearray(), bytearray(), array("q"), array("q")
@@ -163,6 +163,8 @@ class EncodedRows(Sequence[dict[str, Any]]):
             rows.append(item["row"])
         self.arrays = {"ids": np.array(ids), "learned": np.array(learned, bool)}
         self.arrays |= {"lengths": np.array(lengths), "rows": np.array(rows)}
+        if len(kept) not in (0, len(ids)):
+            raise DataError("found a keep_mask on some items; give it on every one or on none")
         if kept:
             self.arrays["kept"] = np.array(kept, bool)
         # item i lies between _ends[i] and _ends[i + 1]

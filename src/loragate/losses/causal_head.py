@@ -115,6 +115,7 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
             if labels is not None:
                 kwargs["labels"] = labels
             return original(*args, **kwargs)
+        kwargs.pop("num_items_in_batch", None)  # trainers hand it to every forward; not every body takes it
         kwargs["use_cache"] = False
         head = read_head(self) if self._loragate_statistics else None
         head = None if head is None else gathered(head)
@@ -226,15 +227,13 @@ def statistics_of_states(
     if not bool(mask.any()):
         k = support_size(request.k, states.shape[-1])
         return TokenStatistics.without_labels(states, mask, k, kl=reference is not None)
-    chosen = statistics_of_logits(
-        states[mask],
-        labels[mask],
-        0
-        if reference is not None
-        else request.k,  # beside a KL the entropy is the full one, as `reference_statistics` has it
-        None if reference is None else reference.log_probs(states.shape[-1]).to(states.device),
-    )
-    return chosen.spread(labels.shape, mask)
+    k = (
+        request.k if reference is None else 0
+    )  # beside a KL the entropy is the full one, as `reference_statistics` has it
+    compared = None if reference is None else reference.log_probs(states.shape[-1]).to(states.device)
+    if bool(mask.all()):  # selected already: no second copy of [T, V]
+        return statistics_of_logits(states, labels, k, compared)
+    return statistics_of_logits(states[mask], labels[mask], k, compared).spread(labels.shape, mask)
 
 
 def counted(batch: Batch) -> torch.Tensor:

@@ -30,6 +30,7 @@ from loragate.files import write_atomically, write_json
 from loragate.gates import record_gates
 from loragate.generation import TransformersEngine
 from loragate.losses.causal_head import ResponseScorer
+from loragate.training.callbacks import not_finite
 from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.guards import Guard, Reading, saturation
 from loragate.training.model_state import as_found, start_recomputing
@@ -324,6 +325,9 @@ class _Loop:
     def _update(self) -> tuple[float, float]:
         """Apply the gradient; returns (gradient norm, learning rate)."""
         norm = float(torch.nn.utils.clip_grad_norm_(list(self.job.trained.values()), self.settings.max_grad_norm))
+        # finite gradients can have a norm that overflows: clipping has made zeros of them then, a step that trains nothing
+        if not math.isfinite(norm):
+            raise DivergenceError(not_finite(self.step + 1))
         rate = self.settings.learning_rate * self.rate_factor(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

@@ -190,7 +190,7 @@ class StatisticsTrainer(SFTTrainer):
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
+    ) -> Any:
         """The loss of one forward pass; `num_items_in_batch` are the response tokens of the optimiser step, on all processes."""
         inputs, rows, context = self._unpacked(inputs)
         logged = (self.state.global_step + 1) % self.args.logging_steps == 0
@@ -203,6 +203,8 @@ class StatisticsTrainer(SFTTrainer):
         if record is not None and (total := record.total()).get("tokens"):
             self.gate_summary = total
         losses = token_losses(self.objective, stats, context)
+        if num_items_in_batch is None:  # outside a training step
+            num_items_in_batch = stats.mask.sum()
         summed = losses.sum()
         if not bool(torch.isfinite(summed)):
             bad = ~torch.isfinite(losses)
@@ -223,7 +225,7 @@ class StatisticsTrainer(SFTTrainer):
                     self._add(key, getattr(stats, name).detach().double().sum())
             if stats.kl is not None:
                 self._add("reference_kl", stats.kl.detach().double().sum())
-        return loss
+        return (loss, stats) if return_outputs else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
