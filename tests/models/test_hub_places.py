@@ -15,7 +15,7 @@ from loragate.cli.sweep import SweepOptions, prepare
 from loragate.errors import ArtifactError
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
 from loragate.models import ModelRef, open_tokenizer, resolve
-from loragate.selection.sweep import workshop
+from loragate.selection.sweep import open_bench
 from loragate.serving.server import served_places
 from loragate.serving.vllm_server import vllm_arguments
 from tiny import tiny_adapter, tiny_rows, tiny_tokenizer, write_adapter, write_base, write_rows
@@ -200,7 +200,7 @@ def test_sweep_pins_its_adapter(place, hub, tmp_path):
     study = sweep.study(candidates)
     assert (sweep.label, sweep.adapter) == ("plain-v1", f"user/plain@{OLD}")
     assert study.identity["adapters"] == {"plain-v1": f"user/plain@{OLD}"}
-    bench = workshop(sweep)()
+    bench = open_bench(sweep)
     assert cached_commit("user/base", "v1") == BASE_OLD
     origin = {**bench.origin, "adapter_source": bench.origin["adapter_source"].name}
     wanted = {"adapter_id": f"user/plain@{OLD}", "base_id": "user/base", "base_revision": "v1", "adapter_source": OLD}

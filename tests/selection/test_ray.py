@@ -88,7 +88,7 @@ def test_a_worker_keeps_its_base_from_trial_to_trial(place, swept, tmp_path, mon
 
     sweep_of, candidates = prepare(parse(COMMAND, arguments(place, tmp_path / "out")[1:])[0])
     study = sweep_of.study(candidates)
-    worker = Worker(lambda: module.workshop(sweep_of), Store(tmp_path / "out", study))
+    worker = Worker(lambda: module.open_bench(sweep_of), Store(tmp_path / "out", study))
     first, second = (trial for trial in study.candidates if trial.slug.endswith(("untouched", "0_1_seed1")))
     worker.run(first)
     worker.run(second)

@@ -88,13 +88,13 @@ def run(options: SweepOptions) -> int:
     )
 
     # `run_sweep` calls it when the folder is found fit and the trials that are left are known
-    def watched(open_workshop: Any, store: Any, pending: Any) -> None:
+    def watched(open_bench: Any, store: Any, pending: Any) -> None:
         write_text(folder / "config.yaml", resolved_yaml(options))
         done = len(store.finished())
         say(f"{len(candidates)} trials{f', {done} of them finished before' if done else ''}; {where}")
         try:
             with Display().job("trials") as job:
-                execute(open_workshop, store, pending, Trials(job, store).hear)
+                execute(open_bench, store, pending, Trials(job, store).hear)
         except KeyboardInterrupt:
             say(
                 f"stopped; {len(store.finished())} of {len(candidates)} trials are finished and the others keep their "

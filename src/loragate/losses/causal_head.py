@@ -227,9 +227,8 @@ def statistics_of_states(
     if not bool(mask.any()):
         k = support_size(request.k, states.shape[-1])
         return TokenStatistics.without_labels(states, mask, k, kl=reference is not None)
-    k = (
-        request.k if reference is None else 0
-    )  # beside a KL the entropy is the full one, as `reference_statistics` has it
+    # beside a KL the entropy is the full one, as `reference_statistics` has it
+    k = request.k if reference is None else 0
     compared = None if reference is None else reference.log_probs(states.shape[-1]).to(states.device)
     if bool(mask.all()):  # selected already: no second copy of [T, V]
         return statistics_of_logits(states, labels, k, compared)

@@ -140,11 +140,8 @@ class Evidence:
 
     def retention(self, how: Manner) -> Probe | None:
         """The retention probe, or None where none was given."""
-        return (
-            None
-            if self.retention_questions is None
-            else self.retention_questions.put(replace(how, answer=PROBE_TOKENS))
-        )
+        found = self.retention_questions
+        return None if found is None else found.put(replace(how, answer=PROBE_TOKENS))
 
 
 def answer_tokens(encoded: EncodedRows) -> int:

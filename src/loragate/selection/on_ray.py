@@ -6,6 +6,7 @@ machine, Ray's processes are tied to ours by the kernel and end with it, however
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -76,9 +77,9 @@ class Resources:
 class Worker:
     """One process; it is given one trial after the other."""
 
-    def __init__(self, open_workshop: Callable[[], Callable[[], Bench]], store: Store, threads: int = 1) -> None:
+    def __init__(self, open_bench: Callable[[], Bench], store: Store, threads: int = 1) -> None:
         torch.set_num_threads(threads)
-        self.bench, self.store = open_workshop(), store
+        self.bench, self.store = functools.cache(open_bench), store
 
     def run(self, one: Candidate) -> Candidate:
         """Run a whole trial; what goes wrong is noted in its folder."""
@@ -134,7 +135,7 @@ def require_answer(address: str) -> None:
 
 
 def run_on_ray(
-    open_workshop: Callable[[], Callable[[], Bench]],
+    open_bench: Callable[[], Bench],
     store: Store,
     pending: Sequence[Candidate],
     on_event: OnEvent | None = None,
@@ -143,7 +144,7 @@ def run_on_ray(
 ) -> None:
     """Run the pending trials on Ray; one whose worker dies is started again up to three times.
 
-    Every worker calls `open_workshop`, which travels to it, for a bench of its own. `on_event` is told of a trial when it has
+    Every worker calls `open_bench`, which travels to it, for a bench of its own. `on_event` is told of a trial when it has
     ended. ConfigErrors are those of `connected` and `fitting`.
     """
     if not pending:
@@ -151,7 +152,7 @@ def run_on_ray(
     with connected(resources):
         fits = fitting(resources)
         actor: Any = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=-1)(Worker)
-        given = (open_workshop, Store(store.folder.resolve(), store.study), max(1, int(resources.cpus)))
+        given = (open_bench, Store(store.folder.resolve(), store.study), max(1, int(resources.cpus)))
         count = min(len(pending), fits, resources.workers or fits)
         pool: Any = ActorPool([actor.options(max_task_retries=RETRIES).remote(*given) for _ in range(count)])
         for one in pending:

@@ -149,52 +149,46 @@ def settings_of_each(options: Any, objectives: Sequence[str]) -> dict[str, Calib
     return settings_by_objective(options, objectives)
 
 
-def workshop(sweep: Sweep) -> Callable[[], Bench]:
-    """Gives the bench of a sweep in one process, which is opened where a trial asks for it first."""
-    read_rows = functools.cache(sweep.read_rows)
+def open_bench(sweep: Sweep) -> Bench:
+    """Load base and adapter, for all trials of a sweep in one process."""
+    place, read_rows = sweep.place, functools.cache(sweep.read_rows)
+    with explained("base model", place.base.name):
+        base = open_base(place.base, sweep.how)
+    model, tokenizer = put_on(base, place), open_tokenizer(place, sweep.how)
+    kept: dict[Any, tuple[Rows, EncodedRows]] = {}
 
-    @functools.cache
-    def bench() -> Bench:
-        place = sweep.place
-        with explained("base model", place.base.name):
-            base = open_base(place.base, sweep.how)
-        model, tokenizer = put_on(base, place), open_tokenizer(place, sweep.how)
-        kept: dict[Any, tuple[Rows, EncodedRows]] = {}
+    def encode(settings: CalibrationSettings) -> tuple[Rows, EncodedRows]:
+        key = (settings.seed, settings.max_rows, settings.max_length)
+        if key not in kept:
+            kept.clear()  # rows of another seed will hardly be asked for again
+            kept[key] = calibration_rows(read_rows(), tokenizer, settings, sweep.system)
+        return kept[key]
 
-        def encode(settings: CalibrationSettings) -> tuple[Rows, EncodedRows]:
-            key = (settings.seed, settings.max_rows, settings.max_length)
-            if key not in kept:
-                kept.clear()  # rows of another seed will hardly be asked for again
-                kept[key] = calibration_rows(read_rows(), tokenizer, settings, sweep.system)
-            return kept[key]
-
-        return Bench(
-            model,
-            tokenizer,
-            TransformersEngine(model, tokenizer, batch_size=sweep.batch_size),
-            encode,
-            sweep.config,
-            lambda one: replace(sweep.settings[one.objective], seed=one.seed),
-            sweep.questions(model, tokenizer),
-            origin=origin_of(place),
-        )
-
-    return bench
+    return Bench(
+        model,
+        tokenizer,
+        TransformersEngine(model, tokenizer, batch_size=sweep.batch_size),
+        encode,
+        sweep.config,
+        lambda one: replace(sweep.settings[one.objective], seed=one.seed),
+        sweep.questions(model, tokenizer),
+        origin=origin_of(place),
+    )
 
 
 Execute = Callable[..., None]
-"""Called with a workshop (no arguments, gives what `run_trial` takes as `bench_of`; it can be sent to another process), the store,
-the candidates that are not finished and perhaps an `OnEvent`; runs them. A trial that fails is noted in its folder."""
+"""Called with what opens a bench (it can be sent to another process), the store, the candidates that are not finished and
+perhaps an `OnEvent`; runs them. A trial that fails is noted in its folder."""
 
 
 def run_in_sequence(
-    open_workshop: Callable[[], Callable[[], Bench]],
+    open_bench: Callable[[], Bench],
     store: Store,
     pending: Sequence[Candidate],
     on_event: OnEvent | None = None,
 ) -> None:
     """Run trials one after the other in this process; one that fails is noted in its folder and does not stop the others."""
-    bench = open_workshop()
+    bench = functools.cache(open_bench)  # the base is loaded where a trial asks for it first
     for one in pending:
         try:
             run_trial(store, one, bench, on_event)
@@ -296,7 +290,7 @@ def run_sweep(
     store = Store(folder, study)
     with held(folder / "lock", 0.0, f"another sweep is running in {folder}; wait for it to end, or stop it"):
         study.begin(folder, resume)
-        execute(functools.partial(workshop, sweep), store, store.pending())
+        execute(functools.partial(open_bench, sweep), store, store.pending())
         return _conclude(store)
 
 
