@@ -176,9 +176,10 @@ def main() -> None:
         parser.error(f"--contenders: no {unknown[0]!r}; there are: {'; '.join(CONTENDERS)}")
     torch.set_num_threads(1)
     situation, seed = given.cell.rsplit("-", 1)
-    base, budget = measure.fetched_base(given.study), measure.Budget(given.minutes)
+    design, budget = measure.read_design(), measure.Budget(given.minutes)
+    base = measure.fetched_base(given.study, design["situations"][situation].get("base"))
     precision = "bf16" if measure.real_model.has_bf16() else "fp32"
-    study = measure.Cell(measure.read_design(), situation, int(seed), base, given.study, precision, given.smoke)
+    study = measure.Cell(design, situation, int(seed), base, given.study, precision, given.smoke)
     try:
         with study.acting("LoRA", budget) as loaded:
             record = measure.Record(given.records / f"{study.name}.jsonl.gz")

