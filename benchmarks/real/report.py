@@ -221,8 +221,10 @@ def tables(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     planned = [f"{one['situation']}-{one['seed']}" for one in design["cells"]]
     lacking = [name for name in planned if name not in records]
     parts = [cell_part(name, records[name], design) for name in planned if name in records]
-    parts += [part] if (part := over_cells(records, design)) else []
-    later = {name: lines for name, lines in records.items() if not name.endswith("-0")}  # whose predictions knew seed 0
+    # another base's cell stands for itself
+    alike = {name: records[name] for name in records if "base" not in design["situations"][name.rsplit("-", 1)[0]]}
+    parts += [part] if (part := over_cells(alike, design)) else []
+    later = {name: lines for name, lines in alike.items() if not name.endswith("-0")}  # whose predictions knew seed 0
     parts += [part] if (part := over_cells(later, design, "the cells of later seeds alone")) else []
     parts.append(over_seeds(records, design) if parts else "No answer to a test question has been drawn yet.")
     parts.append(f"Not begun: {', '.join(lacking)}." if lacking else "Every cell was begun.")
