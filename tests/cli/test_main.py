@@ -183,7 +183,18 @@ def test_doctor_tells_the_instruction_set_and_what_follows(has_it, capsys, monke
     said = capsys.readouterr().out
     assert ("AVX512-BF16 (no AMX)" if has_it else "(no AVX512-BF16 or AMX)") in said
     assert ("keeps them unpacked" in said) == has_it
-    assert ("--dtype float32 is faster" in said) == (not has_it)
+
+
+@pytest.mark.parametrize(("bfloat16", "faster"), [(400, "--precision bf16 and"), (90, "--precision fp32 and")])
+def test_doctor_measures_which_dtype_is_faster(bfloat16, faster, capsys, monkeypatch):
+    from loragate.analysis import doctor
+
+    measured = doctor._products(size=8)
+    assert set(measured) == {"float32", "bfloat16"}
+    assert min(measured.values()) >= 1
+    monkeypatch.setattr(doctor, "_products", lambda: {"float32": 150, "bfloat16": bfloat16})
+    assert main(["doctor"]) == 0
+    assert f"{bfloat16} GFLOP/s in bfloat16, 150 in float32, so {faster} --dtype" in capsys.readouterr().out
 
 
 def test_no_command_speaks_of_a_kernel_that_none_uses(capsys):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import statistics
+import time
 from importlib import metadata
 from typing import Any
 
@@ -72,6 +74,7 @@ def findings() -> dict[str, Any]:
             torch.backends.cpu.get_cpu_capability(),
             *(name for name, there in extensions.items() if there),
         ],
+        "cpu_gflops": _products(),
         "optional": {name: _version(name) for name in OPTIONAL},
         "sandbox": available_tiers(),
         "sandbox_problem": probe("bubblewrap"),
@@ -81,18 +84,35 @@ def findings() -> dict[str, Any]:
     }
 
 
-def consequences(instructions: list[str]) -> list[str]:
-    """What follows from the CPU's "instructions" for a run on the CPU, a sentence each."""
-    if "AVX512-BF16" in instructions:
+def consequences(found: dict[str, Any]) -> list[str]:
+    """What follows from the CPU's "instructions" and "cpu_gflops" for a run on the CPU, a sentence each."""
+    if "AVX512-BF16" in found["instructions"]:
         four_bit = (
             "4-bit bases: bitsandbytes would pack their weights here at the first forward; loragate keeps them unpacked, so "
             "that training, evaluation and other processors compute the same"
         )
     else:
         four_bit = "4-bit bases: bitsandbytes does not pack their weights here"
-    if {"AVX512-BF16", "AMX"} & set(instructions) or not instructions[0].startswith("AVX"):
-        return [four_bit]
-    return [four_bit, "bfloat16 on the CPU: no instructions for it here, so --dtype float32 is faster"]
+    speeds = found["cpu_gflops"]
+    ratio = speeds["bfloat16"] / speeds["float32"]
+    faster = "--precision bf16 and --dtype bfloat16" if ratio > 1 else "--precision fp32 and --dtype float32"
+    products = f"matrix products on the CPU: {speeds['bfloat16']} GFLOP/s in bfloat16, {speeds['float32']} in float32"
+    return [four_bit, f"{products}, so {faster} are likely faster"]
+
+
+def _products(size: int = 768, rounds: int = 7) -> dict[str, int]:
+    """10⁹ operations a second in square matrix products, by dtype; instruction sets alone do not tell which dtype is faster.
+
+    The dtypes take turns, and a median passes over what else the machine does.
+    """
+    pairs = {name: torch.randn(2, size, size).to(getattr(torch, name)) for name in ("float32", "bfloat16")}
+    seconds: dict[str, list[float]] = {name: [] for name in pairs}
+    for _ in range(rounds):
+        for name, (left, right) in pairs.items():
+            began = time.perf_counter()
+            left @ right.T
+            seconds[name].append(time.perf_counter() - began)
+    return {name: max(1, round(2e-9 * size**3 / statistics.median(taken))) for name, taken in seconds.items()}
 
 
 def _version(name: str) -> str | None:

@@ -34,10 +34,9 @@ def run(options: DoctorOptions) -> int:
         print(f"  {name:<18} {version or 'missing'}")
     print("devices: " + ", ".join(found["devices"]))
     instructions = found["instructions"]
-    # what decides how fast 16-bit arithmetic is on a CPU
     lacking = [name for name in ("AVX512-BF16", "AMX") if name not in instructions]
     print(f"instructions: {', '.join(instructions)}" + (f" (no {' or '.join(lacking)})" if lacking else ""))
-    for sentence in consequences(instructions):
+    for sentence in consequences(found):
         print(f"  {sentence}")
     print("optional parts:")
     for name, purpose in OPTIONAL.items():
