@@ -44,7 +44,16 @@ RECORDS = Path(__file__).parent / "records"
 PROMPTS = 240  # unseen prompts that are practised on, half of them: answers and likelihoods cost more than training
 HEATS = (0.0, 0.3, 1.0)  # of the study's temperatures
 # what is trained and by which objective, in the order of running, so that a stop leaves the first ones whole
-CONTENDERS = ("gates, a flips", "LoRA, a flips", "gates, a shuffled", "gates, c margin", "gates, e entropy T=0.3")
+CONTENDERS = (
+    "gates, a flips",
+    "LoRA, a flips",
+    "gates, a shuffled",
+    "gates, c margin",
+    "gates, e entropy T=0.3",
+    "gates, b reward",
+    "gates, b random",
+    "gates, d votes",
+)
 
 
 class RealCell(Learner):
@@ -143,7 +152,7 @@ def run_cell(
     Raises:
         OutOfTime: before a step that would not fit.
     """
-    if any(name.endswith(("flips", "shuffled")) for name in contenders):
+    if any(name.endswith(("flips", "shuffled", "votes")) for name in contenders):
         print(json.dumps(cell.diagnosed()), flush=True)
     wanted = [one for one in measure.asked_of(cell.study.design) if one.split == "test" and one.temperature in HEATS]
     for name in contenders:
