@@ -108,17 +108,13 @@ def test_shuffled_verdicts_are_those_of_the_prompts_in_another_order(cell):
 
 def test_votes_put_the_majority_in_the_place_of_the_label():
     class Voters(learning.Learner):
-        seed = 0
-        practised = [
-            (stating("a"), [*map(stating, "bbbbbaac")]),  # five of eight
-            (stating("a"), [*map(stating, "aaaaaaaa")]),  # all but unanimous
-            (stating("a"), [*map(stating, "abcdefgh")]),  # too close
-        ]
-
         def judge(self, sample, question):
             return False, sample.text
 
-    assert learning.verdicts(Voters(), "votes") == [[False, *[True] * 5, *[False] * 3], [], []]
+    voters = Voters()
+    # five of eight, all but unanimous, too close
+    voters.practised = [(stating("a"), [*map(stating, said)]) for said in ("bbbbbaac", "aaaaaaaa", "abcdefgh")]
+    assert learning.verdicts(voters, "votes") == [[False, *[True] * 5, *[False] * 3], [], []]
 
 
 def stating(text):
