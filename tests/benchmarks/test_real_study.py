@@ -178,6 +178,19 @@ def test_later_seeds_have_a_table_of_their_own(scripts, design):
     assert "| base | 2 | +25.0 " in alone
 
 
+def test_another_family_has_its_table_and_is_in_no_average(scripts, design):
+    wrong, right = (dict.fromkeys(HEATS, verdicts) for verdicts in ([[0]] * 4, [[1]] * 4))
+    cells = {"clean-0": record(LoRA=wrong, base=wrong), "gemma-0": record(LoRA=wrong, base=right)}
+    text = scripts.report.tables(cells, design)
+    assert "**gemma-0.**" in text
+    assert "Over the cells" not in text
+    assert "Over the cells" in scripts.report.tables({"clean-0": cells["clean-0"], "few-0": cells["gemma-0"]}, design)
+    assert [scripts.measure.records_of(name, design, Path())[1].path.name for name in cells] == [
+        "base-48.jsonl.gz",
+        "gemma-48.jsonl.gz",
+    ]
+
+
 def test_the_automatic_choice_goes_by_the_development_answers(scripts, design):
     def tables(share):
         return {heat: [[int(place < share)] for place in range(10)] for heat in HEATS}
