@@ -1,6 +1,6 @@
 """The tables of the study on the real model, from the records that `measure.py` kept; no model is loaded.
 
-    python benchmarks/real/report.py [--records FOLDER] [--docs docs/real-model.md] [--check]
+    python benchmarks/real/report.py [--records FOLDER] [--docs docs/real-study.md] [--check]
 
 Best against best: everybody may use the best temperature. A temperature that is picked by the answers that it is then
 scored by flatters whoever has more of them, so it is picked on one half of the test questions and scored on the other, and
@@ -220,13 +220,14 @@ def tables(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     """Everything between the markers."""
     planned = [f"{one['situation']}-{one['seed']}" for one in design["cells"]]
     lacking = [name for name in planned if name not in records]
-    parts = [cell_part(name, records[name], design) for name in planned if name in records]
+    parts = []
     # another base's cell stands for itself
     alike = {name: records[name] for name in records if "base" not in design["situations"][name.rsplit("-", 1)[0]]}
     parts += [part] if (part := over_cells(alike, design)) else []
     later = {name: lines for name, lines in alike.items() if not name.endswith("-0")}  # whose predictions knew seed 0
     parts += [part] if (part := over_cells(later, design, "the cells of later seeds alone")) else []
-    parts.append(over_seeds(records, design) if parts else "No answer to a test question has been drawn yet.")
+    parts.append(over_seeds(records, design) if records else "No answer to a test question has been drawn yet.")
+    parts += [cell_part(name, records[name], design) for name in planned if name in records]
     parts.append(f"Not begun: {', '.join(lacking)}." if lacking else "Every cell was begun.")
     return "\n\n".join(parts)
 

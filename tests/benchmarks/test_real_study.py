@@ -207,7 +207,7 @@ def test_the_automatic_choice_goes_by_the_development_answers(scripts, design):
 
 
 def test_the_page_shows_the_committed_records(scripts, design):
-    page = (ROOT / "docs" / "real-model.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "real-study.md").read_text(encoding="utf-8")
     records = scripts.report.read(scripts.measure.RECORDS, design)
     assert scripts.report.tables(records, design) in page
 
