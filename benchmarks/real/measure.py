@@ -90,6 +90,10 @@ def asked_of(design: dict[str, Any]) -> list[Asked]:
     return [*answers, Asked("retention")]
 
 
+REST = [Asked("rest")]
+"""What `--rest` asks: the rows of the pool that a cell deals to nobody, greedily; most need two operations, see the README."""
+
+
 class Budget:
     """Minutes to spend; a step is begun only if the longest of its kind so far would still fit."""
 
@@ -144,6 +148,17 @@ class Cell:
                 text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 (self.folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         return self.folder / f"{which}.jsonl"
+
+    def questions_file(self, split: str) -> Path:
+        """The questions of a split; the "rest" of the pool is the cell's own."""
+        if split != "rest":
+            return QUESTIONS / f"{split}.jsonl"
+        path = self.folder / "rest.jsonl"
+        if not path.is_file():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            rows = [{key: row[key] for key in ("id", "prompt", "answer")} for row in left_out(self.settings, self.seed)]
+            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        return path
 
     # models
 
@@ -209,7 +224,7 @@ class Cell:
 
     def answers(self, loaded: Loaded, drawing: TransformersEngine, asked: Asked) -> dict[str, Any]:
         """Texts and verdicts of one set of questions at one temperature."""
-        questions = load_questions(self.task, QUESTIONS / f"{asked.split}.jsonl", self.limit).questions
+        questions = load_questions(self.task, self.questions_file(asked.split), self.limit).questions
         prompts = render_questions(self.task, questions, loaded.tokenizer)
         drawn = drawing.generate(
             prompts,
@@ -217,7 +232,7 @@ class Cell:
                 temperature=asked.temperature,
                 max_new_tokens=self.settings["max_new_tokens"],
                 samples=asked.samples,
-                seed=self.design["asked"]["seeds"][asked.split],
+                seed=self.design["asked"]["seeds"].get(asked.split, 0),
             ),
         )
         grades = judge(self.task, questions, drawn, grader_for(self.task))
@@ -291,17 +306,7 @@ def demonstrations(settings: dict[str, Any], seed: int) -> dict[str, list[dict[s
     GSM8K's solution as published, calculator annotations included, and then the box; SVAMP has no solutions, so its rows
     are not among those.
     """
-    with gzip.open(QUESTIONS / "pool.jsonl.gz", "rt", encoding="utf-8") as file:
-        pool = [json.loads(line) for line in file]
-    worked = settings["style"] == "worked"
-    draw = random.Random(f"rows {seed}")
-    # a third of SVAMP's short stories, as the test's are, and two thirds of GSM8K's
-    svamp = draw.sample([row for row in pool if row["solution"] is None], 320)
-    gsm8k = draw.sample([row for row in pool if row["solution"]], 960 if worked else 640)
-    halves = {
-        "own": [*([] if worked else svamp[:160]), *gsm8k[: len(gsm8k) // 2]],
-        "unseen": [*([] if worked else svamp[160:]), *gsm8k[len(gsm8k) // 2 :]],
-    }
+    halves, draw = dealt_halves(settings, seed)
     rows = {name: draw.sample(half, settings["rows"]) for name, half in halves.items()}
     wrong = set(draw.sample(range(settings["rows"]), round(settings.get("wrong", 0) * settings["rows"])))
     return {
@@ -313,6 +318,32 @@ def demonstrations(settings: dict[str, Any], seed: int) -> dict[str, list[dict[s
         ]
         for name, half in rows.items()
     }
+
+
+def read_pool() -> list[dict[str, Any]]:
+    with gzip.open(QUESTIONS / "pool.jsonl.gz", "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def dealt_halves(settings: dict[str, Any], seed: int) -> tuple[dict[str, list[dict[str, Any]]], random.Random]:
+    """The pool's rows of the two halves, and the generator that goes on drawing."""
+    pool, worked = read_pool(), settings["style"] == "worked"
+    draw = random.Random(f"rows {seed}")
+    # a third of SVAMP's short stories, as the test's are, and two thirds of GSM8K's
+    svamp = draw.sample([row for row in pool if row["solution"] is None], 320)
+    gsm8k = draw.sample([row for row in pool if row["solution"]], 960 if worked else 640)
+    halves = {
+        "own": [*([] if worked else svamp[:160]), *gsm8k[: len(gsm8k) // 2]],
+        "unseen": [*([] if worked else svamp[160:]), *gsm8k[len(gsm8k) // 2 :]],
+    }
+    return halves, draw
+
+
+def left_out(settings: dict[str, Any], seed: int) -> list[dict[str, Any]]:
+    """The pool's rows in neither half."""
+    halves, _ = dealt_halves(settings, seed)
+    dealt = {row["id"] for half in halves.values() for row in half}
+    return [row for row in read_pool() if row["id"] not in dealt]
 
 
 def demonstration(row: dict[str, Any], style: str, formula: str | None) -> dict[str, str]:
@@ -367,20 +398,35 @@ def records_of(cell: str, design: dict[str, Any], folder: Path) -> tuple[Record,
     return Record(folder / f"{cell}.jsonl.gz"), Record(folder / f"{base}.jsonl.gz")
 
 
-def run_cell(cell: Cell, methods: list[str], records: tuple[Record, Record], budget: Budget) -> None:
+def run_cell(
+    cell: Cell,
+    methods: list[str],
+    records: tuple[Record, Record],
+    budget: Budget,
+    everything: list[Asked] | None = None,
+) -> None:
     """All that these methods lack, method after method; the base writes first what the others' retention is measured by.
+
+    Args:
+        cell: the cell.
+        methods: names of the design.
+        records: its own, and its base's.
+        budget: what may be begun.
+        everything: what they are asked, the design's by default.
 
     Raises:
         OutOfTime: before a step that would not fit.
     """
     own, of_base = records
-    everything = asked_of(cell.design)
-    for method, asked in [("base", everything[-1:]), *((method, everything) for method in methods)]:
+    everything = everything or asked_of(cell.design)
+    written = [one for one in everything if one.split == "retention"]
+    for method, asked in [("base", written), *((method, everything) for method in methods)]:
         record = of_base if method == "base" else own
         if all((method, one.what) in record.lines for one in asked):
             continue
         with cell.acting(method, budget) as loaded:
-            if DONE.keys() & cell.design["methods"][method].keys():
+            trained = DONE.keys() & cell.design["methods"][method].keys()
+            if trained and (method, "training") not in record.lines:  # who is trained again keeps the first's
                 record.add({"method": method, "what": "training", **cell.training(method)})
             solutions = of_base.lines.get(("base", "retention"), {}).get("texts")
             cell.fill(record, method, loaded, asked, budget, solutions)
@@ -394,6 +440,7 @@ def main() -> None:
     parser.add_argument("--cells", default="", help="such as clean-0,noisy-0; all otherwise")
     parser.add_argument("--methods", default="", help="separated by semicolons; those of the cell's list otherwise")
     parser.add_argument("--short", action="store_true", help="the short list in every cell")
+    parser.add_argument("--rest", action="store_true", help="ask the rest of the pool greedily, and nothing else")
     parser.add_argument("--train-only", action="store_true", help="make the adapters and gates and ask nothing")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing that would not fit")
     parser.add_argument("--smoke", action="store_true", help="two steps, four questions: figures that mean nothing")
@@ -415,7 +462,8 @@ def main() -> None:
                 for method in methods:
                     print(cell.made(method, budget), flush=True)
             else:
-                run_cell(cell, methods, records_of(cell.name, design, given.records), budget)
+                everything = REST if given.rest else None
+                run_cell(cell, methods, records_of(cell.name, design, given.records), budget, everything)
     except OutOfTime:
         print("the next step would not fit; the same command goes on from here", flush=True)
 

@@ -13,6 +13,7 @@ the reverse. `--docs` puts the tables between the markers of a page.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,6 +32,7 @@ from loragate.selection.recommend import recommend
 MARKS = ("<!-- study: begin -->", "<!-- study: end -->")
 ADAPTER = "LoRA"
 GREEDY = Asked("test").what
+FORMULA, OPERATION = re.compile(r"\\boxed\{(.*?)\}"), re.compile(r"[-+*/]")
 HEAD = (
     "method",
     "T = 1",
@@ -39,6 +41,7 @@ HEAD = (
     "greedy",
     "best against the adapter's best",
     "fixes / breaks, greedy",
+    "longer formulas, greedy, %",
     "λ < 0 / > 1, %",
     "retention",
 )
@@ -75,6 +78,12 @@ def ledger(lines: Lines, method: str) -> tuple[int, int] | None:
     return int(((own == 1) & (other == 0)).sum()), int(((own == 0) & (other == 1)).sum())
 
 
+def longer(line: Mapping[str, Any]) -> float:
+    """Share of answers whose formula has two operations or more; each question of the test needs one."""
+    formulas = [found[1] for texts in line["texts"] if (found := FORMULA.search(texts[0]))]
+    return sum(len(OPERATION.findall(formula)) > 1 for formula in formulas) / len(line["texts"])
+
+
 def perplexity(line: Mapping[str, Any]) -> float:
     """Of the base's own solutions."""
     return float(np.exp(-sum(line["log_likelihoods"]) / sum(line["tokens"])))
@@ -103,6 +112,7 @@ def row(lines: Lines, method: str, asked: list[Asked]) -> list[str]:
         cells.append(f"{points(gap.mean)} ({points(gap.low)} to {points(gap.high)})")
     kept = ledger(lines, method)
     cells.append("" if method == ADAPTER else "not run" if kept is None else f"{kept[0]} / {kept[1]}")
+    cells.append(f"{100 * longer(lines[method, GREEDY]):.0f}" if (method, GREEDY) in lines else "not run")
     share = lines.get((method, "training"), {}).get("gates")
     cells.append("" if share is None else f"{100 * share['below_zero']:.0f} / {100 * share['above_one']:.0f}")
     line = lines.get((method, "retention"))

@@ -106,6 +106,7 @@ def line(method: str, what: str, correct: np.ndarray) -> dict:
         "what": what,
         "samples": correct.shape[1],
         "correct": "".join(str(int(one)) for one in correct.ravel()),
+        "texts": [[f"The answer is \\boxed{{{'2 * (3 + 1)' if one else '8 - 3'}}}."] for one in correct[:, 0]],
     }
 
 
@@ -143,8 +144,10 @@ def test_the_table_counts_fixes_and_breaks_and_says_what_was_not_run(scripts, de
     fixed = own["0"][0][0] == 0
     assert rows["gates [0,1]"][7] == ("1 / 0" if fixed else "0 / 1")
     assert rows["base"][2:7].count("not run") == 4
-    assert rows["base"][7:10] == ["0 / 0", "", "2.72"]
-    assert rows["gates [0,1]"][8] == "25 / 0"
+    right = sum(row[0] for row in own["0"])  # in this record the right answers are the longer ones
+    assert rows["base"][7:11] == ["0 / 0", f"{100 * right / 40:.0f}", "", "2.72"]
+    assert rows["LoRA"][8] == rows["base"][8]
+    assert rows["gates [0,1]"][9] == "25 / 0"
     assert "to" in rows["gates [0,1]"][6]
     assert "DFT" not in rows
     assert "Not begun: noisy-0" in text
