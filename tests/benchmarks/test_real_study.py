@@ -87,6 +87,16 @@ def test_rows_are_right_but_for_the_share_that_is_to_be_wrong(measure, style):
     assert {row["id"] for row in again["own"]} != {row["id"] for row in rows["own"]}
 
 
+@pytest.mark.parametrize("style", ["short", "worked"])
+def test_the_rest_of_the_pool_is_dealt_to_nobody(measure, style):
+    left = {row["id"] for row in measure.left_out({"style": style}, 1)}
+    rows = measure.demonstrations({"style": style, "rows": 480}, 1)
+    dealt = {row["id"] for half in rows.values() for row in half}
+    assert len(dealt) == 960
+    assert len(left) == len(measure.read_pool()) - 960
+    assert not left & dealt
+
+
 @pytest.mark.parametrize(
     ("formula", "words"),
     [
@@ -181,6 +191,18 @@ def test_later_seeds_have_a_table_of_their_own(scripts, design):
     assert "| base | 2 | +25.0 " in alone
 
 
+def test_the_rest_of_the_pool_has_a_table_where_it_was_asked(scripts, design):
+    right, left = np.array([[1], [1], [0], [0]]), np.array([[1], [0], [0], [1]])
+    lines = {(name, "rest T=0"): line(name, "rest T=0", one) for name, one in (("LoRA", right), ("DFT", left))}
+    assert "rest of the pool" in scripts.report.cell_part("clean-1", lines, design)
+    *_, adapter, dft = scripts.report.rest_part(lines, design).splitlines()
+    assert adapter.startswith("| LoRA | 50.0 (")
+    assert adapter.endswith(" |  |  | 50 |")
+    assert "| +0.0 (" in dft
+    assert dft.endswith(" | 1 / 1 | 50 |")
+    assert scripts.report.rest_part(record(LoRA={"0": [[1]]}), design) == ""
+
+
 def test_another_family_has_its_table_and_is_in_no_average(scripts, design):
     wrong, right = (dict.fromkeys(HEATS, verdicts) for verdicts in ([[0]] * 4, [[1]] * 4))
     cells = {"clean-0": record(LoRA=wrong, base=wrong), "gemma-0": record(LoRA=wrong, base=right)}
@@ -231,10 +253,10 @@ def test_a_study_goes_on_where_it_was_stopped(measure, design, tmp_path, monkeyp
         measure.Cell, "answers", lambda cell, *rest: (drawn.append(rest[-1].what), answers(cell, *rest))[1]
     )
 
-    def study(minutes):
+    def study(minutes, methods=("LoRA", "gates [0,1]", "λ=0.5"), everything=None):
         cell = measure.Cell(design, "few", 0, base, tmp_path / "out", "fp32", smoke=True)
         records = measure.records_of(cell.name, design, tmp_path / "records")
-        measure.run_cell(cell, ["LoRA", "gates [0,1]", "λ=0.5"], records, measure.Budget(minutes))
+        measure.run_cell(cell, list(methods), records, measure.Budget(minutes), everything)
         return records
 
     with pytest.raises(measure.OutOfTime):
@@ -255,3 +277,7 @@ def test_a_study_goes_on_where_it_was_stopped(measure, design, tmp_path, monkeyp
     study(60)
     assert (len(trained), len(drawn)) == (2, 12)
     assert own.path.read_bytes() == before
+    # the rest of the pool, on top
+    own, _ = study(60, ["LoRA"], measure.REST)
+    assert (len(trained), drawn[12:]) == (2, ["rest T=0"])
+    assert all(one.startswith("gsm8k/") for one in own.lines["LoRA", "rest T=0"]["questions"])
