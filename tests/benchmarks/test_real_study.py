@@ -155,7 +155,7 @@ def test_the_table_counts_fixes_and_breaks_and_says_what_was_not_run(scripts, de
     assert rows["gates [0,1]"][7] == ("1 / 0" if fixed else "0 / 1")
     assert rows["base"][2:7].count("not run") == 4
     right = sum(row[0] for row in own["0"])  # in this record the right answers are the longer ones
-    assert rows["base"][7:11] == ["0 / 0", f"{100 * right / 40:.0f}", "", "2.72"]
+    assert rows["base"][7:11] == ["0 / 0", f"{100 * right / 40:.0f} / 0", "", "2.72"]
     assert rows["LoRA"][8] == rows["base"][8]
     assert rows["gates [0,1]"][9] == "25 / 0"
     assert "to" in rows["gates [0,1]"][6]
@@ -197,9 +197,11 @@ def test_the_rest_of_the_pool_has_a_table_where_it_was_asked(scripts, design):
     assert "rest of the pool" in scripts.report.cell_part("clean-1", lines, design)
     *_, adapter, dft = scripts.report.rest_part(lines, design).splitlines()
     assert adapter.startswith("| LoRA | 50.0 (")
-    assert adapter.endswith(" |  |  | 50 |")
+    assert adapter.endswith(" |  |  | 50 / 0 |")
     assert "| +0.0 (" in dft
-    assert dft.endswith(" | 1 / 1 | 50 |")
+    assert dft.endswith(" | 1 / 1 | 50 / 0 |")
+    only = {"texts": [[r"\boxed{1 + 2 - 3}"]], "correct": "1", "samples": 1}
+    assert scripts.report.forms(only) == "100 / –"
     assert scripts.report.rest_part(record(LoRA={"0": [[1]]}), design) == ""
 
 
