@@ -191,6 +191,15 @@ def test_later_seeds_have_a_table_of_their_own(scripts, design):
     assert "| base | 2 | +25.0 " in alone
 
 
+def test_scores_are_held_against_the_forms_of_answers(scripts):
+    # the fake records' right answers are longer ones, so score and share are one
+    cells = {f"clean-{seed}": record(LoRA={"0": [[1]] * seed + [[0]] * (4 - seed)}) for seed in range(3)}
+    said = scripts.report.agreement_of_forms(cells)
+    assert said.startswith("Over 3 sets of greedy answers")
+    assert "correlate at 1.00" in said
+    assert scripts.report.agreement_of_forms({"clean-0": cells["clean-0"]}) == ""
+
+
 def test_the_rest_of_the_pool_has_a_table_where_it_was_asked(scripts, design):
     right, left = np.array([[1], [1], [0], [0]]), np.array([[1], [0], [0], [1]])
     lines = {(name, "rest T=0"): line(name, "rest T=0", one) for name, one in (("LoRA", right), ("DFT", left))}
