@@ -292,3 +292,22 @@ def test_a_study_goes_on_where_it_was_stopped(measure, design, tmp_path, monkeyp
     own, _ = study(60, ["LoRA"], measure.REST)
     assert (len(trained), drawn[12:]) == (2, ["rest T=0"])
     assert all(one.startswith("gsm8k/") for one in own.lines["LoRA", "rest T=0"]["questions"])
+
+
+def test_the_page_compares_both_kinds_of_questions_as_the_records_do(scripts, design):
+    page = (ROOT / "docs" / "real-study.md").read_text(encoding="utf-8")
+    head = "| cell | method | test: right, % |"
+    rows = page[page.index(head) :].split("\n\n")[0].splitlines()[2:]
+    report, records, cell = scripts.report, scripts.report.read(scripts.measure.RECORDS, design), ""
+    for row in rows:
+        shown, method, *figures = [part.strip().replace("−", "-") for part in row.strip("|").split("|")]
+        cell = shown or cell
+        found = records[cell]
+        mine = [found["LoRA" if method == "adapter" else method, what] for what in (report.GREEDY, report.REST)]
+        expected = [
+            f"{100 * of(one).mean():.{d}f}" for one in mine for of, d in ((report.scores, 1), (report.are_longer, 0))
+        ]
+        if method != "adapter":
+            gap = report.compare(report.scores(mine[1]), report.scores(found["LoRA", report.REST]))
+            expected.append(f"{report.points(gap.mean)} ({report.points(gap.low)} to {report.points(gap.high)})")
+        assert [one for one in figures if one] == expected, row
