@@ -1,4 +1,5 @@
-"""What gates, and the LoRA as their control, learn from on trial: a model's scores of unseen rows, and the losses of a step.
+"""What gates, and the LoRA as their control, learn from on trial: a model's scores of unseen rows, the losses of a step, and
+the evolution of a dozen λ.
 
 `trial.py` has it on tiny worlds, `real.py` on a cell of the study on the real model. Nothing here knows where rows come
 from, how an answer is judged, or what is asked afterwards.
@@ -15,12 +16,15 @@ from typing import Any
 import torch
 
 from loragate.data import Collator
+from loragate.gates.attach import gate_modules
+from loragate.gates.override import Override
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.losses.causal_head import Batch, ResponseScorer, counted
 from loragate.losses.head import IGNORED
 from objectives import losses
 
 RANGE = (-6.0, 3.0)
+LIMITS = (-3.0, 6.0)  # of a dozen λ
 HEAT, GROUP = 0.8, 8  # temperature and number of the samples of a prompt
 Loss = Callable[[float], torch.Tensor]
 """The loss of one step, from the share of the run that is done."""
@@ -302,3 +306,50 @@ def fit(loss: Loss, parameters: list[torch.nn.Parameter], rate: float, steps: in
         optimizer.step()
         found.append(float(value.detach()))
     return found
+
+
+# a dozen λ
+
+
+def kind_of(path: str, layers: int) -> str:
+    """Depth and kind of a module, such as "0 v o": a third of the layers, one of four kinds."""
+    layer, module = int(path.split("layers.")[1].split(".")[0]), path.rsplit(".", 1)[-1]
+    kinds = {"q": "q k", "k": "q k", "v": "v o", "o": "v o", "gate": "gate up", "up": "gate up", "down": "down"}
+    return f"{3 * layer // layers} {kinds[module.removesuffix('_proj')]}"
+
+
+def set_constants(model: Any, values: dict[str, float]) -> None:
+    """One λ for every module of a kind."""
+    for path, gate in gate_modules(model).items():
+        gate.override = Override(constant=values[kind_of(path, model.config.num_hidden_layers)])
+
+
+def evolved(learner: Learner, model: Any, generations: int = 12, members: int = 12, asked: int = 128) -> dict[str, Any]:
+    """f: an evolution strategy on greedy accuracy, in which every generation meets other prompts of `practice`.
+
+    Args:
+        learner: who judges.
+        model: the adapter with gates of `LIMITS`; left with the λ that were found.
+        generations, members, asked: rounds, candidates of a round, prompts that they are asked.
+
+    Returns:
+        The λ by kind, and the mean score of each round.
+    """
+    generator = torch.Generator().manual_seed(learner.seed)
+    kinds = sorted({kind_of(path, model.config.num_hidden_layers) for path in gate_modules(model)})
+    centre_C = torch.ones(len(kinds))
+    rounds = []
+    for generation in range(generations):
+        chosen = torch.randperm(len(learner.practice), generator=generator)[:asked].tolist()
+        sigma = 0.5 * (1 - generation / generations) + 0.1
+        points_MC = centre_C + sigma * torch.randn(members, len(kinds), generator=generator)
+        scores = []
+        for point_C in points_MC.clamp(*LIMITS).tolist():
+            set_constants(model, dict(zip(kinds, point_C, strict=True)))
+            drawn = learner.draw(model, [learner.practice[index] for index in chosen], 0.0, 1, 0)
+            scores.append(sum(learner.judge(one, chosen[one.question])[0] for one in drawn) / len(drawn))
+        rounds.append(sum(scores) / members)
+        centre_C = losses.recombined(points_MC.clamp(*LIMITS), torch.tensor(scores))
+    found = dict(zip(kinds, centre_C.tolist(), strict=True))
+    set_constants(model, found)
+    return {"constants": found, "rounds": rounds}

@@ -1,7 +1,7 @@
 """Objectives that would change the answer, on a cell of the study on the real model (`benchmarks/real`).
 
     python benchmarks/objectives/real.py --study runs/real-study --out runs/real-objectives [--cell clean-0]
-        [--contenders 'gates, c margin;gates, a flips'] [--minutes 30]
+        [--contenders 'gates, c margin;gates, a flips'] [--rest] [--minutes 30]
 
 First the diagnostic on prompts that the cell's adapter never saw; then gates and the LoRA itself learn from the very answers
 that it drew, or from the references of the unseen rows, for as many steps and rows as the study's gates. Each answers the
@@ -32,13 +32,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loragate.data import encode_rows, load_rows, render_prompt
+from loragate.files import write_json
 from loragate.gates import GateConfig, attach_gates, gate_parameters, record_gates
 from loragate.generation import Sample, TransformersEngine
 from loragate.generation.samples import read_samples
 from loragate.losses.head import IGNORED
 from loragate.models import Loaded
 from objectives.diagnostic import boxed, diagnose
-from objectives.learning import OBJECTIVES, RANGE, Learner, fit, with_samples
+from objectives.learning import LIMITS, OBJECTIVES, RANGE, Learner, evolved, fit, set_constants, with_samples
 
 RECORDS = Path(__file__).parent / "records"
 PROMPTS = 240  # unseen prompts that are practised on, half of them: answers and likelihoods cost more than training
@@ -53,7 +54,9 @@ CONTENDERS = (
     "gates, b reward",
     "gates, b random",
     "gates, d votes",
+    "f a dozen λ",
 )
+EVOLUTION = {"generations": 8, "members": 12, "asked": 96}
 
 
 class RealCell(Learner):
@@ -105,6 +108,8 @@ class RealCell(Learner):
     def trained(self, name: str) -> tuple[Any, dict[str, Any]]:
         """A contender's model, and how its training went; trained now unless its weights are there."""
         model = copy.deepcopy(self.frozen)
+        if name.startswith("f "):
+            return model, self.evolved(name, model)
         if name.startswith("gates"):
             attach_gates(model, GateConfig(*RANGE, seed=self.seed))
             parameters = gate_parameters(model)
@@ -135,6 +140,21 @@ class RealCell(Learner):
         told.write_text(json.dumps(training), encoding="utf-8")
         return model, training
 
+    def evolved(self, name: str, model: Any) -> dict[str, Any]:
+        """A dozen λ, set on the model: found now unless they are on file."""
+        attach_gates(model, GateConfig(*LIMITS, seed=self.seed))
+        place = self.folder / f"{name}.json"
+        if place.is_file():
+            told = json.loads(place.read_text(encoding="utf-8"))
+            set_constants(model, told["constants"])
+            return told
+        began = time.process_time()
+        told = evolved(self, model, **(dict.fromkeys(EVOLUTION, 2) if self.study.smoke else EVOLUTION))
+        told["training_cpu_seconds"] = round(time.process_time() - began, 1)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(place, told)
+        return told
+
     def acting(self, model: Any) -> dict[str, Any]:
         """λ on the response tokens of a few unseen rows."""
         scorer, batch = self.scorer(model), self.collate(self.references[: 4 * self.sequences])
@@ -145,16 +165,23 @@ class RealCell(Learner):
 
 
 def run_cell(
-    cell: RealCell, record: measure.Record, budget: measure.Budget, contenders: Sequence[str] = CONTENDERS
+    cell: RealCell,
+    record: measure.Record,
+    budget: measure.Budget,
+    contenders: Sequence[str] = CONTENDERS,
+    rest: bool = False,
 ) -> None:
     """The diagnostic, if one of them learns from its answers, then all that the contenders lack, one after the other.
+
+    With `rest` they are asked the rest of the pool, greedily, in place of the test.
 
     Raises:
         OutOfTime: before a step that would not fit.
     """
     if any(name.endswith(("flips", "shuffled", "votes")) for name in contenders):
         print(json.dumps(cell.diagnosed()), flush=True)
-    wanted = [one for one in measure.asked_of(cell.study.design) if one.split == "test" and one.temperature in HEATS]
+    test = [one for one in measure.asked_of(cell.study.design) if one.split == "test" and one.temperature in HEATS]
+    wanted = measure.REST if rest else test
     for name in contenders:
         if all((name, one.what) in record.lines for one in wanted):
             continue
@@ -175,6 +202,7 @@ def main() -> None:
     parser.add_argument("--cell", default="clean-0")
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--contenders", default=";".join(CONTENDERS), help="separated by semicolons; all otherwise")
+    parser.add_argument("--rest", action="store_true", help="ask the rest of the pool greedily, in place of the test")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing that would not fit")
     parser.add_argument("--smoke", action="store_true", help="two steps, eight prompts, four questions")
     given = parser.parse_args()
@@ -192,7 +220,7 @@ def main() -> None:
     try:
         with study.acting("LoRA", budget) as loaded:
             record = measure.Record(given.records / f"{study.name}.jsonl.gz")
-            run_cell(RealCell(study, loaded, given.out), record, budget, contenders)
+            run_cell(RealCell(study, loaded, given.out), record, budget, contenders, given.rest)
     except measure.OutOfTime:
         print("the next step would not fit; the same command goes on from here", flush=True)
 

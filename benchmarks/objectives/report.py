@@ -27,12 +27,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/, which holds objectives/
+sys.path.insert(0, str(Path(__file__).parents[1] / "real"))  # which holds forms.py
 
+import forms
 import numpy as np
 from scipy.stats import t as student
 
 from loragate.evaluation import compare
+from loragate.evaluation.statistics import Difference
 from loragate.files import write_json, write_text
 from objectives.real import CONTENDERS, RECORDS, measure
 
@@ -163,14 +166,11 @@ def flips(after: np.ndarray, before: np.ndarray) -> tuple[int, int]:
 def interval(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
     """Mean difference of pairs of verdicts [Q, K], one pair a cell, in points, with its 95 % interval."""
     if len(pairs) == 1:
-        found = compare(*pairs[0])
-        mean, low, high = (100 * value for value in (found.mean, found.low, found.high))
-    else:
-        values = [100 * (own.mean() - other.mean()) for own, other in pairs]
-        mean = float(np.mean(values))
-        half = float(student.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
-        low, high = mean - half, mean + half
-    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+        return points(compare(*pairs[0]))
+    values = [100 * (own.mean() - other.mean()) for own, other in pairs]
+    mean = float(np.mean(values))
+    half = float(student.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
+    return f"{mean:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})"
 
 
 def ledger(cells: Cells) -> str:
@@ -221,7 +221,7 @@ def trainings(cells: Cells) -> str:
     for name in (name for name in cells if name.startswith(REAL)):
         for contender in CONTENDERS:
             found = cells[name].get(contender, {}).get("training")
-            if found is None:
+            if found is None or "losses" not in found:  # a dozen λ have none
                 continue
             first, last = np.mean(found["losses"][:5]), np.mean(found["losses"][-5:])
             acting = found.get("gates")
@@ -233,6 +233,35 @@ def trainings(cells: Cells) -> str:
             minutes = (found["preparing_cpu_seconds"] + found["training_cpu_seconds"]) / 60
             parts.append(f"| {name}: {contender} | {first:.3f} | {last:.3f} | {' | '.join(shares)} | {minutes:.1f} |")
     return "\n".join(parts)
+
+
+def both_kinds(folder: Path = RECORDS) -> str:
+    """Greedy answers of the real model to questions of one operation (the test) and of two (the rest), where both were asked."""
+    parts = [
+        "| | test: right, % | longer, % | rest: right, % | longer, % | rest, against the adapter | weighed, against the adapter |",
+        f"|---|{'---:|' * 6}",
+    ]
+    for place in sorted(folder.glob("*.jsonl.gz")):
+        cell = place.name.removesuffix(".jsonl.gz")
+        study, _ = measure.records_of(cell, measure.read_design(), measure.RECORDS)
+        lines = {**study.lines, **measure.Record(place).lines}
+        asked = [name for name in (forms.ADAPTER, *CONTENDERS) if (name, forms.REST) in lines]
+        for name in asked if forms.ADAPTER in asked else ():
+            told = [lines[name, what] for what in (forms.GREEDY, forms.REST)]
+            row = [
+                f"{100 * of(one).mean():.{d}f}" for one in told for of, d in ((forms.scores, 1), (forms.are_longer, 0))
+            ]
+            gaps = [
+                compare(*(forms.scores(lines[who, forms.REST]) for who in (name, forms.ADAPTER))),
+                forms.weighed(cell, lines, name)[1],
+            ]
+            row += ["", ""] if name == forms.ADAPTER else [points(gap) for gap in gaps]
+            parts.append(f"| {cell}: {'adapter' if name == forms.ADAPTER else name} | {' | '.join(row)} |")
+    return "\n".join(parts)
+
+
+def points(gap: Difference) -> str:
+    return f"{100 * gap.mean:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
 
 
 def reached_in_study(path: Path = STUDY) -> str:
@@ -265,6 +294,7 @@ def tables() -> str:
         "Trials": ledger(cells),
     }
     if any(name.startswith(REAL) for name in cells):
+        parts["Questions of one operation and of two, on the real model, greedily"] = both_kinds()
         parts["Training on the real model"] = trainings(cells)
     return "\n\n".join(f"## {title}\n\n{table}" for title, table in parts.items()).strip()
 

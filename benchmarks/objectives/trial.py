@@ -29,12 +29,9 @@ from peft import PeftModel
 from loragate.data import encode_rows, load_rows, render_prompt
 from loragate.files import write_json
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override, gate_parameters
-from loragate.gates.attach import gate_modules
-from loragate.gates.override import Override
 from loragate.generation import Sample, SamplingConfig
 from loragate.training import StageOneSettings, train_adapter
-from objectives import losses
-from objectives.learning import OBJECTIVES, RANGE, Learner, fit
+from objectives.learning import LIMITS, OBJECTIVES, RANGE, Learner, evolved, fit
 from selection.measure import ensemble_answers, solved
 from worlds.situations import Questions, Situation, base_for, demonstration_rows, questions, situation_named
 
@@ -176,41 +173,12 @@ def lora_by(cell: Cell, name: str) -> None:
     cell.keep(f"LoRA, {name}", model, cpu_seconds=time.process_time() - began, last_loss=last)
 
 
-def kind_of(path: str) -> str:
-    """Depth and kind of a module, such as "layers.0 v o"; four kinds a layer."""
-    layer, module = path.split("layers.")[1].split(".")[0], path.rsplit(".", 1)[-1]
-    kinds = {"q": "q k", "k": "q k", "v": "v o", "o": "v o", "gate": "gate up", "up": "gate up", "down": "down"}
-    return f"layers.{layer} {kinds[module.removesuffix('_proj')]}"
-
-
-def set_constants(model: Any, values: dict[str, float]) -> None:
-    """One λ for every module of a kind."""
-    for path, gate in gate_modules(model).items():
-        gate.override = Override(constant=values[kind_of(path)])
-
-
-def evolved(cell: Cell, generations: int = 12, members: int = 12, asked: int = 128) -> None:
-    """f: a dozen λ by an evolution strategy on greedy accuracy, in which every generation meets other unseen prompts."""
+def a_dozen(cell: Cell) -> None:
+    """f."""
     began = time.process_time()
-    prompts = cell.practice
-    generator = torch.Generator().manual_seed(cell.seed)
-    with gated(cell, -3.0, 6.0) as model:
-        kinds = sorted({kind_of(path) for path in gate_modules(model)})
-        centre_C = torch.ones(len(kinds))
-        for generation in range(generations):
-            chosen = torch.randperm(len(prompts), generator=generator)[:asked].tolist()
-            sigma = 0.5 * (1 - generation / generations) + 0.1
-            points_MC = centre_C + sigma * torch.randn(members, len(kinds), generator=generator)
-            scores = []
-            for point_C in points_MC.clamp(-3.0, 6.0).tolist():
-                set_constants(model, dict(zip(kinds, point_C, strict=True)))
-                drawn = cell.draw(model, [prompts[index] for index in chosen], 0.0, 1, 0)
-                ended = [(chosen[s.question], s.text, s.finish_reason == "stop") for s in drawn]
-                scores.append(sum(cell.unseen_questions.verify(*one) for one in ended) / len(ended))
-            centre_C = losses.recombined(points_MC.clamp(-3.0, 6.0), torch.tensor(scores))
-        found = dict(zip(kinds, centre_C.tolist(), strict=True))
-        set_constants(model, found)
-        cell.keep("f a dozen λ", model, cpu_seconds=time.process_time() - began, constants=found)
+    with gated(cell, *LIMITS) as model:
+        found = evolved(cell, model)
+        cell.keep("f a dozen λ", model, cpu_seconds=time.process_time() - began, **found)
 
 
 def constant(cell: Cell, value: float) -> None:
@@ -230,7 +198,7 @@ CONTENDERS: dict[str, Callable[[Cell], None]] = {
         for weight in CONTRASTS
     },
     **{f"gates, {name}": partial(gates_by, name=name) for name in OBJECTIVES},
-    "f a dozen λ": evolved,
+    "f a dozen λ": a_dozen,
     **{f"LoRA, {name}": partial(lora_by, name=name) for name in ON_LORA},
 }
 

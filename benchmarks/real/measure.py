@@ -83,10 +83,11 @@ class Asked:
         return "retention" if self.split == "retention" else f"{self.split} T={self.temperature:g}"
 
 
-def asked_of(design: dict[str, Any]) -> list[Asked]:
-    """Everything a method is asked, in the order of running."""
+def asked_of(design: dict[str, Any], method: str = "LoRA") -> list[Asked]:
+    """Everything a method is asked, in the order of running; development questions, if it is one to be chosen by them."""
     heats = [(float(heat), samples) for heat, samples in design["asked"]["temperatures"].items()]
-    answers = [Asked(split, *heat) for split in ("test", "dev") for heat in reversed(heats)]
+    chosen = method in ("LoRA", "base", *design["automatic"]) or "constant" in design["methods"][method]
+    answers = [Asked(split, *heat) for split in ("test", "dev")[: 1 + chosen] for heat in reversed(heats)]
     return [*answers, Asked("retention")]
 
 
@@ -422,9 +423,9 @@ def run_cell(
         OutOfTime: before a step that would not fit.
     """
     own, of_base = records
-    everything = everything or asked_of(cell.design)
-    written = [one for one in everything if one.split == "retention"]
-    for method, asked in [("base", written), *((method, everything) for method in methods)]:
+    plan = {method: everything or asked_of(cell.design, method) for method in methods}
+    written = [] if everything else [Asked("retention")]
+    for method, asked in [("base", written), *plan.items()]:
         record = of_base if method == "base" else own
         if all((method, one.what) in record.lines for one in asked):
             continue

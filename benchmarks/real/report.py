@@ -13,7 +13,6 @@ the reverse. `--docs` puts the tables between the markers of a page.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,20 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forms import ADAPTER, GREEDY, REST, Lines, are_longer, forms, scores, share_of_longer_rows, weighed
 from measure import RECORDS, Asked, asked_of, read_design, records_of, situation_of
-from measure import REST as OF_REST
 
 from loragate.evaluation import average_at_k, compare
+from loragate.evaluation.statistics import Difference
 from loragate.files import write_text
 from loragate.gates.range import Range
 from loragate.selection.candidate import Candidate
 from loragate.selection.recommend import recommend
 
 MARKS = ("<!-- study: begin -->", "<!-- study: end -->")
-ADAPTER = "LoRA"
-GREEDY = Asked("test").what
-REST = OF_REST[0].what
-FORMULA, OPERATION = re.compile(r"\\boxed\{(.*?)\}"), re.compile(r"[-+*/]")
 HEAD = (
     "method",
     "T = 1",
@@ -47,14 +43,6 @@ HEAD = (
     "λ < 0 / > 1, %",
     "retention",
 )
-
-Lines = Mapping[tuple[str, str], Mapping[str, Any]]
-"""The lines of one cell's record: {(method, what): line}."""
-
-
-def scores(line: Mapping[str, Any]) -> np.ndarray:
-    """The verdicts of a line, [questions, samples], 0 or 1."""
-    return np.array([int(one) for one in line["correct"]], dtype=float).reshape(-1, line["samples"])
 
 
 def heats(design: dict[str, Any], split: str = "test") -> list[Asked]:
@@ -80,12 +68,6 @@ def ledger(lines: Lines, method: str, what: str = GREEDY) -> tuple[int, int] | N
     return int(((own == 1) & (other == 0)).sum()), int(((own == 0) & (other == 1)).sum())
 
 
-def are_longer(line: Mapping[str, Any]) -> np.ndarray:
-    """Which of the first answers have a formula with two operations or more, [Q]."""
-    formulas = [FORMULA.search(texts[0]) for texts in line["texts"]]
-    return np.array([bool(found) and len(OPERATION.findall(found[1])) > 1 for found in formulas])
-
-
 def agreement_of_forms(records: Mapping[str, Lines]) -> str:
     """How far the greedy scores go with the share of longer formulas, over cells and methods; the base writes no formula."""
     greedy = [
@@ -106,13 +88,6 @@ def agreement_of_forms(records: Mapping[str, Lines]) -> str:
     )
 
 
-def forms(line: Mapping[str, Any]) -> str:
-    """Share of the first answers whose formula has two operations or more, and of the others those that are right; percents."""
-    long_Q = are_longer(line)
-    others = scores(line)[~long_Q, 0]
-    return f"{100 * long_Q.mean():.0f} / {100 * others.mean():.0f}" if len(others) else "100 / –"
-
-
 def perplexity(line: Mapping[str, Any]) -> float:
     """Of the base's own solutions."""
     return float(np.exp(-sum(line["log_likelihoods"]) / sum(line["tokens"])))
@@ -120,6 +95,10 @@ def perplexity(line: Mapping[str, Any]) -> float:
 
 def points(value: float) -> str:
     return f"{100 * value:+.1f}"
+
+
+def interval(gap: Difference) -> str:
+    return f"{points(gap.mean)} ({points(gap.low)} to {points(gap.high)})"
 
 
 def row(lines: Lines, method: str, asked: list[Asked]) -> list[str]:
@@ -137,8 +116,7 @@ def row(lines: Lines, method: str, asked: list[Asked]) -> list[str]:
     elif method == ADAPTER:
         cells.append(f"{100 * own.mean():.1f}")
     else:
-        gap = compare(own[:, None], other[:, None])
-        cells.append(f"{points(gap.mean)} ({points(gap.low)} to {points(gap.high)})")
+        cells.append(interval(compare(own[:, None], other[:, None])))
     kept = ledger(lines, method)
     cells.append("" if method == ADAPTER else "not run" if kept is None else f"{kept[0]} / {kept[1]}")
     cells.append(forms(lines[method, GREEDY]) if (method, GREEDY) in lines else "not run")
@@ -204,29 +182,43 @@ def cell_part(name: str, lines: Lines, design: dict[str, Any]) -> str:
     rows = [row(lines, method, asked) for method in methods]
     rule = ["---", *["---:"] * (len(HEAD) - 1)]
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in (HEAD, rule, *rows))
-    parts = [f"**{name}.** {development(lines, design)}", table, automatic(lines, design), rest_part(lines, design)]
+    parts = [
+        f"**{name}.** {development(lines, design)}",
+        table,
+        automatic(lines, design),
+        rest_part(name, lines, design),
+    ]
     return "\n\n".join(filter(None, parts))
 
 
-def rest_part(lines: Lines, design: dict[str, Any]) -> str:
-    """Greedy answers to the rest of the pool, where it was asked: nine in ten of its questions need two operations."""
+def rest_part(name: str, lines: Lines, design: dict[str, Any]) -> str:
+    """Greedy answers to the rest of the pool, where it was asked, and test and rest weighed as the cell's rows are."""
     rows = []
     for method in design["methods"]:
         if (line := lines.get((method, REST))) is None:
             continue
         own, found = scores(line), average_at_k(scores(line))
-        cells = [method, f"{100 * found.mean:.1f} ({100 * found.low:.1f}–{100 * found.high:.1f})", "", ""]
+        cells = [method, f"{100 * found.mean:.1f} ({100 * found.low:.1f}–{100 * found.high:.1f})", "", "", forms(line)]
         if method != ADAPTER and (kept := ledger(lines, method, REST)) is not None:
-            gap = compare(own, scores(lines[ADAPTER, REST]))
-            cells[2:] = [f"{points(gap.mean)} ({points(gap.low)} to {points(gap.high)})", f"{kept[0]} / {kept[1]}"]
-        rows.append(f"| {' | '.join([*cells, forms(line)])} |")
+            cells[2:4] = [interval(compare(own, scores(lines[ADAPTER, REST]))), f"{kept[0]} / {kept[1]}"]
+        both = {(who, what) for who in (method, ADAPTER) for what in (GREEDY, REST)} <= set(lines)
+        mean, gap = weighed(name, lines, method) if both else (None, None)
+        cells += [
+            "" if mean is None else f"{100 * mean:.1f}",
+            "" if gap is None or method == ADAPTER else interval(gap),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
     if not rows:
         return ""
+    share = 100 * share_of_longer_rows(name)
     head = [
-        "Greedily, on the rest of the pool, where nine questions in ten need two operations:",
+        "Greedily, on the rest of the pool, where nine questions in ten need two operations. Weighed: "
+        f"{share:.0f} % of this score and {100 - share:.0f} % of the test's, "
+        "as the cell's rows are.",
         "",
-        "| method | right, % | against the adapter | fixes / breaks | longer formulas / right of the others, % |",
-        "|---|---:|---:|---:|---:|",
+        "| method | right, % | against the adapter | fixes / breaks | longer formulas / right of the others, % "
+        "| weighed, % | weighed, against the adapter |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     return "\n".join([*head, *rows])
 
@@ -268,7 +260,7 @@ def over_cells(records: Mapping[str, Lines], design: dict[str, Any], which: str 
             for one in asked
         ]
         gaps = [compare(*(np.mean(side, axis=0)[:, None] for side in sides)) for sides in [*each, zip(*pairs.values())]]
-        cells = [f"{points(gap.mean)} ({points(gap.low)} to {points(gap.high)})" for gap in gaps]
+        cells = [interval(gap) for gap in gaps]
         found = [kept for name in pairs if (kept := ledger(records[name], method)) is not None]
         counted = f"{sum(one for one, _ in found)} / {sum(one for _, one in found)}"
         rows.append(f"| {method} | {len(pairs)} | {' | '.join(cells)} | {counted} |")

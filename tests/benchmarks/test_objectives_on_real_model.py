@@ -131,19 +131,27 @@ def test_every_contender_learns_and_answers_and_a_stopped_run_goes_on(cell, tmp_
     assert list(record.lines) == [(name, what) for name in drawn for what in whats]
     for name in drawn:
         found = record.lines[name, "training"]
-        assert len(found["losses"]) == 2
+        if name.startswith("f "):
+            assert len(found["rounds"]) == 2
+            assert len(found["constants"]) > 4  # kinds, of thirds of the layers
+        else:
+            assert len(found["losses"]) == 2
         assert ("gates" in found) == name.startswith("gates")
         assert len(record.lines[name, "test T=0.3"]["correct"]) == 8
     assert json.loads((cell.folder / "summary.json").read_text(encoding="utf-8"))["questions"] == 8
     # with weights on file nothing is trained or drawn again
     monkeypatch.setattr("objectives.real.fit", None)
+    monkeypatch.setattr("objectives.real.evolved", None)
     again = RealCell(cell.study, replace(cell.loaded), tmp_path / "out")
     again.max_new_tokens = cell.max_new_tokens
-    taken = record.lines.pop(("gates, a flips", "test T=1"))
+    taken = [record.lines.pop((name, "test T=1")) for name in ("gates, a flips", "f a dozen λ")]
     run_cell(again, record, measure.Budget(10), drawn)
     found = measure.Record(record.path).lines
     assert found.keys() == record.lines.keys()
-    assert found["gates, a flips", "test T=1"]["texts"] == taken["texts"]
+    assert [found[one["method"], one["what"]]["texts"] for one in taken] == [one["texts"] for one in taken]
+    # the rest of the pool, in place of the test
+    run_cell(again, record, measure.Budget(10), ["gates, c margin"], rest=True)
+    assert list(record.lines)[-1] == ("gates, c margin", "rest T=0")
     before = dict(cell.frozen.named_parameters())
     after = dict(cell.trained("LoRA, a flips")[0].named_parameters())
     assert {path for path in before if not torch.equal(before[path], after[path])} == {
@@ -163,3 +171,19 @@ def test_the_real_cell_stands_beside_the_trials(cell, tmp_path):
     assert rows["gates, a flips"][4].strip() == "not run"
     assert " to " in rows["gates, a flips"][7]
     assert rows["LoRA, a flips"][3].strip() == "not run"
+
+
+def test_both_kinds_of_questions_stand_side_by_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "RECORDS", tmp_path / "study")
+    study, trial = (measure.Record(tmp_path / name / "clean-1.jsonl.gz") for name in ("study", "trial"))
+    short, long = "\\boxed{1 + 1}", "\\boxed{(1 + 1) * 2}"
+    for record, method, test, rest in ((study, "LoRA", "11110000", "10"), (trial, "gates, c margin", "11000000", "11")):
+        for what, correct in (("test T=0", test), ("rest T=0", rest)):
+            texts = [[long if verdict == "1" else short] for verdict in correct]
+            record.add({"method": method, "what": what, "samples": 1, "correct": correct, "texts": texts})
+    share = report.forms.share_of_longer_rows("clean-1")
+    assert 0.5 < share < 0.7
+    *_, adapter, gates = report.both_kinds(tmp_path / "trial").splitlines()
+    assert adapter == "| clean-1: adapter | 50.0 | 50 | 50.0 | 50 |  |  |"
+    assert gates.startswith("| clean-1: gates, c margin | 25.0 | 25 | 100.0 | 100 | +50.0 (")
+    assert f"| {100 * (0.5 * share - 0.25 * (1 - share)):+.1f} (" in gates

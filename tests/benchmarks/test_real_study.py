@@ -204,14 +204,32 @@ def test_the_rest_of_the_pool_has_a_table_where_it_was_asked(scripts, design):
     right, left = np.array([[1], [1], [0], [0]]), np.array([[1], [0], [0], [1]])
     lines = {(name, "rest T=0"): line(name, "rest T=0", one) for name, one in (("LoRA", right), ("DFT", left))}
     assert "rest of the pool" in scripts.report.cell_part("clean-1", lines, design)
-    *_, adapter, dft = scripts.report.rest_part(lines, design).splitlines()
+    *_, adapter, dft = scripts.report.rest_part("clean-1", lines, design).splitlines()
     assert adapter.startswith("| LoRA | 50.0 (")
-    assert adapter.endswith(" |  |  | 50 / 0 |")
+    assert adapter.endswith(" |  |  | 50 / 0 |  |  |")
     assert "| +0.0 (" in dft
-    assert dft.endswith(" | 1 / 1 | 50 / 0 |")
+    assert dft.endswith(" | 1 / 1 | 50 / 0 |  |  |")
+    # with the test, both are weighed as the rows are
+    tests = {(name, "test T=0"): line(name, "test T=0", one) for name, one in (("LoRA", right), ("DFT", 1 - 0 * left))}
+    *_, adapter, dft = scripts.report.rest_part("clean-1", lines | tests, design).splitlines()
+    assert adapter.endswith("| 50.0 |  |")
+    share = scripts.report.share_of_longer_rows("clean-1")
+    assert f"| {100 * (1 - share / 2):.1f} | {50 * (1 - share):+.1f} (" in dft
     only = {"texts": [[r"\boxed{1 + 2 - 3}"]], "correct": "1", "samples": 1}
     assert scripts.report.forms(only) == "100 / –"
-    assert scripts.report.rest_part(record(LoRA={"0": [[1]]}), design) == ""
+    assert scripts.report.rest_part("clean-1", record(LoRA={"0": [[1]]}), design) == ""
+
+
+def test_development_questions_are_for_what_is_chosen_by_them(measure, design):
+    asked = {name: {one.split for one in measure.asked_of(design, name)} for name in design["methods"]}
+    assert {name for name, splits in asked.items() if "dev" in splits} == {
+        "LoRA",
+        "base",
+        "λ=0.5",
+        "λ=1.5",
+        *design["automatic"],
+    }
+    assert all({"test", "retention"} <= splits for splits in asked.values())
 
 
 def test_another_family_has_its_table_and_is_in_no_average(scripts, design):

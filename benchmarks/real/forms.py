@@ -1,0 +1,62 @@
+"""Questions of one operation and of two: the form of answers, and scores weighed as the rows are.
+
+The test's questions need one operation; nine in ten of the rest of the pool need two, as do 59 % of the rows that adapters
+and gates learn from. Scores on one kind alone reward a model for the form that it prefers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from measure import REST as OF_REST
+from measure import Asked, demonstrations, read_design, situation_of
+
+from loragate.evaluation.statistics import Difference, compare_suites
+
+Lines = Mapping[tuple[str, str], Mapping[str, Any]]
+"""The lines of one cell's record: {(method, what): line}."""
+
+ADAPTER = "LoRA"
+GREEDY = Asked("test").what
+REST = OF_REST[0].what
+FORMULA, OPERATION = re.compile(r"\\boxed\{(.*?)\}"), re.compile(r"[-+*/]")
+
+
+def scores(line: Mapping[str, Any]) -> np.ndarray:
+    """The verdicts of a line, [questions, samples], 0 or 1."""
+    return np.array([int(one) for one in line["correct"]], dtype=float).reshape(-1, line["samples"])
+
+
+def is_longer(text: str) -> bool:
+    """Whether the formula in the box has two operations or more; not, if there is none."""
+    formula = FORMULA.search(text)
+    return formula is not None and len(OPERATION.findall(formula[1])) > 1
+
+
+def are_longer(line: Mapping[str, Any]) -> np.ndarray:
+    """`is_longer` of the first answers, [Q]."""
+    return np.array([is_longer(texts[0]) for texts in line["texts"]])
+
+
+def forms(line: Mapping[str, Any]) -> str:
+    """Share of the first answers whose formula has two operations or more, and of the others those that are right; percents."""
+    long_Q = are_longer(line)
+    others = scores(line)[~long_Q, 0]
+    return f"{100 * long_Q.mean():.0f} / {100 * others.mean():.0f}" if len(others) else "100 / –"
+
+
+def share_of_longer_rows(cell: str) -> float:
+    """Of the rows that a cell deals to adapters and gates."""
+    halves = demonstrations(situation_of(cell, read_design()), int(cell.rsplit("-", 1)[1]))
+    return float(np.mean([is_longer(row["response"]) for rows in halves.values() for row in rows]))
+
+
+def weighed(cell: str, lines: Lines, method: str) -> tuple[float, Difference]:
+    """A method's greedy score with test and rest weighed as the cell's rows are, and its `Difference` to the adapter's."""
+    share = share_of_longer_rows(cell)
+    own, other = ([scores(lines[who, what]) for what in (GREEDY, REST)] for who in (method, ADAPTER))
+    mean = (1 - share) * own[0].mean() + share * own[1].mean()
+    return float(mean), compare_suites(own, other, weights=(1 - share, share))
