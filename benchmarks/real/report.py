@@ -28,8 +28,10 @@ from loragate.evaluation.statistics import Difference
 from loragate.files import write_text
 from loragate.gates.range import Range
 from loragate.selection.candidate import Candidate
+from loragate.selection.forms import forms_of, other_forms
 from loragate.selection.recommend import recommend
 
+LOST = 5  # points, of a method that the sign should have marked
 MARKS = ("<!-- study: begin -->", "<!-- study: end -->")
 HEAD = (
     "method",
@@ -223,6 +225,48 @@ def rest_part(name: str, lines: Lines, design: dict[str, Any]) -> str:
     return "\n".join([*head, *rows])
 
 
+def marked(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
+    """Where both kinds of questions were asked: does the sign that `calibrate` prints go with a loss on one of them?
+
+    The sign is read from the greedy test answers.
+    """
+    rows: list[str] = []
+    lost: dict[bool, list[bool]] = {True: [], False: []}
+    for name, lines in records.items():
+        both = [method for method in design["methods"] if {(method, GREEDY), (method, REST)} <= set(lines)]
+        for method in both if ADAPTER in both else ():
+            if method == ADAPTER:
+                continue
+            found = other_forms(
+                *(forms_of(texts[0] for texts in lines[who, GREEDY]["texts"]) for who in (method, ADAPTER))
+            )
+            gaps = [
+                float((scores(lines[method, what]) - scores(lines[ADAPTER, what])).mean()) for what in (GREEDY, REST)
+            ]
+            lost[found["told"]].append(100 * min(gaps) <= -LOST)
+            cells = [
+                f"{name}: {method}",
+                f"{100 * found['shifted']:.0f}",
+                f"{found['spread']:.1f} / {found['adapter_spread']:.1f}",
+                "marked" if found["told"] else "",
+                *map(points, gaps),
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
+    if not rows:
+        return ""
+    head = [
+        "**The sign of narrowed answers** against what was lost, where both kinds of questions were asked:",
+        "",
+        "| | shifted, % | forms / the adapter's | | test, points | rest, points |",
+        "|---|---:|---:|---|---:|---:|",
+    ]
+    said = (
+        f"Of {len(lost[True])} that are marked {sum(lost[True])} lose {LOST} points or more on one of the two kinds, of "
+        f"{len(lost[False])} that are not {sum(lost[False])}."
+    )
+    return "\n".join([*head, *rows, "", said])
+
+
 def over_seeds(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     """Best against best of every situation that has several seeds: the mean of the cells and each cell's own."""
     asked, rows = heats(design), []
@@ -280,6 +324,7 @@ def tables(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     alike = {name: records[name] for name in records if "base" not in situation_of(name, design)}
     parts += [part] if (part := over_cells(alike, design)) else []
     parts += [part] if (part := agreement_of_forms(alike)) else []
+    parts += [part] if (part := marked(records, design)) else []
     later = {name: lines for name, lines in alike.items() if not name.endswith("-0")}  # whose predictions knew seed 0
     parts += [part] if (part := over_cells(later, design, "the cells of later seeds alone")) else []
     parts.append(over_seeds(records, design) if records else "No answer to a test question has been drawn yet.")

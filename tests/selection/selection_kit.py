@@ -41,12 +41,12 @@ class FakeEngine:
     """Answers "w3" to `right[acting gates]` questions, spread over all; `ended` and `tokens` by gates as well.
 
     A key (gates, temperature) counts before the gates alone, and what is not named is as right as `other`. `retained` are
-    the right ones of `RETAINED` questions.
+    the right ones of `RETAINED` questions, and `wrong` what is said to the others.
     """
 
-    def __init__(self, model, right, ended=None, tokens=None, retained=None, other=0):
+    def __init__(self, model, right, ended=None, tokens=None, retained=None, other=0, wrong=None):
         self.model, self.right, self.ended, self.tokens = model, right, ended or {}, tokens or {}
-        self.retained, self.other = retained or right, other
+        self.retained, self.other, self.wrong = retained or right, other, wrong or {}
         self.asked = []
 
     def generate(self, prompts, config, on_progress=None, *, pending=None, on_samples=None):
@@ -62,7 +62,7 @@ class FakeEngine:
             sample(
                 question,
                 index,
-                "w3" if question * 37 % len(prompts) < right else "w9",
+                "w3" if question * 37 % len(prompts) < right else self.wrong.get(key, "w9"),
                 self.tokens.get(key, 3),
                 question >= self.ended.get(key, 0),
             )

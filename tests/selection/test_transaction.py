@@ -611,6 +611,21 @@ def test_what_there_is_to_learn_from_own_answers_is_recorded(tmp_path):
     assert "own_answers" not in record_of(begin(tmp_path / "entropy", right, [TWO], count=32).run())
 
 
+def test_gates_that_give_up_a_form_of_answers_are_told_of(tmp_path):
+    """Where they are right they are better by saying less; a probe of one kind of questions cannot show what that costs."""
+    right = {None: 10, (0, 1): 30}
+    found = record_of(begin(tmp_path / "given up", right, [TWO], wrong={None: "either of two"}).run())
+    told = found["forms"]
+    assert (told["answers"], told["form"], told["share"], told["adapter_share"]) == (32, "wn", 1.0, 10 / 32)
+    assert (told["shifted"], told["spread"]) == (22 / 32, 1.0)
+    (phrase,) = found["warnings"]["[0,1]"]
+    assert "69 % of the answers have gone to other forms" in phrase
+    both = dict.fromkeys((None, (0, 1)), "either of two")
+    kept = record_of(begin(tmp_path / "kept", {None: 20, (0, 1): 26}, [TWO], wrong=both).run())
+    assert (kept["picked"], kept["forms"]["told"], kept["warnings"]) == ("[0,1]", False, {})
+    assert "forms" not in record_of(begin(tmp_path / "adapter", {None: 10, (0, 1): 2}, [TWO]).run())
+
+
 def test_own_answers_teach_nothing_where_that_is_shown_and_not_contradicted():
     greedy, never = np.zeros((60, 1)), np.zeros((60, 4))
     once = np.zeros((4, 4))

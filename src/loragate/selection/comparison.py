@@ -20,7 +20,8 @@ from loragate.errors import DivergenceError
 from loragate.evaluation import average_at_k, compare
 from loragate.evaluation.statistics import pass_where_greedy_fails
 from loragate.files import read_json
-from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, Candidate
+from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, GATES, Candidate
+from loragate.selection.forms import other_forms, said_of
 from loragate.selection.probe import COOL, Probe, Scored, looks_worse, unread
 from loragate.selection.recommend import Recommendation, believe, halve, most_answers, recommend
 from loragate.selection.store import PART, TRAINED, Store, TrialResult
@@ -256,6 +257,7 @@ class Comparison:
             },
             "retention": kept,
             "confirmation": self.confirmation,
+            "forms": self._forms(setting),
             "own_answers": own_answers(alone) if sampled and self.probe.kind == "labelled" else None,
         }
         return {
@@ -300,6 +302,13 @@ class Comparison:
                 row["against_adapter"] = asdict(compare(scores[:count], self._probed(alone).scores[:count]))
         return row
 
+    def _forms(self, setting: Candidate) -> dict[str, Any]:
+        """How what is recommended has come to prefer other forms of answers than the adapter; greedily, where both were asked."""
+        greedy = [replace(one, temperature=0.0) for one in (setting.model, Candidate(None, ADAPTER))]
+        if setting.kind not in (CONSTANT, GATES) or not self.results.keys() >= set(greedy):
+            return {}
+        return other_forms(*(self._probed(one).forms for one in greedy))
+
     def _warnings(self, setting: Candidate, name: str) -> dict[str, list[str]]:
         """How the answers of what is recommended look worse than the adapter's sampled alike, and what ended a training."""
         alone = self._probed(Candidate(None, ADAPTER, temperature=setting.temperature))
@@ -307,7 +316,9 @@ class Comparison:
         if setting.kind != ADAPTER:
             training = read_json(self.store.place(setting.model) / TRAINED).get("training", {})
             stopped = [training["stopped"]] if training.get("stopped") else []
-            found[name] = [*stopped, *looks_worse(self._probed(setting).signs, alone.signs)]
+            forms = self._forms(setting)
+            told = [said_of(forms)] if forms.get("told") else []
+            found[name] = [*stopped, *looks_worse(self._probed(setting).signs, alone.signs), *told]
         return {key: phrases for key, phrases in found.items() if phrases}
 
 

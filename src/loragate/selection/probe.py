@@ -25,6 +25,7 @@ from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
 from loragate.files import read_json, write_json
 from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
+from loragate.selection.forms import forms_of
 from loragate.training.guards import GuardLimits, Reading, breaches, take_reading
 from loragate.training.rollouts import as_answers
 
@@ -48,6 +49,7 @@ class Scored:
         answers_sha256: over the tokens of all answers; equal for equal answers.
         questions: fingerprint of questions and sampling.
         about: description of the questions (`Probe.as_dict`).
+        forms: how many answers have each form, see `forms_of`; empty in records of earlier versions.
     """
 
     scores: np.ndarray
@@ -55,6 +57,7 @@ class Scored:
     answers_sha256: str
     questions: str
     about: dict[str, Any] = field(default_factory=dict)
+    forms: dict[str, int] = field(default_factory=dict)
 
     def with_more(self, more: Scored) -> Scored:
         """The same with further questions; signs are means over the answers of both."""
@@ -66,6 +69,7 @@ class Scored:
                 name: (here * sign + there * more.signs[name]) / (here + there) for name, sign in self.signs.items()
             },
             answers_sha256=digest([self.answers_sha256, more.answers_sha256]),
+            forms=dict(Counter(self.forms) + Counter(more.forms)),
         )
 
 
@@ -187,7 +191,8 @@ class Probe:
             scores[sample.question - start, sample.sample] = float(grade.correct)
         answers = [[sample.question, sample.sample, list(sample.token_ids)] for sample in samples]
         signs = signs_of(samples, [grade.extracted for grade in grades])
-        return Scored(scores, signs, digest(answers), self.fingerprint, self.as_dict())
+        forms = forms_of(sample.text for sample in samples)
+        return Scored(scores, signs, digest(answers), self.fingerprint, self.as_dict(), forms)
 
     def at(self, temperature: float | None) -> Probe:
         """The same questions, sampled at another temperature, greedily once each; None leaves it."""

@@ -225,4 +225,5 @@ def _scored(record: dict[str, Any] | None) -> Scored | None:
     scores = np.array(record["scores"], dtype=np.float64)
     if scores.ndim != 2 or not scores.size or not np.isfinite(scores).all():
         raise ValueError("not a table of scores")
-    return Scored(scores, record["signs"], record["answers_sha256"], record["questions"], record.get("about", {}))
+    about, forms = (record.get(name, {}) for name in ("about", "forms"))
+    return Scored(scores, record["signs"], record["answers_sha256"], record["questions"], about, forms)
