@@ -220,6 +220,19 @@ def test_the_rest_of_the_pool_has_a_table_where_it_was_asked(scripts, design):
     assert scripts.report.rest_part("clean-1", record(LoRA={"0": [[1]]}), design) == ""
 
 
+def test_a_method_is_marked_by_its_test_answers_and_held_against_both_losses(scripts, design):
+    # in these records right answers are longer ones: DFT goes to one form and loses the rest, LoRA continued goes nowhere
+    own, gone = np.array([[1], [1], [0], [0]]), np.array([[0], [0], [0], [0]])
+    lines = {}
+    for name, test, rest in (("LoRA", own, own), ("DFT", gone, gone), ("LoRA continued", own, gone)):
+        lines |= {(name, what): line(name, what, one) for what, one in (("test T=0", test), ("rest T=0", rest))}
+    text = scripts.report.marked({"clean-1": lines, "few-0": record(LoRA={"0": own})}, design)
+    assert "| clean-1: DFT | 50 | 1.0 / 2.0 | marked | -50.0 | -50.0 |" in text
+    assert "| clean-1: LoRA continued | 0 | 2.0 / 2.0 |  | +0.0 | -50.0 |" in text
+    assert text.endswith("Of 1 that are marked 1 lose 5 points or more on one of the two kinds, of 1 that are not 1.")
+    assert scripts.report.marked({"few-0": record(LoRA={"0": own})}, design) == ""
+
+
 def test_development_questions_are_for_what_is_chosen_by_them(measure, design):
     asked = {name: {one.split for one in measure.asked_of(design, name)} for name in design["methods"]}
     assert {name for name, splits in asked.items() if "dev" in splits} == {
