@@ -109,7 +109,7 @@ class RealCell(Learner):
         """A contender's model, and how its training went; trained now unless its weights are there."""
         model = copy.deepcopy(self.frozen)
         if name.startswith("f "):
-            return model, self.evolved(name, model)
+            return model, self.a_dozen(name, model)
         if name.startswith("gates"):
             attach_gates(model, GateConfig(*RANGE, seed=self.seed))
             parameters = gate_parameters(model)
@@ -140,7 +140,7 @@ class RealCell(Learner):
         told.write_text(json.dumps(training), encoding="utf-8")
         return model, training
 
-    def evolved(self, name: str, model: Any) -> dict[str, Any]:
+    def a_dozen(self, name: str, model: Any) -> dict[str, Any]:
         """A dozen λ, set on the model: found now unless they are on file."""
         attach_gates(model, GateConfig(*LIMITS, seed=self.seed))
         place = self.folder / f"{name}.json"
@@ -189,7 +189,8 @@ def run_cell(
             raise measure.OutOfTime
         with budget.spent("training"):
             model, training = cell.trained(name)
-        record.add({"method": name, "what": "training", **training})
+        if (name, "training") not in record.lines:  # who is trained again keeps the first's
+            record.add({"method": name, "what": "training", **training})
         cell.study.fill(record, name, replace(cell.loaded, model=model), wanted, budget)
 
 

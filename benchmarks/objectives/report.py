@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/, which holds objectives/
-sys.path.insert(0, str(Path(__file__).parents[1] / "real"))  # which holds forms.py
+sys.path.insert(0, str(Path(__file__).parents[1] / "real"))  # which holds kinds.py
 
-import forms
+import kinds
 import numpy as np
 from scipy.stats import t as student
 
@@ -216,22 +216,30 @@ def column(contender: str, cells: Sequence[dict[str, dict[str, Any]]], heat: str
 
 
 def trainings(cells: Cells) -> str:
-    """How the contenders' training on the real model went; a loss compares with itself alone, the first with the last."""
+    """How the contenders' training on the real model went.
+
+    A loss compares with itself alone, the first with the last. A dozen λ have no loss: their rounds have mean scores.
+    """
     parts = ["| | first five losses | last five | λ mean | λ < 0 | λ > 1 | CPU minutes |", f"|---|{'---:|' * 6}"]
     for name in (name for name in cells if name.startswith(REAL)):
         for contender in CONTENDERS:
             found = cells[name].get(contender, {}).get("training")
-            if found is None or "losses" not in found:  # a dozen λ have none
+            if found is None:
                 continue
-            first, last = np.mean(found["losses"][:5]), np.mean(found["losses"][-5:])
-            acting = found.get("gates")
+            if rounds := found.get("rounds"):
+                values = np.array(list(found["constants"].values()))
+                ends = [f"{100 * rounds[at]:.1f} % in the {place} round" for at, place in ((0, "first"), (-1, "last"))]
+                acting = {"mean": values.mean(), "below_zero": (values < 0).mean(), "above_one": (values > 1).mean()}
+            else:
+                ends = [f"{np.mean(found['losses'][part]):.3f}" for part in (slice(5), slice(-5, None))]
+                acting = found.get("gates")
             shares = (
                 [f"{acting['mean']:.2f}", *(f"{100 * acting[key]:.0f} %" for key in ("below_zero", "above_one"))]
                 if acting
                 else ["–"] * 3
             )
-            minutes = (found["preparing_cpu_seconds"] + found["training_cpu_seconds"]) / 60
-            parts.append(f"| {name}: {contender} | {first:.3f} | {last:.3f} | {' | '.join(shares)} | {minutes:.1f} |")
+            minutes = (found.get("preparing_cpu_seconds", 0.0) + found["training_cpu_seconds"]) / 60
+            parts.append(f"| {name}: {contender} | {' | '.join(ends)} | {' | '.join(shares)} | {minutes:.1f} |")
     return "\n".join(parts)
 
 
@@ -245,18 +253,19 @@ def both_kinds(folder: Path = RECORDS) -> str:
         cell = place.name.removesuffix(".jsonl.gz")
         study, _ = measure.records_of(cell, measure.read_design(), measure.RECORDS)
         lines = {**study.lines, **measure.Record(place).lines}
-        asked = [name for name in (forms.ADAPTER, *CONTENDERS) if (name, forms.REST) in lines]
-        for name in asked if forms.ADAPTER in asked else ():
-            told = [lines[name, what] for what in (forms.GREEDY, forms.REST)]
+        both = (kinds.GREEDY, kinds.REST)
+        asked = [name for name in (kinds.ADAPTER, *CONTENDERS) if all((name, what) in lines for what in both)]
+        for name in asked if kinds.ADAPTER in asked else ():
+            told = [lines[name, what] for what in both]
             row = [
-                f"{100 * of(one).mean():.{d}f}" for one in told for of, d in ((forms.scores, 1), (forms.are_longer, 0))
+                f"{100 * of(one).mean():.{d}f}" for one in told for of, d in ((kinds.scores, 1), (kinds.are_longer, 0))
             ]
             gaps = [
-                compare(*(forms.scores(lines[who, forms.REST]) for who in (name, forms.ADAPTER))),
-                forms.weighed(cell, lines, name)[1],
+                compare(*(kinds.scores(lines[who, kinds.REST]) for who in (name, kinds.ADAPTER))),
+                kinds.weighed(cell, lines, name)[1],
             ]
-            row += ["", ""] if name == forms.ADAPTER else [points(gap) for gap in gaps]
-            parts.append(f"| {cell}: {'adapter' if name == forms.ADAPTER else name} | {' | '.join(row)} |")
+            row += ["", ""] if name == kinds.ADAPTER else [points(gap) for gap in gaps]
+            parts.append(f"| {cell}: {'adapter' if name == kinds.ADAPTER else name} | {' | '.join(row)} |")
     return "\n".join(parts)
 
 

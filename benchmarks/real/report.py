@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from forms import ADAPTER, GREEDY, REST, Lines, are_longer, forms, scores, share_of_longer_rows, weighed
+from kinds import ADAPTER, GREEDY, REST, Lines, are_longer, longer_and_right, scores, share_of_longer_rows, weighed
 from measure import RECORDS, Asked, asked_of, read_design, records_of, situation_of
 
 from loragate.evaluation import average_at_k, compare
@@ -28,7 +28,7 @@ from loragate.evaluation.statistics import Difference
 from loragate.files import write_text
 from loragate.gates.range import Range
 from loragate.selection.candidate import Candidate
-from loragate.selection.forms import forms_of, other_forms
+from loragate.selection.forms import form_of, other_forms
 from loragate.selection.recommend import recommend
 
 LOST = 5  # points, of a method that the sign should have marked
@@ -121,7 +121,7 @@ def row(lines: Lines, method: str, asked: list[Asked]) -> list[str]:
         cells.append(interval(compare(own[:, None], other[:, None])))
     kept = ledger(lines, method)
     cells.append("" if method == ADAPTER else "not run" if kept is None else f"{kept[0]} / {kept[1]}")
-    cells.append(forms(lines[method, GREEDY]) if (method, GREEDY) in lines else "not run")
+    cells.append(longer_and_right(lines[method, GREEDY]) if (method, GREEDY) in lines else "not run")
     share = lines.get((method, "training"), {}).get("gates")
     cells.append("" if share is None else f"{100 * share['below_zero']:.0f} / {100 * share['above_one']:.0f}")
     line = lines.get((method, "retention"))
@@ -136,13 +136,14 @@ def automatic(lines: Lines, design: dict[str, Any]) -> str:
         return "The automatic choice: not run."
     warm = {one: found for one, found in probe.items() if one.temperature == 1 and one.kind in ("adapter", "gates")}
     former = max(warm, key=lambda one: warm[one].mean())  # the adapter comes first and wins ties
-    now = recommend(probe).setting
+    now, cold = recommend(probe).setting, Candidate(None, temperature=0.0, objective="adapter")
     scored = {one: float(found.mean()) for one, found in test.items()}
     top = max(scored, key=lambda one: scored[one])
     said = [
         f"{rule} {one.cell}, {points(scored[one] - scored[top])} points from the best of {len(test)} settings on the test"
         for rule, one in (("by the answers at T = 1 alone (the former rule)", former), ("as recommended now,", now))
     ]
+    said += [f"without asking anything, {cold.cell}, {points(scored[cold] - scored[top])} points"]
     return f"The automatic choice by the development answers: {'; '.join(said)} ({top.cell})."
 
 
@@ -200,7 +201,13 @@ def rest_part(name: str, lines: Lines, design: dict[str, Any]) -> str:
         if (line := lines.get((method, REST))) is None:
             continue
         own, found = scores(line), average_at_k(scores(line))
-        cells = [method, f"{100 * found.mean:.1f} ({100 * found.low:.1f}–{100 * found.high:.1f})", "", "", forms(line)]
+        cells = [
+            method,
+            f"{100 * found.mean:.1f} ({100 * found.low:.1f}–{100 * found.high:.1f})",
+            "",
+            "",
+            longer_and_right(line),
+        ]
         if method != ADAPTER and (kept := ledger(lines, method, REST)) is not None:
             cells[2:4] = [interval(compare(own, scores(lines[ADAPTER, REST]))), f"{kept[0]} / {kept[1]}"]
         both = {(who, what) for who in (method, ADAPTER) for what in (GREEDY, REST)} <= set(lines)
@@ -235,11 +242,11 @@ def marked(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     for name, lines in records.items():
         both = [method for method in design["methods"] if {(method, GREEDY), (method, REST)} <= set(lines)]
         for method in both if ADAPTER in both else ():
-            if method == ADAPTER:
-                continue
             found = other_forms(
-                *(forms_of(texts[0] for texts in lines[who, GREEDY]["texts"]) for who in (method, ADAPTER))
+                *([form_of(texts[0]) for texts in lines[who, GREEDY]["texts"]] for who in (method, ADAPTER))
             )
+            if method in (ADAPTER, "base") or not found:  # nothing is said of answers in prose
+                continue
             gaps = [
                 float((scores(lines[method, what]) - scores(lines[ADAPTER, what])).mean()) for what in (GREEDY, REST)
             ]
@@ -255,7 +262,7 @@ def marked(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     if not rows:
         return ""
     head = [
-        "**The sign of narrowed answers** against what was lost, where both kinds of questions were asked:",
+        "**The sign of other forms of answers** against what was lost, where both kinds of questions were asked:",
         "",
         "| | shifted, % | forms / the adapter's | | test, points | rest, points |",
         "|---|---:|---:|---|---:|---:|",

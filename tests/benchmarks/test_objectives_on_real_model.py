@@ -181,9 +181,19 @@ def test_both_kinds_of_questions_stand_side_by_side(tmp_path, monkeypatch):
         for what, correct in (("test T=0", test), ("rest T=0", rest)):
             texts = [[long if verdict == "1" else short] for verdict in correct]
             record.add({"method": method, "what": what, "samples": 1, "correct": correct, "texts": texts})
-    share = report.forms.share_of_longer_rows("clean-1")
+    share = report.kinds.share_of_longer_rows("clean-1")
     assert 0.5 < share < 0.7
     *_, adapter, gates = report.both_kinds(tmp_path / "trial").splitlines()
     assert adapter == "| clean-1: adapter | 50.0 | 50 | 50.0 | 50 |  |  |"
     assert gates.startswith("| clean-1: gates, c margin | 25.0 | 25 | 100.0 | 100 | +50.0 (")
     assert f"| {100 * (0.5 * share - 0.25 * (1 - share)):+.1f} (" in gates
+
+
+def test_the_table_of_trainings_has_losses_or_rounds():
+    gates = {"losses": [1.0] * 5 + [0.5] * 5, "preparing_cpu_seconds": 60.0, "training_cpu_seconds": 60.0}
+    dozen = {"rounds": [0.2, 0.25], "constants": {"0 down": -0.5, "0 v o": 1.5}, "training_cpu_seconds": 90.0}
+    text = report.trainings(
+        {"real clean/1": {"LoRA, a flips": {"training": gates}, "f a dozen λ": {"training": dozen}}}
+    )
+    assert "| real clean/1: LoRA, a flips | 1.000 | 0.500 | – | – | – | 2.0 |" in text
+    assert "| 20.0 % in the first round | 25.0 % in the last round | 0.50 | 50 % | 50 % | 1.5 |" in text

@@ -216,7 +216,7 @@ def test_the_rest_of_the_pool_has_a_table_where_it_was_asked(scripts, design):
     share = scripts.report.share_of_longer_rows("clean-1")
     assert f"| {100 * (1 - share / 2):.1f} | {50 * (1 - share):+.1f} (" in dft
     only = {"texts": [[r"\boxed{1 + 2 - 3}"]], "correct": "1", "samples": 1}
-    assert scripts.report.forms(only) == "100 / –"
+    assert scripts.report.longer_and_right(only) == "100 / –"
     assert scripts.report.rest_part("clean-1", record(LoRA={"0": [[1]]}), design) == ""
 
 
@@ -229,6 +229,9 @@ def test_a_method_is_marked_by_its_test_answers_and_held_against_both_losses(scr
     text = scripts.report.marked({"clean-1": lines, "few-0": record(LoRA={"0": own})}, design)
     assert "| clean-1: DFT | 50 | 1.0 / 2.0 | marked | -50.0 | -50.0 |" in text
     assert "| clean-1: LoRA continued | 0 | 2.0 / 2.0 |  | +0.0 | -50.0 |" in text
+    assert "| clean-1: base" not in scripts.report.marked(
+        {"clean-1": lines | {("base", what): lines["DFT", what] for what in ("test T=0", "rest T=0")}}, design
+    )
     assert text.endswith("Of 1 that are marked 1 lose 5 points or more on one of the two kinds, of 1 that are not 1.")
     assert scripts.report.marked({"few-0": record(LoRA={"0": own})}, design) == ""
 

@@ -1,10 +1,12 @@
 """The forms of answers, and when it is told that a model has come to prefer others."""
 
 import math
+import random
+from collections import Counter
 
 import pytest
 
-from loragate.selection.forms import FEWER, SHIFTED, form_of, forms_of, other_forms, said_of, spread
+from loragate.selection.forms import CHANCE, FEWER, SHIFTED, form_of, other_forms, said_of, spread
 
 
 @pytest.mark.parametrize(
@@ -26,38 +28,66 @@ def test_a_long_answer_is_cut_off():
 
 
 def test_answers_spread_over_as_many_forms_as_they_have_when_all_are_alike_frequent():
-    found = forms_of(["1 + 1", "2 + 30", "1 - 1", "4 * 4", "5 * 6"])
+    found = Counter(map(form_of, ["1 + 1", "2 + 30", "1 - 1", "4 * 4", "5 * 6"]))
     assert found == {"n + n": 2, "n * n": 2, "n - n": 1}
     assert spread({"a": 5, "b": 5, "c": 5}) == pytest.approx(3)
     assert spread({"a": 7}) == 1
     assert spread(found) == pytest.approx(math.exp(-0.8 * math.log(0.4) - 0.2 * math.log(0.2)))
 
 
+def answers(**counts):
+    return [form for form, count in counts.items() for _ in range(count)]
+
+
 def test_what_has_gone_to_other_forms_is_counted_once():
-    own, now = {"n + n": 20, "n - n": 10, "n * n": 10}, {"n + n": 8, "n - n": 31, "n / n": 1}
+    own, now = answers(plus=80, minus=40, times=40), answers(plus=32, minus=124, divided=4)
     found = other_forms(now, own)
-    assert found["shifted"] == pytest.approx(22 / 40)
-    assert (found["form"], found["share"], found["adapter_share"]) == ("n - n", 31 / 40, 10 / 40)
-    assert (found["answers"], found["told"]) == (40, True)
-    assert "greedily 55 % of the answers have gone to other forms" in said_of(found)
-    assert "'n - n' has 78 % of them, 25 % (the adapter)" in said_of(found)
-    assert other_forms({one: 2 * count for one, count in now.items()}, own) == found, "asked twice as many, alike"
+    assert (found["answers"], found["told"]) == (160, True)
+    assert found["shifted"] == pytest.approx(88 / 160)
+    assert found["gained"] == ["minus", 124 / 160, 40 / 160]
+    assert found["lost"] == ["plus", 32 / 160, 80 / 160]
+    said = said_of(found)
+    assert said.startswith("55 % of the answers have another form than the adapter's")
+    assert '"plus" falls from 50 to 20 % of all, "minus" rises from 25 to 78 %' in said
+    assert f"they spread over {found['spread']:.1f} forms, {found['adapter_spread']:.1f} (the adapter)" in said
+
+
+def test_chance_shifts_as_much_as_is_said():
+    draw, forms = random.Random(0), ["a", "b", "c", "d"]
+    found = [other_forms(*(draw.choices(forms, (6, 2, 1, 1), k=100) for _ in range(2))) for _ in range(2000)]
+    shifted, by_chance = (sum(one[key] for one in found) / len(found) for key in ("shifted", "by_chance"))
+    assert shifted == pytest.approx(by_chance, rel=0.05)
 
 
 def test_it_is_told_from_a_quarter_on_or_where_forms_become_few():
-    own = {"a": 40, "b": 40, "c": 20}
-    few = 100 * SHIFTED
-    assert other_forms({"a": 40 + few, "b": 40 - few, "c": 20}, own)["told"]
-    assert not other_forms({"a": 39 + few, "b": 41 - few, "c": 20}, own)["told"]
+    own, few = answers(a=400, b=400, c=200), int(1000 * SHIFTED)
+    assert other_forms(answers(a=400 + few, b=400 - few, c=200), own)["told"]
+    assert not other_forms(answers(a=399 + few, b=401 - few, c=200), own)["told"]
     assert not other_forms(own, own)["told"]
-    many = {**{f"rare {i}": 2 for i in range(10)}, "a": 80}
-    gone = other_forms({"a": 100}, many)
+    many = answers(**{f"rare{i}": 20 for i in range(10)}, a=800)
+    gone = other_forms(answers(a=1000), many)
     assert gone["shifted"] < SHIFTED
     assert gone["spread"] < FEWER * gone["adapter_spread"]
     assert gone["told"]
 
 
-def test_answers_in_prose_have_no_forms():
-    assert other_forms({"a": 4}, {f"one of many {i}": 1 for i in range(4)}) == {}
-    assert other_forms({}, {"a": 4}) == {}
-    assert other_forms({"a": 4}, {}) == {}, "an earlier version kept none"
+def test_few_answers_must_shift_more_than_chance_would():
+    own, now = answers(a=10, b=10, c=6, d=6), answers(a=18, b=4, c=5, d=5)
+    found = other_forms(now, own)
+    assert SHIFTED <= found["shifted"] < CHANCE * found["by_chance"]
+    assert not found["told"]
+    assert other_forms(10 * now, 10 * own)["told"]
+
+
+def test_other_labels_are_no_other_form_but_few_different_ones_tell():
+    own, mended, stuck = answers(A=280, B=80, C=80, D=80), answers(A=130, B=130, C=130, D=130), answers(A=520)
+    assert other_forms(mended, own)["told"]
+    assert not other_forms(mended, own, labels=True)["told"]
+    assert other_forms(stuck, own, labels=True)["told"]
+
+
+def test_nothing_is_said_of_answers_in_prose_or_of_missing_ones():
+    assert other_forms(answers(a=4), [f"one of many {i}" for i in range(4)]) == {}
+    assert other_forms([], answers(a=4)) == {}
+    assert other_forms(answers(a=4), []) == {}
+    assert other_forms(answers(a=4), answers(a=5)) == {}

@@ -22,7 +22,7 @@ OTHER = Study(STUDY.candidates, {"data": 2})
 
 
 def result(trial=TRIAL):
-    forms = {"n + n": 3, "n": 1}
+    forms = ["n + n", "n", "n", "n + n"]
     scored = Scored(np.array([[0.0, 1.0], [1.0, 1.0]]), {"finished": 1.0}, "abc", "questions", forms=forms)
     return TrialResult(
         trial, scored, None, {"steps": 3, "entropy_after": 0.5}, {"m": {"mean": 1.0}}, {"training": 1.23456}
@@ -35,13 +35,13 @@ def test_a_result_reads_as_it_was_written(tmp_path):
     found = Store(tmp_path, STUDY).read(TRIAL)
     assert found.probe.scores.tolist() == [[0, 1], [1, 1]]
     assert (found.candidate, found.modules, found.seconds) == (TRIAL, {"m": {"mean": 1.0}}, {"training": 1.235})
-    assert found.probe.forms == {"n + n": 3, "n": 1}
-    assert found.probe.with_more(found.probe).forms == {"n + n": 6, "n": 2}
+    assert found.probe.forms == ["n + n", "n", "n", "n + n"]
+    assert found.probe.with_more(found.probe).forms == 2 * found.probe.forms
     path = Store(tmp_path, STUDY).place(TRIAL) / "result.json"
     earlier = json.loads(path.read_text())
     del earlier["probe"]["forms"]
     path.write_text(json.dumps(earlier))
-    assert Store(tmp_path, STUDY).read(TRIAL).probe.forms == {}, "an earlier version kept none"
+    assert Store(tmp_path, STUDY).read(TRIAL).probe.forms == [], "an earlier version kept none"
 
 
 def test_only_a_valid_result_of_this_trial_in_this_sweep_counts(tmp_path):

@@ -611,19 +611,46 @@ def test_what_there_is_to_learn_from_own_answers_is_recorded(tmp_path):
     assert "own_answers" not in record_of(begin(tmp_path / "entropy", right, [TWO], count=32).run())
 
 
+GIVEN_UP = {None: "either of two"}  # what the adapter says where it is wrong, and the gates do not
+
+
 def test_gates_that_give_up_a_form_of_answers_are_told_of(tmp_path):
-    """Where they are right they are better by saying less; a probe of one kind of questions cannot show what that costs."""
+    """They are better by saying less; a probe of one kind of questions cannot show what that costs."""
     right = {None: 10, (0, 1): 30}
-    found = record_of(begin(tmp_path / "given up", right, [TWO], wrong={None: "either of two"}).run())
+    found = record_of(begin(tmp_path / "given up", right, [TWO], wrong=GIVEN_UP).run())
     told = found["forms"]
-    assert (told["answers"], told["form"], told["share"], told["adapter_share"]) == (32, "wn", 1.0, 10 / 32)
-    assert (told["shifted"], told["spread"]) == (22 / 32, 1.0)
+    assert (told["answers"], told["temperature"], told["spread"]) == (32, 0.0, 1.0)
+    assert told["gained"] == ["wn", 1.0, 10 / 32]
+    assert told["lost"] == ["either of two", 0.0, 22 / 32]
     (phrase,) = found["warnings"]["[0,1]"]
-    assert "69 % of the answers have gone to other forms" in phrase
-    both = dict.fromkeys((None, (0, 1)), "either of two")
+    assert phrase.startswith("on the probe, greedily, 69 % of the answers have another form")
+    both = {**GIVEN_UP, (0, 1): "either of two"}
     kept = record_of(begin(tmp_path / "kept", {None: 20, (0, 1): 26}, [TWO], wrong=both).run())
     assert (kept["picked"], kept["forms"]["told"], kept["warnings"]) == ("[0,1]", False, {})
     assert "forms" not in record_of(begin(tmp_path / "adapter", {None: 10, (0, 1): 2}, [TWO]).run())
+
+
+def test_one_lambda_is_told_of_as_gates_are(tmp_path):
+    right = {None: 10, "λ=1.5": 30}
+    found = record_of(begin(tmp_path, right, [TWO], wrong=GIVEN_UP).run())
+    assert found["picked"] == "λ=1.5"
+    assert found["forms"]["told"]
+    assert "another form" in found["warnings"]["λ=1.5"][-1]
+
+
+def test_without_labels_forms_are_compared_at_the_probes_temperature(tmp_path):
+    right = {(None, 1.0): 12, (None, 0.3): 32, (0, 1): 32}
+    found = record_of(begin(tmp_path, right, [TWO], labelled=False, temperature=1.0, wrong=GIVEN_UP).run())
+    assert found["picked"] == "[0,1]"
+    told = found["forms"]
+    assert (told["answers"], told["temperature"], told["told"]) == (64, 1.0, True)
+    assert "on the probe, at T = 1, 62 %" in found["warnings"]["[0,1]"][-1]
+
+
+def test_forms_are_compared_on_the_questions_that_chose(tmp_path):
+    right = {None: 200, (0, 1): 440, ((0, 1), 0.0): 460}
+    found = record_of(begin(tmp_path, right, [TWO], count=LARGE, wrong=GIVEN_UP).run())
+    assert (found["picked"], found["forms"]["answers"]) == ("[0,1]", LARGE - CONFIRMING)
 
 
 def test_own_answers_teach_nothing_where_that_is_shown_and_not_contradicted():

@@ -44,6 +44,9 @@ HOPEFUL = 0.5
 """Probability of being better than the adapter from which gates are trained on after a part of their steps. On committed answers
 with labels (benchmarks/selection/stopping.py) 0.2 to 0.5 lost nothing."""
 
+LABELS = ("choice", "exact")
+"""Graders that compare a whole answer with a label."""
+
 LITTLE = 0.1
 """Of the questions whose greedy answer is wrong, the share with a right sampled one below which own answers teach nothing."""
 
@@ -303,11 +306,21 @@ class Comparison:
         return row
 
     def _forms(self, setting: Candidate) -> dict[str, Any]:
-        """How what is recommended has come to prefer other forms of answers than the adapter; greedily, where both were asked."""
-        greedy = [replace(one, temperature=0.0) for one in (setting.model, Candidate(None, ADAPTER))]
-        if setting.kind not in (CONSTANT, GATES) or not self.results.keys() >= set(greedy):
+        """Whether what is recommended has come to prefer other forms of answers than the adapter.
+
+        Greedily, where that was asked, else at the probe's one temperature; of the questions that chose.
+        """
+        heat = 0.0 if self.probe.kind == "labelled" else setting.temperature
+        pair = [replace(one, temperature=heat) for one in (setting.model, Candidate(None, ADAPTER))]
+        if setting.kind not in (CONSTANT, GATES) or not self.results.keys() >= set(pair):
             return {}
-        return other_forms(*(self._probed(one).forms for one in greedy))
+        answers = self.choosing * self.probe.at(heat).sampling.samples
+        each = [
+            scored.forms[:answers] if len(scored.forms) == scored.scores.size else []
+            for scored in map(self._probed, pair)
+        ]
+        found = other_forms(*each, labels=self.probe.task.grader in LABELS)
+        return {"temperature": heat, **found} if found else {}
 
     def _warnings(self, setting: Candidate, name: str) -> dict[str, list[str]]:
         """How the answers of what is recommended look worse than the adapter's sampled alike, and what ended a training."""
@@ -317,7 +330,8 @@ class Comparison:
             training = read_json(self.store.place(setting.model) / TRAINED).get("training", {})
             stopped = [training["stopped"]] if training.get("stopped") else []
             forms = self._forms(setting)
-            told = [said_of(forms)] if forms.get("told") else []
+            heat = f"at T = {forms['temperature']:g}" if forms.get("temperature") else "greedily"
+            told = [f"on the probe, {heat}, {said_of(forms)}"] if forms.get("told") else []
             found[name] = [*stopped, *looks_worse(self._probed(setting).signs, alone.signs), *told]
         return {key: phrases for key, phrases in found.items() if phrases}
 

@@ -1,8 +1,8 @@
 """The forms of answers: what is left of them without their numbers, and whether a model has come to prefer others.
 
-Gates, and other ways to make a model surer, may gain on a probe by giving one form of answer to everything, which costs
-wherever another form is needed; a probe of one kind of questions does not show it (docs/real-study.md has it measured). The
-forms show it without any other questions, and without labels.
+What makes a model surer may have it give one form of answer to everything. A probe of one kind of questions may not show that,
+or even reward it, while questions that need another form are lost (docs/real-study.md has it measured). The forms show it
+without other questions, and without labels.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SHIFTED, FEWER = 0.25, 0.6
-"""Share of the answers that have gone to other forms, and ratio of the numbers of forms, from which it is told."""
+"""Share of the answers that have other forms, and ratio of the numbers of forms, from which it is told."""
+
+CHANCE = 2.0
+"""Times what chance would shift between two sets of answers of the same forms, which a shift must exceed as well."""
 
 REPEATING = 2
 """Answers that a form must have on average for forms to mean anything: solutions in prose are all different ones."""
@@ -24,59 +27,60 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
 def form_of(text: str) -> str:
-    """An answer with "n" for every number and one space for every gap, cut off where it is long."""
+    """An answer with "n" for every number and one space for every gap, cut off after 80 characters."""
     form = _NUMBER.sub("n", " ".join(text.split()))
     return form if len(form) <= _LONGEST else f"{form[: _LONGEST - 1]}…"
 
 
-def forms_of(texts: Iterable[str]) -> dict[str, int]:
-    """How many answers have each form, the most frequent ones first."""
-    return dict(Counter(map(form_of, texts)).most_common())
-
-
-def spread(forms: Mapping[str, int]) -> float:
+def spread(counts: Mapping[str, int]) -> float:
     """Over how many forms answers spread: the exponential of the entropy of their shares."""
-    total = sum(forms.values())
-    return math.exp(-sum(count / total * math.log(count / total) for count in forms.values()))
+    total = sum(counts.values())
+    return math.exp(-sum(count / total * math.log(count / total) for count in counts.values()))
 
 
-def other_forms(forms: Mapping[str, int], own: Mapping[str, int]) -> dict[str, Any]:
+def other_forms(forms: Sequence[str], own: Sequence[str], *, labels: bool = False) -> dict[str, Any]:
     """How a model's forms lie apart from the adapter's.
 
     Args:
-        forms, own: counts of `forms_of` for one answer to each of the same questions, the model's and the adapter's; where one
-            was asked more of them, shares are compared.
+        forms, own: `form_of` each answer to the same questions, the model's and the adapter's.
+        labels: whether an answer is a label and nothing else, as a letter is: then other ones are no other form, and only few
+            different ones tell anything.
 
     Returns:
-        answers: how many the adapter gave; shifted: the share that would have to take another form for the two to be alike
-        (total variation); spread, adapter_spread: see `spread`; form: the one that gained the largest share, share and
-        adapter_share its shares; told: whether that is much. Empty where the adapter's forms seldom repeat, or one of the two
-        was asked nothing.
+        answers: how many each gave; shifted: the share of them that would have to take another form for the two to be alike
+        (total variation), and by_chance the share that chance would shift; spread, adapter_spread: see `spread`; gained, lost:
+        the form whose share grew most, and the one whose share fell most, each with (share, the adapter's); told: whether that
+        is much. Empty where the numbers differ, as in records of earlier versions, or the adapter's forms seldom repeat.
     """
-    answers, theirs = sum(own.values()), sum(forms.values())
-    if not (answers and theirs) or answers < REPEATING * len(own):
+    answers, now, before = len(own), Counter(forms), Counter(own)
+    if not answers or len(forms) != answers or answers < REPEATING * len(before):
         return {}
-    gained = {form: forms.get(form, 0) / theirs - own.get(form, 0) / answers for form in {**own, **forms}}
-    form = max(gained, key=lambda one: gained[one])
-    shifted = sum(gain for gain in gained.values() if gain > 0)
-    here, there = spread(forms), spread(own)
+    shares = {form: (now[form] / answers, before[form] / answers) for form in {**before, **now}}
+    gains = {form: here - there for form, (here, there) in shares.items()}
+    gained, lost = max(gains, key=lambda one: gains[one]), min(gains, key=lambda one: gains[one])
+    shifted = sum(gain for gain in gains.values() if gain > 0)
+    # E|a − b| of two shares of n answers each, √(4 p (1 − p) / π n), halved and summed over the forms
+    middle = [(here + there) / 2 for here, there in shares.values()]
+    by_chance = sum(math.sqrt(share * (1 - share) / (math.pi * answers)) for share in middle)
+    fewer = spread(now) < FEWER * spread(before)
     return {
         "answers": answers,
         "shifted": shifted,
-        "spread": here,
-        "adapter_spread": there,
-        "form": form,
-        "share": forms.get(form, 0) / theirs,
-        "adapter_share": own.get(form, 0) / answers,
-        "told": shifted >= SHIFTED or here < FEWER * there,
+        "by_chance": by_chance,
+        "spread": spread(now),
+        "adapter_spread": spread(before),
+        "gained": [gained, *shares[gained]],
+        "lost": [lost, *shares[lost]],
+        "told": fewer or (not labels and shifted >= max(SHIFTED, CHANCE * by_chance)),
     }
 
 
 def said_of(found: Mapping[str, Any]) -> str:
     """That in a phrase."""
+    (more, share, before), (less, left, had) = found["gained"], found["lost"]
     return (
-        f"greedily {100 * found['shifted']:.0f} % of the answers have gone to other forms, numbers aside: {found['form']!r} has "
-        f"{100 * found['share']:.0f} % of them, {100 * found['adapter_share']:.0f} % (the adapter); they spread over "
-        f"{found['spread']:.1f} forms, {found['adapter_spread']:.1f} (the adapter). Questions of a kind that the probe lacks may "
-        "need a form that was given up"
+        f"{100 * found['shifted']:.0f} % of the answers have another form than the adapter's, numbers aside: "
+        f'"{less}" falls from {100 * had:.0f} to {100 * left:.0f} % of all, "{more}" rises from {100 * before:.0f} to '
+        f"{100 * share:.0f} %; they spread over {found['spread']:.1f} forms, {found['adapter_spread']:.1f} (the adapter), and "
+        "questions that the probe lacks may need one that was given up"
     )

@@ -25,7 +25,7 @@ from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
 from loragate.files import read_json, write_json
 from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
-from loragate.selection.forms import forms_of
+from loragate.selection.forms import form_of
 from loragate.training.guards import GuardLimits, Reading, breaches, take_reading
 from loragate.training.rollouts import as_answers
 
@@ -49,7 +49,7 @@ class Scored:
         answers_sha256: over the tokens of all answers; equal for equal answers.
         questions: fingerprint of questions and sampling.
         about: description of the questions (`Probe.as_dict`).
-        forms: how many answers have each form, see `forms_of`; empty in records of earlier versions.
+        forms: `form_of` each answer, in the order of questions and samples, where they are compared: greedily, and by agreement.
     """
 
     scores: np.ndarray
@@ -57,7 +57,7 @@ class Scored:
     answers_sha256: str
     questions: str
     about: dict[str, Any] = field(default_factory=dict)
-    forms: dict[str, int] = field(default_factory=dict)
+    forms: list[str] = field(default_factory=list)
 
     def with_more(self, more: Scored) -> Scored:
         """The same with further questions; signs are means over the answers of both."""
@@ -69,7 +69,7 @@ class Scored:
                 name: (here * sign + there * more.signs[name]) / (here + there) for name, sign in self.signs.items()
             },
             answers_sha256=digest([self.answers_sha256, more.answers_sha256]),
-            forms=dict(Counter(self.forms) + Counter(more.forms)),
+            forms=[*self.forms, *more.forms],
         )
 
 
@@ -191,7 +191,8 @@ class Probe:
             scores[sample.question - start, sample.sample] = float(grade.correct)
         answers = [[sample.question, sample.sample, list(sample.token_ids)] for sample in samples]
         signs = signs_of(samples, [grade.extracted for grade in grades])
-        forms = forms_of(sample.text for sample in samples)
+        compared = not self.sampling.temperature or self.majority is not None
+        forms = [form_of(sample.text) for sample in samples] if compared else []
         return Scored(scores, signs, digest(answers), self.fingerprint, self.as_dict(), forms)
 
     def at(self, temperature: float | None) -> Probe:

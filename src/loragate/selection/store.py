@@ -225,5 +225,7 @@ def _scored(record: dict[str, Any] | None) -> Scored | None:
     scores = np.array(record["scores"], dtype=np.float64)
     if scores.ndim != 2 or not scores.size or not np.isfinite(scores).all():
         raise ValueError("not a table of scores")
-    about, forms = (record.get(name, {}) for name in ("about", "forms"))
-    return Scored(scores, record["signs"], record["answers_sha256"], record["questions"], about, forms)
+    forms = record.get("forms", [])  # an earlier version kept none
+    return Scored(
+        scores, record["signs"], record["answers_sha256"], record["questions"], record.get("about", {}), forms
+    )
