@@ -108,6 +108,31 @@ def test_stage_one_does_not_depend_on_how_a_batch_is_cut(tokenizer, objective):
     assert_same(stage_one(tokenizer, objective, 4, packing=True), whole)
 
 
+@pytest.mark.parametrize(
+    ("objective", "micro", "dropout", "passes"),
+    [
+        ("talr", 8, 0.0, 1),
+        ("talr", 8, 0.1, 2),
+        ("talr", 4, 0.0, 4),
+        ("eksft", 8, 0.0, 2),
+        ("eksft", 8, 0.1, 3),
+        ("eksft", 4, 0.0, 6),
+    ],
+)
+def test_no_forward_pass_is_made_that_another_one_has_made(tokenizer, objective, micro, dropout, passes):
+    """Of a step: the training's; what the batch says, where one pass is not all of it or drops; the reference once."""
+    counts = []
+    for steps in (1, 3):  # the passes that verify a model come on top
+        base, made = tiny_base(), []
+        base.model.register_forward_pre_hook(lambda *_, made=made: made.append(1))
+        settings = StageOneSettings(
+            objective=objective, batch_size=8, micro_batch_size=micro, max_steps=steps, max_length=64, dropout=dropout
+        )
+        lg.train_adapter(base, tokenizer, tiny_rows(24), settings)
+        counts.append(len(made))
+    assert counts[1] - counts[0] == 2 * passes
+
+
 def test_padding_changes_nothing(tokenizer):
     encoded = list(encode_rows(tiny_rows(5), tokenizer, max_length=64))
     model = lg.attach_gates(tiny_adapter(), GATES)

@@ -106,17 +106,22 @@ def short_row_attention(model: Any, rows: int, longest: int, bf16: bool) -> Iter
         causal.set_attn_implementation("sdpa")
 
 
-@contextmanager
-def without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """No dropout inside the context: Stage II trains on the function that will be served."""
-    changed: list[tuple[torch.nn.Module, str, float]] = []
+def dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float]]:
+    """(module, attribute, share) of every dropout that acts in training."""
     for module in model.modules():
         # attention dropout is a plain number on the attention modules of transformers
         for name in ("p", "attention_dropout"):
             value = getattr(module, name, None)
             if (isinstance(module, torch.nn.Dropout) or name != "p") and isinstance(value, float) and value > 0:
-                changed.append((module, name, value))
-                setattr(module, name, 0.0)
+                yield module, name, value
+
+
+@contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """No dropout inside the context: Stage II trains on the function that will be served."""
+    changed = list(dropouts(model))
+    for module, name, _ in changed:
+        setattr(module, name, 0.0)
     try:
         yield
     finally:

@@ -29,10 +29,11 @@ from loragate.losses.causal_head import evaluation_mode
 from loragate.losses.divergence import Reference
 from loragate.losses.head import IGNORED
 from loragate.losses.objectives import Objective
+from loragate.losses.objectives.base import within_batch
 from loragate.training.arrangement import arranged_steps
 from loragate.training.callbacks import OnStep
 from loragate.training.last_layer import LastLayer
-from loragate.training.model_state import recomputation_argument
+from loragate.training.model_state import dropouts, recomputation_argument
 from loragate.training.settings import TrainSettings
 from loragate.training.sharding import (
     assign,
@@ -100,6 +101,7 @@ class StatisticsTrainer(SFTTrainer):
     Loss: sum of the objective's loss over response tokens ÷ number of response tokens of the global batch (all ranks, all
     accumulation steps). With an `over_batch` all forward passes of a step are first made without gradient, in evaluation mode, for
     the statistics named in `batch_reads` (none: not made at all); what it says of each is `ObjectiveContext.batch` in its loss.
+    A step of one pass without dropout says as much itself and is made once. A reference's pass is not repeated either.
     """
 
     loss_is_scaled_for_ga = True  # else the trainer would divide by the number of forward passes once more
@@ -140,23 +142,34 @@ class StatisticsTrainer(SFTTrainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The forward passes of an optimiser step, each with what `over_batch` says of it."""
         passes, items = super().get_batch_samples(*args, **kwargs)
-        if self.over_batch is not None and passes:
-            values = self.over_batch([self._measured(inputs) for inputs in passes], self._gathered)
-            for inputs, value in zip(passes, values, strict=True):
-                inputs[_BATCH] = SimpleNamespace(value=value)
+        if self.over_batch is not None and passes and not self._is_whole(passes):
+            measured, references = zip(*(self._measured(inputs) for inputs in passes), strict=True)
+            values = self.over_batch(measured, self._gathered)
+            for inputs, value, reference in zip(passes, values, references, strict=True):
+                inputs[_BATCH] = SimpleNamespace(value=value, reference=reference)
         return passes, items
 
+    def _is_whole(self, passes: Sequence[Any]) -> bool:
+        """Whether the training's own forward pass has what `over_batch` reads: it is the whole step, and drops nothing."""
+        if len(passes) > 1 or self.accelerator.num_processes > 1:
+            return False
+        return set(self.batch_reads) <= set(self.request.outputs) and not any(dropouts(self.model))
+
     @torch.no_grad()
-    def _measured(self, inputs: dict[str, Any]) -> tuple[TokenStatistics, ObjectiveContext]:
-        """A forward pass that trains nothing; without `batch_reads` the mask of its labels alone."""
-        inputs, _, context = self._unpacked(self._prepare_inputs(inputs))
+    def _measured(self, inputs: dict[str, Any]) -> tuple[tuple[TokenStatistics, ObjectiveContext], Reference | None]:
+        """A forward pass that trains nothing, and its reference; without `batch_reads` the mask of its labels alone."""
+        inputs, _, context, _ = self._unpacked(self._prepare_inputs(inputs))
         if not self.batch_reads:
             mask = inputs["labels"][:, 1:] != IGNORED
             nothing = torch.empty(0, device=mask.device)
-            return TokenStatistics(nothing, nothing, nothing, mask, self.request.k), context
+            return (TokenStatistics(nothing, nothing, nothing, mask, self.request.k), context), None
         with evaluation_mode(self.model_wrapped), self.compute_loss_context_manager():
             request = replace(self.request, outputs=self.batch_reads, gradients=())
-            return self._statistics(self.model_wrapped, inputs, request), context
+            reference = None if self.reference is None else self.reference(self.model_wrapped, inputs)
+            stats = self._statistics(self.model_wrapped, inputs, request, reference)
+        # kept until its pass trains, unless it is logits, [T, V]
+        kept = reference if reference is not None and reference.head is not None else None
+        return (stats, context), kept
 
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [N, ...] of all processes, in their order; N may differ."""
@@ -166,8 +179,10 @@ class StatisticsTrainer(SFTTrainer):
         parts = whole.split(max(sizes)) if max(sizes) else [whole]
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=False)])
 
-    def _unpacked(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor, ObjectiveContext]:
-        """What the model reads, the rows, and the context of the loss."""
+    def _unpacked(
+        self, inputs: dict[str, Any]
+    ) -> tuple[dict[str, Any], torch.Tensor, ObjectiveContext, Reference | None]:
+        """What the model reads, the rows, the context of the loss, and the reference's distributions if they are known."""
         inputs = dict(inputs)
         rows = inputs.pop("row")
         keep = inputs.pop("keep_mask", None)
@@ -179,11 +194,13 @@ class StatisticsTrainer(SFTTrainer):
             total_steps=self.state.max_steps,
             batch=None if known is None else known.value,
         )
-        return inputs, rows, context
+        return inputs, rows, context, None if known is None else known.reference
 
-    def _statistics(self, model: Any, inputs: dict[str, Any], request: StatisticsRequest) -> TokenStatistics:
+    def _statistics(
+        self, model: Any, inputs: dict[str, Any], request: StatisticsRequest, reference: Reference | None
+    ) -> TokenStatistics:
         if self.reference is not None:
-            request = replace(request, reference=self.reference(model, inputs))
+            request = replace(request, reference=self.reference(model, inputs) if reference is None else reference)
         with self.last_layer.reading(inputs["labels"]):
             stats: TokenStatistics = model(**inputs, statistics=request)
         return stats
@@ -192,16 +209,19 @@ class StatisticsTrainer(SFTTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of one forward pass; `num_items_in_batch` are the response tokens of the optimiser step, on all processes."""
-        inputs, rows, context = self._unpacked(inputs)
+        inputs, rows, context, reference = self._unpacked(inputs)
         logged = (self.state.global_step + 1) % self.args.logging_steps == 0
         # the recording ends before the backward pass, in which a recomputed layer would be counted again
         gates = self.job.adapter_name if logged else None
         with nullcontext() if gates is None else record_gates(self.model, gates) as record:
             if record is not None:
                 record.token_mask = inputs["labels"].ne(IGNORED)
-            stats = self._statistics(model, inputs, self.request)
+            stats = self._statistics(model, inputs, self.request, reference)
         if record is not None and (total := record.total()).get("tokens"):
             self.gate_summary = total
+        if self.over_batch is not None:
+            with torch.no_grad():  # nobody has said what the batch says where this pass is the whole step
+                context = within_batch(self.over_batch, stats, context)
         losses = token_losses(self.objective, stats, context)
         if num_items_in_batch is None:  # outside a training step
             num_items_in_batch = stats.mask.sum()

@@ -65,7 +65,7 @@ class Objective(Protocol):
     An objective whose loss depends on the whole batch (a median, a set of tokens) also has `over_batch`, an `OverBatch`, and
     `batch_reads`, the statistics that it needs of every forward pass (a tuple; empty where labels and masks will do). The
     trainer then makes these in a first pass without gradient over all rows of an optimiser step, so that the loss depends
-    neither on the size of a forward pass nor on the number of processes.
+    neither on the size of a forward pass nor on the number of processes; where one pass is the whole step, it is made once.
     """
 
     @property
