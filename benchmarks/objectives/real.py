@@ -55,6 +55,8 @@ CONTENDERS = (
     "gates, b random",
     "gates, d votes",
     "f a dozen λ",
+    "LoRA, b reward",
+    "gates, b reward x3",  # three times as many steps
 )
 EVOLUTION = {"generations": 8, "members": 12, "asked": 96}
 
@@ -124,12 +126,14 @@ class RealCell(Learner):
                 for path, value in load_file(weights).items():
                     parameters[path].copy_(value)
             return model, json.loads(told.read_text(encoding="utf-8"))
+        objective, _, times = name.split(", ", 1)[1].partition(" x")
+        steps = self.steps * int(times or 1)
         began = time.process_time()
-        learning = OBJECTIVES[name.split(", ", 1)[1]](self, self.scorer(model))
+        learning = OBJECTIVES[objective](self, self.scorer(model))
         prepared = time.process_time()
-        found = fit(learning, list(parameters.values()), self.rate, self.steps, beta2=0.95)  # as the study's
+        found = fit(learning, list(parameters.values()), self.rate, steps, beta2=0.95)  # as the study's
         training = {
-            "steps": self.steps,
+            "steps": steps,
             "losses": [round(value, 5) for value in found],
             "preparing_cpu_seconds": round(prepared - began, 1),
             "training_cpu_seconds": round(time.process_time() - prepared, 1),
