@@ -246,8 +246,9 @@ def trainings(cells: Cells) -> str:
 def both_kinds(folder: Path = RECORDS) -> str:
     """Greedy answers of the real model to questions of one operation (the test) and of two (the rest), where both were asked."""
     parts = [
-        "| | test: right, % | longer, % | rest: right, % | longer, % | rest, against the adapter | weighed, against the adapter |",
-        f"|---|{'---:|' * 6}",
+        "| | test: right, % | longer, % | rest: right, % | longer, % | rest, against the adapter | weighed, against the adapter "
+        "| other forms |",
+        f"|---|{'---:|' * 6}---|",
     ]
     for place in sorted(folder.glob("*.jsonl.gz")):
         cell = place.name.removesuffix(".jsonl.gz")
@@ -264,7 +265,8 @@ def both_kinds(folder: Path = RECORDS) -> str:
                 compare(*(kinds.scores(lines[who, kinds.REST]) for who in (name, kinds.ADAPTER))),
                 kinds.weighed(cell, lines, name)[1],
             ]
-            row += ["", ""] if name == kinds.ADAPTER else [points(gap) for gap in gaps]
+            marked = "marked" if kinds.sign_of(lines, name).get("told") else ""
+            row += ["", "", ""] if name == kinds.ADAPTER else [*map(points, gaps), marked]
             parts.append(f"| {cell}: {'adapter' if name == kinds.ADAPTER else name} | {' | '.join(row)} |")
     return "\n".join(parts)
 

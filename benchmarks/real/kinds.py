@@ -16,6 +16,7 @@ from measure import REST as OF_REST
 from measure import Asked, demonstrations, read_design, situation_of
 
 from loragate.evaluation.statistics import Difference, compare_suites
+from loragate.selection.forms import form_of, other_forms
 
 Lines = Mapping[tuple[str, str], Mapping[str, Any]]
 """The lines of one cell's record: {(method, what): line}."""
@@ -47,6 +48,11 @@ def longer_and_right(line: Mapping[str, Any]) -> str:
     long_Q = are_longer(line)
     others = scores(line)[~long_Q, 0]
     return f"{100 * long_Q.mean():.0f} / {100 * others.mean():.0f}" if len(others) else "100 / –"
+
+
+def sign_of(lines: Lines, method: str) -> dict[str, Any]:
+    """The sign that `calibrate` would print, read from the greedy test answers: `loragate.selection.forms.other_forms`."""
+    return other_forms(*([form_of(texts[0]) for texts in lines[who, GREEDY]["texts"]] for who in (method, ADAPTER)))
 
 
 @cache

@@ -20,7 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kinds import ADAPTER, GREEDY, REST, Lines, are_longer, longer_and_right, scores, share_of_longer_rows, weighed
+from kinds import (
+    ADAPTER,
+    GREEDY,
+    REST,
+    Lines,
+    are_longer,
+    longer_and_right,
+    scores,
+    share_of_longer_rows,
+    sign_of,
+    weighed,
+)
 from measure import RECORDS, Asked, asked_of, read_design, records_of, situation_of
 
 from loragate.evaluation import average_at_k, compare
@@ -28,7 +39,6 @@ from loragate.evaluation.statistics import Difference
 from loragate.files import write_text
 from loragate.gates.range import Range
 from loragate.selection.candidate import Candidate
-from loragate.selection.forms import form_of, other_forms
 from loragate.selection.recommend import recommend
 
 LOST = 5  # points, of a method that the sign should have marked
@@ -242,9 +252,7 @@ def marked(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     for name, lines in records.items():
         both = [method for method in design["methods"] if {(method, GREEDY), (method, REST)} <= set(lines)]
         for method in both if ADAPTER in both else ():
-            found = other_forms(
-                *([form_of(texts[0]) for texts in lines[who, GREEDY]["texts"]] for who in (method, ADAPTER))
-            )
+            found = sign_of(lines, method)
             if method in (ADAPTER, "base") or not found:  # nothing is said of answers in prose
                 continue
             gaps = [

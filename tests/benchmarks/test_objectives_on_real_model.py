@@ -179,13 +179,14 @@ def test_both_kinds_of_questions_stand_side_by_side(tmp_path, monkeypatch):
     short, long = "\\boxed{1 + 1}", "\\boxed{(1 + 1) * 2}"
     for record, method, test, rest in ((study, "LoRA", "11110000", "10"), (trial, "gates, c margin", "11000000", "11")):
         for what, correct in (("test T=0", test), ("rest T=0", rest)):
-            texts = [[long if verdict == "1" else short] for verdict in correct]
-            record.add({"method": method, "what": what, "samples": 1, "correct": correct, "texts": texts})
+            texts = [[long if verdict == "1" else short] for verdict in 8 * correct]
+            record.add({"method": method, "what": what, "samples": 1, "correct": 8 * correct, "texts": texts})
     share = report.kinds.share_of_longer_rows("clean-1")
     assert 0.5 < share < 0.7
     *_, adapter, gates = report.both_kinds(tmp_path / "trial").splitlines()
-    assert adapter == "| clean-1: adapter | 50.0 | 50 | 50.0 | 50 |  |  |"
+    assert adapter == "| clean-1: adapter | 50.0 | 50 | 50.0 | 50 |  |  |  |"
     assert gates.startswith("| clean-1: gates, c margin | 25.0 | 25 | 100.0 | 100 | +50.0 (")
+    assert gates.endswith(" | marked |")
     assert f"| {100 * (0.5 * share - 0.25 * (1 - share)):+.1f} (" in gates
 
 
