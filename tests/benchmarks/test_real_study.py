@@ -343,5 +343,5 @@ def test_the_page_compares_both_kinds_of_questions_as_the_records_do(scripts, de
         ]
         if method != "adapter":
             gap = report.compare(report.scores(mine[1]), report.scores(found["LoRA", report.REST]))
-            expected.append(f"{report.points(gap.mean)} ({report.points(gap.low)} to {report.points(gap.high)})")
+            expected += [report.interval(gap), report.interval(report.weighed(cell, found, method)[1])]
         assert [one for one in figures if one] == expected, row
