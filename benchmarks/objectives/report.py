@@ -256,7 +256,7 @@ def both_kinds(folder: Path = RECORDS) -> str:
         lines = {**study.lines, **measure.Record(place).lines}
         both = (kinds.GREEDY, kinds.REST)
         asked = [name for name in (kinds.ADAPTER, *CONTENDERS) if all((name, what) in lines for what in both)]
-        for name in asked if kinds.ADAPTER in asked else ():
+        for name in asked if kinds.ADAPTER in asked[:-1] else ():  # and somebody beside it
             told = [lines[name, what] for what in both]
             row = [
                 f"{100 * of(one).mean():.{d}f}" for one in told for of, d in ((kinds.scores, 1), (kinds.are_longer, 0))
