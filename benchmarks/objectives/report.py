@@ -35,7 +35,6 @@ import numpy as np
 from scipy.stats import t as student
 
 from loragate.evaluation import compare
-from loragate.evaluation.statistics import Difference
 from loragate.files import write_json, write_text
 from objectives.real import CONTENDERS, RECORDS, measure
 
@@ -166,7 +165,7 @@ def flips(after: np.ndarray, before: np.ndarray) -> tuple[int, int]:
 def interval(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
     """Mean difference of pairs of verdicts [Q, K], one pair a cell, in points, with its 95 % interval."""
     if len(pairs) == 1:
-        return points(compare(*pairs[0]))
+        return kinds.interval(compare(*pairs[0]))
     values = [100 * (own.mean() - other.mean()) for own, other in pairs]
     mean = float(np.mean(values))
     half = float(student.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
@@ -266,13 +265,9 @@ def both_kinds(folder: Path = RECORDS) -> str:
                 kinds.weighed(cell, lines, name)[1],
             ]
             marked = "marked" if kinds.sign_of(lines, name).get("told") else ""
-            row += ["", "", ""] if name == kinds.ADAPTER else [*map(points, gaps), marked]
+            row += ["", "", ""] if name == kinds.ADAPTER else [*map(kinds.interval, gaps), marked]
             parts.append(f"| {cell}: {'adapter' if name == kinds.ADAPTER else name} | {' | '.join(row)} |")
     return "\n".join(parts)
-
-
-def points(gap: Difference) -> str:
-    return f"{100 * gap.mean:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
 
 
 def reached_in_study(path: Path = STUDY) -> str:

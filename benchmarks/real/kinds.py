@@ -68,3 +68,12 @@ def weighed(cell: str, lines: Lines, method: str) -> tuple[float, Difference]:
     own, other = ([scores(lines[who, what]) for what in (GREEDY, REST)] for who in (method, ADAPTER))
     mean = (1 - share) * own[0].mean() + share * own[1].mean()
     return float(mean), compare_suites(own, other, weights=(1 - share, share))
+
+
+def points(value: float) -> str:
+    return f"{100 * value:+.1f}"
+
+
+def interval(gap: Difference) -> str:
+    """A difference in points, with its interval."""
+    return f"{points(gap.mean)} ({points(gap.low)} to {points(gap.high)})"

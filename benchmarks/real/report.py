@@ -26,7 +26,9 @@ from kinds import (
     REST,
     Lines,
     are_longer,
+    interval,
     longer_and_right,
+    points,
     scores,
     share_of_longer_rows,
     sign_of,
@@ -35,7 +37,6 @@ from kinds import (
 from measure import RECORDS, Asked, asked_of, read_design, records_of, situation_of
 
 from loragate.evaluation import average_at_k, compare
-from loragate.evaluation.statistics import Difference
 from loragate.files import write_text
 from loragate.gates.range import Range
 from loragate.selection.candidate import Candidate
@@ -103,14 +104,6 @@ def agreement_of_forms(records: Mapping[str, Lines]) -> str:
 def perplexity(line: Mapping[str, Any]) -> float:
     """Of the base's own solutions."""
     return float(np.exp(-sum(line["log_likelihoods"]) / sum(line["tokens"])))
-
-
-def points(value: float) -> str:
-    return f"{100 * value:+.1f}"
-
-
-def interval(gap: Difference) -> str:
-    return f"{points(gap.mean)} ({points(gap.low)} to {points(gap.high)})"
 
 
 def row(lines: Lines, method: str, asked: list[Asked]) -> list[str]:

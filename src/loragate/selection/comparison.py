@@ -235,6 +235,7 @@ class Comparison:
         answers += sum(part["answers"] for part in self.parts.values())
         alone = {one.temperature or 0.0: self._probed(one).scores for one in self.results if one.kind == ADAPTER}
         sampled = any(self.bench.settings(one).on_policy for one in self.trained)
+        forms = self._forms(setting)
         best, kept = {one: max(part["scores"].values()) for one, part in self.parts.items()}, {}
         if retention and self.retained:  # the adapter was asked first
             fallback, *others = self.retained
@@ -260,7 +261,7 @@ class Comparison:
             },
             "retention": kept,
             "confirmation": self.confirmation,
-            "forms": self._forms(setting),
+            "forms": forms,
             "own_answers": own_answers(alone) if sampled and self.probe.kind == "labelled" else None,
         }
         return {
@@ -276,7 +277,7 @@ class Comparison:
             "evidence": {self._label(one): asdict(average_at_k(self._probed(one).scores)) for one in whole},
             "settings": [self._row(one, whole) for one in self.results],
             "signs": {self._label(one): self._probed(one).signs for one in whole},
-            "warnings": self._warnings(setting, name),
+            "warnings": self._warnings(setting, name, forms),
             "vetoed": self.vetoed,
             **{name: told for name, told in optional.items() if told},
             "cost": {
@@ -322,14 +323,18 @@ class Comparison:
         found = other_forms(*each, labels=self.probe.task.grader in LABELS)
         return {"temperature": heat, **found} if found else {}
 
-    def _warnings(self, setting: Candidate, name: str) -> dict[str, list[str]]:
-        """How the answers of what is recommended look worse than the adapter's sampled alike, and what ended a training."""
+    def _warnings(self, setting: Candidate, name: str, forms: Mapping[str, Any]) -> dict[str, list[str]]:
+        """How the answers of what is recommended look worse than the adapter's sampled alike, and what ended a training.
+
+        Args:
+            setting, name: what is recommended.
+            forms: what `_forms` says of it.
+        """
         alone = self._probed(Candidate(None, ADAPTER, temperature=setting.temperature))
         found = {ADAPTER: unread(alone.signs.get("read", 1.0), self.probe.task.grader)}
         if setting.kind != ADAPTER:
             training = read_json(self.store.place(setting.model) / TRAINED).get("training", {})
             stopped = [training["stopped"]] if training.get("stopped") else []
-            forms = self._forms(setting)
             heat = f"at T = {forms['temperature']:g}" if forms.get("temperature") else "greedily"
             told = [f"on the probe, {heat}, {said_of(forms)}"] if forms.get("told") else []
             found[name] = [*stopped, *looks_worse(self._probed(setting).signs, alone.signs), *told]

@@ -62,16 +62,16 @@ def other_forms(forms: Sequence[str], own: Sequence[str], *, labels: bool = Fals
     # E|a − b| of two shares of n answers each, √(4 p (1 − p) / π n), halved and summed over the forms
     middle = [(here + there) / 2 for here, there in shares.values()]
     by_chance = sum(math.sqrt(share * (1 - share) / (math.pi * answers)) for share in middle)
-    fewer = spread(now) < FEWER * spread(before)
+    spread_now, spread_before = spread(now), spread(before)
     return {
         "answers": answers,
         "shifted": shifted,
         "by_chance": by_chance,
-        "spread": spread(now),
-        "adapter_spread": spread(before),
+        "spread": spread_now,
+        "adapter_spread": spread_before,
         "gained": [gained, *shares[gained]],
         "lost": [lost, *shares[lost]],
-        "told": fewer or (not labels and shifted >= max(SHIFTED, CHANCE * by_chance)),
+        "told": spread_now < FEWER * spread_before or (not labels and shifted >= max(SHIFTED, CHANCE * by_chance)),
     }
 
 
