@@ -57,6 +57,7 @@ CONTENDERS = (
     "f a dozen λ",
     "LoRA, b reward",
     "gates, b reward x3",  # three times as many steps
+    "LoRA, b reward /10",  # at a tenth of the rate
 )
 EVOLUTION = {"generations": 8, "members": 12, "asked": 96}
 
@@ -126,12 +127,13 @@ class RealCell(Learner):
                 for path, value in load_file(weights).items():
                     parameters[path].copy_(value)
             return model, json.loads(told.read_text(encoding="utf-8"))
-        objective, _, times = name.split(", ", 1)[1].partition(" x")
-        steps = self.steps * int(times or 1)
+        objective, _, slower = name.split(", ", 1)[1].partition(" /")
+        objective, _, times = objective.partition(" x")
+        steps, rate = self.steps * int(times or 1), self.rate / int(slower or 1)
         began = time.process_time()
         learning = OBJECTIVES[objective](self, self.scorer(model))
         prepared = time.process_time()
-        found = fit(learning, list(parameters.values()), self.rate, steps, beta2=0.95)  # as the study's
+        found = fit(learning, list(parameters.values()), rate, steps, beta2=0.95)  # as the study's
         training = {
             "steps": steps,
             "losses": [round(value, 5) for value in found],
