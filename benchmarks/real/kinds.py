@@ -16,7 +16,7 @@ from measure import REST as OF_REST
 from measure import Asked, demonstrations, read_design, situation_of
 
 from loragate.evaluation.statistics import Difference, compare_suites
-from loragate.selection.forms import form_of, other_forms
+from loragate.selection.forms import form_of, missing_kinds, other_forms
 
 Lines = Mapping[tuple[str, str], Mapping[str, Any]]
 """The lines of one cell's record: {(method, what): line}."""
@@ -55,11 +55,21 @@ def sign_of(lines: Lines, method: str) -> dict[str, Any]:
     return other_forms(*([form_of(texts[0]) for texts in lines[who, GREEDY]["texts"]] for who in (method, ADAPTER)))
 
 
+def lacking(cell: str, lines: Lines, what: str) -> dict[str, Any]:
+    """Whether `calibrate` would say that a probe of these questions lacks kinds of the cell's rows: `forms.missing_kinds`."""
+    rows = [form_of(row["response"]) for row in rows_of(cell)["own"]]
+    return missing_kinds([form_of(texts[0]) for texts in lines[ADAPTER, what]["texts"]], rows)
+
+
 @cache
+def rows_of(cell: str) -> dict[str, list[dict[str, str]]]:
+    """The rows that a cell deals to adapters and gates: `measure.demonstrations`."""
+    return demonstrations(situation_of(cell, read_design()), int(cell.rsplit("-", 1)[1]))
+
+
 def share_of_longer_rows(cell: str) -> float:
     """Of the rows that a cell deals to adapters and gates."""
-    halves = demonstrations(situation_of(cell, read_design()), int(cell.rsplit("-", 1)[1]))
-    return float(np.mean([is_longer(row["response"]) for rows in halves.values() for row in rows]))
+    return float(np.mean([is_longer(row["response"]) for rows in rows_of(cell).values() for row in rows]))
 
 
 def weighed(cell: str, lines: Lines, method: str) -> tuple[float, Difference]:

@@ -27,6 +27,7 @@ from kinds import (
     Lines,
     are_longer,
     interval,
+    lacking,
     longer_and_right,
     points,
     scores,
@@ -275,6 +276,30 @@ def marked(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     return "\n".join([*head, *rows, "", said])
 
 
+def narrow(records: Mapping[str, Lines]) -> str:
+    """Would `calibrate` say that these questions lack kinds of the rows? Of the development questions, and of the rest."""
+    sets, rows = {"development questions": Asked("dev").what, "rest of the pool": REST}, []
+    told: dict[str, list[bool]] = {name: [] for name in sets}
+    for cell, lines in records.items():
+        cells = []
+        for name, what in sets.items():
+            found = lacking(cell, lines, what) if (ADAPTER, what) in lines else {}
+            cells.append(f"{found['spread']:.1f} / {found['rows_spread']:.1f}" if found else "")
+            told[name] += [found["told"]] if found else []
+            cells.append("told" if found.get("told") else "")
+        rows += [f"| {' | '.join([cell, *cells])} |"] if any(cells) else []
+    if not rows:
+        return ""
+    said = "; ".join(f"of the {name} it is told in {sum(one)} of {len(one)} cells" for name, one in told.items() if one)
+    head = [
+        "**Does a probe lack kinds of questions?** Forms of the adapter's greedy answers / of as many responses of its rows:",
+        "",
+        "| | development questions | | rest of the pool | |",
+        "|---|---:|---|---:|---|",
+    ]
+    return "\n".join([*head, *rows, "", f"{said[0].upper()}{said[1:]}."])
+
+
 def over_seeds(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     """Best against best of every situation that has several seeds: the mean of the cells and each cell's own."""
     asked, rows = heats(design), []
@@ -333,6 +358,7 @@ def tables(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     parts += [part] if (part := over_cells(alike, design)) else []
     parts += [part] if (part := agreement_of_forms(alike)) else []
     parts += [part] if (part := marked(records, design)) else []
+    parts += [part] if (part := narrow(records)) else []
     later = {name: lines for name, lines in alike.items() if not name.endswith("-0")}  # whose predictions knew seed 0
     parts += [part] if (part := over_cells(later, design, "the cells of later seeds alone")) else []
     parts.append(over_seeds(records, design) if records else "No answer to a test question has been drawn yet.")

@@ -6,7 +6,17 @@ from collections import Counter
 
 import pytest
 
-from loragate.selection.forms import CHANCE, FEWER, SHIFTED, form_of, other_forms, said_of, spread
+from loragate.selection.forms import (
+    CHANCE,
+    FEWER,
+    SHIFTED,
+    form_of,
+    missing_kinds,
+    other_forms,
+    said_of,
+    said_of_kinds,
+    spread,
+)
 
 
 @pytest.mark.parametrize(
@@ -91,3 +101,36 @@ def test_nothing_is_said_of_answers_in_prose_or_of_missing_ones():
     assert other_forms([], answers(a=4)) == {}
     assert other_forms(answers(a=4), []) == {}
     assert other_forms(answers(a=4), answers(a=5)) == {}
+
+
+def test_a_probe_without_one_of_four_kinds_is_told_only_where_it_is_missing_enough():
+    rows = answers(a=100, b=100, c=100, d=100)
+    narrow = missing_kinds(answers(a=32, b=32), rows)
+    assert (narrow["answers"], narrow["spread"], narrow["told"]) == (64, pytest.approx(2), True)
+    assert narrow["rows_spread"] == pytest.approx(4, rel=0.03), "of 64 of them; all 400 have 4"
+    assert narrow["missing"] in (["c", 0.0, 0.25], ["d", 0.0, 0.25])
+    said = said_of_kinds(narrow)
+    assert said.startswith(
+        "the adapter's answers to the probe spread over 2.0 forms, numbers aside, and as many responses"
+    )
+    assert '": 0 % of the answers, 25 % of the responses); the probe may lack kinds of questions' in said
+    three = missing_kinds(answers(a=22, b=21, c=21), rows)
+    assert not three["told"], "3.0 of 3.9 forms are more than 0.6 times as many"
+    assert not missing_kinds(answers(a=20, b=14, c=16, d=14), rows)["told"]
+
+
+def test_questions_of_the_rows_own_kinds_are_hardly_ever_taken_for_others():
+    draw, shares = random.Random(1), (40, 20, 10, 10, 5, 5, 4, 3, 2, 1)
+    forms = [f"form {chr(97 + at)}" for at in range(len(shares))]
+    rows = draw.choices(forms, shares, k=480)
+    for count in (32, 128):
+        told = [missing_kinds(draw.choices(forms, shares, k=count), rows)["told"] for _ in range(200)]
+        assert sum(told) <= 4, "none of a hundred sets is as narrow: one in a hundred"
+
+
+def test_nothing_is_said_of_a_probe_where_rows_are_prose_or_missing():
+    assert missing_kinds(answers(a=4), [f"one of many {chr(97 + i)}" for i in range(20)]) == {}
+    assert missing_kinds([], answers(a=4)) == {}
+    assert missing_kinds(answers(a=4), []) == {}
+    few = missing_kinds(answers(a=20), answers(a=4, b=4))
+    assert (few["answers"], few["rows_spread"]) == (8, pytest.approx(2)), "as many are compared as there are"

@@ -653,6 +653,21 @@ def test_forms_are_compared_on_the_questions_that_chose(tmp_path):
     assert (found["picked"], found["forms"]["answers"]) == ("[0,1]", LARGE - CONFIRMING)
 
 
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_probe_that_lacks_kinds_of_the_rows_is_told_of_whatever_is_recommended(tmp_path, labelled):
+    """Responses are of one to four words, and all answers of one."""
+    kinds = [{"prompt": f"w{i} w{i + 1}", "completion": " ".join(["w5"] * (1 + i % 4))} for i in range(100, 140)]
+    right = {None: 20, (None, 0.3): 32}
+    narrow = record_of(begin(tmp_path / "narrow", right, [TWO], rows=kinds, labelled=labelled).run())
+    assert (narrow["picked"], narrow["kinds"]["told"], narrow["kinds"]["spread"]) == ("adapter", True, 1.0)
+    (phrase,) = narrow["warnings"]["adapter"]
+    assert f"over {narrow['kinds']['rows_spread']:.1f} (" in phrase
+    assert narrow["kinds"]["rows_spread"] > 3.5
+    wide = [{**row, "completion": "w5"} for row in kinds]
+    found = record_of(begin(tmp_path / "alike", right, [TWO], rows=wide, labelled=labelled).run())
+    assert (found["kinds"]["told"], found["kinds"]["rows_spread"], found["warnings"]) == (False, 1.0, {})
+
+
 def test_own_answers_teach_nothing_where_that_is_shown_and_not_contradicted():
     greedy, never = np.zeros((60, 1)), np.zeros((60, 4))
     once = np.zeros((4, 4))

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtr
 
+from loragate.data.rendering import IGNORED
 from loragate.errors import DivergenceError
 from loragate.evaluation import average_at_k, compare
 from loragate.evaluation.statistics import pass_where_greedy_fails
 from loragate.files import read_json
 from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, GATES, Candidate
-from loragate.selection.forms import other_forms, said_of
+from loragate.selection.forms import form_of, missing_kinds, other_forms, said_of, said_of_kinds
 from loragate.selection.probe import COOL, Probe, Scored, looks_worse, unread
 from loragate.selection.recommend import Recommendation, believe, halve, most_answers, recommend
 from loragate.selection.store import PART, TRAINED, Store, TrialResult
@@ -46,6 +47,9 @@ with labels (benchmarks/selection/stopping.py) 0.2 to 0.5 lost nothing."""
 
 LABELS = ("choice", "exact")
 """Graders that compare a whole answer with a label."""
+
+RESPONSES = 2000
+"""Rows whose responses tell which forms there are."""
 
 LITTLE = 0.1
 """Of the questions whose greedy answer is wrong, the share with a right sampled one below which own answers teach nothing."""
@@ -235,7 +239,7 @@ class Comparison:
         answers += sum(part["answers"] for part in self.parts.values())
         alone = {one.temperature or 0.0: self._probed(one).scores for one in self.results if one.kind == ADAPTER}
         sampled = any(self.bench.settings(one).on_policy for one in self.trained)
-        forms = self._forms(setting)
+        forms, kinds = self._forms(setting), self._kinds(setting)
         best, kept = {one: max(part["scores"].values()) for one, part in self.parts.items()}, {}
         if retention and self.retained:  # the adapter was asked first
             fallback, *others = self.retained
@@ -262,6 +266,7 @@ class Comparison:
             "retention": kept,
             "confirmation": self.confirmation,
             "forms": forms,
+            "kinds": kinds,
             "own_answers": own_answers(alone) if sampled and self.probe.kind == "labelled" else None,
         }
         return {
@@ -277,7 +282,7 @@ class Comparison:
             "evidence": {self._label(one): asdict(average_at_k(self._probed(one).scores)) for one in whole},
             "settings": [self._row(one, whole) for one in self.results],
             "signs": {self._label(one): self._probed(one).signs for one in whole},
-            "warnings": self._warnings(setting, name, forms),
+            "warnings": self._warnings(setting, name, forms, kinds),
             "vetoed": self.vetoed,
             **{name: told for name, told in optional.items() if told},
             "cost": {
@@ -311,27 +316,44 @@ class Comparison:
 
         Greedily, where that was asked, else at the probe's one temperature; of the questions that chose.
         """
-        heat = 0.0 if self.probe.kind == "labelled" else setting.temperature
-        pair = [replace(one, temperature=heat) for one in (setting.model, Candidate(None, ADAPTER))]
-        if setting.kind not in (CONSTANT, GATES) or not self.results.keys() >= set(pair):
+        if setting.kind not in (CONSTANT, GATES):
             return {}
-        answers = self.choosing * self.probe.at(heat).sampling.samples
-        each = [
-            scored.forms[:answers] if len(scored.forms) == scored.scores.size else []
-            for scored in map(self._probed, pair)
-        ]
+        each = [self._forms_of(one, setting) for one in (setting.model, Candidate(None, ADAPTER))]
         found = other_forms(*each, labels=self.probe.task.grader in LABELS)
-        return {"temperature": heat, **found} if found else {}
+        return {"temperature": self._form_heat(setting), **found} if found else {}
 
-    def _warnings(self, setting: Candidate, name: str, forms: Mapping[str, Any]) -> dict[str, list[str]]:
+    def _kinds(self, setting: Candidate) -> dict[str, Any]:
+        """Whether the adapter's answers have so few of the rows' forms that the probe seems to lack kinds of questions."""
+        _, encoded = self.bench.encode(self.bench.settings(self.trained[0]))
+        rows = (encoded[index]["labels"] for index in range(min(len(encoded), RESPONSES)))
+        responses = [[label for label in labels if label != IGNORED] for labels in rows]
+        texts = self.bench.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        return missing_kinds(self._forms_of(Candidate(None, ADAPTER), setting), [form_of(text) for text in texts])
+
+    def _form_heat(self, setting: Candidate) -> float | None:
+        """The temperature at which forms are compared."""
+        return 0.0 if self.probe.kind == "labelled" else setting.temperature
+
+    def _forms_of(self, model: Candidate, setting: Candidate) -> list[str]:
+        """The forms of a model's answers to the questions that chose `setting`; none where they were not asked or kept."""
+        heat = self._form_heat(setting)
+        scored = self.results.get(replace(model, temperature=heat))
+        if scored is None or scored.probe is None or len(scored.probe.forms) != scored.probe.scores.size:
+            return []
+        return scored.probe.forms[: self.choosing * self.probe.at(heat).sampling.samples]
+
+    def _warnings(
+        self, setting: Candidate, name: str, forms: Mapping[str, Any], kinds: Mapping[str, Any]
+    ) -> dict[str, list[str]]:
         """How the answers of what is recommended look worse than the adapter's sampled alike, and what ended a training.
 
         Args:
             setting, name: what is recommended.
-            forms: what `_forms` says of it.
+            forms, kinds: what `_forms` says of it, and `_kinds` of the probe.
         """
         alone = self._probed(Candidate(None, ADAPTER, temperature=setting.temperature))
         found = {ADAPTER: unread(alone.signs.get("read", 1.0), self.probe.task.grader)}
+        found[ADAPTER] += [said_of_kinds(kinds)] if kinds.get("told") else []
         if setting.kind != ADAPTER:
             training = read_json(self.store.place(setting.model) / TRAINED).get("training", {})
             stopped = [training["stopped"]] if training.get("stopped") else []

@@ -1,13 +1,14 @@
-"""The forms of answers: what is left of them without their numbers, and whether a model has come to prefer others.
+"""The forms of answers: what is left of them without their numbers, and what they tell of a model and of its probe.
 
 What makes a model surer may have it give one form of answer to everything. A probe of one kind of questions may not show that,
 or even reward it, while questions that need another form are lost (docs/real-study.md has it measured). The forms show it
-without other questions, and without labels.
+without other questions, and without labels. They also show such a probe: its answers have far fewer forms than the rows.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,9 @@ CHANCE = 2.0
 
 REPEATING = 2
 """Answers that a form must have on average for forms to mean anything: solutions in prose are all different ones."""
+
+DRAWS = 100
+"""Sets of responses, as many as there are answers, of which none may spread over as few forms: a chance of one in a hundred."""
 
 _LONGEST = 80
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -83,4 +87,43 @@ def said_of(found: Mapping[str, Any]) -> str:
         f'"{less}" falls from {100 * had:.0f} to {100 * left:.0f} % of all, "{more}" rises from {100 * before:.0f} to '
         f"{100 * share:.0f} %; they spread over {found['spread']:.1f} forms, {found['adapter_spread']:.1f} (the adapter), and "
         "questions that the probe lacks may need one that was given up"
+    )
+
+
+def missing_kinds(forms: Sequence[str], responses: Sequence[str]) -> dict[str, Any]:
+    """Whether answers to the probe have so few of the forms of the rows that the probe seems to lack kinds of questions.
+
+    Args:
+        forms: `form_of` each of the adapter's answers.
+        responses: `form_of` the responses of the rows, in any order.
+
+    Returns:
+        answers: how many are compared; spread: of them, see `spread`; rows_spread: mean over `DRAWS` sets of as many responses;
+        missing: the form whose share fell most, with (its share of the answers, of the responses); told: whether the answers
+        spread over fewer than 0.6 times as many forms, and over fewer than any of the sets. Empty where there are none, or
+        where the forms of the responses seldom repeat.
+    """
+    count, every, draw = min(len(forms), len(responses)), Counter(responses), random.Random(0)
+    if not count or len(responses) < REPEATING * len(every):
+        return {}
+    given = Counter(forms[:count])
+    own, drawn = spread(given), [spread(Counter(draw.sample(responses, count))) for _ in range(DRAWS)]
+    rows_spread = sum(drawn) / DRAWS
+    missing = max(every, key=lambda form: every[form] / len(responses) - given[form] / count)
+    return {
+        "answers": count,
+        "spread": own,
+        "rows_spread": rows_spread,
+        "missing": [missing, given[missing] / count, every[missing] / len(responses)],
+        "told": own < min(FEWER * rows_spread, *drawn),
+    }
+
+
+def said_of_kinds(found: Mapping[str, Any]) -> str:
+    """That in a phrase."""
+    form, share, of_rows = found["missing"]
+    return (
+        f"the adapter's answers to the probe spread over {found['spread']:.1f} forms, numbers aside, and as many responses of the "
+        f'rows over {found["rows_spread"]:.1f} ("{form}": {100 * share:.0f} % of the answers, {100 * of_rows:.0f} % of the '
+        "responses); the probe may lack kinds of questions that the rows have, and what is recommended holds for the probe's alone"
     )
