@@ -50,9 +50,9 @@ def longer_and_right(line: Mapping[str, Any]) -> str:
     return f"{100 * long_Q.mean():.0f} / {100 * others.mean():.0f}" if len(others) else "100 / –"
 
 
-def sign_of(lines: Lines, method: str) -> dict[str, Any]:
+def sign_of(lines: Lines, method: str, what: str = GREEDY) -> dict[str, Any]:
     """The sign that `calibrate` would print, read from the greedy test answers: `loragate.selection.forms.other_forms`."""
-    return other_forms(*([form_of(texts[0]) for texts in lines[who, GREEDY]["texts"]] for who in (method, ADAPTER)))
+    return other_forms(*([form_of(texts[0]) for texts in lines[who, what]["texts"]] for who in (method, ADAPTER)))
 
 
 def lacking(cell: str, lines: Lines, what: str) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from loragate.gates.range import Range
 from loragate.selection.candidate import Candidate
 from loragate.selection.recommend import recommend
 
+DEVELOPMENT = Asked("dev").what
 LOST = 5  # points, of a method that the sign should have marked
 MARKS = ("<!-- study: begin -->", "<!-- study: end -->")
 HEAD = (
@@ -133,14 +134,24 @@ def row(lines: Lines, method: str, asked: list[Asked]) -> list[str]:
     return cells
 
 
-def automatic(lines: Lines, design: dict[str, Any]) -> str:
+def recommended(name: str, lines: Lines, design: dict[str, Any], probe: Mapping[Candidate, np.ndarray]) -> Candidate:
+    """What `calibrate` recommends with the development questions as its probe, which may lack kinds of the cell's rows."""
+    while (found := recommend(probe).setting).kind in ("constant", "gates"):
+        method = next(one for one in design["methods"] if model_of(one, design) == found.model)
+        if not (lacking(name, lines, DEVELOPMENT).get("told") and sign_of(lines, method, DEVELOPMENT).get("told")):
+            break
+        probe = {one: values for one, values in probe.items() if one.model != found.model}
+    return found
+
+
+def automatic(name: str, lines: Lines, design: dict[str, Any]) -> str:
     """What the former rule and the recommendation pick by the development answers, and what each gives up on the test."""
     probe, test = (settings(lines, design, split) for split in ("dev", "test"))
     if not {Candidate(None, temperature=1.0, objective="adapter")} <= set(probe) <= set(test):
         return "The automatic choice: not run."
     warm = {one: found for one, found in probe.items() if one.temperature == 1 and one.kind in ("adapter", "gates")}
     former = max(warm, key=lambda one: warm[one].mean())  # the adapter comes first and wins ties
-    now, cold = recommend(probe).setting, Candidate(None, temperature=0.0, objective="adapter")
+    now, cold = recommended(name, lines, design, probe), Candidate(None, temperature=0.0, objective="adapter")
     scored = {one: float(found.mean()) for one, found in test.items()}
     top = max(scored, key=lambda one: scored[one])
     said = [
@@ -153,20 +164,23 @@ def automatic(lines: Lines, design: dict[str, Any]) -> str:
 
 def settings(lines: Lines, design: dict[str, Any], split: str) -> dict[Candidate, np.ndarray]:
     """{setting: verdicts [questions, samples]} of what `calibrate` chooses from, at all temperatures that were asked."""
-    models = {}
-    for name, spec in design["methods"].items():
-        if name in (ADAPTER, "base"):
-            models[name] = Candidate(None, "adapter" if name == ADAPTER else name)
-        elif "constant" in spec:
-            models[name] = Candidate(None, "constant", scale=spec["constant"])
-        elif name in design["automatic"]:
-            models[name] = Candidate(Range.parse(spec["calibrate"]["range"]))
     return {
         replace(model, temperature=one.temperature): scores(lines[name, one.what])
-        for name, model in models.items()
+        for name in design["methods"]
+        if (model := model_of(name, design))
         for one in heats(design, split)
         if (name, one.what) in lines
     }
+
+
+def model_of(method: str, design: dict[str, Any]) -> Candidate | None:
+    """What a method is to `calibrate`; None for what it does not choose from."""
+    spec = design["methods"][method]
+    if method in (ADAPTER, "base"):
+        return Candidate(None, "adapter" if method == ADAPTER else method)
+    if "constant" in spec:
+        return Candidate(None, "constant", scale=spec["constant"])
+    return Candidate(Range.parse(spec["calibrate"]["range"])) if method in design["automatic"] else None
 
 
 def development(lines: Lines, design: dict[str, Any]) -> str:
@@ -192,7 +206,7 @@ def cell_part(name: str, lines: Lines, design: dict[str, Any]) -> str:
     parts = [
         f"**{name}.** {development(lines, design)}",
         table,
-        automatic(lines, design),
+        automatic(name, lines, design),
         rest_part(name, lines, design),
     ]
     return "\n\n".join(filter(None, parts))
@@ -278,7 +292,7 @@ def marked(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
 
 def narrow(records: Mapping[str, Lines]) -> str:
     """Would `calibrate` say that these questions lack kinds of the rows? Of the development questions, and of the rest."""
-    sets, rows = {"development questions": Asked("dev").what, "rest of the pool": REST}, []
+    sets, rows = {"development questions": DEVELOPMENT, "rest of the pool": REST}, []
     told: dict[str, list[bool]] = {name: [] for name in sets}
     for cell, lines in records.items():
         cells = []

@@ -62,7 +62,7 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("retention_task",), "retention_probe"),
         Acts(("ranges",), "range", ("auto",)),
         Acts(("probe_samples", "probe_temperature", "probe_max_new_tokens"), "unverified", (False,)),
-        Acts(("probe_sandbox", "retention_probe"), "unverified", (False,)),
+        Acts(("probe_sandbox", "retention_probe", "probe_covers_all"), "unverified", (False,)),
         Acts(("guard",), "objective", _SAMPLED),
     ),
     # a reward is judged by it as well

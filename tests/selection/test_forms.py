@@ -113,7 +113,7 @@ def test_a_probe_without_one_of_four_kinds_is_told_only_where_it_is_missing_enou
     assert said.startswith(
         "the adapter's answers to the probe spread over 2.0 forms, numbers aside, and as many responses"
     )
-    assert '": 0 % of the answers, 25 % of the responses); the probe may lack kinds of questions' in said
+    assert '": 0 % of the answers, 25 % of the responses): the probe seems to lack kinds of questions' in said
     three = missing_kinds(answers(a=22, b=21, c=21), rows)
     assert not three["told"], "3.0 of 3.9 forms are more than 0.6 times as many"
     assert not missing_kinds(answers(a=20, b=14, c=16, d=14), rows)["told"]

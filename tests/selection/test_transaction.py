@@ -56,9 +56,12 @@ def begin(
     seed=0,
     temperature=None,
     labelled=True,
+    covers=False,
     **engine,
 ):
-    asking = SelectionSettings(probe_grader="exact", probe_samples=2, probe_temperature=temperature)
+    asking = SelectionSettings(
+        probe_grader="exact", probe_samples=2, probe_temperature=temperature, probe_covers_all=covers
+    )
     kept = asked(RETAINED) if retention else None
     config = lg.GateConfig(0, 1, tau=tau)
     known = ("prompt", "answer") if labelled else ("prompt",)
@@ -656,16 +659,51 @@ def test_forms_are_compared_on_the_questions_that_chose(tmp_path):
 @pytest.mark.parametrize("labelled", [True, False])
 def test_a_probe_that_lacks_kinds_of_the_rows_is_told_of_whatever_is_recommended(tmp_path, labelled):
     """Responses are of one to four words, and all answers of one."""
-    kinds = [{"prompt": f"w{i} w{i + 1}", "completion": " ".join(["w5"] * (1 + i % 4))} for i in range(100, 140)]
     right = {None: 20, (None, 0.3): 32}
-    narrow = record_of(begin(tmp_path / "narrow", right, [TWO], rows=kinds, labelled=labelled).run())
+    narrow = record_of(begin(tmp_path / "narrow", right, [TWO], rows=KINDS, labelled=labelled).run())
     assert (narrow["picked"], narrow["kinds"]["told"], narrow["kinds"]["spread"]) == ("adapter", True, 1.0)
     (phrase,) = narrow["warnings"]["adapter"]
     assert f"over {narrow['kinds']['rows_spread']:.1f} (" in phrase
     assert narrow["kinds"]["rows_spread"] > 3.5
-    wide = [{**row, "completion": "w5"} for row in kinds]
+    wide = [{**row, "completion": "w5"} for row in KINDS]
     found = record_of(begin(tmp_path / "alike", right, [TWO], rows=wide, labelled=labelled).run())
     assert (found["kinds"]["told"], found["kinds"]["rows_spread"], found["warnings"]) == (False, 1.0, {})
+
+
+KINDS = [{"prompt": f"w{i} w{i + 1}", "completion": " ".join(["w5"] * (1 + i % 4))} for i in range(100, 140)]
+"""Responses of one to four words, whose forms the answers to the probe do not have."""
+
+
+def test_what_gives_up_forms_on_a_probe_that_lacks_kinds_gives_way_to_the_next(tmp_path):
+    """λ = 0.75 keeps what the adapter says; a retention probe need not see the loss."""
+    right = {None: 10, (0, 1): 30, "λ=0.75": 26}
+    wrong = {**GIVEN_UP, "λ=0.75": "either of two"}
+    chosen = begin(tmp_path / "narrow", right, [TWO], wrong=wrong, rows=KINDS, retention=True, retained={}).run()
+    record = record_of(chosen)
+    assert (record["picked"], record["vetoed"].keys()) == ("λ=0.75", {"[0,1]"})
+    why = record["vetoed"]["[0,1]"]
+    assert why.startswith("changes the form of answers, on a probe that seems to lack kinds of questions: 69 % of the")
+    assert why.endswith("say so: --probe-covers-all (probe_covers_all=True)")
+    assert record["kinds"]["told"]
+    assert "[0,1]" not in " ".join(record["retention"]["evidence"]), "a veto comes first, at no cost"
+    lines = chosen.sentences()
+    assert any(line.startswith("[0,1] is not eligible: it changes the form") for line in lines)
+    asked = [line for line in lines if line.startswith("  [0,1] ")]
+    assert asked
+    assert all(line.endswith("not eligible") for line in asked)
+    plain = record_of(begin(tmp_path / "wide", right, [TWO], wrong=wrong).run())
+    assert (plain["picked"], plain["vetoed"]) == ("[0,1]", {}), "its rows' responses have no forms to speak of"
+    said = record_of(begin(tmp_path / "all", right, [TWO], wrong=wrong, rows=KINDS, covers=True).run())
+    assert (said["picked"], said["vetoed"], len(said["warnings"]["[0,1]"])) == ("[0,1]", {}, 1)
+
+
+def test_without_labels_too_what_gives_up_forms_is_not_recommended(tmp_path):
+    right = {(None, 1.0): 12, (None, 0.3): 32, (0, 1): 32}
+    how = {"labelled": False, "temperature": 1.0, "wrong": GIVEN_UP, "rows": KINDS}
+    chosen = begin(tmp_path, right, [TWO], **how).run()
+    record = record_of(chosen)
+    assert (record["picked"], list(record["vetoed"])) == ("adapter", ["[0,1]"])
+    assert "nothing eligible is probably better than the adapter" in " ".join(chosen.sentences())
 
 
 def test_own_answers_teach_nothing_where_that_is_shown_and_not_contradicted():

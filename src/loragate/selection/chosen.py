@@ -106,7 +106,8 @@ def _scores(record: dict[str, Any]) -> list[str]:
     )
     for name, score in record["evidence"].items():
         signs = record["signs"][name]
-        mark = "←" if name == found["setting"] else "not eligible" if name in record["vetoed"] else ""
+        out = any(f"{name} ".startswith(f"{one} ") for one in record["vetoed"])  # a setting, or all of a model
+        mark = "←" if name == found["setting"] else "not eligible" if out else ""
         interval = f"({percent(score['low'])}–{percent(score['high'])})"
         ended = f"ended {100 * signs['finished']:.0f} %, {signs['tokens']:.0f} tokens"
         lines.append(f"  {name:<18} {percent(score['mean']):>5} % {interval}  {ended} {mark}".rstrip())
@@ -132,7 +133,7 @@ def _remarks(record: dict[str, Any]) -> list[str]:
             f"{nothing if own['nothing_to_learn'] else ''}"
         )
     if not record["accepted"]:
-        why = "nothing is probably better than the adapter"
+        why = f"nothing {'eligible ' if record['vetoed'] else ''}is probably better than the adapter"
         if failed := record.get("confirmation"):
             why = f"{failed['setting']} had no gain on the {failed['questions']} untouched questions"
         lines.append(

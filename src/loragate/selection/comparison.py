@@ -83,8 +83,16 @@ def settings_on(
 class Comparison:
     """One comparison of `settings_on` a bench with a probe, from training to the record."""
 
-    def __init__(self, store: Store, bench: Bench, settings: Sequence[Candidate], on_event: OnEvent | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        bench: Bench,
+        settings: Sequence[Candidate],
+        on_event: OnEvent | None,
+        probe_covers_all: bool = False,
+    ) -> None:
         assert bench.probe is not None, "there is evidence"
+        self.probe_covers_all = probe_covers_all
         self.store, self.bench, self.settings, self.on_event, self.probe = store, bench, settings, on_event, bench.probe
         models = list(dict.fromkeys(one.model for one in settings))
         everything = len(bench.probe.questions)
@@ -115,7 +123,7 @@ class Comparison:
         return self.found
 
     def most_answers(self) -> int:
-        """How many answers are asked at most, the retention probe's not counted; known before anything is trained."""
+        """How many answers are asked at most, without the retention probe's and a veto's; known before anything is trained."""
         samples, stopped = self.probe.sampling.samples, stopped_of(len(self.trained))
         # the adapter is asked with them
         parts = (len(self.trained) + 1) * len(self._heats()) * PART_QUESTIONS * samples if stopped else 0
@@ -182,26 +190,52 @@ class Comparison:
         return self._probed(setting).scores[:count]
 
     def _not_vetoed(self, scores: dict[Candidate, np.ndarray]) -> None:
-        """Find the recommendation; one that clearly loses on the retention probe gives way to the next."""
+        """Find the recommendation; one that gives up forms of answers unseen, or clearly forgets, gives way to the next."""
         self.found = recommend(scores)
         self.tried = self.found.tried
         alone = self.found.best[ADAPTER]
-        while self.bench.retention is not None and self.found.setting.kind != ADAPTER:
-            tables = {}
-            for one in (alone, self.found.setting):
-                result = run_trial(
-                    self.store, one, lambda: self.bench, self.on_event, questions=self.choosing, retention=True
-                )
-                self.results[one] = result
-                assert result.retention is not None, "it was asked"
-                tables[self._label(one)] = result.retention.scores
-            self.retained |= tables
-            if not (reasons := vetoes(tables, self._label(alone))):
+        while (setting := self.found.setting).kind != ADAPTER:
+            if why := self._given_up(setting):
+                self.vetoed[self.names[setting.model]] = why
+                out = {one for one in scores if one.model == setting.model}
+            elif reasons := self._forgotten(setting, alone):
+                self.vetoed |= reasons
+                out = {setting}
+            else:
                 break
-            self.vetoed |= reasons
-            scores = {one: values for one, values in scores.items() if one != self.found.setting}
+            scores = {one: values for one, values in scores.items() if one not in out}
             scores |= {one: self._ask(one, self.choosing) for one in recommend(scores).best.values()}
             self.found = recommend(scores)
+
+    def _given_up(self, setting: Candidate) -> str:
+        """Why a setting is not eligible that answers in other forms, on a probe without the kinds that would show the cost."""
+        if self.probe_covers_all or setting.kind == BASE:
+            return ""
+        if self.probe.kind == "labelled":
+            for model in (Candidate(None, ADAPTER), setting.model):
+                self._ask(replace(model, temperature=0.0), self.choosing)
+        forms = self._forms(setting) if self._kinds(setting).get("told") else {}
+        if not forms.get("told"):
+            return ""
+        return (
+            f"changes the form of answers, on a probe that seems to lack kinds of questions: {said_of(forms)}. If the probe has "
+            "all kinds that will be asked, say so: --probe-covers-all (probe_covers_all=True)"
+        )
+
+    def _forgotten(self, setting: Candidate, alone: Candidate) -> dict[str, str]:
+        """{setting: why} if it clearly loses on the retention probe against the adapter at its best, `alone`."""
+        if self.bench.retention is None:
+            return {}
+        tables = {}
+        for one in (alone, setting):
+            result = run_trial(
+                self.store, one, lambda: self.bench, self.on_event, questions=self.choosing, retention=True
+            )
+            self.results[one] = result
+            assert result.retention is not None, "it was asked"
+            tables[self._label(one)] = result.retention.scores
+        self.retained |= tables
+        return vetoes(tables, self._label(alone))
 
     def _confirm(self) -> None:
         """Compare what is recommended with the adapter at its best on untouched questions; without a gain there, it is not."""

@@ -125,5 +125,5 @@ def said_of_kinds(found: Mapping[str, Any]) -> str:
     return (
         f"the adapter's answers to the probe spread over {found['spread']:.1f} forms, numbers aside, and as many responses of the "
         f'rows over {found["rows_spread"]:.1f} ("{form}": {100 * share:.0f} % of the answers, {100 * of_rows:.0f} % of the '
-        "responses); the probe may lack kinds of questions that the rows have, and what is recommended holds for the probe's alone"
+        "responses): the probe seems to lack kinds of questions that the rows have; give it some of every kind that you will ask"
     )

@@ -276,7 +276,7 @@ class Transaction:
         taken = f"another choice is running in {self.folder}; wait for it to end, or stop it"
         with held(store.folder / "lock", 0.0, taken):
             store.study.begin(store.folder, resume)
-            comparison = Comparison(store, self.bench, settings, on_event)
+            comparison = Comparison(store, self.bench, settings, on_event, self.asking.probe_covers_all)
             if on_event is not None:
                 on_event(Candidate(None, ADAPTER), "planned", 0, comparison.most_answers(), None)
             setting = comparison.run().setting
