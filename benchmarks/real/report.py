@@ -138,6 +138,8 @@ def recommended(name: str, lines: Lines, design: dict[str, Any], probe: Mapping[
     """What `calibrate` recommends with the development questions as its probe, which may lack kinds of the cell's rows."""
     while (found := recommend(probe).setting).kind in ("constant", "gates"):
         method = next(one for one in design["methods"] if model_of(one, design) == found.model)
+        if not {(ADAPTER, DEVELOPMENT), (method, DEVELOPMENT)} <= set(lines):
+            break
         if not (lacking(name, lines, DEVELOPMENT).get("told") and sign_of(lines, method, DEVELOPMENT).get("told")):
             break
         probe = {one: values for one, values in probe.items() if one.model != found.model}

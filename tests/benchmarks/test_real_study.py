@@ -266,14 +266,18 @@ def test_the_automatic_choice_goes_by_the_development_answers(scripts, design):
         return {heat: [[int(place < share)] for place in range(10)] for heat in HEATS}
 
     lines = record(LoRA=tables(5), **{name: tables(3) for name in design["automatic"]})
-    assert "not run" in scripts.report.automatic(lines, design)
+    assert "not run" in scripts.report.automatic("clean-0", lines, design)
     for name in ("LoRA", *design["automatic"]):
         verdicts = np.array([[int(place < (9 if name == "gates [0,1]" else 4))] for place in range(10)])
         lines[name, "dev T=1"] = line(name, "dev T=1", verdicts)
-    said = scripts.report.automatic(lines, design)
+    said = scripts.report.automatic("clean-0", lines, design)
     assert "former rule) [0,1] T=1, -20.0 points" in said
     assert "as recommended now, [0,1] T=1, -20.0 points" in said
     assert "16 settings" in said
+    for name, right in (("LoRA", 20), ("gates [0,1]", 40)):  # a right answer has the longer formula
+        lines[name, "dev T=0"] = line(name, "dev T=0", np.array([[int(place < right)] for place in range(40)]))
+    said = scripts.report.automatic("clean-0", lines, design)
+    assert "as recommended now, adapter" in said, "of one form instead of two, where the rows have twenty"
 
 
 def test_the_page_shows_the_committed_records(scripts, design):

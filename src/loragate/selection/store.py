@@ -155,7 +155,7 @@ class Store:
             **({} if result.retention is None else {"retention": _plain(result.retention)}),
             "training": result.training,
             "gates": result.modules,
-            "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
+            "seconds": result.seconds,
         }
         write_json(self.place(result.candidate) / RESULT, record)
 
