@@ -41,9 +41,10 @@ from loragate.gates import GateConfig
 from loragate.generation import TransformersEngine
 from loragate.selection import trial
 from loragate.selection.candidate import ADAPTER, GATES, Candidate, parse_candidates
-from loragate.selection.comparison import HOPEFUL, TEMPERATURES, prospects, settings_on, stronger
+from loragate.selection.comparison import TEMPERATURES, settings_on
 from loragate.selection.probe import Probe, Scored
 from loragate.selection.recommend import SURE, believe
+from loragate.selection.rulings import HOPEFUL, prospects, stronger
 from loragate.selection.settings import SelectionSettings
 from loragate.selection.store import PART, Store, Study
 from loragate.selection.transaction import RANGES, Transaction, gates_all

@@ -16,17 +16,9 @@ from loragate.gates.schema import read_gate_config
 from loragate.generation import TransformersEngine
 from loragate.models import resolve
 from loragate.selection import Candidate, SelectionSettings, choose, trial
-from loragate.selection.comparison import (
-    CONFIRMING,
-    ELSEWHERE,
-    HOPEFUL,
-    LARGE,
-    own_answers,
-    prospects,
-    settings_on,
-    vetoes,
-)
+from loragate.selection.comparison import CONFIRMING, ELSEWHERE, LARGE, settings_on
 from loragate.selection.probe import Majority, unread
+from loragate.selection.rulings import HOPEFUL, own_answers, prospects, vetoes
 from loragate.selection.transaction import Transaction, gates_all
 from loragate.training import CalibrationSettings
 from loragate.training.guards import GuardLimits

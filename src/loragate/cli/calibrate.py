@@ -118,8 +118,8 @@ def choose(
 ) -> Chosen:
     """What `loragate.choose_gates` does, with what is read shown before the model is loaded, and progress after."""
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
-    from loragate.selection.comparison import stopped_of
     from loragate.selection.evidence import require_evidence
+    from loragate.selection.rulings import stopped_of
     from loragate.selection.transaction import Transaction
     from loragate.selection.trial import SHARE, origin_of
     from loragate.training.rows import read_rows

@@ -33,10 +33,11 @@ from loragate.gates.schema import CONFIG
 from loragate.generation import Engine, OnProgress, TransformersEngine
 from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
 from loragate.selection.chosen import CANDIDATES, UNVERIFIED, Chosen
-from loragate.selection.comparison import HOPEFUL, Comparison, settings_on
+from loragate.selection.comparison import Comparison, settings_on
 from loragate.selection.evidence import Evidence, answer_tokens, reward_of
 from loragate.selection.probe import Probe
 from loragate.selection.questions import Manner, set_aside
+from loragate.selection.rulings import HOPEFUL
 from loragate.selection.settings import SelectionSettings, require_one_process
 from loragate.selection.store import GATED, Store, Study
 from loragate.selection.trial import (
