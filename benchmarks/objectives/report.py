@@ -249,6 +249,7 @@ def both_kinds(folder: Path = RECORDS) -> str:
         "| other forms |",
         f"|---|{'---:|' * 6}---|",
     ]
+    over_cells: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}  # [test, rest, weighed] of each cell
     for place in sorted(folder.glob("*.jsonl.gz")):
         cell = place.name.removesuffix(".jsonl.gz")
         study, _ = measure.records_of(cell, measure.read_design(), measure.RECORDS)
@@ -260,13 +261,21 @@ def both_kinds(folder: Path = RECORDS) -> str:
             row = [
                 f"{100 * of(one).mean():.{d}f}" for one in told for of, d in ((kinds.scores, 1), (kinds.are_longer, 0))
             ]
-            gaps = [
-                compare(*(kinds.scores(lines[who, kinds.REST]) for who in (name, kinds.ADAPTER))),
-                kinds.weighed(cell, lines, name)[1],
-            ]
+            test, rest = (compare(*(kinds.scores(lines[who, what]) for who in (name, kinds.ADAPTER))) for what in both)
+            weighed = kinds.weighed(cell, lines, name)[1]
             marked = "marked" if kinds.sign_of(lines, name).get("told") else ""
-            row += ["", "", ""] if name == kinds.ADAPTER else [*map(kinds.interval, gaps), marked]
+            row += ["", "", ""] if name == kinds.ADAPTER else [kinds.interval(rest), kinds.interval(weighed), marked]
             parts.append(f"| {cell}: {'adapter' if name == kinds.ADAPTER else name} | {' | '.join(row)} |")
+            if name != kinds.ADAPTER:
+                over_cells[name].append([test.mean, rest.mean, weighed.mean])
+    several = {name: np.array(found) for name, found in over_cells.items() if len(found) > 1}
+    parts += (
+        ["", "| points against the adapter | cells | test | rest | weighed | weighed, each cell |"] if several else []
+    )
+    parts += ["|---|---:|---:|---:|---:|---|"] if several else []
+    for name, found in several.items():
+        each = ", ".join(map(kinds.points, found[:, 2]))
+        parts.append(f"| {name} | {len(found)} | {' | '.join(map(kinds.points, found.mean(axis=0)))} | {each} |")
     return "\n".join(parts)
 
 
