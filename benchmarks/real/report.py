@@ -45,7 +45,6 @@ from loragate.selection.recommend import recommend
 
 DEVELOPMENT = Asked("dev").what
 LOST = 5  # points, of a method that the sign should have marked
-MARKS = ("<!-- study: begin -->", "<!-- study: end -->")
 HEAD = (
     "method",
     "T = 1",
@@ -292,6 +291,28 @@ def marked(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     return "\n".join([*head, *rows, "", said])
 
 
+def both_kinds(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
+    """Greedy answers to the test and to the rest of the pool, of the cells that were asked both, against the adapter."""
+    head = [
+        "| cell | method | test: right, % | longer, % | rest: right, % | longer, % | rest, difference | weighed, difference |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    rows = []
+    for cell, lines in records.items():
+        first = cell
+        for method in design["methods"]:
+            if not {(who, what) for who in (ADAPTER, method) for what in (GREEDY, REST)} <= set(lines):
+                continue
+            mine = [lines[method, what] for what in (GREEDY, REST)]
+            cells = [f"{100 * of(one).mean():.{d}f}" for one in mine for of, d in ((scores, 1), (are_longer, 0))]
+            gaps = [compare(scores(mine[1]), scores(lines[ADAPTER, REST])), weighed(cell, lines, method)[1]]
+            cells += ["", ""] if method == ADAPTER else [interval(gap) for gap in gaps]
+            name = "adapter" if method == ADAPTER else method
+            rows.append(f"| {first} | {name} | {' | '.join(cells)} |")
+            first = ""
+    return "\n".join([*head, *rows]) if rows else "Not asked yet."
+
+
 def narrow(records: Mapping[str, Lines]) -> str:
     """Would `calibrate` say that these questions lack kinds of the rows? Of the development questions, and of the rest."""
     sets, rows = {"development questions": DEVELOPMENT, "rest of the pool": REST}, []
@@ -400,13 +421,17 @@ def main() -> None:
     parser.add_argument("--docs", type=Path)
     parser.add_argument("--check", action="store_true", help="change nothing; the exit status tells")
     given = parser.parse_args()
-    text = tables(read(given.records, read_design()), read_design())
+    design = read_design()
+    records = read(given.records, design)
+    parts = {"kinds": both_kinds(records, design), "study": tables(records, design)}
     if given.docs is None:
-        print(text)
+        print(*parts.values(), sep="\n\n")
         return
-    page = given.docs.read_text(encoding="utf-8")
-    before, rest = page.split(MARKS[0])
-    filled = f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
+    page = filled = given.docs.read_text(encoding="utf-8")
+    for name, text in parts.items():
+        before, rest = filled.split(f"<!-- {name}: begin -->")
+        _, after = rest.split(f"<!-- {name}: end -->")
+        filled = f"{before}<!-- {name}: begin -->\n\n{text}\n\n<!-- {name}: end -->{after}"
     if given.check:
         sys.exit(filled != page)
     write_text(given.docs, filled)

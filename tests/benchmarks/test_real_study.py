@@ -234,6 +234,19 @@ def test_a_method_is_marked_by_its_test_answers_and_held_against_both_losses(scr
     )
     assert text.endswith("Of 1 that are marked 1 lose 5 points or more on one of the two kinds, of 1 that are not 1.")
     assert scripts.report.marked({"few-0": record(LoRA={"0": own})}, design) == ""
+    *_, adapter, continued, dft = scripts.report.both_kinds({"clean-1": lines}, design).splitlines()
+    assert adapter == "| clean-1 | adapter | 50.0 | 50 | 50.0 | 50 |  |  |"
+    assert dft.startswith("|  | DFT | 0.0 | 0 | 0.0 | 0 | -50.0 (")
+    assert continued.startswith("|  | LoRA continued | 50.0 | 50 | 0.0 | 0 | -50.0 (")
+
+
+def test_a_probe_of_two_forms_lacks_kinds_of_rows_with_twenty(scripts):
+    asked = {("LoRA", "dev T=0"): line("LoRA", "dev T=0", np.array([[place % 2] for place in range(40)]))}
+    *_, row, _, said = scripts.report.narrow({"clean-0": asked, "few-0": {}}).splitlines()
+    assert row.startswith("| clean-0 | 2.0 / 1")
+    assert row.endswith(" | told |  |  |")
+    assert said == "Of the development questions it is told in 1 of 1 cells."
+    assert scripts.report.narrow({"few-0": {}}) == ""
 
 
 def test_development_questions_are_for_what_is_chosen_by_them(measure, design):
@@ -284,6 +297,7 @@ def test_the_page_shows_the_committed_records(scripts, design):
     page = (ROOT / "docs" / "real-study.md").read_text(encoding="utf-8")
     records = scripts.report.read(scripts.measure.RECORDS, design)
     assert scripts.report.tables(records, design) in page
+    assert scripts.report.both_kinds(records, design) in page
 
 
 def test_a_study_goes_on_where_it_was_stopped(measure, design, tmp_path, monkeypatch, capsys):
@@ -330,22 +344,3 @@ def test_a_study_goes_on_where_it_was_stopped(measure, design, tmp_path, monkeyp
     own, _ = study(60, ["LoRA"], measure.REST)
     assert (len(trained), drawn[12:]) == (2, ["rest T=0"])
     assert all(one.startswith("gsm8k/") for one in own.lines["LoRA", "rest T=0"]["questions"])
-
-
-def test_the_page_compares_both_kinds_of_questions_as_the_records_do(scripts, design):
-    page = (ROOT / "docs" / "real-study.md").read_text(encoding="utf-8")
-    head = "| cell | method | test: right, % |"
-    rows = page[page.index(head) :].split("\n\n")[0].splitlines()[2:]
-    report, records, cell = scripts.report, scripts.report.read(scripts.measure.RECORDS, design), ""
-    for row in rows:
-        shown, method, *figures = [part.strip().replace("−", "-") for part in row.strip("|").split("|")]
-        cell = shown or cell
-        found = records[cell]
-        mine = [found["LoRA" if method == "adapter" else method, what] for what in (report.GREEDY, report.REST)]
-        expected = [
-            f"{100 * of(one).mean():.{d}f}" for one in mine for of, d in ((report.scores, 1), (report.are_longer, 0))
-        ]
-        if method != "adapter":
-            gap = report.compare(report.scores(mine[1]), report.scores(found["LoRA", report.REST]))
-            expected += [report.interval(gap), report.interval(report.weighed(cell, found, method)[1])]
-        assert [one for one in figures if one] == expected, row
