@@ -257,22 +257,15 @@ def both_kinds(folder: Path = RECORDS) -> str:
         both = (kinds.GREEDY, kinds.REST)
         asked = [name for name in (kinds.ADAPTER, *CONTENDERS) if all((name, what) in lines for what in both)]
         for name in asked if kinds.ADAPTER in asked[:-1] else ():  # and somebody beside it
-            told = [lines[name, what] for what in both]
-            row = [
-                f"{100 * of(one).mean():.{d}f}" for one in told for of, d in ((kinds.scores, 1), (kinds.are_longer, 0))
-            ]
-            test, rest = (compare(*(kinds.scores(lines[who, what]) for who in (name, kinds.ADAPTER))) for what in both)
-            weighed = kinds.weighed(cell, lines, name)[1]
-            marked = "marked" if kinds.sign_of(lines, name).get("told") else ""
-            row += ["", "", ""] if name == kinds.ADAPTER else [kinds.interval(rest), kinds.interval(weighed), marked]
-            parts.append(f"| {cell}: {'adapter' if name == kinds.ADAPTER else name} | {' | '.join(row)} |")
-            if name != kinds.ADAPTER:
-                over_cells[name].append([test.mean, rest.mean, weighed.mean])
-    several = {name: np.array(found) for name, found in over_cells.items() if len(found) > 1}
-    parts += (
-        ["", "| points against the adapter | cells | test | rest | weighed | weighed, each cell |"] if several else []
-    )
-    parts += ["|---|---:|---:|---:|---:|---|"] if several else []
+            adapter = name == kinds.ADAPTER
+            marked = "marked" if not adapter and kinds.sign_of(lines, name).get("told") else ""
+            row = [*kinds.side_by_side(cell, lines, name), marked]
+            parts.append(f"| {cell}: {'adapter' if adapter else name} | {' | '.join(row)} |")
+            if not adapter:
+                over_cells[name].append([gap.mean for gap in kinds.against_adapter(cell, lines, name)])
+    if several := {name: np.array(found) for name, found in over_cells.items() if len(found) > 1}:
+        parts += ["", "| points against the adapter | cells | test | rest | weighed | weighed, each cell |"]
+        parts += ["|---|---:|---:|---:|---:|---|"]
     for name, found in several.items():
         each = ", ".join(map(kinds.points, found[:, 2]))
         parts.append(f"| {name} | {len(found)} | {' | '.join(map(kinds.points, found.mean(axis=0)))} | {each} |")

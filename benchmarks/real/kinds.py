@@ -15,7 +15,7 @@ import numpy as np
 from measure import REST as OF_REST
 from measure import Asked, demonstrations, read_design, situation_of
 
-from loragate.evaluation.statistics import Difference, compare_suites
+from loragate.evaluation.statistics import Difference, compare, compare_suites
 from loragate.selection.forms import form_of, missing_kinds, other_forms
 
 Lines = Mapping[tuple[str, str], Mapping[str, Any]]
@@ -51,7 +51,7 @@ def longer_and_right(line: Mapping[str, Any]) -> str:
 
 
 def sign_of(lines: Lines, method: str, what: str = GREEDY) -> dict[str, Any]:
-    """The sign that `calibrate` would print, read from the greedy test answers: `loragate.selection.forms.other_forms`."""
+    """The sign that `calibrate` would print, read from these greedy answers: `loragate.selection.forms.other_forms`."""
     return other_forms(*([form_of(texts[0]) for texts in lines[who, what]["texts"]] for who in (method, ADAPTER)))
 
 
@@ -78,6 +78,19 @@ def weighed(cell: str, lines: Lines, method: str) -> tuple[float, Difference]:
     own, other = ([scores(lines[who, what]) for what in (GREEDY, REST)] for who in (method, ADAPTER))
     mean = (1 - share) * own[0].mean() + share * own[1].mean()
     return float(mean), compare_suites(own, other, weights=(1 - share, share))
+
+
+def against_adapter(cell: str, lines: Lines, method: str) -> tuple[Difference, Difference, Difference]:
+    """A method's greedy answers against the adapter's: on the test, on the rest, and weighed."""
+    test, rest = (compare(*(scores(lines[who, what]) for who in (method, ADAPTER))) for what in (GREEDY, REST))
+    return test, rest, weighed(cell, lines, method)[1]
+
+
+def side_by_side(cell: str, lines: Lines, method: str) -> list[str]:
+    """Right and longer on the test, the same on the rest, and what `against_adapter` says of the rest and weighed."""
+    both = [lines[method, what] for what in (GREEDY, REST)]
+    cells = [f"{100 * of(one).mean():.{digits}f}" for one in both for of, digits in ((scores, 1), (are_longer, 0))]
+    return [*cells, *(["", ""] if method == ADAPTER else map(interval, against_adapter(cell, lines, method)[1:]))]
 
 
 def points(value: float) -> str:

@@ -32,6 +32,7 @@ from kinds import (
     points,
     scores,
     share_of_longer_rows,
+    side_by_side,
     sign_of,
     weighed,
 )
@@ -303,12 +304,8 @@ def both_kinds(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
         for method in design["methods"]:
             if not {(who, what) for who in (ADAPTER, method) for what in (GREEDY, REST)} <= set(lines):
                 continue
-            mine = [lines[method, what] for what in (GREEDY, REST)]
-            cells = [f"{100 * of(one).mean():.{d}f}" for one in mine for of, d in ((scores, 1), (are_longer, 0))]
-            gaps = [compare(scores(mine[1]), scores(lines[ADAPTER, REST])), weighed(cell, lines, method)[1]]
-            cells += ["", ""] if method == ADAPTER else [interval(gap) for gap in gaps]
             name = "adapter" if method == ADAPTER else method
-            rows.append(f"| {first} | {name} | {' | '.join(cells)} |")
+            rows.append(f"| {first} | {name} | {' | '.join(side_by_side(cell, lines, method))} |")
             first = ""
     return "\n".join([*head, *rows]) if rows else "Not asked yet."
 

@@ -34,7 +34,7 @@ def test_a_result_reads_as_it_was_written(tmp_path):
     Store(tmp_path, STUDY).write(result())
     found = Store(tmp_path, STUDY).read(TRIAL)
     assert found.probe.scores.tolist() == [[0, 1], [1, 1]]
-    assert (found.candidate, found.modules, found.seconds) == (TRIAL, {"m": {"mean": 1.0}}, {"training": 1.23456})
+    assert (found.candidate, found.modules, found.seconds) == (TRIAL, {"m": {"mean": 1.0}}, {"training": 1.235})
     assert found.probe.forms == ["n + n", "n", "n", "n + n"]
     assert found.probe.with_more(found.probe).forms == 2 * found.probe.forms
     path = Store(tmp_path, STUDY).place(TRIAL) / "result.json"

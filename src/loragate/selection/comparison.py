@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,8 @@ class Comparison:
     ) -> None:
         assert bench.probe is not None, "there is evidence"
         self.probe_covers_all = probe_covers_all
+        # at which forms of answers are compared; without labels all settings have the probe's
+        self.form_heat = 0.0 if bench.probe.kind == "labelled" else bench.probe.sampling.temperature
         self.store, self.bench, self.settings, self.on_event, self.probe = store, bench, settings, on_event, bench.probe
         models = list(dict.fromkeys(one.model for one in settings))
         everything = len(bench.probe.questions)
@@ -200,11 +202,11 @@ class Comparison:
         """Why a setting is not eligible that answers in other forms, on a probe without the kinds that would show the cost."""
         if self.probe_covers_all or setting.kind == BASE:
             return ""
-        if self.probe.kind == "labelled":
-            for model in (Candidate(None, ADAPTER), setting.model):
-                self._ask(replace(model, temperature=0.0), self.choosing)
-        forms = self._forms(setting) if self._kinds(setting).get("told") else {}
-        if not forms.get("told"):
+        self._ask(Candidate(None, ADAPTER, temperature=self.form_heat), self.choosing)
+        if not self._kinds.get("told"):
+            return ""
+        self._ask(replace(setting.model, temperature=self.form_heat), self.choosing)
+        if not (forms := self._forms(setting)).get("told"):
             return ""
         return (
             f"changes the form of answers, on a probe that seems to lack kinds of questions: {said_of(forms)}. If the probe has "
@@ -262,7 +264,7 @@ class Comparison:
         answers += sum(part["answers"] for part in self.parts.values())
         alone = {one.temperature or 0.0: self._probed(one).scores for one in self.results if one.kind == ADAPTER}
         sampled = any(self.bench.settings(one).on_policy for one in self.trained)
-        forms, kinds = self._forms(setting), self._kinds(setting)
+        forms = self._forms(setting)
         best, kept = {one: max(part["scores"].values()) for one, part in self.parts.items()}, {}
         if retention and self.retained:  # the adapter was asked first
             fallback, *others = self.retained
@@ -289,7 +291,7 @@ class Comparison:
             "retention": kept,
             "confirmation": self.confirmation,
             "forms": forms,
-            "kinds": kinds,
+            "kinds": self._kinds,
             "own_answers": own_answers(alone) if sampled and self.probe.kind == "labelled" else None,
         }
         return {
@@ -305,7 +307,7 @@ class Comparison:
             "evidence": {self._label(one): asdict(average_at_k(self._probed(one).scores)) for one in whole},
             "settings": [self._row(one, whole) for one in self.results],
             "signs": {self._label(one): self._probed(one).signs for one in whole},
-            "warnings": self._warnings(setting, name, forms, kinds),
+            "warnings": self._warnings(setting, name, forms),
             "vetoed": self.vetoed,
             **{name: told for name, told in optional.items() if told},
             "cost": {
@@ -341,42 +343,35 @@ class Comparison:
         """
         if setting.kind not in (CONSTANT, GATES):
             return {}
-        each = [self._forms_of(one, setting) for one in (setting.model, Candidate(None, ADAPTER))]
+        each = [self._forms_of(one) for one in (setting.model, Candidate(None, ADAPTER))]
         found = other_forms(*each, labels=self.probe.task.grader in LABELS)
-        return {"temperature": self._form_heat(setting), **found} if found else {}
+        return {"temperature": self.form_heat, **found} if found else {}
 
-    def _kinds(self, setting: Candidate) -> dict[str, Any]:
+    @cached_property
+    def _kinds(self) -> dict[str, Any]:
         """Whether the adapter's answers have so few of the rows' forms that the probe seems to lack kinds of questions."""
         _, encoded = self.bench.encode(self.bench.settings(self.trained[0]))
-        rows = (encoded[index]["labels"] for index in range(min(len(encoded), RESPONSES)))
-        responses = [[label for label in labels if label != IGNORED] for labels in rows]
+        responses = [[label for label in row["labels"] if label != IGNORED] for row in encoded[:RESPONSES]]
         texts = self.bench.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        return missing_kinds(self._forms_of(Candidate(None, ADAPTER), setting), [form_of(text) for text in texts])
+        return missing_kinds(self._forms_of(Candidate(None, ADAPTER)), [form_of(text) for text in texts])
 
-    def _form_heat(self, setting: Candidate) -> float | None:
-        """The temperature at which forms are compared."""
-        return 0.0 if self.probe.kind == "labelled" else setting.temperature
-
-    def _forms_of(self, model: Candidate, setting: Candidate) -> list[str]:
-        """The forms of a model's answers to the questions that chose `setting`; none where they were not asked or kept."""
-        heat = self._form_heat(setting)
-        scored = self.results.get(replace(model, temperature=heat))
+    def _forms_of(self, model: Candidate) -> list[str]:
+        """The forms of a model's answers to the questions that choose; none where they were not asked or kept."""
+        scored = self.results.get(replace(model, temperature=self.form_heat))
         if scored is None or scored.probe is None or len(scored.probe.forms) != scored.probe.scores.size:
             return []
-        return scored.probe.forms[: self.choosing * self.probe.at(heat).sampling.samples]
+        return scored.probe.forms[: self.choosing * self.probe.at(self.form_heat).sampling.samples]
 
-    def _warnings(
-        self, setting: Candidate, name: str, forms: Mapping[str, Any], kinds: Mapping[str, Any]
-    ) -> dict[str, list[str]]:
+    def _warnings(self, setting: Candidate, name: str, forms: Mapping[str, Any]) -> dict[str, list[str]]:
         """How the answers of what is recommended look worse than the adapter's sampled alike, and what ended a training.
 
         Args:
             setting, name: what is recommended.
-            forms, kinds: what `_forms` says of it, and `_kinds` of the probe.
+            forms: what `_forms` says of it.
         """
         alone = self._probed(Candidate(None, ADAPTER, temperature=setting.temperature))
         found = {ADAPTER: unread(alone.signs.get("read", 1.0), self.probe.task.grader)}
-        found[ADAPTER] += [said_of_kinds(kinds)] if kinds.get("told") else []
+        found[ADAPTER] += [said_of_kinds(self._kinds)] if self._kinds.get("told") else []
         if setting.kind != ADAPTER:
             training = read_json(self.store.place(setting.model) / TRAINED).get("training", {})
             stopped = [training["stopped"]] if training.get("stopped") else []

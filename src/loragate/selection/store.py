@@ -111,7 +111,7 @@ class TrialResult:
         training: the training's record (`CalibrationResult.evidence()["training"]` and its parity); empty where nothing
             is trained.
         modules: {module: λ statistics} after training.
-        seconds: by stage.
+        seconds: by stage, rounded to milliseconds, so that sums are the same after a resumption.
     """
 
     candidate: Candidate
@@ -120,6 +120,9 @@ class TrialResult:
     training: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seconds", {stage: round(value, 3) for stage, value in self.seconds.items()})
 
 
 @dataclass(frozen=True)

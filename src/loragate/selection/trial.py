@@ -136,7 +136,7 @@ def run_trial(
         with _acting(store, bench, candidate, tell) as trained:
             result = _ask(bench, known or TrialResult(candidate, None), questions, retention, tell)
         if candidate == candidate.model and trained["seconds"]:  # at several temperatures it is trained once
-            seconds = {"training": round(trained["seconds"], 3), **result.seconds}
+            seconds = {"training": trained["seconds"], **result.seconds}
             result = replace(result, training=trained["training"], modules=trained["modules"], seconds=seconds)
         store.write(result)
         tell("finished")
@@ -310,8 +310,7 @@ def _ask(
         began = time.monotonic()
         tell(stage)
         more = probe.at(known.candidate.temperature).score(bench.engine, partial(tell, stage), start, stop)
-        # to the millisecond, as it is kept, so that a resumed run's sums are the same
-        seconds[stage] = round(seconds.get(stage, 0.0) + time.monotonic() - began, 3)
+        seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - began
         found[name] = more if before is None else before.with_more(more)
     return replace(known, **found, seconds=seconds)  # type: ignore[arg-type]
 
