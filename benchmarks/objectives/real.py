@@ -148,17 +148,17 @@ class RealCell(Learner):
 
     def a_dozen(self, name: str, model: Any) -> dict[str, Any]:
         """A dozen λ, set on the model: found now unless they are on file."""
-        attach_gates(model, GateConfig(*LIMITS, seed=self.seed))
         place = self.folder / f"{name}.json"
         if place.is_file():
             told = json.loads(place.read_text(encoding="utf-8"))
-            set_constants(model, told["constants"])
-            return told
-        began = time.process_time()
-        told = evolved(self, model, **(dict.fromkeys(EVOLUTION, 2) if self.study.smoke else EVOLUTION))
-        told["training_cpu_seconds"] = round(time.process_time() - began, 1)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(place, told)
+        else:
+            began, size = time.process_time(), dict.fromkeys(EVOLUTION, 2) if self.study.smoke else EVOLUTION
+            lora = copy.deepcopy(self.frozen).float()  # merged in bf16, a small change of λ would be rounded away
+            told = evolved(self, lora, **size, kept=self.folder / f"{name}, rounds.json")
+            told["training_cpu_seconds"] = round(time.process_time() - began, 1)
+            write_json(place, told)
+        attach_gates(model, GateConfig(*LIMITS, seed=self.seed))
+        set_constants(model, told["constants"])
         return told
 
     def acting(self, model: Any) -> dict[str, Any]:

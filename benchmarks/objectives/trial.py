@@ -31,7 +31,7 @@ from loragate.files import write_json
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override, gate_parameters
 from loragate.generation import Sample, SamplingConfig
 from loragate.training import StageOneSettings, train_adapter
-from objectives.learning import LIMITS, OBJECTIVES, RANGE, Learner, evolved, fit
+from objectives.learning import LIMITS, OBJECTIVES, RANGE, Learner, evolved, fit, set_constants
 from selection.measure import ensemble_answers, solved
 from worlds.situations import Questions, Situation, base_for, demonstration_rows, questions, situation_named
 
@@ -177,7 +177,8 @@ def a_dozen(cell: Cell) -> None:
     """f."""
     began = time.process_time()
     with gated(cell, *LIMITS) as model:
-        found = evolved(cell, model)
+        found = evolved(cell, copy.deepcopy(cell.frozen))
+        set_constants(model, found["constants"])
         cell.keep("f a dozen λ", model, cpu_seconds=time.process_time() - began, **found)
 
 
