@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from loragate.gates import GateConfig, attach_gates, gate_parameters
+from loragate.gates.attach import gate_modules
 from loragate.generation import Sample
 from loragate.models import Loading, open_model, resolve
 from objectives import learning, losses, report
@@ -157,6 +158,33 @@ def test_every_contender_learns_and_answers_and_a_stopped_run_goes_on(cell, tmp_
     assert {path for path in before if not torch.equal(before[path], after[path])} == {
         path for path in before if "lora_" in path
     }
+
+
+def test_a_merged_candidate_says_what_gates_of_those_constants_say(cell):
+    lora, gated = copy.deepcopy(cell.frozen), attach_gates(copy.deepcopy(cell.frozen), GateConfig(*learning.LIMITS))
+    layers = lora.config.num_hidden_layers
+    kinds = sorted({learning.kind_of(path, layers) for path in gate_modules(gated)})
+    values = {kind: (-1.5, 0.0, 0.5, 2.0)[at % 4] for at, kind in enumerate(kinds)}
+    learning.set_constants(gated, values)
+    ids = torch.arange(3, 15).reshape(2, 6)
+    before = lora(ids).logits
+    with learning.merged(lora, values):
+        merged = lora(ids).logits
+    torch.testing.assert_close(merged, gated(ids).logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(lora(ids).logits, before, atol=1e-4, rtol=1e-4)
+    assert (merged - before).abs().max() > 1e-3
+
+
+def test_the_search_for_a_dozen_goes_on_from_the_rounds_that_are_kept(cell, tmp_path, monkeypatch):
+    kept, sizes = tmp_path / "rounds.json", {"generations": 3, "members": 3, "asked": 4}
+    whole = learning.evolved(cell, copy.deepcopy(cell.frozen), **sizes, kept=kept)
+    rounds = json.loads(kept.read_text(encoding="utf-8"))
+    assert [len(scores) for scores in rounds] == [3, 3, 3]
+    kept.write_text(json.dumps(rounds[:2]), encoding="utf-8")
+    drawn, draw = [], cell.draw
+    monkeypatch.setattr(cell, "draw", lambda *given: drawn.append(given) or draw(*given))
+    assert learning.evolved(cell, copy.deepcopy(cell.frozen), **sizes, kept=kept) == whole
+    assert len(drawn) == 3  # the last round's candidates alone
 
 
 def test_the_real_cell_stands_beside_the_trials(cell, tmp_path):
