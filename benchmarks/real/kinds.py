@@ -72,18 +72,23 @@ def share_of_longer_rows(cell: str) -> float:
     return float(np.mean([is_longer(row["response"]) for rows in rows_of(cell).values() for row in rows]))
 
 
-def weighed(cell: str, lines: Lines, method: str) -> tuple[float, Difference]:
-    """A method's greedy score with test and rest weighed as the cell's rows are, and its `Difference` to the adapter's."""
-    share = share_of_longer_rows(cell)
-    own, other = ([scores(lines[who, what]) for what in (GREEDY, REST)] for who in (method, ADAPTER))
-    mean = (1 - share) * own[0].mean() + share * own[1].mean()
-    return float(mean), compare_suites(own, other, weights=(1 - share, share))
+def weighed(cells: Mapping[str, Lines], method: str) -> Difference:
+    """A method's greedy answers against the adapter's, test and rest weighed as the cells' rows are.
+
+    Several cells ask the same questions; of each question the mean over them.
+    """
+    share = float(np.mean([share_of_longer_rows(cell) for cell in cells]))
+    own, other = (
+        [np.mean([scores(lines[who, what]) for lines in cells.values()], axis=0) for what in (GREEDY, REST)]
+        for who in (method, ADAPTER)
+    )
+    return compare_suites(own, other, weights=(1 - share, share))
 
 
 def against_adapter(cell: str, lines: Lines, method: str) -> tuple[Difference, Difference, Difference]:
     """A method's greedy answers against the adapter's: on the test, on the rest, and weighed."""
     test, rest = (compare(*(scores(lines[who, what]) for who in (method, ADAPTER))) for what in (GREEDY, REST))
-    return test, rest, weighed(cell, lines, method)[1]
+    return test, rest, weighed({cell: lines}, method)
 
 
 def side_by_side(cell: str, lines: Lines, method: str) -> list[str]:

@@ -31,7 +31,6 @@ from kinds import (
     longer_and_right,
     points,
     scores,
-    share_of_longer_rows,
     side_by_side,
     sign_of,
     weighed,
@@ -209,13 +208,13 @@ def cell_part(name: str, lines: Lines, design: dict[str, Any]) -> str:
         f"**{name}.** {development(lines, design)}",
         table,
         automatic(name, lines, design),
-        rest_part(name, lines, design),
+        rest_part(lines, design),
     ]
     return "\n\n".join(filter(None, parts))
 
 
-def rest_part(name: str, lines: Lines, design: dict[str, Any]) -> str:
-    """Greedy answers to the rest of the pool, where it was asked, and test and rest weighed as the cell's rows are."""
+def rest_part(lines: Lines, design: dict[str, Any]) -> str:
+    """Greedy answers to the rest of the pool, where it was asked."""
     rows = []
     for method in design["methods"]:
         if (line := lines.get((method, REST))) is None:
@@ -230,24 +229,14 @@ def rest_part(name: str, lines: Lines, design: dict[str, Any]) -> str:
         ]
         if method != ADAPTER and (kept := ledger(lines, method, REST)) is not None:
             cells[2:4] = [interval(compare(own, scores(lines[ADAPTER, REST]))), f"{kept[0]} / {kept[1]}"]
-        both = {(who, what) for who in (method, ADAPTER) for what in (GREEDY, REST)} <= set(lines)
-        mean, gap = weighed(name, lines, method) if both else (None, None)
-        cells += [
-            "" if mean is None else f"{100 * mean:.1f}",
-            "" if gap is None or method == ADAPTER else interval(gap),
-        ]
         rows.append(f"| {' | '.join(cells)} |")
     if not rows:
         return ""
-    share = 100 * share_of_longer_rows(name)
     head = [
-        "Greedily, on the rest of the pool, where nine questions in ten need two operations. Weighed: "
-        f"{share:.0f} % of this score and {100 - share:.0f} % of the test's, "
-        "as the cell's rows are.",
+        "Greedily, on the rest of the pool, where nine questions in ten need two operations:",
         "",
-        "| method | right, % | against the adapter | fixes / breaks | longer formulas / right of the others, % "
-        "| weighed, % | weighed, against the adapter |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| method | right, % | against the adapter | fixes / breaks | longer formulas / right of the others, % |",
+        "|---|---:|---:|---:|---:|",
     ]
     return "\n".join([*head, *rows])
 
@@ -293,21 +282,37 @@ def marked(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
 
 
 def both_kinds(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
-    """Greedy answers to the test and to the rest of the pool, of the cells that were asked both, against the adapter."""
-    head = [
-        "| cell | method | test: right, % | longer, % | rest: right, % | longer, % | rest, difference | weighed, difference |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    rows = []
+    """Greedy answers to the test and to the rest of the pool; cells that ask the same questions stand side by side."""
+    alike: dict[tuple[str, str | None], dict[str, Lines]] = {}
     for cell, lines in records.items():
-        first = cell
-        for method in design["methods"]:
-            if not {(who, what) for who in (ADAPTER, method) for what in (GREEDY, REST)} <= set(lines):
-                continue
-            name = "adapter" if method == ADAPTER else method
-            rows.append(f"| {first} | {name} | {' | '.join(side_by_side(cell, lines, method))} |")
-            first = ""
-    return "\n".join([*head, *rows]) if rows else "Not asked yet."
+        if {(ADAPTER, GREEDY), (ADAPTER, REST)} <= set(lines):
+            same = (cell.rsplit("-", 1)[1], situation_of(cell, design).get("base"))
+            alike.setdefault(same, {})[cell] = lines
+    return "\n\n".join(beside(cells, design) for cells in alike.values()) or "Not asked yet."
+
+
+def beside(cells: Mapping[str, Lines], design: dict[str, Any]) -> str:
+    """The table of cells that ask the same questions, and their mean for who was asked in all."""
+    titles = ["right, %: test / rest", "longer, %: test / rest", "weighed, difference"]
+    head = ["method", *(f"{cell}: {titles[0]}" if not at else titles[at] for cell in cells for at in range(3))]
+    head += ["mean of the cells, weighed"] if len(cells) > 1 else []
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for method in design["methods"]:
+        both = {(method, GREEDY), (method, REST)}
+        asked = {cell: lines for cell, lines in cells.items() if both <= set(lines)}
+        if not asked:
+            continue
+        row = ["adapter" if method == ADAPTER else method]
+        for cell in cells:
+            if cell in asked:
+                test, test_longer, rest, rest_longer, _, gap = side_by_side(cell, asked[cell], method)
+                row += [f"{test} / {rest}", f"{test_longer} / {rest_longer}", gap]
+            else:
+                row += ["not run", "", ""]
+        if len(cells) > 1:
+            row.append("" if method == ADAPTER or len(asked) < len(cells) else interval(weighed(cells, method)))
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def narrow(records: Mapping[str, Lines]) -> str:

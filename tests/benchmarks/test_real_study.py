@@ -22,7 +22,7 @@ HEATS = ("1", "0.6", "0.3", "0")
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[SimpleNamespace]:
     with scripts_of(FOLDER, ROOT / "scripts", ROOT / "examples" / "word_problems") as load:
-        yield SimpleNamespace(**{name: load(name) for name in ("measure", "report", "deal_rows")})
+        yield SimpleNamespace(**{name: load(name) for name in ("measure", "report", "kinds", "deal_rows")})
 
 
 @pytest.fixture(scope="module")
@@ -204,20 +204,37 @@ def test_the_rest_of_the_pool_has_a_table_where_it_was_asked(scripts, design):
     right, left = np.array([[1], [1], [0], [0]]), np.array([[1], [0], [0], [1]])
     lines = {(name, "rest T=0"): line(name, "rest T=0", one) for name, one in (("LoRA", right), ("DFT", left))}
     assert "rest of the pool" in scripts.report.cell_part("clean-1", lines, design)
-    *_, adapter, dft = scripts.report.rest_part("clean-1", lines, design).splitlines()
+    *_, adapter, dft = scripts.report.rest_part(lines, design).splitlines()
     assert adapter.startswith("| LoRA | 50.0 (")
-    assert adapter.endswith(" |  |  | 50 / 0 |  |  |")
+    assert adapter.endswith(" |  |  | 50 / 0 |")
     assert "| +0.0 (" in dft
-    assert dft.endswith(" | 1 / 1 | 50 / 0 |  |  |")
-    # with the test, both are weighed as the rows are
-    tests = {(name, "test T=0"): line(name, "test T=0", one) for name, one in (("LoRA", right), ("DFT", 1 - 0 * left))}
-    *_, adapter, dft = scripts.report.rest_part("clean-1", lines | tests, design).splitlines()
-    assert adapter.endswith("| 50.0 |  |")
-    share = scripts.report.share_of_longer_rows("clean-1")
-    assert f"| {100 * (1 - share / 2):.1f} | {50 * (1 - share):+.1f} (" in dft
+    assert dft.endswith(" | 1 / 1 | 50 / 0 |")
     only = {"texts": [[r"\boxed{1 + 2 - 3}"]], "correct": "1", "samples": 1}
     assert scripts.report.longer_and_right(only) == "100 / –"
-    assert scripts.report.rest_part("clean-1", record(LoRA={"0": [[1]]}), design) == ""
+    assert scripts.report.rest_part(record(LoRA={"0": [[1]]}), design) == ""
+
+
+def test_cells_that_ask_the_same_questions_stand_side_by_side_and_are_weighed_as_their_rows_are(scripts, design):
+    own, all_of_them = np.array([[1], [1], [0], [0]]), np.array([[1], [1], [1], [1]])
+    asked = [("LoRA", own, own), ("DFT", all_of_them, own), ("EAFT", own, all_of_them)]
+    cells = {cell: {} for cell in ("clean-1", "noisy-1", "clean-0", "clean-2")}
+    for cell, lines in cells.items():
+        for name, test, rest in asked[: {"clean-1": 3, "noisy-1": 2, "clean-0": 1}.get(cell, 0)]:
+            lines |= {(name, what): line(name, what, one) for what, one in (("test T=0", test), ("rest T=0", rest))}
+    several, alone = scripts.report.both_kinds(cells, design).split("\n\n")
+    head, _, adapter, dft, eaft = (row[2:-2].split(" | ") for row in several.splitlines())
+    assert head[1] == "clean-1: right, %: test / rest"
+    assert head[4] == "noisy-1: right, %: test / rest"
+    assert adapter == ["adapter", *["50.0 / 50.0", "50 / 50", ""] * 2, ""]
+    one, two = (scripts.kinds.share_of_longer_rows(cell) for cell in ("clean-1", "noisy-1"))
+    assert dft[1:3] == ["100.0 / 50.0", "100 / 50"]
+    assert dft[3].startswith(f"{50 * (1 - one):+.1f} (")
+    assert dft[6].startswith(f"{50 * (1 - two):+.1f} (")
+    assert dft[7].startswith(f"{50 * (1 - (one + two) / 2):+.1f} (")
+    assert eaft[3].startswith(f"{50 * one:+.1f} (")
+    assert eaft[4:] == ["not run", "", "", ""]
+    assert alone.splitlines()[-1] == "| adapter | 50.0 / 50.0 | 50 / 50 |  |"
+    assert scripts.report.both_kinds({"clean-2": {}}, design) == "Not asked yet."
 
 
 def test_a_method_is_marked_by_its_test_answers_and_held_against_both_losses(scripts, design):
@@ -234,10 +251,6 @@ def test_a_method_is_marked_by_its_test_answers_and_held_against_both_losses(scr
     )
     assert text.endswith("Of 1 that are marked 1 lose 5 points or more on one of the two kinds, of 1 that are not 1.")
     assert scripts.report.marked({"few-0": record(LoRA={"0": own})}, design) == ""
-    *_, adapter, continued, dft = scripts.report.both_kinds({"clean-1": lines}, design).splitlines()
-    assert adapter == "| clean-1 | adapter | 50.0 | 50 | 50.0 | 50 |  |  |"
-    assert dft.startswith("|  | DFT | 0.0 | 0 | 0.0 | 0 | -50.0 (")
-    assert continued.startswith("|  | LoRA continued | 50.0 | 50 | 0.0 | 0 | -50.0 (")
 
 
 def test_a_probe_of_two_forms_lacks_kinds_of_rows_with_twenty(scripts):
