@@ -6,7 +6,7 @@ from selection_kit import write_jsonl
 from loragate.data import load_rows
 from loragate.errors import ConfigError, DataError
 from loragate.selection.evidence import answer_tokens
-from loragate.selection.questions import Manner, held_out_prompts, probe_task, read_probe, set_aside
+from loragate.selection.questions import Manner, held_out_prompts, probe_task, prompts_of, read_probe, set_aside
 from loragate.selection.settings import ProbeSettings
 from tiny import tiny_rows, tiny_tokenizer
 
@@ -20,13 +20,13 @@ def read(path, task="", settings=EXACT):
 def test_labels_are_recognised(tmp_path):
     found = read(write_jsonl(tmp_path / "a.jsonl", [{"question": f"w{i}", "answer": i} for i in range(32)]))
     assert found.labelled
-    assert [(q.prompt, q.gold) for q in found.questions[:2]] == [("w0", "0"), ("w1", "1")]
-    assert found.questions[1].place.endswith("a.jsonl:2")
+    asked = [(q.prompt, q.gold, q.place.rsplit(":", 1)[1]) for q in found.questions]
+    assert sorted(asked, key=lambda one: int(one[1])) == [(f"w{i}", str(i), str(i + 1)) for i in range(32)]
     assert (found.task.grader, found.task.raw) == ("exact", False)
     bare = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "w1", "answer": None}, {"prompt": "w2"}])
     found = read(bare)
     assert not found.labelled
-    assert [q.prompt for q in found.questions] == ["w1", "w2"]
+    assert {q.prompt for q in found.questions} == {"w1", "w2"}
     with pytest.raises(ConfigError, match=r"b\.jsonl has no answers"):
         read_probe(bare, "", EXACT, need_answers=True)
 
@@ -62,12 +62,67 @@ def test_what_there_is_not_is_named(tmp_path):
         probe_task("mbpp")
 
 
+def test_a_file_in_the_order_of_its_kinds_is_asked_in_another(tmp_path):
+    kinds = [*["add"] * 64, *["take"] * 64]
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"{kind} {i}", "answer": i} for i, kind in enumerate(kinds)])
+    first, again = ([q.prompt for q in read(path).questions] for _ in range(2))
+    assert first == again
+    assert len(set(first)) == 128
+    assert 8 <= sum(prompt.startswith("add") for prompt in first[:24]) <= 16
+
+
+def test_a_question_that_repeats_another_counts_once(tmp_path):
+    rows = [{"prompt": f"What is {i % 40}?", "answer": i % 40} for i in range(100)]
+    found = read(write_jsonl(tmp_path / "p.jsonl", [*rows, {"prompt": "what is 3", "answer": "three"}]))
+    assert len(found.questions) == 40
+    assert found.source.endswith("p.jsonl (61 repeat another and are left out)")
+    with pytest.raises(
+        DataError, match=r"q\.jsonl:101: the question of .*q\.jsonl:4 again, with another answer \('5', there '3'\)"
+    ):
+        read(write_jsonl(tmp_path / "q.jsonl", [*rows, {"prompt": "What is 3?", "answer": 5}]))
+
+
+@pytest.mark.parametrize(
+    ("grader", "gold", "why"),
+    [
+        ("choice", "(B)", ""),
+        ("choice", "b", ""),
+        ("choice", "B) Paris", ""),
+        ("choice", "Paris", "the right answer is 'Paris', and the grader choice compares letters"),
+        ("default", "6 * 12 = 72\n#### 72", r'the right answer holds "####"'),
+        ("exact", "#### 72", ""),
+    ],
+)
+def test_a_right_answer_that_nobody_could_give_is_refused(grader, gold, why, tmp_path):
+    rows = [{"prompt": f"w{i}", "answer": "B" if grader == "choice" else "1"} for i in range(31)]
+    path = write_jsonl(tmp_path / "p.jsonl", [*rows, {"prompt": "w31", "answer": gold}])
+    if why:
+        with pytest.raises(DataError, match=rf"p\.jsonl:32: {why}"):
+            read(path, settings=ProbeSettings(probe_grader=grader))
+    else:
+        assert read(path, settings=ProbeSettings(probe_grader=grader)).labelled
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [{"role": "user", "content": [{"type": "text", "text": "What is 3?"}]}],
+        [{"role": None, "content": None, "from": "human", "value": "What is 3?"}],
+    ],
+)
+def test_a_question_among_the_training_rows_is_found_in_every_form_of_theirs(turns, tmp_path):
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"What is {i}?", "answer": i} for i in range(32)])
+    taken = prompts_of([{"messages": [*turns, {"role": "assistant", "content": "3"}]}])
+    with pytest.raises(DataError, match="1 of 32 probe questions are also among the rows"):
+        read_probe(path, "", EXACT, [(taken, "the rows")])
+
+
 def test_a_task_brings_its_own_columns_and_prompt(tmp_path):
     rows = [{"problem": f"{i}+1?", "answer": "2", "solution": "x"} for i in range(32)]
     found = read(write_jsonl(tmp_path / "m.jsonl", rows), "math500")
     assert found.labelled
     assert found.task.name == "math500"
-    assert found.questions[0].prompt.startswith("0+1?")
+    assert {q.prompt.split("?")[0] for q in found.questions} == {f"{i}+1" for i in range(32)}
     assert "boxed" in found.questions[0].prompt
 
 

@@ -54,6 +54,11 @@ class Summary:
     plain: int = 0
     empty: int = 0
 
+    @property
+    def all_plain(self) -> bool:
+        """Whether every row with a response is plain text."""
+        return self.plain == self.rows - self.empty
+
 
 class Encoder:
     """Encodes turns with one tokenizer; probes its template once, so build one for many rows.

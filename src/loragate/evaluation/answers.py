@@ -115,6 +115,21 @@ READERS: dict[str, Callable[[str], str | None]] = {"choice": choice_letter, "exa
 """What takes an answer from a response, by the name of its grader."""
 
 
+def letter_of(gold: str) -> str | None:
+    """The letter that a right answer names: "B", "b", "(B)", "B." or "B) Paris"; None for anything else."""
+    found = re.fullmatch(rf"\(?((?i:[{LETTERS}]))(?:[).:].*)?", gold.strip(), re.S)
+    return None if found is None else found[1].upper()
+
+
+def why_no_gold(gold: str, grader: str) -> str | None:
+    """Why no answer could ever be found right, or None."""
+    if grader == "choice" and letter_of(gold) is None:
+        return f"the right answer is {gold!r:.60}, and the grader choice compares letters; give the letter, such as B"
+    if grader not in ("exact", "tiny") and "####" in gold:
+        return 'the right answer holds "####", as GSM8K\'s solutions do; give only what follows it (answer.split("####")[-1])'
+    return None
+
+
 def grade_text(response: str, gold: str, grader: str) -> Grade:
     r"""Whether a response chooses the letter `gold` ("choice") or is `gold`: whole ("exact"), or its last \boxed{...} ("boxed").
 
@@ -123,5 +138,5 @@ def grade_text(response: str, gold: str, grader: str) -> Grade:
     found = READERS[grader](response)
     if not found:
         return Grade(False, None, "no_box" if grader == "boxed" else "no_answer")
-    wanted = gold.strip().upper() if grader == "choice" else gold.strip()
+    wanted = letter_of(gold) if grader == "choice" else gold.strip()
     return Grade(found == wanted, found, "ok" if found == wanted else "wrong")

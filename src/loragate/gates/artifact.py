@@ -30,7 +30,7 @@ from loragate.errors import ArtifactError, ConfigError, GateError, nearest
 from loragate.files import file_sha256, write_atomically, write_json, write_text
 from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, read_adapter, write_factors
 from loragate.gates.attach import attach_gates, attached_config, detach_gates, gate_modules, gate_parameters, is_gated
-from loragate.gates.card import render_card
+from loragate.gates.card import LIBRARY, render_card
 from loragate.gates.eligibility import active_adapter, examine_adapter, output_head, unwrapped
 from loragate.gates.fingerprint import (
     adapter_fingerprint,
@@ -110,7 +110,7 @@ def save_gates(
 
     Raises:
         GateError: if the adapter carries no gates or a gate is not finite.
-        ArtifactError: if the folder already holds an artifact, or without `temperature` a generation config.
+        ArtifactError: if the folder already holds an artifact, another README.md, or without `temperature` a generation config.
         ConfigError: for a `k` that is no support size or not that of the training, evidence under another key or not
             JSON-able, or a temperature that is none. Nothing is written then.
     """
@@ -120,8 +120,7 @@ def save_gates(
     if temperature is not None:
         temperature = validate(Amount, temperature, "temperature")
     k = _support(peft_model, k, evidence)
-    if (folder / CONFIG).exists():
-        raise ArtifactError(f"{folder} already holds a gated adapter; choose another folder or remove it first")
+    require_free(folder)
     if temperature is None and (folder / SAMPLING).exists():
         raise ArtifactError(f"{folder / SAMPLING} would not be that of these gates; choose another folder or remove it")
     name = active_adapter(peft_model, adapter_name)
@@ -168,6 +167,15 @@ def save_gates(
     write_text(folder / CARD, render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)  # last: without it the folder is no artifact
     return folder
+
+
+def require_free(folder: Path) -> None:
+    """Refuse a folder that holds a gated adapter, or a README.md that is no model card of this package (ArtifactError)."""
+    if (folder / CONFIG).exists():
+        raise ArtifactError(f"{folder} already holds a gated adapter; choose another folder or remove it first")
+    card = folder / CARD  # one of ours is what an interrupted write left
+    if card.exists() and LIBRARY not in card.read_text(encoding="utf-8", errors="replace"):
+        raise ArtifactError(f"{card} would be overwritten by the model card; choose another folder or move it away")
 
 
 def _base_record(model: Any, peft_config: Any, base_id: str | None, base_revision: str | None) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from loragate.gates.recommended import at, is_number, is_score, mapping, recomme
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 
+LIBRARY = "library_name: loragate"
+"""The line in a card's front matter by which it is known."""
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 # controls, line separators and the byte-order mark, which is no white space to `\s`
 _UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff]+|\s+")
@@ -31,7 +33,7 @@ def render_card(name: str, record: dict[str, Any]) -> str:
     """
     base = str(record["base"]["id"])
     front = ModelCardData(
-        library_name="loragate",
+        library_name=LIBRARY.split()[-1],
         base_model=base if is_hub_id(base) else None,
         base_model_relation="adapter" if is_hub_id(base) else None,
         pipeline_tag="text-generation",

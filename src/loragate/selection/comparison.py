@@ -353,7 +353,9 @@ class Comparison:
         _, encoded = self.bench.encode(self.bench.settings(self.trained[0]))
         responses = [[label for label in row["labels"] if label != IGNORED] for row in encoded[:RESPONSES]]
         texts = self.bench.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        return missing_kinds(self._forms_of(Candidate(None, ADAPTER)), [form_of(text) for text in texts])
+        # one answer to a question, as those to the same one are alike
+        forms = self._forms_of(Candidate(None, ADAPTER))[:: self.probe.at(self.form_heat).sampling.samples]
+        return missing_kinds(forms, [form_of(text) for text in texts])
 
     def _forms_of(self, model: Candidate) -> list[str]:
         """The forms of a model's answers to the questions that choose; none where they were not asked or kept."""
@@ -377,5 +379,7 @@ class Comparison:
             stopped = [training["stopped"]] if training.get("stopped") else []
             heat = f"at T = {forms['temperature']:g}" if forms.get("temperature") else "greedily"
             told = [f"on the probe, {heat}, {said_of(forms)}"] if forms.get("told") else []
-            found[name] = [*stopped, *looks_worse(self._probed(setting).signs, alone.signs), *told]
+            now = self._probed(setting)
+            worse = looks_worse(now.signs, alone.signs, alike=now.scores.size == alone.scores.size)
+            found[name] = [*stopped, *worse, *told]
         return {key: phrases for key, phrases in found.items() if phrases}

@@ -20,7 +20,7 @@ from loragate.data.loading import RowsGiven
 from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation import grade_math
-from loragate.evaluation.answers import grade_text
+from loragate.evaluation.answers import grade_text, why_no_gold
 from loragate.evaluation.judging import MATH, grade_tiny, require_graders
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Task
@@ -106,6 +106,7 @@ class Evidence:
         max_length: int,
         kept: Path | None = None,
         on_progress: OnProgress | None = None,
+        whose: str = "",
     ) -> Probe:
         """The probe, or a ConfigError that says why no evidence can be had; without labels it is asked at T = 0.3 by default.
 
@@ -113,6 +114,7 @@ class Evidence:
             adapter: answers as the untouched adapter; asked where there are no labels.
             max_length: tokens from which a training row is cut.
             kept: file for the adapter's answers on the agreement path.
+            whose: fingerprint of adapter and base, by which they are known.
         """
         found = self.questions
         if found is not None and found.labelled:
@@ -136,7 +138,7 @@ class Evidence:
         if self.settings.probe_temperature is None:
             # at T = 1 gates would win that lose to the adapter sampled cooler, which needs no training
             probe = probe.at(COOL)
-        return by_agreement(probe, adapter, on_progress, kept)
+        return by_agreement(probe, adapter, on_progress, kept, whose)
 
     def retention(self, how: Manner) -> Probe | None:
         """The retention probe, or None where none was given."""
@@ -164,6 +166,10 @@ def reward_of(rows: Rows, grader: str) -> Reward:
             f"{rows.where(missing[0])}: --objective reward needs an answer in every row ({', '.join(ANSWERS)}), to compare "
             "sampled answers with"
         )
+
+    for index in range(len(rows)):
+        if why := why_no_gold(str(answer(rows[index])), grader):
+            raise ConfigError(f"{rows.where(index)}: {why}")
 
     def reward(row: Any, text: str, finished: bool) -> float:
         gold = str(answer(row))

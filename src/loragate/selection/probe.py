@@ -21,6 +21,7 @@ import numpy as np
 
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation import judging
+from loragate.evaluation.answers import why_no_gold
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
 from loragate.files import read_json, write_json
@@ -230,7 +231,11 @@ class Probe:
 
 
 def by_agreement(
-    probe: Probe, adapter: Engine, on_progress: OnProgress | None = None, kept: Path | None = None
+    probe: Probe,
+    adapter: Engine,
+    on_progress: OnProgress | None = None,
+    kept: Path | None = None,
+    whose: str = "",
 ) -> Probe:
     """The questions of a probe that have a majority of the adapter's at T = 0.3, which stands in for their answers.
 
@@ -240,6 +245,7 @@ def by_agreement(
         adapter: answers as the untouched adapter.
         kept: file in which its extracted answers are kept, so that a resumed selection has the same majority though
             another batch rounds differently.
+        whose: fingerprint of the adapter; those of another are not taken from `kept`.
     """
     task, questions, prompts = probe.task, probe.questions, probe.prompts
     if task.grader in judging.CODE:
@@ -247,7 +253,7 @@ def by_agreement(
     if why := why_not_judged(task, questions):
         raise no_evidence(why)
     cool = dataclasses.replace(probe.sampling, temperature=COOL, samples=COOL_SAMPLES, seed=probe.sampling.seed + 1)
-    made_from = digest([list(prompts), dataclasses.asdict(cool), task.fingerprint])
+    made_from = digest([whose, list(prompts), dataclasses.asdict(cool), task.fingerprint])
     before = {} if kept is None else read_json(kept)
     extracted: list[list[str | None]] = before.get("extracted", []) if before.get("made_from") == made_from else []
     if not extracted:
@@ -276,10 +282,14 @@ def no_evidence(why: str) -> ConfigError:
     )
 
 
-def looks_worse(signs: Mapping[str, float], own: Mapping[str, float]) -> list[str]:
-    """How answers look worse than the adapter's by their signs, each as a phrase; nothing where a record lacks a sign."""
+def looks_worse(signs: Mapping[str, float], own: Mapping[str, float], *, alike: bool = True) -> list[str]:
+    """How answers look worse than the adapter's by their signs, each as a phrase; nothing where a record lacks a sign.
+
+    `alike` says whether both gave as many answers: the more there are, the smaller is the share of different ones.
+    """
     if not {"varied", "repeated"} <= signs.keys() & own.keys():
         return []
+    signs = signs if alike else {**signs, "varied": own["varied"]}
     found, start = (Reading(0, 0, s["repeated"], s["tokens"], s["finished"], s["varied"]) for s in (signs, own))
     return [f"on the probe {phrase} (the adapter)" for phrase in breaches(start, found, WARN)]
 
@@ -299,6 +309,14 @@ def why_not_judged(task: Task, questions: Sequence[Question]) -> str | None:
     for question in questions if task.grader == "tiny" else ():
         if missing := [name for name in ("prompt", *TINY_COLUMNS) if name not in question.row]:
             return f"{question.place}: the grader tiny reads the column {missing[0]!r}, which this row has not"
+    return None
+
+
+def why_never_right(task: Task, questions: Sequence[Question]) -> str | None:
+    """Why no answer to a question could be found right, whose answer is known; None where there is none."""
+    for question in questions if task.grader in (*judging.MATH, *judging.TEXT) else ():
+        if why := why_no_gold(question.gold, task.grader):
+            return f"{question.place}: {why}"
     return None
 
 

@@ -7,15 +7,18 @@ also counts as shared where it stands inside a longer prompt.
 
 from __future__ import annotations
 
+import random
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from loragate.data import Rows, encode_rows, load_rows
+from loragate.data.formats import conversation
 from loragate.data.loading import RowsGiven
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.judging import MATH, TEXT, require_graders
@@ -25,7 +28,7 @@ from loragate.evaluation.tasks.questions import render_questions
 from loragate.evaluation.tasks.task import Dataset, Generation, Grader
 from loragate.generation import SamplingConfig
 from loragate.generation.requests import tokenize_prompts
-from loragate.selection.probe import MIN_QUESTIONS, Probe, why_not_judged
+from loragate.selection.probe import MIN_QUESTIONS, Probe, why_never_right, why_not_judged
 from loragate.selection.settings import ProbeSettings
 from loragate.training.rollouts import training_prompts
 
@@ -113,6 +116,9 @@ def read_probe(
 ) -> ProbeQuestions:
     """Questions of a file or of rows in memory, checked as far as they can be without a model.
 
+    They are shuffled, always in the same way: the first ones end the training of ranges, the last may be kept aside, and a file
+    is often in the order of its kinds. A question that repeats another is left out, as intervals count each as one.
+
     Args:
         given: .jsonl, .json or .parquet with a prompt and, where there are labels, an answer column; or such rows.
         task_name: a task whose prompt, columns and grader are used, by name or file; the rows have its schema then. Without
@@ -134,25 +140,41 @@ def read_probe(
     labelled = bool(task_name) or _has_answers(rows)
     task = load_task(task_name) if task_name else probe_task(settings.probe_grader, labelled=labelled)
     require_graders([task], GradingSettings(sandbox=settings.probe_sandbox))
-    questions = load_questions(task, rows).questions
+    every = load_questions(task, rows).questions
     for texts, what in taken:
-        require_disjoint(questions, texts, what)
-    source = str(given) if isinstance(given, str | Path) else f"{len(questions)} questions in memory"
+        require_disjoint(every, texts, what)
+    questions = _different(every)
+    source = str(given) if isinstance(given, str | Path) else f"{len(every)} questions in memory"
+    repeated = len(every) - len(questions)
     if labelled:
-        count, different = len(questions), len({key_of(question.prompt) for question in questions})
-        if different < MIN_QUESTIONS:
-            repeated = f" ({count} rows)" if different < count else ""
+        if len(questions) < MIN_QUESTIONS:
+            of = f" ({len(every)} rows)" if repeated else ""
             raise DataError(
-                f"the probe {source} has {different} different questions{repeated}; fewer than {MIN_QUESTIONS} cannot tell "
+                f"the probe {source} has {len(questions)} different questions{of}; fewer than {MIN_QUESTIONS} cannot tell "
                 "ranges apart, so nothing would be picked on them"
             )
-        if why := why_not_judged(task, questions):
+        if why := why_not_judged(task, questions) or why_never_right(task, questions):
             raise DataError(why)
     elif need_answers:
         raise ConfigError(
             f"{source} has no answers; what is asked here needs labelled questions (columns prompt and answer)"
         )
+    random.Random(0).shuffle(questions)
+    source += f" ({repeated} repeat another and are left out)" if repeated else ""
     return ProbeQuestions(source, task, questions, labelled, settings)
+
+
+def _different(questions: Sequence[Question]) -> list[Question]:
+    """The first of every question; a DataError if one that repeats it has another answer."""
+    first: dict[str, Question] = {}
+    for question in questions:
+        before = first.setdefault(key_of(question.prompt), question)
+        if before.prompt == question.prompt and before.gold != question.gold:
+            raise DataError(
+                f"{question.place}: the question of {before.place} again, with another answer ({question.gold!r:.60}, there "
+                f"{before.gold!r:.60}); remove the one that is wrong"
+            )
+    return list(first.values())
 
 
 def probe_task(grader: str = "default", *, labelled: bool = True) -> Task:
@@ -241,11 +263,8 @@ def prompts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
                 more = row.get("input") if name == "instruction" else None
                 texts.append(f"{value}\n{more}" if isinstance(more, str) and more.strip() else value)
             elif isinstance(value, list):
-                texts += [
-                    str(turn.get("content", turn.get("value", "")))
-                    for turn in value
-                    if isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in ("user", "human")
-                ]
+                with suppress(DataError):  # such as an image; rows to train on are refused by their line
+                    texts += [turn["content"] for turn in conversation(value, name) if turn["role"] == "user"]
     return texts
 
 

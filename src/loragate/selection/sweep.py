@@ -20,6 +20,7 @@ from loragate.gates.schema import CONFIG
 from loragate.generation import TransformersEngine
 from loragate.models import Loading, Place, explained, open_base, open_tokenizer, put_on, resolve
 from loragate.selection.candidate import Candidate, label_of
+from loragate.selection.evidence import answer_tokens
 from loragate.selection.outcome import best_record, summarise, written_of
 from loragate.selection.probe import Probe
 from loragate.selection.questions import Manner, prompts_of, read_probe
@@ -119,13 +120,12 @@ class Sweep:
                 config_of(self.config, one)
         return Study(tuple(candidates), identity)
 
-    def questions(self, model: Any, tokenizer: Any) -> Probe | None:
-        """The probe, if there is one."""
-        if not self.probe:
-            return None
+    def questions(self, model: Any, tokenizer: Any, encoded: EncodedRows) -> Probe:
+        """The probe, put to the model as the training rows are."""
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         found = read_probe(self.probe, self.asking.probe_task, self.asking, need_answers=True)
-        return found.put(Manner(tokenizer, positions, PROBE_SEED, self.system))
+        answer, raw = answer_tokens(encoded), encoded.summary.all_plain
+        return found.put(Manner(tokenizer, positions, PROBE_SEED, self.system, answer, raw))
 
     @property
     def batch_size(self) -> int:
@@ -164,6 +164,10 @@ def open_bench(sweep: Sweep) -> Bench:
             kept[key] = calibration_rows(read_rows(), tokenizer, settings, sweep.system)
         return kept[key]
 
+    probe = None
+    if sweep.probe:
+        _, encoded = encode(next(iter(sweep.settings.values())))
+        probe = sweep.questions(model, tokenizer, encoded)
     return Bench(
         model,
         tokenizer,
@@ -171,7 +175,7 @@ def open_bench(sweep: Sweep) -> Bench:
         encode,
         sweep.config,
         lambda one: replace(sweep.settings[one.objective], seed=one.seed),
-        sweep.questions(model, tokenizer),
+        probe,
         origin=origin_of(place),
     )
 

@@ -23,13 +23,13 @@ from typing import Any
 
 from loragate.data import EncodedRows, Rows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
-from loragate.errors import ArtifactError, ConfigError, GateError
+from loragate.errors import ConfigError, GateError
 from loragate.files import held
 from loragate.gates import GateConfig, adapter_fingerprint
+from loragate.gates.artifact import require_free
 from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.eligibility import examine_adapter, require_gateable, require_trainable, trains_biases
 from loragate.gates.fingerprint import base_weight_samples
-from loragate.gates.schema import CONFIG
 from loragate.generation import Engine, OnProgress, TransformersEngine
 from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
 from loragate.selection.chosen import CANDIDATES, UNVERIFIED, Chosen
@@ -171,10 +171,7 @@ class Transaction:
 
     def __post_init__(self) -> None:
         self.probe: Probe | None = None
-        if (self.folder / CONFIG).exists():
-            raise ArtifactError(
-                f"{self.folder} already holds a gated adapter; choose another folder or remove it first"
-            )
+        require_free(self.folder)
         self._check()
         everything = self.given = load_rows(self.rows_given)
         if self.reward is None and any(one.objective == "reward" for one in self.candidates):
@@ -240,13 +237,14 @@ class Transaction:
             self.settings.seed + 1,
             self.system,
             answer_tokens(self.encoded),
-            raw=self.encoded.summary.plain == self.encoded.summary.rows,
+            raw=self.encoded.summary.all_plain,
         )
 
     def find_probe(self, on_progress: OnProgress | None = None) -> None:
         """Have the probe; without labels the adapter is asked for its majority, or a ConfigError says why it cannot be."""
         kept = self.folder / CANDIDATES / "majority.json"
-        self.probe = self.evidence.probe(self.how, self.bench.engine, self.settings.max_length, kept, on_progress)
+        engine, limit, whose = self.bench.engine, self.settings.max_length, "".join(self._weights().values())
+        self.probe = self.evidence.probe(self.how, engine, limit, kept, on_progress, whose)
 
     def run(self, *, resume: bool = False, on_event: OnEvent | None = None) -> Chosen:
         """Train and ask what is not finished yet, choose, and write the folder; see `choose_gates`."""
@@ -301,7 +299,6 @@ class Transaction:
 
     def _store(self, candidates: tuple[Candidate, ...], asked: dict[str, Any]) -> Store:
         """The study of these candidates; its identity is what their numbers depend on."""
-        model = self.bench.model
         named = {one.objective: one for one in self.candidates}
         guarded = self.asking.guard and any(self.bench.settings(one).on_policy for one in self.candidates)
         gates = asdict(self.config)
@@ -310,13 +307,20 @@ class Transaction:
             "data": self.rows.as_record(),
             "tokens": encoded_fingerprint(self.encoded),
             "heldout": None if self.heldout is None else encoded_fingerprint(self.heldout),
-            "adapter": adapter_fingerprint(model, active_adapter(model)),
-            "base": hashlib.sha256(json.dumps(base_weight_samples(model)).encode()).hexdigest(),
+            **self._weights(),
             "training": {name: self.bench.settings(one).as_record() for name, one in named.items()},
             "gates": {name: value for name, value in gates.items() if name not in ("lower", "upper", "seed")},
             "guard": asdict(GuardLimits()) if guarded else None,
         }
         return Store(self.folder / CANDIDATES, Study(candidates, identity))
+
+    def _weights(self) -> dict[str, str]:
+        """Fingerprints of adapter and base."""
+        model = self.bench.model
+        return {
+            "adapter": adapter_fingerprint(model, active_adapter(model)),
+            "base": hashlib.sha256(json.dumps(base_weight_samples(model)).encode()).hexdigest(),
+        }
 
     def _as_given(self, resume: bool, on_event: OnEvent | None) -> Chosen:
         """A range that the user accepted without evidence; on several processes only the main one writes."""

@@ -96,6 +96,11 @@ def mask_rows(
     tokenizer, display = open_tokenizer(base, how), Display()
     with display.job("reading the data"):
         whole = encode_rows(rows, tokenizer, max_length=None, system=system)
+        for item in whole:  # scoring can take hours
+            try:
+                json.dumps(rows[item["row"]])
+            except TypeError as error:
+                raise DataError(f"{rows.where(item['row'])}: cannot be written as JSON ({error})") from error
         texts = [tokenizer.decode(row["input_ids"]) for row in whole[:20]]
         require_same_tokens(tokenizer, open_tokenizer(other, how), texts)
     # a mask has an entry for every response token of `whole`, scored or not
@@ -139,10 +144,7 @@ def mask_rows(
     lines = []
     for item, mask, length in zip(whole, masks, full_lengths, strict=True):
         row = {**rows[item["row"]], "keep_mask": [*mask.tolist(), *[0] * (length - len(mask))]}
-        try:
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-        except TypeError as error:
-            raise DataError(f"{rows.where(item['row'])}: cannot be written as JSON ({error})") from error
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     write_text(out, "".join(lines))
     values, kept = np.concatenate(influence), np.concatenate(masks).astype(bool)
 
