@@ -31,6 +31,7 @@ from loragate.evaluation.results import read_record
 from loragate.evaluation.sandbox import probe as probe_sandbox
 from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 from loragate.evaluation.variants import Variant, acting, canary, variants_for
+from loragate.files import held
 from loragate.generation import Sample, SampleWriter, SamplingConfig
 from loragate.models import Loaded, Loading, resolve
 from loragate.models.merge import merge_adapter
@@ -398,6 +399,13 @@ def test_a_full_disk_and_ctrl_c_leave_a_resumable_run(place, whole, tmp_path, ca
     assert told in text
     assert run(place, "gated", tmp_path / "run", *more, "--resume") == 0
     require_same(tmp_path / "run", whole)
+
+
+def test_one_evaluation_at_a_time_writes_to_a_folder(place, tmp_path, fails):
+    assert run(place, "gated", tmp_path / "run", *FEW) == 0
+    line = ("eval", "--model", place / "gated", "--tasks", place / "words.yaml", "--out", tmp_path / "run", *FEW)
+    with held(tmp_path / "run" / "lock", 0.0, "taken"):
+        assert "another evaluation is running in" in fails(*line, "--resume", status=1)
 
 
 def test_other_weights_in_the_same_folder_are_not_resumed(place, tmp_path, fails):

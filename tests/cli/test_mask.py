@@ -1,8 +1,10 @@
 """`loragate mask` on small local files, and the two objectives that read what it writes."""
 
+import datetime
 import json
 import shutil
 
+import datasets
 import pytest
 import torch
 from peft import PeftModel
@@ -138,6 +140,12 @@ def test_what_cannot_work_is_refused(place, tmp_path, fails):
     assert "the tokenizers of base and reference differ: 'w1'" in fails(
         *common, "--reference", tmp_path / "other", *out
     )
+    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    dated = datasets.Dataset.from_list([{**row, "made": datetime.date(2026, 1, 2)} for row in rows])
+    dated.to_parquet(tmp_path / "dated.parquet")
+    given = [*common[:-1], tmp_path / "dated.parquet", *reference, *out]
+    assert "row 0: cannot be written as JSON (Object of type date" in fails(*given, status=1)
+    assert not (tmp_path / "m.jsonl.partial").exists(), "nothing was scored"
     assert mask(place, tmp_path / "m.jsonl") == 0
     assert "exists already" in fails(*good, *out)
     again = [*common[:-1], tmp_path / "m.jsonl", *reference, "--out", tmp_path / "n.jsonl"]

@@ -89,6 +89,18 @@ def test_nothing_is_overwritten(folders, loaded):
     assert (folders[2] / "gate_config.json").read_bytes() == before
 
 
+def test_a_readme_of_the_users_is_kept_and_a_card_of_an_interrupted_write_is_not(tmp_path, loaded, monkeypatch):
+    lg.attach_gates(loaded, CONFIG)
+    (tmp_path / "README.md").write_text("my notes")
+    with pytest.raises(ArtifactError, match=r"README\.md would be overwritten by the model card"):
+        lg.save_gates(loaded, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    lg.save_gates(loaded, tmp_path / "gated")
+    (tmp_path / "gated" / "gate_config.json").unlink()
+    lg.save_gates(loaded, tmp_path / "gated")
+    assert (tmp_path / "gated" / "gate_config.json").exists()
+
+
 def test_a_gate_that_is_not_finite_is_not_written(tmp_path, loaded):
     lg.attach_gates(loaded, CONFIG)
     with torch.no_grad():

@@ -8,7 +8,7 @@ from selection_kit import probe, put, questions, sample
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.tasks import Question, load_task
 from loragate.generation import SamplingConfig
-from loragate.selection.probe import COOL, COOL_SAMPLES, by_agreement, signs_of
+from loragate.selection.probe import COOL, COOL_SAMPLES, by_agreement, looks_worse, signs_of
 from loragate.selection.questions import (
     key_of,
     probe_task,
@@ -58,6 +58,15 @@ def test_signs():
     ]
     signs = {"finished": 0.75, "tokens": 3.0, "distinct": 0.75, "varied": 0.5, "repeated": 0.0, "read": 0.25}
     assert signs_of(samples, [None, "a", None, None]) == signs
+
+
+def test_fewer_different_answers_are_told_of_only_among_as_many():
+    own = {"finished": 1.0, "tokens": 3.0, "distinct": 1.0, "varied": 0.16, "repeated": 0.0, "read": 1.0}
+    now = {**own, "varied": 0.06}
+    assert looks_worse(now, own) == [
+        "on the probe 6% of the answers are different ones, 16% at the start (the adapter)"
+    ]
+    assert looks_worse(now, own, alike=False) == []
 
 
 def test_a_greedy_probe_has_one_sample():

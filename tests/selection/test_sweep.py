@@ -13,8 +13,11 @@ import pytest
 from places import arguments, numbers, stamps, sweep
 
 import loragate as lg
+from loragate.cli.arguments import parse
+from loragate.cli.sweep import COMMAND, prepare
 from loragate.errors import ConfigError, DivergenceError, LoragateError
-from tiny import VOCABULARY
+from loragate.selection.sweep import open_bench
+from tiny import VOCABULARY, write_rows
 
 
 def test_a_finished_sweep_is_complete(swept):
@@ -39,6 +42,17 @@ def test_a_finished_sweep_is_complete(swept):
     assert [cell["seeds"] for cell in summary["cells"]] == [[0, 1], [0, 1]]
     assert (swept / "heatmap.png").read_bytes().startswith(b"\x89PNG")
     assert (swept / "heatmap.svg").exists()
+
+
+def test_the_probe_is_asked_as_calibrate_asks_it(place, tmp_path):
+    """Plain rows are asked as plain text, and an answer takes what the rows' responses need."""
+    plain = [{"prompt": f"w{i} w{i + 1}", "completion": "w5"} for i in range(40)]
+    write_rows(tmp_path / "plain.jsonl", plain)
+    given = arguments(place, tmp_path / "out", "--data", str(tmp_path / "plain.jsonl"), "--probe-max-new-tokens", "0")
+    probe = open_bench(prepare(parse(COMMAND, given[1:])[0])[0]).probe
+    assert probe.task.raw
+    assert not any(prompt.startswith("<user>") for prompt in probe.prompts)
+    assert probe.sampling.max_new_tokens == 32
 
 
 def test_nothing_finished_runs_again_and_what_is_lost_is_made_again(place, swept, tmp_path, capsys, monkeypatch):

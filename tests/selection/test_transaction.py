@@ -609,6 +609,21 @@ def test_what_there_is_to_learn_from_own_answers_is_recorded(tmp_path):
 GIVEN_UP = {None: "either of two"}  # what the adapter says where it is wrong, and the gates do not
 
 
+def test_a_row_without_a_response_does_not_bring_the_chat_template_to_plain_rows(tmp_path):
+    plain = [{"prompt": f"w{i}", "completion": "w5"} for i in range(8)]
+    for rows, raw in ((plain, True), ([*plain, {"prompt": "w9", "completion": ""}], True), (ROWS, False)):
+        one = begin(tmp_path, {}, rows=rows)
+        one.find_probe()
+        assert (one.how.raw, one.probe.prompts[0].startswith("<user>")) == (raw, not raw)
+
+
+def test_a_majority_is_that_of_its_adapter(tmp_path):
+    first, again, other = (begin(tmp_path, {None: 32}, [TWO], labelled=False, seed=seed) for seed in (0, 0, 1))
+    for one, asked in ((first, 1), (again, 0), (other, 1)):
+        one.find_probe()
+        assert len(one.bench.engine.asked) == asked
+
+
 def test_gates_that_give_up_a_form_of_answers_are_told_of(tmp_path):
     """They are better by saying less; a probe of one kind of questions cannot show what that costs."""
     right = {None: 10, (0, 1): 30}
@@ -657,6 +672,7 @@ def test_a_probe_that_lacks_kinds_of_the_rows_is_told_of_whatever_is_recommended
     (phrase,) = narrow["warnings"]["adapter"]
     assert f"over {narrow['kinds']['rows_spread']:.1f} (" in phrase
     assert narrow["kinds"]["rows_spread"] > 3.5
+    assert narrow["kinds"]["answers"] == 32, "one to a question, however many samples there are"
     wide = [{**row, "completion": "w5"} for row in KINDS]
     found = record_of(begin(tmp_path / "alike", right, [TWO], rows=wide, labelled=labelled).run())
     assert (found["kinds"]["told"], found["kinds"]["rows_spread"], found["warnings"]) == (False, 1.0, {})

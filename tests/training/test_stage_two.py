@@ -11,7 +11,8 @@ import torch
 
 import loragate as lg
 from loragate.data import Collator, encode_rows, load_rows
-from loragate.errors import DivergenceError, GateError, TrainingError
+from loragate.errors import DivergenceError, GateError, LoragateError, TrainingError
+from loragate.files import held
 from loragate.gates import measure_parity, weights_checksum
 from loragate.training import CalibrationSettings, calibration_rows, stage_two
 from loragate.training.reference import reference_loop, response_entropies
@@ -326,6 +327,13 @@ def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_
         changed.base_model.model.model.norm.weight.mul_(1.5)
     with pytest.raises(TrainingError, match="begun with frozen_weights = "):
         run(changed, config=CONFIG, resume=True, encoded=own)
+
+
+def test_one_run_at_a_time_writes_to_a_folder(tokenizer, rows, tmp_path):
+    for settings in (SETTINGS, replace(SETTINGS, objective="anchored")):
+        with held(tmp_path / "lock", 0.0, "taken"), pytest.raises(LoragateError, match="another run is writing to"):
+            lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings, run_folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_parity_says_how_far_lambda_is_from_one(tokenizer, rows):

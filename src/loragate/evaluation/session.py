@@ -25,7 +25,7 @@ from loragate.evaluation.results import EvaluationRecord, write_record
 from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import Variant, canary, variants_for
-from loragate.files import require_new
+from loragate.files import held, require_new
 from loragate.gates.attach import active_adapter
 from loragate.gates.eligibility import trains_biases
 from loragate.gates.recommended import at, sampling_note
@@ -187,10 +187,16 @@ class Session:
     def run(
         self, evaluation: Evaluation, on_event: OnEvent = unheard, engine_for: EngineFor | None = None
     ) -> EvaluationRecord:
-        """Sample and judge what is not on file yet, by the session's own engines or `engine_for`; writes results.json."""
-        with closing(self.engines):
+        """Sample and judge what is not on file yet, by the session's own engines or `engine_for`; writes results.json.
+
+        Raises:
+            LoragateError: if another process is at it in the same folder.
+        """
+        out = self.request.out
+        taken = f"another evaluation is running in {out}; wait for it to end, or stop it"
+        with held(out / "lock", 0.0, taken), closing(self.engines):
             record = evaluation.run(engine_for or self.engines, on_event)
-        write_record(record, self.request.out / "results.json")
+        write_record(record, out / "results.json")
         self.engines.finish()  # last: a run that is stopped before goes on with what it removes
         return record
 

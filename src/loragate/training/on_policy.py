@@ -47,7 +47,7 @@ from loragate.training.rollouts import (
 )
 from loragate.training.rows import collator_for, positions_of
 from loragate.training.run import usual_callbacks
-from loragate.training.run_folder import STATE, checkpoints, prepare_folder
+from loragate.training.run_folder import STATE, alone_in, checkpoints, prepare_folder
 from loragate.training.settings import CalibrationSettings
 from loragate.training.strategy import launch_of
 from loragate.training.trainer import TRAINED, Job, TrainingOutcome
@@ -71,8 +71,8 @@ def run_on_policy(job: Job, sampler: Sampler | None, reward: Reward | None, guar
         TrainingError: non-finite loss or reward, a resume that does not fit, or a stop by Ctrl-C.
     """
     refuse_impossible(Plan.of_settings(job.settings, launch_of(), next(job.model.parameters()).device.type))
-    checkpoint = prepare_folder(job.identity, job.folder, job.resume)
-    with as_found(job.model, job.settings.gradient_checkpointing):
+    with alone_in(job.folder), as_found(job.model, job.settings.gradient_checkpointing):
+        checkpoint = prepare_folder(job.identity, job.folder, job.resume)
         if job.settings.gradient_checkpointing:
             # the inputs of the first layer come from a frozen embedding, and recomputation wants one that has a gradient
             job.model.enable_input_require_grads()

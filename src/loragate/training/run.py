@@ -37,7 +37,7 @@ from loragate.training.guards import READING, GuardCallback
 from loragate.training.last_layer import read_positions_only
 from loragate.training.model_state import as_found, short_row_attention, statistics_forward
 from loragate.training.rows import collator_for
-from loragate.training.run_folder import LOG, STATE, explain_full_disk, explain_lost_process, prepare_folder
+from loragate.training.run_folder import LOG, STATE, alone_in, explain_full_disk, explain_lost_process, prepare_folder
 from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, CalibrationSettings, TrainSettings
 from loragate.training.sharding import partitioned, target_device
 from loragate.training.strategy import launch_of
@@ -68,6 +68,7 @@ def run_training(
         TrainingError: non-finite loss, a resume that does not fit, or a stop by Ctrl-C (after writing a checkpoint).
     """
     with ExitStack() as stack:
+        stack.enter_context(alone_in(job.folder))
         model, trained = stack.enter_context(partitioned(job.model, job.trained))
         # the trainer wants a folder for files of its own, even where the job keeps nothing
         folder = job.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loragate-")))

@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ConfigError, TrainingError
-from loragate.files import read_json, require_same, write_json
+from loragate.files import held, read_json, require_same, write_json
 from loragate.records import read_object
-from loragate.training.strategy import Launch, process_state
+from loragate.training.strategy import Launch, launch_of, process_state
 from loragate.training.trainer import TRAINED
 from loragate.version import __version__
 
@@ -101,6 +101,16 @@ def prepare_folder(identity: dict[str, Any], folder: Path | None, resume: bool) 
             if _step_of(torn) > step:
                 shutil.rmtree(torn, ignore_errors=True)
     return last
+
+
+@contextmanager
+def alone_in(folder: Path | None) -> Iterator[None]:
+    """Hold a run folder against another run, a LoragateError; of several processes the first one does, for all."""
+    if folder is None or launch_of().rank:
+        yield
+        return
+    with held(folder / "lock", 0.0, f"another run is writing to {folder}; wait for it to end, or stop it"):
+        yield
 
 
 def work_in(folder: Path) -> str:
