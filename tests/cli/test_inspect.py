@@ -5,6 +5,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from loragate.analysis.inspection import inspect_adapter
+from loragate.errors import ConfigError
 from tiny import tiny_adapter, tiny_base
 
 
@@ -40,3 +41,13 @@ def test_a_head_under_lora_and_whole_copies_are_not_the_base(tmp_path, beside):
     more = inspected(tmp_path / "more", tiny_adapter(**{"target_modules": ["q_proj"], **beside}))
     assert more["base_parameters"] == plain["base_parameters"] == sum(p.numel() for p in tiny_base().parameters())
     assert more["cost"] == plain["cost"]
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path):
+    inspected(tmp_path, tiny_adapter())
+    other = tiny_base().config
+    other.intermediate_size *= 2
+    other.save_pretrained(tmp_path / "other")
+    message = r"adapter was not trained on .*other: its .*lora_[AB]\.weight has the shape .* and here it would be"
+    with pytest.raises(ConfigError, match=message):
+        inspect_adapter(str(tmp_path / "adapter"), str(tmp_path / "other"))

@@ -764,6 +764,15 @@ def test_rounding_breaks_no_tie():
         assert choose({"adapter": one, name: up}, "adapter").accepted is False
 
 
+def test_a_probe_whose_answers_cannot_be_read_is_refused_before_anything_is_trained(tmp_path, trainings):
+    one = begin(tmp_path, {}, [TWO], wrong={None: ""})
+    with pytest.raises(
+        DataError, match="'exact' reads nothing in the adapter's first 24 answers to the probe, such as ''"
+    ):
+        one.run()
+    assert trainings == []
+
+
 def test_a_grader_that_reads_no_answer_is_reported():
     assert unread(0.5, "default") == []
     (phrase,) = unread(0.2, "default")

@@ -71,10 +71,17 @@ def inspect_adapter(
     if factors.is_file():  # here, and not on the hub
         try:
             with safe_open(str(factors), framework="pt") as file:
-                names = [name for name in file.keys() if ".lora_B." in name]  # noqa: SIM118
-                untrained = [name for name in names if not bool(file.get_tensor(name).any())]
+                shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+                untrained = [name for name in shapes if ".lora_B." in name and not bool(file.get_tensor(name).any())]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{factors}: not a readable safetensors file ({error})") from error
+        for path, parameter in model.named_parameters():
+            name = path.replace(".default.", ".")
+            if (found := shapes.get(name)) not in (None, list(parameter.shape)):
+                raise ConfigError(
+                    f"{adapter} was not trained on {place.base.name}: its {name} has the shape {found}, and here it would be "
+                    f"{list(parameter.shape)}. Name its own base with --base"
+                )
     problems = [f"{len(untrained)} modules have B = 0 (never trained): nothing to gate there"] if untrained else []
     trainable = True
     try:

@@ -92,6 +92,7 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
         raise ConfigError("--unverified accepts gates without a probe; leave out one of --unverified and --probe")
     if automatic and options.unverified:
         raise ConfigError("--unverified accepts one range, as in --range=0,1 --unverified; --range auto needs evidence")
+    found = parse_candidates(options.ranges if automatic else options.range, options.objective, options.seed)
     if not automatic and not options.probe and not options.unverified:
         raise ConfigError(
             f"nothing would show that --range={options.range} helps: on small worlds the paper's [-6,3] ended below the adapter "
@@ -100,7 +101,6 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
         )
     if not options.unverified:
         require_one_process()
-    found = parse_candidates(options.ranges if automatic else options.range, options.objective, options.seed)
     sampled = next((one.objective for one in found if one.objective in ON_POLICY), found[0].objective)
     require_effect("calibrate", options, flags=True, range="auto" if automatic else options.range, objective=sampled)
     plain_retention = options.retention_probe and not options.retention_task

@@ -36,7 +36,7 @@ def run(options: ExportOptions) -> int:
     )
     print(f"{options.out}: a plain LoRA adapter, {folded_in_words(coefficients)}")
     if (Path(options.out) / SAMPLING).is_file():
-        print(f"{SAMPLING} holds the sampling at which the gates were shown to help")
+        print(f"{SAMPLING} holds the recommended sampling")
     if more := needs_uniform(config):
         print(f"its adapter_config.json has {', '.join(more)}, which llama.cpp does not read: add --uniform for it")
     print(f"next: loragate generate --model {options.out} --prompt TEXT")

@@ -68,7 +68,10 @@ def run(options: GenerateOptions) -> int:
     from loragate.generation.requests import begun, rendered
 
     place = models.resolve(options.model, options.base, overrides=True)
-    temperature = chosen_temperature(place.sampling, options.temperature)
+    override = (options.lambda_constant, options.lambda_min, options.lambda_max)
+    overridden = any(value is not None for value in override)
+    recommending = None if overridden else place.sampling  # an override was not asked when that was found
+    temperature = chosen_temperature(recommending, options.temperature)
     if options.temperature is None and temperature == 0 and options.samples > 1:
         raise ConfigError(
             f"--samples {options.samples}: {options.model} recommends greedy decoding, one answer each; give --temperature"
@@ -80,15 +83,17 @@ def run(options: GenerateOptions) -> int:
         samples=options.samples,
         seed=options.seed,
     )
-    if note := sampling_note(options.model, place.sampling, options.temperature):
+    if note := sampling_note(options.model, recommending, options.temperature):
         print(f"loragate: {note}", file=sys.stderr)
     loaded = models.open_model(place, options)
     model, tokenizer = loaded.model, loaded.tokenizer
-    override = (options.lambda_constant, options.lambda_min, options.lambda_max)
     overriding: Any = nullcontext()  # without an override nothing is laid over λ
-    if any(value is not None for value in override):
+    if overridden:
         if loaded.kind != "gated":
-            raise ConfigError(f"--lambda-… has no effect: {options.model} carries no gates")
+            raise ConfigError(
+                f"--lambda-… has no effect: {options.model} carries no gates; one λ for a plain adapter stands behind its "
+                "name, as in --model ADAPTER@constant=0.5"
+            )
         if loaded.place.override is not None:
             raise ConfigError(f"--lambda-…: {options.model} has an override of λ already; give one of the two")
         overriding = gates.gate_override(model, options.lambda_min, options.lambda_max, options.lambda_constant)

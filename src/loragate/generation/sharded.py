@@ -161,5 +161,5 @@ def require_ray() -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "ray":
             raise
-        raise ConfigError("Ray is not installed; run: pip install loragate[sweep]") from None
+        raise ConfigError('Ray is not installed; run: pip install "loragate[sweep]"') from None
     return ray

@@ -128,7 +128,12 @@ class Place:
 
     @cached_property
     def sampling(self) -> Mapping[str, Any] | None:
-        """The record that may recommend a temperature: gate_config.json, or what `sampling_of` finds beside a plain adapter."""
+        """The record that may recommend a temperature: gate_config.json, or what `sampling_of` finds beside a plain adapter.
+
+        None with an override, which was not asked when that was found.
+        """
+        if self.ref.override:
+            return None
         return sampling_of(self.folder) if self.gates is None and self.kind == "adapter" else self.gates
 
     @property
@@ -295,7 +300,7 @@ def _base_place(ref: ModelRef, what: str) -> Place:
     require_here(what, ref.name)
     folder = Path(ref.name)
     if is_adapter(folder):
-        raise ConfigError(f"{ref.name} is an adapter, not a base model; give the base, or use it as --adapter")
+        raise ConfigError(f"{ref.name} is an adapter, not a base model; give the base that it was trained on")
     if (folder / "run" / "run.json").is_file() and not (folder / "config.json").is_file():
         raise ConfigError(f"{ref.name} holds an unfinished run; finish it by repeating its command with --resume")
     _refuse_override(ref, what)

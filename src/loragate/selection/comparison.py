@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from loragate.data.rendering import IGNORED
-from loragate.errors import DivergenceError
+from loragate.errors import DataError, DivergenceError
 from loragate.evaluation import average_at_k, compare
 from loragate.files import read_json
 from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, GATES, Candidate
@@ -102,6 +102,7 @@ class Comparison:
 
     def run(self) -> Recommendation:
         """Train, ask and recommend; gates whose training diverges drop out, and are a DivergenceError where all do."""
+        self._require_readable()
         out = self._train()
         alive = [one for one in self.settings if one.model not in out]
         self._not_vetoed(halve(alive, self._ask, self.choosing))
@@ -112,6 +113,20 @@ class Comparison:
                 for model in (self.found.setting.model, Candidate(None, ADAPTER)):
                     self._ask(replace(model, temperature=heat), self.choosing // (ELSEWHERE if heat else 1))
         return self.found
+
+    def _require_readable(self) -> None:
+        """Refuse a probe (DataError) if the grader reads none of the adapter's first answers: all scores would be 0."""
+        if self.probe.kind != "labelled":
+            return  # a majority was read
+        first = Candidate(None, ADAPTER, temperature=min(self._heats()))
+        self._ask(first, min(PART_QUESTIONS, self.choosing))
+        found = self._probed(first)
+        if found.signs.get("read") == 0:
+            answer = f", such as {found.forms[0]!r} (numbers as n)" if found.forms else ""
+            raise DataError(
+                f"the grader {self.probe.task.grader!r} reads nothing in the adapter's first {found.scores.size} answers to the "
+                f"probe{answer}; have the prompts ask for the form that it reads, or give the --probe-grader that reads theirs"
+            )
 
     def most_answers(self) -> int:
         """How many answers are asked at most, without the retention probe's and a veto's; known before anything is trained."""

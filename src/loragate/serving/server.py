@@ -44,7 +44,9 @@ def serve(settings: ServerSettings, how: Loading, system: str = "none") -> int:
         system: "none" leaves out a default system message of the template.
     """
     if settings.engine != "transformers" and importlib.util.find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed; run: pip install loragate[vllm], or use --engine transformers")
+        raise ConfigError(
+            'vLLM is not installed; give it an environment of its own (pip install "loragate[vllm]"), or use --engine transformers'
+        )
     if settings.verify and settings.engine != "transformers":
         return verify(settings, how, *served_places(settings))
 
@@ -179,8 +181,6 @@ def serve_transformers(settings: ServerSettings, how: Loading, system: str) -> i
 def print_sampling(places: Mapping[str, Place]) -> None:
     """How a request that names no temperature is sampled, for each served folder that recommends something."""
     for name, place in places.items():
-        if place.ref.override:
-            continue  # which was not asked when that was found
         if note := sampling_note(name, place.sampling):
             console().print(f"{note}; a request may say otherwise", markup=False)
 
