@@ -42,7 +42,7 @@ TOKENS = [512, 2048, 4096, 16384]
 WIDTH, LARGE_V, LARGE_T = 1536, 151936, 4096
 TIMED_WIDTH, TIMED_TOKENS, TIMED_VOCABULARY = 128, 128, 8192
 TIMED_TOKEN_COUNTS = [512, 1024, 2048, 4096, 8192]
-PATHS = {"fp32": torch.float32, "bf16 on a CPU": torch.bfloat16, "bf16 on a GPU": torch.bfloat16}
+PATHS = {"fp32": torch.float32, "bf16 on a CPU": torch.bfloat16, "bf16 as on a GPU": torch.bfloat16}
 LIMIT = 0.7  # GiB
 
 
@@ -71,7 +71,7 @@ def trl(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tor
 
 
 def sides(path: str) -> dict[str, Callable[..., torch.Tensor]]:
-    chunk = preferred_tokens("cuda") if path == "bf16 on a GPU" else None
+    chunk = preferred_tokens("cuda") if path == "bf16 as on a GPU" else None
     return {"entropy": ours("topk_entropy", chunk), "log_prob": ours("log_prob", chunk), "naive": naive, "trl": trl}
 
 
@@ -99,7 +99,7 @@ def operands(tokens: int, vocabulary: int, width: int, dtype: torch.dtype) -> tu
 
 def peak(side: Callable[..., torch.Tensor], path: str, tokens: int, vocabulary: int) -> float:
     """MiB at the worst moment of forward and backward."""
-    with without_data(tokens), as_on_a_gpu() if path == "bf16 on a GPU" else nullcontext():
+    with without_data(tokens), as_on_a_gpu() if path == "bf16 as on a GPU" else nullcontext():
         hidden = torch.empty(tokens, WIDTH, dtype=PATHS[path], requires_grad=True)
         weight = torch.empty(vocabulary, WIDTH, dtype=PATHS[path])
         labels = torch.empty(tokens, dtype=torch.int64)

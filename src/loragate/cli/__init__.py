@@ -1,1 +1,1 @@
-"""The command line: one file per subcommand. It knows every room; no room knows it."""
+"""The command line: one file per subcommand. It knows every room; of the others only `recipes` knows it, which runs commands."""
