@@ -1,13 +1,14 @@
 """The tables of the study on the real model, from the records that `measure.py` kept; no model is loaded.
 
-    python benchmarks/real/report.py [--records FOLDER] [--docs docs/real-study.md] [--check]
+    python benchmarks/real/report.py [--records FOLDER] [--write] [--check]
 
 Best against best: everybody may use the best temperature. A temperature that is picked by the answers that it is then
 scored by flatters whoever has more of them, so it is picked on one half of the test questions and scored on the other, and
 the reverse; stories are not torn apart by the halves, as the questions are in the order of their stories. Differences are
 paired by question; intervals are over questions (95 %), not over trainings. A method with fewer temperatures than the
 adapter's is not compared. Fixes are questions that the adapter's greedy answer gets wrong and the method's right, breaks
-the reverse. `--docs` puts the tables between the markers of a page.
+the reverse. `--write` writes RESULTS.md beside this file and the table of docs/real-study.md, `--check` tells whether both
+are those of the records.
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ from loragate.selection.candidate import Candidate
 from loragate.selection.recommend import recommend
 
 DEVELOPMENT = Asked("dev").what
+DOCS = Path(__file__).parents[2] / "docs" / "real-study.md"
+RESULTS = Path(__file__).with_name("RESULTS.md")
+TITLE = """# All results of the study on real models
+
+Made by `report.py` from `records/`; [docs/real-study.md](../../docs/real-study.md) says what they mean. Score columns are percents with
+95 % intervals over questions, differences are points. A method with temperatures that were not asked is "not run" there."""
 LOST = 5  # points, of a method that the sign should have marked
 HEAD = (
     "method",
@@ -388,7 +395,7 @@ def over_cells(records: Mapping[str, Lines], design: dict[str, Any], which: str 
 
 
 def tables(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
-    """Everything between the markers."""
+    """All tables but that of both kinds."""
     planned = [f"{one['situation']}-{one['seed']}" for one in design["cells"]]
     lacking = [name for name in planned if name not in records]
     parts = []
@@ -417,26 +424,31 @@ def read(folder: Path, design: dict[str, Any]) -> dict[str, Lines]:
     return found
 
 
+def pages(records: Mapping[str, Lines], design: dict[str, Any]) -> dict[Path, str]:
+    """What the two pages are to hold."""
+    page = DOCS.read_text(encoding="utf-8")
+    before, rest = page.split("<!-- kinds: begin -->")
+    _, after = rest.split("<!-- kinds: end -->")
+    kinds = f"<!-- kinds: begin -->\n\n{both_kinds(records, design)}\n\n<!-- kinds: end -->"
+    return {DOCS: f"{before}{kinds}{after}", RESULTS: f"{TITLE}\n\n{tables(records, design)}\n"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path, default=RECORDS)
-    parser.add_argument("--docs", type=Path)
+    parser.add_argument("--write", action="store_true", help="write the pages; without it the tables are printed")
     parser.add_argument("--check", action="store_true", help="change nothing; the exit status tells")
     given = parser.parse_args()
     design = read_design()
     records = read(given.records, design)
-    parts = {"kinds": both_kinds(records, design), "study": tables(records, design)}
-    if given.docs is None:
-        print(*parts.values(), sep="\n\n")
+    if not (given.write or given.check):
+        print(both_kinds(records, design), tables(records, design), sep="\n\n")
         return
-    page = filled = given.docs.read_text(encoding="utf-8")
-    for name, text in parts.items():
-        before, rest = filled.split(f"<!-- {name}: begin -->")
-        _, after = rest.split(f"<!-- {name}: end -->")
-        filled = f"{before}<!-- {name}: begin -->\n\n{text}\n\n<!-- {name}: end -->{after}"
+    found = pages(records, design)
     if given.check:
-        sys.exit(filled != page)
-    write_text(given.docs, filled)
+        sys.exit(any(path.read_text(encoding="utf-8") != text for path, text in found.items()))
+    for path, text in found.items():
+        write_text(path, text)
 
 
 if __name__ == "__main__":

@@ -306,11 +306,10 @@ def test_the_automatic_choice_goes_by_the_development_answers(scripts, design):
     assert "as recommended now, adapter" in said, "of one form instead of two, where the rows have twenty"
 
 
-def test_the_page_shows_the_committed_records(scripts, design):
-    page = (ROOT / "docs" / "real-study.md").read_text(encoding="utf-8")
+def test_the_pages_show_the_committed_records(scripts, design):
     records = scripts.report.read(scripts.measure.RECORDS, design)
-    assert scripts.report.tables(records, design) in page
-    assert scripts.report.both_kinds(records, design) in page
+    for path, text in scripts.report.pages(records, design).items():
+        assert path.read_text(encoding="utf-8") == text, path
 
 
 def test_a_study_goes_on_where_it_was_stopped(measure, design, tmp_path, monkeypatch, capsys):
