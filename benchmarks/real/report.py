@@ -49,8 +49,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "real-study.md"
 RESULTS = Path(__file__).with_name("RESULTS.md")
 TITLE = """# All results of the study on real models
 
-Made by `report.py` from `records/`; [docs/real-study.md](../../docs/real-study.md) says what they mean. Score columns are percents with
-95 % intervals over questions, differences are points. A method with temperatures that were not asked is "not run" there."""
+Made by `report.py` from `records/`; [docs/real-study.md](../../docs/real-study.md) says what they mean. Scores are percents
+with 95 % intervals over questions, differences are points. "not run" stands where a temperature was not asked."""
 LOST = 5  # points, of a method that the sign should have marked
 HEAD = (
     "method",
