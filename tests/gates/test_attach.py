@@ -174,8 +174,11 @@ def odd(change):
     return model
 
 
-def as_awq(layer):
-    layer.__class__ = type("AwqLoraLinear", (type(layer),), {"__module__": "peft.tuners.lora.awq"})
+def as_other(name, module):
+    def change(layer):
+        layer.__class__ = type(name, (type(layer),), {"__module__": f"peft.tuners.lora.{module}"})
+
+    return change
 
 
 REFUSED = {
@@ -183,7 +186,8 @@ REFUSED = {
     "lora_bias": lambda: tiny_adapter(target_modules=["q_proj"], lora_bias=True),
     "merged into the base weights": lambda: odd(lambda layer: layer.merge()),
     "tensor-parallel": lambda: odd(lambda layer: setattr(layer.base_layer, "_hf_tp_plan", "colwise")),
-    "AwqLoraLinear layers never consult a LoRA variant": lambda: odd(as_awq),
+    "AwqLoraLinear layers do not consult a LoRA variant": lambda: odd(as_other("AwqLoraLinear", "awq")),
+    "HqqLoraLinear layers .* not in mixed batches": lambda: odd(as_other("HqqLoraLinear", "hqq")),
 }
 
 
