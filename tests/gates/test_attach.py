@@ -71,14 +71,19 @@ def test_query_key_and_value_keep_one_input_between_them():
 
 def test_a_plain_adapter_beside_a_gated_one_still_gets_pefts_cast(token_ids):
     model = tiny_adapter(base=tiny_base().to(torch.bfloat16))
-    model.add_adapter("plain", model.peft_config["default"])
-    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    shake(lg.attach_gates(model, lg.GateConfig(-3, 2)))
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    for active in ("default", ["default", "plain"], "plain"):
+    alone = logits(model, token_ids)
+    assert layer.cast_input_dtype_enabled is False
+    model.add_adapter("plain", model.peft_config["default"])
+    for active in (["default", "plain"], "plain", "default"):
         model.base_model.set_adapter(active)
         assert torch.isfinite(model(token_ids).logits).all()
-        assert layer.cast_input_dtype_enabled is (active != "default")
-    model.base_model.set_adapter("default")
+        assert layer.cast_input_dtype_enabled is True
+    assert torch.equal(logits(model, token_ids), alone)
+    model.delete_adapter("plain")
+    assert torch.equal(logits(model, token_ids), alone)
+    assert layer.cast_input_dtype_enabled is False
     with gates_disabled(model):
         assert torch.isfinite(model(token_ids).logits).all()
         assert layer.cast_input_dtype_enabled is True
