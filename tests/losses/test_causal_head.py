@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from loragate.losses import (
     StatisticsRequest,
@@ -38,10 +39,23 @@ def untied(**lora):
     return tiny_adapter(base=base, **lora) if lora else base
 
 
+def without_a_body():
+    """Llama4ForCausalLM says that its base_model is itself."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = Llama4ForCausalLM(
+        Llama4TextConfig(**sizes, **heads, num_hidden_layers=1, num_local_experts=2, pad_token_id=0)
+    )
+    assert model.base_model is model
+    return model.eval().requires_grad_(False)
+
+
 MODELS = {
     "base": (lambda: tiny_base().requires_grad_(False), True),
     "wrapped": (tiny_adapter, True),
     "adapted head": (lambda: untied(target_modules=["q_proj", "lm_head"]), False),
+    "no body of its own": (without_a_body, False),
     "packed head": (lambda: packed(untied(), "lm_head").requires_grad_(False), False),
 }
 
