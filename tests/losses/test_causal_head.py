@@ -1,5 +1,8 @@
 """Statistics through a model's own forward equal statistics of its own logits, whatever its head looks like."""
 
+import copy
+import types
+
 import pytest
 import torch
 from transformers import Llama4ForCausalLM, Llama4TextConfig
@@ -13,7 +16,7 @@ from loragate.losses import (
 )
 from loragate.losses.causal_head import ResponseScorer, causal_model, counted
 from packed import packed
-from tiny import tiny_adapter, tiny_base
+from tiny import logits, tiny_adapter, tiny_base
 
 
 @pytest.fixture
@@ -112,6 +115,23 @@ def test_an_unknown_head_is_noticed(batch):
     wanted = expected(model, batch, 20)
     assert not add_statistics_forward(model)
     assert_same(model(**batch, statistics=StatisticsRequest(20)), wanted)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_copy_runs_its_own_weights(batch, slow, replaced):
+    model = tiny_base().requires_grad_(False)
+    if replaced:  # by another library, on the instance
+        model.forward = types.MethodType(type(model).forward, model)
+    add_statistics_forward(model, verified=not slow)
+    wanted = logits(model, batch["input_ids"])
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.zero_()
+    assert logits(copied, batch["input_ids"]).eq(0).all()
+    entropy = copied(**batch, statistics=StatisticsRequest(0)).topk_entropy
+    torch.testing.assert_close(entropy, (batch["labels"][:, 1:] != -100).float())
+    assert torch.equal(logits(model, batch["input_ids"]), wanted)
 
 
 @pytest.mark.parametrize("slow", [False, True])

@@ -101,7 +101,8 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
     if getattr(model, "_loragate_statistics", None) is not None:
         return bool(model._loragate_statistics)
     model._loragate_statistics = verify_head(model) if verified is None else verified
-    original = model.forward
+    # a bound method on the instance, which `copy.deepcopy` binds to the copy; one in a closure would stay the original's
+    model._loragate_forward = model.forward
 
     # `generate` validates its keywords against the class's signature, so that is the one to show
     @functools.wraps(type(model).forward)
@@ -115,14 +116,14 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
         if statistics is None:
             if labels is not None:
                 kwargs["labels"] = labels
-            return original(*args, **kwargs)
+            return self._loragate_forward(*args, **kwargs)
         kwargs.pop("num_items_in_batch", None)  # trainers hand it to every forward; not every body takes it
         kwargs["use_cache"] = False
         head = read_head(self) if self._loragate_statistics else None
         head = None if head is None else gathered(head)
         # the last position predicts nothing that is known
         if head is None:
-            states = original(*args, **kwargs).logits[:, :-1]
+            states = self._loragate_forward(*args, **kwargs).logits[:, :-1]
         else:
             states = self.base_model(*args, **kwargs).last_hidden_state[:, :-1].to(head.weight.device)
         shifted = labels[:, 1:].to(states.device)
