@@ -120,6 +120,17 @@ def test_no_dead_start(granularity, upper, token_ids):
     assert any(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
 
 
+@pytest.mark.parametrize("granularity", ["token", "module", "global"])
+def test_a_whole_number_as_the_initial_size_is_a_number(granularity, token_ids):
+    """As JSON gives it."""
+    model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 1, init_scale=0, granularity=granularity))
+    neutral = logits(model, token_ids)
+    with gates_disabled(model):
+        assert torch.equal(logits(model, token_ids), neutral)
+    model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 2, init_scale=1, granularity=granularity))
+    assert {parameter.dtype for parameter in lg.gate_parameters(model).values()} == {torch.float32}
+
+
 def test_initialisation_is_deterministic_and_leaves_the_random_state_alone(token_ids):
     torch.manual_seed(123)
     expected = torch.rand(3)
