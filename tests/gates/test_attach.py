@@ -71,14 +71,19 @@ def test_query_key_and_value_keep_one_input_between_them():
 
 def test_a_plain_adapter_beside_a_gated_one_still_gets_pefts_cast(token_ids):
     model = tiny_adapter(base=tiny_base().to(torch.bfloat16))
-    model.add_adapter("plain", model.peft_config["default"])
-    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    shake(lg.attach_gates(model, lg.GateConfig(-3, 2)))
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    for active in ("default", ["default", "plain"], "plain"):
+    alone = logits(model, token_ids)
+    assert layer.cast_input_dtype_enabled is False
+    model.add_adapter("plain", model.peft_config["default"])
+    for active in (["default", "plain"], "plain", "default"):
         model.base_model.set_adapter(active)
         assert torch.isfinite(model(token_ids).logits).all()
-        assert layer.cast_input_dtype_enabled is (active != "default")
-    model.base_model.set_adapter("default")
+        assert layer.cast_input_dtype_enabled is True
+    assert torch.equal(logits(model, token_ids), alone)
+    model.delete_adapter("plain")
+    assert torch.equal(logits(model, token_ids), alone)
+    assert layer.cast_input_dtype_enabled is False
     with gates_disabled(model):
         assert torch.isfinite(model(token_ids).logits).all()
         assert layer.cast_input_dtype_enabled is True
@@ -113,6 +118,17 @@ def test_no_dead_start(granularity, upper, token_ids):
     lg.topk_entropy(model(token_ids).logits, 20).mean().backward()
     gradients = [parameter.grad for parameter in lg.gate_parameters(model).values()]
     assert any(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
+
+
+@pytest.mark.parametrize("granularity", ["token", "module", "global"])
+def test_a_whole_number_as_the_initial_size_is_a_number(granularity, token_ids):
+    """As JSON gives it."""
+    model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 1, init_scale=0, granularity=granularity))
+    neutral = logits(model, token_ids)
+    with gates_disabled(model):
+        assert torch.equal(logits(model, token_ids), neutral)
+    model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 2, init_scale=1, granularity=granularity))
+    assert {parameter.dtype for parameter in lg.gate_parameters(model).values()} == {torch.float32}
 
 
 def test_initialisation_is_deterministic_and_leaves_the_random_state_alone(token_ids):
@@ -174,8 +190,11 @@ def odd(change):
     return model
 
 
-def as_awq(layer):
-    layer.__class__ = type("AwqLoraLinear", (type(layer),), {"__module__": "peft.tuners.lora.awq"})
+def as_other(name, module):
+    def change(layer):
+        layer.__class__ = type(name, (type(layer),), {"__module__": f"peft.tuners.lora.{module}"})
+
+    return change
 
 
 REFUSED = {
@@ -183,7 +202,8 @@ REFUSED = {
     "lora_bias": lambda: tiny_adapter(target_modules=["q_proj"], lora_bias=True),
     "merged into the base weights": lambda: odd(lambda layer: layer.merge()),
     "tensor-parallel": lambda: odd(lambda layer: setattr(layer.base_layer, "_hf_tp_plan", "colwise")),
-    "AwqLoraLinear layers never consult a LoRA variant": lambda: odd(as_awq),
+    "AwqLoraLinear layers do not consult a LoRA variant": lambda: odd(as_other("AwqLoraLinear", "awq")),
+    "HqqLoraLinear layers .* not in mixed batches": lambda: odd(as_other("HqqLoraLinear", "hqq")),
 }
 
 

@@ -17,7 +17,7 @@ from loragate.gates.fingerprint import base_weight_samples, compare_base_samples
 from loragate.gates.quantised import keep_unpacked, quantization_of, quantization_of_config
 from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
 from packed import packed
-from tiny import is_packed, logits, tiny_adapter, tiny_base, tiny_rows, write_adapter
+from tiny import is_packed, logits, shake, tiny_adapter, tiny_base, tiny_rows, write_adapter
 
 SETTINGS = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 0.05, "logging_steps": 1, "max_length": 64}
 
@@ -102,6 +102,21 @@ def test_parity_and_fp32_gates(case, place, token_ids):
         assert torch.equal(logits_of(model, token_ids), bare)
     with pytest.raises(GateError, match="cannot be merged"):
         model.merge_and_unload()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plain_adapter_is_mixed_into_a_batch_with_a_gated_one(case, place, token_ids):
+    model = loaded(place, case)
+    model.load_adapter(place / "adapter", "plain")
+    shake(lg.attach_gates(model, lg.GateConfig(-3, 2)))
+    gated = logits_of(model, token_ids)
+    with lg.gate_override(model, constant=1.0):
+        plain = logits_of(model, token_ids)
+    with torch.no_grad():
+        mixed = model(token_ids, adapter_names=["default", "plain", "__base__"]).logits.float()
+    # PEFT rounds at other places in a mixed batch
+    for row, own, other in ((0, gated, plain), (1, plain, gated)):
+        assert (mixed[row] - own[row]).abs().mean() < 0.05 * (mixed[row] - other[row]).abs().mean()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,7 +1,11 @@
 """Statistics through a model's own forward equal statistics of its own logits, whatever its head looks like."""
 
+import copy
+import types
+
 import pytest
 import torch
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from loragate.losses import (
     StatisticsRequest,
@@ -12,7 +16,7 @@ from loragate.losses import (
 )
 from loragate.losses.causal_head import ResponseScorer, causal_model, counted
 from packed import packed
-from tiny import tiny_adapter, tiny_base
+from tiny import logits, tiny_adapter, tiny_base
 
 
 @pytest.fixture
@@ -38,10 +42,23 @@ def untied(**lora):
     return tiny_adapter(base=base, **lora) if lora else base
 
 
+def without_a_body():
+    """Llama4ForCausalLM says that its base_model is itself."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = Llama4ForCausalLM(
+        Llama4TextConfig(**sizes, **heads, num_hidden_layers=1, num_local_experts=2, pad_token_id=0)
+    )
+    assert model.base_model is model
+    return model.eval().requires_grad_(False)
+
+
 MODELS = {
     "base": (lambda: tiny_base().requires_grad_(False), True),
     "wrapped": (tiny_adapter, True),
     "adapted head": (lambda: untied(target_modules=["q_proj", "lm_head"]), False),
+    "no body of its own": (without_a_body, False),
     "packed head": (lambda: packed(untied(), "lm_head").requires_grad_(False), False),
 }
 
@@ -98,6 +115,23 @@ def test_an_unknown_head_is_noticed(batch):
     wanted = expected(model, batch, 20)
     assert not add_statistics_forward(model)
     assert_same(model(**batch, statistics=StatisticsRequest(20)), wanted)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_copy_runs_its_own_weights(batch, slow, replaced):
+    model = tiny_base().requires_grad_(False)
+    if replaced:  # by another library, on the instance
+        model.forward = types.MethodType(type(model).forward, model)
+    add_statistics_forward(model, verified=not slow)
+    wanted = logits(model, batch["input_ids"])
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.zero_()
+    assert logits(copied, batch["input_ids"]).eq(0).all()
+    entropy = copied(**batch, statistics=StatisticsRequest(0)).topk_entropy
+    torch.testing.assert_close(entropy, (batch["labels"][:, 1:] != -100).float())
+    assert torch.equal(logits(model, batch["input_ids"]), wanted)
 
 
 @pytest.mark.parametrize("slow", [False, True])

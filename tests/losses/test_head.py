@@ -71,11 +71,14 @@ def test_ignored_positions_are_zero_and_not_projected():
     assert hidden.grad[labels == -100].eq(0).all()
 
 
+@pytest.mark.parametrize("odd", [0.0, math.nan, -math.inf])
 @pytest.mark.parametrize("gradients", [None, ("topk_entropy",)])
-def test_empty_micro_batch_keeps_the_graph_alive(gradients):
+def test_empty_micro_batch_keeps_the_graph_alive(gradients, odd):
     hidden, weight, labels = operands()
+    hidden[0] = odd  # what is not projected may be anything
     hidden = hidden.requires_grad_()
     stats = token_statistics(hidden, weight, torch.full_like(labels, -100), k=5, gradients=gradients)
+    assert stats.topk_entropy.eq(0).all()
     stats.topk_entropy.sum().backward()
     assert hidden.grad.eq(0).all()
     assert not stats.mask.any()

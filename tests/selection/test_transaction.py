@@ -484,6 +484,16 @@ def test_candidates_must_differ_and_be_ranges(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_a_candidate_that_no_gradient_would_move_is_refused_at_once(tmp_path):
+    config = lg.GateConfig(0, 1, init_scale=0)  # whose range is a placeholder
+    assert trial.config_of(config, Candidate(Range(-3.0, 2.0))).init_scale == 0
+    assert trial.config_of(config, Candidate(Range(-3.0, 1.0), "random")).init_scale == 0
+    with pytest.raises(ConfigError, match="init_scale=0 with an upper bound of 1"):
+        lg.choose_gates(
+            None, tiny_tokenizer(), ROWS, None, tmp_path / "out", ranges=(ONE,), config=config, unverified=True
+        )
+
+
 def test_several_processes_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="one process"):

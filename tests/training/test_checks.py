@@ -8,10 +8,11 @@ import transformers as tf
 from peft import LoraConfig, get_peft_model
 
 import loragate as lg
-from loragate.errors import GateError, TrainingError
+from loragate.errors import ConfigError, GateError, TrainingError
 from loragate.gates import Parity
-from loragate.training.checks import check_parity
-from tiny import tiny_base, tiny_rows
+from loragate.training import CalibrationSettings
+from loragate.training.checks import check_parity, check_start
+from tiny import tiny_adapter, tiny_base, tiny_rows
 
 T5 = {"vocab_size": 160, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
 BASES = {
@@ -27,6 +28,18 @@ def test_other_models_are_refused_before_gates_are_attached(what, tokenizer):
     with pytest.raises(TrainingError, match=rf"causal language models.*{what}.*a loop of your own"):
         lg.calibrate(model, tokenizer, tiny_rows(4), lg.GateConfig(-1, 2))
     assert not any("lora_gate" in name for name, _ in model.named_modules())
+
+
+@pytest.mark.parametrize("granularity", ["token", "module", "global"])
+def test_gates_that_no_gradient_would_move_are_refused(granularity, tokenizer):
+    model, flat = tiny_adapter(), lg.GateConfig(-3, 1, init_scale=0, granularity=granularity)
+    with pytest.raises(ConfigError, match=r"init_scale=0 with an upper bound of 1 .*set init_scale above 0"):
+        lg.calibrate(model, tokenizer, tiny_rows(4), flat)
+    assert not any("lora_gate" in name for name, _ in model.named_modules())
+    drawn = CalibrationSettings(objective="random", random_scale=0.3)
+    assert lg.calibrate(model, tokenizer, tiny_rows(4), flat, drawn).steps == 0
+    for moved in (replace(flat, upper=2), replace(flat, init_scale=1e-6)):
+        check_start(moved, "entropy")
 
 
 def test_parity_that_is_not_a_number_is_refused():

@@ -52,7 +52,7 @@ class GateOptions:
 
     Attributes:
         tau: gate temperature.
-        init_scale: size of the initial perturbation of the gate weights.
+        init_scale: size of the initial perturbation of the gate weights; above 0 where an upper bound is 1.
         granularity: unit that has its own λ: token (each token in each module), module (each module, whatever the
             token) or global (one λ for all).
         detach_input: the gate reads its input without a gradient (the paper's semi-gradient); --no-detach-input gives the

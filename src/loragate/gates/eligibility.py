@@ -18,9 +18,9 @@ from torch import nn
 from loragate.errors import GateError, nearest
 from loragate.gates.variant import GatedLora, adapter_configs
 
-# Linear LoRA layers of PEFT whose forward consults `lora_variant`; tests/contract checks each against its source.
+# Linear LoRA layers of PEFT that consult `lora_variant`, in mixed batches too; tests/contract checks each against its source.
 GATEABLE_CLASSES = frozenset(
-    ("Linear", "Linear4bit", "Linear8bitLt", "GPTQLoraLinear", "HqqLoraLinear", "TorchaoLoraLinear", "IncLoraLinear")
+    ("Linear", "Linear4bit", "Linear8bitLt", "GPTQLoraLinear", "TorchaoLoraLinear", "IncLoraLinear")
 )
 # LoRA layers that are not linear maps from one token's features: λ per token is not defined for them here.
 LEFT_CLASSES = {
@@ -158,9 +158,9 @@ def _refusal(layer: Any, adapter_name: str) -> str:
     # by name: the classes of optional libraries cannot be imported; of another module, one may override `forward`
     if kind not in GATEABLE_CLASSES or not type(layer).__module__.startswith("peft."):
         return (
-            f"{kind} layers never consult a LoRA variant, so a gate there would have no effect. Load the base without "
-            "that quantisation or parallel layer where one is the reason; else gate a plain LoRA adapter, or leave the module "
-            "out of target_modules"
+            f"{kind} layers do not consult a LoRA variant, or not in mixed batches, so a gate there would have no effect. Load "
+            "the base without that quantisation or parallel layer where one is the reason; else gate a plain LoRA adapter, or "
+            "leave the module out of target_modules"
         )
     variant = layer.lora_variant.get(adapter_name)
     if isinstance(variant, GatedLora):

@@ -1,8 +1,8 @@
 """Knowing an adapter and its base again: hashes and samples of weights.
 
 An artifact must refuse to load onto another adapter or base. The adapter's factors are hashed whole, in fp32. The base
-may come back in another dtype or quantised, so a few of its never-quantised weights are stored as numbers: compared
-exactly in the same dtype, within bf16 rounding otherwise.
+may come back in another dtype, quantised, or packed by vLLM, so a few of its weights are stored as numbers, half of them of
+norms, which stay as they are everywhere: compared exactly in the same dtype, within bf16 rounding otherwise.
 """
 
 from __future__ import annotations
@@ -130,19 +130,32 @@ def base_weight_samples(model: nn.Module) -> dict[str, Any]:
     """A few numbers out of the base model's unquantised floating-point weights.
 
     Returns:
-        {"dtype": name, "values": {parameter path: [floats]}}; at most 24 tensors × 4 values, chosen by sorted name.
+        {"dtype": name, "values": {parameter path: [floats]}}; at most 24 tensors × 4 values, 12 of the tensors norms where
+        there are so many. A reader compares the paths that a record holds: the choice may differ from version to version.
     """
     # weights on the meta device are offloaded, without numbers here
     parameters = {name: tensor for name, tensor in _base_parameters(model) if tensor.device.type != "meta"}
     names = sorted(parameters)
-    # names at equal distances, so that layers of all depths are among them
-    step = max(1, len(names) // _SAMPLED_TENSORS)
+    norms = _spread([name for name in names if is_norm(name, parameters[name])], _SAMPLED_TENSORS // 2)
+    others = [name for name in names if not is_norm(name, parameters[name])]
     values: dict[str, list[float]] = {}
     dtypes: set[str] = set()
-    for name in names[::step][:_SAMPLED_TENSORS]:
+    for name in sorted([*norms, *_spread(others, _SAMPLED_TENSORS - len(norms))]):
         values[name] = _sampled(parameters[name], _SAMPLED_VALUES).tolist()
         dtypes.add(str(parameters[name].dtype).removeprefix("torch."))
     return {"dtype": "+".join(sorted(dtypes)), "values": values}
+
+
+def is_norm(name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter scales the features of a norm: no other weight of a layer has one dimension."""
+    return parameter.dim() == 1 and name.endswith(".weight")
+
+
+def _spread(names: list[str], count: int) -> list[str]:
+    """`count` of the names at equal distances, the first and the last among them; all where there are no more."""
+    if len(names) <= count:
+        return names
+    return [names[at * (len(names) - 1) // (count - 1)] for at in range(count)]
 
 
 def _sampled(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -35,7 +35,8 @@ class GateConfig:
         upper: U ≥ 1, the strongest extrapolation (1 is legal: no extrapolation).
         tau: gate temperature τ of v = tanh(g/τ); the paper does not state it, 1.0 is ours.
         init_scale: standard deviation of the initial gate weights (the paper's 1e-6 perturbation); also the size of the
-            negative initial bias where there is no weight.
+            negative initial bias where there is no weight. 0 gives neutral gates, λ = 1 everywhere; where U = 1 too, no gradient
+            moves them.
         seed: seeds that perturbation, independently of the global random state.
         detach_input: the gate reads sg(h) (the paper's semi-gradient); False keeps the complete gradient.
         granularity: "token" (w and b per module), "module" (b only) or "global" (one shared b).
@@ -64,6 +65,8 @@ class GateConfig:
             # a tuple, so that a frozen setting cannot change and equal ones are equal
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
         check(self, GateError)
+        # JSON gives 1 for 1.0, and a parameter filled with a whole number would be one of integers
+        object.__setattr__(self, "init_scale", float(self.init_scale))
         _ = self.signed_map  # checks range and temperature, and is at hand in every forward pass
 
     @property

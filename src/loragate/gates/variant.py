@@ -76,15 +76,15 @@ class GatedLora(LoraVariant):
 
 
 def leave_input_uncast(layer: Any, args: Any) -> None:
-    """Forward pre-hook of a gated layer: PEFT hands x over as it came where every active adapter of the layer is gated.
+    """Forward pre-hook of a gated layer: PEFT hands x over as it came where every adapter of the layer is gated.
 
     PEFT would cast x to the dtype of A, anew in each of the layers that read it (q, k, v; gate, up), and each would keep its
     copy for the backward pass: on a bf16 base with fp32 factors three times four bytes in place of two, once. The gated
-    operation casts for itself. A plain adapter beside it needs PEFT's cast.
+    operation casts for itself. A plain adapter needs PEFT's cast, and a mixed batch may call one that is not active.
     """
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
     # by the variant, not the gate: gates that are switched off for a while leave a plain adapter
-    layer.cast_input_dtype_enabled = not all(isinstance(layer.lora_variant.get(name), GatedLora) for name in active)
+    gated = (isinstance(layer.lora_variant.get(name), GatedLora) for name in layer.lora_A)
+    layer.cast_input_dtype_enabled = not all(gated)
 
 
 def cast_input_again(layer: Any) -> None:

@@ -4,8 +4,9 @@
 token-statistics head in place of the language-model head. It goes through the model's forward, so that wrappers (PEFT,
 DDP, FSDP, autocast) see an ordinary call. `ResponseScorer` leaves the model as it is and hands out the states between body and
 head, for those who read several things from one pass of the body. What a family does around its head (scale, soft cap, bias) is
-read from its configuration and then checked against the model's own logits; a head that does not pass, or that carries an
-adapter or trains, is served by the slow path over full logits instead: its "states" are the logits.
+read from its configuration and then checked against the model's own logits; a head that does not pass, that carries an
+adapter or trains, or that has no body of its own before it, is served by the slow path over full logits instead: its "states"
+are the logits.
 
 Shapes: B sequences, S positions, T response tokens of a batch in row order, D hidden, V vocabulary.
 """
@@ -100,7 +101,8 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
     if getattr(model, "_loragate_statistics", None) is not None:
         return bool(model._loragate_statistics)
     model._loragate_statistics = verify_head(model) if verified is None else verified
-    original = model.forward
+    # a bound method on the instance, which `copy.deepcopy` binds to the copy; one in a closure would stay the original's
+    model._loragate_forward = model.forward
 
     # `generate` validates its keywords against the class's signature, so that is the one to show
     @functools.wraps(type(model).forward)
@@ -114,14 +116,14 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
         if statistics is None:
             if labels is not None:
                 kwargs["labels"] = labels
-            return original(*args, **kwargs)
+            return self._loragate_forward(*args, **kwargs)
         kwargs.pop("num_items_in_batch", None)  # trainers hand it to every forward; not every body takes it
         kwargs["use_cache"] = False
         head = read_head(self) if self._loragate_statistics else None
         head = None if head is None else gathered(head)
         # the last position predicts nothing that is known
         if head is None:
-            states = original(*args, **kwargs).logits[:, :-1]
+            states = self._loragate_forward(*args, **kwargs).logits[:, :-1]
         else:
             states = self.base_model(*args, **kwargs).last_hidden_state[:, :-1].to(head.weight.device)
         shifted = labels[:, 1:].to(states.device)
@@ -173,12 +175,13 @@ def verify_head(model: Any) -> bool:
     count = min(8, head.weight.shape[0])
     step = max(1, head.weight.shape[0] // (count + 1))
     tokens = (torch.arange(1, count + 1, device=head.weight.device) * step % head.weight.shape[0]).unsqueeze(0)
-    try:
-        with evaluation_mode(model):
+    with evaluation_mode(model):
+        try:
             hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            own = model(input_ids=tokens, use_cache=False).logits.float()
-    except TypeError:
-        return False
+        except (TypeError, AttributeError):
+            # another kind of body, or none: Llama4ForCausalLM's base_model is itself. The slow path meets an error of its own
+            return False
+        own = model(input_ids=tokens, use_cache=False).logits.float()
     if hidden.shape[-1] != head.weight.shape[1]:
         return False
     logits = head.logits(hidden, head.weight.dtype)

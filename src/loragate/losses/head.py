@@ -60,8 +60,9 @@ class TokenStatistics(NamedTuple):
     @classmethod
     def without_labels(cls, source: torch.Tensor, mask: torch.Tensor, k: int, kl: bool = False) -> TokenStatistics:
         """Zeros that keep the graph of `source` alive, so that an empty micro-batch is back-propagated on every rank."""
-        # DDP waits for a gradient of every parameter, also on a process that has nothing to learn from
-        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=source.device) + source.float().sum() * 0.0
+        # DDP waits for a gradient of every parameter, also on a process that has nothing to learn from. The sum is of no number:
+        # that of all times 0 would be NaN where one is not finite, as masked logits are
+        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=source.device) + source[..., :0].float().sum()
         return cls(zeros, zeros, zeros, mask, k, zeros if kl else None)
 
 

@@ -39,6 +39,7 @@ from loragate.selection.probe import Probe, Scored
 from loragate.selection.store import ADAPTERS, FAILED, GATED, PART, TRAINED, Store, TrialResult
 from loragate.training import CalibrationResult, CalibrationSettings, calibrate
 from loragate.training.callbacks import StepReport
+from loragate.training.checks import check_start
 
 LOCK_WAIT_S = 60.0
 SHARE, PART_QUESTIONS = 0.25, 24
@@ -93,9 +94,11 @@ def settings_by_objective(options: CalibrationSettings, objectives: Iterable[str
 
 
 def config_of(config: GateConfig, candidate: Candidate) -> GateConfig:
-    """The gates of a candidate."""
+    """The gates of a candidate; raises ConfigError for some that no training moves."""
     assert candidate.range is not None, "nothing is trained"
-    return replace(config, lower=candidate.range.lower, upper=candidate.range.upper, seed=candidate.seed)
+    own = replace(config, lower=candidate.range.lower, upper=candidate.range.upper, seed=candidate.seed)
+    check_start(own, candidate.objective)
+    return own
 
 
 def origin_of(place: Place, base_id: str = "") -> dict[str, Any]:

@@ -6,6 +6,7 @@ activated; a gate that finds none is refused, because the adapter would then act
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from vllm.distributed import get_pp_group
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from loragate.errors import ArtifactError
-from loragate.gates.fingerprint import compare_base_samples, config_fingerprint
+from loragate.gates.fingerprint import compare_base_samples, config_fingerprint, is_norm
 from loragate.gates.override import Override
 from loragate.gates.schema import CONFIG
 from loragate.gates.signed_map import SignedMap
@@ -49,13 +50,11 @@ def place_gates(gates: FolderGates, manager: Any) -> PlacedGates:
     """
     where = gates.folder / CONFIG
     _check_base(gates, manager)
-    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    mapper = mapper.get_rename_mapper() if mapper is not None else None
     slots = _slices(manager)
     # every gated module has a bias; weights are there for gates that read the token alone
     entries: list[tuple[str, int, torch.Tensor | None, float]] = []
     for path, bias in gates.biases.items():
-        name = parse_fine_tuned_lora_name(f"base_model.model.{path}.lora_A.weight", mapper)[0]
+        name = _vllm_name(path, manager)
         found = slots.get(name)
         if found is None:
             if get_pp_group().world_size == 1:  # else another process may hold the layer
@@ -101,11 +100,31 @@ def _check_base(gates: FolderGates, manager: Any) -> None:
     if config is not None and config_fingerprint(SimpleNamespace(config=config)) != base["config_sha256"]:  # type: ignore[arg-type]
         raise ArtifactError(f"{where}: these gates were made on a base of another architecture ({named})")
     # norms are the weights that vLLM neither packs, shards, pads nor quantises
-    norms = {name: values for name, values in base["weights"]["values"].items() if "norm" in name}
     served = dict(manager.model.named_parameters())
-    known = {name: values for name, values in norms.items() if name in served}
-    if known:
-        model: Any = SimpleNamespace(named_parameters=lambda: [(name, served[name]) for name in known])
-        difference = compare_base_samples(model, {"dtype": base["weights"]["dtype"], "values": known})
-        if difference is not None:
-            raise ArtifactError(f"{where}: these gates were made on another base ({named}): {difference}")
+    recorded, known = base["weights"]["values"], {}
+    for name in recorded:
+        module, _, last = name.rpartition(".")
+        parameter = served.get(f"{_vllm_name(module, manager)}.{last}")
+        if parameter is not None and is_norm(name, parameter):
+            known[name] = parameter
+    if not known:
+        told = logging.getLogger("loragate")
+        told.setLevel(logging.WARNING)  # in servers that `loragate serve` starts, the root tells of errors alone
+        told.warning(
+            "%s: only the architecture of the base was checked: its record holds no norm weight that vLLM has here under that "
+            "name. Earlier versions recorded none of many models; load the gates and save them again to record some",
+            where,
+        )
+        return
+    model: Any = SimpleNamespace(named_parameters=known.items)
+    stored = {"dtype": base["weights"]["dtype"], "values": {name: recorded[name] for name in known}}
+    if (difference := compare_base_samples(model, stored)) is not None:
+        raise ArtifactError(f"{where}: these gates were made on another base ({named}): {difference}")
+
+
+def _vllm_name(path: str, manager: Any) -> str:
+    """vLLM's name of a module of the base."""
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    mapper = mapper.get_rename_mapper() if mapper is not None else None
+    name: str = parse_fine_tuned_lora_name(f"base_model.model.{path}.lora_A.weight", mapper)[0]
+    return name

@@ -10,7 +10,7 @@ import torch
 
 from loragate.data import Collator
 from loragate.errors import ConfigError, TrainingError
-from loragate.gates import Parity, record_gates
+from loragate.gates import GateConfig, Parity, record_gates
 from loragate.gates.eligibility import output_head
 from loragate.losses import StatisticsRequest
 from loragate.losses.causal_head import evaluation_mode
@@ -38,6 +38,15 @@ def check_callables(objective: str, on_policy: bool, sampler: Any, reward: Any, 
         raise ConfigError(
             f"under {launch.strategy} no process holds a model that a guard's probe could sample from: launch with ddp, or leave "
             "guard and probe out"
+        )
+
+
+def check_start(config: GateConfig, objective: str) -> None:
+    """Raises ConfigError for gates that training could not move: a logit of zero is on the branch to U, which is flat at U = 1."""
+    if config.init_scale == 0 and config.upper == 1 and objective != "random":
+        raise ConfigError(
+            "init_scale=0 with an upper bound of 1 starts every gate where its gradient is exactly zero, so training would "
+            "change nothing: set init_scale above 0 (1e-6 by default), or the upper bound above 1"
         )
 
 

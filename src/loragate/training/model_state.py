@@ -64,8 +64,8 @@ def statistics_forward(model: Any) -> Iterator[bool]:
         yield add_statistics_forward(causal, getattr(causal, "_loragate_verified_head", None))
     finally:
         if not had:
-            causal.__dict__.pop("_loragate_statistics", None)
-            causal.__dict__.pop("forward", None)
+            for name in ("_loragate_statistics", "_loragate_forward", "forward"):
+                causal.__dict__.pop(name, None)
             if before is not None:
                 causal.forward = before
 

@@ -41,6 +41,7 @@ from loragate.training.checks import (
     MEASURED_ROWS,
     check_callables,
     check_parity,
+    check_start,
     measure_entropy,
     require_causal_model,
     require_only_gates_train,
@@ -202,7 +203,7 @@ def calibrate(
         GateError: if the adapter cannot be gated, or λ ≡ 0 and λ ≡ 1 do not act as they must.
         DataError: if a row cannot be used.
         ConfigError: for a callable that the objective would not use, or one that it lacks; an objective of one's own that
-            the settings contradict.
+            the settings contradict; gates that start where no gradient moves them.
         TrainingError: if the base is no causal language model, the gates do not start at the adapter, a frozen weight
             changed, or the loss is not finite.
     """
@@ -216,6 +217,7 @@ def calibrate(
             f"share={share} must be above 0 and at most 1, and below 1 it needs run_folder, to go on from"
         )
     check_callables(trained_by, settings.on_policy, sampler, reward, guard, probe)
+    check_start(config, trained_by)
     watch = None if guard is None else Guard(guard)
     name = active_adapter(peft_model, adapter_name)
     require_causal_model(causal_model(peft_model))

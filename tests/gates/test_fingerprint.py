@@ -1,0 +1,64 @@
+"""The sample of a base: norms of every shape of model are in it, and a record with another choice of names is still compared."""
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.errors import ArtifactError
+from loragate.files import write_json
+from loragate.gates import fingerprint
+from loragate.gates.fingerprint import base_weight_samples, compare_base_samples
+from loragate.gates.schema import CONFIG, read_gate_config
+from tiny import tiny_adapter, tiny_base
+
+NARROW = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
+
+
+def deep_base(layers: int, shift: float = 0.0):
+    """A base of so many layers; `shift` moves its norms alone."""
+    base = tiny_base(num_hidden_layers=layers, **NARROW)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if "norm" in name:
+                parameter.add_(shift)
+    return base
+
+
+@pytest.mark.parametrize("layers", [1, 2, 24, 28, 36, 48, 64])
+def test_norms_are_recorded_whatever_the_number_of_layers(layers):
+    """At equal distances in the list of all names there would be none with 24, 28, 36, 48 or 64 layers."""
+    base = deep_base(layers)
+    record = base_weight_samples(base)
+    norms = [name for name in record["values"] if "norm" in name]
+    assert len(norms) == min(12, 2 * layers + 1)
+    assert {"model.layers.0.input_layernorm.weight", "model.norm.weight"} <= set(norms)
+    assert {name.split(".")[-2] for name in norms} == {"input_layernorm", "post_attention_layernorm", "norm"}
+    assert "model.embed_tokens.weight" in record["values"]
+    assert len(record["values"]) == min(24, len(list(base.parameters())))
+    assert compare_base_samples(base, record) is None
+    assert "norm" in compare_base_samples(deep_base(layers, 0.5), record)
+
+
+def earlier_choice(base):
+    """The record as the first versions wrote it: names at equal distances in the list of all."""
+    parameters = dict(base.named_parameters())
+    names = sorted(parameters)
+    chosen = names[:: max(1, len(names) // 24)][:24]
+    return {"dtype": "float32", "values": {name: fingerprint._sampled(parameters[name], 4).tolist() for name in chosen}}
+
+
+def test_a_record_of_other_names_is_compared_by_its_own(tmp_path):
+    record = earlier_choice(deep_base(24))
+    assert not any("norm" in name for name in record["values"])
+    folder = lg.save_gates(
+        lg.attach_gates(tiny_adapter(base=deep_base(24), target_modules=["q_proj"]), lg.GateConfig(-3, 2)),
+        tmp_path / "gated",
+        base_id="somewhere",
+    )
+    written = read_gate_config(folder)
+    assert written["base"]["weights"]["values"].keys() != record["values"].keys()
+    write_json(folder / CONFIG, {**written, "base": {**written["base"], "weights": record}})
+    lg.load_gates(tiny_adapter(base=deep_base(24), target_modules=["q_proj"]), folder)
+    other = tiny_base(seed=7, num_hidden_layers=24, **NARROW)
+    with pytest.raises(ArtifactError, match="another base"):
+        lg.load_gates(tiny_adapter(base=other, target_modules=["q_proj"]), folder)
