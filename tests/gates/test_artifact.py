@@ -17,7 +17,8 @@ from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.files import file_sha256
 from loragate.gates import attached_config
 from loragate.gates.schema import gate_metadata, read_gate_config
-from tiny import logits, shake, tiny_adapter, tiny_base
+from loragate.models import open_tokenizer, resolve
+from tiny import chatml_tokenizer, logits, shake, tiny_adapter, tiny_base
 
 CONFIG = lg.GateConfig(-3, 2)
 
@@ -74,6 +75,17 @@ def test_every_granularity_round_trips(tmp_path, folders, granularity, token_ids
     expected = logits(model, token_ids)
     lg.save_gates(model, tmp_path / "gated", adapter_source=folders[1])
     assert torch.equal(logits(lg.load_gated(tmp_path / "gated"), token_ids), expected)
+
+
+@pytest.mark.parametrize("where", [".", "tokenizer"])
+def test_the_tokenizer_of_the_source_comes_along(tmp_path, folders, where):
+    shutil.copytree(folders[1], tmp_path / "adapter")
+    tokenizer = chatml_tokenizer()  # the base has another template
+    tokenizer.save_pretrained(tmp_path / "adapter" / where)
+    model = lg.attach_gates(PeftModel.from_pretrained(tiny_base(), tmp_path / "adapter"), CONFIG)
+    gated = lg.save_gates(model, tmp_path / "gated", adapter_source=tmp_path / "adapter")
+    assert open_tokenizer(resolve(gated)).chat_template == tokenizer.chat_template
+    lg.load_gated(gated)
 
 
 def test_plain_programs_find_no_adapter_at_the_top(folders):
