@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
@@ -273,6 +273,18 @@ def test_a_source_that_is_not_the_loaded_adapter_is_not_copied(tmp_path, folders
         lg.save_gates(model, tmp_path / "other", adapter_source=tmp_path / "nope")
     assert "does not hold the adapter as it is loaded" in caplog.text
     assert f"{tmp_path / 'nope'} does not exist; the loaded adapter is written instead" in caplog.text
+    assert torch.equal(logits(lg.load_gated(tmp_path / "gated"), token_ids), logits(model, token_ids))
+
+
+@pytest.mark.parametrize("changed", [{"lora_alpha": 16}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 2}}])
+def test_a_source_of_another_strength_is_not_copied(tmp_path, folders, caplog, token_ids, changed):
+    config = PeftConfig.from_pretrained(folders[1])
+    vars(config).update(changed)
+    model = PeftModel.from_pretrained(tiny_base(), folders[1], config=config)
+    lg.attach_gates(model, CONFIG)
+    with caplog.at_level("WARNING", logger="loragate"):
+        lg.save_gates(model, tmp_path / "gated", adapter_source=folders[1])
+    assert "does not hold the adapter as it is loaded" in caplog.text
     assert torch.equal(logits(lg.load_gated(tmp_path / "gated"), token_ids), logits(model, token_ids))
 
 

@@ -34,11 +34,12 @@ from loragate.gates.adapter_files import (
     copy_files,
     copy_tokenizer,
     read_adapter,
+    strength_of,
     write_factors,
 )
 from loragate.gates.attach import attach_gates, attached_config, detach_gates, gate_modules, gate_parameters, is_gated
 from loragate.gates.card import LIBRARY, render_card
-from loragate.gates.eligibility import active_adapter, examine_adapter, output_head, unwrapped
+from loragate.gates.eligibility import active_adapter, examine_adapter, lora_layers, output_head, unwrapped
 from loragate.gates.fingerprint import (
     adapter_fingerprint,
     base_weight_samples,
@@ -272,7 +273,7 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
     state = {
         unwrapped(key): value.detach().cpu().contiguous() for key, value in state.items() if ".lora_gate." not in key
     }
-    if source is not None and _is_source(Path(source), state):
+    if source is not None and _is_source(Path(source), model, adapter_name, state):
         copy_files(Path(source), (ADAPTER_CONFIG, ADAPTER_WEIGHTS), folder)
         copy_tokenizer(Path(source), folder)
         return
@@ -294,12 +295,18 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
         peft_config.inference_mode = before
 
 
-def _is_source(folder: Path, state: dict[str, torch.Tensor]) -> bool:
-    """Whether a folder holds exactly the adapter that is loaded (values compared in fp32)."""
+def _is_source(folder: Path, model: Any, adapter_name: str, state: dict[str, torch.Tensor]) -> bool:
+    """Whether a folder holds exactly the adapter that is loaded: rank, alpha and scaling of each module, values in fp32."""
     if not ((folder / ADAPTER_WEIGHTS).is_file() and (folder / ADAPTER_CONFIG).is_file()):
         return False
+    config, tensors = read_adapter(folder)
+    loaded_config = vars(model.peft_config[adapter_name])  # which PEFT would write
+    if any(
+        strength_of(config, path) != strength_of(loaded_config, path) for path, _ in lora_layers(model, adapter_name)
+    ):
+        return False
     # by the base's own names: a natively loaded adapter has no prefix
-    stored = {key.removeprefix(PREFIX): value for key, value in read_adapter(folder)[1].items()}
+    stored = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
     loaded = {key.removeprefix(PREFIX): value for key, value in state.items()}
     return stored.keys() == loaded.keys() and all(
         stored[key].shape == value.shape and torch.equal(stored[key].float(), value.float())
