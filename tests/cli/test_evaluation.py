@@ -230,6 +230,20 @@ def test_a_merged_adapter_answers_as_the_adapter_does(place, dora, tmp_path, mon
         merge_adapter(str(place / "base"), dora, tmp_path / "none")
 
 
+@pytest.mark.parametrize("adapted", ["lm_head", "embed_tokens"])
+def test_a_delta_on_one_of_two_tied_layers_is_merged_into_that_one(place, tmp_path, adapted):
+    base = AutoModelForCausalLM.from_pretrained(place / "base")
+    assert base.config.tie_word_embeddings
+    tiny_adapter(base=base, use_dora=True, target_modules=["q_proj", adapted]).save_pretrained(tmp_path / "dora")
+    ids = torch.arange(5, 15)[None]
+    base = AutoModelForCausalLM.from_pretrained(place / "base")
+    expected = PeftModel.from_pretrained(base, tmp_path / "dora")(ids).logits
+    merge_adapter(str(place / "base"), tmp_path / "dora", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(merged(ids).logits, expected, atol=1e-5)
+    assert not merged.config.tie_word_embeddings, "vLLM reads the head only where this says so"
+
+
 def test_code_of_the_base_is_trusted_where_an_adapter_is_merged(dora, tmp_path, monkeypatch):
     told = {}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
@@ -17,7 +17,8 @@ from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.files import file_sha256
 from loragate.gates import attached_config
 from loragate.gates.schema import gate_metadata, read_gate_config
-from tiny import logits, shake, tiny_adapter, tiny_base
+from loragate.models import open_tokenizer, resolve
+from tiny import chatml_tokenizer, logits, shake, tiny_adapter, tiny_base
 
 CONFIG = lg.GateConfig(-3, 2)
 
@@ -74,6 +75,17 @@ def test_every_granularity_round_trips(tmp_path, folders, granularity, token_ids
     expected = logits(model, token_ids)
     lg.save_gates(model, tmp_path / "gated", adapter_source=folders[1])
     assert torch.equal(logits(lg.load_gated(tmp_path / "gated"), token_ids), expected)
+
+
+@pytest.mark.parametrize("where", [".", "tokenizer"])
+def test_the_tokenizer_of_the_source_comes_along(tmp_path, folders, where):
+    shutil.copytree(folders[1], tmp_path / "adapter")
+    tokenizer = chatml_tokenizer()  # the base has another template
+    tokenizer.save_pretrained(tmp_path / "adapter" / where)
+    model = lg.attach_gates(PeftModel.from_pretrained(tiny_base(), tmp_path / "adapter"), CONFIG)
+    gated = lg.save_gates(model, tmp_path / "gated", adapter_source=tmp_path / "adapter")
+    assert open_tokenizer(resolve(gated)).chat_template == tokenizer.chat_template
+    lg.load_gated(gated)
 
 
 def test_plain_programs_find_no_adapter_at_the_top(folders):
@@ -273,6 +285,18 @@ def test_a_source_that_is_not_the_loaded_adapter_is_not_copied(tmp_path, folders
         lg.save_gates(model, tmp_path / "other", adapter_source=tmp_path / "nope")
     assert "does not hold the adapter as it is loaded" in caplog.text
     assert f"{tmp_path / 'nope'} does not exist; the loaded adapter is written instead" in caplog.text
+    assert torch.equal(logits(lg.load_gated(tmp_path / "gated"), token_ids), logits(model, token_ids))
+
+
+@pytest.mark.parametrize("changed", [{"lora_alpha": 16}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 2}}])
+def test_a_source_of_another_strength_is_not_copied(tmp_path, folders, caplog, token_ids, changed):
+    config = PeftConfig.from_pretrained(folders[1])
+    vars(config).update(changed)
+    model = PeftModel.from_pretrained(tiny_base(), folders[1], config=config)
+    lg.attach_gates(model, CONFIG)
+    with caplog.at_level("WARNING", logger="loragate"):
+        lg.save_gates(model, tmp_path / "gated", adapter_source=folders[1])
+    assert "does not hold the adapter as it is loaded" in caplog.text
     assert torch.equal(logits(lg.load_gated(tmp_path / "gated"), token_ids), logits(model, token_ids))
 
 

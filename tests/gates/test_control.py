@@ -44,6 +44,17 @@ def test_one_constant_for_a_plain_and_for_a_gated_adapter(adapter, token_ids, co
         assert not torch.equal(strength, as_found)
 
 
+def test_a_constant_leaves_what_trains_as_it_was(adapter):
+    adapter.add_adapter("plain", adapter.peft_config["default"])
+    lg.attach_gates(adapter, lg.GateConfig(-3, 2), "default")
+    for name in ("plain", "default"):
+        before = {key: parameter.requires_grad for key, parameter in adapter.named_parameters()}
+        assert any(before.values())
+        with pytest.raises(RuntimeError, match="inside"), constant_gate(adapter, 0.5, name):
+            raise RuntimeError("inside")
+        assert {key: parameter.requires_grad for key, parameter in adapter.named_parameters()} == before
+
+
 def test_overrides_nest_and_are_restored_after_an_error(gated, token_ids):
     with torch.no_grad():
         free = gated(token_ids).logits

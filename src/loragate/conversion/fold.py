@@ -15,7 +15,14 @@ import torch
 from loragate.errors import ArtifactError, ConfigError, GateError
 from loragate.files import new_folder, require_new, write_json, write_text
 from loragate.gates import GateConfig
-from loragate.gates.adapter_files import ADAPTER_CONFIG, factor_of, read_adapter, strength_of, write_factors
+from loragate.gates.adapter_files import (
+    ADAPTER_CONFIG,
+    copy_tokenizer,
+    factor_of,
+    read_adapter,
+    strength_of,
+    write_factors,
+)
 from loragate.gates.artifact import write_sampling
 from loragate.gates.override import Override
 from loragate.gates.recommended import SAMPLING, at
@@ -25,7 +32,7 @@ from loragate.models import read_gates, resolve
 def export_adapter(
     model: str, out: str | Path, *, constant: float | None = None, uniform: bool = False
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Fold the gates of a folder and write the plain adapter with its card.
+    """Fold the gates of a folder and write the plain adapter with its card, and with its tokenizer where it has its own.
 
     Args:
         model: gated folder or hub id, with @OVERRIDE behind it; with `constant` or an override also a plain adapter.
@@ -62,6 +69,7 @@ def export_adapter(
         card = _card(source, base, coefficients, override or Override(), uniform, temperature)
         write_text(folder / "README.md", card)
         write_sampling(folder, temperature)
+        copy_tokenizer(gates.adapter, folder)
     return config, coefficients
 
 

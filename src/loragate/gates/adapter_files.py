@@ -1,11 +1,13 @@
-"""A plain LoRA adapter as its two files: configuration, tensors, and the strength of each module. No PEFT, no model."""
+"""A plain LoRA adapter as its files: configuration, tensors, the strength of each module, tokenizer. No PEFT, no model."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,11 @@ from loragate.errors import ArtifactError
 from loragate.files import write_atomically
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+)
+"""Files of a tokenizer; a folder with one of the first two has one."""
 PREFIX = "base_model.model."
 """What PEFT puts before the base's own module names in its files."""
 
@@ -64,6 +71,25 @@ def lost_gates(folder: Path) -> bool:
             return any(".lora_gate." in key for key in file.keys())  # noqa: SIM118
     except (SafetensorError, OSError):
         return False
+
+
+def own_tokenizer(folder: Path) -> Path | None:
+    """Where an adapter's folder keeps its tokenizer: in tokenizer/, else beside the factors; None where it has none."""
+    places = (folder / "tokenizer", folder)
+    return next((place for place in places if any((place / file).is_file() for file in TOKENIZER[:2])), None)
+
+
+def copy_tokenizer(folder: Path, into: Path) -> None:
+    """Copy an adapter's own tokenizer, where it has one, beside the factors of another folder."""
+    if own := own_tokenizer(folder):
+        copy_files(own, TOKENIZER, into)
+
+
+def copy_files(source: Path, files: Iterable[str], into: Path) -> None:
+    """Copy those of the named files that a folder has, byte for byte."""
+    for origin in (source / file for file in files):
+        if origin.is_file():
+            write_atomically(into / origin.name, partial(shutil.copyfile, origin))
 
 
 def factor_of(key: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
     my-gated-adapter/
       gate_config.json     what the gates are, which base and adapter they belong to, how the range was chosen
       gates.safetensors    "<module path>.weight" [d_in] and ".bias" [1], fp32
-      adapter/             the Stage-I PEFT adapter, without gates
+      adapter/             the Stage-I PEFT adapter, without gates, with its tokenizer where it has its own
       generation_config.json  the recommended sampling, where there is one
       README.md            model card
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
@@ -28,10 +27,19 @@ from transformers import GenerationConfig
 
 from loragate.errors import ArtifactError, ConfigError, GateError, nearest
 from loragate.files import file_sha256, write_atomically, write_json, write_text
-from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, read_adapter, write_factors
+from loragate.gates.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    PREFIX,
+    copy_files,
+    copy_tokenizer,
+    read_adapter,
+    strength_of,
+    write_factors,
+)
 from loragate.gates.attach import attach_gates, attached_config, detach_gates, gate_modules, gate_parameters, is_gated
 from loragate.gates.card import LIBRARY, render_card
-from loragate.gates.eligibility import active_adapter, examine_adapter, output_head, unwrapped
+from loragate.gates.eligibility import active_adapter, examine_adapter, lora_layers, output_head, unwrapped
 from loragate.gates.fingerprint import (
     adapter_fingerprint,
     base_weight_samples,
@@ -90,8 +98,8 @@ def save_gates(
         peft_model: model with gates on `adapter_name`.
         folder: target; it is created, and may exist only if it holds no artifact yet.
         adapter_name: None for the active adapter.
-        adapter_source: folder of the Stage-I adapter; its files are copied byte for byte. Without it the adapter is
-            written anew by PEFT, gate keys left out.
+        adapter_source: folder of the Stage-I adapter; its files, with those of its tokenizer, are copied byte for byte.
+            Without it the adapter is written anew by PEFT, gate keys left out, and readers take the base's tokenizer.
         k: support size of the entropy objective the gates were trained with, 0 for the whole vocabulary, where `evidence`
             holds no training that says it; unknown (null in the record) where neither does.
         base_id, base_revision: how to find the base again; defaults to the adapter's own record, and where that names none,
@@ -257,7 +265,7 @@ def _check_evidence(k: int | None, evidence: dict[str, Any] | None) -> None:
 
 
 def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str | Path | None = None) -> None:
-    """The plain Stage-I adapter: copied from `source` where that is a safetensors adapter, else written by PEFT."""
+    """The plain Stage-I adapter: copied with its tokenizer from `source` where that holds it, else written by PEFT."""
     # a wrapper around single layers may take its name out of state_dict, where PEFT then finds no factors
     wrapped = any(unwrapped(name) != name for name, _ in model.named_modules())
     given = dict(model.named_parameters(remove_duplicate=False)) if wrapped else None
@@ -265,15 +273,15 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
     state = {
         unwrapped(key): value.detach().cpu().contiguous() for key, value in state.items() if ".lora_gate." not in key
     }
-    if source is not None and _is_source(Path(source), state):
-        for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            origin = Path(source) / file
-            if origin.resolve() != (folder / file).resolve():
-                write_atomically(folder / file, lambda path, origin=origin: shutil.copyfile(origin, path))  # type: ignore[misc]
+    if source is not None and _is_source(Path(source), model, adapter_name, state):
+        copy_files(Path(source), (ADAPTER_CONFIG, ADAPTER_WEIGHTS), folder)
+        copy_tokenizer(Path(source), folder)
         return
     if source is not None:
         what = "does not hold the adapter as it is loaded" if Path(source).is_dir() else "does not exist"
-        logger.warning("%s %s; the loaded adapter is written instead of a copy", source, what)
+        logger.warning(
+            "%s %s; the loaded adapter is written instead of a copy of the folder and its tokenizer", source, what
+        )
     # a natively loaded adapter has the base model's own names; PEFT reads them under its wrapper's prefix
     # tied weights are one tensor under several names, which safetensors refuses to write
     state = {PREFIX + key.removeprefix(PREFIX): value.clone() for key, value in state.items()}
@@ -287,12 +295,18 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
         peft_config.inference_mode = before
 
 
-def _is_source(folder: Path, state: dict[str, torch.Tensor]) -> bool:
-    """Whether a folder holds exactly the adapter that is loaded (values compared in fp32)."""
+def _is_source(folder: Path, model: Any, adapter_name: str, state: dict[str, torch.Tensor]) -> bool:
+    """Whether a folder holds exactly the adapter that is loaded: rank, alpha and scaling of each module, values in fp32."""
     if not ((folder / ADAPTER_WEIGHTS).is_file() and (folder / ADAPTER_CONFIG).is_file()):
         return False
+    config, tensors = read_adapter(folder)
+    loaded_config = vars(model.peft_config[adapter_name])  # which PEFT would write
+    if any(
+        strength_of(config, path) != strength_of(loaded_config, path) for path, _ in lora_layers(model, adapter_name)
+    ):
+        return False
     # by the base's own names: a natively loaded adapter has no prefix
-    stored = {key.removeprefix(PREFIX): value for key, value in read_adapter(folder)[1].items()}
+    stored = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
     loaded = {key.removeprefix(PREFIX): value for key, value in state.items()}
     return stored.keys() == loaded.keys() and all(
         stored[key].shape == value.shape and torch.equal(stored[key].float(), value.float())

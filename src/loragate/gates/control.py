@@ -1,4 +1,4 @@
-"""Looking at λ and laying something over it, without touching a parameter: five context managers.
+"""Looking at λ and laying something over it: five context managers, after which all acts and trains as before.
 
 `gate_override` makes the paper's inference interventions (max(λ,0), min(λ,1), clip) and the constant-λ control, which
 `constant_gate` lays over a plain adapter too; `record_gates` collects λ statistics, `trace_gates` every single λ;
@@ -46,13 +46,14 @@ def gate_override(
 
 @contextmanager
 def constant_gate(peft_model: nn.Module, constant: float, adapter_name: str | None = None) -> Iterator[None]:
-    """One λ for a whole adapter inside the context; an adapter without gates gets neutral ones for as long.
+    """One λ for a whole adapter inside the context; an adapter without gates gets neutral ones, and freezes, for as long.
 
     Raises:
         GateError: as `gate_override`, or as `attach_gates` where gates cannot be put on.
     """
     name = active_adapter(peft_model, adapter_name)
     plain = not is_gated(peft_model, name)
+    trains = [(parameter, parameter.requires_grad) for parameter in peft_model.parameters()]
     if plain:  # in a range that holds the constant, though an override is laid over the map and not bound by it
         attach_gates(peft_model, GateConfig(min(constant, -1.0), max(constant, 2.0)), name)
     try:
@@ -61,6 +62,8 @@ def constant_gate(peft_model: nn.Module, constant: float, adapter_name: str | No
     finally:
         if plain:
             detach_gates(peft_model, name)
+            for parameter, flag in trains:
+                parameter.requires_grad_(flag)
 
 
 @contextmanager

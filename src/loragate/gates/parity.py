@@ -18,6 +18,7 @@ from torch import nn
 from loragate.errors import GateError
 from loragate.gates.control import gate_override, gates_disabled, record_gates, variants_replaced
 from loragate.gates.eligibility import active_adapter
+from loragate.modes import evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def measure_parity(
     attention_mask: torch.Tensor | None = None,
     adapter_name: str | None = None,
 ) -> Parity:
-    """Compare gated, plain-adapter and base logits on one batch, [batch, sequence] token ids; eval mode is restored.
+    """Compare gated, plain-adapter and base logits on one batch, [batch, sequence] token ids; each module's mode is restored.
 
     Raises:
         GateError: if the adapter's delta is exactly zero on this batch (an untrained adapter leaves nothing to gate).
@@ -69,14 +70,12 @@ def measure_parity(
     name = active_adapter(model, adapter_name)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     kept = mask.bool()
-    was_training = model.training
-    model.eval()
 
     def logits() -> torch.Tensor:
         # [B, T, V] to [kept, V]: what padding computes may differ and nobody reads it
         return model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[kept].float()
 
-    try:
+    with evaluation_mode(model):
         with record_gates(model, name) as recording:
             recording.token_mask = kept
             gated = logits()
@@ -89,8 +88,6 @@ def measure_parity(
         # ungated deltas and other adapters stay, as they do at λ ≡ 0
         with variants_replaced(model, name, _NoDelta()):
             base = logits()
-    finally:
-        model.train(was_training)
     lam = {"mean": 1.0, "std": 0.0} | recording.total()  # nothing is recorded of experts alone
     parity = Parity(
         initial=_gap(gated, adapter),

@@ -37,7 +37,7 @@ from loragate.generation.requests import (
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, SeededSampler
-from loragate.losses.causal_head import evaluation_mode
+from loragate.modes import evaluation_mode
 
 OnProgress = Callable[[int, int], None]
 """Called after every batch with the number of samples drawn so far and the number to draw."""

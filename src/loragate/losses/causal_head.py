@@ -16,8 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +27,7 @@ from loragate.losses.divergence import Reference, reference_statistics
 from loragate.losses.entropy import support_size
 from loragate.losses.head import IGNORED, STATISTICS, TokenStatistics, statistics_of_logits, token_statistics
 from loragate.losses.projection import Head as Head
+from loragate.modes import evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -188,18 +187,6 @@ def verify_head(model: Any) -> bool:
     half = head.weight.dtype in (torch.bfloat16, torch.float16)
     limit = (2e-2 if half else 1e-4) * max(1.0, float(own.abs().max()))
     return bool((logits - own).abs().max() <= limit)
-
-
-@contextmanager
-def evaluation_mode(model: Any) -> Iterator[None]:
-    """Put every module in evaluation mode and restore each one's own mode, which `model.train()` would not."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def statistics_of_states(

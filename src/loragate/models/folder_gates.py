@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,12 @@ from loragate.gates.override import Override
 from loragate.gates.schema import ADAPTER, CONFIG, GATES, GLOBAL_BIAS, read_gate_config, read_tensors
 from loragate.models.place import is_gated, plain_adapter
 
-# ends of the paths of modules that attachment leaves at full strength (gates.eligibility), without a model to tell their class
-_NOT_LINEAR = ("lm_head", "embed_tokens", "wte", "experts")
+# from the second line on, whole paths: inside a layer, such names are not those of heads (tests/contract/test_heads.py)
+_LEFT = re.compile(
+    r"(?:.*\.)?(?:lm_head|embed_tokens|wte|experts)|"
+    r"head|output|output_projection|decoder|proj_out|embed_out|lm_loss|generator_lm_head|"
+    r"cls\.predictions\.decoder|lm_head\.decoder|pred_layer\.proj"
+)
 NEED_MODEL = ("modules_to_save", "target_parameters", "trainable_token_indices")
 """Keys of adapter_config.json with which an adapter is known again in memory alone."""
 
@@ -62,7 +67,7 @@ def read_gates(folder: str | Path, override: Override | None = None) -> FolderGa
     require_same_adapter(folder, record, tensors, widths, sha256)
     modules = record["modules"]
     if config.target_modules is None:
-        left = [path for path in widths if path not in modules and path.rsplit(".", 1)[-1] not in _NOT_LINEAR]
+        left = [path for path in widths if path not in modules and not left_alone(path)]
         if left:
             _fail(folder / CONFIG, f"no gate for module {left[0]}, which the adapter adapts")
     for path in modules:
@@ -80,6 +85,11 @@ def read_gates(folder: str | Path, override: Override | None = None) -> FolderGa
         digest=hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
         override=override,
     )
+
+
+def left_alone(path: str) -> bool:
+    """Whether attachment leaves a module at full strength (gates.eligibility), told by its path: no model tells its class."""
+    return _LEFT.fullmatch(path) is not None
 
 
 def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
@@ -156,7 +166,7 @@ def _plain_with_constant(folder: Path, override: Override) -> FolderGates:
         adapter=folder,
         config=GateConfig(lower=-1.0, upper=2.0, granularity="module"),  # any range: the constant replaces λ
         weights={},
-        biases={path: torch.zeros(1) for path in widths if path.rsplit(".", 1)[-1] not in _NOT_LINEAR},
+        biases={path: torch.zeros(1) for path in widths if not left_alone(path)},
         base={},
         digest=sha256,
         override=override,

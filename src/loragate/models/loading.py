@@ -183,16 +183,8 @@ def load_gated(
 
 
 def open_tokenizer(place: Place, how: Loading = USUAL) -> Any:
-    """The tokenizer of the first folder of `place.tokenizers` that has one; the last is the base's, which may be on the hub."""
-    files = ("tokenizer.json", "tokenizer_config.json")
-    chosen = next(
-        (
-            name
-            for name in place.tokenizers
-            if Path(name).is_dir() and any((Path(name) / file).is_file() for file in files)
-        ),
-        place.base.name,
-    )
+    """The tokenizer of an adapter where it has its own, else of the base."""
+    chosen = place.tokenizer
     with explained("tokenizer", chosen):
         named = read_json(Path(chosen) / "tokenizer_config.json").get("tokenizer_class")
         # classes that say nothing of a model family: the first is written by transformers 5, the second by earlier ones

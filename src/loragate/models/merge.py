@@ -1,7 +1,8 @@
 """An adapter merged into its base: a plain model folder for programs that cannot serve the adapter, such as vLLM with DoRA.
 
 The folder is temporary: it is written whole or not at all, known again by what it was made of, and removed by whoever asked
-for it. PEFT merges, in fp32, and the result is rounded once, to the dtype that is served.
+for it. PEFT merges, in fp32, and the result is rounded once, to the dtype that is served. Head and embedding are tied no
+longer where the adapter has a delta on one of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from loragate.errors import LoragateError
 from loragate.files import folder_sha256, read_json, write_json
@@ -54,7 +56,14 @@ def merge_adapter(
     shutil.rmtree(folder, ignore_errors=True)  # of another merge, or of one that was broken off
     model = base_weights(ModelRef(base, revision or ""), dtype="auto", trust_remote_code=trust_remote_code)
     served = model.dtype if dtype == "auto" else getattr(torch, dtype)
-    size = sum(parameter.numel() for parameter in model.parameters()) * served.itemsize
+    adapted = PeftModel.from_pretrained(model.float(), str(adapter))
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(layer, BaseTunerLayer):  # its delta must not reach the layer that it is tied to
+            own = layer.get_base_layer()
+            own.weight = torch.nn.Parameter(own.weight.detach().clone())
+            model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+    merged = adapted.merge_and_unload(safe_merge=True).to(served)
+    size = sum(parameter.numel() for parameter in merged.parameters()) * served.itemsize
     # the disk is that of the nearest folder that exists
     there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
     free = shutil.disk_usage(there).free
@@ -63,7 +72,6 @@ def merge_adapter(
             f"{folder}: {adapter} merged into {base} takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; make room, or "
             "choose an --out on a larger disk"
         )
-    merged = PeftModel.from_pretrained(model.float(), str(adapter)).merge_and_unload(safe_merge=True).to(served)
     merged.save_pretrained(str(folder))
     write_json(folder / RECORD, made_of)  # last: what has no record is made anew
     return folder

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import folder_sha256, read_json
-from loragate.gates.adapter_files import ADAPTER_CONFIG, lost_gates, read_adapter_config
+from loragate.gates.adapter_files import ADAPTER_CONFIG, lost_gates, own_tokenizer, read_adapter_config
 from loragate.gates.override import Override, parse_override, split_folder
 from loragate.gates.recommended import SAMPLING, exported_sampling, mapping, recommended_temperature
 from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config, read_tensors
@@ -153,10 +153,10 @@ class Place:
         return PeftConfig.from_pretrained(str(self.adapter))
 
     @property
-    def tokenizers(self) -> list[str]:
-        """Where the tokenizer may be: the adapter's own copy first, the base's last."""
-        own = [] if self.kind == "base" else [str(self.adapter / "tokenizer"), str(self.adapter)]
-        return [*own, self.base.name]
+    def tokenizer(self) -> str:
+        """Where the tokenizer is: the adapter's own folder of it, or the base, which may be on the hub."""
+        own = None if self.kind == "base" else own_tokenizer(self.adapter)
+        return self.base.name if own is None else str(own)
 
     @property
     def text(self) -> str:

@@ -21,7 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import write_json, write_text
-from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter
+from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TOKENIZER, read_adapter
 from loragate.gates.card import plain, render_card
 from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import ADAPTER, CARD, CONFIG, EVIDENCE, GATES, read_gate_config, read_tensors
@@ -30,10 +30,6 @@ from loragate.models.folder_gates import NEED_MODEL, known_factors, require_same
 from loragate.records import read_value
 from loragate.version import __version__
 
-_TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
-)
 # where tokenizers of earlier libraries keep what they were loaded from; other values of theirs may look like paths
 _PLACES = ("name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file", "merges_file")
 _WORD = r"[^\s/\\\"'`,;:()\[\]{}<>|]+"
@@ -100,7 +96,7 @@ def stage(folder: str | Path, into: str | Path, *, name: str, base_id: str = "",
     findable = named if isinstance(named, str) and is_hub_id(named) else base
     _copy(folder, into, f"{ADAPTER}/{ADAPTER_CONFIG}", {**without_paths(adapter), "base_model_name_or_path": findable})
     for part in (ADAPTER, f"{ADAPTER}/tokenizer"):
-        for file in _TOKENIZER:
+        for file in TOKENIZER:
             if file == "tokenizer_config.json" and (folder / part / file).is_file():
                 words = read_value(folder / part / file, "fetch the artifact again")
                 _copy(folder, into, f"{part}/{file}", words | without_paths(words, only=_PLACES))

@@ -159,9 +159,8 @@ def vllm_arguments(
     found += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
     found += ["--trust-remote-code"] if how.trust_remote_code else []
     found += ["--revision", place.base.revision] if place.base.revision else []
-    # the last place is the base's own, which vLLM reads anyway
-    own = next((one for one in place.tokenizers[:-1] if (Path(one) / "tokenizer_config.json").is_file()), None)
-    found += ["--tokenizer", own] if own else []
+    # the base's own is read anyway
+    found += ["--tokenizer", place.tokenizer] if place.tokenizer != place.base.name else []
     template = how.chat_template
     if system == "none" and (wrapped := template_for_vllm(tokenizer)) is not None:
         template = str(scratch / "chat_template.jinja")

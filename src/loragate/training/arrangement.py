@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from loragate.errors import ConfigError
-from loragate.losses.causal_head import evaluation_mode
 from loragate.losses.head import IGNORED
+from loragate.modes import evaluation_mode
 from loragate.training.settings import TrainSettings
 
 Row = dict[str, Any]

@@ -13,7 +13,7 @@ from loragate.errors import ConfigError, TrainingError
 from loragate.gates import GateConfig, Parity, record_gates
 from loragate.gates.eligibility import output_head
 from loragate.losses import StatisticsRequest
-from loragate.losses.causal_head import evaluation_mode
+from loragate.modes import evaluation_mode
 from loragate.training.model_state import statistics_forward
 from loragate.training.strategy import launch_of
 

@@ -23,7 +23,7 @@ from loragate.errors import ConfigError
 from loragate.gates.gate import SignedGate
 from loragate.gates.recording import Recorder
 from loragate.losses import StatisticsRequest
-from loragate.losses.causal_head import evaluation_mode
+from loragate.modes import evaluation_mode
 from loragate.training.sharding import decoder_layers
 
 _KEYWORD = "loragate_rows"

@@ -19,10 +19,11 @@ from loragate.gates.artifact import write_adapter
 from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.quantised import keep_unpacked
 from loragate.losses import add_statistics_forward
-from loragate.losses.causal_head import ReferenceRequest, causal_model, evaluation_mode
+from loragate.losses.causal_head import ReferenceRequest, causal_model
 from loragate.losses.divergence import Reference, require_same_vocabulary
 from loragate.losses.objectives import Objective, objective_of
 from loragate.models import ModelRef, resolve
+from loragate.modes import evaluation_mode
 from loragate.training.callbacks import OnStep
 from loragate.training.rows import encoded_fingerprint, require_encoded, require_mask_column, require_short_enough
 from loragate.training.run import require_own, run_training

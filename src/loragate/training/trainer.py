@@ -25,11 +25,11 @@ from loragate.errors import ConfigError, DivergenceError, TrainingError
 from loragate.files import write_atomically
 from loragate.gates import record_gates
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, WeightedCrossEntropy
-from loragate.losses.causal_head import evaluation_mode
 from loragate.losses.divergence import Reference
 from loragate.losses.head import IGNORED
 from loragate.losses.objectives import Objective
 from loragate.losses.objectives.base import within_batch
+from loragate.modes import evaluation_mode
 from loragate.training.arrangement import arranged_steps
 from loragate.training.callbacks import OnStep
 from loragate.training.last_layer import LastLayer
