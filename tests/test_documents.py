@@ -238,7 +238,7 @@ def test_python_snippets_run(path, tmp_path, monkeypatch, capsys):
             for expression, shown in re.findall(r"^(\w.*\))\s+# (\w+\(.*\))$", fence.text, re.M):
                 assert repr(eval(expression, namespace)) == shown
     if path.name == "README.md":
-        assert Path("gated/gate_config.json").is_file()
+        assert Path("gates-0-1/gate_config.json").is_file()
         assert capsys.readouterr().out.count("\n") == 2
 
 

@@ -49,10 +49,11 @@ def begin(
     temperature=None,
     labelled=True,
     covers=False,
+    grader="exact",
     **engine,
 ):
     asking = SelectionSettings(
-        probe_grader="exact", probe_samples=2, probe_temperature=temperature, probe_covers_all=covers
+        probe_grader=grader, probe_samples=2, probe_temperature=temperature, probe_covers_all=covers
     )
     kept = asked(RETAINED) if retention else None
     config = lg.GateConfig(0, 1, tau=tau)
@@ -775,9 +776,9 @@ def test_rounding_breaks_no_tie():
 
 
 def test_a_probe_whose_answers_cannot_be_read_is_refused_before_anything_is_trained(tmp_path, trainings):
-    one = begin(tmp_path, {}, [TWO], wrong={None: ""})
+    one = begin(tmp_path, {}, [TWO], grader="boxed")
     with pytest.raises(
-        DataError, match="'exact' reads nothing in the adapter's first 24 answers to the probe, such as ''"
+        DataError, match="'boxed' reads nothing in the adapter's first 24 answers to the probe, such as 'wn'"
     ):
         one.run()
     assert trainings == []

@@ -121,8 +121,9 @@ class Comparison:
         first = Candidate(None, ADAPTER, temperature=min(self._heats()))
         self._ask(first, min(PART_QUESTIONS, self.choosing))
         found = self._probed(first)
-        if found.signs.get("read") == 0:
-            answer = f", such as {found.forms[0]!r} (numbers as n)" if found.forms else ""
+        said = [form for form in found.forms if form]
+        if found.signs.get("read") == 0 and (said or not found.forms):  # empty answers are read as nothing, rightly
+            answer = f", such as {said[0]!r} (numbers as n)" if said else ""
             raise DataError(
                 f"the grader {self.probe.task.grader!r} reads nothing in the adapter's first {found.scores.size} answers to the "
                 f"probe{answer}; have the prompts ask for the form that it reads, or give the --probe-grader that reads theirs"
