@@ -1,4 +1,4 @@
-"""A model in evaluation mode for a while. Who measures on a model that others train gives it back as it was."""
+"""Training and evaluation mode of a model. Who works on a model that others train gives it back as it was."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,12 +6,19 @@ from typing import Any
 
 
 @contextmanager
-def evaluation_mode(model: Any) -> Iterator[None]:
-    """Put every module in evaluation mode and restore each one's own mode, which `model.train()` would not."""
+def kept_modes(model: Any) -> Iterator[None]:
+    """Restore every module's own mode at the end, which `model.train()` would not."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
         yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """Every module in evaluation mode for a while."""
+    with kept_modes(model):
+        model.eval()
+        yield

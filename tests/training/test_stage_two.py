@@ -14,6 +14,7 @@ from loragate.data import Collator, encode_rows, load_rows
 from loragate.errors import DivergenceError, GateError, LoragateError, TrainingError
 from loragate.files import held
 from loragate.gates import measure_parity, weights_checksum
+from loragate.gates.attach import gate_modules
 from loragate.training import CalibrationSettings, calibration_rows, stage_two
 from loragate.training.reference import reference_loop, response_entropies
 from tiny import gate_values, logits, same, tiny_adapter, tiny_base, tiny_rows
@@ -290,6 +291,19 @@ def test_dropout_is_off_while_gates_train_and_back_afterwards(tokenizer, rows):
     assert seen
     assert all(values == {0.0} for values in seen)
     assert {module.p for module in dropouts} == {0.4}
+
+
+@pytest.mark.parametrize("objective", ["entropy", "anchored"])
+def test_every_module_keeps_its_own_mode(tokenizer, rows, objective):
+    model = tiny_adapter()
+    own = {module: module.training for module in model.modules()}
+    model.get_base_model().model.layers[0].train()
+    own |= dict.fromkeys(model.get_base_model().model.layers[0].modules(), True)
+    more = {"max_steps": 1, "max_new_tokens": 4} if objective == "anchored" else {}
+    lg.calibrate(model, tokenizer, rows, CONFIG, replace(SETTINGS, objective=objective, **more))
+    assert {module: module.training for module in own} == own
+    gates = [gate for gate in gate_modules(model).values() if gate.training]
+    assert len(gates) == 7, "as the layers that they are on"
 
 
 def test_autocast_does_not_stay_on_the_model(tokenizer, rows, token_ids):

@@ -103,6 +103,7 @@ def gate_layer(
     reference = layer.lora_A[adapter_name].weight
     gate = SignedGate(reference.shape[-1], config, path, shared_bias)
     layer.lora_gate[adapter_name] = gate if shared_bias is not None else gate.to(reference.device)
+    layer.lora_gate.train(layer.training)
     layer.lora_variant[adapter_name] = GatedLora()
 
 

@@ -17,6 +17,7 @@ import torch
 
 from loragate.losses import add_statistics_forward
 from loragate.losses.causal_head import causal_model
+from loragate.modes import kept_modes
 
 SHORT_ROW = 192
 """Tokens up to which plain attention is the faster one for bf16 on a CPU."""
@@ -27,16 +28,16 @@ _NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
 
 @contextmanager
 def as_found(model: Any, checkpointing: bool) -> Iterator[None]:
-    """Give a model back as it came: mode, forward (autocast wraps it) and gradient checkpointing.
+    """Give a model back as it came: modes, forward (autocast wraps it) and gradient checkpointing.
 
     accelerate marks a model that it has wrapped and wraps it no second time: with the mark left on it, the next training in this
     process would compute in fp32 whatever its precision is.
     """
-    was_training = model.training
     added = checkpointing and not recomputes(model)
     kept = {name: model.__dict__.get(name) for name in ("forward", "_original_forward", "_is_accelerate_prepared")}
     try:
-        yield
+        with kept_modes(model):
+            yield
     finally:
         # in the instance's own dictionary: what was not there before must not hide the class's method afterwards
         for name, value in kept.items():
@@ -47,7 +48,6 @@ def as_found(model: Any, checkpointing: bool) -> Iterator[None]:
             getattr(model, f"{_known(model, 'disable')}_disable")()
             if hasattr(model, "disable_input_require_grads"):
                 model.disable_input_require_grads()
-        model.train(was_training)
 
 
 @contextmanager
