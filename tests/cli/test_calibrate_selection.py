@@ -317,9 +317,12 @@ def test_ctrl_c_says_the_step_and_how_to_go_on(place, tmp_path, capsys, monkeypa
 
 
 def test_several_processes_are_refused_before_anything_is_loaded(place, tmp_path, capsys, monkeypatch):
+    probe = ("--probe", place / "adapter.jsonl")
+    message = fails(capsys, place, tmp_path / "out", *probe, "--strategy", "ddp", "--processes", "3")
+    assert "chosen in one process, not in 3" in message, "and no launcher was started"
     monkeypatch.setenv("WORLD_SIZE", "2")
     message = fails(capsys, place, tmp_path / "out", "--probe", place / "adapter.jsonl")
-    assert "chosen in one process, and this is one of 2" in message
+    assert "chosen in one process, not in 2" in message
     assert not (tmp_path / "out").exists()
 
 

@@ -100,7 +100,7 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
             "prompts with answers), leave --range out to have it chosen, or accept the gates as they come with --unverified"
         )
     if not options.unverified:
-        require_one_process()
+        require_one_process(options.processes)
     sampled = next((one.objective for one in found if one.objective in ON_POLICY), found[0].objective)
     require_effect("calibrate", options, flags=True, range="auto" if automatic else options.range, objective=sampled)
     plain_retention = options.retention_probe and not options.retention_task

@@ -54,10 +54,10 @@ class SelectionSettings(ProbeSettings):
     guard: bool = True
 
 
-def require_one_process() -> None:
-    """Refuse several processes, which could not choose together; raises ConfigError."""
-    if (processes := launch_of().processes) > 1:
+def require_one_process(asked: int = 0) -> None:
+    """Refuse several processes, launched or asked for, which could not choose together; raises ConfigError."""
+    if (processes := max(asked, launch_of().processes)) > 1:
         raise ConfigError(
-            f"ranges are chosen in one process, and this is one of {processes}; start loragate without a distributed "
-            "launcher, or train one range on all of them with --range=L,U --unverified"
+            f"ranges are chosen in one process, not in {processes}; leave out --processes and any distributed launcher, or train "
+            "one range on all of them with --range=L,U --unverified"
         )
