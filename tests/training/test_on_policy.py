@@ -20,7 +20,6 @@ from loragate.training.rollouts import (
     stream_seed,
     training_prompts,
 )
-from loragate.training.strategy import Launch
 from tiny import gate_values, same, tiny_adapter, tiny_rows, tiny_tokenizer
 
 CONFIG = lg.GateConfig(-3, 2)
@@ -187,58 +186,13 @@ def test_small_steps_are_watched_from_the_adapter_on():
     assert result.sampled["answers"] == 20 + 6 * 8
 
 
-@pytest.mark.parametrize("killed", [True, False], ids=["before the verdict", "after the verdict"])
-def test_a_guarded_trainer_run_resumes_to_the_same_readings_and_verdict(tmp_path, killed):
-    """The verdict falls at step 4, where there is a checkpoint too; a resumed run must not train on beyond it."""
-    settings, steps = replace(PLAIN, batch_size=4, save_steps=2), []
-
-    def probe():
-        ended = [Sample(index, 0, "", (index, 5, 1), "stop", 0.0) for index in range(8)]
-        return looping(8) if steps and steps[-1] == 3 else ended  # asked after steps 2 and 4, before these are noted
-
-    def run(folder, kill_at=None, **more):
-        def note(report):
-            steps.append(report.step)
-            if report.step == kill_at:
-                raise RuntimeError("killed")
-
-        steps.clear()
-        model, guarded = tiny_adapter(), {"guard": GuardLimits(every=2), "probe": probe}
-        return train(settings, model, run_folder=folder, on_step=note, **guarded, **more), gate_values(model)
-
-    complete, expected = run(tmp_path / "whole")
-    assert (complete.steps, [reading["step"] for reading in complete.guard]) == (4, [0, 2, 4])
-    assert "0% of the answers come to an end, 100% at the start" in complete.stopped
-    assert complete.guard[0]["saturated"] == 0.0
-    if killed:
-        with pytest.raises(RuntimeError, match="killed"):
-            run(tmp_path / "run", kill_at=3)
-    else:
-        run(tmp_path / "run")
-    resumed, found = run(tmp_path / "run", resume=True)
-    assert (resumed.steps, resumed.stopped, resumed.guard) == (4, complete.stopped, complete.guard)
-    assert set(steps) == ({3, 4} if killed else set())
-    assert same(found, expected)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_a_guard_of_a_sharded_run_is_refused(monkeypatch, strategy):
-    """Its probe would sample from the model in memory, which is not the one that trains."""
-    monkeypatch.setattr("loragate.training.checks.launch_of", lambda: Launch(strategy, 2))
-    with pytest.raises(ConfigError, match=f"under {strategy} no process holds a model that a guard's probe could"):
-        train(PLAIN, guard=GuardLimits(), probe=lambda: looping(8))
-
-
 @pytest.mark.parametrize(
     ("settings", "options", "words"),
     [
         (PLAIN, {"reward": short}, "a reward has no effect on the objective 'entropy'"),
         (PLAIN, {"sampler": looping}, "a sampler has no effect"),
-        (PLAIN, {"guard": GuardLimits()}, "needs a probe"),
-        (PLAIN, {"probe": looping}, "no guard would read it"),
-        (PLAIN, {"guard": GuardLimits(), "probe": list}, "the probe drew no answer at step 0"),
+        (PLAIN, {"guard": GuardLimits()}, "a guard has no effect on the objective 'entropy'"),
         (ANCHORED, {"reward": short}, "a reward has no effect on the objective 'anchored'"),
-        (ANCHORED, {"probe": looping, "guard": GuardLimits()}, "answers that it samples anyway"),
         (REWARD, {}, "needs a reward"),
     ],
 )

@@ -122,7 +122,7 @@ def test_masks_and_references_reach_it():
         two(TWO, rows=rows, objective=near)
     with pytest.raises(ConfigError, match="no effect on the objective 'mine'"):
         one(ONE, objective=mine(), reference_model=tiny_base(3))
-    with pytest.raises(ConfigError, match="a guard of the objective 'mine' needs a probe"):
+    with pytest.raises(ConfigError, match="a guard has no effect on the objective 'mine'"):
         two(TWO, objective=mine(), guard=GuardLimits())
 
 

@@ -15,12 +15,11 @@ from loragate.gates.eligibility import output_head
 from loragate.losses import StatisticsRequest
 from loragate.modes import evaluation_mode
 from loragate.training.model_state import statistics_forward
-from loragate.training.strategy import launch_of
 
 MEASURED_ROWS = 64
 
 
-def check_callables(objective: str, on_policy: bool, sampler: Any, reward: Any, guard: Any, probe: Any) -> None:
+def check_callables(objective: str, on_policy: bool, sampler: Any, reward: Any, guard: Any) -> None:
     """Raises ConfigError for a callable that is missing or has no effect, and for a guard that has nothing to read; None is what
     was not given."""
     if objective == "reward" and reward is None:
@@ -29,15 +28,9 @@ def check_callables(objective: str, on_policy: bool, sampler: Any, reward: Any, 
         raise ConfigError(f"a reward has no effect on the objective {objective!r}; set objective='reward'")
     if sampler is not None and not on_policy:
         raise ConfigError(f"a sampler has no effect on the objective {objective!r}, which trains on the given rows")
-    if probe is not None and (on_policy or guard is None):
-        why = "its guard reads the answers that it samples anyway" if on_policy else "no guard would read it"
-        raise ConfigError(f"a probe has no effect here: {why}")
-    if guard is not None and not on_policy and probe is None:
-        raise ConfigError(f"a guard of the objective {objective!r} needs a probe: a callable that returns samples")
-    if probe is not None and (launch := launch_of()).sharded:
+    if guard is not None and not on_policy:
         raise ConfigError(
-            f"under {launch.strategy} no process holds a model that a guard's probe could sample from: launch with ddp, or leave "
-            "guard and probe out"
+            f"a guard has no effect on the objective {objective!r}, which samples no answers that it could read"
         )
 
 

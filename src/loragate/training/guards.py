@@ -15,16 +15,13 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
-from transformers import TrainerCallback
 
 from loragate.errors import ConfigError
 from loragate.gates import record_gates
-from loragate.generation import Sample
 from loragate.losses.causal_head import causal_model
-from loragate.training.rollouts import Answer, as_answers
+from loragate.training.rollouts import Answer
 from loragate.validate import Count, Share, check
 
-READING = "guard_reading"  # key of a reading among the trainer's log records
 MARGIN = 0.01  # λ this near to a bound, as a share of the way there from 1, is at it
 
 
@@ -62,7 +59,6 @@ class GuardLimits:
         distinct: smallest part of the first share of distinct answers.
         saturated: largest share of λ at a bound, whatever it was at first; 1 never stops a run.
         answers: answers that make up one reading.
-        every: steps between readings of a probe, where training draws no answers of its own.
     """
 
     repetition: Share = 0.2
@@ -71,7 +67,6 @@ class GuardLimits:
     distinct: Share = 0.5
     saturated: Share = 1.0
     answers: Count = 256
-    every: Count = 20
 
     def __post_init__(self) -> None:
         check(self)
@@ -141,16 +136,14 @@ class Guard:
         step: int,
         answers: Sequence[Answer],
         saturation: Callable[[], float | None] | None = None,
-        *,
-        complete: bool = False,
     ) -> str | None:
-        """Add answers; once there are enough (or with `complete`), take a reading and compare it.
+        """Add answers; once there are enough, take a reading and compare it.
 
         Returns:
             The verdict, None while all is well.
         """
         self.waiting += answers
-        if not self.waiting or (len(self.waiting) < self.limits.answers and not complete):
+        if len(self.waiting) < self.limits.answers:
             return self.verdict
         reading = take_reading(self.waiting, step, None if saturation is None else saturation())
         self.waiting = []
@@ -167,44 +160,6 @@ class Guard:
     def as_records(self) -> list[dict[str, Any]]:
         """The readings as plain dictionaries, for the result and checkpoints."""
         return [asdict(reading) for reading in self.readings]
-
-
-class GuardCallback(TrainerCallback):
-    """Reads a probe every so many steps of a trainer run, and stops it when the guard says so; the first reading is made at once.
-
-    The readings also go into the trainer's own log history, so that a checkpoint has those that were made before it.
-
-    Args:
-        probe: samples from the model as it is.
-        saturation: of the gates as they are.
-    """
-
-    def __init__(
-        self, guard: Guard, probe: Callable[[], Sequence[Sample]], saturation: Callable[[], float | None]
-    ) -> None:
-        self.guard, self.probe, self.saturation = guard, probe, saturation
-        self.read(0)  # before anything moves: all later readings are compared with this one
-
-    def read(self, step: int) -> None:
-        if not (answers := as_answers(self.probe())):
-            raise ConfigError(f"guard: the probe drew no answer at step {step}; it must return at least one")
-        self.guard.observe(step, answers, self.saturation, complete=True)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.guard.limits.every == 0 or state.global_step == state.max_steps:
-            self.read(state.global_step)
-            state.log_history.append({"step": state.global_step, READING: asdict(self.guard.readings[-1])})
-            if self.guard.verdict is not None:
-                control.should_training_stop = True
-
-    def restore(self, records: Sequence[dict[str, Any]]) -> None:
-        """Take over the readings in the log history of a checkpoint that the run goes on from.
-
-        The reading of step 0 is not among them: it was made anew, by gates that stand where they began.
-        """
-        for record in records:
-            if READING in record:
-                self.guard.judge(Reading(**record[READING]))
 
 
 @torch.no_grad()

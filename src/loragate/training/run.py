@@ -33,7 +33,6 @@ from loragate.training.callbacks import (
     StopOnInterrupt,
 )
 from loragate.training.compatibility import Plan, refuse_impossible
-from loragate.training.guards import READING, GuardCallback
 from loragate.training.last_layer import read_positions_only
 from loragate.training.model_state import as_found, short_row_attention, statistics_forward
 from loragate.training.rows import collator_for
@@ -53,16 +52,13 @@ from loragate.training.trainer import (
 logger = logging.getLogger("loragate")
 
 
-def run_training(
-    job: Job, objective: Objective, reference: ReferenceOf | None = None, guard: GuardCallback | None = None
-) -> TrainingOutcome:
+def run_training(job: Job, objective: Objective, reference: ReferenceOf | None = None) -> TrainingOutcome:
     """Train on the given rows.
 
     Args:
         job: what every run needs.
         objective: what trains it.
         reference: for an objective with a KL to one.
-        guard: stops the run where a probe's answers decay (Stage II).
 
     Raises:
         TrainingError: non-finite loss, a resume that does not fit, or a stop by Ctrl-C (after writing a checkpoint).
@@ -72,7 +68,7 @@ def run_training(
         model, trained = stack.enter_context(partitioned(job.model, job.trained))
         # the trainer wants a folder for files of its own, even where the job keeps nothing
         folder = job.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loragate-")))
-        return _run(replace(job, model=model, trained=trained), folder, objective, reference, guard)
+        return _run(replace(job, model=model, trained=trained), folder, objective, reference)
 
 
 def usual_callbacks(job: Job, total: int, begins: bool) -> tuple[StopOnInterrupt, list[Any]]:
@@ -100,9 +96,7 @@ def usual_callbacks(job: Job, total: int, begins: bool) -> tuple[StopOnInterrupt
     return stopper, callbacks
 
 
-def _run(
-    job: Job, folder: Path, objective: Objective, reference: ReferenceOf | None, guard: GuardCallback | None
-) -> TrainingOutcome:
+def _run(job: Job, folder: Path, objective: Objective, reference: ReferenceOf | None) -> TrainingOutcome:
     """As `run_training`, with the model that the trainer is given and a folder for its files."""
     if isinstance(causal_model(job.model).get_output_embeddings(), BaseTunerLayer):
         raise TrainingError(
@@ -131,10 +125,6 @@ def _run(
     # a reference must be computed as the trained model is, so that its KL to itself is 0
     plain_bf16 = job.settings.precision == "bf16" and reference is None
     stopper, callbacks = usual_callbacks(job, arguments.max_steps, checkpoint is None)
-    if guard is not None:
-        guard.restore(records)
-        ended = ended or guard.guard.verdict is not None
-        callbacks.insert(1, guard)  # its reading of a step comes before `on_step` hears of it
     with (
         as_found(job.model, job.settings.gradient_checkpointing),
         short_row_attention(job.model, job.settings.micro_batch_size, longest, plain_bf16),
@@ -158,11 +148,7 @@ def _run(
         for printer in (PrinterCallback, ProgressCallback):  # progress and metrics are shown by our own callbacks
             trainer.remove_callback(printer)
         # a resumed run's result begins at the run's beginning
-        trainer.history = [
-            {name: value for name, value in record.items() if name != "epoch"}
-            for record in records
-            if READING not in record
-        ]
+        trainer.history = [{name: value for name, value in record.items() if name != "epoch"} for record in records]
         if checkpoint is not None and ended:
             trainer._load_from_checkpoint(str(checkpoint))
             return TrainingOutcome(trainer.history, past["global_step"], 0.0, fused)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -32,7 +32,6 @@ from loragate.gates import (
     train_gates_only,
     weights_checksum,
 )
-from loragate.generation import Sample
 from loragate.losses import verify_head
 from loragate.losses.causal_head import causal_model
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
@@ -46,7 +45,7 @@ from loragate.training.checks import (
     require_causal_model,
     require_only_gates_train,
 )
-from loragate.training.guards import Guard, GuardCallback, GuardLimits, saturation
+from loragate.training.guards import Guard, GuardLimits
 from loragate.training.model_state import without_dropout
 from loragate.training.on_policy import run_on_policy
 from loragate.training.rollouts import Reward, Sampler
@@ -65,7 +64,6 @@ from loragate.training.strategy import launch_of
 from loragate.training.trainer import Job, TrainingOutcome
 
 PARITY_ROWS, PARITY_TOKENS = 4, 256
-SATURATION_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +165,6 @@ def calibrate(
     sampler: Sampler | None = None,
     reward: Reward | None = None,
     guard: GuardLimits | None = None,
-    probe: Callable[[], Sequence[Sample]] | None = None,
 ) -> CalibrationResult:
     """Attach gates to a loaded adapter and train them.
 
@@ -192,9 +189,8 @@ def calibrate(
         sampler: draws the answers of the objectives anchored and reward with the gates as they are at the call; None
             samples with transformers from the model in memory.
         reward: (row, answer text, finished) to a number, for the objective reward.
-        guard: limits on what sampled answers may come to look like; training ends early beyond them, see
-            `CalibrationResult.stopped`. Objectives that do not sample need a `probe` for it.
-        probe: samples from the model as it is, always of the same prompts.
+        guard: limits on what the answers that anchored and reward sample may come to look like; training ends early beyond
+            them, see `CalibrationResult.stopped`.
 
     Returns:
         The result; `loragate.save_gates` writes the model as an artifact.
@@ -216,7 +212,7 @@ def calibrate(
         raise ConfigError(
             f"share={share} must be above 0 and at most 1, and below 1 it needs run_folder, to go on from"
         )
-    check_callables(trained_by, settings.on_policy, sampler, reward, guard, probe)
+    check_callables(trained_by, settings.on_policy, sampler, reward, guard)
     check_start(config, trained_by)
     watch = None if guard is None else Guard(guard)
     name = active_adapter(peft_model, adapter_name)
@@ -284,14 +280,10 @@ def calibrate(
             elif settings.on_policy:
                 outcome = run_on_policy(job, sampler, reward, watch)
             else:
-                callback = None
-                if watch is not None and probe is not None:
-                    read = [{key: value.to(device) for key, value in collator(encoded[:SATURATION_ROWS]).items()}]
-                    callback = GuardCallback(watch, probe, lambda: saturation(model, read, name))
                 # "ce", the paper's ablation, reads the entropy for its log alone
                 named = replace(sft(), name="ce", k=settings.k, reads=("topk_entropy",))
                 chosen = objective or (named if settings.objective == "ce" else GateEntropy(settings.k))
-                outcome = run_training(job, chosen, guard=callback)
+                outcome = run_training(job, chosen)
         # the gates are not in it, but everything that they act through: bit for bit
         if _frozen_checksum(model) != frozen:
             raise TrainingError(
