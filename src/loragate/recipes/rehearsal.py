@@ -145,7 +145,8 @@ def _rehearsed(stage: Stage, folder: Path, engine: str, recipe: str) -> dict[str
     if stage.command == "sweep" and values.get("ranges") == "grid":
         values["ranges"] = RANGES
     if values.get("probe"):
-        values |= {"probe": str(folder / "probe.jsonl"), "probe_task": None}
+        # the whole text: the stand-in answers at random, and a probe of which nothing can be read is refused
+        values |= {"probe": str(folder / "probe.jsonl"), "probe_task": None, "probe_grader": "exact"}
     if values.get("suite") or values.get("tasks"):
         values |= {"limit": min(values.get("limit") or ASKED, ASKED), "data": str(folder / "questions")}
         values["revision"] = None
