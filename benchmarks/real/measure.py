@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -34,17 +35,17 @@ from bases import fetched_base
 from loragate.evaluation.judging import grader_for, judge
 from loragate.evaluation.tasks import load_questions, load_task
 from loragate.evaluation.tasks.questions import render_questions
-from loragate.files import write_atomically
+from loragate.files import held, write_atomically
 from loragate.gates import draw_gates, gate_parameters, sizes_of
 from loragate.gates.control import constant_gate
-from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.models import Loaded, Loading, open_model, resolve
 from loragate.records import package_versions
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
 QUESTIONS = HERE / "questions"
-BATCH = 128  # answers decoded at a time
+BATCH, BATCH_GPU = 128, 1024  # answers decoded at a time
 BATCH_SCORED = 8  # answers of the base scored at a time, whose logits are kept whole
 DONE = {"sft": "adapter_model.safetensors", "calibrate": "gate_config.json"}
 
@@ -54,18 +55,29 @@ def read_design(path: Path = HERE / "design.yaml") -> dict[str, Any]:
 
 
 class Record:
-    """The finished lines of one cell: {(method, what): line}. The file is written anew after each line, whole or not at all."""
+    """The finished lines of one cell: {(method, what): line}.
+
+    The file is written anew after each line, whole or not at all, with what other processes have added to it meanwhile.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines: dict[tuple[str, str], dict[str, Any]] = {}
-        if path.is_file():
-            with gzip.open(path, "rt", encoding="utf-8") as file:
-                self.lines = {(line["method"], line["what"]): line for line in map(json.loads, file)}
+        self.lines = self.read()
+
+    def read(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """What is on file now."""
+        if not self.path.is_file():
+            return {}
+        with gzip.open(self.path, "rt", encoding="utf-8") as file:
+            return {(line["method"], line["what"]): line for line in map(json.loads, file)}
 
     def add(self, line: dict[str, Any]) -> None:
-        self.lines[line["method"], line["what"]] = line
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = self.path.with_name(f".{self.path.name}.lock")
+        with held(lock, 300, f"{self.path} has been locked by another process for five minutes"):
+            self.lines = {**self.read(), (line["method"], line["what"]): line}
+            self.write()
+
+    def write(self) -> None:
         text = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in self.lines.values())
         write_atomically(self.path, lambda path: path.write_bytes(gzip.compress(text.encode(), mtime=0)))
 
@@ -127,12 +139,22 @@ class Cell:
         out: where the cell's folder is.
         precision: bf16 or fp32, of training and answers.
         smoke: two steps and four questions, to see that everything runs.
+        judges: verdicts are kept with the answers; `judged` adds them later otherwise.
     """
 
     def __init__(
-        self, design: dict[str, Any], situation: str, seed: int, base: Path, out: Path, precision: str, smoke: bool
+        self,
+        design: dict[str, Any],
+        situation: str,
+        seed: int,
+        base: Path,
+        out: Path,
+        precision: str,
+        smoke: bool,
+        judges: bool = True,
     ) -> None:
         self.design, self.seed, self.base, self.precision, self.smoke = design, seed, base, precision, smoke
+        self.judges = judges
         self.settings = design["situations"][situation]
         self.name = f"{situation}-{seed}"
         self.folder = out / self.name
@@ -201,7 +223,7 @@ class Cell:
         spec = self.design["methods"][method]
         folder = self.made(method, budget)
         dtype = "bfloat16" if self.precision == "bf16" else "float32"
-        loaded = open_model(resolve(folder), Loading(dtype=dtype, device="cpu"))
+        loaded = open_model(resolve(folder), Loading(dtype=dtype))
         if "constant" in spec:
             with constant_gate(loaded.model, spec["constant"]):
                 yield loaded
@@ -223,9 +245,12 @@ class Cell:
 
     # answers
 
+    def questions(self, split: str) -> list[Any]:
+        return load_questions(self.task, self.questions_file(split), self.limit).questions
+
     def answers(self, loaded: Loaded, drawing: TransformersEngine, asked: Asked) -> dict[str, Any]:
-        """Texts and verdicts of one set of questions at one temperature."""
-        questions = load_questions(self.task, self.questions_file(asked.split), self.limit).questions
+        """Texts of one set of questions at one temperature."""
+        questions = self.questions(asked.split)
         prompts = render_questions(self.task, questions, loaded.tokenizer)
         drawn = drawing.generate(
             prompts,
@@ -236,7 +261,6 @@ class Cell:
                 seed=self.design["asked"]["seeds"][asked.split],
             ),
         )
-        grades = judge(self.task, questions, drawn, grader_for(self.task))
         texts: list[list[str]] = [[] for _ in questions]
         for sample in drawn:  # in the order of questions and samples
             texts[sample.question].append(sample.text)
@@ -244,19 +268,28 @@ class Cell:
             "questions": [question.id for question in questions],
             "samples": asked.samples,
             "texts": texts,
-            "correct": "".join(str(int(grade.correct)) for grade in grades),
             "cut_off": "".join(str(int(sample.finish_reason == "length")) for sample in drawn),
             "tokens": sum(len(sample.token_ids) for sample in drawn),
         }
 
+    def judged(self, split: str, line: dict[str, Any]) -> dict[str, Any]:
+        """A line of answers with its verdicts."""
+        samples = [
+            Sample(question, index, text, (), "stop", None)
+            for question, texts in enumerate(line["texts"])
+            for index, text in enumerate(texts)
+        ]
+        grades = judge(self.task, self.questions(split), samples, grader_for(self.task))
+        return {**line, "correct": "".join(str(int(grade.correct)) for grade in grades)}
+
     def retention(self, loaded: Loaded, own: list[str] | None) -> dict[str, Any]:
         """How likely the base's own solutions of GSM8K's questions are, in nats; written now if `own` is None (the base)."""
-        questions = load_questions(self.task, QUESTIONS / "retention.jsonl", self.limit).questions
+        questions = self.questions("retention")
         prompts = render_questions(self.task, questions, loaded.tokenizer)
         written = own is not None
         if own is None:
             config = SamplingConfig(temperature=0.0, max_new_tokens=self.design["asked"]["retention_tokens"])
-            own = [sample.text for sample in engine(loaded, BATCH).generate(prompts, config)]
+            own = [sample.text for sample in engine(loaded).generate(prompts, config)]
         encode = loaded.tokenizer.encode
         pairs = [
             (encode(prompt, add_special_tokens=False), encode(text, add_special_tokens=False))
@@ -283,7 +316,7 @@ class Cell:
         Raises:
             OutOfTime: before a step that would not fit.
         """
-        drawing = engine(loaded, BATCH)
+        drawing = engine(loaded)
         for one in wanted:
             if (method, one.what) in record.lines:
                 continue
@@ -293,8 +326,10 @@ class Cell:
             # all temperatures of a method are asked the same prompts
             with budget.spent(one.what), drawing.keeping_prompts(method):
                 found = self.retention(loaded, own) if one.split == "retention" else self.answers(loaded, drawing, one)
+                if self.judges and "texts" in found and one.split != "retention":
+                    found = self.judged(one.split, found)
             seconds = round(time.monotonic() - began, 1)
-            by = {"precision": self.precision, **package_versions(("loragate", "torch", "transformers", "peft"))}
+            by = {"precision": self.precision, **gpu_of(loaded), **package_versions(("loragate", "torch", "transformers", "peft"))}
             record.add({"method": method, "what": one.what, **found, "seconds": seconds, "by": by})
             score = f"{100 * found['correct'].count('1') / len(found['correct']):.1f} %" if "correct" in found else ""
             print(f"{self.name} {method}, {one.what}: {score} {seconds:.0f} s", flush=True)
@@ -388,8 +423,20 @@ def run(words: list[str]) -> None:
         raise SystemExit(f"loragate {' '.join(words)} ended with {status}")
 
 
-def engine(loaded: Loaded, batch: int) -> TransformersEngine:
-    return TransformersEngine(loaded.model, loaded.tokenizer, batch, loaded.stop_token_ids)
+def engine(loaded: Loaded, batch: int | None = None) -> TransformersEngine:
+    usual = BATCH if loaded.model.device.type == "cpu" else BATCH_GPU
+    return TransformersEngine(loaded.model, loaded.tokenizer, batch or usual, loaded.stop_token_ids)
+
+
+def gpu_of(loaded: Loaded) -> dict[str, str]:
+    """{"gpu": its name} if the model is on one."""
+    device = loaded.model.device
+    return {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+
+
+def usual_precision() -> str:
+    """The fastest that this machine multiplies."""
+    return "bf16" if torch.cuda.is_available() or real_model.has_bf16() else "fp32"
 
 
 def situation_of(cell: str, design: dict[str, Any]) -> dict[str, Any]:
@@ -453,7 +500,7 @@ def main() -> None:
     if given.smoke and given.records == RECORDS:
         parser.error("--smoke needs --records of its own")
     design, budget = read_design(), Budget(given.minutes)
-    precision = "bf16" if real_model.has_bf16() else "fp32"
+    precision = usual_precision()
     try:
         for one in design["cells"]:
             name = f"{one['situation']}-{one['seed']}"
