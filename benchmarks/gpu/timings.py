@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import contestants
+import kernel_gpu
 import torch
-from common import alternate, count, ratios, spread
+from common import alternate, ratios, spread
 from contestants import Shape, adapter
 from parts import TINY, Task, error, mild, on, require, shaken
 from torch import nn
@@ -39,8 +40,13 @@ def peak_bytes(task: Task, run: Callable[[], Any]) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
+def kernel_settings(task: Task) -> tuple[str, ...]:
+    """Settings of LORAGATE_KERNEL that a gated model is timed under."""
+    return ("torch", "auto", "triton") if importlib.util.find_spec("triton") and not task.rehearsal else ("torch",)
+
+
 def step(task: Task) -> None:
-    """A Stage-II step against a LoRA step, forward and backward without the optimiser, alternated."""
+    """A Stage-II step against a LoRA step, forward and backward without the optimiser, alternated; FLOPs: `true_shapes.py`."""
     shapes = (
         {"tiny": TINY} if task.rehearsal else {name: replace(shape, dtype="bfloat16") for name, shape in SHAPES.items()}
     )
@@ -58,28 +64,23 @@ def step(task: Task) -> None:
 
 
 def step_rows(task: Task, shape: Shape, names: list[str]) -> dict[str, Any]:
-    """{contestant: FLOPs, peak memory, seconds, ratio to LoRA}; all are in memory together."""
+    """{contestant: peak memory, seconds, ratio to LoRA}; all are in memory together, gates once for each kernel setting."""
     rows: dict[str, Any] = {}
     sides: dict[str, Callable[[], None]] = {}
     with on(task.device):
         for side in names:
             model, loss = contestants.CONTESTANTS[side](shape)
-            rows[side] = {}
-            try:
-                rows[side]["flops"] = count(model, loss).flops
-            except torch.OutOfMemoryError:
-                raise
-            except (
-                RuntimeError
-            ) as problem:  # an attention kernel without a formula; `true_shapes.py` counts these steps too
-                rows[side]["flops"] = str(problem)
+            settings = kernel_settings(task) if side.startswith("gates") else ("torch",)
+            for setting in settings:
 
-            def run(model: nn.Module = model, loss: Any = loss) -> None:
-                loss().backward()
-                model.zero_grad(set_to_none=True)
+                def run(model: nn.Module = model, loss: Any = loss, setting: str = setting) -> None:
+                    kernel_gpu.choose(setting)
+                    loss().backward()
+                    model.zero_grad(set_to_none=True)
 
-            run()
-            rows[side]["peak_bytes"], sides[side] = peak_bytes(task, run), run
+                run()
+                name = side if len(settings) == 1 else f"{side}, {setting}"
+                rows[name], sides[name] = {"peak_bytes": peak_bytes(task, run)}, run
         seconds = alternate(sides, 2 if task.rehearsal else 7, clock(task))
     for side, row in rows.items():
         row |= {"seconds": spread(seconds[side]), "time_to_lora": ratios(seconds, side, "lora")}
@@ -89,11 +90,12 @@ def step_rows(task: Task, shape: Shape, names: list[str]) -> dict[str, Any]:
 def decode(task: Task) -> None:
     """Tokens per second of greedy `generate` with a static cache: base, adapter and gated adapter, alternated."""
     shape = TINY if task.rehearsal else replace(SHAPES["Qwen2.5-1.5B"], dtype="bfloat16")
-    prompt, new = (8, 4) if task.rehearsal else (128, 64)
+    prompt, new = (8, 4) if task.rehearsal else (128, 16)
     with on(task.device):
         plain, gated = adapter(shape).eval(), shaken(adapter(shape)).eval()
 
-    def tokens_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    def tokens_of(model: Any, ids: torch.Tensor, setting: str = "torch") -> torch.Tensor:
+        kernel_gpu.choose(setting)
         with torch.no_grad():
             return model.generate(
                 input_ids=ids,
@@ -110,20 +112,22 @@ def decode(task: Task) -> None:
         with plain.disable_adapter():
             return tokens_of(plain, ids)
 
-    for rows in (1, 2) if task.rehearsal else (1, 32, 128):
+    for rows in (1, 2) if task.rehearsal else (1, 64):
         draw = torch.Generator().manual_seed(rows)
         ids = torch.randint(1, shape.vocabulary, (rows, prompt), generator=draw).to(task.device)
         sides = {
             "base": lambda ids=ids: base(ids),
             "adapter": lambda ids=ids: tokens_of(plain, ids),
-            "gated": lambda ids=ids: tokens_of(gated, ids),
+            **{
+                f"gated, {setting}": lambda ids=ids, setting=setting: tokens_of(gated, ids, setting)
+                for setting in kernel_settings(task)
+            },
         }
         require(tokens_of(gated, ids).shape == (rows, prompt + new), "generate returned another number of tokens")
         seconds = alternate(sides, 1 if task.rehearsal else 3, clock(task))
         found = {side: spread([rows * new / spent for spent in values]) for side, values in seconds.items()}
-        task.keep(
-            f"batch {rows}", {"tokens_per_second": found, "gated_to_adapter_time": ratios(seconds, "gated", "adapter")}
-        )
+        slower = {side: ratios(seconds, side, "adapter") for side in sides if side.startswith("gated")}
+        task.keep(f"batch {rows}", {"tokens_per_second": found, "time_to_adapter": slower})
 
 
 def compile(task: Task) -> None:

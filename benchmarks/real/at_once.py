@@ -3,10 +3,11 @@
     python benchmarks/real/at_once.py draw --out FOLDER --records FOLDER [--cells clean-1,noisy-1] [--workers 8] [--minutes 8]
     python benchmarks/real/at_once.py judge --out FOLDER --records FOLDER
 
-`draw` trains and asks what the records lack: LoRA first, then cell after cell in the order given, each method in a process
-of its own beside others. Besides what `measure.py` asks, the rest of the pool is asked at every temperature. Answers are kept
-without verdicts, so that graders need neither be installed there nor take the GPU's time. `judge` adds them, on any machine.
-RECORDS must hold the base's own solutions (its retention line), which all processors are to score alike.
+`draw` trains and asks what the records lack, many methods beside one another: LoRA first, then the methods named by --first in
+every cell, then cell after cell. Asked are the test at every temperature, the rest of the pool greedily and at T = 1, and
+the retention; nobody chooses by development questions here. Answers are kept without verdicts, so that graders need neither be
+installed there nor take the GPU's time. `judge` adds them, on any machine. RECORDS must hold the base's own solutions (its
+retention line), which all processors are to score alike.
 """
 
 from __future__ import annotations
@@ -37,18 +38,23 @@ def needed(method: str, design: dict[str, Any]) -> str:
 
 
 def wanted(design: dict[str, Any], method: str) -> list[Asked]:
-    """What `measure.py` asks, and the rest of the pool at every temperature; the base's answers are one set for all cells."""
-    usual = asked_of(design, method)
-    rest = [] if method == "base" else [replace(one, split="rest") for one in usual if one.split == "test"]
-    return [*usual, *rest]
+    """Greedy answers first, so that a stop leaves these; the base's answers are one set for all cells, so it gets no rest."""
+    usual = [one for one in asked_of(design, method) if one.split != "dev"]
+    rest = [replace(one, split="rest") for one in usual if one.split == "test" and one.temperature in (0, 1)]
+    return sorted([*usual, *(rest if method != "base" else [])], key=lambda one: one.temperature)
 
 
-def order(design: dict[str, Any], cells: list[str], methods: list[str]) -> Iterator[tuple[int, str, str]]:
-    """(rank, cell, method): LoRA of every cell, on which most others wait, then cell by cell."""
+def order(
+    design: dict[str, Any], cells: list[str], methods: list[str], first: list[str]
+) -> Iterator[tuple[int, str, str]]:
+    """(rank, cell, method): LoRA of every cell, on which most others wait, then `first` in every cell, then cell by cell."""
+    early = ["LoRA", *first]
     for place, cell in enumerate(cells):
         for rank, method in enumerate(methods):
-            if method != "base" or place == 0:
-                yield (place if method == "LoRA" else 1000 * (place + 1) + rank), cell, method
+            if method in early:
+                yield early.index(method) * len(cells) + place, cell, method
+            elif method != "base" or place == 0:
+                yield 1000 * (place + 1) + rank, cell, method
 
 
 def cell_of(name: str, given: argparse.Namespace, judges: bool = False) -> Cell:
@@ -93,7 +99,7 @@ def draw(given: argparse.Namespace) -> int:
         if ("base", "retention") not in of_base.lines:
             raise SystemExit(f"{of_base.path} lacks the base's own solutions; copy the line from {measure.RECORDS}")
     methods = given.methods.split(";") if given.methods else list(design["methods"])
-    todo = list(order(design, cells, methods))
+    todo = list(order(design, cells, methods, given.first.split(";")))
     known, done, failed = {(cell, method) for _, cell, method in todo}, set[tuple[str, str]](), 0
     waiting: dict[tuple[str, str], list[tuple[int, str, str]]] = {}
     ready: list[tuple[int, str, str]] = []
@@ -171,6 +177,7 @@ def main() -> int:
     parser.add_argument("--base", type=Path, help="folder of the base model; OUT/base otherwise")
     parser.add_argument("--cells", default="noisy-1,clean-1,clean-0,noisy-0,clean-2,noisy-2")
     parser.add_argument("--methods", default="", help="separated by semicolons; all otherwise")
+    parser.add_argument("--first", default="", help="methods that come before all others, separated by semicolons")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--smoke", action="store_true", help="two steps, four questions: figures that mean nothing")

@@ -290,7 +290,7 @@ class Cell:
         if own is None:
             config = SamplingConfig(temperature=0.0, max_new_tokens=self.design["asked"]["retention_tokens"])
             own = [sample.text for sample in engine(loaded).generate(prompts, config)]
-        encode = loaded.tokenizer.encode
+        encode, own = loaded.tokenizer.encode, own[: self.limit]
         pairs = [
             (encode(prompt, add_special_tokens=False), encode(text, add_special_tokens=False))
             for prompt, text in zip(prompts, own, strict=True)
