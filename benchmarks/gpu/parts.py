@@ -142,7 +142,9 @@ def rounded(shape: Shape, dtype: str = "float32") -> Any:
 
 def parity(task: Task) -> None:
     """Logits and gate gradients in fp32 and bf16 on the device, against fp64 by plain autograd on the CPU."""
-    kernels = ("torch",) if task.rehearsal or importlib.util.find_spec("triton") is None else ("torch", "auto", "triton")
+    kernels = (
+        ("torch",) if task.rehearsal or importlib.util.find_spec("triton") is None else ("torch", "auto", "triton")
+    )
     shape = replace(TINY, k=20)
     for family, size in (("qwen2", 0), ("qwen3", 16), ("llama", 0)):
         shape = replace(shape, family=family, head_size=size)

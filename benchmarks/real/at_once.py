@@ -116,7 +116,9 @@ def draw(given: argparse.Namespace) -> int:
                 running[pool.submit(ask, name, method, given, ends)] = (name, method)
             if not running:
                 break
-            finished, _ = wait(running, timeout=max(0.0, ends + SECONDS_LAST - time.time()), return_when=FIRST_COMPLETED)
+            finished, _ = wait(
+                running, timeout=max(0.0, ends + SECONDS_LAST - time.time()), return_when=FIRST_COMPLETED
+            )
             if not finished:
                 print(f"out of time with {len(running)} running", flush=True)
                 for process in list(pool._processes.values()):

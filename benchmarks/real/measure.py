@@ -329,7 +329,11 @@ class Cell:
                 if self.judges and "texts" in found and one.split != "retention":
                     found = self.judged(one.split, found)
             seconds = round(time.monotonic() - began, 1)
-            by = {"precision": self.precision, **gpu_of(loaded), **package_versions(("loragate", "torch", "transformers", "peft"))}
+            by = {
+                "precision": self.precision,
+                **gpu_of(loaded),
+                **package_versions(("loragate", "torch", "transformers", "peft")),
+            }
             record.add({"method": method, "what": one.what, **found, "seconds": seconds, "by": by})
             score = f"{100 * found['correct'].count('1') / len(found['correct']):.1f} %" if "correct" in found else ""
             print(f"{self.name} {method}, {one.what}: {score} {seconds:.0f} s", flush=True)

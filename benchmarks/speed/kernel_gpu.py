@@ -1,6 +1,4 @@
-"""The Triton kernels of the gated LoRA operation against their plain PyTorch twins, on a CUDA device.
-
-    python benchmarks/speed/kernel_gpu.py [--repeats 20] [--out FILE]
+"""The Triton kernels of the gated LoRA operation against their plain PyTorch twins: a part of `benchmarks/gpu/run.py`.
 
 Two questions at the widths of Qwen2.5-1.5B and 7B (hidden and MLP), rank 16, in bf16: do kernel and twin agree, and which is
 faster. Agreement is measured against the reference in fp64 on the same rounded inputs: a kernel passes if its error is at
@@ -11,18 +9,13 @@ PEFT's plain delta, `B(A x)` by autograd, stands beside as the cost without a ga
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import RESULTS, about
 
 from loragate.gates import backend
 from loragate.gates.operation import gated_delta, gated_delta_reference
@@ -148,30 +141,3 @@ def measure(width: int, output: int, tokens: int, repeats: int) -> tuple[dict[st
         if error > 1.5 * row["errors"]["torch"][name] + 1e-5
     ]
     return row, failed
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=RESULTS / "speed_kernel_gpu.json")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("this benchmark needs a CUDA device; none was found, nothing was measured or written", file=sys.stderr)
-        return 1
-    rows, failed = [], []
-    for case in CASES:
-        row, wrong = measure(*case, options.repeats)
-        print(json.dumps(row))
-        rows.append(row)
-        failed += wrong
-    record = {**about(torch.get_num_threads()), "repeats": options.repeats, "rows": rows, "disagreements": failed}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"written to {options.out}")
-    for line in failed:
-        print(f"kernel and twin disagree: {line}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

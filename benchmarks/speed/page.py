@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,50 @@ def attention(found: dict[str, Any]) -> str:
     return table(["", "tokens a row", "plain, ms", "fused, ms", "ratio (quartiles)"], rows) + "\n" + made_on(found)
 
 
+def gpu(part: str) -> str:
+    """A part of `make gpu`'s record: parity, kernels or decode."""
+    found = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["parts"][part]["result"]
+    return GPU[part](found)
+
+
+def parity(found: dict[str, Any]) -> str:
+    cases = dict.fromkeys(case for row in found.values() for case in row)
+    rows = [
+        [case, *(f"{row[case][what]:.1e}" for row in found.values() for what in ("logits", "gradients"))]
+        for case in cases
+    ]
+    return table(["", *(f"{family}: {what}" for family in found for what in ("logits", "gradients"))], rows)
+
+
+def kernels(found: dict[str, Any]) -> str:
+    sides = {"torch": "torch", "auto": "auto", "triton": "triton", "peft": "PEFT, no gate"}
+    rows = []
+    for name, row in found.items():
+        spent = row["milliseconds"]
+        worst = max(found / twin for setting in ("auto", "triton") for found, twin in _pairs(row["errors"], setting))
+        cells = [f"{spent[side][kind]:.2f}" for kind in ("step", "decode") for side in sides]
+        rows.append([name, *cells, f"{worst:.2f}"])
+    head = [f"{kind}: {word}" for kind in ("step", "16 tokens") for word in sides.values()]
+    return table(["milliseconds of a module", *head, "largest error ÷ twin's"], rows)
+
+
+def _pairs(errors: dict[str, dict[str, float]], setting: str) -> list[tuple[float, float]]:
+    return [(errors[setting][what], errors["torch"][what]) for what in errors["torch"]]
+
+
+def decoding(found: dict[str, Any]) -> str:
+    sides = ["base", "adapter", "gated, torch", "gated, auto", "gated, triton"]
+    rows = []
+    for name, row in sorted(found.items(), key=lambda one: int(one[0].split()[1])):
+        spent, slower = row["tokens_per_second"], row["time_to_adapter"]
+        cells = [f"{spent[side]['median']:.0f}" if side in spent else "" for side in sides]
+        ratio = [f"{slower[side]['median']:.2f}" if side in slower else "" for side in sides[2:]]
+        rows.append([name, *cells, " / ".join(filter(None, ratio))])
+    return table(["tokens per second", *sides, "time, gated ÷ adapter"], rows)
+
+
+GPU = {"parity": parity, "kernels": kernels, "decode": decoding}
+OTHERS: dict[str, Callable[[], str]] = {"serving": serving, **{f"gpu {part}": partial(gpu, part) for part in GPU}}
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "step": ("step", step),
     "step targets": ("step", step_targets),
@@ -181,7 +226,6 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "head": ("head", own_targets),
     "decode": ("decode", own_targets),
     "startup": ("startup", own_targets),
-    "kernel gpu": ("kernel_gpu", own_targets),
 }
 
 
@@ -189,8 +233,8 @@ def filled(text: str) -> str:
     """The page with every marked table made again."""
 
     def fill(found: re.Match[str]) -> str:
-        if found[2] == "serving":
-            return f"{found[1]}\n{serving()}\n\n{found[3]}"
+        if found[2] in OTHERS:
+            return f"{found[1]}\n{OTHERS[found[2]]()}\n\n{found[3]}"
         source, make = TABLES[found[2]]
         result = load(source)
         made = f"Not measured yet: run `benchmarks/speed/{source}.py`." if result is None else make(result)

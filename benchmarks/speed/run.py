@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# cheapest first; kernel_gpu needs a GPU and is left out without one
-SCRIPTS = ("true_shapes", "startup", "attention", "head", "step", "scaling", "decode", "quickstart", "kernel_gpu")
+# cheapest first
+SCRIPTS = ("true_shapes", "startup", "attention", "head", "step", "scaling", "decode", "quickstart")
 
 
 def main() -> int:
@@ -31,14 +31,9 @@ def main() -> int:
     failed, taken = [], {}
     for name in chosen.only:
         script = HERE / f"{name}.py"
-        if not script.is_file() or (name == "kernel_gpu" and not _has_gpu()):
-            print(f"== {name}: left out, {'there is no GPU' if script.is_file() else 'it is not here'}")
-            continue
         print(f"== {name}", flush=True)
         began = time.perf_counter()
-        # the kernels are timed by the GPU's own clock, with repeats of their own
-        given = [] if name == "kernel_gpu" else ["--threads", str(chosen.threads), *flags]
-        done = subprocess.run([sys.executable, "-W", "ignore", str(script), *given])
+        done = subprocess.run([sys.executable, "-W", "ignore", str(script), "--threads", str(chosen.threads), *flags])
         taken[name] = time.perf_counter() - began
         if done.returncode:
             failed.append(name)
@@ -49,12 +44,6 @@ def main() -> int:
     if failed:
         print(f"== failed: {', '.join(failed)}")
     return bool(failed)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":

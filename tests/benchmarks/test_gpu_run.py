@@ -68,4 +68,4 @@ def test_every_part_works_when_rehearsed(tmp_path):
     assert all(state == "done" or state.startswith("left out: no ") for state in states.values()), states
     assert states["parity"] == states["step"] == states["decode"] == states["fsdp2"] == "done"
     assert record["rehearsal"]
-    assert record["parts"]["step"]["result"]["tiny"]["gates_loragate"]["flops"] > 0
+    assert record["parts"]["step"]["result"]["tiny"]["gates_loragate"]["seconds"]["median"] > 0

@@ -39,7 +39,7 @@ def cell(tmp_path, monkeypatch):
 
 class Verdict:
     def __init__(self, sample: Sample) -> None:
-        self.correct = sample.token_ids[0] % 2 == 0
+        self.correct = len(sample.text) % 2 == 0
 
 
 def fresh_gates(cell, size=0.0):

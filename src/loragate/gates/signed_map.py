@@ -61,8 +61,13 @@ class SignedMap:
 
     def of_response(self, response: torch.Tensor) -> torch.Tensor:
         """λ of v, same shape and dtype; exactly 1 at v = 0."""
-        # v = 0 takes the upper branch; its value is 1 on both, its slope is not
-        return 1.0 + torch.where(response < 0, response * self.below, response * self.above)
+        below = torch.rsub(response, 1.0, alpha=-self.below)  # 1 + (1−L)·v in one operator
+        above = torch.rsub(response, 1.0, alpha=-self.above)
+        if torch.is_grad_enabled() and response.requires_grad:
+            # v = 0 takes the upper branch; its value is 1 on both, its slope is not
+            return torch.where(response < 0, below, above)
+        # the same bits in one operator less: of two lines through (0, 1) the lower one left and right, or the upper one
+        return torch.minimum(below, above) if self.below >= self.above else torch.maximum(below, above)
 
     def __call__(self, gate_logit: torch.Tensor) -> torch.Tensor:
         """λ of a logit, same shape, fp32 (fp64 for fp64)."""
