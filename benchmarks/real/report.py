@@ -37,6 +37,7 @@ from kinds import (
     weighed,
 )
 from measure import RECORDS, Asked, asked_of, read_design, records_of, situation_of
+from scipy import stats
 
 from loragate.evaluation import average_at_k, compare
 from loragate.files import write_text
@@ -47,6 +48,7 @@ from loragate.selection.recommend import recommend
 DEVELOPMENT = Asked("dev").what
 DOCS = Path(__file__).parents[2] / "docs" / "real-study.md"
 RESULTS = Path(__file__).with_name("RESULTS.md")
+ON_GPU = Path(__file__).with_name("records-gpu")  # by `at_once.py`
 TITLE = """# All results of the study on real models
 
 Made by `report.py` from `records/`; [docs/real-study.md](../../docs/real-study.md) says what they mean. Scores are percents
@@ -322,6 +324,64 @@ def beside(cells: Mapping[str, Lines], design: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def over_trainings(places: Mapping[str, Mapping[str, Lines]], design: dict[str, Any]) -> str:
+    """Of who was asked both kinds in three cells of a place or more: the mean over cells, with an interval over cells.
+
+    A cell is one training of adapter and method. Each cell's difference is weighed as its rows are; the interval is Student's.
+    """
+    rows = []
+    for place, records in places.items():
+        for method in design["methods"]:
+            cells = {
+                name: lines
+                for name, lines in records.items()
+                if {(who, what) for who in (method, ADAPTER) for what in (GREEDY, REST)} <= set(lines)
+                and "base" not in situation_of(name, design)
+            }
+            if method == ADAPTER or len(cells) < 3:
+                continue
+            gaps = [weighed({name: lines}, method).mean for name, lines in cells.items()]
+            half = stats.t.ppf(0.975, len(gaps) - 1) * np.std(gaps, ddof=1) / len(gaps) ** 0.5
+            mean = float(np.mean(gaps))
+            each = ", ".join(f"{name} {points(gap)}" for name, gap in zip(cells, gaps))
+            said = f"{points(mean)} ({points(mean - half)} to {points(mean + half)})"
+            rows.append(f"| {method} | {place} | {len(gaps)} | {said} | {each} |")
+    head = ["| method | where | cells | weighed, mean over trainings | each |", "|---|---|---:|---:|---|"]
+    return "\n".join([*head, *rows]) if rows else "No method was asked both kinds in three cells yet."
+
+
+def two_machines(here: Mapping[str, Lines], there: Mapping[str, Lines]) -> str:
+    """How far greedy scores of the same cell and method differ between two machines that trained them both."""
+    said = []
+    for kind, what in (("test", GREEDY), ("rest", REST)):
+        pairs = [
+            (100 * scores(line).mean(), 100 * scores(here[cell][method, asked]).mean())
+            for cell, lines in there.items()
+            for (method, asked), line in lines.items()
+            if asked == what and method != "base" and (method, asked) in here.get(cell, {})
+        ]
+        if len(pairs) > 2:
+            gaps = np.array([there - here for there, here in pairs])
+            said.append(
+                f"of the {kind} {len(gaps)} scores differ by {gaps.mean():+.1f} points on average, standard deviation "
+                f"{gaps.std(ddof=1):.1f}, at most {np.abs(gaps).max():.1f}"
+            )
+    return f"Trained on both machines, greedily: {'; '.join(said)}." if said else ""
+
+
+def on_gpu(here: Mapping[str, Lines], there: Mapping[str, Lines], design: dict[str, Any]) -> str:
+    """Everything of the GPU's records."""
+    asked = heats(design)
+    parts = ["## Trained again on a GPU", both_kinds(there, design), two_machines(here, there), marked(there, design)]
+    for name, lines in there.items():
+        methods = [method for method in design["methods"] if (method, GREEDY) in lines]
+        rule = ["---", *["---:"] * (len(HEAD) - 1)]
+        rows = [row(lines, method, asked) for method in methods]
+        table = "\n".join("| " + " | ".join(cells) + " |" for cells in (HEAD, rule, *rows))
+        parts += [f"**{name}.**", table]
+    return "\n\n".join(filter(None, parts))
+
+
 def narrow(records: Mapping[str, Lines]) -> str:
     """Would `calibrate` say that these questions lack kinds of the rows? Of the development questions, and of the rest."""
     sets, rows = {"development questions": DEVELOPMENT, "rest of the pool": REST}, []
@@ -424,13 +484,19 @@ def read(folder: Path, design: dict[str, Any]) -> dict[str, Lines]:
     return found
 
 
-def pages(records: Mapping[str, Lines], design: dict[str, Any]) -> dict[Path, str]:
-    """What the two pages are to hold."""
+def pages(records: Mapping[str, Lines], there: Mapping[str, Lines], design: dict[str, Any]) -> dict[Path, str]:
+    """What the two pages are to hold; `there` are the GPU's records."""
     page = DOCS.read_text(encoding="utf-8")
-    before, rest = page.split("<!-- kinds: begin -->")
-    _, after = rest.split("<!-- kinds: end -->")
-    kinds = f"<!-- kinds: begin -->\n\n{both_kinds(records, design)}\n\n<!-- kinds: end -->"
-    return {DOCS: f"{before}{kinds}{after}", RESULTS: f"{TITLE}\n\n{tables(records, design)}\n"}
+    made = {
+        "kinds": both_kinds(records, design),
+        "trainings": over_trainings({"CPU": records, "GPU": there}, design),
+    }
+    for name, table in made.items():
+        before, rest = page.split(f"<!-- {name}: begin -->")
+        _, after = rest.split(f"<!-- {name}: end -->")
+        page = f"{before}<!-- {name}: begin -->\n\n{table}\n\n<!-- {name}: end -->{after}"
+    parts = [TITLE, tables(records, design), *([on_gpu(records, there, design)] if there else [])]
+    return {DOCS: page, RESULTS: "\n\n".join(parts) + "\n"}
 
 
 def main() -> None:
@@ -444,7 +510,7 @@ def main() -> None:
     if not (given.write or given.check):
         print(both_kinds(records, design), tables(records, design), sep="\n\n")
         return
-    found = pages(records, design)
+    found = pages(records, read(ON_GPU, design), design)
     if given.check:
         sys.exit(any(path.read_text(encoding="utf-8") != text for path, text in found.items()))
     for path, text in found.items():

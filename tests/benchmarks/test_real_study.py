@@ -308,7 +308,7 @@ def test_the_automatic_choice_goes_by_the_development_answers(scripts, design):
 
 def test_the_pages_show_the_committed_records(scripts, design):
     records = scripts.report.read(scripts.measure.RECORDS, design)
-    for path, text in scripts.report.pages(records, design).items():
+    for path, text in scripts.report.pages(records, scripts.report.read(scripts.report.ON_GPU, design), design).items():
         assert path.read_text(encoding="utf-8") == text, path
 
 
