@@ -9,8 +9,8 @@ from collections import Counter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# tests are of arithmetic on a CPU, and many hand CPU tensors to what they have loaded; `make gpu` is for GPUs
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+# tests are of arithmetic on a CPU, and many hand CPU tensors to what they have loaded; LORAGATE_TEST_GPU=0 shows them a GPU
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("LORAGATE_TEST_GPU", "")
 
 import hypothesis
 import pytest

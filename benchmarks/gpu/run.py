@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(LIMITS), choices=list(LIMITS), metavar="PART")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes")
     parser.add_argument(
-        "--out", type=Path, help="default benchmarks/results/gpu.json; a rehearsal writes to build/bench"
+        "--out", type=Path, help="default benchmarks/results/gpu.json; some parts or a rehearsal: build/bench"
     )
     parser.add_argument("--part", choices=list(LIMITS), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -154,8 +154,9 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    usual = ROOT / "build" / "bench" / "gpu.json" if chosen.rehearse else HERE.parent / "results" / "gpu.json"
-    out = chosen.out or usual
+    # some parts alone would take the place of all
+    whole = not chosen.rehearse and set(chosen.only) == set(LIMITS)
+    out = chosen.out or (HERE.parent / "results" if whole else ROOT / "build" / "bench") / "gpu.json"
     record = run_all(chosen.only, chosen.minutes, chosen.rehearse, out)
     print(f"written to {out}")
     return any(part["state"].startswith(("failed", "stopped")) for part in record["parts"].values())

@@ -222,7 +222,7 @@ def main() -> None:
     situation, seed = given.cell.rsplit("-", 1)
     design, budget = measure.read_design(), measure.Budget(given.minutes)
     base = measure.fetched_base(given.study, measure.situation_of(given.cell, design).get("base"))
-    precision = measure.usual_precision()
+    precision = "bf16" if measure.real_model.has_bf16() else "fp32"
     study = measure.Cell(design, situation, int(seed), base, given.study, precision, given.smoke)
     try:
         with study.acting("LoRA", budget) as loaded:

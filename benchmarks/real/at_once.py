@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,6 +38,17 @@ def needed(method: str, design: dict[str, Any]) -> str:
     return spec.get("from") or spec.get("random") or ("LoRA" if {"constant", "calibrate"} & set(spec) else "")
 
 
+def whole(methods: list[str], design: dict[str, Any]) -> list[str]:
+    """These methods and all that they are made from, each once, what is needed first."""
+    found: dict[str, None] = {}
+    for method in methods:
+        chain = [method]
+        while need := needed(chain[-1], design):
+            chain.append(need)
+        found |= dict.fromkeys(reversed(chain))
+    return list(found)
+
+
 def wanted(design: dict[str, Any], method: str) -> list[Asked]:
     """Greedy answers first, so that a stop leaves these; the base's answers are one set for all cells, so it gets no rest."""
     usual = [one for one in asked_of(design, method) if one.split != "dev"]
@@ -51,38 +63,42 @@ def order(
     early = ["LoRA", *first]
     for place, cell in enumerate(cells):
         for rank, method in enumerate(methods):
-            if method in early:
-                yield early.index(method) * len(cells) + place, cell, method
-            elif method != "base" or place == 0:
-                yield 1000 * (place + 1) + rank, cell, method
+            if method == "base" and place > 0:
+                continue
+            yield (
+                (early.index(method) * len(cells) + place if method in early else 1000 * (place + 1) + rank),
+                cell,
+                method,
+            )
 
 
 def cell_of(name: str, given: argparse.Namespace, judges: bool = False) -> Cell:
-    design = read_design()
+    import torch
+
     situation, _, seed = name.rpartition("-")
+    precision = "bf16" if torch.cuda.is_available() or measure.real_model.has_bf16() else "fp32"
     return Cell(
-        design, situation, int(seed), given.base, given.out, measure.usual_precision(), given.smoke, judges=judges
+        read_design(), situation, int(seed), given.base, given.out, precision, given.smoke, device="auto", judges=judges
     )
 
 
-def ask(name: str, method: str, given: argparse.Namespace, ends: float) -> str:
-    """One method of one cell, in this process; what is left in memory is freed."""
+def ask(name: str, method: str, given: argparse.Namespace, ends: float) -> float | None:
+    """One method of one cell, in this process; what is left in memory is freed. Its seconds, None if there was no time."""
     import torch
 
     torch.set_num_threads(1)
     began = time.monotonic()
     cell = cell_of(name, given)
     budget = Budget(max(0.0, ends - time.time()) / 60)
+    records = records_of(name, cell.design, given.records)
     try:
-        measure.run_cell(
-            cell, [method], records_of(name, cell.design, given.records), budget, wanted(cell.design, method)
-        )
+        measure.run_cell(cell, [method], records, budget, wanted(cell.design, method))
     except OutOfTime:
-        return f"{name} {method}: no time was left"
+        return None
     finally:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return f"{name} {method}: {time.monotonic() - began:.0f} s"
+    return time.monotonic() - began
 
 
 def draw(given: argparse.Namespace) -> int:
@@ -98,45 +114,56 @@ def draw(given: argparse.Namespace) -> int:
         _, of_base = records_of(name, design, given.records)
         if ("base", "retention") not in of_base.lines:
             raise SystemExit(f"{of_base.path} lacks the base's own solutions; copy the line from {measure.RECORDS}")
-    methods = given.methods.split(";") if given.methods else list(design["methods"])
+    methods = whole(given.methods.split(";") if given.methods else list(design["methods"]), design)
     todo = list(order(design, cells, methods, given.first.split(";")))
-    known, done, failed = {(cell, method) for _, cell, method in todo}, set[tuple[str, str]](), 0
     waiting: dict[tuple[str, str], list[tuple[int, str, str]]] = {}
     ready: list[tuple[int, str, str]] = []
     for one in todo:
-        need = (one[1], needed(one[2], design))
-        (waiting.setdefault(need, []) if need in known else ready).append(one)
+        need = needed(one[2], design)
+        (waiting.setdefault((one[1], need), []) if need else ready).append(one)
     heapq.heapify(ready)
-    running: dict[Future[str], tuple[str, str]] = {}
-    # every process begins anew: one that has spoken to a GPU cannot be copied
-    with ProcessPoolExecutor(given.workers, mp_context=get_context("spawn")) as pool:
+    done = failed = 0
+    running: dict[Future[float | None], tuple[str, str]] = {}
+    pool = begin(given)
+    try:
         while ready or running:
             while ready and len(running) < given.workers and time.time() < ends:
                 _, name, method = heapq.heappop(ready)
                 running[pool.submit(ask, name, method, given, ends)] = (name, method)
-            if not running:
-                break
-            finished, _ = wait(
-                running, timeout=max(0.0, ends + SECONDS_LAST - time.time()), return_when=FIRST_COMPLETED
-            )
+            left = ends + SECONDS_LAST - time.time()
+            finished, _ = wait(running, timeout=max(0.0, left), return_when=FIRST_COMPLETED)
             if not finished:
                 print(f"out of time with {len(running)} running", flush=True)
-                for process in list(pool._processes.values()):
-                    process.kill()
                 break
+            broken = False
             for future in finished:
                 key = running.pop(future)
                 try:
-                    print(future.result(), flush=True)
-                except BaseException as problem:
+                    seconds = future.result()
+                except Exception as problem:
                     failed += 1
+                    broken |= isinstance(problem, BrokenProcessPool)
                     print(f"{' '.join(key)} failed: {''.join(traceback.format_exception(problem))[-1500:]}", flush=True)
                     continue
-                done.add(key)
-                for one in waiting.pop(key, []):
-                    heapq.heappush(ready, one)
-    print(f"{len(done)} of {len(todo)} done, {failed} failed", flush=True)
+                print(f"{' '.join(key)}: {'no time was left' if seconds is None else f'{seconds:.0f} s'}", flush=True)
+                if seconds is not None:
+                    done += 1
+                    for one in waiting.pop(key, []):
+                        heapq.heappush(ready, one)
+            if broken:  # a process was killed, and all that ran beside it is lost with its pool
+                failed, running = failed + len(running), {}
+                pool = begin(given)
+    finally:
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+    print(f"{done} of {len(todo)} done, {failed} failed", flush=True)
     return int(failed > 0)
+
+
+def begin(given: argparse.Namespace) -> ProcessPoolExecutor:
+    # every process begins anew: one that has spoken to a GPU cannot be copied
+    return ProcessPoolExecutor(given.workers, mp_context=get_context("spawn"))
 
 
 def judge(given: argparse.Namespace) -> int:
@@ -153,20 +180,16 @@ def judge(given: argparse.Namespace) -> int:
             if "texts" not in line or split == "retention":
                 continue
             keys = [(split, place, text) for place, texts in enumerate(line["texts"]) for text in texts]
-            if "correct" not in line:
-                new: list[list[str]] = [[] for _ in line["texts"]]
-                for _, place, text in dict.fromkeys(key for key in keys if key not in verdicts):
-                    new[place].append(text)
-                found = cell.judged(split, {"texts": new})["correct"]
-                asked = [(split, place, text) for place, texts in enumerate(new) for text in texts]
-                verdicts |= dict(zip(asked, found, strict=True))
-                record.lines[line["method"], line["what"]] = {
-                    **line,
-                    "correct": "".join(verdicts[key] for key in keys),
-                }
-            else:
+            if "correct" in line:
                 verdicts |= dict(zip(keys, line["correct"], strict=True))
-        record.write()
+                continue
+            new: list[list[str]] = [[] for _ in line["texts"]]
+            for _, place, text in dict.fromkeys(key for key in keys if key not in verdicts):
+                new[place].append(text)
+            found = cell.judged(split, {"texts": new})["correct"]
+            asked = [(split, place, text) for place, texts in enumerate(new) for text in texts]
+            verdicts |= dict(zip(asked, found, strict=True))
+            record.add({**line, "correct": "".join(verdicts[key] for key in keys)})
         print(f"{path}: {len(record.lines)} lines", flush=True)
     return 0
 

@@ -139,6 +139,7 @@ class Cell:
         out: where the cell's folder is.
         precision: bf16 or fp32, of training and answers.
         smoke: two steps and four questions, to see that everything runs.
+        device: where answers are drawn, as `Loading` has it; training takes a GPU where there is one.
         judges: verdicts are kept with the answers; `judged` adds them later otherwise.
     """
 
@@ -151,10 +152,11 @@ class Cell:
         out: Path,
         precision: str,
         smoke: bool,
+        device: str = "cpu",
         judges: bool = True,
     ) -> None:
         self.design, self.seed, self.base, self.precision, self.smoke = design, seed, base, precision, smoke
-        self.judges = judges
+        self.device, self.judges = device, judges
         self.settings = design["situations"][situation]
         self.name = f"{situation}-{seed}"
         self.folder = out / self.name
@@ -223,7 +225,7 @@ class Cell:
         spec = self.design["methods"][method]
         folder = self.made(method, budget)
         dtype = "bfloat16" if self.precision == "bf16" else "float32"
-        loaded = open_model(resolve(folder), Loading(dtype=dtype))
+        loaded = open_model(resolve(folder), Loading(dtype=dtype, device=self.device))
         if "constant" in spec:
             with constant_gate(loaded.model, spec["constant"]):
                 yield loaded
@@ -438,11 +440,6 @@ def gpu_of(loaded: Loaded) -> dict[str, str]:
     return {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
 
 
-def usual_precision() -> str:
-    """The fastest that this machine multiplies."""
-    return "bf16" if torch.cuda.is_available() or real_model.has_bf16() else "fp32"
-
-
 def situation_of(cell: str, design: dict[str, Any]) -> dict[str, Any]:
     return design["situations"][cell.rsplit("-", 1)[0]]
 
@@ -504,7 +501,7 @@ def main() -> None:
     if given.smoke and given.records == RECORDS:
         parser.error("--smoke needs --records of its own")
     design, budget = read_design(), Budget(given.minutes)
-    precision = usual_precision()
+    precision = "bf16" if real_model.has_bf16() else "fp32"
     try:
         for one in design["cells"]:
             name = f"{one['situation']}-{one['seed']}"

@@ -49,10 +49,12 @@ DEVELOPMENT = Asked("dev").what
 DOCS = Path(__file__).parents[2] / "docs" / "real-study.md"
 RESULTS = Path(__file__).with_name("RESULTS.md")
 ON_GPU = Path(__file__).with_name("records-gpu")  # by `at_once.py`
+AGAIN = Path(__file__).with_name("records-again")  # adapters trained again on a CPU for methods that came later
 TITLE = """# All results of the study on real models
 
-Made by `report.py` from `records/`; [docs/real-study.md](../../docs/real-study.md) says what they mean. Scores are percents
-with 95 % intervals over questions, differences are points. "not run" stands where a temperature was not asked."""
+Made by `report.py` from `records/` and `records-gpu/`; [docs/real-study.md](../../docs/real-study.md) says what they mean.
+Scores are percents with 95 % intervals over questions, differences are points. "not run" stands where a temperature was not
+asked."""
 LOST = 5  # points, of a method that the sign should have marked
 HEAD = (
     "method",
@@ -325,29 +327,32 @@ def beside(cells: Mapping[str, Lines], design: dict[str, Any]) -> str:
 
 
 def over_trainings(places: Mapping[str, Mapping[str, Lines]], design: dict[str, Any]) -> str:
-    """Of who was asked both kinds in three cells of a place or more: the mean over cells, with an interval over cells.
+    """Of who was asked both kinds with three training seeds of a place or more: the mean over seeds, with an interval over seeds.
 
-    A cell is one training of adapter and method. Each cell's difference is weighed as its rows are; the interval is Student's.
+    Each cell's difference is weighed as its rows are. Cells of one seed share rows and initialisation, so their mean counts
+    once; the interval is Student's.
     """
     rows = []
     for place, records in places.items():
         for method in design["methods"]:
-            cells = {
-                name: lines
-                for name, lines in records.items()
-                if {(who, what) for who in (method, ADAPTER) for what in (GREEDY, REST)} <= set(lines)
-                and "base" not in situation_of(name, design)
-            }
-            if method == ADAPTER or len(cells) < 3:
+            gaps: dict[str, list[float]] = {}
+            each = []
+            for name, lines in records.items():
+                asked = {(who, what) for who in (method, ADAPTER) for what in (GREEDY, REST)} <= set(lines)
+                if method == ADAPTER or not asked or "base" in situation_of(name, design):
+                    continue
+                gap = weighed({name: lines}, method).mean
+                gaps.setdefault(name.rsplit("-", 1)[1], []).append(gap)
+                each.append(f"{name} {points(gap)}")
+            if len(gaps) < 3:
                 continue
-            gaps = [weighed({name: lines}, method).mean for name, lines in cells.items()]
-            half = stats.t.ppf(0.975, len(gaps) - 1) * np.std(gaps, ddof=1) / len(gaps) ** 0.5
-            mean = float(np.mean(gaps))
-            each = ", ".join(f"{name} {points(gap)}" for name, gap in zip(cells, gaps))
+            means = [float(np.mean(found)) for found in gaps.values()]
+            half = stats.t.ppf(0.975, len(means) - 1) * np.std(means, ddof=1) / len(means) ** 0.5
+            mean = float(np.mean(means))
             said = f"{points(mean)} ({points(mean - half)} to {points(mean + half)})"
-            rows.append(f"| {method} | {place} | {len(gaps)} | {said} | {each} |")
-    head = ["| method | where | cells | weighed, mean over trainings | each |", "|---|---|---:|---:|---|"]
-    return "\n".join([*head, *rows]) if rows else "No method was asked both kinds in three cells yet."
+            rows.append(f"| {method} | {place} | {len(means)} | {said} | {', '.join(each)} |")
+    head = ["| method | where | seeds | weighed, mean over seeds | each cell |", "|---|---|---:|---:|---|"]
+    return "\n".join([*head, *rows]) if rows else "No method was asked both kinds with three seeds yet."
 
 
 def two_machines(here: Mapping[str, Lines], there: Mapping[str, Lines]) -> str:
@@ -489,7 +494,7 @@ def pages(records: Mapping[str, Lines], there: Mapping[str, Lines], design: dict
     page = DOCS.read_text(encoding="utf-8")
     made = {
         "kinds": both_kinds(records, design),
-        "trainings": over_trainings({"CPU": records, "GPU": there}, design),
+        "trainings": over_trainings({"CPU": {**records, **read(AGAIN, design)}, "GPU": there}, design),
     }
     for name, table in made.items():
         before, rest = page.split(f"<!-- {name}: begin -->")

@@ -174,8 +174,8 @@ def attention(found: dict[str, Any]) -> str:
 
 def gpu(part: str) -> str:
     """A part of `make gpu`'s record: parity, kernels or decode."""
-    found = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["parts"][part]["result"]
-    return GPU[part](found)
+    found = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["parts"].get(part, {}).get("result")
+    return GPU[part](found) if found else "Not measured yet: run `make gpu`."
 
 
 def parity(found: dict[str, Any]) -> str:

@@ -54,6 +54,18 @@ def test_every_method_waits_for_what_it_is_made_from(scripts, design):
     assert set(needed.values()) <= {"", *design["methods"]}
 
 
+def test_what_a_method_is_made_from_is_made_first(scripts, design):
+    assert scripts.at_once.whole(["random gates [-6,3]", "DFT", "λ=0.5"], design) == [
+        "LoRA",
+        "gates [-6,3]",
+        "random gates [-6,3]",
+        "DFT",
+        "λ=0.5",
+    ]
+    (base,) = (one for one in scripts.at_once.order(design, ["clean-0", "clean-1"], ["base"], ["base"]))
+    assert base[1:] == ("clean-0", "base")
+
+
 def test_greedy_answers_come_first_and_the_rest_of_the_pool_is_asked_twice(scripts, design):
     asked = [one.what for one in scripts.at_once.wanted(design, "LoRA")]
     assert asked[:3] == ["test T=0", "retention", "rest T=0"]
@@ -109,8 +121,8 @@ def greedy(method: str, what: str, right: list[int]) -> tuple[tuple[str, str], d
     }
 
 
-def test_differences_are_averaged_over_trainings_with_an_interval_over_them(scripts, design):
-    gains = {"clean-0": 4, "noisy-0": 2, "clean-1": 0}
+def test_differences_are_averaged_over_seeds_with_an_interval_over_them(scripts, design):
+    gains = {"clean-0": 5, "noisy-0": 3, "clean-1": 2, "clean-2": 0}
     records = {
         cell: dict(
             greedy(method, what, [int(place < 3 + more) for place in range(10)])
@@ -120,14 +132,14 @@ def test_differences_are_averaged_over_trainings_with_an_interval_over_them(scri
         for cell, gain in gains.items()
     }
     table = scripts.report.over_trainings({"CPU": records, "GPU": {}}, design)
-    values = np.array([40.0, 20.0, 0.0])
+    values = np.array([40.0, 20.0, 0.0])  # the cells of seed 0 count once
     half = 4.303 * values.std(ddof=1) / 3**0.5  # Student's t of two degrees of freedom
     assert f"| DFT | CPU | 3 | +20.0 ({20 - half:+.1f} to {20 + half:+.1f}) |" in table
-    assert "clean-0 +40.0, noisy-0 +20.0, clean-1 +0.0" in table
+    assert "clean-0 +50.0, noisy-0 +30.0, clean-1 +20.0, clean-2 +0.0" in table
+    said = scripts.report.two_machines(records, records | {"clean-1": records["noisy-0"]})
+    assert "of the test 8 scores differ by +1.2 points on average, standard deviation 3.5, at most 10.0" in said
     del records["clean-1"]
-    assert "in three cells yet" in scripts.report.over_trainings({"CPU": records}, design)
-    said = scripts.report.two_machines(records, records | {"clean-1": records["clean-0"]})
-    assert "of the test 4 scores differ by +0.0 points on average, standard deviation 0.0, at most 0.0" in said
+    assert "with three seeds yet" in scripts.report.over_trainings({"CPU": records}, design)
 
 
 @pytest.mark.slow("whole commands")

@@ -63,7 +63,7 @@ class SignedMap:
         """λ of v, same shape and dtype; exactly 1 at v = 0."""
         below = torch.rsub(response, 1.0, alpha=-self.below)  # 1 + (1−L)·v in one operator
         above = torch.rsub(response, 1.0, alpha=-self.above)
-        if torch.is_grad_enabled() and response.requires_grad:
+        if torch.is_grad_enabled():
             # v = 0 takes the upper branch; its value is 1 on both, its slope is not
             return torch.where(response < 0, below, above)
         # the same bits in one operator less: of two lines through (0, 1) the lower one left and right, or the upper one
