@@ -130,6 +130,11 @@ def plain_outcome(
     return logits, {name: leaf.grad for name, leaf in leaves.items()}
 
 
+def kernel_settings(task: Task) -> tuple[str, ...]:
+    """Settings of LORAGATE_KERNEL that a gated model is run under."""
+    return ("torch", "auto", "triton") if importlib.util.find_spec("triton") and not task.rehearsal else ("torch",)
+
+
 def rounded(shape: Shape, dtype: str = "float32") -> Any:
     """The mild adapter on a base whose weights are those of bf16, kept in `dtype`: the same model in every precision."""
     model = mild(adapter(shape))
@@ -142,16 +147,13 @@ def rounded(shape: Shape, dtype: str = "float32") -> Any:
 
 def parity(task: Task) -> None:
     """Logits and gate gradients in fp32 and bf16 on the device, against fp64 by plain autograd on the CPU."""
-    kernels = (
-        ("torch",) if task.rehearsal or importlib.util.find_spec("triton") is None else ("torch", "auto", "triton")
-    )
     shape = replace(TINY, k=20)
     for family, size in (("qwen2", 0), ("qwen3", 16), ("llama", 0)):
         shape = replace(shape, family=family, head_size=size)
         gates = {name: value.detach().clone() for name, value in lg.gate_parameters(shaken(rounded(shape))).items()}
         exact = plain_outcome(rounded(shape), gates, batch(shape), shape.k)
         row: dict[str, Any] = {}
-        cases = [(task.device, dtype, kernel) for kernel in kernels for dtype in ("float32", "bfloat16")]
+        cases = [(task.device, dtype, kernel) for kernel in kernel_settings(task) for dtype in ("float32", "bfloat16")]
         for place, dtype, kernel in [("cpu", "bfloat16", "torch"), *cases]:
             kernel_gpu.choose(kernel)
             logits, slopes = gated_outcome(shaken(rounded(shape, dtype)).to(place), batch(shape), shape.k)

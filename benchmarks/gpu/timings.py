@@ -14,7 +14,7 @@ import kernel_gpu
 import torch
 from common import alternate, ratios, spread
 from contestants import Shape, adapter
-from parts import TINY, Task, error, mild, on, require, shaken
+from parts import TINY, Task, error, kernel_settings, mild, on, require, shaken
 from torch import nn
 from true_shapes import SHAPES
 
@@ -38,11 +38,6 @@ def peak_bytes(task: Task, run: Callable[[], Any]) -> int | None:
     run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def kernel_settings(task: Task) -> tuple[str, ...]:
-    """Settings of LORAGATE_KERNEL that a gated model is timed under."""
-    return ("torch", "auto", "triton") if importlib.util.find_spec("triton") and not task.rehearsal else ("torch",)
 
 
 def step(task: Task) -> None:

@@ -208,16 +208,20 @@ def development(lines: Lines, design: dict[str, Any]) -> str:
     return f"On the development questions the adapter has {said}."
 
 
-def cell_part(name: str, lines: Lines, design: dict[str, Any]) -> str:
-    """Table and two sentences of one cell."""
+def of_methods(lines: Lines, design: dict[str, Any]) -> str:
+    """The table of a cell: a line for each method that was begun."""
     asked = heats(design)
     methods = [method for method in design["methods"] if any(key[0] == method for key in lines)]
     rows = [row(lines, method, asked) for method in methods]
     rule = ["---", *["---:"] * (len(HEAD) - 1)]
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in (HEAD, rule, *rows))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (HEAD, rule, *rows))
+
+
+def cell_part(name: str, lines: Lines, design: dict[str, Any]) -> str:
+    """Table and two sentences of one cell."""
     parts = [
         f"**{name}.** {development(lines, design)}",
-        table,
+        of_methods(lines, design),
         automatic(name, lines, design),
         rest_part(lines, design),
     ]
@@ -376,14 +380,9 @@ def two_machines(here: Mapping[str, Lines], there: Mapping[str, Lines]) -> str:
 
 def on_gpu(here: Mapping[str, Lines], there: Mapping[str, Lines], design: dict[str, Any]) -> str:
     """Everything of the GPU's records."""
-    asked = heats(design)
     parts = ["## Trained again on a GPU", both_kinds(there, design), two_machines(here, there), marked(there, design)]
     for name, lines in there.items():
-        methods = [method for method in design["methods"] if (method, GREEDY) in lines]
-        rule = ["---", *["---:"] * (len(HEAD) - 1)]
-        rows = [row(lines, method, asked) for method in methods]
-        table = "\n".join("| " + " | ".join(cells) + " |" for cells in (HEAD, rule, *rows))
-        parts += [f"**{name}.**", table]
+        parts += [f"**{name}.**", of_methods(lines, design)]
     return "\n\n".join(filter(None, parts))
 
 
