@@ -95,13 +95,20 @@ def main() -> None:
 def run(place: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     data, adapter = place / "dataset", place / "adapter"
     write_dataset(data, demonstrations(arguments.rows, seed=0))
-    shared = ["--data", str(data), "--device", "cpu", "--processes", "2", "--micro-batch-size", "16"]
+    shared = ["--data", str(data), "--device", "cpu", "--processes", "2", "--per-device-train-batch-size", "16"]
     shared += ["--batch-size", "32", "--save-steps", "16", "--max-length", "128"]
     one = loragate(
-        "sft", "--model", str(shipped_base_folder()), "--out", str(adapter), "--strategy", arguments.stage_one, *shared
+        "sft",
+        "--model",
+        str(shipped_base_folder()),
+        "--out",
+        str(adapter),
+        "--strategy",
+        arguments.fine_tuning,
+        *shared,
     )
     two = ["calibrate", "--adapter", str(adapter), "--range=-3,1", "--unverified", *shared]
-    two += ["--strategy", arguments.stage_two]
+    two += ["--strategy", arguments.gate_training]
     whole = loragate(*two, "--out", str(place / "whole"))
     killed = loragate(*two, "--out", str(place / "gated"), kill_after_checkpoint=place / "gated" / "run")
     saved = sorted(path.name for path in (place / "gated" / "run").glob("checkpoint-*"))
@@ -113,7 +120,7 @@ def run(place: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "rows": arguments.rows,
         "processes": 2,
-        "strategies": [arguments.stage_one, arguments.stage_two],
+        "strategies": [arguments.fine_tuning, arguments.gate_training],
         "stage_one": one,
         "stage_two": whole,
         "killed": {**killed, "checkpoints": saved, "bytes": kept},

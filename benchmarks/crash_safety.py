@@ -61,7 +61,7 @@ def train(stage: str, folder: Path, resume: bool, report: Any) -> str:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     import loragate as lg
-    from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
+    from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter
 
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -88,7 +88,7 @@ def train(stage: str, folder: Path, resume: bool, report: Any) -> str:
     ]
     shared: dict[str, Any] = {
         "batch_size": 2,
-        "micro_batch_size": 1,
+        "per_device_train_batch_size": 1,
         "max_length": 32,
         "learning_rate": 1e-2,
         "logging_steps": 1,
@@ -100,7 +100,7 @@ def train(stage: str, folder: Path, resume: bool, report: Any) -> str:
             report(progress.step)
 
     if stage == "sft":
-        settings = StageOneSettings(rank=2, dropout=0.2, **shared)
+        settings = FineTuningSettings(rank=2, dropout=0.2, **shared)
         result: Any = train_adapter(
             base, tokenizer(), rows, settings, run_folder=folder, resume=resume, on_step=on_step
         )
@@ -111,12 +111,12 @@ def train(stage: str, folder: Path, resume: bool, report: Any) -> str:
             r=2, lora_alpha=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
         )
         model = get_peft_model(base, lora)
-        result = lg.calibrate(
+        result = lg.train_gates(
             model,
             tokenizer(),
             rows,
             lg.GateConfig(-3, 2),
-            CalibrationSettings(k=20, **shared),
+            GateTrainingSettings(k=20, **shared),
             run_folder=folder,
             resume=resume,
             on_step=on_step,
@@ -304,8 +304,8 @@ def main() -> int:
     import transformers
     import trl
 
-    import loragate.training.stage_one
-    import loragate.training.stage_two  # noqa: F401
+    import loragate.training.fine_tuning
+    import loragate.training.gate_training  # noqa: F401
 
     torch.set_num_threads(1)
     datasets.disable_progress_bars()

@@ -136,7 +136,7 @@ def measure(folder: Path, what: str, questions: int, samples: int) -> dict[str, 
         "--unverified",
         "--batch-size",
         "32",
-        "--micro-batch-size",
+        "--per-device-train-batch-size",
         "32",
     ]
     calibrate += ["--max-steps", "157", "--max-length", "128", "--device", "cpu"]

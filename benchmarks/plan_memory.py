@@ -28,7 +28,7 @@ from loragate.analysis.counts import build_on_meta, count_parameters
 from loragate.analysis.plan import gpu_memory
 from loragate.analysis.plan_step import Step
 from loragate.analysis.settings import Request
-from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
+from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter
 
 SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5}
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048}
@@ -130,7 +130,7 @@ def train(case: Case, marks: list[int]) -> None:
     rows, _ = rows_of(case)
     shared: dict[str, Any] = {
         "batch_size": case.rows * case.passes,
-        "micro_batch_size": case.rows,
+        "per_device_train_batch_size": case.rows,
         "max_steps": 2,
         "max_length": case.sequence,
         "gradient_checkpointing": case.checkpointing,
@@ -146,7 +146,7 @@ def train(case: Case, marks: list[int]) -> None:
 
     tokenizer = tokenizer_of(base.config.vocab_size)
     if case.stage == "sft":
-        train_adapter(base, tokenizer, rows, StageOneSettings(rank=RANK, **shared), on_step=mark)
+        train_adapter(base, tokenizer, rows, FineTuningSettings(rank=RANK, **shared), on_step=mark)
         return
     record = LoraConfig(
         r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
@@ -156,7 +156,7 @@ def train(case: Case, marks: list[int]) -> None:
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 parameter.mul_(0.1)
-    lg.calibrate(model, tokenizer, rows, lg.GateConfig(-1, 2), CalibrationSettings(**shared), on_step=mark)
+    lg.train_gates(model, tokenizer, rows, lg.GateConfig(-1, 2), GateTrainingSettings(**shared), on_step=mark)
 
 
 def measured(case: Case) -> tuple[int, int]:

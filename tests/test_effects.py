@@ -11,7 +11,7 @@ from loragate.effects import TABLE, Acts, acting, require_effect
 from loragate.errors import ConfigError
 
 CLASSES = {
-    "calibration": ("loragate.training.settings", "CalibrationSettings"),
+    "calibration": ("loragate.training.settings", "GateTrainingSettings"),
     "task": ("loragate.evaluation.tasks.task", "Task"),
     "dataset": ("loragate.evaluation.tasks.task", "Dataset"),
     "rows": ("loragate.cli.sft", "SftOptions"),

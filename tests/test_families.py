@@ -6,7 +6,7 @@ import transformers as tf
 
 import loragate as lg
 from loragate.losses import StatisticsRequest, statistics_of_logits
-from loragate.training import CalibrationSettings
+from loragate.training import GateTrainingSettings
 from loragate.training.model_state import statistics_forward
 from tiny import VOCABULARY, logits, tiny_adapter, tiny_rows
 
@@ -49,8 +49,8 @@ FAMILIES = {
         **GROUPED, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2
     ),
 }
-SETTINGS = CalibrationSettings(
-    batch_size=8, micro_batch_size=4, max_steps=2, learning_rate=0.05, logging_steps=1, k=20, max_length=64
+SETTINGS = GateTrainingSettings(
+    batch_size=8, per_device_train_batch_size=4, max_steps=2, learning_rate=0.05, logging_steps=1, k=20, max_length=64
 )
 
 
@@ -86,7 +86,7 @@ def test_family(name, tokenizer, token_ids, tmp_path):
     lg.detach_gates(model)
 
     # two calibration steps with measured parity, saved and loaded
-    result = lg.calibrate(model, tokenizer, tiny_rows(16), lg.GateConfig(-3, 2), SETTINGS)
+    result = lg.train_gates(model, tokenizer, tiny_rows(16), lg.GateConfig(-3, 2), SETTINGS)
     assert result.steps == 2
     assert result.parity.at_one == 0
     assert result.parity.at_zero == 0

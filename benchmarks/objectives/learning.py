@@ -297,9 +297,11 @@ OBJECTIVES: dict[str, Callable[[Any, ResponseScorer], Loss]] = {
 }
 
 
-def fit(loss: Loss, parameters: list[torch.nn.Parameter], rate: float, steps: int, beta2: float = 0.999) -> list[float]:
+def fit(
+    loss: Loss, parameters: list[torch.nn.Parameter], rate: float, steps: int, adam_beta2: float = 0.999
+) -> list[float]:
     """AdamW with a cosine and clipping at 1; returns the losses."""
-    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, beta2), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, adam_beta2), weight_decay=0.0)
     found = []
     for step in range(steps):
         for group in optimizer.param_groups:

@@ -133,7 +133,7 @@ class RealCell(Learner):
         began = time.process_time()
         learning = OBJECTIVES[objective](self, self.scorer(model))
         prepared = time.process_time()
-        found = fit(learning, list(parameters.values()), rate, steps, beta2=0.95)  # as the study's
+        found = fit(learning, list(parameters.values()), rate, steps, adam_beta2=0.95)  # as the study's
         training = {
             "steps": steps,
             "losses": [round(value, 5) for value in found],

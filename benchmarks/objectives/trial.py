@@ -30,7 +30,7 @@ from loragate.data import encode_rows, load_rows, render_prompt
 from loragate.files import write_json
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override, gate_parameters
 from loragate.generation import Sample, SamplingConfig
-from loragate.training import StageOneSettings, train_adapter
+from loragate.training import FineTuningSettings, train_adapter
 from objectives.learning import LIMITS, OBJECTIVES, RANGE, Learner, evolved, fit, set_constants
 from selection.measure import ensemble_answers, solved
 from worlds.situations import Questions, Situation, base_for, demonstration_rows, questions, situation_named
@@ -74,10 +74,10 @@ class Cell(Learner):
     def _adapter(self, rows: Any) -> Any:
         place = self.cache / "adapters" / self.name
         if not (place / "adapter_config.json").is_file():
-            settings = StageOneSettings(
+            settings = FineTuningSettings(
                 learning_rate=self.situation.learning_rate,
                 batch_size=32,
-                micro_batch_size=32,
+                per_device_train_batch_size=32,
                 max_length=128,
                 seed=self.seed,
                 logging_steps=64,

@@ -31,7 +31,7 @@ from loragate.data import load_rows, render_prompt
 from loragate.files import write_json
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override, record_gates
 from loragate.generation import SamplingConfig, SeededSampler, TransformersEngine
-from loragate.training import CalibrationSettings, StageOneSettings, calibrate, train_adapter
+from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter, train_gates
 from loragate.world.problems import Problem, apply_operator, expression, verify
 from loragate.world.tokenizer import DIGITS
 from worlds.commands import apply_command, programme
@@ -75,11 +75,11 @@ class Bench:
         place = self.cache / "adapters" / f"{self.situation.name}-{objective}"
         if not (place / "adapter_config.json").is_file():
             s = self.situation
-            settings = StageOneSettings(
+            settings = FineTuningSettings(
                 objective=objective,
                 learning_rate=s.learning_rate,
                 batch_size=32,
-                micro_batch_size=32,
+                per_device_train_batch_size=32,
                 max_length=128,
                 seed=s.sft_seed,
                 logging_steps=64,
@@ -132,11 +132,11 @@ class Bench:
     def done(self, name: str) -> bool:
         return (self.folder / f"{name}.json").is_file()
 
-    def settings(self, **more: Any) -> CalibrationSettings:
-        return CalibrationSettings(
+    def settings(self, **more: Any) -> GateTrainingSettings:
+        return GateTrainingSettings(
             learning_rate=GATE_RATE,
             batch_size=32,
-            micro_batch_size=32,
+            per_device_train_batch_size=32,
             max_steps=STEPS,
             max_length=128,
             max_rows=ROWS,
@@ -146,11 +146,11 @@ class Bench:
         )
 
     @contextmanager
-    def gated(self, lower: float, upper: float, settings: CalibrationSettings, **options: Any) -> Any:
+    def gated(self, lower: float, upper: float, settings: GateTrainingSettings, **options: Any) -> Any:
         """The adapter with gates trained now; yields what the training says of itself."""
         began = time.process_time()
         config = GateConfig(lower, upper, seed=self.situation.sft_seed)
-        result = calibrate(self.model, self.tokenizer, load_rows(self.rows), config, settings, **options)
+        result = train_gates(self.model, self.tokenizer, load_rows(self.rows), config, settings, **options)
         try:
             yield {
                 "training_cpu_seconds": time.process_time() - began,

@@ -49,7 +49,7 @@ from loragate.selection.settings import SelectionSettings
 from loragate.selection.store import PART, Store, Study
 from loragate.selection.transaction import RANGES, Transaction, gates_all
 from loragate.selection.trial import PART_QUESTIONS, SHARE, run_trial, train_part, train_trial
-from loragate.training import CalibrationSettings
+from loragate.training import GateTrainingSettings
 from selection.measure import BATCH, Bench
 from selection.recommending import DEALS, PROBE, SAMPLES, Scores, dealt, halved, score
 from worlds.situations import SITUATIONS, Questions, Situation, questions, situation_named
@@ -80,8 +80,10 @@ class WholePool(Probe):
 def measure(situation: Situation, cache_folder: Path) -> list[Row]:
     """Train and ask everything of one situation, with what calibrate would choose by itself for as many rows."""
     one = Bench(situation, cache_folder)
-    settings = CalibrationSettings(max_length=128).fitted(len(one.rows))
-    settings = replace(settings, micro_batch_size=settings.batch_size)  # the same steps, in one forward pass each
+    settings = GateTrainingSettings(max_length=128).fitted(len(one.rows))
+    settings = replace(
+        settings, per_device_train_batch_size=settings.batch_size
+    )  # the same steps, in one forward pass each
     with tempfile.TemporaryDirectory(dir=cache_folder) as folder:
         transaction = Transaction(
             one.tokenizer,

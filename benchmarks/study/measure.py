@@ -48,7 +48,7 @@ from loragate.gates import (
     sizes_of,
 )
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.training import CalibrationSettings, StageOneSettings, calibrate, train_adapter
+from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter, train_gates
 from loragate.training.token_influence import keep_masks, response_log_probs
 from loragate.world.problems import retention_items
 from worlds.situations import WORLDS as KINDS
@@ -192,16 +192,16 @@ class Cell:
                 options["objective_options"] = {"t_max": 0.1, "t_min": 0.0}
             rows = self.masked_rows() if objective in ("mask", "forgetting") else self.rows
             began = time.process_time()
-            result = self._train(StageOneSettings(**options, learning_rate=self.situation.learning_rate), rows)
+            result = self._train(FineTuningSettings(**options, learning_rate=self.situation.learning_rate), rows)
             result.model.save_pretrained(str(place))
             write_json(place / "cost.json", {"cpu_seconds": time.process_time() - began})
         return PeftModel.from_pretrained(copy.deepcopy(self.base), str(place)).eval()
 
-    def _train(self, settings: StageOneSettings, rows: list[dict[str, Any]]) -> Any:
+    def _train(self, settings: FineTuningSettings, rows: list[dict[str, Any]]) -> Any:
         settings = replace(
             settings,
             batch_size=32,
-            micro_batch_size=32,
+            per_device_train_batch_size=32,
             max_length=self.numbers.max_length,
             seed=self.situation.sft_seed,
             logging_steps=64,
@@ -211,14 +211,14 @@ class Cell:
     def masked_rows(self) -> list[dict[str, Any]]:
         """The rows with a `keep_mask` by Token Cleaning; its reference is a LoRA of as many other demonstrations."""
         other = replace(self.situation, sft_seed=self.situation.sft_seed + 1000)
-        settings = StageOneSettings(learning_rate=self.situation.learning_rate)
+        settings = FineTuningSettings(learning_rate=self.situation.learning_rate)
         reference = self._train(settings, list(demonstration_rows(other))).model.eval()
         encoded = encode_rows(load_rows(self.rows), self.tokenizer, max_length=self.numbers.max_length)
         whole = [encoded[index] for index in range(len(encoded))]
         assert [row["row"] for row in whole] == list(range(len(self.rows))), "a row was left out"
 
         def scores(model: Any) -> list[np.ndarray]:
-            windows = response_log_probs(model, whole, self.tokenizer.pad_token_id, micro_batch_size=64)
+            windows = response_log_probs(model, whole, self.tokenizer.pad_token_id, per_device_train_batch_size=64)
             return [row for window in windows for row in window]
 
         gains = [after - before for before, after in zip(scores(self.base), scores(reference), strict=True)]
@@ -227,11 +227,11 @@ class Cell:
 
     # Stage II
 
-    def settings(self, **more: Any) -> CalibrationSettings:
-        return CalibrationSettings(
+    def settings(self, **more: Any) -> GateTrainingSettings:
+        return GateTrainingSettings(
             learning_rate=GATE_RATE,
             batch_size=32,
-            micro_batch_size=32,
+            per_device_train_batch_size=32,
             max_steps=STEPS,
             max_length=self.numbers.max_length,
             max_rows=ROWS,
@@ -241,10 +241,10 @@ class Cell:
         )
 
     @contextmanager
-    def gated(self, model: Any, config: GateConfig, settings: CalibrationSettings) -> Iterator[dict[str, Any]]:
+    def gated(self, model: Any, config: GateConfig, settings: GateTrainingSettings) -> Iterator[dict[str, Any]]:
         """The adapter with gates trained now; yields what their training cost and did."""
         began = time.process_time()
-        result = calibrate(model, self.tokenizer, load_rows(self.rows), config, settings)
+        result = train_gates(model, self.tokenizer, load_rows(self.rows), config, settings)
         try:
             yield {
                 "cpu_seconds": time.process_time() - began,
@@ -320,7 +320,7 @@ def controls(cell: Cell) -> None:
         )
         with cell.gated(cell.lora, cell.config(0, 6), settings) as training:
             cell.keep(name, cell.lora, dev=True, training=training)
-    gates: dict[str, Callable[[], tuple[GateConfig, CalibrationSettings]]] = {
+    gates: dict[str, Callable[[], tuple[GateConfig, GateTrainingSettings]]] = {
         "one λ per module [0,1]": lambda: (cell.config(0, 1, granularity="module"), cell.settings()),
         "CE gates [-6,3]": lambda: (cell.config(-6, 3), cell.settings(objective="ce")),
     }
@@ -337,15 +337,15 @@ def controls(cell: Cell) -> None:
         finally:
             detach_gates(cell.lora)
     again = {
-        "LoRA continued": StageOneSettings(learning_rate=cell.situation.learning_rate),
-        "LoRA by entropy": StageOneSettings(objective="entropy", learning_rate=GATE_RATE, weight_decay=0.0),
-        "LoRA interleaved": StageOneSettings(objective="interleaved", learning_rate=GATE_RATE),
+        "LoRA continued": FineTuningSettings(learning_rate=cell.situation.learning_rate),
+        "LoRA by entropy": FineTuningSettings(objective="entropy", learning_rate=GATE_RATE, weight_decay=0.0),
+        "LoRA interleaved": FineTuningSettings(objective="interleaved", learning_rate=GATE_RATE),
     }
     for name, settings in again.items():
         if not cell.has(name):
             started = str(cell.cache / "adapters" / f"{cell.situation.name}-sft")
             rows = load_rows(cell.rows).shuffled(cell.situation.sft_seed).take(ROWS)
-            settings = replace(settings, adapter=started, warmup=0.0, max_steps=STEPS)
+            settings = replace(settings, adapter=started, warmup_ratio=0.0, max_steps=STEPS)
             began = time.process_time()
             result = cell._train(settings, [rows[index] for index in range(len(rows))])
             cost = {"cpu_seconds": time.process_time() - began}

@@ -80,7 +80,7 @@ class TinyBaseRecipe:
     learning_rate: float = 6e-3
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.05
-    warmup: float = 0.05
+    warmup_ratio: float = 0.05
     clip_norm: float = 1.0
 
     def as_dict(self) -> dict[str, Any]:

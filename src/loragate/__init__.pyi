@@ -18,12 +18,12 @@ from .losses import (
     topk_entropy as topk_entropy,
 )
 from .models import load_gated as load_gated
-from .selection import choose_gates as choose_gates
+from .selection import calibrate as calibrate
 from .training import (
-    CalibrationSettings as CalibrationSettings,
-    StageOneSettings as StageOneSettings,
-    calibrate as calibrate,
+    GateTrainingSettings as GateTrainingSettings,
+    FineTuningSettings as FineTuningSettings,
     make_adapter as make_adapter,
     train_adapter as train_adapter,
+    train_gates as train_gates,
 )
 from .version import __version__ as __version__

@@ -43,10 +43,26 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         *(
             Acts(names, "objective", _TRAINED, refused=False)
             for names in (
-                ("learning_rate", "batch_size", "micro_batch_size", "epochs", "max_steps", "schedule", "warmup"),
-                ("weight_decay", "beta1", "beta2", "max_grad_norm", "precision", "packing", "group_by_length"),
+                (
+                    "learning_rate",
+                    "batch_size",
+                    "per_device_train_batch_size",
+                    "num_train_epochs",
+                    "max_steps",
+                    "lr_scheduler_type",
+                    "warmup_ratio",
+                ),
+                (
+                    "weight_decay",
+                    "adam_beta1",
+                    "adam_beta2",
+                    "max_grad_norm",
+                    "precision",
+                    "packing",
+                    "group_by_length",
+                ),
                 ("gradient_checkpointing", "activation_offload"),
-                ("logging_steps", "save_steps", "keep_checkpoints", "report_to"),
+                ("logging_steps", "save_steps", "save_total_limit", "report_to"),
             )
         ),
         # a probe is answered with it, whatever the objective

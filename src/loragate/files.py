@@ -1,5 +1,5 @@
-"""Writing files so that a reader never sees half of one (temporary file, fsync, rename), holding a folder alone, and what a
-file or a folder is known by."""
+"""Writing files so that a reader never sees half of one (temporary file, fsync, rename), the run folder of a resumable job, and
+what a file or a folder is known by."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from loragate.errors import ConfigError, LoragateError
+from loragate.version import __version__
 
 try:
     import fcntl
@@ -187,6 +189,91 @@ def held(path: Path, wait_s: float, taken: str) -> Iterator[None]:
             except OSError:
                 break  # a file system without locks
         yield
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a job that can be killed at any moment and resumed to the same result.
+
+    `run.json` says what was begun: its identity, JSON-able, of which equal values give equal results, the version of the package, and
+    notes, which a resumed job need not share. One process at a time writes to the folder. What the job keeps there is its own affair:
+    it writes whole files (`write_atomically`) or appends whole lines, and on resume does what is missing.
+
+    Attributes:
+        path: of the folder; made when the job begins.
+        error: what a refusal is raised as.
+    """
+
+    path: Path
+    error: type[LoragateError] = ConfigError
+
+    RECORD: ClassVar[str] = "run.json"
+    VERSION: ClassVar[str] = "loragate"
+    NOTES: ClassVar[str] = "notes"
+
+    @property
+    def record(self) -> Path:
+        """The file that says what was begun."""
+        return self.path / self.RECORD
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder against other processes; raises LoragateError where another one writes to it."""
+        with held(self.path / "lock", 0.0, f"another run is writing to {self.path}; wait for it to end, or stop it"):
+            yield
+
+    def begin(
+        self,
+        identity: Mapping[str, Any],
+        *,
+        resume: bool = False,
+        holds: str = "",
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write down what is begun, or on resume check that it is the same job.
+
+        Args:
+            identity: JSON-able; everything that a result depends on.
+            resume: go on with the job that was begun here.
+            holds: in words, the work in the folder that a new job must not be mixed with; by default a record is such work.
+            notes: JSON-able; for readers of the folder.
+
+        Raises:
+            `error`: for work that would be overwritten, nothing to resume, another version, or the first key that differs.
+        """
+        if not resume:
+            if holds := holds or ("an earlier run" if self.record.exists() else ""):
+                raise self.error(
+                    f"{self.path} holds {holds}, which is not overwritten; go on with it with --resume (resume=True), or choose "
+                    "another --out"
+                )
+            write_json(self.record, {**identity, self.VERSION: __version__, self.NOTES: dict(notes or {})})
+            return
+        stored = self.read()
+        before = stored.pop(self.VERSION, None)
+        stored.pop(self.NOTES, None)
+        if before != __version__:
+            raise self.error(
+                f"{self.record}: this run was begun with loragate {before or 'of an unknown version'}, and this is {__version__}, "
+                f"which may compute something else. Go on with that version (pip install 'loragate=={before or 'VERSION'}'), or "
+                "begin again in another --out"
+            )
+        remedy = "repeat the command with the same settings, weights and data, or choose another --out"
+        require_same(self.record, stored, dict(identity), remedy, self.error)
+
+    def read(self) -> dict[str, Any]:
+        """The record of what was begun; raises `error` where there is none, or none that can be read."""
+        try:
+            found = json.loads(self.record.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise self.error(
+                f"{self.record} is missing: there is no run to resume in {self.path}; leave out --resume"
+            ) from None
+        except (OSError, ValueError) as problem:
+            raise self.error(f"{self.record} cannot be read ({problem}); choose another --out") from None
+        if not isinstance(found, dict):
+            raise self.error(f"{self.record}: expected a JSON object; choose another --out")
+        return found
 
 
 def require_same(record: Path, old: Any, new: Any, remedy: str, error: type[LoragateError] = ConfigError) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.analysis.alignment import Place, update_between
+from loragate.analysis.alignment import ModelSource, update_between
 from loragate.analysis.directions import (
     NAMES,
     agreements,
@@ -107,7 +107,7 @@ def test_terms_coordinates_and_updates():
     rows = by_group(cases, lambda case: row_directions(reader, case, K))
     assert max(place.stop for place in parameter_slices(reader.model).values()) == rows[0].vectors.shape[1]
     overall = terms("all", rows)
-    here = Place.of("a", list(gate_values(reader.model).values()), rows)
+    here = ModelSource.of("a", list(gate_values(reader.model).values()), rows)
     v, g = here.value, here.entropy
     assert overall.total.cosine.mean == pytest.approx(float(v @ g / (v.norm() * g.norm())), rel=1e-5)
     assert overall.gain.mean == pytest.approx(float(v @ g), rel=1e-5)

@@ -138,10 +138,12 @@ def test_the_fastest_that_fits_is_chosen(model_file):
     command = plan.command
     assert "--num_processes 2 -m loragate sft --model MODEL --rank 16" in command
     assert "ddp.yaml" in command
-    assert "--max-length 512 --batch-size 8 --micro-batch-size 4" in command
-    assert "--epochs" not in command
-    longer = replace(plan.chosen.way, rows=5000, epochs=2.5)
-    assert "--max-rows 5000 --epochs 2.5" in launch_command(longer, "bfloat16"), "what the time was planned for"
+    assert "--max-length 512 --batch-size 8 --per-device-train-batch-size 4" in command
+    assert "--num-train-epochs" not in command
+    longer = replace(plan.chosen.way, rows=5000, num_train_epochs=2.5)
+    assert "--max-rows 5000 --num-train-epochs 2.5" in launch_command(longer, "bfloat16"), (
+        "what the time was planned for"
+    )
     zero = next(option for option in plan.options if option.way.strategy == "zero3" and option.way.recomputes)
     assert "--dtype bfloat16 --precision fp32 --gradient-checkpointing" in launch_command(zero.way, "bfloat16")
 

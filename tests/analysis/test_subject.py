@@ -6,7 +6,7 @@ import pytest
 
 from loragate.analysis import subject as room
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import Subject
+from loragate.analysis.subject import DiagnosticContext
 from loragate.errors import ConfigError
 from loragate.evaluation.session import Request
 from loragate.evaluation.settings import TaskSettings
@@ -16,6 +16,8 @@ def test_a_run_of_the_harness_alone_has_no_answers(tmp_path, monkeypatch):
     """Tasks of lm-evaluation-harness have prompts and answers of another form."""
     asked = SimpleNamespace(task=SimpleNamespace(name="retention", harness="mmlu"))
     monkeypatch.setattr(room, "open_evaluation", lambda *_: SimpleNamespace(models={}, tasks=[asked]))
-    monkeypatch.setattr(Subject, "loaded", SimpleNamespace(sources={}))
+    monkeypatch.setattr(DiagnosticContext, "loaded", SimpleNamespace(sources={}))
     with pytest.raises(ConfigError, match="no answers to read"):
-        Subject(Request("gated", tmp_path, TaskSettings())).answers("gated", DiagnoseSettings(run=str(tmp_path)))
+        DiagnosticContext(Request("gated", tmp_path, TaskSettings())).answers(
+            "gated", DiagnoseSettings(run=str(tmp_path))
+        )

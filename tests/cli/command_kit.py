@@ -1,7 +1,7 @@
 """What several tests of the commands give them: a task of one's own, and the flags of a short training."""
 
 TRAINING = [
-    *("--batch-size", "10", "--micro-batch-size", "10", "--max-length", "64"),
+    *("--batch-size", "10", "--per-device-train-batch-size", "10", "--max-length", "64"),
     *("--k", "20", "--learning-rate", "5e-2"),
 ]
 

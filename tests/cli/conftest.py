@@ -19,7 +19,16 @@ def made(once):
         write_rows(root / "plain.jsonl", plain)
         alpaca = [{"instruction": row["prompt"], "input": "", "output": row["completion"]} for row in plain]
         (root / "alpaca.json").write_text(json.dumps(alpaca))
-        data = ["--data", root / "messages.jsonl", "--batch-size", 4, "--micro-batch-size", 4, "--max-length", 64]
+        data = [
+            "--data",
+            root / "messages.jsonl",
+            "--batch-size",
+            4,
+            "--per-device-train-batch-size",
+            4,
+            "--max-length",
+            64,
+        ]
         run("sft", "--model", root / "base", *data, "--learning-rate", "5e-3", "--out", root / "adapter")
         gates = ["--range", "-3,2", "--unverified", "--learning-rate", "5e-2", "--k", 20, "--out", root / "gated"]
         run("calibrate", "--adapter", root / "adapter", *data, *gates)

@@ -140,14 +140,16 @@ def test_the_call_gives_what_the_command_gives(place, tmp_path, probe):
     command, call = tmp_path / "command" / "gated", tmp_path / "call" / "gated"
     assert calibrate(place, command, "--probe", place / probe, *GREEDY, "--ranges=0,1;-3,1") == 0
     model = PeftModel.from_pretrained(tiny_base(), place / "adapter").eval()
-    chosen = lg.choose_gates(
+    chosen = lg.calibrate(
         model,
         tiny_tokenizer(),
         str(place / "train.jsonl"),
         str(place / probe),
         call,
         ranges="0,1;-3,1",
-        settings=lg.CalibrationSettings(batch_size=10, micro_batch_size=10, max_length=64, k=20, learning_rate=5e-2),
+        settings=lg.GateTrainingSettings(
+            batch_size=10, per_device_train_batch_size=10, max_length=64, k=20, learning_rate=5e-2
+        ),
         asking=SelectionSettings(probe_grader="exact", probe_temperature=0.0, probe_max_new_tokens=1),
         adapter_source=place / "adapter",
         base_id=str(place / "base"),
@@ -298,7 +300,16 @@ def test_ctrl_c_says_the_step_and_how_to_go_on(place, tmp_path, capsys, monkeypa
         return train(*args, on_step=report, **options)
 
     monkeypatch.setattr(trial, "calibrate", interrupted)
-    probe = ("--probe", place / "gated.jsonl", *GREEDY, "--ranges=-3,1", "--epochs", "3", "--logging-steps", "1")
+    probe = (
+        "--probe",
+        place / "gated.jsonl",
+        *GREEDY,
+        "--ranges=-3,1",
+        "--num-train-epochs",
+        "3",
+        "--logging-steps",
+        "1",
+    )
     assert calibrate(place, tmp_path / "out", *probe) == 130
     assert "stopped by Ctrl-C at step 2 of 6; run the same command with --resume" in said(capsys)
     monkeypatch.setattr(trial, "calibrate", train)

@@ -16,7 +16,7 @@ from loragate.analysis.delta_entropy import EntropyRecord, diagnose_entropy
 from loragate.analysis.interventions import InterventionsRecord, diagnose_interventions
 from loragate.analysis.realised_gates import GatesRecord, diagnose_gates
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import Subject
+from loragate.analysis.subject import DiagnosticContext
 from loragate.cli.main import main
 from loragate.evaluation.results import read_record
 from loragate.evaluation.session import Request
@@ -115,7 +115,7 @@ def test_python_callers_call_what_the_command_does(place, tmp_path):
     """The calls return the records that they write, and the tasks' answers are drawn and kept as the command does."""
 
     def subject(name, tasks=""):
-        return Subject(Request(str(place / "gated"), tmp_path / name, TaskSettings(tasks=tasks)))
+        return DiagnosticContext(Request(str(place / "gated"), tmp_path / name, TaskSettings(tasks=tasks)))
 
     words = str(place / "words.yaml")
     found = diagnose_interventions(subject("interventions", words), DiagnoseSettings(interventions="unit,off"))

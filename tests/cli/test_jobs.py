@@ -45,7 +45,7 @@ def test_what_sft_and_calibrate_leave(place):
 
 
 def test_what_calibrate_says(place, tmp_path, capsys):
-    data = ["--data", place / "alpaca.json", "--batch-size", 20, "--micro-batch-size", 20]
+    data = ["--data", place / "alpaca.json", "--batch-size", 20, "--per-device-train-batch-size", 20]
     run("calibrate", "--adapter", place / "adapter", "--range=0,1", "--unverified", *data, "--out", tmp_path / "g")
     text = capsys.readouterr().out
     assert "20 rows" in text
@@ -114,7 +114,7 @@ def test_inspect(place, tmp_path, capsys, fails):
 
 
 def test_evidence_that_cannot_be_had_is_missed_before_anything_is_tokenised(place, tmp_path, fails, monkeypatch):
-    monkeypatch.setattr(transaction, "calibration_rows", None)
+    monkeypatch.setattr(transaction, "training_rows", None)
     options = ["--adapter", place / "adapter", "--data", place / "messages.jsonl", "--out", tmp_path / "out"]
     probe = tmp_path / "probe.jsonl"
     assert "found no file" in fails("calibrate", *options, "--probe", probe, status=1)
@@ -150,7 +150,7 @@ def test_a_tokenizer_without_a_chat_template(place, tmp_path, fails):
     assert "--chat-template" in fails(*line, status=1)
     template = tmp_path / "template.jinja"
     template.write_text(tiny_tokenizer().chat_template)
-    run(*line, "--chat-template", template, "--batch-size", 20, "--micro-batch-size", 20)
+    run(*line, "--chat-template", template, "--batch-size", 20, "--per-device-train-batch-size", 20)
 
 
 def test_resume_through_the_command(place, tmp_path, fails, monkeypatch):
@@ -158,7 +158,19 @@ def test_resume_through_the_command(place, tmp_path, fails, monkeypatch):
 
     out = tmp_path / "gated"
     line = ["calibrate", "--adapter", place / "adapter", "--data", place / "messages.jsonl", "--range=-3,2"]
-    line += ["--unverified", "--batch-size", 4, "--micro-batch-size", 4, "--save-steps", 2, "--k", 20, "--out", out]
+    line += [
+        "--unverified",
+        "--batch-size",
+        4,
+        "--per-device-train-batch-size",
+        4,
+        "--save-steps",
+        2,
+        "--k",
+        20,
+        "--out",
+        out,
+    ]
     real = run_module.StepReporter._report
 
     def stop(self, state):
@@ -192,7 +204,7 @@ def test_a_training_stopped_while_the_model_loaded_is_resumed_from_the_start(pla
     (tmp_path / "out" / "run").mkdir(parents=True)
     (tmp_path / "out" / "run" / "config.yaml").touch()
     line = ["sft", "--model", place / "base", "--data", place / "plain.jsonl", "--out", tmp_path / "out", "--resume"]
-    run(*line, "--max-rows", 4, "--batch-size", 4, "--micro-batch-size", 4)
+    run(*line, "--max-rows", 4, "--batch-size", 4, "--per-device-train-batch-size", 4)
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
@@ -218,7 +230,7 @@ def test_mistakes_are_found_before_anything_is_loaded(place, tmp_path, fails):
     sft = ["sft", "--model", place / "base", "--data", place / "messages.jsonl", "--out", tmp_path / "out"]
     for flags, words in (
         (["--objective", "profit", "--objective-options", '{"x": 1}'], "has no option 'x' (it has threshold)"),
-        (["--batch-size", 10, "--micro-batch-size", 4], "not a multiple of micro_batch_size"),
+        (["--batch-size", 10, "--per-device-train-batch-size", 4], "not a multiple of per_device_train_batch_size"),
         (["--report-to", "nothing_of_the_kind"], "pip install nothing_of_the_kind"),
         (["--target-modules", "zzz"], "its linear layers end in"),
     ):

@@ -74,7 +74,7 @@ def test_help_says_what_is_required_first_and_nothing_of_what_is_off(capsys):
     assert "--no-detach-input" in text
     assert "--no-resume" not in text
     assert "advanced: model" in text
-    assert headings(CALIBRATE)["beta1"] == "advanced: train"
+    assert headings(CALIBRATE)["adam_beta1"] == "advanced: train"
     assert not {"seed", "objective", "strategy", "random_scale"} & set(field_kinds(SWEEP.options))
     options, _ = parse(SWEEP, ["--out", "x"])
     assert not {"seed", "objective"} & set(yaml.safe_load(resolved_yaml(options)))
@@ -107,10 +107,10 @@ def test_configuration_files(tmp_path, fails):
     path.write_text(
         "adapter: a\nlearning-rate: 5e-4\nrange: -3,1\nepochs: 2\nresume: true\ngate_modules: [q_proj, up_proj]\n"
     )
-    options, _ = parse(CALIBRATE, ["--config", str(path), "--epochs", "3", "--no-resume"])
+    options, _ = parse(CALIBRATE, ["--config", str(path), "--num-train-epochs", "3", "--no-resume"])
     assert options.learning_rate == 5e-4
     assert options.range == "-3,1"
-    assert options.epochs == 3
+    assert options.num_train_epochs == 3
     assert options.resume is False
     assert options.gate_modules == "q_proj,up_proj"
     again = tmp_path / "again.yaml"
@@ -146,7 +146,12 @@ def test_keys_without_a_value_and_lists_in_configuration_files(tmp_path):
 def test_defaults_are_the_papers():
     options = CalibrateOptions().fitted(20_000)
     assert (options.batch_size, options.learning_rate, options.k, options.max_length) == (128, 5e-4, 100, 4096)
-    assert (options.max_rows, options.warmup, options.schedule, options.epochs) == (20_000, 0.0, "cosine", 1.0)
+    assert (options.max_rows, options.warmup_ratio, options.lr_scheduler_type, options.num_train_epochs) == (
+        20_000,
+        0.0,
+        "cosine",
+        1.0,
+    )
 
 
 def test_unexpected_errors_show_no_traceback_unless_asked(capsys, fails, monkeypatch):

@@ -88,7 +88,7 @@ def test_row_scope_and_cut_rows(place, tmp_path, capsys):
 @pytest.mark.parametrize("objective", ["mask", "forgetting"])
 def test_sft_reads_what_mask_wrote(place, tmp_path, capsys, fails, objective):
     assert mask(place, tmp_path / "m.jsonl") == 0
-    common = ["sft", "--model", place / "base", "--batch-size", 8, "--micro-batch-size", 8, "--max-steps", 2]
+    common = ["sft", "--model", place / "base", "--batch-size", 8, "--per-device-train-batch-size", 8, "--max-steps", 2]
     chosen = ["--max-length", 64, "--objective", objective]
     run(*common, *chosen, "--data", tmp_path / "m.jsonl", "--out", tmp_path / "a")
     assert (tmp_path / "a" / "adapter_model.safetensors").is_file()
@@ -102,7 +102,7 @@ def test_sft_reads_what_mask_wrote(place, tmp_path, capsys, fails, objective):
 
 def test_resume_scores_only_what_is_missing(place, tmp_path, fails, monkeypatch):
     own, calls = token_influence.response_log_probs, []
-    one = ("--micro-batch-size", "1")
+    one = ("--per-device-train-batch-size", "1")
     assert mask(place, tmp_path / "whole.jsonl", *one) == 0
 
     def stopped(*arguments, **options):

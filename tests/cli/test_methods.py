@@ -12,7 +12,7 @@ from loragate.errors import ConfigError
 from loragate.gates.schema import read_gate_config
 from tiny import run, tiny_adapter, write_base
 
-COMMON = ["--batch-size", "8", "--micro-batch-size", "8", "--max-length", "64", "--max-steps", "2"]
+COMMON = ["--batch-size", "8", "--per-device-train-batch-size", "8", "--max-length", "64", "--max-steps", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_finished_adapter_is_continued_and_only_read(place, tmp_path, capsys, 
     config = json.loads((tmp_path / "longer" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["inference_mode"]) == (16, 16, True)
     record = identity(tmp_path / "longer")
-    assert (record["settings"]["rank"], record["settings"]["warmup"]) == (16, 0.0)
+    assert (record["settings"]["rank"], record["settings"]["warmup_ratio"]) == (16, 0.0)
     assert record["start"]
     assert "rank is 8, but the adapter" in fails(*sft(place, tmp_path / "x", *adapter, "--rank", "8"))
     assert "holds no adapter_config.json" in fails(*sft(place, tmp_path / "x", "--adapter", place / "base"))
@@ -155,9 +155,9 @@ def test_random_gates_stand_in_for_trained_ones_and_leave_them():
 
 def test_eval_names_the_controls_that_it_cannot_make():
     from loragate.evaluation.session import trained_controls
-    from loragate.models import Loaded, Loading, ModelRef, Place
+    from loragate.models import Loaded, Loading, ModelRef, ModelSource
 
-    place = Place(ModelRef("G"), "gated", Path("G"), ModelRef("B"))
+    place = ModelSource(ModelRef("G"), "gated", Path("G"), ModelRef("B"))
     lines = trained_controls(Loaded(place, Loading(), None, None))
     assert len(lines) == 5
     assert "--adapter G/adapter --data ROWS --objective entropy" in lines[-1]

@@ -16,7 +16,7 @@ from tiny import is_packed, write_base
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="8- and 4-bit bases need bitsandbytes"
 )
-COMMON = ["--batch-size", "4", "--micro-batch-size", "4", "--max-length", "64", "--device", "cpu"]
+COMMON = ["--batch-size", "4", "--per-device-train-batch-size", "4", "--max-length", "64", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")

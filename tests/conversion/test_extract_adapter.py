@@ -259,7 +259,7 @@ def test_written_adapter_repeats_and_is_calibrated(tmp_path, pair, tokenizer, to
     assert 0 < figures["energy_kept"] < 1
 
     model = PeftModel.from_pretrained(tf.AutoModelForCausalLM.from_pretrained(pair["base"]), str(folder))
-    result = lg.calibrate(model, tokenizer, tiny_rows(16), lg.GateConfig(-3, 2), SETTINGS)
+    result = lg.train_gates(model, tokenizer, tiny_rows(16), lg.GateConfig(-3, 2), SETTINGS)
     assert (result.parity.at_one, result.steps) == (0, 2)
     lg.save_gates(model, tmp_path / "gated", adapter_source=folder)
     gated = lg.load_gated(tmp_path / "gated")

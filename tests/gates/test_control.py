@@ -32,16 +32,16 @@ def test_override_clips_what_is_applied(gated, token_ids, override):
 @pytest.mark.parametrize("constant", [-4.0, 0.0, 2.5])
 def test_one_constant_for_a_plain_and_for_a_gated_adapter(adapter, token_ids, constant):
     with torch.no_grad():
-        as_found = adapter(token_ids).logits
+        restore_state = adapter(token_ids).logits
         with constant_gate(adapter, constant):
             strength = adapter(token_ids).logits
         assert not any(".lora_gate." in name for name, _ in adapter.named_parameters()), "gates are gone again"
-        assert torch.equal(adapter(token_ids).logits, as_found)
+        assert torch.equal(adapter(token_ids).logits, restore_state)
         lg.attach_gates(adapter, lg.GateConfig(-6, 3))
         with constant_gate(adapter, constant):
             torch.testing.assert_close(adapter(token_ids).logits, strength)
         assert lg.gate_parameters(adapter), "gates that were there stay"
-        assert not torch.equal(strength, as_found)
+        assert not torch.equal(strength, restore_state)
 
 
 def test_a_constant_leaves_what_trains_as_it_was(adapter):

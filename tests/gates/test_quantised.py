@@ -15,11 +15,17 @@ from loragate.errors import ArtifactError, GateError
 from loragate.gates.attach import gate_modules
 from loragate.gates.fingerprint import base_weight_samples, compare_base_samples, weights_checksum
 from loragate.gates.quantised import keep_unpacked, quantization_of, quantization_of_config
-from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
+from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter
 from packed import packed
 from tiny import is_packed, logits, shake, tiny_adapter, tiny_base, tiny_rows, write_adapter
 
-SETTINGS = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 0.05, "logging_steps": 1, "max_length": 64}
+SETTINGS = {
+    "batch_size": 8,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 0.05,
+    "logging_steps": 1,
+    "max_length": 64,
+}
 
 
 def four_bit(compute=torch.float32):
@@ -123,8 +129,8 @@ def test_a_plain_adapter_is_mixed_into_a_batch_with_a_gated_one(case, place, tok
 def test_calibration_moves_only_fp32_gates(case, place, tokenizer, token_ids, tmp_path):
     model = loaded(place, case)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    settings = CalibrationSettings(**SETTINGS, max_steps=2, k=20)
-    result = lg.calibrate(model, tokenizer, tiny_rows(16), lg.GateConfig(-3, 2), settings)
+    settings = GateTrainingSettings(**SETTINGS, max_steps=2, k=20)
+    result = lg.train_gates(model, tokenizer, tiny_rows(16), lg.GateConfig(-3, 2), settings)
     assert result.steps == 2
     assert result.parity.at_one == 0
     gates = lg.gate_parameters(model)
@@ -171,7 +177,7 @@ def test_another_base_is_refused_also_where_it_is_quantised(place, tmp_path):
 @pytest.mark.parametrize("case", QUANTISED)
 def test_stage_one_trains_fp32_factors(case, place, tokenizer):
     base = AutoModelForCausalLM.from_pretrained(place / "base", **arguments(case))
-    result = train_adapter(base, tokenizer, tiny_rows(16), StageOneSettings(**SETTINGS))
+    result = train_adapter(base, tokenizer, tiny_rows(16), FineTuningSettings(**SETTINGS))
     assert result.steps == 2
     factors = {name: p for name, p in result.model.named_parameters() if "lora_" in name}
     assert {parameter.dtype for parameter in factors.values()} == {torch.float32}
@@ -283,7 +289,7 @@ def in_fp8(base):
 
 def test_a_base_of_packed_tensors_is_calibrated_and_loaded_again(place, tokenizer, token_ids, tmp_path):
     model = PeftModel.from_pretrained(packed(tiny_base(hidden_size=64, intermediate_size=128)), place / "adapter")
-    lg.calibrate(model, tokenizer, tiny_rows(24), lg.GateConfig(-6, 3), CalibrationSettings(**SETTINGS))
+    lg.train_gates(model, tokenizer, tiny_rows(24), lg.GateConfig(-6, 3), GateTrainingSettings(**SETTINGS))
     lg.save_gates(model, tmp_path / "gated")
     again = PeftModel.from_pretrained(packed(tiny_base(hidden_size=64, intermediate_size=128)), place / "adapter")
     lg.load_gates(again, tmp_path / "gated")

@@ -13,7 +13,7 @@ import torch
 import loragate as lg
 from loragate.data import Collator, encode_rows
 from loragate.losses import StatisticsRequest, tiling
-from loragate.training import CalibrationSettings, StageOneSettings
+from loragate.training import FineTuningSettings, GateTrainingSettings
 from loragate.training.model_state import statistics_forward
 from loragate.training.settings import OBJECTIVES
 from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows
@@ -25,10 +25,10 @@ SETTINGS = {"batch_size": 8, "learning_rate": 1e-2, "logging_steps": 1, "k": 20,
 
 
 def calibration(tokenizer, micro, device="cpu", run=None, **changes):
-    """(losses, gates) of a calibration in three steps; `run` are arguments of `lg.calibrate`."""
-    settings = CalibrationSettings(**SETTINGS, micro_batch_size=micro, **changes)
+    """(losses, gates) of a calibration in three steps; `run` are arguments of `lg.train_gates`."""
+    settings = GateTrainingSettings(**SETTINGS, per_device_train_batch_size=micro, **changes)
     model = tiny_adapter().to(device)
-    result = lg.calibrate(model, tokenizer, tiny_rows(20), GATES, settings, **(run or {}))
+    result = lg.train_gates(model, tokenizer, tiny_rows(20), GATES, settings, **(run or {}))
     return [record["loss"] for record in result.history if "loss" in record], gate_values(model)
 
 
@@ -79,8 +79,8 @@ def test_fp16_follows_fp32(tokenizer):
 
 def stage_one(tokenizer, objective, micro, **changes):
     """(losses, trained values) of two steps, the last of which has fewer rows."""
-    settings = StageOneSettings(
-        objective=objective, batch_size=8, micro_batch_size=micro, learning_rate=5e-3, logging_steps=1, max_length=64, rank=4,
+    settings = FineTuningSettings(
+        objective=objective, batch_size=8, per_device_train_batch_size=micro, learning_rate=5e-3, logging_steps=1, max_length=64, rank=4,
         **changes,
     )  # fmt: skip
     result = lg.train_adapter(tiny_base(), tokenizer, masked_rows(12), settings)
@@ -125,8 +125,13 @@ def test_no_forward_pass_is_made_that_another_one_has_made(tokenizer, objective,
     for steps in (1, 3):  # the passes that verify a model come on top
         base, made = tiny_base(), []
         base.model.register_forward_pre_hook(lambda *_, made=made: made.append(1))
-        settings = StageOneSettings(
-            objective=objective, batch_size=8, micro_batch_size=micro, max_steps=steps, max_length=64, dropout=dropout
+        settings = FineTuningSettings(
+            objective=objective,
+            batch_size=8,
+            per_device_train_batch_size=micro,
+            max_steps=steps,
+            max_length=64,
+            dropout=dropout,
         )
         lg.train_adapter(base, tokenizer, tiny_rows(24), settings)
         counts.append(len(made))

@@ -22,7 +22,7 @@ from tiny import tiny_adapter, tiny_rows, tiny_tokenizer, write_adapter, write_b
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 BASE_OLD, BASE_NEW = "b" * 39 + "1", "b" * 39 + "2"
-TRAIN = ["--max-steps", "2", "--batch-size", "4", "--micro-batch-size", "4", "--max-length", "64"]
+TRAIN = ["--max-steps", "2", "--batch-size", "4", "--per-device-train-batch-size", "4", "--max-length", "64"]
 
 
 @pytest.fixture(scope="module")

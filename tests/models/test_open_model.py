@@ -9,7 +9,7 @@ import loragate as lg
 from loragate.cli.main import main
 from loragate.errors import ConfigError, LoragateError
 from loragate.gates.schema import read_gate_config
-from loragate.models import Loading, ModelRef, open_base, open_model, open_without_weights, put_on, resolve
+from loragate.models import Loading, ModelRef, load_adapter, open_base, open_model, open_without_weights, resolve
 from loragate.serving.vllm_server import stopping_arguments
 from tiny import logits, shake, tiny_adapter, tiny_base, tiny_tokenizer
 
@@ -45,7 +45,7 @@ def test_each_kind_is_what_its_parts_make(saved, place, token_ids):
         assert loaded.names["base"] == str((saved if kind != "base" else place) / "base")
         held = open_base(ModelRef(str(place / "base")), CPU)
         if kind != "base":
-            assert torch.equal(logits(put_on(held, resolve(place / name)), token_ids), expected), name
+            assert torch.equal(logits(load_adapter(held, resolve(place / name)), token_ids), expected), name
 
 
 def test_an_override_behind_the_name_is_laid_over_lambda(place, token_ids):

@@ -79,7 +79,7 @@ def test_a_machine_that_there_is_not():
 
 
 def test_memory_settings_alone_differ_between_backbones():
-    memory = {"micro_batch_size", "gradient_checkpointing", "strategy", "processes"}
+    memory = {"per_device_train_batch_size", "gradient_checkpointing", "strategy", "processes"}
 
     def settings(name):
         stages = read_recipe(f"{name}/scale").stages

@@ -59,7 +59,7 @@ def test_every_value_of_a_file_is_used():
 
 def test_a_comment_behind_a_value_is_its_source_and_a_new_value_has_a_new_one(tmp_path):
     shared = read_recipe("math/qwen2.5-math-1.5b/lora").stage("sft")
-    assert shared.marks["micro_batch_size"].startswith("ours: memory only")
+    assert shared.marks["per_device_train_batch_size"].startswith("ours: memory only")
     assert shared.marks["model"] == "paper Sec. 6.1", "of what is put in"
     path = tmp_path / "own.yaml"
     path.write_text(

@@ -22,7 +22,14 @@ from loragate.recipes.rehearsal import numina_rows
 from loragate.world.base import shipped_base_folder
 
 SCALE = "math/qwen2.5-math-1.5b/scale"
-SMALL = ["max_rows=24", "max_steps=4", "batch_size=8", "micro_batch_size=8", "max_length=96", "precision=fp32"]
+SMALL = [
+    "max_rows=24",
+    "max_steps=4",
+    "batch_size=8",
+    "per_device_train_batch_size=8",
+    "max_length=96",
+    "precision=fp32",
+]
 SMALL += ["save_steps=1", "device=cpu"]
 
 

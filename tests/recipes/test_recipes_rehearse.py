@@ -40,7 +40,7 @@ def test_a_rehearsal_on_paper(capsys, tmp_path, planned):
     text = " ".join(capsys.readouterr().out.replace("\\\n", " ").split())
     assert "sft max_rows 100000 320" in text
     assert "sft model Qwen/Qwen2.5-Math-1.5B stand-ins/base" in text
-    assert "micro_batch_size: 8" in text, "as shipped"
+    assert "per_device_train_batch_size: 8" in text, "as shipped"
     assert "the full run on h100" in text
     assert not (tmp_path / "r").exists()
 

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from loragate.display import percent, points
-from loragate.report.table import BEST, Line, Sheet, difference_cell, p_value, share_cell, with_best_scores
+from loragate.report.table import BEST, Line, Table, difference_cell, p_value, share_cell, with_best_scores
 
 VERSUS = {"mean": 0.354, "low": -0.0001, "high": 0.4285, "p": 0.00009}
 LINES = [
@@ -20,10 +20,10 @@ BESTS = [
     None,
     {"temperature": 0.0, "score": {"mean": 0.5, "low": 0.4, "high": 0.6}},
 ]
-SHEET = with_best_scores(Sheet("Results", ("Method", "Score %", "vs LoRA, points"), LINES, "What it means."), BESTS)
+SHEET = with_best_scores(Table("Results", ("Method", "Score %", "vs LoRA, points"), LINES, "What it means."), BESTS)
 
 
-def rendered(sheet: Sheet, width: int = 80) -> list[str]:
+def rendered(sheet: Table, width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     console.print(sheet)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
@@ -67,7 +67,7 @@ def test_markdown() -> None:
 
 
 def test_a_terminal_leaves_wide_columns_out_and_breaks_lines() -> None:
-    sheet = Sheet("", ("name", "a b, %", "wide"), [Line("x", [("1.0", "0.5\nto 1.5"), ("seen elsewhere",)])], wide=(2,))
+    sheet = Table("", ("name", "a b, %", "wide"), [Line("x", [("1.0", "0.5\nto 1.5"), ("seen elsewhere",)])], wide=(2,))
     words = [word for word in " ".join(rendered(sheet)).split() if "─" not in word]
     assert words == ["a", "b", "name", "%", "x", "1.0", "0.5", "to", "1.5"]
     assert "| x | 1.0 (0.5 to 1.5) | seen elsewhere |" in sheet.markdown()

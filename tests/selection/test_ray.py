@@ -23,7 +23,7 @@ from loragate.errors import ConfigError
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
-EPOCHS = ("--epochs", "6")
+EPOCHS = ("--num-train-epochs", "6")
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 ON_RAY = ("--runner", "ray", "--workers", "2", *EPOCHS)
 

@@ -273,7 +273,7 @@ def test_ctrl_c_leaves_a_sweep_that_goes_on(place, tmp_path, monkeypatch):
 
     out = tmp_path / "out"
     argv = arguments(
-        place, out, "--runner", "sequential", "--epochs", "4", "--save-steps", "0", ranges="-3,2", seeds="0"
+        place, out, "--runner", "sequential", "--num-train-epochs", "4", "--save-steps", "0", ranges="-3,2", seeds="0"
     )
     asked = []
 

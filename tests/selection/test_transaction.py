@@ -19,12 +19,12 @@ from loragate.selection import Candidate, SelectionSettings, choose, trial
 from loragate.selection.comparison import CONFIRMING, ELSEWHERE, LARGE, settings_on
 from loragate.selection.probe import Majority, unread
 from loragate.selection.transaction import Transaction, gates_all
-from loragate.training import CalibrationSettings
+from loragate.training import GateTrainingSettings
 from loragate.training.guards import GuardLimits
 from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
 
-SETTINGS = CalibrationSettings(
-    batch_size=4, micro_batch_size=4, max_steps=2, learning_rate=5e-2, k=10, max_length=64, seed=3
+SETTINGS = GateTrainingSettings(
+    batch_size=4, per_device_train_batch_size=4, max_steps=2, learning_rate=5e-2, k=10, max_length=64, seed=3
 )
 ONE, TWO = Candidate(Range(-3, 1), seed=3), Candidate(Range(0, 1), seed=3)
 ROWS = tiny_rows(8)
@@ -237,7 +237,7 @@ def test_the_artifact_cannot_be_told_from_one_of_the_same_training_alone(tmp_pat
     one = begin(tmp_path / "chosen", {None: 10, (0, 1): 22})
     assert "[-3,1]" in record_of(one.run())["stopped"]
     model = tiny_adapter()
-    result = lg.calibrate(model, tiny_tokenizer(), ROWS, lg.GateConfig(0.0, 1.0, seed=3), SETTINGS)
+    result = lg.train_gates(model, tiny_tokenizer(), ROWS, lg.GateConfig(0.0, 1.0, seed=3), SETTINGS)
     lg.save_gates(model, tmp_path / "alone", evidence=result.evidence())
     left, right = (tmp_path / name / "gates.safetensors" for name in ("chosen", "alone"))
     assert left.read_bytes() == right.read_bytes()
@@ -479,7 +479,7 @@ def test_a_candidate_that_no_gradient_would_move_is_refused_at_once(tmp_path):
     assert trial.config_of(config, Candidate(Range(-3.0, 2.0))).init_scale == 0
     assert trial.config_of(config, Candidate(Range(-3.0, 1.0), "random")).init_scale == 0
     with pytest.raises(ConfigError, match="init_scale=0 with an upper bound of 1"):
-        lg.choose_gates(
+        lg.calibrate(
             None, tiny_tokenizer(), ROWS, None, tmp_path / "out", ranges=(ONE,), config=config, unverified=True
         )
 
@@ -498,7 +498,7 @@ def test_what_would_be_ignored_or_spoil_the_comparison_is_refused(tmp_path):
         again.take(model_of(one))
     ignored = SelectionSettings(exclude="questions.jsonl")
     with pytest.raises(ConfigError, match="--exclude has no effect"):
-        lg.choose_gates(tiny_adapter(), tiny_tokenizer(), ROWS, None, tmp_path / "other", asking=ignored)
+        lg.calibrate(tiny_adapter(), tiny_tokenizer(), ROWS, None, tmp_path / "other", asking=ignored)
 
 
 def test_each_objective_gets_the_settings_it_reads(tmp_path):

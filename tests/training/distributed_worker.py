@@ -22,14 +22,14 @@ torch.set_num_threads(1)
 
 import loragate as lg
 from loragate.errors import LoragateError
-from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
+from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
-COMMON = {"batch_size": 8, "micro_batch_size": 4, "logging_steps": 1, "max_length": 64}
+COMMON = {"batch_size": 8, "per_device_train_batch_size": 4, "logging_steps": 1, "max_length": 64}
 
 
 def sft(out, resume, base, **settings):
-    settings = StageOneSettings(**{**COMMON, "learning_rate": 5e-3, "rank": 4, **settings})
+    settings = FineTuningSettings(**{**COMMON, "learning_rate": 5e-3, "rank": 4, **settings})
     base = tiny_base(**base)
     before = {name: value.clone() for name, value in base.state_dict().items()}
     result = train_adapter(base, tiny_tokenizer(), tiny_rows(20), settings, run_folder=out / "run", resume=resume)
@@ -40,10 +40,10 @@ def sft(out, resume, base, **settings):
 
 
 def calibrate(out, resume, base, granularity="token", **settings):
-    settings = CalibrationSettings(**{**COMMON, "learning_rate": 1e-2, "k": 20, **settings})
+    settings = GateTrainingSettings(**{**COMMON, "learning_rate": 1e-2, "k": 20, **settings})
     model = tiny_adapter(base=tiny_base(**base))
     config = lg.GateConfig(-3, 2, granularity=granularity)
-    result = lg.calibrate(
+    result = lg.train_gates(
         model, tiny_tokenizer(), tiny_rows(20), config, settings, run_folder=out / "run", resume=resume
     )
     return result, dict(lg.gate_parameters(model))

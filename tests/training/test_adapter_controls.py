@@ -10,19 +10,25 @@ from loragate.errors import ConfigError, GateError, TrainingError
 from loragate.files import write_json
 from loragate.losses import ObjectiveContext, objectives, statistics_of_logits
 from loragate.losses.objectives import EntropyKLSelective, Forgetting
-from loragate.training import StageOneSettings
-from loragate.training.settings import CalibrationSettings
+from loragate.training import FineTuningSettings
+from loragate.training.settings import GateTrainingSettings
 from tiny import same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 ROWS = tiny_rows(24)
-WHOLE = {"batch_size": 24, "micro_batch_size": 24}
+WHOLE = {"batch_size": 24, "per_device_train_batch_size": 24}
 SILENT = {"rank": 16, "alpha": 16}
 """The usual values, which a continued adapter may contradict."""
 
 
 def train(rows=ROWS, reference_model=None, run_folder=None, resume=False, **options):
-    usual = {"batch_size": 8, "micro_batch_size": 8, "learning_rate": 5e-3, "logging_steps": 1, "max_length": 64}
-    settings = StageOneSettings(**{**usual, "rank": 4, "alpha": 8, **options})
+    usual = {
+        "batch_size": 8,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 5e-3,
+        "logging_steps": 1,
+        "max_length": 64,
+    }
+    settings = FineTuningSettings(**{**usual, "rank": 4, "alpha": 8, **options})
     how = {"reference_model": reference_model, "run_folder": run_folder, "resume": resume}
     return lg.train_adapter(tiny_base(), tiny_tokenizer(), rows, settings, **how)
 
@@ -95,7 +101,7 @@ def test_forgetting_in_the_trainer():
     keep = [(torch.rand(length, generator=draw) > 0.4).int().tolist() for length in lengths]
     rows = [{**row, "keep_mask": mask} for row, mask in zip(ROWS, keep)]
     options = {"t_max": 0.5, "schedule": "constant"}
-    how = {"max_steps": 12, "warmup": 0.0, "learning_rate": 0.02}
+    how = {"max_steps": 12, "warmup_ratio": 0.0, "learning_rate": 0.02}
     result = train(rows, objective="forgetting", objective_options=options, **how)
     keeping = {}
     for name, model in (("before", tiny_base()), ("after", result.model)):
@@ -119,7 +125,9 @@ def test_lora_trained_with_entropy(folder):
 def test_interleaved_steps_take_turns():
     """Each logged loss is the one of its turn; either objective moves under the other's steps (the drift)."""
     how = {"objective": "interleaved", "objective_options": {"ce_steps": 2, "entropy_steps": 1}, "max_steps": 6}
-    history = [record for record in train(warmup=0.0, learning_rate=0.02, **how, **WHOLE).history if "nll" in record]
+    history = [
+        record for record in train(warmup_ratio=0.0, learning_rate=0.02, **how, **WHOLE).history if "nll" in record
+    ]
     for step, record in enumerate(history):
         expected = record["topk_entropy"] if step % 3 == 2 else record["nll"]
         assert record["loss"] == pytest.approx(expected, rel=1e-4), step
@@ -135,7 +143,7 @@ def test_a_continued_adapter_starts_where_it_stopped(folder, tmp_path, caplog):
     stats = statistics_of_logits(logits, batch["labels"][:, 1:], 2)
     loss = objectives["sft"].loss(stats).sum() / stats.mask.sum()
     assert result.history[0]["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert (result.settings.rank, result.settings.alpha, result.settings.warmup) == (4, 8, 0.0)
+    assert (result.settings.rank, result.settings.alpha, result.settings.warmup_ratio) == (4, 8, 0.0)
     result.model.save_pretrained(str(tmp_path / "longer"))
     found = logits_of(result.model)[0]
     assert torch.equal(found, logits_of(loaded(tmp_path / "longer"))[0])
@@ -167,7 +175,7 @@ def test_dora_is_saved_loaded_continued_and_not_gated(tokenizer, tmp_path):
     torch.testing.assert_close(logits_of(result.model)[0], logits_of(again)[0], rtol=1e-5, atol=1e-5)
     assert train(adapter=str(tmp_path / "dora"), max_steps=2, **SILENT).settings.dora
     with pytest.raises(GateError, match="Dora variant"):
-        lg.calibrate(again, tokenizer, ROWS, lg.GateConfig(-1, 2), CalibrationSettings(max_steps=1))
+        lg.train_gates(again, tokenizer, ROWS, lg.GateConfig(-1, 2), GateTrainingSettings(max_steps=1))
 
 
 def test_an_adapter_of_another_kind_is_not_continued(tmp_path):

@@ -11,11 +11,13 @@ from safetensors.torch import load_file
 import loragate as lg
 from loragate.cli.main import main
 from loragate.errors import ConfigError, DataError, TrainingError
-from loragate.training import RowsSettings, StageOneSettings
+from loragate.training import FineTuningSettings, RowsSettings
 from tiny import tiny_base, tiny_rows, write_base
 
-SETTINGS = StageOneSettings(batch_size=4, micro_batch_size=2, rank=2, max_steps=3, max_length=64, logging_steps=1)
-FLAGS = "--batch-size 4 --micro-batch-size 2 --rank 2 --max-steps 3 --max-length 64 --logging-steps 1 --device cpu"
+SETTINGS = FineTuningSettings(
+    batch_size=4, per_device_train_batch_size=2, rank=2, max_steps=3, max_length=64, logging_steps=1
+)
+FLAGS = "--batch-size 4 --per-device-train-batch-size 2 --rank 2 --max-steps 3 --max-length 64 --logging-steps 1 --device cpu"
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_what_cannot_work_is_refused_before_the_base_is_loaded(place, monkeypatc
         ("base", "none.jsonl", "new", {}, DataError, "none.jsonl"),
         ("nothing", "rows.jsonl", "new", {}, ConfigError, "does not exist"),
         ("base", "rows.jsonl", "new", {"reference": "base"}, ConfigError, "no effect on the objective 'sft'"),
-        ("base", "rows.jsonl", "new", {"settings": StageOneSettings(objective="mask")}, ConfigError, "keep_mask"),
+        ("base", "rows.jsonl", "new", {"settings": FineTuningSettings(objective="mask")}, ConfigError, "keep_mask"),
     ):
         with pytest.raises(error, match=told):
             lg.make_adapter(model, data, folder, **{"settings": SETTINGS, **more})

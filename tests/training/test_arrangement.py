@@ -5,7 +5,7 @@ import torch
 
 from loragate.errors import ConfigError
 from loragate.losses.head import IGNORED
-from loragate.training import CalibrationSettings, trainer
+from loragate.training import GateTrainingSettings, trainer
 from loragate.training.arrangement import PackedCollator, arranged_steps, balanced, packed, require_separate_sequences
 from tiny import tiny_base
 
@@ -18,7 +18,7 @@ def rows_of(*lengths):
 
 
 def settings(**changes):
-    return CalibrationSettings(**{"batch_size": 4, "micro_batch_size": 2, **changes})
+    return GateTrainingSettings(**{"batch_size": 4, "per_device_train_batch_size": 2, **changes})
 
 
 LENGTHS = (3, 9, 1, 5, 2, 8, 4, 7, 6, 2, 3)

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 import loragate as lg
 from loragate.errors import ConfigError, GateError, TrainingError
 from loragate.gates import Parity
-from loragate.training import CalibrationSettings
+from loragate.training import GateTrainingSettings
 from loragate.training.checks import check_parity, check_start
 from tiny import tiny_adapter, tiny_base, tiny_rows
 
@@ -26,7 +26,7 @@ def test_other_models_are_refused_before_gates_are_attached(what, tokenizer):
     torch.manual_seed(0)
     model = get_peft_model(BASES[what](), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     with pytest.raises(TrainingError, match=rf"causal language models.*{what}.*a loop of your own"):
-        lg.calibrate(model, tokenizer, tiny_rows(4), lg.GateConfig(-1, 2))
+        lg.train_gates(model, tokenizer, tiny_rows(4), lg.GateConfig(-1, 2))
     assert not any("lora_gate" in name for name, _ in model.named_modules())
 
 
@@ -34,10 +34,10 @@ def test_other_models_are_refused_before_gates_are_attached(what, tokenizer):
 def test_gates_that_no_gradient_would_move_are_refused(granularity, tokenizer):
     model, flat = tiny_adapter(), lg.GateConfig(-3, 1, init_scale=0, granularity=granularity)
     with pytest.raises(ConfigError, match=r"init_scale=0 with an upper bound of 1 .*set init_scale above 0"):
-        lg.calibrate(model, tokenizer, tiny_rows(4), flat)
+        lg.train_gates(model, tokenizer, tiny_rows(4), flat)
     assert not any("lora_gate" in name for name, _ in model.named_modules())
-    drawn = CalibrationSettings(objective="random", random_scale=0.3)
-    assert lg.calibrate(model, tokenizer, tiny_rows(4), flat, drawn).steps == 0
+    drawn = GateTrainingSettings(objective="random", random_scale=0.3)
+    assert lg.train_gates(model, tokenizer, tiny_rows(4), flat, drawn).steps == 0
     for moved in (replace(flat, upper=2), replace(flat, init_scale=1e-6)):
         check_start(moved, "entropy")
 

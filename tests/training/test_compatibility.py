@@ -4,7 +4,7 @@ import pytest
 
 import loragate as lg
 from loragate.errors import ConfigError
-from loragate.training import CalibrationSettings, StageOneSettings, run
+from loragate.training import FineTuningSettings, GateTrainingSettings, run
 from loragate.training.compatibility import RULES, Plan, impossible, refuse_impossible
 from loragate.training.strategy import Launch
 from tiny import tiny_adapter, tiny_rows
@@ -72,19 +72,19 @@ def test_everything_wrong_is_said_at_once():
 
 
 def test_a_plan_is_read_from_the_settings():
-    plan = Plan.of_settings(CalibrationSettings(packing=True, precision="bf16"), DDP, "cuda", sampling=True)
+    plan = Plan.of_settings(GateTrainingSettings(packing=True, precision="bf16"), DDP, "cuda", sampling=True)
     assert (plan.objective, plan.packing, plan.precision) == ("entropy", True, "bf16")
     assert plan.launch is DDP
     assert plan.device == "cuda"
     assert plan.sampling
-    plan = Plan.of_settings(StageOneSettings(objective="dft", dora=True), Launch(), "cpu", quantization="8bit")
+    plan = Plan.of_settings(FineTuningSettings(objective="dft", dora=True), Launch(), "cpu", quantization="8bit")
     assert (plan.objective, plan.dora, plan.quantization) == ("dft", True, "8bit")
 
 
 def test_the_trainer_reads_how_the_base_is_stored(tokenizer, monkeypatch):
-    settings = CalibrationSettings(batch_size=4, micro_batch_size=2, max_steps=1, max_length=64)
+    settings = GateTrainingSettings(batch_size=4, per_device_train_batch_size=2, max_steps=1, max_length=64)
     model = tiny_adapter()
     monkeypatch.setattr(model.config, "quantization_config", {"load_in_4bit": True}, raising=False)
     monkeypatch.setattr(run, "launch_of", lambda: Launch("fsdp2", 2))
     with pytest.raises(ConfigError, match="4bit base cannot be sharded with fsdp2"):
-        lg.calibrate(model, tokenizer, tiny_rows(4), lg.GateConfig(-3, 2), settings)
+        lg.train_gates(model, tokenizer, tiny_rows(4), lg.GateConfig(-3, 2), settings)

@@ -16,13 +16,13 @@ import torch
 
 import loragate as lg
 from loragate.errors import ConfigError, DataError, TrainingError
-from loragate.training import CalibrationSettings, GuardLimits
+from loragate.training import GateTrainingSettings, GuardLimits
 from loragate.training.run_folder import explain_full_disk, is_complete, last_checkpoint, prepare_folder
 from tiny import gate_values, same, tiny_adapter, tiny_rows, tiny_tokenizer
 
 CONFIG = lg.GateConfig(-3, 2)
-SETTINGS = CalibrationSettings(
-    batch_size=4, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, save_steps=1, k=20, max_length=64
+SETTINGS = GateTrainingSettings(
+    batch_size=4, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1, save_steps=1, k=20, max_length=64
 )
 SAMPLED = {"objective": "anchored", "refresh": 2, "max_new_tokens": 4}
 BOTH = pytest.mark.parametrize("more", [{}, {**SAMPLED, "refresh": 1}], ids=["entropy", "anchored"])
@@ -33,7 +33,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "crash_safety.py"
 def train(folder=None, settings=SETTINGS, **more):
     """(result, gates) of a calibration."""
     model = tiny_adapter()
-    result = lg.calibrate(model, tiny_tokenizer(), tiny_rows(12), CONFIG, settings, run_folder=folder, **more)
+    result = lg.train_gates(model, tiny_tokenizer(), tiny_rows(12), CONFIG, settings, run_folder=folder, **more)
     return result, gate_values(model)
 
 
@@ -81,8 +81,8 @@ GUARDED = {"guard": GuardLimits(answers=8, distinct=0)}
 )
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, changes, more, keeps):
     """Keeping more checkpoints or fewer changes no number, and a resumed run may keep others than before."""
-    first, then = (replace(SETTINGS, max_steps=6, keep_checkpoints=keep, **changes) for keep in keeps)
-    complete, expected = train(tmp_path / "whole", replace(first, keep_checkpoints=2), **more)
+    first, then = (replace(SETTINGS, max_steps=6, save_total_limit=keep, **changes) for keep in keeps)
+    complete, expected = train(tmp_path / "whole", replace(first, save_total_limit=2), **more)
     folder = tmp_path / "run"
 
     def kept():
@@ -90,7 +90,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, changes, more, keeps):
 
     with pytest.raises(RuntimeError, match="killed"):
         train(folder, first, on_step=killed_at(4), **more)
-    assert kept() == ([1, 2, 3] if first.keep_checkpoints == 0 else [2, 3])
+    assert kept() == ([1, 2, 3] if first.save_total_limit == 0 else [2, 3])
     if changes:
         files = {path.suffix for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
         assert files <= {".json", ".jsonl", ".safetensors"}
@@ -99,7 +99,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, changes, more, keeps):
     with pytest.raises(TrainingError, match=r"settings\.max_length = 64, now it is 63"):
         train(folder, replace(first, max_length=63), resume=True, **more)
     resumed, found = train(folder, then, resume=True, **more)
-    assert kept() == ([4, 5, 6] if then.keep_checkpoints else [2, 3, 4, 5, 6])
+    assert kept() == ([4, 5, 6] if then.save_total_limit else [2, 3, 4, 5, 6])
     assert resumed.steps == complete.steps == 6
     assert same(found, expected)
     steps = [[record for record in result.history if "loss" in record] for result in (resumed, complete)]
@@ -207,7 +207,7 @@ def test_a_write_that_fails_for_want_of_space_names_the_checkpoint_that_is_kept(
 )
 def test_a_finished_run_is_never_begun_over(tmp_path, changes):
     values = {} if changes["objective"] == "random" else {**SETTINGS.as_record(), "save_steps": 0}
-    settings, folder = CalibrationSettings(**{**values, "k": 20, "max_length": 64, **changes}), tmp_path / "run"
+    settings, folder = GateTrainingSettings(**{**values, "k": 20, "max_length": 64, **changes}), tmp_path / "run"
 
     def contents():
         return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -243,7 +243,7 @@ def test_a_finished_run_that_is_resumed_gives_its_result_and_takes_no_step(tmp_p
 @BOTH
 def test_half_a_checkpoint_does_not_push_a_newer_whole_one_out(tmp_path, more):
     """Killed while checkpoint-6 was written, resumed from 3, stopped by Ctrl-C at 5, with one checkpoint to keep."""
-    settings = replace(SETTINGS, save_steps=3, keep_checkpoints=1, max_steps=6, **more)
+    settings = replace(SETTINGS, save_steps=3, save_total_limit=1, max_steps=6, **more)
     folder, handler = tmp_path / "run", signal.getsignal(signal.SIGINT)
 
     def interrupt(report):
@@ -285,7 +285,7 @@ def test_a_share_that_cannot_be_taken_is_refused(share):
 @BOTH
 def test_folders_that_only_look_like_checkpoints_are_left_alone(tmp_path, more):
     # the trainer itself counts every folder called checkpoint-* where few are to be kept
-    settings = replace(SETTINGS, keep_checkpoints=int(bool(more)), **more)
+    settings = replace(SETTINGS, save_total_limit=int(bool(more)), **more)
     kept = [tmp_path / name / "mine.txt" for name in ("checkpoint-good-1", "checkpoint-notes-9", "checkpoint-notes")]
     for file in kept:
         file.parent.mkdir()

@@ -20,7 +20,7 @@ import transformers
 
 from loragate.errors import TrainingError
 from loragate.training.run_folder import explain_lost_process, is_lost
-from loragate.training.sharding import average_gradients, decoder_layers, twin_of
+from loragate.training.sharding import average_gradients, decoder_layers, fsdp_copy
 from loragate.training.strategy import STRATEGIES, Launch, launch_file, launch_of
 from tiny import load_script, tiny_adapter, tiny_base
 
@@ -34,13 +34,13 @@ PATIENCE = 1200  # seconds; two processes need a few, and ten times that on a bu
 UNTIED = {"tie_word_embeddings": False}
 JOBS = {
     "gates": {"stage": "calibrate"},
-    "one gate": {"stage": "calibrate", "granularity": "global", "micro_batch_size": 2, "base": UNTIED},
-    "gates, checkpointing": {"stage": "calibrate", "gradient_checkpointing": True, "micro_batch_size": 2},
-    "gates, packed": {"stage": "calibrate", "packing": True, "micro_batch_size": 2},
+    "one gate": {"stage": "calibrate", "granularity": "global", "per_device_train_batch_size": 2, "base": UNTIED},
+    "gates, checkpointing": {"stage": "calibrate", "gradient_checkpointing": True, "per_device_train_batch_size": 2},
+    "gates, packed": {"stage": "calibrate", "packing": True, "per_device_train_batch_size": 2},
     "adapter": {"stage": "sft"},
-    "adapter, accumulated": {"stage": "sft", "micro_batch_size": 1, "objective": "dft", "base": UNTIED},
-    "adapter, median of the batch": {"stage": "sft", "micro_batch_size": 1, "objective": "talr"},
-    "adapter, sets of the batch": {"stage": "sft", "micro_batch_size": 2, "objective": "eksft"},
+    "adapter, accumulated": {"stage": "sft", "per_device_train_batch_size": 1, "objective": "dft", "base": UNTIED},
+    "adapter, median of the batch": {"stage": "sft", "per_device_train_batch_size": 1, "objective": "talr"},
+    "adapter, sets of the batch": {"stage": "sft", "per_device_train_batch_size": 2, "objective": "eksft"},
 }
 
 
@@ -271,7 +271,7 @@ def test_a_twin_shares_memory_and_gates_but_no_parameter():
     import loragate as lg
 
     model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 2))
-    twin = twin_of(model, share_gates=True)
+    twin = fsdp_copy(model, share_gates=True)
     own, copied = dict(model.named_parameters()), dict(twin.named_parameters())
     assert list(own) == list(copied)
     for name, parameter in own.items():

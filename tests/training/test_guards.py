@@ -7,7 +7,16 @@ import loragate as lg
 from loragate.errors import ConfigError
 from loragate.gates.range import Range
 from loragate.gates.recording import Recorder, regions
-from loragate.training.guards import MARGIN, Guard, GuardLimits, Reading, breaches, repeats, saturation, take_reading
+from loragate.training.guards import (
+    MARGIN,
+    Guard,
+    GuardLimits,
+    Reading,
+    exceeded,
+    generation_stats,
+    repeats,
+    saturation,
+)
 from loragate.training.rollouts import Answer
 from tiny import tiny_adapter
 
@@ -36,15 +45,15 @@ def test_a_run_of_tokens_that_comes_back_twice_counts():
 
 def test_a_reading_counts_what_it_says():
     answers = [answer(1, 2, 3), answer(1, 2, 3), answer(*[7] * 30, finished=False), answer(4)]
-    reading = take_reading(answers, 12, 0.25)
+    reading = generation_stats(answers, 12, 0.25)
     assert reading == Reading(12, 4, repetition=0.25, length=37 / 4, terminated=0.75, distinct=0.75, saturated=0.25)
     with pytest.raises(ConfigError, match="at least one answer"):
-        take_reading([], 0)
+        generation_stats([], 0)
 
 
 def test_each_limit_speaks_for_itself():
     limits = GuardLimits(saturated=0.5)
-    assert breaches(START, START, limits) == []
+    assert exceeded(START, START, limits) == []
     cases = {
         "repetition": (0.29, 0.31, "31% of the answers repeat themselves, 10% at the start"),
         "terminated": (0.71, 0.69, "69% of the answers come to an end, 90% at the start"),
@@ -53,11 +62,11 @@ def test_each_limit_speaks_for_itself():
         "length": (59.0, 61.0, "an answer has 61.0 tokens on average, 20.0 at the start"),
     }
     for name, (fine, bad, words) in cases.items():
-        assert breaches(START, changed(**{name: fine}), limits) == []
-        assert breaches(START, changed(**{name: bad}), limits) == [words]
-    assert breaches(START, changed(length=6.0), limits) == ["an answer has 6.0 tokens on average, 20.0 at the start"]
-    assert len(breaches(START, changed(length=1.0, terminated=0.0), limits)) == 2
-    assert breaches(START, changed(saturated=None), limits) == []
+        assert exceeded(START, changed(**{name: fine}), limits) == []
+        assert exceeded(START, changed(**{name: bad}), limits) == [words]
+    assert exceeded(START, changed(length=6.0), limits) == ["an answer has 6.0 tokens on average, 20.0 at the start"]
+    assert len(exceeded(START, changed(length=1.0, terminated=0.0), limits)) == 2
+    assert exceeded(START, changed(saturated=None), limits) == []
 
 
 def test_a_guard_waits_for_enough_answers_and_keeps_its_verdict():

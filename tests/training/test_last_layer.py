@@ -9,7 +9,7 @@ import loragate as lg
 from loragate.gates import record_gates
 from loragate.losses import StatisticsRequest
 from loragate.losses.causal_head import causal_model
-from loragate.training import CalibrationSettings
+from loragate.training import GateTrainingSettings
 from loragate.training.last_layer import LastLayer, read_positions_only, read_rows
 from loragate.training.model_state import statistics_forward, without_dropout
 from test_families import FAMILIES as families
@@ -220,13 +220,19 @@ def test_read_rows_are_those_that_predict_or_carry_a_label():
 
 
 def test_calibration_agrees_with_a_whole_last_layer(tokenizer, rows, monkeypatch):
-    settings = CalibrationSettings(
-        batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=2, k=20, max_length=64, max_steps=3
+    settings = GateTrainingSettings(
+        batch_size=8,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        logging_steps=2,
+        k=20,
+        max_length=64,
+        max_steps=3,
     )
     models = [tiny_adapter(), tiny_adapter()]
-    results = [lg.calibrate(models[0], tokenizer, rows, lg.GateConfig(-3, 2), settings)]
+    results = [lg.train_gates(models[0], tokenizer, rows, lg.GateConfig(-3, 2), settings)]
     monkeypatch.setattr(LastLayer, "install", lambda self, layer: setattr(self, "reason", "switched off"))
-    results.append(lg.calibrate(models[1], tokenizer, rows, lg.GateConfig(-3, 2), settings))
+    results.append(lg.train_gates(models[1], tokenizer, rows, lg.GateConfig(-3, 2), settings))
     losses = [[record["loss"] for record in result.history if "loss" in record] for result in results]
     shares = [[record[key] for record in result.history for key in record if "gate_" in key] for result in results]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

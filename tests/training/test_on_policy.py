@@ -11,7 +11,7 @@ from loragate.errors import ConfigError, TrainingError
 from loragate.gates import weights_checksum
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.losses.causal_head import ResponseScorer
-from loragate.training import CalibrationSettings, calibration_rows, rollouts
+from loragate.training import GateTrainingSettings, rollouts, training_rows
 from loragate.training.guards import GuardLimits
 from loragate.training.rollouts import (
     Answer,
@@ -23,7 +23,9 @@ from loragate.training.rollouts import (
 from tiny import gate_values, same, tiny_adapter, tiny_rows, tiny_tokenizer
 
 CONFIG = lg.GateConfig(-3, 2)
-PLAIN = CalibrationSettings(batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64)
+PLAIN = GateTrainingSettings(
+    batch_size=8, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64
+)
 ANCHORED = replace(PLAIN, objective="anchored", refresh=2, max_new_tokens=6, max_steps=6)
 REWARD = replace(PLAIN, objective="reward", samples_per_prompt=4, max_new_tokens=6, max_steps=6)
 
@@ -33,12 +35,12 @@ def short(row, text, finished):
 
 
 def train(settings, model=None, rows=None, **more):
-    return lg.calibrate(model or tiny_adapter(), tiny_tokenizer(), rows or tiny_rows(24), CONFIG, settings, **more)
+    return lg.train_gates(model or tiny_adapter(), tiny_tokenizer(), rows or tiny_rows(24), CONFIG, settings, **more)
 
 
 def prompts_of(rows, settings, positions=None):
     tokenizer = tiny_tokenizer()
-    source, encoded = calibration_rows(load_rows(rows), tokenizer, settings)
+    source, encoded = training_rows(load_rows(rows), tokenizer, settings)
     return training_prompts(encoded, source, tokenizer, settings.max_new_tokens, positions)
 
 
@@ -66,7 +68,7 @@ def test_anchored_training_lowers_its_loss_and_changes_gates_only(anchor):
 def test_micro_batches_do_not_matter(settings, reward):
     whole, single = tiny_adapter(), tiny_adapter()
     for model, micro in ((whole, 8), (single, 1)):
-        train(replace(settings, micro_batch_size=micro, max_steps=3), model, reward=reward)
+        train(replace(settings, per_device_train_batch_size=micro, max_steps=3), model, reward=reward)
     for name, value in gate_values(whole).items():
         torch.testing.assert_close(gate_values(single)[name], value, rtol=1e-3, atol=1e-5, msg=name)
 

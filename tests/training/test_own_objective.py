@@ -12,13 +12,19 @@ import loragate as lg
 from loragate.errors import ConfigError, TrainingError
 from loragate.gates.card import render_card
 from loragate.losses import ObjectiveContext, WeightedCrossEntropy, statistics_of_logits
-from loragate.training import CalibrationSettings, GuardLimits, StageOneSettings
+from loragate.training import FineTuningSettings, GateTrainingSettings, GuardLimits
 from loragate.training.trainer import token_losses
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
-SHARED = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 5e-3, "logging_steps": 1, "max_length": 64}
-ONE = StageOneSettings(**SHARED, rank=4, alpha=8, max_steps=2)
-TWO = CalibrationSettings(**{**SHARED, "learning_rate": 1e-2}, k=20, max_steps=2)
+SHARED = {
+    "batch_size": 8,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 5e-3,
+    "logging_steps": 1,
+    "max_length": 64,
+}
+ONE = FineTuningSettings(**SHARED, rank=4, alpha=8, max_steps=2)
+TWO = GateTrainingSettings(**{**SHARED, "learning_rate": 1e-2}, k=20, max_steps=2)
 CONFIG = lg.GateConfig(-3, 2)
 
 
@@ -54,7 +60,7 @@ def one(settings, rows=None, **more):
 
 
 def two(settings, rows=None, model=None, **more):
-    return lg.calibrate(model or tiny_adapter(), tiny_tokenizer(), rows or tiny_rows(8), CONFIG, settings, **more)
+    return lg.train_gates(model or tiny_adapter(), tiny_tokenizer(), rows or tiny_rows(8), CONFIG, settings, **more)
 
 
 def losses(result):
@@ -210,7 +216,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_it_is_applied(train,
             last = context.step == context.total_steps - 1
             return losses + (losses * 0).sqrt() if last else losses  # finite, with an infinite slope times 0
 
-    settings = replace(settings, batch_size=4, micro_batch_size=2, max_steps=3)
+    settings = replace(settings, batch_size=4, per_device_train_batch_size=2, max_steps=3)
     with pytest.raises(TrainingError, match=r"gradient is not finite at step 3, though the loss is\. Nothing was"):
         train(settings, rows=tiny_rows(12), objective=Steep())
 

@@ -14,7 +14,7 @@ import torch
 from loragate.cli.main import main
 from loragate.errors import ConfigError
 from loragate.models import Loading
-from loragate.training import CalibrationSettings, preflight
+from loragate.training import GateTrainingSettings, preflight
 from loragate.training.settings import LaunchSettings
 
 
@@ -40,7 +40,7 @@ def started(monkeypatch):
 
 
 def begin(quantization="none", **asked):
-    settings = CalibrationSettings(batch_size=8, micro_batch_size=2)
+    settings = GateTrainingSettings(batch_size=8, per_device_train_batch_size=2)
     return preflight.begin(settings, LaunchSettings(**asked), Loading(device="cpu", quantization=quantization))
 
 
@@ -73,7 +73,7 @@ def test_under_a_launcher_nothing_is_started(started, monkeypatch):
     ("given", "environment", "words"),
     [
         ({"strategy": "zero3", "processes": 2, "quantization": "4bit"}, {}, "cannot be sharded"),
-        ({"strategy": "ddp", "processes": 3}, {}, "multiple of micro_batch_size"),
+        ({"strategy": "ddp", "processes": 3}, {}, "multiple of per_device_train_batch_size"),
         (
             {"strategy": "ddp"},
             {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LORAGATE_STRATEGY": "fsdp2"},

@@ -9,25 +9,25 @@ import loragate as lg
 from loragate.data import Collator, encode_rows, load_rows
 from loragate.gates import draw_gates, sizes_of, train_gates_only
 from loragate.training.reference import response_entropies
-from loragate.training.settings import CalibrationSettings
+from loragate.training.settings import GateTrainingSettings
 from tiny import VOCABULARY, tiny_adapter
 
 
 def settings(**options):
     usual = {
         "batch_size": 24,
-        "micro_batch_size": 24,
+        "per_device_train_batch_size": 24,
         "learning_rate": 0.05,
         "max_length": 64,
         "logging_steps": 1,
         "k": 20,
     }
-    return CalibrationSettings(**{**usual, **options})
+    return GateTrainingSettings(**{**usual, **options})
 
 
 def test_random_gates_are_drawn_not_trained(adapter, tokenizer, rows, tmp_path):
     chosen = settings(objective="random", random_scale=0.3, seed=7)
-    result = lg.calibrate(adapter, tokenizer, rows, lg.GateConfig(-3, 2), chosen, run_folder=tmp_path / "run")
+    result = lg.train_gates(adapter, tokenizer, rows, lg.GateConfig(-3, 2), chosen, run_folder=tmp_path / "run")
     values = torch.cat([value.detach().flatten() for value in lg.gate_parameters(adapter).values()])
     assert float(values.std()) == pytest.approx(0.3, rel=0.1)
     assert abs(float(values.mean())) < 0.03
@@ -58,7 +58,7 @@ def test_draws_depend_on_seed_and_name_alone():
 def test_full_entropy_is_k_of_zero(tokenizer, rows):
     losses = []
     for k in (0, VOCABULARY, 10 * VOCABULARY):
-        run = lg.calibrate(tiny_adapter(), tokenizer, rows, lg.GateConfig(-3, 2), settings(k=k, max_steps=2))
+        run = lg.train_gates(tiny_adapter(), tokenizer, rows, lg.GateConfig(-3, 2), settings(k=k, max_steps=2))
         losses.append([run.entropy_before, *(record["loss"] for record in run.history if "loss" in record)])
     assert losses[0] == losses[1] == losses[2]
     adapter = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 2))
@@ -104,6 +104,6 @@ def test_the_complete_gradient_is_that_of_autograd_and_not_the_semi_gradient(tok
 @pytest.mark.parametrize("objective", ["entropy", "ce", "random"])
 def test_granularity_with_every_objective(adapter, tokenizer, rows, granularity, count, objective):
     config = lg.GateConfig(-3, 2, granularity=granularity, detach_input=False)
-    result = lg.calibrate(adapter, tokenizer, rows, config, settings(objective=objective, max_steps=2))
+    result = lg.train_gates(adapter, tokenizer, rows, config, settings(objective=objective, max_steps=2))
     assert len(lg.gate_parameters(adapter)) == count
     assert result.evidence()["training"]["settings"]["objective"] == objective

@@ -10,7 +10,7 @@ from loragate.data import Collator, encode_rows, load_rows
 from loragate.errors import DataError
 from loragate.generation import TransformersEngine
 from loragate.losses.causal_head import ResponseScorer
-from loragate.training import CalibrationSettings, calibration_rows
+from loragate.training import GateTrainingSettings, training_rows
 from loragate.training.rollouts import (
     AnchoredEntropy,
     Answer,
@@ -26,15 +26,15 @@ from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 V = 50
 CONFIG = lg.GateConfig(-3, 2)
-ANCHORED = CalibrationSettings(
-    objective="anchored", batch_size=4, micro_batch_size=4, max_length=64, max_new_tokens=6, max_steps=6
+ANCHORED = GateTrainingSettings(
+    objective="anchored", batch_size=4, per_device_train_batch_size=4, max_length=64, max_new_tokens=6, max_steps=6
 )
 REWARD = replace(ANCHORED, objective="reward", samples_per_prompt=4)
 
 
 def prompts_of(rows, settings, positions=None):
     tokenizer = tiny_tokenizer()
-    source, encoded = calibration_rows(load_rows(rows), tokenizer, settings)
+    source, encoded = training_rows(load_rows(rows), tokenizer, settings)
     return training_prompts(encoded, source, tokenizer, settings.max_new_tokens, positions)
 
 
@@ -92,7 +92,7 @@ def test_gate_gradients_equal_a_dense_model(tokenizer, name, slow):
     model = gated(base=tiny_base().double())
     scorer = ResponseScorer(model)
     scorer.fused = not slow
-    loss = AnchoredEntropy(CalibrationSettings(objective="anchored", anchor=name, beta=0.6), "default")
+    loss = AnchoredEntropy(GateTrainingSettings(objective="anchored", anchor=name, beta=0.6), "default")
     found_T, sums = loss.terms(scorer, batch, [], None)
     assert found_T.sum().item() == pytest.approx(sums["entropy"] + 0.6 * sums["kl"])
     found_T.sum().backward()

@@ -8,12 +8,12 @@ import pytest
 import loragate as lg
 from loragate.data import encode_rows
 from loragate.errors import ConfigError, DataError
-from loragate.training import CalibrationSettings, StageOneSettings, model_state
+from loragate.training import FineTuningSettings, GateTrainingSettings, model_state
 from tiny import tiny_adapter, tiny_base, tiny_rows
 
-SHARED = {"batch_size": 8, "micro_batch_size": 4, "max_length": 64, "max_steps": 1, "logging_steps": 1}
-ONE = StageOneSettings(**SHARED, rank=2)
-TWO = CalibrationSettings(**SHARED, k=20)
+SHARED = {"batch_size": 8, "per_device_train_batch_size": 4, "max_length": 64, "max_steps": 1, "logging_steps": 1}
+ONE = FineTuningSettings(**SHARED, rank=2)
+TWO = GateTrainingSettings(**SHARED, k=20)
 CONFIG = lg.GateConfig(-3, 2)
 
 
@@ -22,7 +22,7 @@ def train(tokenizer, rows=None, settings=ONE, base=None, **options):
 
 
 def calibrate(tokenizer, rows=None, config=CONFIG, settings=TWO, **options):
-    return lg.calibrate(tiny_adapter(), tokenizer, rows or tiny_rows(8), config, settings, **options)
+    return lg.train_gates(tiny_adapter(), tokenizer, rows or tiny_rows(8), config, settings, **options)
 
 
 def test_a_base_with_an_adapter_is_refused_untouched(tokenizer):
@@ -47,7 +47,7 @@ def test_a_path_and_any_iterable_are_rows(tokenizer, tmp_path):
     with pytest.raises(DataError, match="found NoneType, expected a path"):
         lg.train_adapter(tiny_base(), tokenizer, None, ONE)
     with pytest.raises(DataError, match="found NoneType, expected a path"):
-        lg.calibrate(tiny_adapter(), tokenizer, None, CONFIG, TWO)
+        lg.train_gates(tiny_adapter(), tokenizer, None, CONFIG, TWO)
 
 
 @pytest.mark.parametrize("stage", [train, calibrate])

@@ -6,11 +6,11 @@ import pytest
 
 import loragate as lg
 from loragate.errors import ConfigError
-from loragate.training.settings import SMALLEST, STEPS, CalibrationSettings, StageOneSettings
+from loragate.training.settings import SMALLEST, STEPS, FineTuningSettings, GateTrainingSettings
 
 
 @pytest.mark.parametrize(
-    ("rows", "batch", "epochs"),
+    ("rows", "batch", "num_train_epochs"),
     [
         (20_000, 128, 1),  # the paper's 157 steps
         (19_073, 128, 1),
@@ -21,28 +21,30 @@ from loragate.training.settings import SMALLEST, STEPS, CalibrationSettings, Sta
     ],
 )
 def test_batch_and_epochs_follow_the_rows(rows, batch, epochs):
-    asked = CalibrationSettings()
+    asked = GateTrainingSettings()
     fitted = asked.fitted(rows)
-    assert (fitted.batch_size, fitted.epochs) == (batch, epochs)
-    assert fitted.steps(rows) >= STEPS or epochs == CalibrationSettings.MOST_EPOCHS
+    assert (fitted.batch_size, fitted.num_train_epochs) == (batch, epochs)
+    assert fitted.steps(rows) >= STEPS or epochs == GateTrainingSettings.MOST_EPOCHS
     assert fitted.fitted(rows) == fitted
-    assert StageOneSettings().fitted(rows).epochs == min(epochs, 3), "an adapter learns rows by heart"
+    assert FineTuningSettings().fitted(rows).num_train_epochs == min(epochs, 3), "an adapter learns rows by heart"
 
 
 def test_what_is_given_stays():
-    assert StageOneSettings(batch_size=128).fitted(100) == StageOneSettings(batch_size=128, epochs=1)
-    given = CalibrationSettings(epochs=2).fitted(700)
-    assert (given.batch_size, given.epochs) == (8, 2), "88 steps a pass"
-    assert StageOneSettings(max_steps=5).fitted(100) == StageOneSettings(batch_size=128, epochs=1, max_steps=5)
-    assert CalibrationSettings(objective="reward").fitted(100).batch_size == 128
+    assert FineTuningSettings(batch_size=128).fitted(100) == FineTuningSettings(batch_size=128, num_train_epochs=1)
+    given = GateTrainingSettings(num_train_epochs=2).fitted(700)
+    assert (given.batch_size, given.num_train_epochs) == (8, 2), "88 steps a pass"
+    assert FineTuningSettings(max_steps=5).fitted(100) == FineTuningSettings(
+        batch_size=128, num_train_epochs=1, max_steps=5
+    )
+    assert GateTrainingSettings(objective="reward").fitted(100).batch_size == 128
     with pytest.raises(ConfigError, match="128 is not a multiple of samples_per_prompt 5"):
-        CalibrationSettings(objective="anchored", samples_per_prompt=5)
+        GateTrainingSettings(objective="anchored", samples_per_prompt=5)
 
 
 @pytest.mark.parametrize(("micro", "processes"), [(1, 1), (3, 1), (8, 4), (16, 16), (12, 2)])
 def test_a_chosen_batch_can_be_dealt_out(micro, processes):
     for rows in (10, 500, 5_000, 30_000):
-        fitted = StageOneSettings(micro_batch_size=micro).fitted(rows, processes)
+        fitted = FineTuningSettings(per_device_train_batch_size=micro).fitted(rows, processes)
         assert fitted.accumulation(processes) >= 1
         assert SMALLEST <= fitted.batch_size <= max(128, micro * processes)
 
@@ -63,16 +65,16 @@ def test_a_chosen_batch_can_be_dealt_out(micro, processes):
         ({"objective": "random", "random_scale": 0.0}, "above 0"),
         ({"batch_size": -1}, "batch_size must be at least 0"),
         ({"learning_rate": -1.0}, "learning_rate must be above 0"),
-        ({"schedule": "cosinus"}, "schedule must be one of"),
+        ({"lr_scheduler_type": "cosinus"}, "lr_scheduler_type must be one of"),
         ({"precision": "fp8"}, "precision must be one of"),
         ({"k": 1}, "k must be at least 2"),
-        ({"warmup": 1.0}, "warmup must be below 1"),
-        ({"keep_checkpoints": -1}, "keep_checkpoints must be at least 0"),
+        ({"warmup_ratio": 1.0}, "warmup must be below 1"),
+        ({"save_total_limit": -1}, "save_total_limit must be at least 0"),
     ],
 )
 def test_settings_of_gates_that_cannot_be_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
-        CalibrationSettings(**options)
+        GateTrainingSettings(**options)
 
 
 @pytest.mark.parametrize(
@@ -85,14 +87,14 @@ def test_settings_of_gates_that_cannot_be_are_refused(options, words):
 )
 def test_settings_of_adapters_that_cannot_be_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
-        StageOneSettings(**options)
+        FineTuningSettings(**options)
 
 
 def test_fields_of_another_kind():
-    for kind in (StageOneSettings, CalibrationSettings):
+    for kind in (FineTuningSettings, GateTrainingSettings):
         with pytest.raises(ConfigError, match=r"objective must be one of .*WeightedCrossEntropy"):
             kind(objective=lg.objectives["dft"])
         for seed in (1.5, "1", True, None):
             with pytest.raises(ConfigError, match="seed must be a whole number"):
                 kind(seed=seed)
-    assert StageOneSettings(target_modules=["q_proj", "v_proj"]) == StageOneSettings(target_modules="q_proj,v_proj")
+    assert FineTuningSettings(target_modules=["q_proj", "v_proj"]) == FineTuningSettings(target_modules="q_proj,v_proj")

@@ -22,7 +22,9 @@ def influence_of(rng, lengths):
 def test_log_probs_equal_a_plain_forward(tokenizer):
     encoded = encode_rows(tiny_rows(11), tokenizer, max_length=None)
     model = tiny_base()
-    found = [values for window in response_log_probs(model, encoded, 0, micro_batch_size=3) for values in window]
+    found = [
+        values for window in response_log_probs(model, encoded, 0, per_device_train_batch_size=3) for values in window
+    ]
     assert [len(values) for values in found] == response_lengths(encoded)
     for row, values in zip(encoded, found, strict=True):
         with torch.no_grad():
@@ -32,7 +34,9 @@ def test_log_probs_equal_a_plain_forward(tokenizer):
         expected = torch.log_softmax(logits, -1)[kept].gather(-1, labels[kept].unsqueeze(-1)).squeeze(-1)
         np.testing.assert_allclose(values, expected.numpy(), atol=1e-5)
     later = [
-        values for window in response_log_probs(model, encoded, 0, micro_batch_size=3, first=4) for values in window
+        values
+        for window in response_log_probs(model, encoded, 0, per_device_train_batch_size=3, first=4)
+        for values in window
     ]
     np.testing.assert_allclose(np.concatenate(later), np.concatenate(found[4:]), atol=1e-5)
 

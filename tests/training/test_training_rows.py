@@ -10,7 +10,7 @@ import pytest
 import loragate as lg
 from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.errors import ConfigError, DataError, TrainingError
-from loragate.training import CalibrationSettings, StageOneSettings
+from loragate.training import FineTuningSettings, GateTrainingSettings
 from loragate.training.rows import encoded_fingerprint, read_rows, require_short_enough
 from loragate.training.run_folder import prepare_folder
 from loragate.training.settings import RowsSettings
@@ -71,10 +71,10 @@ def test_tokens_of_another_base_are_named(tokenizer, encoded):
     require_short_enough(tiny_base(), tokens, rows.where)
     small = tiny_base(vocab_size=100)
     with pytest.raises(DataError, match=told):
-        lg.train_adapter(small, tokenizer, rows, StageOneSettings(), encoded=tokens)
+        lg.train_adapter(small, tokenizer, rows, FineTuningSettings(), encoded=tokens)
     with pytest.raises(DataError, match=told):
-        lg.calibrate(
-            tiny_adapter(base=small), tokenizer, rows, lg.GateConfig(-3, 2), CalibrationSettings(), encoded=tokens
+        lg.train_gates(
+            tiny_adapter(base=small), tokenizer, rows, lg.GateConfig(-3, 2), GateTrainingSettings(), encoded=tokens
         )
 
 

@@ -23,7 +23,7 @@ from loragate.analysis.directions import (
     row_directions,
 )
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import Record, Subject
+from loragate.analysis.subject import DiagnosticContext, Record
 from loragate.analysis.task_values import gather
 from loragate.analysis.theorem import DRAWS, Terms, terms
 from loragate.errors import ConfigError
@@ -86,11 +86,11 @@ class AlignmentRecord(Record):
     kind: Literal["alignment"] = "alignment"
 
 
-def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> AlignmentRecord:
+def diagnose_alignment(subject: DiagnosticContext, settings: DiagnoseSettings) -> AlignmentRecord:
     """The terms on rows, or on answers stored or drawn now; writes alignment.json.
 
     Raises:
-        ConfigError: for rows and answers that do not fit the value, a folder without checkpoints, and as `Subject.begin`.
+        ConfigError: for rows and answers that do not fit the value, a folder without checkpoints, and as `DiagnosticContext.begin`.
     """
     if settings.value == "reference" and bool(settings.rows) == bool(settings.run or subject.has_tasks):
         raise ConfigError("--value reference needs rows to read: either --rows FILE, or answers with --run or --suite")
@@ -111,14 +111,14 @@ def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> Alignmen
     parameters = gate_parameters(model)
     at_points: list[Terms] = []
     updates: list[Update] = []
-    before: Place | None = None
+    before: ModelSource | None = None
     # the gates as they are come last, so that the model is left with them and `rows` are theirs
     for name, point in points.items():
         _set(parameters, point)
         with subject.job(f"directions at {name if settings.checkpoints else 'the gates'}", len(cases)) as on_progress:
             rows = by_group(cases, lambda case: row_directions(reader, case, k), on_progress)
         at_points.append(terms(name, rows, seed=seed))
-        here = Place.of(name, [point[key] for key in parameters], rows)
+        here = ModelSource.of(name, [point[key] for key in parameters], rows)
         updates += [update_between(before, here)] if before else []
         before = here
     with subject.job("single coefficients", len(cases)) as on_progress:
@@ -203,7 +203,7 @@ def read_checkpoints(folder: Path, now: Mapping[str, Tensor]) -> dict[str, dict[
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelSource:
     """Where training was at one point: the gate parameters, and the mean directions over all counted positions; [P] fp64 each."""
 
     name: str
@@ -212,14 +212,14 @@ class Place:
     value: Tensor
 
     @classmethod
-    def of(cls, name: str, parameters: Sequence[Tensor], rows: Sequence[RowDirections]) -> Place:
+    def of(cls, name: str, parameters: Sequence[Tensor], rows: Sequence[RowDirections]) -> ModelSource:
         """From the gate parameters in their order, and the directions of rows there."""
         means = torch.stack([row.vectors.double() for row in rows]).sum(0) / sum(row.tokens for row in rows)
         at = torch.cat([parameter.reshape(-1).cpu() for parameter in parameters]).double()
         return cls(name, at, means[NAMES.index("entropy_semi")], means[NAMES.index("value")])
 
 
-def update_between(before: Place, after: Place) -> Update:
+def update_between(before: ModelSource, after: ModelSource) -> Update:
     """What training did between two points, against the directions at the first."""
     moved = after.parameters - before.parameters
     cosines = _cosine(before.value, moved), _cosine(before.entropy, moved)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from loragate.analysis.interventions import InterventionRow, in_points
-from loragate.analysis.rows import CLASSES, Histogram, Interval, Reader, Row, TokenClasses, ratio, unheard
+from loragate.analysis.rows import CLASSES, Histogram, Interval, Reader, Row, TokenClasses, no_progress, ratio
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import Record, Subject, stored_answers
+from loragate.analysis.subject import DiagnosticContext, Record, stored_answers
 from loragate.analysis.supplied import SIGNS, Sign, suppressing, switched_off
 from loragate.display import percent
 from loragate.errors import ConfigError
@@ -109,11 +109,11 @@ class EntropyRecord(Record):
     kind: Literal["delta entropy"] = "delta entropy"
 
 
-def diagnose_entropy(subject: Subject, settings: DiagnoseSettings) -> EntropyRecord:
+def diagnose_entropy(subject: DiagnosticContext, settings: DiagnoseSettings) -> EntropyRecord:
     """ΔH on rows, and what switching the delta off by its sign does to the tasks' scores; writes entropy.json and tokens.jsonl.
 
     Raises:
-        ConfigError: where neither rows nor tasks are given, for an unknown sign, and as `Subject.begin`.
+        ConfigError: where neither rows nor tasks are given, for an unknown sign, and as `DiagnosticContext.begin`.
     """
     if not (settings.rows or subject.has_tasks):
         raise ConfigError(
@@ -146,7 +146,7 @@ def diagnose_entropy(subject: Subject, settings: DiagnoseSettings) -> EntropyRec
     return subject.keep(record, "entropy", conclude)
 
 
-def _intervene(subject: Subject, signs: Sequence[str]) -> tuple[SuppressedRow, ...]:
+def _intervene(subject: DiagnosticContext, signs: Sequence[str]) -> tuple[SuppressedRow, ...]:
     """Base, adapter, gates and the suppressed streams, scored on the tasks.
 
     A decision depends on the tokens before it and on base and adapter alone, so reading stored answers again gives the decisions
@@ -178,7 +178,7 @@ def _intervene(subject: Subject, signs: Sequence[str]) -> tuple[SuppressedRow, .
 
 
 def measure(
-    reader: Reader, kind: Kind, rows: Sequence[Row], batch_size: int = 16, on_progress: OnProgress = unheard
+    reader: Reader, kind: Kind, rows: Sequence[Row], batch_size: int = 16, on_progress: OnProgress = no_progress
 ) -> TokenEntropies:
     """Entropies and log-probabilities of base, adapter and (with gates) gated model at every response token."""
     streams: tuple[Kind, ...] = ("base", "adapter", "gated") if kind == "gated" else ("base", "adapter")

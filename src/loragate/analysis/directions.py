@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loragate.analysis.rows import CHUNK, CLASSES, Interval, Reader, TokenClasses, ratio, unheard
+from loragate.analysis.rows import CHUNK, CLASSES, Interval, Reader, TokenClasses, no_progress, ratio
 from loragate.analysis.supplied import supplied_coefficients
 from loragate.analysis.task_values import ActionValues, Case
 from loragate.gates import gate_parameters
@@ -83,7 +83,9 @@ class RowDirections:
 Part = TypeVar("Part", RowDirections, np.ndarray)
 
 
-def by_group(cases: Sequence[Case], measure: Callable[[Case], Part], on_progress: OnProgress = unheard) -> list[Part]:
+def by_group(
+    cases: Sequence[Case], measure: Callable[[Case], Part], on_progress: OnProgress = no_progress
+) -> list[Part]:
     """What is measured of each case, summed over those of one group (answers to one question), in order of first appearance."""
     found: dict[int, Part] = {}
     for number, case in enumerate(cases, 1):

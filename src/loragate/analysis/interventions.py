@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import Record, Subject
+from loragate.analysis.subject import DiagnosticContext, Record
 from loragate.display import percent, points
 from loragate.errors import ConfigError
 from loragate.evaluation.results import EvaluationRecord, Verdict, verdict
@@ -69,11 +69,11 @@ class InterventionsRecord(Record):
     kind: Literal["interventions"] = "interventions"
 
 
-def diagnose_interventions(subject: Subject, settings: DiagnoseSettings) -> InterventionsRecord:
+def diagnose_interventions(subject: DiagnosticContext, settings: DiagnoseSettings) -> InterventionsRecord:
     """The gates under every intervention, scored on the tasks; writes interventions.json beside the evaluation.
 
     Raises:
-        ConfigError: where no task is named, for what `choose` refuses, and as `Subject.begin`.
+        ConfigError: where no task is named, for what `choose` refuses, and as `DiagnosticContext.begin`.
     """
     if not subject.has_tasks:
         raise ConfigError("loragate diagnose interventions needs --suite or --tasks")

@@ -191,9 +191,9 @@ def launch_command(way: Request, dtype: str) -> str:
         # a range is chosen in one process
         words += ["--range=L,U", "--unverified"] if way.gpus > 1 else ["--probe", "PROBE"]
     words += ["--data", "DATA", "--out", "OUT", "--max-length", str(way.seq)]
-    words += ["--batch-size", str(way.batch), "--micro-batch-size", str(way.micro_batch)]
+    words += ["--batch-size", str(way.batch), "--per-device-train-batch-size", str(way.micro_batch)]
     words += ["--max-rows", str(way.rows)] if way.rows else []
-    words += ["--epochs", f"{way.epochs:g}"] if way.epochs != 1 else []
+    words += ["--num-train-epochs", f"{way.epochs:g}"] if way.epochs != 1 else []
     words += ["--dtype", dtype, "--precision", way.launched_with(way.strategy)]
     words += ["--quantization", way.quantization] if way.quantization != "none" else []
     words += ["--gradient-checkpointing"] if way.recomputes else []

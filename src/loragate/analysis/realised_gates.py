@@ -17,9 +17,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from loragate.analysis.rows import CLASSES, Histogram, Reader, Row, TokenClasses, unheard
+from loragate.analysis.rows import CLASSES, Histogram, Reader, Row, TokenClasses, no_progress
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import About, Record, Subject
+from loragate.analysis.subject import About, DiagnosticContext, Record
 from loragate.gates import attached_config, trace_gates
 from loragate.gates.range import Range
 from loragate.gates.recording import Shares, regions
@@ -72,7 +72,7 @@ def histogram_edges(bounds: Range) -> np.ndarray:
     return np.unique(np.concatenate([np.linspace(*part, n + 1) for part, n in zip(parts, steps, strict=True)]))
 
 
-def diagnose_gates(subject: Subject, settings: DiagnoseSettings) -> GatesRecord:
+def diagnose_gates(subject: DiagnosticContext, settings: DiagnoseSettings) -> GatesRecord:
     """Realised λ on answers, stored or drawn now; writes gates.json. A ConfigError where there are none."""
     subject.require_answers(settings)
     subject.begin(drawing=not settings.run)
@@ -90,7 +90,7 @@ def read_gates(
     classes: TokenClasses,
     about: About,
     batch_size: int = 16,
-    on_progress: OnProgress = unheard,
+    on_progress: OnProgress = no_progress,
 ) -> GatesRecord:
     """Realised λ of the gated model on the response tokens of `rows`, of which there is at least one; nothing is concluded yet."""
     # gates are in the body; the head would make logits over the vocabulary for every position, and nobody reads them

@@ -33,7 +33,7 @@ DRAWS = 2000
 CONFIDENCE = 0.95
 
 
-def unheard(done: int, of: int) -> None:
+def no_progress(done: int, of: int) -> None:
     """An `OnProgress` for nobody."""
 
 
@@ -62,7 +62,7 @@ class Reader(ResponseScorer):
         return {key: value.to(self.device) for key, value in batch.items()}
 
     def batches(
-        self, rows: Sequence[Row], size: int, on_progress: OnProgress = unheard
+        self, rows: Sequence[Row], size: int, on_progress: OnProgress = no_progress
     ) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
         """Batches in the order of the rows, each with (row, token id) of its counted tokens, [T] and [T]."""
         for start in range(0, len(rows), size):

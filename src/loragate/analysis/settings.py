@@ -80,7 +80,7 @@ class Request:
         strategy: how the work is spread over GPUs; any compares all.
         k: support of the top-k entropy (Stage II).
         rows: rows of the training; 0 takes the paper's 100,000 (sft) or 20,000 (calibrate).
-        epochs: passes over the rows.
+        num_train_epochs: passes over the rows.
         trust_remote_code: run model code from the hub.
     """
 
@@ -100,7 +100,7 @@ class Request:
     strategy: Literal["any", "single", "ddp", "fsdp2", "zero3"] = "any"
     k: Size = 100
     rows: Size = 0
-    epochs: Positive = 1.0
+    num_train_epochs: Positive = 1.0
     trust_remote_code: bool = False
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
 """What every diagnosis is given, a model and how it is read, and what every one leaves behind, a JSON record.
 
-A diagnosis is a function of a `Subject` in a file of its own. It first refuses what cannot work, then takes `subject.loaded`,
+A diagnosis is a function of a `DiagnosticContext` in a file of its own. It first refuses what cannot work, then takes `subject.loaded`,
 which loads the model; its answers are those of a stored evaluation, or are drawn now by an evaluation in the same folder.
 Records are frozen dataclasses with the fields `about`, `conclusion`, `kind` and `schema`; `loragate.records.read` reads them as
 strictly as they are written.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from loragate import records
-from loragate.analysis.rows import Reader, Row, TokenClasses, answer_rows, unheard
+from loragate.analysis.rows import Reader, Row, TokenClasses, answer_rows, no_progress
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, nearest
@@ -109,7 +109,7 @@ def stored_answers(
     return Answers(prepared, kept)
 
 
-class Subject:
+class DiagnosticContext:
     """A model that is looked at, silently; a subclass says and shows what goes on.
 
     Args:
@@ -129,7 +129,7 @@ class Subject:
     @contextmanager
     def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress]:
         """A part of the work; yields what is called with (done, of)."""
-        yield unheard
+        yield no_progress
 
     def open(self, model: str, base: str, engine: str) -> Loaded:
         """The model of the request, or another that is read beside it."""

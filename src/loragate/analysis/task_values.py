@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loragate.analysis.rows import Reader, Row, unheard
+from loragate.analysis.rows import Reader, Row, no_progress
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import Answers, Subject
+from loragate.analysis.subject import Answers, DiagnosticContext
 from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.judging import grader_for, judge
@@ -67,7 +67,7 @@ class Case:
     prompt_length: int
 
 
-def gather(subject: Subject, settings: DiagnoseSettings) -> tuple[list[Case], str, str]:
+def gather(subject: DiagnosticContext, settings: DiagnoseSettings) -> tuple[list[Case], str, str]:
     """Rows of a file, or answers stored or drawn now, with their action values; where they come from, and the values, in words.
 
     Raises:
@@ -100,7 +100,7 @@ def gather(subject: Subject, settings: DiagnoseSettings) -> tuple[list[Case], st
     return list(map(Case, rows, values, groups, lengths)), source, what
 
 
-def _reference(subject: Subject, name: str, rows: Sequence[Row]) -> tuple[list[ActionValues], str]:
+def _reference(subject: DiagnosticContext, name: str, rows: Sequence[Row]) -> tuple[list[ActionValues], str]:
     """Values from another policy on the same prefixes."""
     reader, what = subject.reader, f"log-probability under {name}"
     context: AbstractContextManager[None] = nullcontext()
@@ -120,7 +120,9 @@ def _reference(subject: Subject, name: str, rows: Sequence[Row]) -> tuple[list[A
         return [reference_values(reader, row) for row in rows], what
 
 
-def _reward(subject: Subject, answers: Answers, rows: Sequence[Row], of: Kind) -> tuple[list[ActionValues], str]:
+def _reward(
+    subject: DiagnosticContext, answers: Answers, rows: Sequence[Row], of: Kind
+) -> tuple[list[ActionValues], str]:
     """Verdicts spread over the answers' own tokens."""
     sampling = answers.prepared.sampling
     if (sampling.temperature, sampling.top_p) != (1.0, 1.0):
@@ -139,7 +141,11 @@ def _reward(subject: Subject, answers: Answers, rows: Sequence[Row], of: Kind) -
 
 
 def _rollouts(
-    subject: Subject, answers: Answers, rows: Sequence[Row], prompt_lengths: Sequence[int], settings: DiagnoseSettings
+    subject: DiagnosticContext,
+    answers: Answers,
+    rows: Sequence[Row],
+    prompt_lengths: Sequence[int],
+    settings: DiagnoseSettings,
 ) -> tuple[list[ActionValues], str]:
     """Values of the likeliest actions at a few positions, by completing and grading."""
     prepared, request, loaded = answers.prepared, subject.request, subject.loaded
@@ -249,7 +255,7 @@ def rollout_values(
     sampling: SamplingConfig,
     stop_token_ids: Collection[int],
     positions: int | None = None,
-    on_progress: OnProgress = unheard,
+    on_progress: OnProgress = no_progress,
 ) -> list[ActionValues]:
     """Mean verdict of answers completed from every branch, for each row; the engine's model acts as the continuation policy.
 

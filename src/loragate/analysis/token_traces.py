@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from loragate.analysis.rows import unheard
+from loragate.analysis.rows import no_progress
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import Subject
+from loragate.analysis.subject import DiagnosticContext
 from loragate.errors import ConfigError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.variants import Variant, acting
@@ -51,11 +51,11 @@ class Question:
     answers: list[Answer]
 
 
-def diagnose_tokens(subject: Subject, settings: DiagnoseSettings) -> dict[str, Any]:
+def diagnose_tokens(subject: DiagnosticContext, settings: DiagnoseSettings) -> dict[str, Any]:
     """Traces of the first answers of base, adapter and gated model to the first questions of each task; writes tokens.json.
 
     Raises:
-        ConfigError: where there is no run, or one without answers, and as `Subject.begin`.
+        ConfigError: where there is no run, or one without answers, and as `DiagnosticContext.begin`.
     """
     if not settings.run:
         raise ConfigError("loragate diagnose tokens needs --run FOLDER, an evaluation whose stored answers are read")
@@ -90,7 +90,7 @@ def trace_answers(
     questions: Sequence[Question],
     *,
     max_tokens: int = MAX_TOKENS,
-    on_progress: OnProgress = unheard,
+    on_progress: OnProgress = no_progress,
 ) -> dict[str, Any]:
     """The trace record of some answers.
 

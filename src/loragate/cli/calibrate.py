@@ -1,4 +1,4 @@
-"""`loragate calibrate`: the best way to use a finished adapter, with gates or without. `loragate.choose_gates` is the call."""
+"""`loragate calibrate`: the best way to use a finished adapter, with gates or without. `loragate.calibrate` is the call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loragate.errors import ConfigError
 from loragate.selection.candidate import Candidate, parse_candidates
 from loragate.selection.settings import SelectionSettings, require_one_process
 from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
-from loragate.training.settings import ON_POLICY, CalibrationSettings
+from loragate.training.settings import ON_POLICY, GateTrainingSettings
 from loragate.training.strategy import launch_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CalibrateOptions(RunOptions, CalibrationSettings, SelectionSettings, GateOptions):
+class CalibrateOptions(RunOptions, GateTrainingSettings, SelectionSettings, GateOptions):
     """Settings of `loragate calibrate`.
 
     Attributes:
@@ -59,7 +59,7 @@ def run(options: CalibrateOptions) -> int:
     require_given(COMMAND, options)
     candidates = candidates_of(options)
     check_loading(options)
-    settings = taken_from(options, CalibrationSettings)
+    settings = taken_from(options, GateTrainingSettings)
     if (status := begin(settings, options, options, sampling=not options.unverified)) is not None:
         return status
     folder, out = Path(options.out), console()
@@ -111,12 +111,12 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
 
 def choose(
     options: CalibrateOptions,
-    settings: CalibrationSettings,
-    place: models.Place,
+    settings: GateTrainingSettings,
+    place: models.ModelSource,
     candidates: tuple[Candidate, ...],
     out: Any,
 ) -> Chosen:
-    """What `loragate.choose_gates` does, with what is read shown before the model is loaded, and progress after."""
+    """What `loragate.calibrate` does, with what is read shown before the model is loaded, and progress after."""
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
     from loragate.selection.evidence import require_evidence
     from loragate.selection.rulings import stopped_of
@@ -223,6 +223,6 @@ COMMAND = Command(
     ),
     common=(
         "range ranges probe probe_task unverified objective learning_rate epochs "
-        "batch_size micro_batch_size max_rows precision seed resume"
+        "batch_size per_device_train_batch_size max_rows precision seed resume"
     ),
 )

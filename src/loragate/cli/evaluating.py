@@ -20,7 +20,7 @@ from loragate.analysis.delta_entropy import diagnose_entropy
 from loragate.analysis.interventions import diagnose_interventions
 from loragate.analysis.realised_gates import diagnose_gates
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import Subject
+from loragate.analysis.subject import DiagnosticContext
 from loragate.analysis.token_traces import diagnose_tokens
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.options import EvaluationInputs
@@ -36,11 +36,11 @@ from loragate.models import Loaded
 from loragate.report.page.blocks import diagnosis_blocks
 from loragate.report.scores import caption, score_markdown, score_tables
 from loragate.report.sweep import heat_maps, suite_table
-from loragate.report.table import Sheet
+from loragate.report.table import Table
 from loragate.selection.outcome import SweptCells, suite_record
 from loragate.serving.vllm_server import require_served, usual_share
 
-LOOKS: dict[str, Callable[[Subject, DiagnoseSettings], Any]] = {
+LOOKS: dict[str, Callable[[DiagnosticContext, DiagnoseSettings], Any]] = {
     "entropy": diagnose_entropy,
     "gates": diagnose_gates,
     "interventions": diagnose_interventions,
@@ -178,7 +178,7 @@ def next_line(folder: Path, record: EvaluationRecord) -> str:
     return f'next: loragate generate --model {record.models.get(best.variant, record.models["base"])} --prompt "…"'
 
 
-class Shown(Subject):
+class Shown(DiagnosticContext):
     """A subject whose diagnosis is shown on the terminal while it runs."""
 
     def __init__(self, options: EvaluationInputs) -> None:
@@ -211,7 +211,7 @@ def diagnose(what: str, options: EvaluationInputs, settings: DiagnoseSettings) -
         subject.say(f"{len(record['questions'])} questions written to {folder / 'tokens.json'}")
     else:
         for block in diagnosis_blocks(records.to_json(record)):
-            if isinstance(block, Sheet) and not block.folded:  # folded away on the page, too long for a terminal
+            if isinstance(block, Table) and not block.folded:  # folded away on the page, too long for a terminal
                 subject.out.print(block)
         write_text(folder / "config.yaml", resolved_yaml(options))
         for line in record.conclusion:

@@ -30,7 +30,7 @@ class MaskOptions(ModelOptions, OutputOptions):
         scope: rank the tokens of all rows together, or those of each row.
         max_rows: number of rows to use, from the first on (0: all).
         max_length: token limit of a row; later tokens are not scored and not kept. Use the limit of the training.
-        micro_batch_size: rows per forward pass.
+        per_device_train_batch_size: rows per forward pass.
     """
 
     model: str = ""
@@ -42,7 +42,7 @@ class MaskOptions(ModelOptions, OutputOptions):
     scope: Literal["global", "row"] = "global"
     max_rows: int = 0
     max_length: Annotated[int, Ge(2)] = 2048
-    micro_batch_size: Count = 8
+    per_device_train_batch_size: Count = 8
 
 
 def run(options: MaskOptions) -> int:
@@ -63,7 +63,7 @@ def run(options: MaskOptions) -> int:
         revision=options.revision,
         max_rows=options.max_rows,
         max_length=options.max_length,
-        micro_batch_size=options.micro_batch_size,
+        per_device_train_batch_size=options.per_device_train_batch_size,
         system=options.system,
         loading=options,
         resume=options.resume,
@@ -96,5 +96,5 @@ COMMAND = Command(
         "loragate mask --model path/to/base --reference warm-up-adapter --data train.jsonl --out masked.jsonl --keep 0.6",
         "loragate mask --model path/to/base --reference path/to/finetuned --data train.jsonl --out masked.jsonl --scope row",
     ),
-    common="keep scope split revision max_rows max_length micro_batch_size dtype quantization device resume",
+    common="keep scope split revision max_rows max_length per_device_train_batch_size dtype quantization device resume",
 )

@@ -10,7 +10,7 @@ from loragate.analysis.settings import Request
 from loragate.cli.arguments import Command
 from loragate.display import console, duration
 from loragate.errors import LoragateError
-from loragate.report.table import Line, Sheet
+from loragate.report.table import Line, Table
 
 if TYPE_CHECKING:
     from loragate.analysis.plan import Plan
@@ -67,7 +67,7 @@ def _print(plan: Plan) -> None:
         name = way.strategy if way.gpus == 1 else f"{way.strategy} ×{way.gpus}"
         lines.append(Line(name, [(cell,) for cell in cells]))
     note = "recompute: gradient checkpointing; rows: micro-batch of one GPU; GiB: its peak; times are estimates; ←: take this"
-    out.print(Sheet("", ("strategy", "weights", "recompute", "rows", "GiB", "step", "run", "fits"), lines, note))
+    out.print(Table("", ("strategy", "weights", "recompute", "rows", "GiB", "step", "run", "fits"), lines, note))
     # those that would print as 0.00 are left out
     parts = ", ".join(f"{name} {gib:.2f}" for name, gib in plan.least.parts.items() if gib >= 0.005)
     out.print(f"GiB per GPU by part ({plan.least}): {parts}", markup=False)

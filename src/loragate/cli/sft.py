@@ -9,12 +9,12 @@ from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import RunOptions, taken_from
 from loragate.display import Display, console, duration, next_evaluation
 from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
-from loragate.training.settings import StageOneSettings
+from loragate.training.settings import FineTuningSettings
 from loragate.training.strategy import process_state
 
 
 @dataclass(frozen=True)
-class SftOptions(RunOptions, StageOneSettings):
+class SftOptions(RunOptions, FineTuningSettings):
     """Settings of `loragate sft`.
 
     Attributes:
@@ -35,7 +35,7 @@ def run(options: SftOptions) -> int:
     from loragate.training.adapter_run import AdapterRun
 
     folder = Path(options.out)
-    settings = taken_from(options, StageOneSettings)
+    settings = taken_from(options, FineTuningSettings)
     require_free_out(folder, options.resume)
     check_loading(options)
     # with --processes this process only starts the others and waits
@@ -61,7 +61,11 @@ def run(options: SftOptions) -> int:
     if "keep_mask" in encoded[0] and "keep_mask" not in training.objective.requires:
         out.print(f"note: the keep_mask column is not read by the objective {settings.objective}", markup=False)
     if settings.adapter:
-        warmup = f"a warm-up of {100 * settings.warmup:g} % of the steps" if settings.warmup else "no new warm-up"
+        warmup = (
+            f"a warm-up of {100 * settings.warmup_ratio:g} % of the steps"
+            if settings.warmup_ratio
+            else "no new warm-up"
+        )
         out.print(
             f"going on from {options.adapter}, which is only read: {'DoRA' if settings.dora else 'LoRA'}, rank {settings.rank}, "
             f"α {settings.alpha:g}; {warmup}",
@@ -72,7 +76,7 @@ def run(options: SftOptions) -> int:
     warn_about_endings(out, training.tokenizer, encoded, training.base)
     keep_configuration(options, folder)
     say_steps(out, settings, len(encoded))
-    if options.learning_rate == StageOneSettings.learning_rate:
+    if options.learning_rate == FineTuningSettings.learning_rate:
         out.print(
             f"learning rate {options.learning_rate:g}, the paper's for 1.5B parameters: halve it where the loss jumps or rises, "
             "double it where it hardly falls",
@@ -107,6 +111,6 @@ COMMAND = Command(
     ),
     common=(
         "objective adapter target_modules rank alpha learning_rate epochs "
-        "batch_size micro_batch_size max_rows max_length precision seed resume"
+        "batch_size per_device_train_batch_size max_rows max_length precision seed resume"
     ),
 )

@@ -17,7 +17,7 @@ from loragate.gates.range import parse_ranges
 from loragate.selection.candidate import grid
 from loragate.selection.settings import ProbeSettings
 from loragate.training.preflight import check_loading
-from loragate.training.settings import CalibrationSettings
+from loragate.training.settings import GateTrainingSettings
 from loragate.validate import Amount, Count, Size, comma_list
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
+class SweepOptions(RunOptions, GateTrainingSettings, ProbeSettings, GateOptions):
     """Settings of `loragate sweep`.
 
     Attributes:
@@ -207,6 +207,6 @@ COMMAND = Command(
     ),
     common=(
         "ranges seeds objectives probe probe_task learning_rate "
-        "epochs batch_size micro_batch_size runner workers resume"
+        "epochs batch_size per_device_train_batch_size runner workers resume"
     ),
 )

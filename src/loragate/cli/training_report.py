@@ -20,18 +20,18 @@ FEW_STEPS = 20
 def say_steps(out: Console, asked: TrainSettings, rows: int, of: str = "") -> None:
     """How many steps `rows` rows give, and what was chosen where the settings `asked` leave it to the rows."""
     settings = asked.fitted(rows, launch_of().processes)
-    times = "one epoch" if settings.epochs == 1 else f"{settings.epochs:g} epochs"
+    times = "one epoch" if settings.num_train_epochs == 1 else f"{settings.num_train_epochs:g} epochs"
     steps = settings.steps(rows)
     text = f"{rows:,} rows in batches of {min(settings.batch_size, rows)}, {times}: {steps:,} steps{of}"
     if settings.max_steps:
         text = f"{rows:,} rows in batches of {min(settings.batch_size, rows)}: {steps:,} steps{of}, as --max-steps asks"
     elif not asked.batch_size:
-        set_by = "--batch-size" if asked.epochs else "--batch-size and --epochs"
+        set_by = "--batch-size" if asked.num_train_epochs else "--batch-size and --num-train-epochs"
         text += f" (chosen for about {STEPS} steps or more; {set_by} change it)"
     out.print(text, markup=False)
     if steps < FEW_STEPS:
         out.print(
-            f"note: fewer than {FEW_STEPS} steps hardly change a model; more rows, more --epochs or a smaller --batch-size help",
+            f"note: fewer than {FEW_STEPS} steps hardly change a model; more rows, more --num-train-epochs or a smaller --batch-size help",
             markup=False,
         )
 

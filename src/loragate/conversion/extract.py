@@ -43,7 +43,7 @@ from loragate.errors import ConfigError, LoragateError
 from loragate.files import new_folder, write_json, write_text
 from loragate.gates.adapter_files import ADAPTER_CONFIG, PREFIX, read_adapter_config, write_factors
 from loragate.gates.eligibility import lora_layers
-from loragate.models import Loading, Place, open_tokenizer, resolve, torch_device
+from loragate.models import Loading, ModelSource, open_tokenizer, resolve, torch_device
 from loragate.records import to_json
 from loragate.version import __version__
 
@@ -66,8 +66,8 @@ class LeftOut:
 class Extraction:
     """An adapter in memory, with what it keeps."""
 
-    model: Place  # the fine-tuned model
-    base: Place  # what it was compared with
+    model: ModelSource  # the fine-tuned model
+    base: ModelSource  # what it was compared with
     rank: int  # R of every module; alpha is equal to it, so the scaling is 1
     layout: Layout  # of the base
     # of the linear layers that changed, in model order; for a transposed layer (GPT-2) B·A is Δ of the layer as PEFT sees it

@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.pytorch_utils import Conv1D
 
 from loragate.errors import ConfigError
-from loragate.models import Place, gguf
+from loragate.models import ModelSource, gguf
 from loragate.models.hub import BASE_CONFIG, download
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -46,7 +46,7 @@ _FUNCTION_KEYS = (
 class Checkpoint:
     """The tensors of one model."""
 
-    place: Place  # what was asked for
+    place: ModelSource  # what was asked for
     config: Any  # of the whole model; what is compared is the text part
     files: dict[str, Path]  # {tensor name: shard}
     _open: tuple[Path, Any] | None = field(default=None, repr=False)
@@ -89,7 +89,7 @@ class Checkpoint:
         return self._open[1]
 
 
-def open_checkpoint(place: Place, code: bool = False) -> Checkpoint:
+def open_checkpoint(place: ModelSource, code: bool = False) -> Checkpoint:
     """The checkpoint of a base, with the model's own Python files where `code` is set.
 
     A place without unquantised safetensors weights, or with unreadable ones, is a ConfigError that says what to do.

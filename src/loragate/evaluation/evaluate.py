@@ -64,7 +64,7 @@ SAID = ("notes", "left_out")
 """What eval.json tells readers, and a resumed run need not share."""
 
 
-def unheard(stage: str, variant: Variant, task: str, done: int, total: int) -> None:
+def no_progress(stage: str, variant: Variant, task: str, done: int, total: int) -> None:
     """An `OnEvent` for nobody."""
 
 
@@ -145,7 +145,7 @@ class Evaluation:
                 self.folder / "tasks" / f"{prepared.task.name}.yaml", prepared.task.path.read_text(encoding="utf-8")
             )
 
-    def run(self, engine_for: EngineFor, on_event: OnEvent = unheard) -> EvaluationRecord:
+    def run(self, engine_for: EngineFor, on_event: OnEvent = no_progress) -> EvaluationRecord:
         """Sample and judge everything that is not on file yet; returns the record, which the caller writes."""
         # rows with the same weights follow one another, as changing them can mean loading them
         for variant in sorted(self.variants, key=lambda variant: variant.acts):
@@ -175,7 +175,7 @@ class Evaluation:
         )
 
     def judge_again(
-        self, again: bool = False, on_event: OnEvent = unheard
+        self, again: bool = False, on_event: OnEvent = no_progress
     ) -> tuple[EvaluationRecord, list[dict[str, Any]] | None]:
         """The record under this evaluation's grader, and the answers that it judges differently than results.json has them.
 

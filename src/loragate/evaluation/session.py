@@ -18,7 +18,7 @@ from typing import Any
 from loragate.data import template_hash
 from loragate.errors import ConfigError
 from loragate.evaluation.engines import Engines, why_not
-from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, unheard
+from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, no_progress
 from loragate.evaluation.judging import require_graders
 from loragate.evaluation.prepared import chosen_tasks, prepare, questions_of
 from loragate.evaluation.results import EvaluationRecord, write_record
@@ -185,7 +185,7 @@ class Session:
         )
 
     def run(
-        self, evaluation: Evaluation, on_event: OnEvent = unheard, engine_for: EngineFor | None = None
+        self, evaluation: Evaluation, on_event: OnEvent = no_progress, engine_for: EngineFor | None = None
     ) -> EvaluationRecord:
         """Sample and judge what is not on file yet, by the session's own engines or `engine_for`; writes results.json.
 

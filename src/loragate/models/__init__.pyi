@@ -15,11 +15,11 @@ from .loading import (
     open_tokenizer as open_tokenizer,
     open_weights as open_weights,
     open_without_weights as open_without_weights,
-    put_on as put_on,
+    load_adapter as load_adapter,
 )
 from .place import (
     ModelRef as ModelRef,
-    Place as Place,
+    ModelSource as ModelSource,
     is_adapter as is_adapter,
     is_gated as is_gated,
     plain_adapter as plain_adapter,

@@ -21,7 +21,7 @@ from loragate.gates.schema import CONFIG
 from loragate.hub_names import hub_source
 from loragate.models import gguf
 from loragate.models.bases import base_config, base_weights, generation_config, open_base, pretrained
-from loragate.models.place import Kind, Place, resolve
+from loragate.models.place import Kind, ModelSource, resolve
 from loragate.models.settings import Loading
 
 USUAL = Loading()
@@ -33,7 +33,7 @@ _OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
 class Loaded:
     """A model with its tokenizer."""
 
-    place: Place  # where it came from; its kind is what the model is
+    place: ModelSource  # where it came from; its kind is what the model is
     how: Loading
     tokenizer: Any  # with its chat template
     config: Any  # of the base
@@ -96,7 +96,7 @@ class Loaded:
         return self
 
 
-def open_model(place: Place, how: Loading = USUAL) -> Loaded:
+def open_model(place: ModelSource, how: Loading = USUAL) -> Loaded:
     """The model of a place with its tokenizer, frozen and in eval mode, an override of λ laid over it for good.
 
     Raises:
@@ -108,7 +108,7 @@ def open_model(place: Place, how: Loading = USUAL) -> Loaded:
     return Loaded(place, how, tokenizer, model.config, model, stop_token_ids=place.stop_token_ids)
 
 
-def open_without_weights(place: Place, how: Loading = USUAL) -> Loaded:
+def open_without_weights(place: ModelSource, how: Loading = USUAL) -> Loaded:
     """Tokenizer and configuration alone, for an engine that loads the weights itself."""
     gguf.refuse(place.base, "vLLM")
     with explained("base model", place.base.name):
@@ -116,17 +116,17 @@ def open_without_weights(place: Place, how: Loading = USUAL) -> Loaded:
     return Loaded(place, how, open_tokenizer(place, how), config, stop_token_ids=place.stop_token_ids)
 
 
-def open_weights(place: Place, how: Loading, host_memory: bool = False) -> Any:
+def open_weights(place: ModelSource, how: Loading, host_memory: bool = False) -> Any:
     """The model of `open_model` without its tokenizer; `host_memory` as in `open_base`."""
     if place.kind == "gated":  # whose base has errors of its own, which name the artifact
         with explained("gated adapter", place.ref.name):
-            return put_on(_base_of_gated(place, lambda: open_base(place.base, how, host_memory)), place)
+            return load_adapter(_base_of_gated(place, lambda: open_base(place.base, how, host_memory)), place)
     with explained("base model", place.base.name):
         base = open_base(place.base, how, host_memory)
-    return base if place.kind == "base" else put_on(base, place)
+    return base if place.kind == "base" else load_adapter(base, place)
 
 
-def put_on(base: Any, place: Place) -> Any:
+def load_adapter(base: Any, place: ModelSource) -> Any:
     """Adapter, gates and override of a place on a base in memory, as a frozen PeftModel in eval mode.
 
     Raises:
@@ -179,10 +179,10 @@ def load_gated(
     """
     place = resolve(folder, base or "", expect="gated", revision=revision, base_revision=base_revision, overrides=True)
     weights = _base_of_gated(place, lambda: base_weights(place.base, **from_pretrained_kwargs))
-    return put_on(weights, place)
+    return load_adapter(weights, place)
 
 
-def open_tokenizer(place: Place, how: Loading = USUAL) -> Any:
+def open_tokenizer(place: ModelSource, how: Loading = USUAL) -> Any:
     """The tokenizer of an adapter where it has its own, else of the base."""
     chosen = place.tokenizer
     with explained("tokenizer", chosen):
@@ -220,7 +220,7 @@ def explained(what: str, name: str) -> Iterator[None]:
         raise _sentence(what, name, error) from error
 
 
-def _base_of_gated(place: Place, load: Callable[[], Any]) -> Any:
+def _base_of_gated(place: ModelSource, load: Callable[[], Any]) -> Any:
     """The base of a gated folder, with errors that say where it was recorded."""
     if (task := (place.adapter_config or {}).get("task_type")) in _OTHER_TASKS:
         raise ArtifactError(_other_class(place, f"the adapter's task_type is {task}"))
@@ -240,7 +240,7 @@ def _base_of_gated(place: Place, load: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _other_class(place: Place, reason: str) -> str:
+def _other_class(place: ModelSource, reason: str) -> str:
     """What to do where the base is no causal language model of transformers."""
     return (
         f"{place.folder}: load_gated loads causal language models (AutoModelForCausalLM), and {reason}. Load the base with its "

@@ -78,7 +78,7 @@ class ModelRef:
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelSource:
     """Where a model is."""
 
     ref: ModelRef  # what was asked for
@@ -164,7 +164,7 @@ class Place:
         return "@".join(filter(None, (str(self.folder.resolve()), self.ref.override)))
 
     @property
-    def plain(self) -> Place:
+    def plain(self) -> ModelSource:
         """The plain adapter of a gated place, on the same base; any other place as it is."""
         return self if self.kind != "gated" else replace(self, kind="adapter", folder=self.adapter)
 
@@ -194,7 +194,7 @@ def resolve(
     base_revision: str | None = None,
     overrides: bool = False,
     base_later: bool = False,
-) -> Place:
+) -> ModelSource:
     """The place that a text names; an adapter on the hub is downloaded.
 
     Args:
@@ -295,7 +295,7 @@ def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Pa
     return folder
 
 
-def _base_place(ref: ModelRef, what: str) -> Place:
+def _base_place(ref: ModelRef, what: str) -> ModelSource:
     """A base model; refuses an adapter folder, or an unfinished run, where one is expected."""
     require_here(what, ref.name)
     folder = Path(ref.name)
@@ -305,7 +305,7 @@ def _base_place(ref: ModelRef, what: str) -> Place:
         raise ConfigError(f"{ref.name} holds an unfinished run; finish it by repeating its command with --resume")
     _refuse_override(ref, what)
     ref = _in_its_folder(ref)
-    return Place(ref, "base", Path(ref.name), ref)
+    return ModelSource(ref, "base", Path(ref.name), ref)
 
 
 def _refuse_override(ref: ModelRef, what: str) -> None:
@@ -329,7 +329,7 @@ def _in_its_folder(base: ModelRef) -> ModelRef:
 
 def _gated_place(
     ref: ModelRef, folder: Path, given: ModelRef | None, base_revision: str | None, base_later: bool
-) -> Place:
+) -> ModelSource:
     record = read_gate_config(folder)
     if not (folder / ADAPTER / ADAPTER_CONFIG).is_file():
         raise ArtifactError(f"{folder / ADAPTER}: the Stage-I adapter is missing; the folder is incomplete")
@@ -343,10 +343,10 @@ def _gated_place(
         raise ArtifactError(f"{folder / CONFIG}: the base {recorded} is not here; say where it is with base=… (--base)")
     if not base_later:
         base = _in_its_folder(base)
-    return Place(ref, "gated", folder, base, record, read_adapter_config(folder / ADAPTER))
+    return ModelSource(ref, "gated", folder, base, record, read_adapter_config(folder / ADAPTER))
 
 
-def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_later: bool) -> Place:
+def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_later: bool) -> ModelSource:
     if is_gated(folder):
         raise ConfigError(f"{ref.name} is already a gated adapter; its plain adapter is {folder / ADAPTER}")
     config = read_adapter_config(folder)
@@ -375,7 +375,7 @@ def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_lat
                 "--base"
             ) from error
         base = _in_its_folder(base)
-    return Place(ref, "adapter", folder, base, None, config)
+    return ModelSource(ref, "adapter", folder, base, None, config)
 
 
 def _beside(name: str) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from loragate.analysis.realised_gates import diagnose_gates
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import Subject
+from loragate.analysis.subject import DiagnosticContext
 from loragate.data import Rows, encode_rows, find_endings, load_rows, render_prompt
 from loragate.display import Display, Job, console, duration, percent, points, quiet_logging
 from loragate.errors import ConfigError
@@ -47,7 +47,7 @@ from loragate.report.page.whole import page
 from loragate.report.scores import caption, evaluation_statements, score_markdown, score_tables
 from loragate.report.sources import all_sources
 from loragate.selection import choose
-from loragate.training import CalibrationResult, CalibrationSettings, StageOneSettings, calibrate, train_adapter
+from loragate.training import FineTuningSettings, GateTrainingResult, GateTrainingSettings, train_adapter, train_gates
 from loragate.training.callbacks import StepReport
 from loragate.world.base import load_base, save_base
 from loragate.world.demonstrations import demonstrations
@@ -63,12 +63,14 @@ MAX_NEW_TOKENS = 72
 BATCH = 480
 HELDOUT_ROWS = 64
 OTHER_ROWS = 1_000_003  # rows that are measured only are drawn with a seed so far from the run's
-LORA = StageOneSettings(learning_rate=1e-3, batch_size=32, micro_batch_size=32, max_length=128, logging_steps=16)
+LORA = FineTuningSettings(
+    learning_rate=1e-3, batch_size=32, per_device_train_batch_size=32, max_length=128, logging_steps=16
+)
 # steps and learning rate of the gates are the paper's
-GATES = CalibrationSettings(
+GATES = GateTrainingSettings(
     learning_rate=5e-4,
     batch_size=32,
-    micro_batch_size=32,
+    per_device_train_batch_size=32,
     max_steps=157,
     max_length=128,
     max_rows=2048,
@@ -96,7 +98,7 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
     record = score(made, rows_of(made, list(ranges), picked, constant, wanted), tasks)
     with made.display.job("reading the gates and drawing"):
         asked = Request(str(folder / "gated"), folder / "diagnosis", TaskSettings(tasks="tiny"))
-        diagnose_gates(Subject(asked), DiagnoseSettings(run=str(folder)))
+        diagnose_gates(DiagnosticContext(asked), DiagnoseSettings(run=str(folder)))
         plain = record.to_json()
         controls = control_statements(record)
         reading = [*chosen, *evaluation_statements(plain), *controls]
@@ -131,7 +133,7 @@ class Trained:
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.seed, self.display = folder, seed, Display()
         self.models: dict[str, Any] = {}
-        self.calibrations: dict[str, CalibrationResult] = {}
+        self.calibrations: dict[str, GateTrainingResult] = {}
         self.base, self.tokenizer = load_base()
         # the base and the demonstrations, so that every command can be tried on them
         save_base(self.base, self.tokenizer, folder / "base")
@@ -158,7 +160,7 @@ class Trained:
         """Gates on a copy of the adapter."""
         model, settings = copy.deepcopy(self.models["adapter"]), replace(GATES, objective=objective, seed=self.seed)
         with self.display.job(f"calibrating {name}", unit="step") as job:
-            result = self.calibrations[name] = calibrate(
+            result = self.calibrations[name] = train_gates(
                 model,
                 self.tokenizer,
                 self.rows,
@@ -233,7 +235,7 @@ class Trained:
             own = {"objective": "entropy", "learning_rate": 5e-4, "weight_decay": 0.0} if name == ENTROPY else {}
             more = {
                 "adapter": str(self.folder / "adapters" / "sft"),
-                "warmup": 0.0,
+                "warmup_ratio": 0.0,
                 "max_steps": GATES.max_steps,
                 **own,
             }

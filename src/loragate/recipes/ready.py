@@ -38,7 +38,7 @@ from loragate.gates.range import parse_ranges
 from loragate.generation.sharded import require_ray
 from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
 from loragate.losses.objectives import objective_of
-from loragate.models import Place, base_config, explained, open_tokenizer, read_config, resolve
+from loragate.models import ModelSource, base_config, explained, open_tokenizer, read_config, resolve
 from loragate.recipes.recipe import Recipe, Stage, options_of
 from loragate.selection.evidence import require_evidence
 from loragate.selection.questions import read_probe
@@ -54,12 +54,12 @@ Check = Callable[[], Any]
 """Raises a `LoragateError` where something is missing."""
 STAGE_OF = {"sft": "sft", "mask": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
 """{command: stage of the training that it is counted as}; a mask reads every row with two models, about a step of Stage I."""
-ALIKE = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "epochs", "strategy")
+ALIKE = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "num_train_epochs", "strategy")
 PLANNED = {
     **dict(zip(ALIKE, ALIKE, strict=True)),
     "seq": "max_length",
     "batch": "batch_size",
-    "micro_batch": "micro_batch_size",
+    "micro_batch": "per_device_train_batch_size",
     "rows": "max_rows",
     "gpus": "processes",
 }
@@ -195,7 +195,7 @@ def _model(options: SftOptions | MaskOptions | Asking) -> None:
         open_tokenizer(place, options)
 
 
-def _base_of(name: str) -> Place | None:
+def _base_of(name: str) -> ModelSource | None:
     """The place of a model that is a base; None for an adapter with or without gates, here or on the hub."""
     place = resolve(name, base_later=True) if name else None
     return place if place is not None and place.kind == "base" else None

@@ -236,7 +236,7 @@ def _say_what_may_not_fit(recipe: Recipe, stages: Sequence[Stage], run: Run, gib
             if need.gib > gib and need.stage in {stage.name for stage in stages}:
                 run.say(
                     f"{need.stage}: with rows as long as their limit it takes {need.gib:.0f} GiB of a GPU, and there are "
-                    f"{gib:.0f}; where it runs out of memory, halve --set {need.stage}.micro_batch_size"
+                    f"{gib:.0f}; where it runs out of memory, halve --set {need.stage}.per_device_train_batch_size"
                 )
 
 

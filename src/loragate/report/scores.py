@@ -15,7 +15,7 @@ from loragate.report.table import (
     GROUP_OF,
     Cell,
     Line,
-    Sheet,
+    Table,
     difference_cell,
     or_absent,
     share_cell,
@@ -54,7 +54,7 @@ def caption(record: Record) -> str:
     return "\n".join([text, *(f"warning: {warning}" for warning in record["warnings"])])
 
 
-def score_tables(record: Record) -> list[Sheet]:
+def score_tables(record: Record) -> list[Table]:
     """One table per task and, for several tasks of a suite, their average; rows that were left out come last."""
     tables = []
     for task in record["tasks"]:
@@ -66,9 +66,9 @@ def score_tables(record: Record) -> list[Sheet]:
         sampling, questions = task["sampling"], rows[0]["avg_at_k"]["questions"]
         title = f"{task['name']} v{task['version']} · Avg@{sampling['samples']}, {questions} questions, "
         title += f"T = {sampling['temperature']:g}, grader {task['grader']}"
-        tables.append(with_best_scores(Sheet(title, COLUMNS, lines, wide=(7,)), [row.get("at_best") for row in rows]))
+        tables.append(with_best_scores(Table(title, COLUMNS, lines, wide=(7,)), [row.get("at_best") for row in rows]))
     for title, rows in suites_of(record):
-        tables.append(Sheet(title, SUITE_COLUMNS, [_line(row, row["average"]) for row in rows]))
+        tables.append(Table(title, SUITE_COLUMNS, [_line(row, row["average"]) for row in rows]))
     return tables
 
 

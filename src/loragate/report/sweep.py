@@ -18,7 +18,7 @@ import numpy as np
 from loragate.display import percent, points
 from loragate.files import write_text
 from loragate.report.figures import Draw, Target, drawn
-from loragate.report.table import ABSENT, Cell, Line, Sheet, interval, or_absent, p_value, share_cell
+from loragate.report.table import ABSENT, Cell, Line, Table, interval, or_absent, p_value, share_cell
 
 Record = Mapping[str, Any]
 COLUMNS = ("Cell", "Probe %", "vs adapter, points", "Seeds %", "Entropy", "Ended %", "λ < 0 / > 1 %")
@@ -28,7 +28,7 @@ CHOSEN, ORACLE = "#000000", "#009E73"
 LEAST_REACH = 0.05
 
 
-def sweep_tables(record: Record, most: int | None = ROWS) -> list[Sheet]:
+def sweep_tables(record: Record, most: int | None = ROWS) -> list[Table]:
     """The adapter, then the cells from the best down, the first `most` of them; nothing before the adapter was scored."""
     tables = []
     for choice in record["choices"]:
@@ -39,7 +39,7 @@ def sweep_tables(record: Record, most: int | None = ROWS) -> list[Sheet]:
         lines = [Line("adapter", own), *(_line(cell, choice) for cell in mine[:most])]
         title = f"{choice['adapter']}: Avg@{record['samples']} on {record['questions']} probe questions"
         left = f" {len(mine) - most} cells below are in the files." if most and len(mine) > most else ""
-        tables.append(Sheet(title, COLUMNS, lines, _caption(record) + left, wide=(3, 6)))
+        tables.append(Table(title, COLUMNS, lines, _caption(record) + left, wide=(3, 6)))
     return tables
 
 
@@ -65,14 +65,14 @@ def sweep_markdown(record: Record) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def suite_table(record: Record) -> Sheet:
+def suite_table(record: Record) -> Table:
     """The cells of one adapter on a suite, from the best down; from the record of `selection.outcome`."""
     (choice,) = record["choices"]
     title = f"{choice['adapter']}: {record['suite']}, mean over {len(record['tasks'])} tasks, Avg@{record['samples']}"
     lines = [Line("adapter", [share_cell(choice["adapter_score"]), (ABSENT,)])]
     for cell in sorted(record["cells"], key=lambda cell: -cell["score"]["mean"]):
         lines.append(Line(_name(cell), [share_cell(cell["score"]), _versus(cell)], _group(cell, choice)))
-    return Sheet(title, ("Cell", "Score %", "vs adapter, points"), lines, choice_sentence(record, choice))
+    return Table(title, ("Cell", "Score %", "vs adapter, points"), lines, choice_sentence(record, choice))
 
 
 def _suite_sentence(record: Record, choice: Record) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from loragate.display import percent, points
@@ -43,7 +43,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class Table:
     """A table.
 
     Attributes:
@@ -68,9 +68,9 @@ class Sheet:
         """Whether the page draws the first cells as bars."""
         return any(line.score for line in self.lines)
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> RichTable:
         """For a terminal of 80 columns: the unit goes under the name, and what belongs to a figure under the figure."""
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True, show_edge=False)
+        table = RichTable(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True, show_edge=False)
         table.title_justify = table.caption_justify = "left"
         # text, as brackets in a string can be read as markup
         table.title = Text(printable(self.title), "table.title") if self.title else None
@@ -135,7 +135,7 @@ def difference_cell(versus: Mapping[str, float] | None, verdict: str | None = ""
     return f"{points(versus['mean'])}, p{p_value(versus['p'])}", ends, said
 
 
-def with_best_scores(sheet: Sheet, values: Sequence[Mapping[str, Any] | None]) -> Sheet:
+def with_best_scores(sheet: Table, values: Sequence[Mapping[str, Any] | None]) -> Table:
     """Return the table with a last column, what its lines score at their best temperatures, where any does.
 
     A terminal has no room for it and says it in a sentence.

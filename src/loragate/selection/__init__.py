@@ -1,6 +1,6 @@
 """Choosing among candidates on held-out evidence, with the untouched adapter always among them.
 
-Two ways in. `loragate calibrate` and `choose_gates`:
+Two ways in. `loragate calibrate` and `calibrate`:
 
 transaction   checks what was given, takes the model, and writes what comes out; it calls
 evidence      which questions there are for a choice, or why there are none (questions: read, held against the rows)

@@ -13,5 +13,5 @@ from .settings import (
     SelectionSettings as SelectionSettings,
 )
 from .transaction import (
-    choose_gates as choose_gates,
+    calibrate as calibrate,
 )

@@ -27,7 +27,7 @@ from loragate.evaluation.tasks import Question, Task
 from loragate.files import read_json, write_json
 from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
 from loragate.selection.forms import form_of
-from loragate.training.guards import GuardLimits, Reading, breaches, take_reading
+from loragate.training.guards import GuardLimits, Reading, exceeded, generation_stats
 from loragate.training.rollouts import as_answers
 
 COOL, COOL_SAMPLES = 0.3, 8
@@ -80,7 +80,7 @@ def signs_of(samples: Sequence[Sample], extracted: Sequence[str | None]) -> dict
     finished: share that ended; tokens: mean length; distinct: share of different ones per question, and varied: over all
     questions; repeated: share that repeat themselves; read: share from which an answer was taken.
     """
-    found = take_reading(as_answers(samples), 0)
+    found = generation_stats(as_answers(samples), 0)
     per_question: dict[int, set[str]] = {}
     for sample in samples:
         per_question.setdefault(sample.question, set()).add(sample.text)
@@ -291,7 +291,7 @@ def looks_worse(signs: Mapping[str, float], own: Mapping[str, float], *, alike: 
         return []
     signs = signs if alike else {**signs, "varied": own["varied"]}
     found, start = (Reading(0, 0, s["repeated"], s["tokens"], s["finished"], s["varied"]) for s in (signs, own))
-    return [f"on the probe {phrase} (the adapter)" for phrase in breaches(start, found, WARN)]
+    return [f"on the probe {phrase} (the adapter)" for phrase in exceeded(start, found, WARN)]
 
 
 def unread(share: float, grader: str) -> list[str]:

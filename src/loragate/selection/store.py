@@ -108,7 +108,7 @@ class TrialResult:
     Attributes:
         candidate: what was tried.
         probe, retention: scores; None without such questions.
-        training: the training's record (`CalibrationResult.evidence()["training"]` and its parity); empty where nothing
+        training: the training's record (`GateTrainingResult.evidence()["training"]` and its parity); empty where nothing
             is trained.
         modules: {module: λ statistics} after training.
         seconds: by stage, rounded to milliseconds, so that sums are the same after a resumption.

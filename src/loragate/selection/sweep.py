@@ -18,7 +18,7 @@ from loragate.files import held, read_json, require_new, write_json
 from loragate.gates import GateConfig
 from loragate.gates.schema import CONFIG
 from loragate.generation import TransformersEngine
-from loragate.models import Loading, Place, explained, open_base, open_tokenizer, put_on, resolve
+from loragate.models import Loading, ModelSource, explained, load_adapter, open_base, open_tokenizer, resolve
 from loragate.selection.candidate import Candidate, label_of
 from loragate.selection.evidence import answer_tokens
 from loragate.selection.outcome import best_record, summarise, written_of
@@ -35,7 +35,7 @@ from loragate.selection.trial import (
     run_trial,
     settings_by_objective,
 )
-from loragate.training import CalibrationSettings, calibration_rows
+from loragate.training import GateTrainingSettings, training_rows
 
 OBJECTIVES = ("entropy", "ce", "anchored")
 PROBE_SEED = 1
@@ -63,7 +63,7 @@ class Sweep:
 
     adapter: str
     read_rows: Callable[[], Rows]
-    settings: Mapping[str, CalibrationSettings]
+    settings: Mapping[str, GateTrainingSettings]
     base: str = ""
     how: Loading = field(default_factory=Loading)
     config: GateConfig = field(default_factory=lambda: GateConfig(0, 1))
@@ -80,7 +80,7 @@ class Sweep:
         self.probe = absolute(self.probe)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ModelSource:
         """The adapter on its base, as this machine has it."""
         return resolve(self.adapter, self.base, expect="adapter")
 
@@ -138,11 +138,11 @@ def absolute(text: str) -> str:
     return str(Path(text).resolve()) if text and Path(text).exists() else text
 
 
-def settings_of_each(options: Any, objectives: Sequence[str]) -> dict[str, CalibrationSettings]:
+def settings_of_each(options: Any, objectives: Sequence[str]) -> dict[str, GateTrainingSettings]:
     """{objective: its training settings}, for objectives that a sweep can have; see `settings_by_objective`."""
     for name in objectives:
         if name not in OBJECTIVES:
-            more = "; a reward is a Python callable, see loragate.calibrate" if name == "reward" else ""
+            more = "; a reward is a Python callable, see loragate.train_gates" if name == "reward" else ""
             raise ConfigError(
                 f"--objectives: {name!r} is none of {', '.join(OBJECTIVES)}{nearest(name, OBJECTIVES)}{more}"
             )
@@ -154,14 +154,14 @@ def open_bench(sweep: Sweep) -> Bench:
     place, read_rows = sweep.place, functools.cache(sweep.read_rows)
     with explained("base model", place.base.name):
         base = open_base(place.base, sweep.how)
-    model, tokenizer = put_on(base, place), open_tokenizer(place, sweep.how)
+    model, tokenizer = load_adapter(base, place), open_tokenizer(place, sweep.how)
     kept: dict[Any, tuple[Rows, EncodedRows]] = {}
 
-    def encode(settings: CalibrationSettings) -> tuple[Rows, EncodedRows]:
+    def encode(settings: GateTrainingSettings) -> tuple[Rows, EncodedRows]:
         key = (settings.seed, settings.max_rows, settings.max_length)
         if key not in kept:
             kept.clear()  # rows of another seed will hardly be asked for again
-            kept[key] = calibration_rows(read_rows(), tokenizer, settings, sweep.system)
+            kept[key] = training_rows(read_rows(), tokenizer, settings, sweep.system)
         return kept[key]
 
     probe = None

@@ -1,6 +1,6 @@
 """Find the best way to use an adapter: train gates, ask everything on a probe, and write what is recommended.
 
-The whole of `loragate calibrate`, as one transaction that is resumable at every point; `choose_gates` is the call. It ends in
+The whole of `loragate calibrate`, as one transaction that is resumable at every point; `calibrate` is the call. It ends in
 one of three ways: gates, one λ for all, or the base, that do probably better on a probe than the adapter at its best
 temperature; the adapter (zero gates) where nothing does; and gates that the user accepted without evidence. Where none can be
 had, nothing is trained. What a probe showed is written with the sampling temperature at which it did. Zero gates are
@@ -53,7 +53,7 @@ from loragate.selection.trial import (
     save_artifact,
     settings_by_objective,
 )
-from loragate.training import CalibrationSettings, calibration_rows
+from loragate.training import GateTrainingSettings, training_rows
 from loragate.training.guards import GuardLimits
 from loragate.training.rollouts import Reward
 from loragate.training.rows import encoded_fingerprint
@@ -62,7 +62,7 @@ from loragate.training.strategy import process_state
 RANGES = "0,1;-6,3;0,6"
 
 
-def choose_gates(
+def calibrate(
     peft_model: Any,
     tokenizer: Any,
     rows: RowsGiven,
@@ -71,7 +71,7 @@ def choose_gates(
     *,
     ranges: str | Sequence[Candidate] = RANGES,
     config: GateConfig | None = None,
-    settings: CalibrationSettings | None = None,
+    settings: GateTrainingSettings | None = None,
     asking: SelectionSettings | None = None,
     retention: RowsGiven | None = None,
     heldout: RowsGiven | None = None,
@@ -123,7 +123,7 @@ def choose_gates(
         GateError: if the adapter cannot be gated, or is gated already.
         ArtifactError: if `folder` holds a gated adapter already.
     """
-    settings = settings or CalibrationSettings()
+    settings = settings or GateTrainingSettings()
     candidates = parse_candidates(ranges, settings.objective, settings.seed) if isinstance(ranges, str) else ranges
     one = Transaction(
         tokenizer,
@@ -148,7 +148,7 @@ def choose_gates(
 class Transaction:
     """One choice, in three steps: what needs no model is read and checked here; `take` the model; `run`.
 
-    Attributes are the arguments of `choose_gates`, and:
+    Attributes are the arguments of `calibrate`, and:
         rows_given, probe_given, heldout_given: its `rows`, `probe` and `heldout`, as they were given.
         candidates: gates to train; the first one's range is that of the zero gates where the adapter remains.
         on_progress: of tokenising.
@@ -160,7 +160,7 @@ class Transaction:
     folder: Path
     candidates: tuple[Candidate, ...]
     config: GateConfig
-    settings: CalibrationSettings
+    settings: GateTrainingSettings
     asking: SelectionSettings
     retention: RowsGiven | None = None
     heldout_given: RowsGiven | None = None
@@ -181,7 +181,7 @@ class Transaction:
             self.given, spare = set_aside(everything.shuffled(self.settings.seed))
         self.evidence = Evidence(everything, self.probe_given, self.retention, spare, self.asking)
         how: dict[str, Any] = {"system": self.system, "on_progress": self.on_progress}
-        self.rows, self.encoded = calibration_rows(self.given, self.tokenizer, self.settings, **how)
+        self.rows, self.encoded = training_rows(self.given, self.tokenizer, self.settings, **how)
         self.heldout: EncodedRows | None = None
         if self.heldout_given is not None:
             limit = self.settings.max_length
@@ -208,7 +208,7 @@ class Transaction:
             config_of(self.config, one)
             self.settings_of(one)  # a setting that does not fit shows before any training
 
-    def settings_of(self, one: Candidate) -> CalibrationSettings:
+    def settings_of(self, one: Candidate) -> GateTrainingSettings:
         """Of the training of a candidate; raises ConfigError for a setting that no candidate reads."""
         objectives = dict.fromkeys((one.objective, *(other.objective for other in self.candidates)))
         return replace(settings_by_objective(self.settings, objectives)[one.objective], seed=one.seed)
@@ -247,7 +247,7 @@ class Transaction:
         self.probe = self.evidence.probe(self.how, engine, limit, kept, on_progress, whose)
 
     def run(self, *, resume: bool = False, on_event: OnEvent | None = None) -> Chosen:
-        """Train and ask what is not finished yet, choose, and write the folder; see `choose_gates`."""
+        """Train and ask what is not finished yet, choose, and write the folder; see `calibrate`."""
         if self.unverified:
             return self._as_given(resume, on_event)
 
@@ -344,12 +344,12 @@ class Transaction:
             save_artifact(self.bench, self.folder, evidence)
         return Chosen(self.folder, one, evidence)
 
-    def _encoded(self, settings: CalibrationSettings) -> tuple[Rows, EncodedRows]:
+    def _encoded(self, settings: GateTrainingSettings) -> tuple[Rows, EncodedRows]:
         if settings.seed == self.settings.seed:
             return self.rows, self.encoded
-        return calibration_rows(self.given, self.tokenizer, settings, self.system)
+        return training_rows(self.given, self.tokenizer, settings, self.system)
 
-    def _options(self, settings: CalibrationSettings) -> dict[str, Any]:
+    def _options(self, settings: GateTrainingSettings) -> dict[str, Any]:
         """What a training with these settings needs beside the rows."""
         options: dict[str, Any] = {"heldout": self.heldout}
         if settings.objective == "reward":

@@ -33,11 +33,11 @@ from loragate.gates.schema import ADAPTER as ADAPTER_FOLDER
 from loragate.gates.schema import CARD, CONFIG, read_gate_config
 from loragate.gates.schema import GATES as GATES_FILE
 from loragate.generation import Engine, TransformersEngine
-from loragate.models import Place
+from loragate.models import ModelSource
 from loragate.selection.candidate import ADAPTER, GATES, Candidate
 from loragate.selection.probe import Probe, Scored
 from loragate.selection.store import ADAPTERS, FAILED, GATED, PART, TRAINED, Store, TrialResult
-from loragate.training import CalibrationResult, CalibrationSettings, calibrate
+from loragate.training import GateTrainingResult, GateTrainingSettings, train_gates
 from loragate.training.callbacks import StepReport
 from loragate.training.checks import check_start
 
@@ -70,26 +70,26 @@ class Bench:
     model: Any
     tokenizer: Any
     engine: Engine
-    encode: Callable[[CalibrationSettings], tuple[Rows, EncodedRows]]
+    encode: Callable[[GateTrainingSettings], tuple[Rows, EncodedRows]]
     config: GateConfig
-    settings: Callable[[Candidate], CalibrationSettings]
+    settings: Callable[[Candidate], GateTrainingSettings]
     probe: Probe | None = None
     retention: Probe | None = None
-    options: Callable[[CalibrationSettings], Mapping[str, Any]] = lambda _: {}
+    options: Callable[[GateTrainingSettings], Mapping[str, Any]] = lambda _: {}
     origin: Mapping[str, Any] = field(default_factory=dict)
 
 
-def settings_by_objective(options: CalibrationSettings, objectives: Iterable[str]) -> dict[str, CalibrationSettings]:
+def settings_by_objective(options: GateTrainingSettings, objectives: Iterable[str]) -> dict[str, GateTrainingSettings]:
     """{objective: its training settings}: those of the options that it reads; a ConfigError for one that none reads."""
-    given = {field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
-    own = {name: set(CalibrationSettings.read_by(name)) for name in objectives}
+    given = {field.name: getattr(options, field.name) for field in fields(GateTrainingSettings)}
+    own = {name: set(GateTrainingSettings.read_by(name)) for name in objectives}
     somewhere = set().union(*own.values())
     unread = {key: value for key, value in given.items() if key not in somewhere}
     found = {}
     for name, read in own.items():
-        CalibrationSettings(**{**unread, "objective": name})  # says which setting has no effect
+        GateTrainingSettings(**{**unread, "objective": name})  # says which setting has no effect
         mine = {key: value for key, value in given.items() if key in read}
-        found[name] = CalibrationSettings(**{**mine, "objective": name})
+        found[name] = GateTrainingSettings(**{**mine, "objective": name})
     return found
 
 
@@ -101,7 +101,7 @@ def config_of(config: GateConfig, candidate: Candidate) -> GateConfig:
     return own
 
 
-def origin_of(place: Place, base_id: str = "") -> dict[str, Any]:
+def origin_of(place: ModelSource, base_id: str = "") -> dict[str, Any]:
     """What `save_gates` is told of base and adapter; a revision of the base that was loaded is none of another `base_id`."""
     return {
         "adapter_source": place.adapter,
@@ -263,7 +263,7 @@ def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[...,
 
 def fit(
     bench: Bench, candidate: Candidate, run: Path, tell: Callable[..., None], *, part: bool = False, resume: bool = True
-) -> CalibrationResult:
+) -> GateTrainingResult:
     """Train the candidate's gates on the model, from where an earlier training in this run folder was cut off.
 
     Args:
@@ -281,7 +281,7 @@ def fit(
         tell("training", step.step, step.total, entropy)
 
     tell("training")
-    return calibrate(
+    return train_gates(
         bench.model,
         bench.tokenizer,
         rows,

@@ -18,7 +18,7 @@ from loragate.gates.override import split_name
 from loragate.gates.recommended import chosen_temperature, warn_elsewhere
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.generation.requests import begun, rendered, tokenize_prompts
-from loragate.models import Place, explained
+from loragate.models import ModelSource, explained
 from loragate.serving.http_app import Answer, Backend, ChatRequest, CompletionRequest
 
 logger = logging.getLogger("loragate")
@@ -29,7 +29,7 @@ NAMES = {"base": ("base",), "adapter": ("base", "adapter"), "gated": ("base", "a
 @dataclass(frozen=True)
 class Row:
     """A served name: what acts, on which of the model's adapters, of which kind, an override that it always has, and
-    `Place.sampling` of its folder."""
+    `ModelSource.sampling` of its folder."""
 
     acts: Any
     kind: Any
@@ -38,7 +38,7 @@ class Row:
     sampling: Mapping[str, Any] | None = None
 
 
-def add_adapters(model: Any, places: Mapping[str, Place]) -> dict[str, Row]:
+def add_adapters(model: Any, places: Mapping[str, ModelSource]) -> dict[str, Row]:
     """Load more adapters, gated or plain, beside the one that a PeftModel has; places and rows by served name."""
     rows: dict[str, Row] = {}
     loaded: dict[str, str] = {}
@@ -73,7 +73,7 @@ def transformers_backend(
         kind: "base", "adapter" or "gated"; decides the names that can be asked for.
         system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         more: rows of further adapters, from `add_adapters`.
-        sampling: `Place.sampling` of the model's folder.
+        sampling: `ModelSource.sampling` of the model's folder.
     """
     engine = TransformersEngine(model, tokenizer, batch_size=16)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)

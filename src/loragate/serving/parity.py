@@ -18,7 +18,7 @@ import torch
 
 from loragate.display import Display, console
 from loragate.errors import ConfigError, LoragateError
-from loragate.models import Loading, ModelRef, Place, base_config, open_weights, torch_device
+from loragate.models import Loading, ModelRef, ModelSource, base_config, open_weights, torch_device
 from loragate.serving.settings import ServerSettings
 from loragate.serving.vllm_server import prepare_vllm, usual_share
 
@@ -143,7 +143,7 @@ def _furthest(reference_T: torch.Tensor, found: Sequence[float]) -> float:
     return furthest if math.isfinite(furthest) else math.inf
 
 
-def verify(settings: ServerSettings, how: Loading, place: Place, adapters: Mapping[str, Place]) -> int:
+def verify(settings: ServerSettings, how: Loading, place: ModelSource, adapters: Mapping[str, ModelSource]) -> int:
     """Decode greedily in vLLM, all rows in one batch, and compare every log-prob; 0 if all agree, 1 if not.
 
     In float32 a log-prob may differ by 1e-4 and no greedy choice may, unless the reference's two best are within 1e-3. In

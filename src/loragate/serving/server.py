@@ -19,7 +19,7 @@ from loragate.display import console
 from loragate.errors import ConfigError
 from loragate.gates.override import parse_override
 from loragate.gates.recommended import sampling_note
-from loragate.models import Loading, Place, open_model, open_tokenizer, require_here, resolve
+from loragate.models import Loading, ModelSource, open_model, open_tokenizer, require_here, resolve
 from loragate.serving.backend import Row, add_adapters, transformers_backend
 from loragate.serving.http_app import make_server
 from loragate.serving.parity import verify
@@ -62,7 +62,7 @@ def serve(settings: ServerSettings, how: Loading, system: str = "none") -> int:
         return 0
 
 
-def served_places(settings: ServerSettings) -> tuple[Place, dict[str, Place]]:
+def served_places(settings: ServerSettings) -> tuple[ModelSource, dict[str, ModelSource]]:
     """The place of --model, whose base is served, and that of each adapter by its served name.
 
     Raises:
@@ -178,7 +178,7 @@ def serve_transformers(settings: ServerSettings, how: Loading, system: str) -> i
     return 0
 
 
-def print_sampling(places: Mapping[str, Place]) -> None:
+def print_sampling(places: Mapping[str, ModelSource]) -> None:
     """How a request that names no temperature is sampled, for each served folder that recommends something."""
     for name, place in places.items():
         if note := sampling_note(name, place.sampling):

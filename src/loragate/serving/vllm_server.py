@@ -27,7 +27,7 @@ from loragate.display import console
 from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.files import write_json, write_text
 from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
-from loragate.models import Loading, Place, base_config, explained, generation_config, gguf, read_gates
+from loragate.models import Loading, ModelSource, base_config, explained, generation_config, gguf, read_gates
 from loragate.serving.hooks import ADAPTERS
 from loragate.serving.plugin import vllm_version
 from loragate.serving.settings import ServerSettings
@@ -128,7 +128,7 @@ def _module(name: str, folder: str) -> str:
     return f"{name}={folder}"
 
 
-def prepare_vllm(place: Place, adapters: Mapping[str, Place], trust: bool) -> int:
+def prepare_vllm(place: ModelSource, adapters: Mapping[str, ModelSource], trust: bool) -> int:
     """Check plugin, version, folders and base before vLLM starts; returns the rank to make room for."""
     gguf.refuse(place.base, "vLLM")
     rank = 1
@@ -148,8 +148,8 @@ def vllm_arguments(
     settings: ServerSettings,
     how: Loading,
     system: str,
-    place: Place,
-    adapters: Mapping[str, Place],
+    place: ModelSource,
+    adapters: Mapping[str, ModelSource],
     tokenizer: Any,
     scratch: Path,
 ) -> list[str]:
@@ -218,7 +218,7 @@ def _render(chat: Any, messages: list[dict[str, str]]) -> str | None:
 
 
 def stopping_arguments(
-    tokenizer: Any, place: Place, adapters: Mapping[str, Place], scratch: Path, trust: bool = False
+    tokenizer: Any, place: ModelSource, adapters: Mapping[str, ModelSource], scratch: Path, trust: bool = False
 ) -> list[str]:
     """Arguments that have vLLM's server stop where our engines do; none where it does so by itself.
 

@@ -12,17 +12,17 @@ from .rollouts import (
     Sampler as Sampler,
 )
 from .settings import (
-    CalibrationSettings as CalibrationSettings,
+    GateTrainingSettings as GateTrainingSettings,
     RowsSettings as RowsSettings,
-    StageOneSettings as StageOneSettings,
+    FineTuningSettings as FineTuningSettings,
     TrainSettings as TrainSettings,
 )
-from .stage_one import (
-    StageOneResult as StageOneResult,
+from .fine_tuning import (
+    FineTuningResult as FineTuningResult,
     train_adapter as train_adapter,
 )
-from .stage_two import (
-    CalibrationResult as CalibrationResult,
-    calibrate as calibrate,
-    calibration_rows as calibration_rows,
+from .gate_training import (
+    GateTrainingResult as GateTrainingResult,
+    train_gates as train_gates,
+    training_rows as training_rows,
 )

@@ -15,16 +15,16 @@ from loragate.generation import OnProgress
 from loragate.losses.objectives import objective_of
 from loragate.models import Loading, explained, open_base, open_tokenizer, resolve
 from loragate.training.callbacks import OnStep
-from loragate.training.preflight import require_free_out
-from loragate.training.rows import read_rows, require_mask_column
-from loragate.training.run_folder import RECORD
-from loragate.training.settings import RowsSettings, StageOneSettings
-from loragate.training.stage_one import (
-    StageOneResult,
+from loragate.training.fine_tuning import (
+    FineTuningResult,
     adapter_settings,
     require_reference_read,
     train_adapter,
 )
+from loragate.training.preflight import require_free_out
+from loragate.training.rows import read_rows, require_mask_column
+from loragate.training.run_folder import RECORD
+from loragate.training.settings import FineTuningSettings, RowsSettings
 from loragate.training.strategy import launch_of, process_state
 
 
@@ -32,7 +32,7 @@ def make_adapter(
     model: str,
     data: str | RowsSettings,
     folder: str | Path,
-    settings: StageOneSettings | None = None,
+    settings: FineTuningSettings | None = None,
     *,
     reference: str = "",
     max_rows: int = 0,
@@ -40,7 +40,7 @@ def make_adapter(
     system: str = "none",
     resume: bool = False,
     on_step: OnStep | None = None,
-) -> StageOneResult:
+) -> FineTuningResult:
     """Train an adapter on a base and rows that are given by name, and write it as an ordinary PEFT folder.
 
     The command `loragate sft` is this call. `train_adapter` does the same with a base in memory, and writes nothing.
@@ -68,7 +68,7 @@ def make_adapter(
         model,
         RowsSettings(data=data) if isinstance(data, str) else data,
         Path(folder),
-        settings or StageOneSettings(),
+        settings or FineTuningSettings(),
         reference,
         max_rows,
         loading or Loading(),
@@ -91,7 +91,7 @@ class AdapterRun:
     model: str
     asked: RowsSettings
     folder: Path
-    settings: StageOneSettings
+    settings: FineTuningSettings
     reference: str
     max_rows: int
     loading: Loading
@@ -125,7 +125,7 @@ class AdapterRun:
             self.base = open_base(self.place.base, self.loading, host_memory=launch_of().sharded)
             self.reference_model: Any = open_base(self.other.base, self.loading) if self.other else None
 
-    def train(self, on_step: OnStep | None = None) -> StageOneResult:
+    def train(self, on_step: OnStep | None = None) -> FineTuningResult:
         """Train, and write the adapter; on several processes only the main one writes."""
         run = self.folder / "run"
         result = train_adapter(

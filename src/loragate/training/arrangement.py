@@ -29,7 +29,7 @@ def arranged_steps(rows: Sequence[Row], settings: TrainSettings, processes: int 
     rows would change the last step. Neighbours go to different processes, so that the passes which run at the same time
     are of like length.
     """
-    together = settings.micro_batch_size * processes
+    together = settings.per_device_train_batch_size * processes
     for start in range(0, len(rows), settings.batch_size):
         step = [rows[index] for index in range(start, min(start + settings.batch_size, len(rows)))]
         if settings.packing:

@@ -79,7 +79,7 @@ def repeats(token_ids: Sequence[int], n: int = 6, times: int = 3) -> bool:
     return max(counts.values(), default=0) >= times
 
 
-def take_reading(answers: Sequence[Answer], step: int, saturated: float | None = None) -> Reading:
+def generation_stats(answers: Sequence[Answer], step: int, saturated: float | None = None) -> Reading:
     """The reading of some answers; a pure function.
 
     Raises:
@@ -99,7 +99,7 @@ def take_reading(answers: Sequence[Answer], step: int, saturated: float | None =
     )
 
 
-def breaches(start: Reading, now: Reading, limits: GuardLimits) -> list[str]:
+def exceeded(start: Reading, now: Reading, limits: GuardLimits) -> list[str]:
     """What went beyond the limits, each as a phrase with its figures; empty when all is well."""
     found = []
     if now.repetition > start.repetition + limits.repetition:
@@ -145,14 +145,14 @@ class Guard:
         self.waiting += answers
         if len(self.waiting) < self.limits.answers:
             return self.verdict
-        reading = take_reading(self.waiting, step, None if saturation is None else saturation())
+        reading = generation_stats(self.waiting, step, None if saturation is None else saturation())
         self.waiting = []
         return self.judge(reading)
 
     def judge(self, reading: Reading) -> str | None:
         """Add a finished reading and compare it with the first one; returns the verdict."""
         self.readings.append(reading)
-        found = breaches(self.readings[0], reading, self.limits)
+        found = exceeded(self.readings[0], reading, self.limits)
         if found:
             self.verdict = f"stopped by the guard at step {reading.step}: " + "; ".join(found)
         return self.verdict

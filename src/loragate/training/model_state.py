@@ -27,7 +27,7 @@ _NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
 
 
 @contextmanager
-def as_found(model: Any, checkpointing: bool) -> Iterator[None]:
+def restore_state(model: Any, checkpointing: bool) -> Iterator[None]:
     """Give a model back as it came: modes, forward (autocast wraps it) and gradient checkpointing.
 
     accelerate marks a model that it has wrapped and wraps it no second time: with the mark left on it, the next training in this

@@ -33,7 +33,7 @@ from loragate.losses.causal_head import ResponseScorer
 from loragate.training.callbacks import not_finite
 from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.guards import Guard, Reading, saturation
-from loragate.training.model_state import as_found, start_recomputing
+from loragate.training.model_state import restore_state, start_recomputing
 from loragate.training.rollouts import (
     Answer,
     Reward,
@@ -48,7 +48,7 @@ from loragate.training.rollouts import (
 from loragate.training.rows import collator_for, positions_of
 from loragate.training.run import usual_callbacks
 from loragate.training.run_folder import STATE, alone_in, checkpoints, prepare_folder
-from loragate.training.settings import CalibrationSettings
+from loragate.training.settings import GateTrainingSettings
 from loragate.training.strategy import launch_of
 from loragate.training.trainer import TRAINED, Job, TrainingOutcome
 
@@ -61,7 +61,7 @@ def run_on_policy(job: Job, sampler: Sampler | None, reward: Reward | None, guar
     """Train on sampled answers; files and errors are those of `run_training`.
 
     Args:
-        job: with `CalibrationSettings`, and the adapter whose gates train.
+        job: with `GateTrainingSettings`, and the adapter whose gates train.
         sampler: None samples with transformers from the model in memory.
         reward: needed by the objective "reward".
         guard: watches the sampled answers; None watches nothing.
@@ -71,7 +71,7 @@ def run_on_policy(job: Job, sampler: Sampler | None, reward: Reward | None, guar
         TrainingError: non-finite loss or reward, a resume that does not fit, or a stop by Ctrl-C.
     """
     refuse_impossible(Plan.of_settings(job.settings, launch_of(), next(job.model.parameters()).device.type))
-    with alone_in(job.folder), as_found(job.model, job.settings.gradient_checkpointing):
+    with alone_in(job.folder), restore_state(job.model, job.settings.gradient_checkpointing):
         checkpoint = prepare_folder(job.identity, job.folder, job.resume)
         if job.settings.gradient_checkpointing:
             # the inputs of the first layer come from a frozen embedding, and recomputation wants one that has a gradient
@@ -94,7 +94,7 @@ class _Loop:
     tokens at sampling time (`before`; empty where they are not needed), log records, and counts of what was sampled."""
 
     def __init__(self, job: Job, sampler: Sampler | None, reward: Reward | None, guard: Guard | None) -> None:
-        assert isinstance(job.settings, CalibrationSettings)
+        assert isinstance(job.settings, GateTrainingSettings)
         assert job.adapter_name is not None
         self.job, self.reward, self.guard = job, reward, guard
         self.settings = settings = job.settings
@@ -111,7 +111,7 @@ class _Loop:
         self.optimizer = torch.optim.AdamW(
             list(job.trained.values()),
             lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
+            betas=(settings.adam_beta1, settings.adam_beta2),
             eps=1e-8,
             weight_decay=settings.weight_decay,
         )
@@ -121,9 +121,9 @@ class _Loop:
         self.before: list[torch.Tensor] = []
         self.history: list[dict[str, Any]] = []
         self.sampled: Any = Counter()
-        warmup = round(settings.warmup * self.total)
+        warmup = round(settings.warmup_ratio * self.total)
         # a factor by step, so that there is no state of the schedule to keep
-        (self.rate_factor,) = get_scheduler(settings.schedule, self.optimizer, warmup, self.total).lr_lambdas
+        (self.rate_factor,) = get_scheduler(settings.lr_scheduler_type, self.optimizer, warmup, self.total).lr_lambdas
         self.sums: Any = Counter()
         self.gate_summary: dict[str, float] = {}
 
@@ -167,8 +167,8 @@ class _Loop:
     # checkpoints
 
     def _save(self, folder: Path) -> None:
-        """Write `folder`/checkpoint-<step> and remove all but the newest `keep_checkpoints`; 0 keeps all."""
-        keep, guard = self.settings.keep_checkpoints, self.guard or Guard()
+        """Write `folder`/checkpoint-<step> and remove all but the newest `save_total_limit`; 0 keeps all."""
+        keep, guard = self.settings.save_total_limit, self.guard or Guard()
         target = folder / f"checkpoint-{self.step}"
         tensors: dict[str, dict[str, Any]] = {
             TRAINED: self.job.trained,
@@ -340,8 +340,8 @@ class _Loop:
         rows = [as_training_row(answer, self.prompts) for answer in answers]
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]["input_ids"]))
         passes = []
-        for at in range(0, len(order), self.settings.micro_batch_size):
-            indices = order[at : at + self.settings.micro_batch_size]
+        for at in range(0, len(order), self.settings.per_device_train_batch_size):
+            indices = order[at : at + self.settings.per_device_train_batch_size]
             batch = self.collate([rows[index] for index in indices])
             passes.append(({key: value.to(self.device) for key, value in batch.items()}, indices))
         return passes

@@ -15,7 +15,7 @@ from torch import nn
 from loragate.data import Collator
 from loragate.gates import active_adapter, gate_parameters, train_gates_only
 from loragate.losses import topk_entropy
-from loragate.training.settings import CalibrationSettings
+from loragate.training.settings import GateTrainingSettings
 
 
 def cosine_factor(step: int, warmup: int, total: int) -> float:
@@ -36,7 +36,7 @@ def response_entropies(model: nn.Module, batch: dict[str, torch.Tensor], k: int)
 def reference_loop(
     model: nn.Module,
     encoded: Sequence[dict[str, Any]],
-    settings: CalibrationSettings,
+    settings: GateTrainingSettings,
     pad_token_id: int,
     adapter_name: str | None = None,
 ) -> list[float]:
@@ -55,14 +55,14 @@ def reference_loop(
     optimizer = torch.optim.AdamW(
         parameters,
         lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
+        betas=(settings.adam_beta1, settings.adam_beta2),
         eps=1e-8,
         weight_decay=settings.weight_decay,
     )
     collate = Collator(pad_token_id)
     settings = settings.fitted(len(encoded))
     total = settings.steps(len(encoded))
-    warmup = round(settings.warmup * total)
+    warmup = round(settings.warmup_ratio * total)
     losses: list[float] = []
     model.train()
     while len(losses) < total:
@@ -73,8 +73,8 @@ def reference_loop(
             # the denominator counts the whole batch, not each forward pass
             tokens = sum(sum(label != -100 for label in row["labels"][1:]) for row in rows)
             step_loss = 0.0
-            for start in range(0, len(rows), settings.micro_batch_size):
-                batch = collate(rows[start : start + settings.micro_batch_size])
+            for start in range(0, len(rows), settings.per_device_train_batch_size):
+                batch = collate(rows[start : start + settings.per_device_train_batch_size])
                 loss = response_entropies(model, batch, settings.k).sum() / max(tokens, 1)
                 loss.backward()
                 step_loss += float(loss.detach())

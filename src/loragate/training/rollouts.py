@@ -32,7 +32,7 @@ from loragate.losses import StatisticsRequest
 from loragate.losses.causal_head import Batch, ResponseScorer
 from loragate.losses.divergence import Combine, Reference
 from loragate.losses.head import IGNORED
-from loragate.training.settings import CalibrationSettings
+from loragate.training.settings import GateTrainingSettings
 
 logger = logging.getLogger("loragate")
 
@@ -109,7 +109,7 @@ def training_prompts(
 
 
 def draw_answers(
-    prompts: Sequence[Prompt], chosen: Sequence[int], sampler: Sampler, settings: CalibrationSettings, refresh: int
+    prompts: Sequence[Prompt], chosen: Sequence[int], sampler: Sampler, settings: GateTrainingSettings, refresh: int
 ) -> list[Answer]:
     """Answers to the chosen prompts, `answers_per_prompt` each, in their order; a pure function of gates and arguments.
 
@@ -152,7 +152,7 @@ def rewarded(
     prompts: Sequence[Prompt],
     rows: Rows,
     reward: Reward,
-    settings: CalibrationSettings,
+    settings: GateTrainingSettings,
 ) -> list[Answer]:
     """The answers with rewards and advantages; each `answers_per_prompt` answers in a row belong to one prompt.
 
@@ -236,7 +236,7 @@ Terms = tuple[torch.Tensor, dict[str, float]]
 class AnchoredEntropy:
     """H + β · KL(gated ‖ anchor) over the full vocabulary, in nats, mean over the response tokens of the step."""
 
-    settings: CalibrationSettings
+    settings: GateTrainingSettings
     adapter_name: str
 
     def denominator(self, answers: Sequence[Answer]) -> int:
@@ -266,7 +266,7 @@ class GroupReward:
     the gradient of the expected reward (times (G − 1)/G, as an answer is part of its own baseline).
     """
 
-    settings: CalibrationSettings
+    settings: GateTrainingSettings
     adapter_name: str
 
     def denominator(self, answers: Sequence[Answer]) -> int:

@@ -34,10 +34,10 @@ from loragate.training.callbacks import (
 )
 from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.last_layer import read_positions_only
-from loragate.training.model_state import as_found, short_row_attention, statistics_forward
+from loragate.training.model_state import restore_state, short_row_attention, statistics_forward
 from loragate.training.rows import collator_for
 from loragate.training.run_folder import LOG, STATE, alone_in, explain_full_disk, explain_lost_process, prepare_folder
-from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, CalibrationSettings, TrainSettings
+from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, GateTrainingSettings, TrainSettings
 from loragate.training.sharding import partitioned, target_device
 from loragate.training.strategy import launch_of
 from loragate.training.trainer import (
@@ -126,8 +126,8 @@ def _run(job: Job, folder: Path, objective: Objective, reference: ReferenceOf | 
     plain_bf16 = job.settings.precision == "bf16" and reference is None
     stopper, callbacks = usual_callbacks(job, arguments.max_steps, checkpoint is None)
     with (
-        as_found(job.model, job.settings.gradient_checkpointing),
-        short_row_attention(job.model, job.settings.micro_batch_size, longest, plain_bf16),
+        restore_state(job.model, job.settings.gradient_checkpointing),
+        short_row_attention(job.model, job.settings.per_device_train_batch_size, longest, plain_bf16),
         statistics_forward(job.model) as fused,
         read_positions_only(job.model, causal_model(job.model)) as last_layer,
     ):
@@ -185,7 +185,7 @@ def require_own(objective: Objective, settings: TrainSettings) -> None:
             getattr(settings, "objective_options", None)
         ),
         f"objective {name!r} requires 'reference_kl', and Stage II has no reference model": (
-            "reference_kl" in objective.requires and isinstance(settings, CalibrationSettings)
+            "reference_kl" in objective.requires and isinstance(settings, GateTrainingSettings)
         ),
         f"objective {name!r} requires 'sequence_ids', which only packed rows have: set packing=True, or take each row of the "
         "statistics as a sequence where they are None": "sequence_ids" in objective.requires and not settings.packing,

@@ -12,13 +12,13 @@ from loragate.effects import acting, require_effect
 from loragate.errors import ConfigError
 from loragate.validate import Amount, Count, Positive, Size, check
 
-StageOneObjective = Literal[
+FineTuningObjective = Literal[
     "sft", "dft", "profit", "eaft", "talr", "mask", "eksft", "forgetting", "entropy", "interleaved"
 ]
 GateObjective = Literal["entropy", "ce", "anchored", "reward", "random"]
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 Precision = Literal["fp32", "bf16", "fp16"]
-OBJECTIVES: tuple[str, ...] = get_args(StageOneObjective)
+OBJECTIVES: tuple[str, ...] = get_args(FineTuningObjective)
 GATE_OBJECTIVES: tuple[str, ...] = get_args(GateObjective)
 ON_POLICY = ("anchored", "reward")
 
@@ -26,7 +26,7 @@ ON_POLICY = ("anchored", "reward")
 BATCH, STEPS, SMALLEST = 128, 150, 8
 
 # they change no number, so that a resumed run may have others
-_UNRECORDED = ("keep_checkpoints",)
+_UNRECORDED = ("save_total_limit",)
 
 
 def recorded(values: dict[str, Any]) -> dict[str, Any]:
@@ -79,20 +79,20 @@ class TrainSettings:
     Attributes:
         learning_rate: peak learning rate of AdamW.
         batch_size: sequences per optimiser step, over all processes; 0: 128, or fewer for about 150 steps.
-        micro_batch_size: sequences per forward pass and process.
-        epochs: passes over the rows, unless max_steps is set; 0: one, or more for about 150 steps.
+        per_device_train_batch_size: sequences per forward pass and process.
+        num_train_epochs: passes over the rows, unless max_steps is set; 0: one, or more for about 150 steps.
         max_steps: optimiser steps, 0 to follow from epochs.
         max_length: token limit of a row; longer rows are cut on the right.
-        schedule: how the learning rate falls.
-        warmup: share of the steps spent warming up.
+        lr_scheduler_type: how the learning rate falls.
+        warmup_ratio: share of the steps spent warming up.
         weight_decay: AdamW's decoupled weight decay.
-        beta1: AdamW's first-moment decay.
-        beta2: AdamW's second-moment decay.
+        adam_beta1: AdamW's first-moment decay.
+        adam_beta2: AdamW's second-moment decay.
         max_grad_norm: gradients are clipped to this norm.
         seed: seed of the data order and of the initialisation.
         logging_steps: number of steps between two log lines.
         save_steps: number of steps between two checkpoints (0: only on Ctrl-C).
-        keep_checkpoints: number of newest checkpoints to keep (0: all, to inspect the training afterwards).
+        save_total_limit: number of newest checkpoints to keep (0: all, to inspect the training afterwards).
         packing: join the rows of a forward pass end to end instead of padding them; each step keeps its rows.
         group_by_length: sort the rows of a step by length before they are cut into forward passes; less padding.
         gradient_checkpointing: recompute activations in the backward pass.
@@ -105,20 +105,20 @@ class TrainSettings:
 
     learning_rate: Positive = 5e-4
     batch_size: Size = 0
-    micro_batch_size: Count = 8
-    epochs: Amount = 0.0
+    per_device_train_batch_size: Count = 8
+    num_train_epochs: Amount = 0.0
     max_steps: Size = 0
     max_length: Count = 2048
-    schedule: Schedule = "cosine"
-    warmup: Annotated[float, Ge(0), Lt(1)] = 0.0
+    lr_scheduler_type: Schedule = "cosine"
+    warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
     weight_decay: Amount = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
     max_grad_norm: Positive = 1.0
     seed: int = 42
     logging_steps: Count = 10
     save_steps: Size = 0
-    keep_checkpoints: Size = 2
+    save_total_limit: Size = 2
     packing: bool = False
     group_by_length: bool = False
     gradient_checkpointing: bool = False
@@ -135,11 +135,11 @@ class TrainSettings:
         Raises:
             ConfigError: if the batch cannot be split evenly.
         """
-        per_pass = self.micro_batch_size * processes
+        per_pass = self.per_device_train_batch_size * processes
         if self.batch_size % per_pass:
             raise ConfigError(
-                f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size} × "
-                f"{processes} process{'es' if processes > 1 else ''}; change one of them"
+                f"batch_size {self.batch_size} is not a multiple of per_device_train_batch_size "
+                f"{self.per_device_train_batch_size} × {processes} process{'es' if processes > 1 else ''}; change one of them"
             )
         return self.batch_size // per_pass
 
@@ -148,18 +148,18 @@ class TrainSettings:
 
         Few steps hardly move anything. Smaller batches come first, down to `SMALLEST` rows; then epochs, up to MOST_EPOCHS.
         """
-        batch, epochs = self.batch_size, self.epochs or 1.0
+        batch, num_train_epochs = self.batch_size, self.num_train_epochs or 1.0
         if not self.batch_size:
-            per_pass = self.micro_batch_size * processes
+            per_pass = self.per_device_train_batch_size * processes
             batch = max(BATCH // per_pass, 1) * per_pass  # the nearest below 128 that can be dealt out
             if self.steps_follow:
                 # the largest batch, of this one halved again and again, that gives enough steps
                 half = batch
-                while half >= SMALLEST and math.ceil(rows / batch) * epochs < STEPS:
+                while half >= SMALLEST and math.ceil(rows / batch) * num_train_epochs < STEPS:
                     batch, half = half, half // 2 // per_pass * per_pass
-                if not self.epochs:
-                    epochs = float(min(self.MOST_EPOCHS, math.ceil(STEPS / math.ceil(rows / batch))))
-        return replace(self, batch_size=batch, epochs=epochs)
+                if not self.num_train_epochs:
+                    num_train_epochs = float(min(self.MOST_EPOCHS, math.ceil(STEPS / math.ceil(rows / batch))))
+        return replace(self, batch_size=batch, num_train_epochs=num_train_epochs)
 
     @property
     def steps_follow(self) -> bool:
@@ -168,15 +168,15 @@ class TrainSettings:
 
     def steps(self, rows: int) -> int:
         """Optimiser steps over `rows` rows with `fitted` settings; the last batch of an epoch may be smaller."""
-        return self.max_steps or max(1, math.ceil(math.ceil(rows / self.batch_size) * self.epochs))
+        return self.max_steps or max(1, math.ceil(math.ceil(rows / self.batch_size) * self.num_train_epochs))
 
 
 @dataclass(frozen=True)
-class StageOneSettings(TrainSettings):
+class FineTuningSettings(TrainSettings):
     """Stage I, training a LoRA or DoRA adapter (the paper's values; cutoff, betas and decay are ours).
 
     Attributes:
-        warmup: share of the steps spent warming up; 0.1, or 0 where a finished adapter is continued.
+        warmup_ratio: share of the steps spent warming up; 0.1, or 0 where a finished adapter is continued.
         objective: of the tokens; entropy and interleaved are controls.
         objective_options: constants of the objective, e.g. {"threshold": 0.1}.
         adapter: finished adapter to train further, folder or hub id; the folder itself stays as it is.
@@ -190,9 +190,9 @@ class StageOneSettings(TrainSettings):
 
     MOST_EPOCHS: ClassVar[int] = 3  # rows seen more often are learned by heart
 
-    warmup: Annotated[float, Ge(0), Lt(1)] | None = None  # type: ignore[assignment]
+    warmup_ratio: Annotated[float, Ge(0), Lt(1)] | None = None  # type: ignore[assignment]
     weight_decay: Amount = 0.01
-    objective: StageOneObjective = "sft"
+    objective: FineTuningObjective = "sft"
     objective_options: dict[str, Any] | None = None
     adapter: str = ""
     rank: Count = 16
@@ -203,15 +203,15 @@ class StageOneSettings(TrainSettings):
     rslora: bool = False
 
     def __post_init__(self) -> None:
-        if self.warmup is None:
-            object.__setattr__(self, "warmup", 0.0 if self.adapter else 0.1)
+        if self.warmup_ratio is None:
+            object.__setattr__(self, "warmup_ratio", 0.0 if self.adapter else 0.1)
         if not isinstance(self.target_modules, str):  # PEFT and GateConfig take lists
             object.__setattr__(self, "target_modules", ",".join(self.target_modules))
         super().__post_init__()
 
 
 @dataclass(frozen=True)
-class CalibrationSettings(TrainSettings):
+class GateTrainingSettings(TrainSettings):
     """Stage II, training the gates (the paper's values; betas, decay and clipping are ours).
 
     "entropy" is the paper's objective and "ce" its ablation; both read the given responses. "anchored" and "reward" are
@@ -307,4 +307,4 @@ class CalibrationSettings(TrainSettings):
     @staticmethod
     def read_by(objective: str) -> tuple[str, ...]:
         """The settings that an objective reads."""
-        return acting("calibration", (field.name for field in fields(CalibrationSettings)), objective=objective)
+        return acting("calibration", (field.name for field in fields(GateTrainingSettings)), objective=objective)

@@ -51,7 +51,7 @@ def spread(model: Any) -> Iterator[Any]:
     home = next(model.parameters()).device
     # asked while the weights are whole: on shards the check would need a gathered head and every process
     verified = verify_head(causal_model(model))
-    twin = twin_of(model, share_gates=True)
+    twin = fsdp_copy(model, share_gates=True)
     causal_model(twin)._loragate_verified_head = verified
     gates = [module for module in twin.modules() if isinstance(module, SignedGate)]
     device = target_device(model)
@@ -79,7 +79,7 @@ def partitioned(model: Any, trained: dict[str, nn.Parameter]) -> Iterator[tuple[
         return
     # a stage names what trains in its own words; the twin knows its parameters by the model's
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with spread(model) if strategy == "fsdp2" else nullcontext(twin_of(model, share_gates=False)) as twin:
+    with spread(model) if strategy == "fsdp2" else nullcontext(fsdp_copy(model, share_gates=False)) as twin:
         copies = dict(twin.named_parameters())
         yield twin, {name: copies[names[id(parameter)]] for name, parameter in trained.items()}
         if strategy == "zero3":
@@ -91,7 +91,7 @@ def is_sharded(model: Any) -> bool:
     return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
-def twin_of(model: Any, *, share_gates: bool) -> Any:
+def fsdp_copy(model: Any, *, share_gates: bool) -> Any:
     """A second set of modules over the same tensors: sharding it frees nothing of the original and renames nothing."""
     memo: dict[int, Any] = {}  # what deepcopy takes for copied already
     for module in model.modules():

@@ -29,7 +29,7 @@ from loragate.errors import ConfigError, DataError, nearest
 from loragate.files import require_same, write_json, write_text
 from loragate.losses import StatisticsRequest
 from loragate.losses.head import IGNORED
-from loragate.models import Loading, open_tokenizer, open_weights, put_on, resolve
+from loragate.models import Loading, load_adapter, open_tokenizer, open_weights, resolve
 from loragate.records import read_value
 from loragate.training.model_state import statistics_forward
 
@@ -51,7 +51,7 @@ def mask_rows(
     revision: str = "",
     max_rows: int = 0,
     max_length: int = 2048,
-    micro_batch_size: int = 8,
+    per_device_train_batch_size: int = 8,
     system: str = "none",
     loading: Loading | None = None,
     resume: bool = False,
@@ -65,7 +65,7 @@ def mask_rows(
         out: JSONL file to write; OUT.record.json beside it says what was scored.
         keep, scope: as in `keep_masks`.
         max_length: token limit of a row; later tokens are not scored and not kept.
-        micro_batch_size: rows per forward pass.
+        per_device_train_batch_size: rows per forward pass.
         system: "none" or "keep", see `loragate.data.Chat`.
         loading: how the models are loaded.
         resume: go on with the scores of an interrupted call.
@@ -127,14 +127,16 @@ def mask_rows(
             return None
         with display.job(f"scoring under the {name}", len(scored), "row") as job:
             scorer, pad = load(), tokenizer.pad_token_id
-            windows = response_log_probs(scorer, scored, pad, micro_batch_size=micro_batch_size, first=first)
+            windows = response_log_probs(
+                scorer, scored, pad, per_device_train_batch_size=per_device_train_batch_size, first=first
+            )
             folder.append(name, windows, lambda done: job.advance_to(done))
         return scorer
 
     # one model in memory at a time; an adapter is put on the base that is there
     plain = score("base", lambda: open_weights(base, how))
     if other.kind == "adapter":
-        score("reference", lambda: put_on(plain or open_weights(base, how), other))
+        score("reference", lambda: load_adapter(plain or open_weights(base, how), other))
     else:
         plain = None
         gc.collect()
@@ -175,7 +177,7 @@ def response_log_probs(
     encoded: Sequence[dict[str, Any]],
     pad_token_id: int,
     *,
-    micro_batch_size: int = 8,
+    per_device_train_batch_size: int = 8,
     first: int = 0,
 ) -> Iterator[Scores]:
     """log p of every response token, window by window and in the order of the rows, each row [tokens] fp32.
@@ -184,7 +186,7 @@ def response_log_probs(
         model: a causal LM or PeftModel, used as it is.
         encoded: tokenised rows.
         pad_token_id: for the collator.
-        micro_batch_size: rows per forward pass.
+        per_device_train_batch_size: rows per forward pass.
         first: rows to leave out at the beginning, as they were scored before.
 
     Raises:
@@ -193,7 +195,7 @@ def response_log_probs(
     device = next(model.parameters()).device
     collate = Collator(pad_token_id)
     request = StatisticsRequest(2, ("log_prob",), ())
-    step = WINDOW * micro_batch_size
+    step = WINDOW * per_device_train_batch_size
     model.eval()
     with statistics_forward(model):
         for start in range(first, len(encoded), step):
@@ -201,8 +203,8 @@ def response_log_probs(
             found: Scores = [np.empty(0, dtype=np.float32)] * len(rows)
             # like lengths share a pass, which saves padding; scores go back in the order of the rows
             order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]["input_ids"]), index))
-            for at in range(0, len(order), micro_batch_size):
-                members = order[at : at + micro_batch_size]
+            for at in range(0, len(order), per_device_train_batch_size):
+                members = order[at : at + per_device_train_batch_size]
                 batch = collate([{k: v for k, v in rows[i].items() if k != "keep_mask"} for i in members])
                 chosen = {name: batch[name].to(device) for name in ("input_ids", "attention_mask", "labels")}
                 stats = model(**chosen, statistics=request)

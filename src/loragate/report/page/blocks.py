@@ -22,10 +22,10 @@ from loragate.report.figures import (
 )
 from loragate.report.page.build import Block, chart, text
 from loragate.report.sweep import choice_sentence, heat_maps, suite_table, sweep_tables
-from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Sheet, difference_cell, or_absent, share_cell
+from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Table, difference_cell, or_absent, share_cell
 
 Record = Mapping[str, Any]
-Blocks = list[Block | Sheet]
+Blocks = list[Block | Table]
 ROWS = 24  # of the table below a curve
 CURVES = {
     "topk_entropy": "top-k entropy / log k",
@@ -59,7 +59,7 @@ def _curves(curves: Mapping[str, Curve], label: str, title: str) -> Blocks:
         Line(f"{step:g}", [(f"{found[step]:.4g}" if step in found else ABSENT,) for found in values.values()])
         for step in thinned(sorted(set().union(*values.values())), ROWS)
     ]
-    numbers = Sheet("", ("step", *curves), lines, folded="The numbers")
+    numbers = Table("", ("step", *curves), lines, folded="The numbers")
     return [chart(partial(line_chart, curves, label), title), numbers]
 
 
@@ -80,7 +80,7 @@ def selection_blocks(selection: Record | None) -> Blocks:
         if isinstance(value, Mapping) and {"mean", "low", "high"} <= set(value):
             group = "baseline" if name.startswith("adapter") else "scale"
             lines.append(Line(name + (" (chosen)" if name == chosen else ""), [share_cell(value)], group, value))
-    scored = [Sheet("", ("Setting", "Score %"), lines, "On the probe; the chosen one is optimistic.")] if lines else []
+    scored = [Table("", ("Setting", "Score %"), lines, "On the probe; the chosen one is optimistic.")] if lines else []
     return [text(*sentences), *scored]
 
 
@@ -110,7 +110,7 @@ def _entropy(record: Record) -> Blocks:
             cells = [(f"{item['tokens']:,}",), *streams, _interval(item["delta"], "{:+.3f}".format), *shares]
             lines.append(Line(item["name"], cells))
         caption = "Entropy in nats per token, with 95 % intervals over rows"
-        blocks.append(Sheet("By token class", columns, lines, caption))
+        blocks.append(Table("By token class", columns, lines, caption))
     if record["distribution"]:
         blocks += _histogram(record["distribution"], "ΔH, nats", "Distribution of ΔH")
     return [*blocks, *_scores(record["interventions"], "vs the adapter, points")]
@@ -131,7 +131,7 @@ def _gates(record: Record) -> Blocks:
             Line(name, [(f"{one['count']:,}",), (f"{one['mean']:+.2f}",), *((percent(one[key]),) for key in shares)])
             for name, one in values.items()
         ]
-        blocks.append(Sheet(f"By {what}", (what, *columns), lines))
+        blocks.append(Table(f"By {what}", (what, *columns), lines))
     return [*blocks, *_histogram(record["histogram"], "λ", "Distribution of λ")]
 
 
@@ -150,7 +150,7 @@ def _alignment(record: Record) -> Blocks:
         ("By module", "module", record["modules"], f"{count} modules"),
     ):
         if terms:
-            blocks.append(Sheet(title, (what, *columns), [_terms(one) for one in terms], caption, folded=folded))
+            blocks.append(Table(title, (what, *columns), [_terms(one) for one in terms], caption, folded=folded))
             caption = ""
     wanted = ("entropy\nwants more, %", "value\nwants more, %")
     where = ("where", "number of λ", "right way, %", "weighted, %", *wanted)
@@ -160,7 +160,7 @@ def _alignment(record: Record) -> Blocks:
         agreement = [_interval(item[key], percent, "–") for key in ("share", "weighted")]
         more = [(percent(item[key]),) for key in ("raised", "value_raised")]
         lines.append(Line(item["name"], [(f"{item['coordinates']:,}",), *agreement, *more]))
-    return [*blocks, *([Sheet("Single coefficients", where, lines, caption)] if lines else [])]
+    return [*blocks, *([Table("Single coefficients", where, lines, caption)] if lines else [])]
 
 
 def _terms(item: Record) -> Line:
@@ -194,14 +194,14 @@ def _scores(rows: Sequence[Record], versus: str) -> Blocks:
         cells = [share_cell(row["score"]), difference_cell(versus_row, row["verdict"])]
         line = Line(row["name"] + off, cells, GROUP_OF.get(row["name"], "intervention"), row["score"])
         lines.setdefault(row["task"], []).append(line)
-    return [Sheet(task, ("row", "score %", versus), found) for task, found in lines.items()]
+    return [Table(task, ("row", "score %", versus), found) for task, found in lines.items()]
 
 
 def _histogram(data: Record, label: str, title: str) -> Blocks:
     edges, counts = data["edges"], data["counts"]
     bins = zip(edges, edges[1:], counts, strict=False)
     lines = [Line(f"{low:.3g} to {high:.3g}", [(f"{count:,}",)]) for low, high, count in bins]
-    numbers = Sheet("", (label, "number"), lines, folded="The numbers")
+    numbers = Table("", (label, "number"), lines, folded="The numbers")
     return [chart(partial(column_chart, edges, counts, label), title), numbers]
 
 

@@ -1,6 +1,6 @@
 """What a page is made of, sections of blocks, and how the text of the file is made of these, with style sheet and script in it.
 
-A block is a table (`Sheet`), or one of these, by kind:
+A block is a table (`Table`), or one of these, by kind:
 
 - text: [paragraph]
 - chart: what draws it, or its SVG
@@ -26,7 +26,7 @@ from typing import Any
 from markupsafe import Markup
 
 from loragate.report.figures import INK, Draw
-from loragate.report.table import Sheet, joined
+from loragate.report.table import Table, joined
 
 TRACE_BYTES = 2_300_000
 
@@ -51,7 +51,7 @@ class Section:
 
     anchor: str
     title: str
-    blocks: Sequence[Block | Sheet] = ()
+    blocks: Sequence[Block | Table] = ()
 
 
 def text(*paragraphs: str) -> Block:
@@ -64,7 +64,7 @@ def chart(draw: Draw, title: str) -> Block:
     return Block("chart", draw, title)
 
 
-def drawn(block: Block | Sheet) -> Block | Sheet:
+def drawn(block: Block | Table) -> Block | Table:
     """The block with its chart as SVG: the ink is the page's own, and text stays text in the page's letters."""
     if not isinstance(block, Block) or block.kind != "chart" or isinstance(block.data, Markup):
         return block

@@ -22,11 +22,11 @@ from loragate.report.page.build import Block, Section, build_page, drawn, text, 
 from loragate.report.scores import caption, evaluation_statements, score_tables
 from loragate.report.sources import Source
 from loragate.report.sweep import choice_sentence
-from loragate.report.table import Line, Sheet
+from loragate.report.table import Line, Table
 from loragate.version import __version__
 
 Record = Mapping[str, Any]
-Make = Callable[[Any], Sequence[Block | Sheet]]
+Make = Callable[[Any], Sequence[Block | Table]]
 PAGE_LIMIT = 3_000_000
 """Bytes that a report stays below, so that it can be mailed and opened on a phone."""
 SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Make], ...] = (
@@ -72,7 +72,7 @@ def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str
         for source in sources
         for what, value in source.read(partial(_facts, source))
     ]
-    where = Sheet("", ("What", "Value"), facts)
+    where = Table("", ("What", "Value"), facts)
     sections.append(Section("provenance", "Where this comes from", (where,)))
     footer = f"Written by loragate {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from {len(sources)} records."
     whole = build_page(title, [*statements(sources), *more], sections, footer)
@@ -85,7 +85,7 @@ def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str
     return whole
 
 
-def _drawn(make: Make, record: Any) -> list[Block | Sheet]:
+def _drawn(make: Make, record: Any) -> list[Block | Table]:
     return [drawn(block) for block in make(record)]
 
 

@@ -6,17 +6,23 @@ import torch
 import loragate as lg
 from loragate.data import Collator, encode_rows, load_rows
 from loragate.errors import ConfigError
-from loragate.training import StageOneSettings
+from loragate.training import FineTuningSettings
+from loragate.training.fine_tuning import build_adapter
 from loragate.training.settings import OBJECTIVES
-from loragate.training.stage_one import build_adapter
 from tiny import tiny_base, tiny_rows
 
 MASKED = ("mask", "forgetting")
 
 
 def settings(**options):
-    usual = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 5e-3, "logging_steps": 1, "max_length": 64}
-    return StageOneSettings(**{**usual, "rank": 4, "alpha": 8, **options})
+    usual = {
+        "batch_size": 8,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 5e-3,
+        "logging_steps": 1,
+        "max_length": 64,
+    }
+    return FineTuningSettings(**{**usual, "rank": 4, "alpha": 8, **options})
 
 
 def test_the_registry_and_the_settings_name_the_same_objectives():
@@ -36,7 +42,7 @@ def test_every_objective_learns(tokenizer, objective, dora):
     # a random base gives every token less than ProFit's usual threshold
     options = {"threshold": 1e-4} if objective == "profit" else None
     chosen = settings(
-        objective=objective, objective_options=options, dora=dora, max_steps=15, learning_rate=0.03, warmup=0.0
+        objective=objective, objective_options=options, dora=dora, max_steps=15, learning_rate=0.03, warmup_ratio=0.0
     )
     result = lg.train_adapter(tiny_base(), tokenizer, tiny_rows(8), chosen)
     nll = [record["nll"] for record in result.history if "nll" in record]

@@ -15,13 +15,13 @@ from loragate.errors import DivergenceError, GateError, LoragateError, TrainingE
 from loragate.files import held
 from loragate.gates import measure_parity, weights_checksum
 from loragate.gates.attach import gate_modules
-from loragate.training import CalibrationSettings, calibration_rows, stage_two
+from loragate.training import GateTrainingSettings, stage_two, training_rows
 from loragate.training.reference import reference_loop, response_entropies
 from tiny import gate_values, logits, same, tiny_adapter, tiny_base, tiny_rows
 
 CONFIG = lg.GateConfig(-3, 2)
-SETTINGS = CalibrationSettings(
-    batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64, max_rows=0
+SETTINGS = GateTrainingSettings(
+    batch_size=8, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64, max_rows=0
 )
 
 
@@ -33,9 +33,9 @@ def losses(result):
 def test_the_trainer_follows_the_plain_loop(tokenizer, rows, granularity):
     config = lg.GateConfig(-3, 2, granularity=granularity)
     trained = tiny_adapter()
-    result = lg.calibrate(trained, tokenizer, rows, config, SETTINGS)
+    result = lg.train_gates(trained, tokenizer, rows, config, SETTINGS)
     plain = lg.attach_gates(tiny_adapter(), config)
-    _, encoded = calibration_rows(load_rows(rows), tokenizer, SETTINGS)
+    _, encoded = training_rows(load_rows(rows), tokenizer, SETTINGS)
     expected = reference_loop(plain, list(encoded), SETTINGS, tokenizer.pad_token_id)
     assert len(expected) == 3
     assert losses(result) == pytest.approx(expected, rel=1e-6)
@@ -47,8 +47,8 @@ def test_the_trainer_follows_the_plain_loop(tokenizer, rows, granularity):
 def test_heldout_rows_are_measured_and_change_nothing(tokenizer, rows):
     heldout = encode_rows(load_rows(tiny_rows(70, seed=9)), tokenizer, max_length=64)
     plain, measured = tiny_adapter(), tiny_adapter()
-    before = lg.calibrate(plain, tokenizer, rows, CONFIG, SETTINGS)
-    result = lg.calibrate(measured, tokenizer, rows, CONFIG, SETTINGS, heldout=heldout)
+    before = lg.train_gates(plain, tokenizer, rows, CONFIG, SETTINGS)
+    result = lg.train_gates(measured, tokenizer, rows, CONFIG, SETTINGS, heldout=heldout)
     assert "heldout" not in before.evidence()["training"]
     assert same(gate_values(measured), gate_values(plain))
     assert (result.entropy_before, result.entropy_after) == (before.entropy_before, before.entropy_after)
@@ -66,14 +66,16 @@ def test_heldout_rows_that_the_model_cannot_hold_are_refused(tokenizer, rows):
     heldout = encode_rows(load_rows(longest), tokenizer, max_length=80)
     model = tiny_adapter(base=tiny_base(max_position_embeddings=60))
     with pytest.raises(TrainingError, match=r"held-out row 0 has .* positions"):
-        lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS, heldout=heldout)
+        lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS, heldout=heldout)
 
 
 def test_entropy_falls_and_only_gates_change(tokenizer):
     model = tiny_adapter()
     before = weights_checksum(model.named_parameters())
-    settings = replace(SETTINGS, batch_size=16, micro_batch_size=16, learning_rate=0.05, max_steps=25, logging_steps=5)
-    result = lg.calibrate(model, tokenizer, tiny_rows(16), CONFIG, settings)
+    settings = replace(
+        SETTINGS, batch_size=16, per_device_train_batch_size=16, learning_rate=0.05, max_steps=25, logging_steps=5
+    )
+    result = lg.train_gates(model, tokenizer, tiny_rows(16), CONFIG, settings)
     assert result.entropy_after < result.entropy_before - 0.005
     lg.detach_gates(model)
     assert weights_checksum(model.named_parameters()) == before
@@ -107,7 +109,7 @@ def test_a_changed_frozen_weight_is_noticed(tokenizer, rows):
             model.base_model.model.model.norm.weight[0] += 1e-3
 
     with pytest.raises(TrainingError, match="frozen weight"):
-        lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS, on_step=sabotage)
+        lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS, on_step=sabotage)
     with pytest.raises(GateError, match="carries no gates"):
         lg.gate_parameters(model)
 
@@ -115,7 +117,7 @@ def test_a_changed_frozen_weight_is_noticed(tokenizer, rows):
 def test_parity_failure_stops_before_training(tokenizer, rows):
     steps = []
     with pytest.raises(TrainingError, match="does not start at the adapter"):
-        lg.calibrate(
+        lg.train_gates(
             tiny_adapter(), tokenizer, rows, lg.GateConfig(-6, 3, init_scale=0.5), SETTINGS, on_step=steps.append
         )
     assert steps == []
@@ -124,7 +126,7 @@ def test_parity_failure_stops_before_training(tokenizer, rows):
 def test_a_dead_first_gradient_is_refused(tokenizer, rows, monkeypatch):
     monkeypatch.setattr(stage_two.GateEntropy, "loss", lambda self, stats, context=None: stats.topk_entropy * 0.0)
     with pytest.raises(TrainingError, match="exactly zero"):
-        lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, SETTINGS)
+        lg.train_gates(tiny_adapter(), tokenizer, rows, CONFIG, SETTINGS)
 
 
 def test_a_loss_that_is_not_finite_names_the_row(tokenizer, rows, monkeypatch):
@@ -140,7 +142,7 @@ def test_a_loss_that_is_not_finite_names_the_row(tokenizer, rows, monkeypatch):
     monkeypatch.setattr(stage_two.GateEntropy, "loss", poisoned)
     model = tiny_adapter()
     with pytest.raises(TrainingError, match=r"not finite at step 2: row \d+\. Nothing was updated"):
-        lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS)
+        lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS)
 
 
 @pytest.fixture
@@ -163,7 +165,7 @@ def skipping(monkeypatch):
         monkeypatch.setattr(AcceleratedOptimizer, "step", sometimes)
         monkeypatch.setattr(callbacks.SkippedStepCheck, "LONGEST", longest)
         monkeypatch.setattr(run, "FiniteGradientCheck", lambda trained: callbacks.SkippedStepCheck())
-        return replace(SETTINGS, micro_batch_size=8, max_steps=len(skipped), save_steps=2)
+        return replace(SETTINGS, per_device_train_batch_size=8, max_steps=len(skipped), save_steps=2)
 
     return prepare
 
@@ -182,14 +184,14 @@ def skipping(monkeypatch):
 def test_steps_that_loss_scaling_skips_do_not_pass_in_silence(tokenizer, skipping, skipped, told):
     settings = skipping(skipped, 25 if all(skipped) else 3)
     if told is None:
-        assert lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(40), CONFIG, settings).steps == 5
+        assert lg.train_gates(tiny_adapter(), tokenizer, tiny_rows(40), CONFIG, settings).steps == 5
         return
     with pytest.raises(DivergenceError, match=told):
-        lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(40), CONFIG, settings)
+        lg.train_gates(tiny_adapter(), tokenizer, tiny_rows(40), CONFIG, settings)
 
 
 def test_a_run_whose_steps_were_all_skipped_does_not_resume_into_success(tokenizer, skipping, tmp_path):
-    run = partial(lg.calibrate, tokenizer=tokenizer, rows=tiny_rows(32), config=CONFIG, run_folder=tmp_path / "run")
+    run = partial(lg.train_gates, tokenizer=tokenizer, rows=tiny_rows(32), config=CONFIG, run_folder=tmp_path / "run")
     for resume, left in ((False, 4), (True, 2)):
         settings = replace(skipping([True] * left), max_steps=4)
         with pytest.raises(DivergenceError, match="skipped all 4 steps"):
@@ -206,15 +208,15 @@ def test_ctrl_c_in_skipped_steps_is_ctrl_c(tokenizer, skipping, tmp_path):
 
     settings = skipping([True] * 5)
     with pytest.raises(TrainingError, match=r"stopped by Ctrl-C at step [12] of 5"):
-        lg.calibrate(
+        lg.train_gates(
             tiny_adapter(), tokenizer, tiny_rows(40), CONFIG, settings, run_folder=tmp_path / "run", on_step=interrupt
         )
 
 
 def test_tensorboard_gets_the_same_record(tokenizer, rows, tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed (pip install loragate[tensorboard])")
-    settings = replace(SETTINGS, micro_batch_size=8, report_to="tensorboard")
-    lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "run")
+    settings = replace(SETTINGS, per_device_train_batch_size=8, report_to="tensorboard")
+    lg.train_gates(tiny_adapter(), tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "run")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = next((tmp_path / "run").rglob("events.out.tfevents*"))
@@ -225,9 +227,9 @@ def test_tensorboard_gets_the_same_record(tokenizer, rows, tmp_path):
 
 def test_bf16_keeps_gates_in_fp32_and_serves_a_second_training_of_one_model(tokenizer, rows):
     """A choice trains its ranges one after the other on the same model."""
-    settings, model, runs = replace(SETTINGS, micro_batch_size=8), tiny_adapter(), []
+    settings, model, runs = replace(SETTINGS, per_device_train_batch_size=8), tiny_adapter(), []
     for precision in ("bf16", "bf16", "fp32"):
-        result = lg.calibrate(model, tokenizer, rows, CONFIG, replace(settings, precision=precision))
+        result = lg.train_gates(model, tokenizer, rows, CONFIG, replace(settings, precision=precision))
         assert {parameter.dtype for parameter in lg.gate_parameters(model).values()} == {torch.float32}
         runs.append((losses(result), gate_values(model)))
         lg.detach_gates(model)
@@ -250,7 +252,7 @@ def test_bf16_keeps_gates_in_fp32_and_serves_a_second_training_of_one_model(toke
 def test_partly_gated_adapters_calibrate(tokenizer, rows, lora, targets, token_ids):
     model = tiny_adapter(base=tiny_base(tie_word_embeddings=False), **lora)
     plain = logits(model, token_ids)
-    result = lg.calibrate(model, tokenizer, rows, lg.GateConfig(-3, 2, target_modules=targets), SETTINGS)
+    result = lg.train_gates(model, tokenizer, rows, lg.GateConfig(-3, 2, target_modules=targets), SETTINGS)
     assert result.parity.at_zero == 0
     assert result.parity.at_one == 0
     with torch.no_grad(), lg.gate_override(model, constant=1.0):
@@ -264,7 +266,7 @@ def test_partly_gated_adapters_calibrate(tokenizer, rows, lora, targets, token_i
 def test_an_adapter_on_the_output_head_is_refused(tokenizer, rows):
     model = tiny_adapter(base=tiny_base(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"])
     with pytest.raises(TrainingError, match="LoRA delta on the output head"):
-        lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS)
+        lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS)
 
 
 def test_a_second_active_adapter_is_part_of_the_base(tokenizer, rows):
@@ -273,19 +275,19 @@ def test_a_second_active_adapter_is_part_of_the_base(tokenizer, rows):
     model = tiny_adapter()
     model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "second"])
-    result = lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS, adapter_name="default")
+    result = lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS, adapter_name="default")
     assert result.parity.at_zero == 0
     model.set_adapter("second")
     lg.detach_gates(model, "default")
     with pytest.raises(GateError, match="not active"):
-        lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS, adapter_name="default")
+        lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS, adapter_name="default")
 
 
 def test_dropout_is_off_while_gates_train_and_back_afterwards(tokenizer, rows):
     model = tiny_adapter(lora_dropout=0.4)
     dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     seen = []
-    lg.calibrate(
+    lg.train_gates(
         model, tokenizer, rows, CONFIG, SETTINGS, on_step=lambda report: seen.append({module.p for module in dropouts})
     )
     assert seen
@@ -300,7 +302,7 @@ def test_every_module_keeps_its_own_mode(tokenizer, rows, objective):
     model.get_base_model().model.layers[0].train()
     own |= dict.fromkeys(model.get_base_model().model.layers[0].modules(), True)
     more = {"max_steps": 1, "max_new_tokens": 4} if objective == "anchored" else {}
-    lg.calibrate(model, tokenizer, rows, CONFIG, replace(SETTINGS, objective=objective, **more))
+    lg.train_gates(model, tokenizer, rows, CONFIG, replace(SETTINGS, objective=objective, **more))
     assert {module: module.training for module in own} == own
     gates = [gate for gate in gate_modules(model).values() if gate.training]
     assert len(gates) == 7, "as the layers that they are on"
@@ -308,9 +310,9 @@ def test_every_module_keeps_its_own_mode(tokenizer, rows, objective):
 
 def test_autocast_does_not_stay_on_the_model(tokenizer, rows, token_ids):
     model = tiny_adapter()
-    settings = replace(SETTINGS, micro_batch_size=8, precision="bf16", gradient_checkpointing=True)
+    settings = replace(SETTINGS, per_device_train_batch_size=8, precision="bf16", gradient_checkpointing=True)
     plain = logits(model, token_ids)
-    lg.calibrate(model, tokenizer, rows, CONFIG, settings)
+    lg.train_gates(model, tokenizer, rows, CONFIG, settings)
     with torch.no_grad(), lg.gate_override(model, constant=1.0):
         assert torch.equal(model(token_ids).logits, plain)
     assert not model.is_gradient_checkpointing
@@ -321,17 +323,17 @@ def test_checkpointing_that_was_on_stays_on(tokenizer, rows):
     model = tiny_adapter()
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable()
-    settings = replace(SETTINGS, micro_batch_size=8, max_steps=1, gradient_checkpointing=True)
-    lg.calibrate(model, tokenizer, rows, CONFIG, settings)
+    settings = replace(SETTINGS, per_device_train_batch_size=8, max_steps=1, gradient_checkpointing=True)
+    lg.train_gates(model, tokenizer, rows, CONFIG, settings)
     assert model.is_gradient_checkpointing
 
 
 def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_path):
-    settings = replace(SETTINGS, micro_batch_size=8, save_steps=1)
-    _, own = calibration_rows(load_rows(rows), tokenizer, settings)
-    run = partial(lg.calibrate, tokenizer=tokenizer, rows=rows, settings=settings, run_folder=tmp_path)
+    settings = replace(SETTINGS, per_device_train_batch_size=8, save_steps=1)
+    _, own = training_rows(load_rows(rows), tokenizer, settings)
+    run = partial(lg.train_gates, tokenizer=tokenizer, rows=rows, settings=settings, run_folder=tmp_path)
     run(tiny_adapter(), config=CONFIG, encoded=own)
-    _, other = calibration_rows(load_rows(tiny_rows(24, seed=5)), tokenizer, settings)
+    _, other = training_rows(load_rows(tiny_rows(24, seed=5)), tokenizer, settings)
     with pytest.raises(TrainingError, match="begun with tokens = "):
         run(tiny_adapter(), config=CONFIG, resume=True, encoded=other)
     with pytest.raises(TrainingError, match=r"gate.lower = -3, now it is -1"):
@@ -346,7 +348,7 @@ def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_
 def test_one_run_at_a_time_writes_to_a_folder(tokenizer, rows, tmp_path):
     for settings in (SETTINGS, replace(SETTINGS, objective="anchored")):
         with held(tmp_path / "lock", 0.0, "taken"), pytest.raises(LoragateError, match="another run is writing to"):
-            lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings, run_folder=tmp_path)
+            lg.train_gates(tiny_adapter(), tokenizer, rows, CONFIG, settings, run_folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
@@ -376,4 +378,4 @@ def test_several_visible_gpus_do_not_become_data_parallel(tmp_path, monkeypatch)
 
 def test_an_untrained_adapter_is_refused(tokenizer, rows):
     with pytest.raises(GateError, match="nothing to gate"):
-        lg.calibrate(tiny_adapter(init_lora_weights=True), tokenizer, rows, CONFIG, SETTINGS)
+        lg.train_gates(tiny_adapter(init_lora_weights=True), tokenizer, rows, CONFIG, SETTINGS)

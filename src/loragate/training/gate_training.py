@@ -58,7 +58,7 @@ from loragate.training.rows import (
 )
 from loragate.training.run import require_own, run_training
 from loragate.training.run_folder import prepare_folder, run_folder_given
-from loragate.training.settings import GATE_OBJECTIVES, CalibrationSettings
+from loragate.training.settings import GATE_OBJECTIVES, GateTrainingSettings
 from loragate.training.sharding import spread
 from loragate.training.strategy import launch_of
 from loragate.training.trainer import Job, TrainingOutcome
@@ -67,7 +67,7 @@ PARITY_ROWS, PARITY_TOKENS = 4, 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationResult(TrainingOutcome):
+class GateTrainingResult(TrainingOutcome):
     """What a calibration did, in numbers.
 
     Attributes:
@@ -93,7 +93,7 @@ class CalibrationResult(TrainingOutcome):
     """
 
     config: GateConfig
-    settings: CalibrationSettings
+    settings: GateTrainingSettings
     parity: Parity
     entropy_before: float
     entropy_after: float
@@ -147,12 +147,12 @@ class GateEntropy(EntropyMinimisation):
     outputs = ("topk_entropy",)
 
 
-def calibrate(
+def train_gates(
     peft_model: Any,
     tokenizer: Any,
     rows: RowsGiven,
     config: GateConfig,
-    settings: CalibrationSettings | None = None,
+    settings: GateTrainingSettings | None = None,
     *,
     objective: Objective | None = None,
     adapter_name: str | None = None,
@@ -165,7 +165,7 @@ def calibrate(
     sampler: Sampler | None = None,
     reward: Reward | None = None,
     guard: GuardLimits | None = None,
-) -> CalibrationResult:
+) -> GateTrainingResult:
     """Attach gates to a loaded adapter and train them.
 
     Args:
@@ -190,7 +190,7 @@ def calibrate(
             samples with transformers from the model in memory.
         reward: (row, answer text, finished) to a number, for the objective reward.
         guard: limits on what the answers that anchored and reward sample may come to look like; training ends early beyond
-            them, see `CalibrationResult.stopped`.
+            them, see `GateTrainingResult.stopped`.
 
     Returns:
         The result; `loragate.save_gates` writes the model as an artifact.
@@ -203,7 +203,7 @@ def calibrate(
         TrainingError: if the base is no causal language model, the gates do not start at the adapter, a frozen weight
             changed, or the loss is not finite.
     """
-    began, settings = time.monotonic(), settings or CalibrationSettings()
+    began, settings = time.monotonic(), settings or GateTrainingSettings()
     folder = run_folder_given(run_folder, resume)
     if objective is not None:
         require_own(objective, settings)
@@ -220,7 +220,7 @@ def calibrate(
     source = load_rows(rows)
     require_encoded(encoded, source)
     if encoded is None:
-        source, encoded = calibration_rows(source, tokenizer, settings)
+        source, encoded = training_rows(source, tokenizer, settings)
     settings = settings.fitted(len(encoded), launch_of().processes)  # run.json and the artifact get what was done
     if objective is not None:
         require_mask_column(objective, encoded, source)
@@ -293,7 +293,7 @@ def calibrate(
         after, statistics, total = (math.nan, {}, {}) if paused else measured(encoded[:MEASURED_ROWS])
         if heldout is not None:
             apart["entropy_after"] = math.nan if paused else measured(heldout[:])[0]
-        return CalibrationResult(
+        return GateTrainingResult(
             **{**vars(outcome), "seconds": time.monotonic() - began},
             config=config,
             settings=settings,
@@ -335,8 +335,8 @@ def _frozen_checksum(model: Any) -> str:
     )
 
 
-def calibration_rows(
-    source: Rows, tokenizer: Any, settings: CalibrationSettings, system: str = "none", **how: Any
+def training_rows(
+    source: Rows, tokenizer: Any, settings: GateTrainingSettings, system: str = "none", **how: Any
 ) -> tuple[Rows, EncodedRows]:
     """The rows of a calibration in training order: seeded shuffle, first `max_rows`, tokenised.
 

@@ -28,7 +28,7 @@ from loragate.training.callbacks import OnStep
 from loragate.training.rows import encoded_fingerprint, require_encoded, require_mask_column, require_short_enough
 from loragate.training.run import require_own, run_training
 from loragate.training.run_folder import run_folder_given
-from loragate.training.settings import StageOneSettings, recorded
+from loragate.training.settings import FineTuningSettings, recorded
 from loragate.training.strategy import launch_of
 from loragate.training.trainer import Job, ReferenceOf, TrainingOutcome
 
@@ -44,7 +44,7 @@ _OF_THE_ADAPTER = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageOneResult(TrainingOutcome):
+class FineTuningResult(TrainingOutcome):
     """A trained adapter on its base, with the run's log.
 
     `objective` is what trained it: `settings.objective`, or the name of an objective of one's own; `constants` are its.
@@ -53,7 +53,7 @@ class StageOneResult(TrainingOutcome):
     """
 
     model: Any
-    settings: StageOneSettings
+    settings: FineTuningSettings
     rows: int
     response_tokens: int
     data: dict[str, Any]
@@ -74,7 +74,7 @@ class StageOneResult(TrainingOutcome):
         tokenizer.save_pretrained(str(folder))
 
 
-def adapter_settings(settings: StageOneSettings, record: Any) -> StageOneSettings:
+def adapter_settings(settings: FineTuningSettings, record: Any) -> FineTuningSettings:
     """The settings with rank, α, dropout, variant and modules of the adapter that is continued.
 
     Args:
@@ -83,7 +83,7 @@ def adapter_settings(settings: StageOneSettings, record: Any) -> StageOneSetting
     Raises:
         ConfigError: for a setting that says otherwise.
     """
-    usual = StageOneSettings()
+    usual = FineTuningSettings()
     # a setting that has its usual value was not asked for, and gives way to the adapter's
     own: dict[str, Any] = {name: getattr(record, key) for name, key in _OF_THE_ADAPTER.items()}
     modules = record.target_modules
@@ -109,7 +109,7 @@ def require_reference_read(objective: Objective) -> None:
         )
 
 
-def build_adapter(base_model: Any, settings: StageOneSettings) -> Any:
+def build_adapter(base_model: Any, settings: FineTuningSettings) -> Any:
     """A fresh adapter on `base_model`; the seed is set immediately before its factors are drawn."""
     targets: str | list[str] = settings.target_modules
     if targets != "all-linear":
@@ -176,7 +176,7 @@ def train_adapter(
     base_model: Any,
     tokenizer: Any,
     rows: RowsGiven,
-    settings: StageOneSettings | None = None,
+    settings: FineTuningSettings | None = None,
     *,
     objective: Objective | None = None,
     run_folder: str | Path | None = None,
@@ -184,7 +184,7 @@ def train_adapter(
     on_step: OnStep | None = None,
     encoded: EncodedRows | None = None,
     reference_model: Any = None,
-) -> StageOneResult:
+) -> FineTuningResult:
     """Train an adapter on all response tokens of the rows.
 
     Args:
@@ -209,7 +209,7 @@ def train_adapter(
             that it needs, a setting that contradicts the adapter to continue, or an objective of one's own that the settings
             contradict.
     """
-    settings = settings or StageOneSettings()
+    settings = settings or FineTuningSettings()
     folder = run_folder_given(run_folder, resume)
     if objective is not None:
         require_own(objective, settings)
@@ -219,7 +219,7 @@ def train_adapter(
         raise ConfigError(
             f"the base already carries an adapter ({found}), which a second one would share and overwrite: load a fresh base, or "
             "take the adapter off with base = model.unload(). To train a finished adapter on, name its folder in "
-            "StageOneSettings(adapter=...)"
+            "FineTuningSettings(adapter=...)"
         )
     if settings.adapter:
         place = resolve(settings.adapter, expect="adapter", base_later=True)
@@ -249,7 +249,7 @@ def train_adapter(
         model = PeftModel.from_pretrained(base_model, str(place.adapter), is_trainable=True)  # its folder is only read
         logger.info(
             "going on from the adapter %s (rank %d, α %g) with a warm-up of %g of the steps",
-            settings.adapter, settings.rank, settings.alpha, settings.warmup,
+            settings.adapter, settings.rank, settings.alpha, settings.warmup_ratio,
         )  # fmt: skip
     else:
         model = build_adapter(base_model, settings)
@@ -277,7 +277,7 @@ def train_adapter(
         },
     )
     outcome = run_training(job, chosen, reference)
-    return StageOneResult(
+    return FineTuningResult(
         **vars(outcome),
         model=model,
         settings=settings,
