@@ -74,19 +74,17 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("random_scale",), "objective", ("random",)),
     ),
     "calibrate": (
-        Acts(("probe_task",), "probe"),
-        Acts(("retention_task",), "retention_probe"),
-        Acts(("ranges",), "range", ("auto",)),
-        Acts(("probe_samples", "probe_temperature", "probe_max_new_tokens"), "unverified", (False,)),
-        Acts(("probe_sandbox", "retention_probe", "probe_covers_all"), "unverified", (False,)),
-        Acts(("guard",), "objective", _SAMPLED),
+        Acts(("dev_task", "dev_samples", "dev_max_new_tokens", "dev_batch_size", "sandbox"), "dev_data"),
+        Acts(("retention_data", "exclude"), "dev_data"),
+        Acts(("retention_task",), "retention_data"),
+        Acts(("dev_grader",), "dev_task", (None,)),
     ),
-    # a reward is judged by it as well
-    "probe grader": (Acts(("probe_grader",), "probe_task", (None,)), Acts(("probe_grader",), "unverified", (False,))),
     "sweep": (
         Acts(("workers", "gpus_per_trial", "cpus_per_trial"), "runner", ("auto", "ray")),
-        Acts(("probe_task", "probe_grader", "probe_samples", "probe_temperature"), "probe"),
-        Acts(("probe_max_new_tokens", "probe_sandbox"), "probe"),
+        Acts(("dev_task", "dev_samples", "dev_max_new_tokens", "dev_batch_size", "sandbox"), "dev_data"),
+        Acts(("retention_data", "exclude"), "dev_data"),
+        Acts(("retention_task",), "retention_data"),
+        Acts(("dev_grader",), "dev_task", (None,)),
     ),
     # of every command that trains
     "rows": (Acts(("select_seed",), "max_rows"), Acts(("select_seed",), "select", ("shuffled",))),

@@ -195,9 +195,10 @@ def held(path: Path, wait_s: float, taken: str) -> Iterator[None]:
 class RunFolder:
     """The folder of a job that can be killed at any moment and resumed to the same result.
 
-    `run.json` says what was begun: its identity, JSON-able, of which equal values give equal results, the version of the package, and
-    notes, which a resumed job need not share. One process at a time writes to the folder. What the job keeps there is its own affair:
-    it writes whole files (`write_atomically`) or appends whole lines, and on resume does what is missing.
+    `run.json` says what was begun: its identity, JSON-able, of which equal values give equal results, the version of the
+    package, and notes, which a resumed job need not share. One process at a time writes to the folder. What the job keeps
+    there is its own affair: it writes whole files (`write_atomically`) or appends whole lines, and on resume does what is
+    missing.
 
     Attributes:
         path: of the folder; made when the job begins.

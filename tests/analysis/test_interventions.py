@@ -8,7 +8,7 @@ from loragate.analysis.interventions import InterventionRow, InterventionsRecord
 from loragate.analysis.subject import About
 from loragate.errors import ConfigError
 from loragate.evaluation.statistics import Difference, Estimate
-from loragate.evaluation.variants import Variant, acting
+from loragate.evaluation.variants import ModelVariant, acting
 from loragate.gates import trace_gates
 from loragate.gates.override import parse_override
 from tiny import tiny_gated
@@ -41,7 +41,7 @@ def test_rows_act_as_they_say():
     peft = tiny_gated(-6, 3, 0.5)
     chosen, _ = choose("noreverse,noextrapolate,unit,constant=0.5", lg.GateConfig(-6, 3))
     ids, seen = torch.arange(4, 14)[None], {}
-    for variant in (Variant("gated"), *[Variant("gated", name, override=name) for name in chosen]):
+    for variant in (ModelVariant("gated"), *[ModelVariant("gated", name, override=name) for name in chosen]):
         with torch.no_grad(), acting(peft, variant, "gated"), trace_gates(peft) as traced:
             peft(input_ids=ids)
         seen[variant.name] = torch.cat([values[0].reshape(-1) for values in traced.values()])

@@ -114,7 +114,7 @@ def test_every_command_stops_at_the_end_of_the_turn(place, tmp_path, monkeypatch
     require_ended(drawn)
     assert "token limit" not in capsys.readouterr().out
     if name == "eval":
-        told = json.loads((tmp_path / "out" / "eval.json").read_text())
+        told = json.loads((tmp_path / "out" / "run.json").read_text())
         assert told["end_of_turn"] == {"token_ids": [TURN_END]}, "answers of a version that ran on are not resumed"
         record = json.loads((tmp_path / "out" / "results.json").read_text())
         assert {row["truncated"] for row in record["results"]} == {0.0}
@@ -130,7 +130,7 @@ def require_the_same_of_its_evaluation(place, tmp_path, monkeypatch, drawn):
     words = ["eval", "--sweep", tmp_path / "out", "--tasks", place / "words.yaml", "--limit", "2", "--out"]
     assert main([*map(str, words), str(tmp_path / "cells")]) == 0
     require_ended(drawn)
-    told = json.loads((tmp_path / "cells" / "eval.json").read_text())
+    told = json.loads((tmp_path / "cells" / "run.json").read_text())
     assert told["end_of_turn"] == {"token_ids": [TURN_END]}
     given = []
 

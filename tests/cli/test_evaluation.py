@@ -30,7 +30,7 @@ from loragate.evaluation.judging import judged_by, read_grades, write_grades
 from loragate.evaluation.results import read_record
 from loragate.evaluation.sandbox import probe as probe_sandbox
 from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
-from loragate.evaluation.variants import Variant, acting, canary, variants_for
+from loragate.evaluation.variants import ModelVariant, acting, canary, variants_for
 from loragate.files import held
 from loragate.generation import Sample, SampleWriter, SamplingConfig
 from loragate.models import Loaded, Loading, resolve
@@ -114,24 +114,24 @@ def test_a_row_is_the_model_it_names():
     model = tiny_adapter(base=base)
     adapter = model(input_ids=ids).logits
     logits = lambda: model(input_ids=ids).logits  # noqa: E731
-    with acting(model, Variant("base"), "adapter"):
+    with acting(model, ModelVariant("base"), "adapter"):
         assert torch.equal(logits(), plain)
-    with acting(model, Variant("adapter", "λ=0.5", constant=0.5), "adapter"):
+    with acting(model, ModelVariant("adapter", "λ=0.5", scale=0.5), "adapter"):
         half = logits()
     assert not torch.allclose(half, adapter, atol=1e-3)
     assert torch.equal(logits(), adapter), "temporary gates are taken off again"
     shake(lg.attach_gates(model, lg.GateConfig(-3, 2)), 0.5)
     gated = logits()
     for variant, expected in [
-        (Variant("base"), plain),
-        (Variant("adapter"), adapter),
-        (Variant("gated"), gated),
-        (Variant("adapter", "λ=0.5", constant=0.5), half),
+        (ModelVariant("base"), plain),
+        (ModelVariant("adapter"), adapter),
+        (ModelVariant("gated"), gated),
+        (ModelVariant("adapter", "λ=0.5", scale=0.5), half),
     ]:
         with acting(model, variant, "gated"):
-            assert torch.allclose(logits(), expected, atol=1e-6), variant.name
+            assert torch.allclose(logits(), expected, atol=1e-6), variant.label
     assert not torch.allclose(gated, adapter, atol=1e-3)
-    with pytest.raises(lg.errors.ConfigError, match="no gates"), acting(model, Variant("gated"), "adapter"):
+    with pytest.raises(lg.errors.ConfigError, match="no gates"), acting(model, ModelVariant("gated"), "adapter"):
         pass
 
 
@@ -254,7 +254,7 @@ def test_code_of_the_base_is_trusted_where_an_adapter_is_merged(dora, tmp_path, 
     monkeypatch.setattr("loragate.models.merge.base_weights", weights)
     loaded = Loaded(resolve(dora), Loading(trust_remote_code=True), None, None)
     with pytest.raises(lg.errors.LoragateError, match="enough"):
-        Engines(EngineSettings(engine="vllm"), str(dora), "", loaded, tmp_path).maker(Variant("adapter"))
+        Engines(EngineSettings(engine="vllm"), str(dora), "", loaded, tmp_path).maker(ModelVariant("adapter"))
     assert told["trust_remote_code"] is True
 
 
@@ -305,8 +305,8 @@ def test_a_replica_finds_the_gates_of_its_row_from_anywhere(tmp_path, monkeypatc
     engines = Engines(EngineSettings(), "owner/adapter", "", loaded, tmp_path)
     (tmp_path / "cell").mkdir()
     monkeypatch.chdir(tmp_path)
-    make = engines.maker(Variant("gated", "[0,1]", gates="cell"))
-    row = Variant("gated", "[0,1]", gates=str(tmp_path / "cell"))
+    make = engines.maker(ModelVariant("gated", "[0,1]", gates="cell"))
+    row = ModelVariant("gated", "[0,1]", gates=str(tmp_path / "cell"))
     assert make.args == ("owner/adapter", "", Loading(), row, 64)
 
 
@@ -441,7 +441,7 @@ def test_vllm_on_a_cpu_is_given_what_is_free_and_heads_that_it_takes(place, monk
     for given, share in ((0.0, 0.37), (0.8, 0.8)):
         request = request_of(EvalOptions(engine="vllm", vllm_memory=given), "base")
         engines = Engines(request.engine, "base", "", loaded, place)
-        told = engines.maker(Variant("base")).keywords
+        told = engines.maker(ModelVariant("base")).keywords
         assert (told["gpu_memory_utilization"], told["trust_remote_code"]) == (share, True)
     monkeypatch.setattr("loragate.serving.vllm_server.unserved_heads", lambda config: f"no {config.model_type}")
     assert load_inputs(EvalOptions(), str(place / "base"), "vllm").kind == "base"

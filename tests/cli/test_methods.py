@@ -129,7 +129,7 @@ def test_stage_two_methods_are_on_record(place, tmp_path, capsys, flags, gate, s
 
 
 def test_random_gates_stand_in_for_trained_ones_and_leave_them():
-    from loragate.evaluation.variants import Variant, acting, variants_for
+    from loragate.evaluation.variants import ModelVariant, acting, variants_for
 
     assert [v.name for v in variants_for("gated", "full", [])] == [
         "adapter", "base", "gated", "gated random gates", "adapter T=0.6", "adapter T=0.3", "adapter greedy",
@@ -137,7 +137,7 @@ def test_random_gates_stand_in_for_trained_ones_and_leave_them():
     ]  # fmt: skip
     assert variants_for("adapter", "full") == variants_for("adapter", "cheap")
     for kind in ("base", "adapter", "gated"):
-        assert variants_for(kind, "alone") == [Variant(kind)]
+        assert variants_for(kind, "alone") == [ModelVariant(kind)]
     with pytest.raises(ConfigError, match="did you mean 'full'"):
         variants_for("gated", "ful")
     model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 2, init_scale=0.5))
@@ -145,7 +145,7 @@ def test_random_gates_stand_in_for_trained_ones_and_leave_them():
     gated = model(input_ids=ids).logits
     found = []
     for seed in (0, 0, 1):
-        with acting(model, Variant("gated", "random gates", random=seed), "gated"):
+        with acting(model, ModelVariant("gated", "random gates", random=seed), "gated"):
             found.append(model(input_ids=ids).logits)
     assert torch.equal(found[0], found[1])
     assert not torch.allclose(found[0], found[2], atol=1e-3)

@@ -12,7 +12,7 @@ from loragate.cli.main import main
 from loragate.conversion.fold import export_adapter
 from loragate.evaluation.session import Request, Session
 from loragate.evaluation.settings import TaskSettings
-from loragate.evaluation.variants import Variant, variants_for
+from loragate.evaluation.variants import ModelVariant, variants_for
 from loragate.gates import recommended
 from loragate.gates.schema import read_gate_config
 from loragate.models import Loading, resolve
@@ -202,10 +202,10 @@ def test_the_explorer_begins_there(place):
 
 def test_rows_of_an_evaluation():
     assert variants_for("gated", "none", recommended=0.45)[3:] == [
-        Variant("adapter", "T=0.45", temperature=0.45),
-        Variant("gated", "T=0.45", temperature=0.45),
+        ModelVariant("adapter", "T=0.45", temperature=0.45),
+        ModelVariant("gated", "T=0.45", temperature=0.45),
     ]
-    assert variants_for("gated", "alone", recommended=0.0)[1:] == [Variant("gated", "greedy", temperature=0.0)]
+    assert variants_for("gated", "alone", recommended=0.0)[1:] == [ModelVariant("gated", "greedy", temperature=0.0)]
     assert variants_for("gated", "cheap", recommended=0.3) == variants_for("gated", "cheap")
     names = [row.name for row in variants_for("adapter", "cheap", [], recommended=0.8)]
     assert names == ["adapter", "base", "adapter T=0.6", "adapter T=0.3", "adapter greedy", "adapter T=0.8"]

@@ -20,7 +20,7 @@ from loragate.evaluation.prepared import prepare
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.tasks import load_questions, load_task
 from loragate.evaluation.tasks.questions import CHECKS
-from loragate.evaluation.variants import Variant
+from loragate.evaluation.variants import ModelVariant
 from loragate.generation import Sample, TransformersEngine
 from loragate.generation.samples import draw_samples, read_samples
 from loragate.recipes.rehearsal import QUESTIONS
@@ -395,7 +395,7 @@ def test_bbh_counts_by_its_subsets_and_every_suite_the_same_in_the_average(tmp_p
             self.task = load_task(name)
             self.strata = lambda: [np.array(part) for part in strata[name]]
 
-    kinds = [Variant("adapter"), Variant("base"), Variant("adapter", "T=0.6", temperature=0.6)]
+    kinds = [ModelVariant("adapter"), ModelVariant("base"), ModelVariant("adapter", "T=0.6", temperature=0.6)]
     rows["arithmetic"], strata["arithmetic"] = [1, 0], [range(2)]
     scores = {("adapter", name): np.array(own, dtype=float)[:, None] for name, own in rows.items()}
     scores |= {("base", name): 1 - table for (_, name), table in scores.items()}

@@ -30,7 +30,7 @@ from loragate.evaluation.statistics import (
     compare_suites,
     suite_average,
 )
-from loragate.evaluation.variants import Variant
+from loragate.evaluation.variants import ModelVariant
 from loragate.records import package_versions
 from loragate.report.scores import caption, score_markdown, score_tables
 
@@ -47,7 +47,7 @@ def test_a_task_result_by_hand() -> None:
     assert result.tokens == 14
     assert result.question_scores == pytest.approx((1, 2 / 3, 0))
     assert result.comparison == compare(GATED, ADAPTER)
-    assert make_result("adapter", control="T=0.6", temperature=0.6).name == "adapter T=0.6"
+    assert make_result("adapter", control="T=0.6", temperature=0.6).label == "adapter T=0.6"
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_versions_name_what_is_absent() -> None:
 @pytest.mark.parametrize("control", ["/../../../../elsewhere/x", "\\..\\x", "T=0.6"])
 def test_a_row_whose_name_is_a_path_is_refused(tmp_path: Path, control: str) -> None:
     """A folder that came from somebody else cannot lead a judge out of it."""
-    row = {"acts": "adapter", "control": control}
-    identity = {"variants": [row], "tasks": [], "models": {}, "seed": 0, "notes": [], "left_out": {}}
-    (tmp_path / "eval.json").write_text(json.dumps(identity))
+    identity = {"kind": "evaluation", "tasks": [], "models": {}, "seed": 0, "notes": {}}
+    (tmp_path / "run.json").write_text(json.dumps(identity))
+    (tmp_path / "variants.json").write_text(json.dumps({"one": {"weights": "adapter", "control": control}}))
     if control == "T=0.6":
-        assert open_evaluation(tmp_path).variants == [Variant("adapter", control)]
+        assert open_evaluation(tmp_path).variants == [ModelVariant("adapter", control)]
     else:
-        with pytest.raises(DataError, match=r"eval\.json.*is a path"):
+        with pytest.raises(DataError, match=r"variants\.json.*is a path"):
             open_evaluation(tmp_path)
 
 

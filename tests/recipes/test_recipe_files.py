@@ -120,7 +120,7 @@ def test_constants_are_such_as_eval_takes(domain):
 
     text = value(f"{domain}/qwen2.5-math-1.5b/controls", "eval.constants")
     constants = [float(part) for part in text.split(",")]
-    found = [row.constant for row in variants_for("adapter", "cheap", constants) if row.constant is not None]
+    found = [row.scale for row in variants_for("adapter", "cheap", constants) if row.scale is not None]
     assert found == constants
 
 

@@ -136,16 +136,16 @@ def test_a_stopped_evaluation_of_a_sweep_goes_on_and_a_changed_cell_is_noticed(
     assert drawn[0] == drawn[1]
     assert other.stat().st_mtime_ns == stamp
     copied = shutil.copytree(swept, tmp_path / "swept")
-    kept = json.loads((out / "eval.json").read_text())
+    kept = json.loads((out / "run.json").read_text())
     text = json.dumps(kept).replace(str(swept), str(copied))
-    (out / "eval.json").write_text(text)
+    (out / "run.json").write_text(text)
     gates = copied / "trials" / "one_entropy_0_1_seed0" / "gated" / "gates.safetensors"
     shutil.copy(copied / "trials" / "one_entropy_-3_2_seed0" / "gated" / "gates.safetensors", gates)
     line[2] = str(copied)
     capsys.readouterr()
     assert main(line) != 0
     said = "".join(capsys.readouterr().err.split())
-    assert "eval.jsonwasbegunwithweights." in said
+    assert "run.jsonwasbegunwithweights." in said
     assert gates.parent.name in said
 
 

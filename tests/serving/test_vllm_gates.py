@@ -457,7 +457,7 @@ def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
     from loragate.cli.main import main
     from loragate.evaluation.evaluate import open_evaluation
     from loragate.evaluation.results import read_record
-    from loragate.evaluation.variants import Variant
+    from loragate.evaluation.variants import ModelVariant
     from loragate.recipes.rehearsal import QUESTIONS
 
     suites = ("mmlu_pro", "bbh", "openbookqa")
@@ -469,7 +469,7 @@ def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
         assert main([*command, "--limit", "2", "--dtype", "float32", "--device", "cpu"]) == 0
         evaluation = open_evaluation(out)
         found[engine] = {
-            (row, suite): evaluation.answers(Variant(row), suite, "lm-eval")
+            (row, suite): evaluation.answers(ModelVariant(row), suite, "lm-eval")
             for row in ("base", "adapter", "gated")
             for suite in suites
         }

@@ -24,7 +24,7 @@ from loragate.analysis.supplied import SIGNS, Sign, suppressing, switched_off
 from loragate.display import percent
 from loragate.errors import ConfigError
 from loragate.evaluation.evaluate import open_evaluation
-from loragate.evaluation.variants import Variant, acting
+from loragate.evaluation.variants import ModelVariant, acting
 from loragate.files import write_text
 from loragate.generation import OnProgress, TransformersEngine
 from loragate.models.place import Kind
@@ -152,15 +152,20 @@ def _intervene(subject: DiagnosticContext, signs: Sequence[str]) -> tuple[Suppre
     A decision depends on the tokens before it and on base and adapter alone, so reading stored answers again gives the decisions
     that were taken.
     """
-    gated = [Variant("gated")] if subject.loaded.kind == "gated" else []
-    variants = [Variant("adapter"), Variant("base"), *gated, *(Variant("adapter", sign) for sign in signs)]
+    gated = [ModelVariant("gated")] if subject.loaded.kind == "gated" else []
+    variants = [
+        ModelVariant("adapter"),
+        ModelVariant("base"),
+        *gated,
+        *(ModelVariant("adapter", sign) for sign in signs),
+    ]
 
     model, tokenizer = subject.loaded.model, subject.loaded.tokenizer
 
     @contextmanager
-    def engine_for(variant: Variant) -> Iterator[TransformersEngine]:
+    def engine_for(variant: ModelVariant) -> Iterator[TransformersEngine]:
         sign: Any = variant.control
-        with subject.acting(variant.acts), suppressing(model, sign) if sign else nullcontext():
+        with subject.acting(variant.weights), suppressing(model, sign) if sign else nullcontext():
             yield TransformersEngine(model, tokenizer, batch_size=subject.batch_size)
 
     results, rows = subject.evaluate(variants, {}, engine_for).results, []
@@ -168,12 +173,14 @@ def _intervene(subject: DiagnosticContext, signs: Sequence[str]) -> tuple[Suppre
     prepared = {task.task.name: task for task in evaluation.tasks}
     for one in results:
         if one.control is not None:  # the sign of ΔH; base, adapter and gates are in results.json
-            answers = stored_answers(evaluation, Variant("adapter", one.control), prepared[one.task], SHARE_ANSWERS)
-            with subject.job(f"reading the answers of {one.name} to {one.task} again"):
+            answers = stored_answers(
+                evaluation, ModelVariant("adapter", one.control), prepared[one.task], SHARE_ANSWERS
+            )
+            with subject.job(f"reading the answers of {one.label} to {one.task} again"):
                 read = measure(subject.reader, subject.loaded.kind, answers.rows(tokenizer), subject.batch_size)
             share = float(switched_off(cast(Sign, one.control), torch.from_numpy(read.delta)).double().mean())
             shown = (one.avg_at_k, one.comparison, one.adjusted_p, one.verdict)
-            rows.append(SuppressedRow(one.name, one.task, *shown, share))
+            rows.append(SuppressedRow(one.label, one.task, *shown, share))
     return tuple(rows)
 
 
@@ -186,7 +193,7 @@ def measure(
     where, ids = [], []
     for batch, rows_T, ids_T in reader.batches(rows, batch_size, on_progress):
         for name in streams:  # one model in memory, read as each in turn
-            with acting(reader.model, Variant(name), kind):
+            with acting(reader.model, ModelVariant(name), kind):
                 found = reader.read(batch)
             parts[name].append(torch.stack([found.entropy, found.log_prob]).double().cpu().numpy())
         where.append(rows_T)

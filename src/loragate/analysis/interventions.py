@@ -20,7 +20,7 @@ from loragate.display import percent, points
 from loragate.errors import ConfigError
 from loragate.evaluation.results import EvaluationRecord, Verdict, verdict
 from loragate.evaluation.statistics import Difference, Estimate, compare, holm
-from loragate.evaluation.variants import Variant
+from loragate.evaluation.variants import ModelVariant
 from loragate.gates import GateConfig
 from loragate.gates.override import Override, parse_override
 from loragate.gates.schema import read_gate_config
@@ -82,8 +82,10 @@ def diagnose_interventions(subject: DiagnosticContext, settings: DiagnoseSetting
     chosen, left_out = choose(settings.interventions, config)
     # λ = 1 is the adapter, which has a row of its own
     names = [name for name in chosen if name != "off"]
-    rows = [Variant("gated", name, override=name) for name in names]
-    record = subject.evaluate([Variant("adapter"), Variant("base"), Variant("gated"), *rows], {"interventions": chosen})
+    rows = [ModelVariant("gated", name, override=name) for name in names]
+    record = subject.evaluate(
+        [ModelVariant("adapter"), ModelVariant("base"), ModelVariant("gated"), *rows], {"interventions": chosen}
+    )
     tasks = ", ".join(info.name for info in record.tasks)
     about = subject.about(f"tasks {tasks}", settings, "interventions limit samples")
     found = InterventionsRecord(about=about, rows=rows_of(record, names), left_out=tuple(left_out))
@@ -124,17 +126,17 @@ def without_effect(override: Override, config: GateConfig) -> str:
 def rows_of(record: EvaluationRecord, interventions: Sequence[str]) -> tuple[InterventionRow, ...]:
     """The rows, by task, with their paired differences to the unmodified gates."""
     wanted = {"adapter", "base", "gated", *(f"gated {name}" for name in interventions)}
-    results = [result for result in record.results if result.name in wanted]
-    others = [result for result in results if result.name != "gated"]
+    results = [result for result in record.results if result.label in wanted]
+    others = [result for result in results if result.label != "gated"]
     # the evaluation's own comparisons are with the adapter; these are with the gates, [Q, 1] each, one mean a question
-    scores = {(r.name, r.task): np.array(r.question_scores)[:, None] for r in results}
-    differences = [compare(scores[r.name, r.task], scores["gated", r.task]) for r in others]
+    scores = {(r.label, r.task): np.array(r.question_scores)[:, None] for r in results}
+    differences = [compare(scores[r.label, r.task], scores["gated", r.task]) for r in others]
     shown: dict[tuple[str, str], tuple[Difference, float, Verdict]] = {}
     for one, found, p in zip(others, differences, holm([found.p for found in differences]), strict=True):
-        shown[one.name, one.task] = (found, p, verdict(found, p=p))
+        shown[one.label, one.task] = (found, p, verdict(found, p=p))
     nothing = (None, None, None)
     return tuple(
-        InterventionRow(r.control or r.variant, r.task, r.avg_at_k, *shown.get((r.name, r.task), nothing))
+        InterventionRow(r.control or r.variant, r.task, r.avg_at_k, *shown.get((r.label, r.task), nothing))
         for r in results
     )
 

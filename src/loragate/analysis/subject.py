@@ -1,9 +1,9 @@
 """What every diagnosis is given, a model and how it is read, and what every one leaves behind, a JSON record.
 
-A diagnosis is a function of a `DiagnosticContext` in a file of its own. It first refuses what cannot work, then takes `subject.loaded`,
-which loads the model; its answers are those of a stored evaluation, or are drawn now by an evaluation in the same folder.
-Records are frozen dataclasses with the fields `about`, `conclusion`, `kind` and `schema`; `loragate.records.read` reads them as
-strictly as they are written.
+A diagnosis is a function of a `DiagnosticContext` in a file of its own. It first refuses what cannot work, then takes
+`subject.loaded`, which loads the model; its answers are those of a stored evaluation, or are drawn now by an evaluation in
+the same folder. Records are frozen dataclasses with the fields `about`, `conclusion`, `kind` and `schema`;
+`loragate.records.read` reads them as strictly as they are written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from loragate.evaluation.prepared import Prepared
 from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.session import Request, Session, require_run_folder
 from loragate.evaluation.tasks import Task
-from loragate.evaluation.variants import Variant, acting
+from loragate.evaluation.variants import ModelVariant, acting
 from loragate.files import write_json
 from loragate.generation import OnProgress, Sample
 from loragate.models import Loaded, resolve
@@ -98,7 +98,7 @@ class Answers:
 
 
 def stored_answers(
-    evaluation: Evaluation, variant: Variant, prepared: Prepared, count: int, limit: int | None = None
+    evaluation: Evaluation, variant: ModelVariant, prepared: Prepared, count: int, limit: int | None = None
 ) -> Answers:
     """The first `count` answers of a row to the first `limit` questions of a task, of those that have a token to read."""
     grader = grader_for(prepared.task, evaluation.grading.grader)
@@ -199,7 +199,7 @@ class DiagnosticContext:
 
     def acting(self, kind: Kind) -> AbstractContextManager[None]:
         """The context in which the model is its base, its adapter or its gates."""
-        return acting(self.loaded.model, Variant(kind), self.loaded.kind)
+        return acting(self.loaded.model, ModelVariant(kind), self.loaded.kind)
 
     def rows(self, settings: DiagnoseSettings, most: int) -> tuple[list[Row], str]:
         """The first rows of a file or data set, `most` where the settings do not say, encoded, and where they come from."""
@@ -211,7 +211,7 @@ class DiagnosticContext:
 
     def evaluate(
         self,
-        variants: Sequence[Variant],
+        variants: Sequence[ModelVariant],
         identity: dict[str, Any],
         engine_for: EngineFor | None = None,
     ) -> EvaluationRecord:
@@ -232,7 +232,7 @@ class DiagnosticContext:
         Raises:
             ConfigError: for a run without answers, and for tasks that it does not hold.
         """
-        variant, count, run = Variant(of), settings.answers, Path(settings.run) if settings.run else None
+        variant, count, run = ModelVariant(of), settings.answers, Path(settings.run) if settings.run else None
         if run is None:
             self.evaluate([variant], {"of": of})
         folder, asked, grading = run or self.folder, self.request.tasks, self.request.grading

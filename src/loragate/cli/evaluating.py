@@ -37,7 +37,7 @@ from loragate.report.page.blocks import diagnosis_blocks
 from loragate.report.scores import caption, score_markdown, score_tables
 from loragate.report.sweep import heat_maps, suite_table
 from loragate.report.table import Table
-from loragate.selection.outcome import SweptCells, suite_record
+from loragate.selection.sweep import SweptCells
 from loragate.serving.vllm_server import require_served, usual_share
 
 LOOKS: dict[str, Callable[[DiagnosticContext, DiagnoseSettings], Any]] = {
@@ -91,7 +91,7 @@ def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float
     evaluation = session.side_by_side(controls, constants)
     if note := session.sampling_note:
         out.print(note, markup=False)
-    rows = ", ".join(variant.name for variant in evaluation.variants)
+    rows = ", ".join(variant.label for variant in evaluation.variants)
     begin(options, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
     if controls == "full":
         for line in trained_controls(loaded):
@@ -120,8 +120,7 @@ def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
     folder = cells.request.out
     write_text(folder / "results.md", score_markdown(record.to_json()))
     for suite in dict.fromkeys(task.suite for task in cells.tasks):
-        names = [task.name for task in cells.tasks if task.suite == suite]
-        maps = suite_record(record, cells.study, suite, names, cells.choice)
+        maps = cells.on_suite(record, suite)
         write_json(folder / f"cells_{suite}.json", maps)
         for name, draw in heat_maps(maps).items():
             for suffix in ("png", "svg"):

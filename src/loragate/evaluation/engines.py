@@ -15,7 +15,7 @@ import transformers
 
 from loragate.errors import ConfigError
 from loragate.evaluation.settings import EngineSettings
-from loragate.evaluation.variants import Variant, acting
+from loragate.evaluation.variants import ModelVariant, acting
 from loragate.generation import Engine, ShardedEngine, TransformersEngine, VllmEngine
 from loragate.generation.vllm_engine import require_gate_plugin
 from loragate.models import Loaded, Loading, open_model, open_without_weights, resolve
@@ -43,9 +43,9 @@ def load(model: str, base: str = "", how: Loading = USUAL, engine: str = "transf
     return loaded
 
 
-def why_not(loaded: Loaded, variant: Variant) -> str:
+def why_not(loaded: Loaded, variant: ModelVariant) -> str:
     """Why the model cannot be this row, in a few words; empty where it can."""
-    if variant.constant is None and variant.random is None:
+    if variant.scale is None and variant.random is None:
         return ""
     if loaded.place.is_dora:
         return "DoRA"
@@ -77,7 +77,7 @@ class Engines:
         self._in_memory: TransformersEngine | None = None
 
     @contextmanager
-    def __call__(self, variant: Variant) -> Iterator[Engine]:
+    def __call__(self, variant: ModelVariant) -> Iterator[Engine]:
         """The engine that answers as `variant`."""
         loaded, size = self.loaded, self.settings.batch_size
         if self.settings.replicas > 1:
@@ -103,7 +103,7 @@ class Engines:
             with acting(loaded.model, variant, loaded.kind), engine.keeping_prompts(weights):
                 yield engine
 
-    def maker(self, variant: Variant) -> Callable[[], Engine]:
+    def maker(self, variant: ModelVariant) -> Callable[[], Engine]:
         """Makes the engine of a row from names alone, so that another process can."""
         if self.settings.engine == "vllm":
             return self._vllm_of(*self._served(variant))
@@ -121,11 +121,11 @@ class Engines:
         """Remove what only an evaluation that goes on would use."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _served(self, variant: Variant) -> tuple[str, str | None, str | None]:
+    def _served(self, variant: ModelVariant) -> tuple[str, str | None, str | None]:
         """(base, adapter or None, override or None) by which vLLM is the row."""
         names, how = self.loaded.names, self.loaded.how
         base = _anywhere(names["base"])
-        if variant.acts == "base":
+        if variant.weights == "base":
             return base, None, None
         if self.loaded.place.is_dora:
             merged = merge_adapter(
@@ -138,8 +138,8 @@ class Engines:
             )
             return str(merged), None, None
         # one λ for all goes over the gated modules, as it does in memory
-        acts = "gated" if variant.constant is not None and "gated" in names else variant.acts
-        override = variant.override if variant.constant is None else f"constant={variant.constant!r}"
+        acts = "gated" if variant.scale is not None and "gated" in names else variant.weights
+        override = variant.override if variant.scale is None else f"constant={variant.scale!r}"
         return base, _anywhere(variant.gates or names[acts]), override
 
     def _vllm_of(self, base: str, adapter: str | None, override: str | None = None) -> partial[VllmEngine]:
@@ -160,7 +160,7 @@ class Engines:
         )
 
 
-def row_engine(model: str, base: str, how: Loading, variant: Variant, batch_size: int) -> TransformersEngine:
+def row_engine(model: str, base: str, how: Loading, variant: ModelVariant, batch_size: int) -> TransformersEngine:
     """A model of its own that answers as `variant` for as long as it lives; what a replica makes from names alone."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -1,27 +1,30 @@
 """An evaluation: every variant on every task, resumable at any moment, ending in one record; and judged again from its folder.
 
     folder/
-      eval.json                         what is being run; a resumed run must be the same
-      tasks/<task>.yaml                 the task's file
+      run.json                          what is being run (`RunFolder`); a resumed run must be the same
+      variants.json                     the variants with a fingerprint of their gates; a resumed run may add more
+      tasks/<task>.yaml                 the task
       questions/<task>.jsonl            id, prompt, gold and row of every question
       samples/<variant>/<task>.jsonl    answers, appended as they are drawn
       grades/<grader>/<variant>/<task>.jsonl
       results.json                      the record (`results.py`)
 
-Engines arrive as a callable, so this file neither loads models nor knows which program generates. Judging again needs neither the
-model nor the data set: questions, prompts, task files and samples lie in the folder.
+This is the only scorer of the package: `loragate eval`, the dev set of `calibrate` and `sweep`, `quickstart` and the diagnostics
+all run an `Evaluation`, and `evaluate` is the call for a model in memory. Engines arrive as a callable, so this file neither loads
+models nor knows which program generates. Judging again needs neither the model nor the data set: questions, prompts, tasks and
+samples lie in the folder.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from loragate.display import Job
 from loragate.errors import ConfigError, DataError
@@ -44,27 +47,30 @@ from loragate.evaluation.results import (
     TaskResult,
     read_record,
     task_result,
+    write_record,
 )
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.statistics import compare_suites, suite_average
 from loragate.evaluation.tasks import load_task
-from loragate.evaluation.variants import Variant
-from loragate.files import folder_sha256, require_same, write_json, write_text
-from loragate.generation import Engine, Sample
+from loragate.evaluation.variants import ModelVariant, acting, canary
+from loragate.files import RunFolder, folder_sha256, require_same, write_json, write_text
+from loragate.gates.attach import active_adapter, is_gated
+from loragate.generation import Engine, Sample, TransformersEngine
 from loragate.generation.samples import draw_samples, read_samples
+from loragate.models.place import Kind
 from loragate.records import package_versions, read, read_object, to_json
-from loragate.validate import STRICT
+from loragate.validate import STRICT, validate
 
-EngineFor = Callable[[Variant], AbstractContextManager[Engine]]
-OnEvent = Callable[[str, Variant, str, int, int], None]
+EngineFor = Callable[[ModelVariant], AbstractContextManager[Engine]]
+"""The context in which an engine answers as a variant."""
+OnEvent = Callable[[str, ModelVariant, str, int, int], None]
 """Called with (stage, variant, task, done, total); stages are "sampling" and "grading"."""
 Results = dict[tuple[str, str], TaskResult]
 """By (row, task)."""
-SAID = ("notes", "left_out")
-"""What eval.json tells readers, and a resumed run need not share."""
+KIND, VARIANTS = "evaluation", "variants.json"
 
 
-def no_progress(stage: str, variant: Variant, task: str, done: int, total: int) -> None:
+def no_progress(stage: str, variant: ModelVariant, task: str, done: int, total: int) -> None:
     """An `OnEvent` for nobody."""
 
 
@@ -72,11 +78,11 @@ def counted(job: Job, *stages: str) -> OnEvent:
     """An `OnEvent` that draws one bar over all rows and tasks: the answers that are through the latest of `stages`."""
     through: dict[tuple[str, str], int] = {}
 
-    def on_event(stage: str, variant: Variant, task: str, done: int, total: int) -> None:
+    def on_event(stage: str, variant: ModelVariant, task: str, done: int, total: int) -> None:
         if stage in stages:
-            through[variant.name, task] = done
+            through[variant.label, task] = done
         doing = "" if len(stages) > 1 else f"{stage} "  # where answers are judged again, nothing is sampled
-        job.advance_to(sum(through.values()), note=f"{doing}{variant.name} on {task}")
+        job.advance_to(sum(through.values()), note=f"{doing}{variant.label} on {task}")
 
     return on_event
 
@@ -100,7 +106,7 @@ class Evaluation:
 
     folder: Path
     tasks: list[Prepared]
-    variants: list[Variant]
+    variants: list[ModelVariant]
     models: dict[str, str]
     canary: dict[str, float]
     seed: int
@@ -110,51 +116,69 @@ class Evaluation:
     left_out: dict[str, str] = field(default_factory=dict)
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
 
-    def begin(self, resume: bool) -> None:
-        """Write down what is being run, or check that a resumed run is the same.
+    def begin(self, resume: bool = False) -> None:
+        """Write down what is being run, or check that a resumed run is the same; it may have more variants.
 
         Raises:
             ConfigError: naming the first difference.
         """
-        path = self.folder / "eval.json"
-        # folders by what they hold, hub ids (which do not exist here) by their name alone
-        places = {*self.models.values(), *(one.gates for one in self.variants if one.gates is not None)}
-        identity = to_json(
-            {
-                "models": self.models,
-                "seed": self.seed,
-                **self.facts,
-                "variants": self.variants,
-                "tasks": [one.info() for one in self.tasks],
-                "task_files": {one.task.name: one.task.fingerprint for one in self.tasks},
-                "weights": {place: folder_sha256(place) for place in sorted(places) if Path(place).exists()},
-            }
-        )
-        if not resume:
-            # first of all: with it the folder can be resumed
-            write_json(path, {**identity, "notes": self.warnings, "left_out": self.left_out})
-        else:
-            before = read_object(path, "choose another --out")
-            kept = {key: value for key, value in before.items() if key not in SAID}
-            remedy = "repeat the command with the same settings, weights and questions, or choose another --out"
-            require_same(path, kept, identity, remedy)
-        # also by a resumed run: it may have been killed right after eval.json, and the same is written again
+        identity = {
+            "kind": KIND,
+            "models": self.models,
+            "seed": self.seed,
+            **self.facts,
+            "tasks": to_json([one.info() for one in self.tasks]),
+            "task_files": {one.task.name: one.task.fingerprint for one in self.tasks},
+            # folders by what they hold, hub ids (which do not exist here) by their name alone
+            "weights": {
+                place: folder_sha256(place) for place in sorted({*self.models.values()}) if Path(place).exists()
+            },
+        }
+        notes = {"warnings": self.warnings, "left_out": self.left_out}
+        RunFolder(self.folder).begin(identity, resume=resume, notes=notes)
+        self._begin_variants()
+        # also by a resumed run: it may have been killed right after run.json, and the same is written again
         for prepared in self.tasks:
             write_questions(self.folder, prepared)
-            write_text(
-                self.folder / "tasks" / f"{prepared.task.name}.yaml", prepared.task.path.read_text(encoding="utf-8")
-            )
+            write_text(self.folder / "tasks" / f"{prepared.task.name}.yaml", prepared.task.as_yaml())
+
+    def _begin_variants(self) -> None:
+        """Add the variants to those of the folder; one that is known must have the gates that it had."""
+        path = self.folder / VARIANTS
+        known = read_object(path, "choose another --out") if path.is_file() else {}
+        wanted = {
+            one.label: {
+                **to_json(one),
+                "gates_sha256": folder_sha256(one.gates) if one.gates and Path(one.gates).exists() else None,
+            }
+            for one in self.variants
+        }
+        shared = {label: known[label] for label in wanted if label in known}
+        remedy = "repeat the command with the same gates, or choose another --out"
+        require_same(path, shared, {label: wanted[label] for label in shared}, remedy)
+        write_json(path, {**known, **wanted})
 
     def run(self, engine_for: EngineFor, on_event: OnEvent = no_progress) -> EvaluationRecord:
-        """Sample and judge everything that is not on file yet; returns the record, which the caller writes."""
-        # rows with the same weights follow one another, as changing them can mean loading them
-        for variant in sorted(self.variants, key=lambda variant: variant.acts):
-            self._sample(engine_for, variant, on_event)
+        """Sample and judge everything that is not on file yet; writes the record to results.json and returns it.
+
+        Raises:
+            LoragateError: if another process is at it in the same folder.
+        """
+        with RunFolder(self.folder).locked():
+            # variants with the same weights follow one another, as changing them can mean loading them
+            for variant in sorted(self.variants, key=lambda variant: variant.weights):
+                self.sample(engine_for, variant, on_event)
+            record = self.judge(on_event)
+        write_record(record, self.folder / "results.json")
+        return record
+
+    def judge(self, on_event: OnEvent = no_progress) -> EvaluationRecord:
+        """The record of the answers on file, judged where they were not yet."""
         found: Results = {}
         for variant, prepared in self._cells():
             name = prepared.task.name
             adapter = found.get((variant.compared_with, name))  # judged before the rows that refer to it
-            found[variant.name, name] = self._judge(variant, prepared, adapter, on_event)
+            found[variant.label, name] = self._judge(variant, prepared, adapter, on_event)
         return (
             EvaluationRecord(
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -188,24 +212,19 @@ class Evaluation:
             ConfigError: for a grader that does not work here, and for an evaluation that is not finished.
         """
 
-        def no_engine(variant: Variant) -> AbstractContextManager[Engine]:
-            raise ConfigError(
-                f"the answers of {variant.name} are not complete; finish the evaluation first with --resume"
-            )
-
         require_graders([prepared.task for prepared in self.tasks], self.grading)
         earlier = self.folder / "results.json"
         judged = read_record(earlier).tasks if earlier.is_file() else ()
         # of "lm-eval acc,none" the metric is no part of the folder
         known = {info.name: info.grader.split()[0] for info in judged}
-        before: list[tuple[Variant, Prepared, list[Grade]]] = []
+        before: list[tuple[ModelVariant, Prepared, list[Grade]]] = []
         for variant, prepared in self._cells():
             name = prepared.task.name
             if name in known and (old := self.answers(variant, name, known[name])[1]) is not None:
                 before.append((variant, prepared, old))
-            if again:  # `run` judges what has no grades on file
+            if again:  # `judge` judges what has no grades on file
                 self._grades_path(variant, name, self._grader(prepared)).unlink(missing_ok=True)
-        record = self.run(no_engine, on_event)
+        record = self.judge(on_event)
         changes: list[dict[str, Any]] = []
         for variant, prepared, old in before:
             name, grader = prepared.task.name, self._grader(prepared)
@@ -218,7 +237,7 @@ class Evaluation:
                 changes.append(
                     {
                         "task": name,
-                        "variant": variant.name,
+                        "variant": variant.label,
                         "question": question.id,
                         "sample": sample.sample,
                         "gold": question.gold,
@@ -238,27 +257,27 @@ class Evaluation:
         """Answers to sample in all."""
         return sum(prepared.samples(variant) for variant, prepared in self._cells())
 
-    def answers(self, variant: Variant, task: str, grader: str) -> tuple[list[Sample], list[Grade] | None]:
+    def answers(self, variant: ModelVariant, task: str, grader: str) -> tuple[list[Sample], list[Grade] | None]:
         """The stored answers of a row to a task, and a grader's verdicts on them where there are any."""
         samples = read_samples(self._samples_path(variant, task))
         return samples, read_grades(self._grades_path(variant, task, grader), samples)
 
-    def _cells(self) -> list[tuple[Variant, Prepared]]:
+    def _cells(self) -> list[tuple[ModelVariant, Prepared]]:
         return [
             (variant, prepared) for prepared in self.tasks for variant in self.variants if prepared.samples(variant)
         ]
 
-    def _samples_path(self, variant: Variant, task: str) -> Path:
+    def _samples_path(self, variant: ModelVariant, task: str) -> Path:
         return self.folder / "samples" / variant.slug / f"{task}.jsonl"
 
-    def _grades_path(self, variant: Variant, task: str, grader: str) -> Path:
+    def _grades_path(self, variant: ModelVariant, task: str, grader: str) -> Path:
         return self.folder / "grades" / grader / variant.slug / f"{task}.jsonl"
 
     def _grader(self, prepared: Prepared) -> str:
         return grader_for(prepared.task, self.grading.grader)
 
-    def _sample(self, engine_for: EngineFor, variant: Variant, on_event: OnEvent) -> None:
-        """What is missing of one row's answers."""
+    def sample(self, engine_for: EngineFor, variant: ModelVariant, on_event: OnEvent = no_progress) -> None:
+        """Draw what is missing of one variant's answers."""
         missing = []
         for prepared in self.tasks:
             path, count = self._samples_path(variant, prepared.task.name), prepared.samples(variant)
@@ -277,15 +296,19 @@ class Evaluation:
                     draw_likelihoods(engine, prepared.compared, path, report)
                 else:
                     draw_samples(engine, prepared.prompts, variant.sampling(prepared.sampling), path, report)
-                self.seconds[variant.name, name] = time.monotonic() - began
+                self.seconds[variant.label, name] = time.monotonic() - began
 
-    def _judge(self, variant: Variant, prepared: Prepared, adapter: TaskResult | None, on_event: OnEvent) -> TaskResult:
+    def _judge(
+        self, variant: ModelVariant, prepared: Prepared, adapter: TaskResult | None, on_event: OnEvent
+    ) -> TaskResult:
         """One row's result on one task, compared with the adapter's."""
         began = time.monotonic()
         name, grader, questions = prepared.task.name, self._grader(prepared), prepared.questions
         samples = read_samples(self._samples_path(variant, name))
         if len(samples) != prepared.samples(variant):
-            raise DataError(f"samples of {variant.name} on {name} are missing; run again with --resume")
+            raise ConfigError(
+                f"the answers of {variant.label} to {name} are not complete; finish the evaluation first with --resume"
+            )
         path = self._grades_path(variant, name, grader)
         judge_now = judged_by(grader, self.grading, samples)
         grades = read_grades(path, samples, judge_now)
@@ -295,7 +318,7 @@ class Evaluation:
             write_grades(path, samples, grades, judge_now)
         return task_result(
             name,
-            variant.acts,
+            variant.weights,
             [question.id for question in questions],
             samples,
             grades,
@@ -303,8 +326,8 @@ class Evaluation:
             adapter=adapter,
             control=variant.control,
             temperature=variant.temperature,
-            constant=variant.constant,
-            seconds=self.seconds.get((variant.name, name), 0.0) + time.monotonic() - began,
+            scale=variant.scale,
+            seconds=self.seconds.get((variant.label, name), 0.0) + time.monotonic() - began,
         )
 
     def _averages(self, found: Results) -> list[SuiteResult]:
@@ -325,46 +348,59 @@ class Evaluation:
             count = len(names) if len(names) > 1 else len(weights)  # tasks, or the subsets of the one task
             # of each row that answered all these tasks: no suite of the harness asks for controls
             tables = {
-                one.name: [found[one.name, name].means_Q1[places] for name in names for places in strata[name]]
+                one.label: [found[one.label, name].means_Q1[places] for name in names for places in strata[name]]
                 for one in self.variants
-                if all((one.name, name) in found for name in names)
+                if all((one.label, name) in found for name in names)
             }
             for variant in self.variants:
-                if variant.name not in tables:
+                if variant.label not in tables:
                     continue
-                ours, adapter = tables[variant.name], tables.get(variant.compared_with)
+                ours, adapter = tables[variant.label], tables.get(variant.compared_with)
                 comparison = None if adapter is None else compare_suites(ours, adapter, weights=weights)
                 average = replace(suite_average(ours, weights=weights), tasks=count)
-                rows.append(SuiteResult(variant.acts, average, title, variant.control, comparison))
+                rows.append(SuiteResult(variant.weights, average, title, variant.control, comparison))
         return rows
 
 
 @dataclass(frozen=True)
 class StoredEvaluation:
-    """eval.json, as far as answers are judged again from it."""
+    """run.json, as far as answers are judged again from it."""
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
+    kind: Literal["evaluation"]
     models: dict[str, str]
     seed: int
-    variants: tuple[Variant, ...]
     tasks: tuple[TaskInfo, ...]
-    notes: tuple[str, ...]
-    left_out: dict[str, str]
+    notes: StoredNotes
+
+
+@dataclass(frozen=True)
+class StoredNotes:
+    """The notes of run.json."""
+
+    warnings: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Evaluation:
-    """The evaluation of a folder, ready to be judged again.
+    """The evaluation of a folder with all its variants, ready to be judged again.
 
     Raises:
         DataError: if the folder holds none, or what it holds cannot be read.
     """
-    path = folder / "eval.json"
+    path, remedy = folder / RunFolder.RECORD, "if an earlier version wrote it, run the evaluation again"
     if not path.is_file():
-        raise DataError(f"{folder} is not the folder of an evaluation: it has no eval.json")
-    begun = read(StoredEvaluation, path, "if an earlier version wrote it, run the evaluation again")
+        raise DataError(f"{folder} is not the folder of an evaluation: it has no {path.name}")
+    begun = read(StoredEvaluation, path, remedy)
+    names = {one.name for one in fields(ModelVariant)}
+    rows = read_object(folder / VARIANTS, remedy).values()
+    variants = [
+        validate(ModelVariant, {k: v for k, v in row.items() if k in names}, str(folder / VARIANTS), DataError, remedy)
+        for row in rows
+    ]
     # verdicts are written into a folder of that name
-    if any(set(one.slug) & set("/\\\0") or not one.slug.strip(".") for one in begun.variants):
-        raise DataError(f"{path}: the name of a row is a path")
+    if any(set(one.slug) & set("/\\\0") or not one.slug.strip(".") for one in variants):
+        raise DataError(f"{folder / VARIANTS}: the label of a variant is a path")
     prepared = []
     for info in begun.tasks:
         task = load_task(folder / "tasks" / f"{info.name}.yaml")
@@ -374,12 +410,78 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
     return Evaluation(
         folder,
         prepared,
-        list(begun.variants),
+        variants,
         models=begun.models,
         # a record holds the canary; a run that was stopped before its end has none yet
         canary=read_record(kept).canary if kept.is_file() else {},
         seed=begun.seed,
         grading=grading or GradingSettings(),
-        notes=list(begun.notes),
-        left_out=begun.left_out,
+        notes=list(begun.notes.warnings),
+        left_out=begun.notes.left_out,
     )
+
+
+def in_memory(model: Any, tokenizer: Any, kind: Kind, batch_size: int = 64) -> EngineFor:
+    """An `EngineFor` on a model in memory, of which every variant is a context; the model is left as it was found."""
+    engine = TransformersEngine(model, tokenizer, batch_size=batch_size)
+
+    @contextmanager
+    def engine_for(variant: ModelVariant) -> Iterator[Engine]:
+        with acting(model, variant, kind):
+            yield engine
+
+    return engine_for
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[Prepared],
+    variants: Sequence[ModelVariant],
+    out: str | Path,
+    *,
+    models: dict[str, str] | None = None,
+    seed: int = 0,
+    facts: dict[str, Any] | None = None,
+    grading: GradingSettings | None = None,
+    batch_size: int = 64,
+    resume: bool = False,
+    on_event: OnEvent = no_progress,
+) -> EvaluationRecord:
+    """Score variants of a model in memory on tasks, side by side; resumable, and variants may be added to the same folder.
+
+    Args:
+        model: a base, a PeftModel with a plain adapter, or one with gates.
+        tokenizer: of the base.
+        tasks: questions made ready for this model (`prepared.prepare`).
+        variants: what is scored; others are compared with the variant "adapter" at the same temperature, where it is one of
+            them.
+        out: folder of the evaluation, new or empty, or begun with the same tasks and weights where `resume` is given.
+        models: names of base, adapter and gates for the record.
+        seed: of the record; sampling has its own in each task's settings.
+        facts: JSON-able; what else the scores depend on.
+        resume: go on with what the folder holds; nothing on file is drawn again.
+        on_event: told of every batch of answers.
+
+    Returns:
+        The record, which is also in `out`/results.json. Scores are shares of 1.
+
+    Raises:
+        ConfigError: for a folder that holds another evaluation, or a variant that the model cannot be.
+        GateError: where the adapter or the gates do not act.
+    """
+    kind: Kind = "base"
+    if hasattr(model, "peft_config"):
+        kind = "gated" if is_gated(model, active_adapter(model)) else "adapter"
+    one = Evaluation(
+        Path(out),
+        list(tasks),
+        list(variants),
+        models=models or {},
+        canary=canary(model, tokenizer, tasks[0].prompts, kind, base=any(v.weights == "base" for v in variants)),
+        seed=seed,
+        facts=facts or {},
+        grading=grading or GradingSettings(),
+    )
+    one.begin(resume)
+    return one.run(in_memory(model, tokenizer, kind, batch_size), on_event)

@@ -27,7 +27,7 @@ from loragate.evaluation.tasks import (
     task_names,
 )
 from loragate.evaluation.tasks.questions import files_in, render_questions
-from loragate.evaluation.variants import Variant
+from loragate.evaluation.variants import ModelVariant
 from loragate.files import write_text
 from loragate.generation import SamplingConfig
 from loragate.generation.engine import Continuation
@@ -143,7 +143,7 @@ class Prepared(Questions):
             sampling=self.sampling,
         )
 
-    def samples(self, variant: Variant) -> int:
+    def samples(self, variant: ModelVariant) -> int:
         """How many answers a row gives to the task; a suite of the harness is asked for no controls."""
         if self.task.harness is not None and variant.control is not None:
             return 0

@@ -81,7 +81,7 @@ class TaskResult:
         task: its name.
         variant: the weights that acted.
         control: label of an untrained control ("T=0.6", "λ=0.5"), None for the variant itself.
-        temperature, constant: what the control changed: sampling temperature, one λ in place of all gates.
+        temperature, scale: what the control changed: sampling temperature, one λ for all modules.
         avg_at_k: the score.
         dft_rounded: the score as the DFT evaluation code rounds it; for comparison with numbers published from it.
         pass_at_k: by k.
@@ -116,7 +116,7 @@ class TaskResult:
     question_scores: tuple[float, ...]
     control: str | None = None
     temperature: float | None = None
-    constant: float | None = None
+    scale: float | None = None
     comparison: Difference | None = None
     adjusted_p: float | None = None
     verdict: Verdict | None = None
@@ -124,8 +124,8 @@ class TaskResult:
     at_best: AtBest | None = None
 
     @property
-    def name(self) -> str:
-        """Variant and control as printed: "gated", "adapter T=0.6"."""
+    def label(self) -> str:
+        """ModelVariant and control as printed: "gated", "adapter T=0.6"."""
         return self.variant if self.control is None else f"{self.variant} {self.control}"
 
     @property
@@ -193,7 +193,7 @@ class EvaluationRecord:
             if (result.task, result.variant, result.control) == (task, variant, control):
                 return result
         name = variant if control is None else f"{variant} {control}"
-        found = ", ".join(f"{result.name} on {result.task}" for result in self.results) or "none"
+        found = ", ".join(f"{result.label} on {result.task}" for result in self.results) or "none"
         raise DataError(f"the record has no result of {name} on {task}; it has: {found}.")
 
     def with_adjusted_p(self) -> EvaluationRecord:
@@ -255,7 +255,7 @@ def task_result(
         samples, grades: of all answers, ordered by question and sample.
         votes: whether answers can vote; right ones count as one, however they are written.
         adapter: the plain adapter's result on the same questions, to be compared with.
-        others: further fields of `TaskResult`: control, temperature, constant, seconds.
+        others: further fields of `TaskResult`: control, temperature, scale, seconds.
     """
     shape = len(question_ids), len(samples) // len(question_ids)
     scores = np.array([float(grade.correct) for grade in grades]).reshape(shape)  # [Q, K] of 0 and 1

@@ -4,7 +4,7 @@ request = Request("gated", Path("runs/math"), TaskSettings(suite="math"))
 tasks = request.check()                              # refuses what could not be judged, before anything is loaded
 session = Session(request, tasks, load("gated"))     # reads the questions
 evaluation = session.side_by_side("cheap")           # proves that adapter and gates act
-record = session.run(evaluation)                     # samples, judges, writes eval.json, samples/, grades/, results.json
+record = session.run(evaluation)                     # samples, judges, writes run.json, samples/, grades/, results.json
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from loragate.evaluation.engines import Engines, why_not
 from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, no_progress
 from loragate.evaluation.judging import require_graders
 from loragate.evaluation.prepared import chosen_tasks, prepare, questions_of
-from loragate.evaluation.results import EvaluationRecord, write_record
+from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Task
-from loragate.evaluation.variants import Variant, canary, variants_for
-from loragate.files import held, require_new
+from loragate.evaluation.variants import ModelVariant, canary, variants_for
+from loragate.files import RunFolder, require_new
 from loragate.gates.attach import active_adapter
 from loragate.gates.eligibility import trains_biases
 from loragate.gates.recommended import at, sampling_note
@@ -132,11 +132,11 @@ class Session:
         """
         loaded = self.loaded
         wanted = variants_for(loaded.kind, controls, constants, self.recommended)
-        left_out = {variant.name: why for variant in wanted if (why := why_not(loaded, variant))}
+        left_out = {variant.label: why for variant in wanted if (why := why_not(loaded, variant))}
         biased = loaded.model is not None and loaded.kind != "base"
         biased = biased and trains_biases(loaded.model, active_adapter(loaded.model))
         return self.evaluation(
-            [variant for variant in wanted if variant.name not in left_out],
+            [variant for variant in wanted if variant.label not in left_out],
             notes=[BIASES] if biased else [],
             left_out=left_out,
             kind=loaded.kind,
@@ -144,7 +144,7 @@ class Session:
 
     def evaluation(
         self,
-        variants: Sequence[Variant],
+        variants: Sequence[ModelVariant],
         *,
         notes: Sequence[str] = (),
         left_out: dict[str, str] | None = None,
@@ -192,11 +192,8 @@ class Session:
         Raises:
             LoragateError: if another process is at it in the same folder.
         """
-        out = self.request.out
-        taken = f"another evaluation is running in {out}; wait for it to end, or stop it"
-        with held(out / "lock", 0.0, taken), closing(self.engines):
+        with closing(self.engines):
             record = evaluation.run(engine_for or self.engines, on_event)
-        write_record(record, out / "results.json")
         self.engines.finish()  # last: a run that is stopped before goes on with what it removes
         return record
 
@@ -207,7 +204,7 @@ def require_run_folder(folder: Path, resume: bool) -> None:
     Raises:
         ConfigError: naming the folder and what to do.
     """
-    begun = (folder / "eval.json").is_file()
+    begun = (folder / RunFolder.RECORD).is_file()
     if resume and not begun:
         raise ConfigError(f"--resume: there is no evaluation in {folder}; run the command without --resume")
     if not resume and begun:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,53 +39,60 @@ PROMPTS, TOKENS = 4, 256  # of the canary
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One row of the comparison.
+class ModelVariant:
+    """Which weights act, which λ, at which temperature: what is scored, chosen, served and tabulated, in the whole package.
 
     Attributes:
-        acts: which weights act: "base", "adapter" or "gated".
-        control: label of an untrained control ("T=0.6", "λ=0.5"); None for the weights as they are.
+        weights: "base", "adapter" or "gated".
+        control: what sets it apart from the weights as they are, as printed ("T=0.6", "λ=0.5", "[-3,1]"); None for these.
         temperature: sampling temperature in place of the task's; 0 is greedy; None keeps the task's.
-        constant: one λ in place of all gates; None leaves them.
+        scale: one λ for all modules and tokens; None leaves them.
         random: seed of random gates, as large as the trained ones module by module, in their place; None leaves them.
         override: override of λ by name ("unit", "clip=-1:2") laid over the gates; None leaves them.
         gates: folder of a gated adapter whose gates act on the plain adapter that is loaded; None for the model's own.
     """
 
-    acts: Kind
+    weights: Kind
     control: str | None = None
     temperature: float | None = None
-    constant: float | None = None
+    scale: float | None = None
     random: int | None = None
     override: str | None = None
     gates: str | None = None
 
     @property
-    def name(self) -> str:
-        """As printed: "gated", "adapter T=0.6"."""
-        return self.acts if self.control is None else f"{self.acts} {self.control}"
+    def label(self) -> str:
+        """As printed: "gated", "adapter greedy", "adapter λ=0.5 T=0.3"."""
+        return self.weights if self.control is None else f"{self.weights} {self.control}"
 
     @property
     def slug(self) -> str:
-        """The name in a form that a file name can hold."""
+        """The label in a form that a file name can hold."""
         # "gated [-6,3], seed 0" is gated--6_3-seed-0
-        name = re.sub(r"[\[\]]|,(?= )", "", self.name).replace(",", "_")
+        name = re.sub(r"[\[\]]|,(?= )", "", self.label).replace(",", "_")
         return name.replace(" ", "-").replace("=", "").replace("λ", "lambda")
 
     @property
     def compared_with(self) -> str:
-        """Name of the adapter's row that this one is compared with, empty for that row itself.
+        """Label of the adapter's variant that this one is compared with, empty for that variant itself.
 
-        Gates at a lower temperature are compared with the adapter that is sampled as sharply.
+        What is more than the adapter at another temperature is compared with the adapter that is sampled as sharply.
         """
-        if self.name == "adapter":
+        if self == ModelVariant("adapter"):
             return ""
-        if self.acts == "gated" and self.temperature is not None:
-            return sampled("adapter", self.temperature).name
-        return "adapter"
+        if self.temperature is None or self == ModelVariant("adapter").at(self.temperature):
+            return "adapter"
+        return ModelVariant("adapter").at(self.temperature).label
+
+    def at(self, temperature: float) -> ModelVariant:
+        """The same at another temperature than the task's, 0 for greedy."""
+        heat = f"T={temperature:g}" if temperature else "greedy"
+        return replace(
+            self, control=heat if self.control is None else f"{self.control} {heat}", temperature=temperature
+        )
 
     def sampling(self, config: SamplingConfig) -> SamplingConfig:
-        """The task's sampling with this row's temperature; greedy decoding draws one sample."""
+        """The task's sampling at this variant's temperature; greedy decoding draws one sample."""
         if self.temperature is None:
             return config
         samples = 1 if self.temperature == 0 else config.samples
@@ -94,7 +101,7 @@ class Variant:
 
 def variants_for(
     kind: Kind, controls: str = "cheap", constants: Sequence[float] = (0.5,), recommended: float | None = None
-) -> list[Variant]:
+) -> list[ModelVariant]:
     """The rows for a base model, a plain adapter or a gated adapter; the adapter comes first, as others refer to it.
 
     Args:
@@ -113,60 +120,55 @@ def variants_for(
         raise ConfigError(f"--controls {controls}: expected one of {', '.join(CONTROLS)}{nearest(controls, CONTROLS)}")
     heats = [] if recommended is None else [recommended]
     if kind == "base" or controls == "alone":
-        return [Variant(kind), *(sampled(kind, heat) for heat in heats)]
-    rows = [Variant("adapter"), Variant("base")]
+        return [ModelVariant(kind), *(ModelVariant(kind).at(heat) for heat in heats)]
+    rows = [ModelVariant("adapter"), ModelVariant("base")]
     if kind == "gated":
-        rows.append(Variant("gated"))
+        rows.append(ModelVariant("gated"))
     if controls == "full" and kind == "gated":
-        rows.append(Variant("gated", "random gates", random=0))
+        rows.append(ModelVariant("gated", "random gates", random=0))
     cooler = dict.fromkeys([*(COOLER if controls != "none" else ()), *heats])
-    for acts in ("adapter", "gated") if kind == "gated" else ("adapter",):
-        rows += [sampled(acts, heat) for heat in cooler]
+    for weights in ("adapter", "gated") if kind == "gated" else ("adapter",):
+        rows += [ModelVariant(weights).at(heat) for heat in cooler]
     if controls != "none":
         for value in dict.fromkeys(constants):  # each once, in order: a row is known by its name
             if value in (0, 1) or not math.isfinite(value):
                 raise ConfigError(f"--constants {value:g}: λ = 0 is the base and λ = 1 the adapter; give other numbers")
-            rows.append(Variant("adapter", f"λ={value:g}", constant=value))
+            rows.append(ModelVariant("adapter", f"λ={value:g}", scale=value))
     return rows
 
 
-def sampled(acts: Kind, temperature: float) -> Variant:
-    """The row of these weights at another temperature than the task's."""
-    return Variant(acts, f"T={temperature:g}" if temperature else "greedy", temperature=temperature)
-
-
-def acting(model: Any, variant: Variant, kind: Kind) -> AbstractContextManager[Any]:
+def acting(model: Any, variant: ModelVariant, kind: Kind) -> AbstractContextManager[Any]:
     """A context inside which the loaded model is this variant; the model is left as it was found.
 
     Raises:
         ConfigError: for a variant that the loaded model cannot be.
     """
-    if kind == "base" and variant.acts != "base":
-        raise ConfigError(f"{variant.name} cannot be scored: the model has no adapter")
-    if variant.acts == "gated" and kind != "gated" and variant.gates is None:
-        raise ConfigError(f"{variant.name} cannot be scored: the adapter carries no gates")
-    if variant.acts == "base":
-        return nullcontext() if kind == "base" else model.disable_adapter()
-    # of a row on an adapter that carries no gates of its own
-    if variant.gates is not None:
-        return _loaded(model, variant.gates)
-    if variant.override is not None:
-        override = parse_override(variant.override)
-        return gate_override(model, override.minimum, override.maximum, override.constant)
-    if variant.random is not None:
-        return _random(model, variant.random)
-    if variant.constant is not None:
-        return constant_gate(model, variant.constant)
-    return gates_disabled(model) if variant.acts == "adapter" and kind == "gated" else nullcontext()
+    if kind == "base" and variant.weights != "base":
+        raise ConfigError(f"{variant.label} cannot be scored: the model has no adapter")
+    if variant.weights == "gated" and kind != "gated" and variant.gates is None:
+        raise ConfigError(f"{variant.label} cannot be scored: the adapter carries no gates")
+    return _acting(model, variant, kind)
 
 
 @contextmanager
-def _loaded(model: Any, folder: str) -> Iterator[None]:
-    load_gates(model, folder)
-    try:
+def _acting(model: Any, variant: ModelVariant, kind: Kind) -> Iterator[None]:
+    with ExitStack() as stack:
+        if variant.weights == "base":
+            stack.enter_context(nullcontext() if kind == "base" else model.disable_adapter())
+        elif variant.scale is not None:
+            stack.enter_context(constant_gate(model, variant.scale))
+        elif variant.weights == "adapter":
+            stack.enter_context(gates_disabled(model) if kind == "gated" else nullcontext())
+        else:
+            if variant.gates is not None:  # on an adapter that carries no gates of its own
+                load_gates(model, variant.gates)
+                stack.callback(detach_gates, model)
+            if variant.random is not None:
+                stack.enter_context(_random(model, variant.random))
+            if variant.override is not None:
+                override = parse_override(variant.override)
+                stack.enter_context(gate_override(model, override.minimum, override.maximum, override.constant))
         yield
-    finally:
-        detach_gates(model)
 
 
 @contextmanager
@@ -181,8 +183,11 @@ def _random(model: Any, seed: int) -> Iterator[None]:
 
 
 @torch.no_grad()
-def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind) -> dict[str, float]:
+def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind, *, base: bool = True) -> dict[str, float]:
     """Largest absolute differences in logits on the first prompts (at most 4, their last 256 tokens).
+
+    Args:
+        base: whether the base is among what is scored, so that switching the adapter off must give it.
 
     Returns:
         {} for a base model; "adapter_from_base" for an adapter; for gates also "gates_from_adapter", "zero_from_base"
@@ -194,7 +199,7 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind) -> di
     """
     if kind == "base":
         return {}
-    for name in model.peft_config:
+    for name in model.peft_config if base else ():
         if reason := changed_base_of(model, name):
             raise GateError(f"canary: the row of the base would not be the base. {reason}")
     # [prompts, longest], padded on the right, where causal attention does not see the padding

@@ -1,8 +1,7 @@
-"""The quickstart step by step: what is trained, chosen and scored, on the ordinary path of every other command.
+"""The quickstart step by step: what is trained, chosen and scored, by the calls of every other command.
 
 The run folder is what `sft`, `calibrate`, `eval` and `diagnose gates` would leave of the same work, so that `report`, `regrade`
-and `diagnose` read it. Disjoint splits are used: "train" for the demonstrations, "dev" to pick the range and the one λ, "test"
-for the scores.
+and `diagnose` read it. Disjoint splits are used: "train" for the demonstrations, "dev" to choose, "test" for the scores.
 
 Each trained control answers one doubt about the gates: a single strength per module would do; any gate of that size would do;
 the responses' cross-entropy would have trained the gates as well; more training of the LoRA would have helped as much; the
@@ -25,35 +24,36 @@ import torch
 from loragate.analysis.realised_gates import diagnose_gates
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import DiagnosticContext
-from loragate.data import Rows, encode_rows, find_endings, load_rows, render_prompt
-from loragate.display import Display, Job, console, duration, percent, points, quiet_logging
+from loragate.data import Rows, find_endings, load_rows
+from loragate.display import Display, Job, console, points, quiet_logging
 from loragate.errors import ConfigError
-from loragate.evaluation import run_suite
 from loragate.evaluation.evaluate import Evaluation, counted
 from loragate.evaluation.prepared import Prepared, prepare
-from loragate.evaluation.results import EvaluationRecord, verdict, write_record
+from loragate.evaluation.results import EvaluationRecord, verdict
 from loragate.evaluation.session import Request
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.statistics import compare
 from loragate.evaluation.tasks import load_questions, load_task
-from loragate.evaluation.variants import COOLER, Variant, acting, canary, sampled
+from loragate.evaluation.variants import COOLER, ModelVariant, acting, canary
 from loragate.files import write_text
 from loragate.gates import GateConfig, save_gates
-from loragate.gates.range import parse_ranges
-from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.gates.range import Range, parse_ranges
+from loragate.generation import TransformersEngine
 from loragate.models.place import Kind
 from loragate.quickstart import QuickstartSettings
 from loragate.report.page.whole import page
 from loragate.report.scores import caption, evaluation_statements, score_markdown, score_tables
 from loragate.report.sources import all_sources
-from loragate.selection import choose
-from loragate.training import FineTuningSettings, GateTrainingResult, GateTrainingSettings, train_adapter, train_gates
+from loragate.selection.calibrate import Calibrated, calibrate
+from loragate.selection.compare import TRIALS
+from loragate.selection.settings import DevSettings
+from loragate.selection.trials import GATED, Trial
+from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter, train_gates
 from loragate.training.callbacks import StepReport
 from loragate.world.base import load_base, save_base
 from loragate.world.demonstrations import demonstrations
-from loragate.world.problems import problems, verify
+from loragate.world.problems import problems
 
-CONSTANTS = (-0.5, 0.5, 1.5)
 INTERVENTIONS = ("noreverse", "noextrapolate", "unit")
 PER_MODULE, RANDOM, CE = "one λ per module, trained", "random gates", "gates trained with CE"
 DFT, AGAIN, ENTROPY = "DFT", "same rows again", "trained with entropy"
@@ -61,6 +61,7 @@ CONTROLS: dict[str, Kind] = {PER_MODULE: "gated", RANDOM: "gated", CE: "gated", 
 """{trained control: what acts}"""
 MAX_NEW_TOKENS = 72
 BATCH = 480
+DEV_QUESTIONS = 128
 HELDOUT_ROWS = 64
 OTHER_ROWS = 1_000_003  # rows that are measured only are drawn with a seed so far from the run's
 LORA = FineTuningSettings(
@@ -83,24 +84,23 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
     """Run all of it; returns its folder, which no run before has used."""
     quiet_logging()
     torch.set_num_threads(settings.threads)
-    ranges = {str(one): one for one in parse_ranges(settings.ranges)}
+    ranges = parse_ranges(settings.ranges)
     wanted = list(CONTROLS) if settings.controls == "full" else []
     folder = _new_folder(Path(settings.out))
     made = Trained(folder, settings.seed)
     made.train_lora("adapter", "sft")
     made.train_lora(DFT, "dft", objective="dft")
-    for name, bounds in ranges.items():
-        made.train_gates(name, GateConfig(bounds.lower, bounds.upper, seed=settings.seed))
-    picked, constant, chosen = made.choose(list(ranges))
+    calibrated = made.calibrate(ranges)
+    best = best_trial(calibrated, made.trials)
     for name in wanted:
-        made.train_control(name, picked)
+        made.train_control(name, best)
     tasks = made.tasks(settings)
-    record = score(made, rows_of(made, list(ranges), picked, constant, wanted), tasks)
+    record = score(made, variants_of(made, calibrated, best, wanted), tasks)
     with made.display.job("reading the gates and drawing"):
-        asked = Request(str(folder / "gated"), folder / "diagnosis", TaskSettings(tasks="tiny"))
+        asked = Request(str(made.place(best)), folder / "diagnosis", TaskSettings(tasks="tiny"))
         diagnose_gates(DiagnosticContext(asked), DiagnoseSettings(run=str(folder)))
         plain = record.to_json()
-        controls = control_statements(record)
+        chosen, controls = calibrated.sentences(), control_statements(record)
         reading = [*chosen, *evaluation_statements(plain), *controls]
         write_text(folder / "results.md", score_markdown(plain) + "\n" + "".join(f"- {line}\n" for line in reading))
         write_text(
@@ -108,15 +108,16 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
             page(all_sources([str(folder)]), f"loragate quickstart: {folder.name}", [*chosen, *controls]),
         )
     out = console()
+    for line in chosen[:2]:  # what to do, and what the alternatives score
+        out.print(line, markup=False)
+    out.print()
     for table in score_tables(plain):
         out.print(table)
         out.print()
     for line in (*(f"• {line}" for line in reading), caption(plain)):
         out.print(line, markup=False)
-    seconds = sum(made.calibrations[name].seconds for name in ranges)
-    runs = f"{len(ranges)} calibration{'s' if len(ranges) > 1 else ''}"
-    out.print(f"gated has the range {picked}, the best of the ranges on the development questions", markup=False)
-    out.print(f"{runs} took {duration(seconds)}; everything is in {folder}, shown by its report.html", markup=False)
+    out.print(f"the rows called gated have the range {best.range}, the best on the dev questions", markup=False)
+    out.print(f"everything is in {folder}, shown by its report.html", markup=False)
     question = tasks[0].questions[0].row["prompt"]
     out.print(f'next: loragate generate --model {folder / "gated"} --prompt "{question}"', markup=False)
     return folder
@@ -126,14 +127,16 @@ class Trained:
     """The models of a run in memory, by name, and the folder that they are written to.
 
     Attributes:
-        models: "adapter" is the LoRA that is gated; ranges and trained controls are copies of it with gates.
-        calibrations: by range or control.
+        models: "adapter" is the LoRA that is gated; trained controls of the LoRA and DFT are others.
+        gates: {trained control of the gates: its folder}.
+        trials: gates that `calibrate` trained.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.seed, self.display = folder, seed, Display()
         self.models: dict[str, Any] = {}
-        self.calibrations: dict[str, GateTrainingResult] = {}
+        self.gates: dict[str, Path] = {}
+        self.trials: list[Trial] = []
         self.base, self.tokenizer = load_base()
         # the base and the demonstrations, so that every command can be tried on them
         save_base(self.base, self.tokenizer, folder / "base")
@@ -144,7 +147,9 @@ class Trained:
         self.rows, known = load_rows(rows), {str(row) for row in rows}
         # the world is small, so that other draws hit rows of the training again: four times as many leave enough
         others = [row for row in demonstrations(4 * HELDOUT_ROWS, seed=seed + OTHER_ROWS) if str(row) not in known]
-        self.heldout = encode_rows(load_rows(others[:HELDOUT_ROWS]), self.tokenizer, max_length=GATES.max_length)
+        self.heldout = others[:HELDOUT_ROWS]
+        self.dev = [asdict(one) for one in problems("dev", DEV_QUESTIONS, (4, 4), seed=seed)]
+        write_text(folder / "data" / "dev.jsonl", "".join(json.dumps(row) + "\n" for row in self.dev))
 
     def train_lora(self, name: str, slug: str, rows: Rows | None = None, **changes: Any) -> None:
         """An adapter on the noisy demonstrations, or on some of them, in adapters/."""
@@ -156,81 +161,39 @@ class Trained:
         result.model.save_pretrained(str(folder))
         self.models[name] = result.model.eval().requires_grad_(False)
 
-    def train_gates(self, name: str, config: GateConfig, objective: Any = "entropy") -> None:
-        """Gates on a copy of the adapter."""
-        model, settings = copy.deepcopy(self.models["adapter"]), replace(GATES, objective=objective, seed=self.seed)
-        with self.display.job(f"calibrating {name}", unit="step") as job:
-            result = self.calibrations[name] = train_gates(
-                model,
+    def calibrate(self, ranges: Sequence[Range]) -> Calibrated:
+        """Gates in each range, and what is recommended of all variants, in gated/."""
+        settings = replace(GATES, seed=self.seed)
+        self.trials = [Trial(one, "entropy", self.seed) for one in ranges]
+        with self.display.job("calibrating") as job:
+
+            def on_event(stage: str, what: str, done: int, total: int, note: str) -> None:
+                job.advance_to(done, total, f"{stage} {what} {note}")
+
+            return calibrate(
+                copy.deepcopy(self.models["adapter"]),
                 self.tokenizer,
                 self.rows,
-                config,
-                settings,
-                run_folder=self._place(name) / "run",
-                on_step=_steps(job, "topk_entropy"),
-                heldout=self.heldout,
+                self.dev,
+                self.folder / "gated",
+                ranges=self.trials,
+                settings=settings,
+                dev=DevSettings(dev_grader="tiny", dev_max_new_tokens=MAX_NEW_TOKENS, dev_batch_size=BATCH),
+                eval_dataset=self.heldout,
+                on_event=on_event,
+                adapter_source=self.folder / "adapters" / "sft",
             )
-            job.close_with(f"top-100 entropy {result.entropy_before:.3f} → {result.entropy_after:.3f}")
-        self.models[name] = model.eval().requires_grad_(False)
 
-    def choose(self, ranges: list[str]) -> tuple[str, float, list[str]]:
-        """The range and the λ that are best on the development questions, and what these said in sentences.
+    def place(self, trial: Trial) -> Path:
+        """The gated adapter of a trial."""
+        return self.folder / "gated" / "run" / TRIALS / trial.slug / GATED
 
-        The artifacts are written, the picked one in gated/.
-        """
-        constants = {f"λ={value:g}": value for value in CONSTANTS}
-        candidates = ["adapter", *ranges, *constants]
-        scores = {}
-        with self.display.job("choosing on the development questions") as job:
-            for name in candidates:
-                scores[name] = self._score_dev(name, constants.get(name))
-                job.advance_to(len(scores), len(candidates), name)
-            choice = choose({name: scores[name] for name in ("adapter", *ranges)}, "adapter")
-            job.close_with(f"picked {choice.name if choice.accepted else 'the plain adapter'}")
-        picked = choice.name if choice.accepted else max(ranges, key=lambda name: scores[name].mean())
-        selection = {
-            **asdict(choice),
-            "method": "best of a few ranges on labelled development questions",
-            "picked": picked,
-        }
-        del selection["name"]
-        if not choice.accepted:  # which means zero gates in a folder; these are kept, to be looked at
-            del selection["accepted"]
-            selection["note"] = "The adapter scored as well or better on the development questions"
-        self._place(picked).rename(self.folder / "gated")  # with the log of its training
-        for name in ranges:
-            if name == picked:
-                self._save_gates(name, self.folder / "gated", selection=selection)
-            else:
-                self._save_gates(name, self._place(name))
-        shares = ", ".join(f"{name} {percent(float(scores[name].mean()))} %" for name in candidates)
-        said = [f"The range and the one λ were picked on the development questions: {shares}."]
-        if not choice.accepted:
-            said.insert(
-                0, "On the development questions no range beat the adapter, so the choice is to keep the adapter."
-            )
-        return picked, max(CONSTANTS, key=lambda value: float(scores[f"λ={value:g}"].mean())), said
-
-    def _score_dev(self, name: str, constant: float | None) -> np.ndarray:
-        """Scores [64, 4] of the development questions, of a model or of the adapter under one λ."""
-        items = problems("dev", 64, (4, 4), seed=self.seed)
-        prompts = [render_prompt([{"role": "user", "content": item.prompt}], self.tokenizer) for item in items]
-        how = SamplingConfig(max_new_tokens=MAX_NEW_TOKENS, samples=4, seed=self.seed + 1)
-
-        def is_right(index: int, sample: Sample) -> bool:
-            return verify(items[index], sample.text, sample.finish_reason == "stop")
-
-        model = self.models[name if constant is None else "adapter"]
-        with acting(model, Variant("adapter", constant=constant), "adapter"):
-            return run_suite(self.engine(model), prompts, is_right, how).scores
-
-    def train_control(self, name: str, picked: str) -> None:
-        """One of `CONTROLS` for the range that was picked; random gates are drawn when they are scored."""
-        config = self.calibrations[picked].config
+    def train_control(self, name: str, best: Trial) -> None:
+        """One of `CONTROLS` for the best range; random gates are drawn when they are scored."""
         if name in (PER_MODULE, CE):
+            config = GateConfig(best.range.lower, best.range.upper, seed=self.seed)
             config = replace(config, granularity="module") if name == PER_MODULE else config
-            self.train_gates(name, config, "ce" if name == CE else "entropy")
-            self._save_gates(name, self._place(name))
+            self._train_gates(name, config, "ce" if name == CE else "entropy")
         elif name != RANDOM:
             own = {"objective": "entropy", "learning_rate": 5e-4, "weight_decay": 0.0} if name == ENTROPY else {}
             more = {
@@ -242,21 +205,21 @@ class Trained:
             rows = self.rows.shuffled(self.seed).take(GATES.max_rows)  # those that the gates were trained on
             self.train_lora(name, name.replace(" ", "-"), rows, **more)
 
-    def _place(self, name: str) -> Path:
-        return self.folder / "gates" / Variant("gated", name).slug.removeprefix("gated-")
-
-    def _save_gates(self, name: str, place: Path, **more: Any) -> None:
-        model = self.models[name]
+    def _train_gates(self, name: str, config: GateConfig, objective: Any) -> None:
+        model, settings = copy.deepcopy(self.models["adapter"]), replace(GATES, objective=objective, seed=self.seed)
+        place = self.gates[name] = self.folder / "controls" / name.replace(" ", "-").replace(",", "")
+        with self.display.job(f"training {name}", unit="step") as job:
+            on_step = _steps(job, "topk_entropy")
+            result = train_gates(
+                model, self.tokenizer, self.rows, config, settings, run_folder=place / "run", on_step=on_step
+            )
         save_gates(
             model,
             place,
             adapter_source=self.folder / "adapters" / "sft",
             stop_token_ids=find_endings(self.tokenizer, model.generation_config).token_ids,
-            evidence={**self.calibrations[name].evidence(), **more},
+            evidence=result.evidence(),
         )
-
-    def engine(self, model: Any) -> TransformersEngine:
-        return TransformersEngine(model, self.tokenizer, batch_size=BATCH)
 
     def tasks(self, settings: QuickstartSettings) -> list[Prepared]:
         """The test questions, and what should not be forgotten."""
@@ -271,58 +234,74 @@ class Trained:
         return tasks
 
 
-def rows_of(
-    made: Trained, ranges: Sequence[str], picked: str, constant: float, wanted: Sequence[str]
-) -> dict[Variant, Any]:
-    """{row of the tables: the model that it acts on} in order; the adapter first, as others refer to it."""
-    adapter, gated = made.models["adapter"], made.models[picked]
-    configs = {name: made.calibrations[name].config for name in ranges}
+def best_trial(calibrated: Calibrated, trials: Sequence[Trial]) -> Trial:
+    """The trial whose gates scored best on the dev set, decoded greedily, whatever was recommended."""
+    rows = {row["label"]: row["mean"] for row in calibrated.evidence["selection"]["variants"]}
+    return max(trials, key=lambda trial: rows.get(f"gated {trial.cell} greedy", -1.0))
 
-    def reach(name: str) -> tuple[bool, bool, float]:
-        """Orders ranges for the interventions: one that can reverse and extrapolate, the picked one if it can, the widest."""
-        both = configs[name].lower < 0 and configs[name].upper > 1
-        return both, both and name == picked, configs[name].upper - configs[name].lower
 
-    widest = max(ranges, key=reach)
-    # the base is the adapter's model with it switched off
-    rows = {Variant("adapter"): adapter, Variant("base"): adapter}
-    rows |= {sampled("adapter", heat): adapter for heat in COOLER}
-    rows[Variant("adapter", f"λ={constant:g}", constant=constant)] = adapter
-    rows[Variant("adapter", DFT)] = made.models[DFT]
+def variants_of(made: Trained, calibrated: Calibrated, best: Trial, wanted: Sequence[str]) -> dict[ModelVariant, Any]:
+    """{variant: the model that it acts on}, the adapter first, as others refer to it."""
+    adapter, gates = made.models["adapter"], str(made.place(best))
+    rows = calibrated.evidence["selection"]["variants"]
+    scale = max((row for row in rows if row["weights"] == "scale"), key=lambda row: row["mean"])["label"]
+    value = float(scale.split("λ=")[1].split()[0])  # "adapter λ=0.5 greedy"
+    found = {ModelVariant("adapter"): adapter, ModelVariant("base"): adapter}
+    found |= {ModelVariant("adapter").at(heat): adapter for heat in COOLER}
+    found[ModelVariant("adapter", f"λ={value:g}", scale=value)] = adapter
+    found[ModelVariant("adapter", DFT)] = made.models[DFT]
+    gated = ModelVariant("gated", gates=gates)
     for name in wanted:
-        variant = Variant(CONTROLS[name], name, random=made.seed if name == RANDOM else None)
-        rows[variant] = made.models.get(name, gated)
-    rows |= {Variant("gated"): gated, **{sampled("gated", heat): gated for heat in COOLER}}
-    rows |= {Variant("gated", name): made.models[name] for name in ranges if name != picked}
-    rows |= {Variant("gated", f"{widest} {name}", override=name): made.models[widest] for name in INTERVENTIONS}
-    return rows
+        if CONTROLS[name] == "adapter":
+            found[ModelVariant("adapter", name)] = made.models[name]
+        else:
+            seed = made.seed if name == RANDOM else None
+            found[ModelVariant("gated", name, random=seed, gates=str(made.gates.get(name, gates)))] = adapter
+    found |= {gated: adapter, **{gated.at(heat): adapter for heat in COOLER}}
+    others = [trial for trial in made.trials if trial != best]
+    found |= {ModelVariant("gated", trial.cell, gates=str(made.place(trial))): adapter for trial in others}
+    widest = widest_of(made.trials, best)
+    for name in INTERVENTIONS:
+        found[ModelVariant("gated", f"{widest.cell} {name}", override=name, gates=str(made.place(widest)))] = adapter
+    return found
 
 
-def score(made: Trained, rows: dict[Variant, Any], tasks: list[Prepared]) -> EvaluationRecord:
-    """The evaluation of these rows, in the run folder; its record is in results.json."""
-    folder, controls = made.folder, {row.control for row in rows}
+def widest_of(trials: Sequence[Trial], best: Trial) -> Trial:
+    """The trial for the interventions: one that can reverse and extrapolate, the best one if it can, else the widest."""
+
+    def reach(trial: Trial) -> tuple[bool, bool, float]:
+        both = trial.range.lower < 0 and trial.range.upper > 1
+        return both, both and trial == best, trial.range.upper - trial.range.lower
+
+    return max(trials, key=reach)
+
+
+def score(made: Trained, variants: dict[ModelVariant, Any], tasks: list[Prepared]) -> EvaluationRecord:
+    """The evaluation of these variants, in the run folder; its record is in results.json."""
+    folder, controls = made.folder, {row.control for row in variants}
     absent = "; ".join(name for name in CONTROLS if name not in controls)
-    models = {"base": "base", "adapter": "adapters/sft", "gated": "gated"}
+    gated = next(one for one in variants if one.label == "gated")
+    models = {"base": "base", "adapter": "adapters/sft"}
+    with acting(made.models["adapter"], gated, "adapter"):
+        figures = canary(made.models["adapter"], made.tokenizer, tasks[0].prompts, "gated")
     evaluation = Evaluation(
         folder,
         tasks,
-        list(rows),
-        models={name: str(folder / place) for name, place in models.items()},
-        canary=canary(rows[Variant("gated")], made.tokenizer, tasks[0].prompts, "gated"),
+        list(variants),
+        models={**{name: str(folder / place) for name, place in models.items()}, "gated": str(gated.gates)},
+        canary=figures,
         seed=made.seed,
         notes=[CAVEAT, *([f"not run: {absent}; --controls full trains and scores them"] if absent else [])],
     )
 
     @contextmanager
-    def engine_for(variant: Variant) -> Iterator[TransformersEngine]:
-        with acting(rows[variant], variant, "gated" if variant.acts == "gated" else "adapter"):
-            yield made.engine(rows[variant])
+    def engine_for(variant: ModelVariant) -> Iterator[TransformersEngine]:
+        with acting(variants[variant], variant, "adapter"):
+            yield TransformersEngine(variants[variant], made.tokenizer, batch_size=BATCH)
 
     with made.display.job("sampling the test questions", evaluation.sample_count, "answer") as job:
-        evaluation.begin(resume=False)
-        record = evaluation.run(engine_for, counted(job, "sampling"))
-    write_record(record, folder / "results.json")
-    return record
+        evaluation.begin()
+        return evaluation.run(engine_for, counted(job, "sampling"))
 
 
 def control_statements(record: EvaluationRecord) -> list[str]:
@@ -335,7 +314,7 @@ def control_statements(record: EvaluationRecord) -> list[str]:
         gap = compare(*(np.array(one.question_scores)[:, None] for one in (gated, row)))
         stands = {"better": "above", "worse": "below"}.get(verdict(gap), "not told apart from")
         size = f"{points(gap.mean)} points, 95 % interval {points(gap.low)} to {points(gap.high)}"
-        said.append(f"On {row.task}, gated is {stands} the control {row.name} ({size}).")
+        said.append(f"On {row.task}, gated is {stands} the control {row.label} ({size}).")
     return said
 
 

@@ -155,9 +155,7 @@ def evaluation_statements(record: Record) -> list[str]:
 def _beside(gated: Record, adapter: Record, rows: list[Record]) -> list[str]:
     """What else may have done it: a control without training, no adapter at all, answers that come to an end."""
     lines, score = [], gated["avg_at_k"]["mean"]
-    cheap = [
-        row for row in rows if row["variant"] == "adapter" and (row["temperature"], row["constant"]) != (None, None)
-    ]
+    cheap = [row for row in rows if row["variant"] == "adapter" and (row["temperature"], row["scale"]) != (None, None)]
     best = max(cheap, key=lambda row: row["avg_at_k"]["mean"], default=None)
     if best is None:
         lines.append("no cheap control was run (lower temperature, one λ).")

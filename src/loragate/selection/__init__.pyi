@@ -1,17 +1,14 @@
-from .candidate import (
-    Candidate as Candidate,
+from .calibrate import (
+    Calibrated as Calibrated,
+    calibrate as calibrate,
 )
-from .chosen import (
-    Chosen as Chosen,
-)
-from .outcome import (
-    Choice as Choice,
-    choose as choose,
+from .select import (
+    Selection as Selection,
+    select as select,
 )
 from .settings import (
-    ProbeSettings as ProbeSettings,
-    SelectionSettings as SelectionSettings,
+    DevSettings as DevSettings,
 )
-from .transaction import (
-    calibrate as calibrate,
+from .trials import (
+    Trial as Trial,
 )

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.selection.candidate import Candidate
-from loragate.selection.store import Store
-from loragate.selection.trial import Bench, OnEvent, run_trial
+from loragate.selection.sweep import OnTrial, Open, no_trial, run_trial
+from loragate.selection.trials import Trial
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
 
@@ -77,19 +76,19 @@ class Resources:
 class Worker:
     """One process; it is given one trial after the other."""
 
-    def __init__(self, open_bench: Callable[[], Bench], store: Store, threads: int = 1) -> None:
+    def __init__(self, open_run: Open, threads: int = 1) -> None:
         torch.set_num_threads(threads)
-        self.bench, self.store = functools.cache(open_bench), store
+        self.open_run = functools.cache(open_run)
 
-    def run(self, one: Candidate) -> Candidate:
-        """Run a whole trial; what goes wrong is noted in its folder."""
+    def run(self, trial: Trial) -> tuple[Trial, bool]:
+        """Run a whole trial; whether it is finished. What goes wrong is noted in its folder."""
         try:
-            run_trial(self.store, one, self.bench)
+            run_trial(self.open_run(), trial)
         except LoragateError:
-            pass  # another attempt would fail alike
+            return trial, False  # another attempt would fail alike
         except Exception:
             os._exit(1)  # Ray tries it again in a fresh process, which an error of a GPU needs
-        return one
+        return trial, True
 
 
 @contextmanager
@@ -134,36 +133,25 @@ def require_answer(address: str) -> None:
         ) from error
 
 
-def run_on_ray(
-    open_bench: Callable[[], Bench],
-    store: Store,
-    pending: Sequence[Candidate],
-    on_event: OnEvent | None = None,
-    *,
-    resources: Resources,
-) -> None:
+def run_on_ray(open_run: Open, pending: Sequence[Trial], on_trial: OnTrial = no_trial, *, resources: Resources) -> None:
     """Run the pending trials on Ray; one whose worker dies is started again up to three times.
 
-    Every worker calls `open_bench`, which travels to it, for a bench of its own. `on_event` is told of a trial when it has
-    ended. ConfigErrors are those of `connected` and `fitting`.
+    Every worker calls `open_run`, which travels to it, for a model of its own. `on_trial` is told of a trial when it has ended.
+    ConfigErrors are those of `connected` and `fitting`.
     """
-    if not pending:
-        return
     with connected(resources):
         fits = fitting(resources)
         actor: Any = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=-1)(Worker)
-        given = (open_bench, Store(store.folder.resolve(), store.study), max(1, int(resources.cpus)))
+        given = (open_run, max(1, int(resources.cpus)))
         count = min(len(pending), fits, resources.workers or fits)
         pool: Any = ActorPool([actor.options(max_task_retries=RETRIES).remote(*given) for _ in range(count)])
         for one in pending:
             pool.submit(lambda worker, one: worker.run.remote(one), one)
         while pool.has_next():
-            with suppress(
-                ray.exceptions.RayError
-            ):  # lost several times; whoever reads the folder sees that it is missing
-                ended = pool.get_next_unordered()
-                if on_event is not None:
-                    on_event(ended, "failed" if store.read(ended) is None else "finished", 0, 0, None)
+            # lost several times; whoever reads the folder sees that it is missing
+            with suppress(ray.exceptions.RayError):
+                trial, done = pool.get_next_unordered()
+                on_trial(trial, "finished" if done else "failed", 0, 0, None)
             while (idle := pool.pop_idle()) is not None:
                 ray.kill(idle)  # its room goes to workers that Ray could not start yet
 

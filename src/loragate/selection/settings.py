@@ -1,4 +1,4 @@
-"""How candidates are asked and what may be picked; torch-free, so that a command line can be checked at once."""
+"""How a dev set is asked and judged; torch-free, so that a command line can be checked at once."""
 
 from __future__ import annotations
 
@@ -7,57 +7,41 @@ from typing import Literal
 
 from loragate.errors import ConfigError
 from loragate.training.strategy import launch_of
-from loragate.validate import Amount, Count, Size, check
+from loragate.validate import Count, Size, check
 
 
 @dataclass(frozen=True)
-class ProbeSettings:
-    """How the questions of a probe are asked and judged.
+class DevSettings:
+    """How the questions that choose are asked and judged.
 
     Attributes:
-        probe_task: task (name or file) whose prompt, columns and grader the probe uses.
-        probe_grader: how answers are judged without a task: default (math), math_verify, dft, exact, choice or tiny.
-        probe_samples: samples per probe question.
-        probe_temperature: the one sampling temperature at which everything is asked, 0 for greedy; by default calibrate asks at
-            1, 0.6, 0.3 and greedily and recommends one of them, without labels at 0.3 alone, and a sweep asks at 1.
-        probe_max_new_tokens: token limit of a probe answer; 0 takes what the training rows' answers need.
-        probe_sandbox: where the programs of a code probe run; rlimits isolates nothing.
+        dev_task: task (name or file) whose prompt, columns and grader the dev set has.
+        dev_grader: how answers are judged without a task: default (math), math_verify, dft, choice, exact, boxed or tiny.
+        dev_samples: samples per question where a variant is sampled at a temperature above 0.
+        dev_max_new_tokens: token limit of an answer; 0 takes what the training examples' answers need.
+        dev_batch_size: sequences generated at a time.
+        retention_task: task (name or file) of the retention set; without it a file of prompts and answers.
+        exclude: file of evaluation questions; a dev set that shares one with it is refused.
+        sandbox: where the programs of a dev set of code run; rlimits isolates nothing.
     """
 
-    probe_task: str = ""
-    probe_grader: str = "default"
-    probe_samples: Count = 4
-    probe_temperature: Amount | None = None
-    probe_max_new_tokens: Size = 0
-    probe_sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
+    dev_task: str = ""
+    dev_grader: str = "default"
+    dev_samples: Count = 4
+    dev_max_new_tokens: Size = 0
+    dev_batch_size: Count = 64
+    retention_task: str = ""
+    exclude: str = ""
+    sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
 
     def __post_init__(self) -> None:
         check(self)
-
-
-@dataclass(frozen=True)
-class SelectionSettings(ProbeSettings):
-    """How what is recommended is chosen.
-
-    Attributes:
-        exclude: file of evaluation rows; a probe that shares a question with it is refused.
-        retention_task: task (name or file) of the retention probe; without it a file of prompts and answers.
-        probe_covers_all: the probe has all kinds of questions that will be asked, though the rows may have more; so a setting
-            may be recommended that gives up forms of answers which only the rows have.
-        guard: stop the training of anchored or reward when sampled answers collapse: they repeat, never end, change
-            their length or lose variety.
-    """
-
-    exclude: str = ""
-    retention_task: str = ""
-    probe_covers_all: bool = False
-    guard: bool = True
 
 
 def require_one_process(asked: int = 0) -> None:
     """Refuse several processes, launched or asked for, which could not choose together; raises ConfigError."""
     if (processes := max(asked, launch_of().processes)) > 1:
         raise ConfigError(
-            f"ranges are chosen in one process, not in {processes}; leave out --processes and any distributed launcher, or train "
-            "one range on all of them with --range=L,U --unverified"
+            f"variants are chosen in one process, not in {processes}; leave out --processes and any distributed launcher, or "
+            "train one range on all of them with --range=L,U --skip-selection"
         )

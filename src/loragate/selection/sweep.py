@@ -1,7 +1,12 @@
-"""A study of many candidates over ranges, seeds and objectives: what it needs beside them, its bench, and its best.
+"""A grid of ranges, objectives and seeds: the path of `calibrate` with many trials, on Ray or one after the other.
 
-`run_sweep` is what `loragate sweep` does. A `Sweep` can be sent to another process, because it holds names and settings, not
-weights. The base is loaded once in a process.
+    <folder>/          a `SelectionRun` (`compare.py`): run.json, trials/, dev/, selection.json
+    <folder>/sweep_results.json, .md, heatmap*.png
+    <folder>/best/     the recommended variant as a gated adapter
+
+A `Sweep` can be sent to another process, because it holds names and settings, not weights. Without a dev set the trials are
+trained and nothing is chosen; `loragate eval --sweep` scores them on whole suites (`SweptCells`), where the best cell is an
+oracle that shows what choosing on a dev set cost. No choice may rest upon it.
 """
 
 from __future__ import annotations
@@ -12,49 +17,52 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from loragate.data import EncodedRows, Rows
-from loragate.errors import ConfigError, DivergenceError, LoragateError, nearest
-from loragate.files import held, read_json, require_new, write_json
-from loragate.gates import GateConfig
-from loragate.gates.schema import CONFIG
-from loragate.generation import TransformersEngine
-from loragate.models import Loading, ModelSource, explained, load_adapter, open_base, open_tokenizer, resolve
-from loragate.selection.candidate import Candidate, label_of
-from loragate.selection.evidence import answer_tokens
-from loragate.selection.outcome import best_record, summarise, written_of
-from loragate.selection.probe import Probe
-from loragate.selection.questions import Manner, prompts_of, read_probe
-from loragate.selection.settings import ProbeSettings
-from loragate.selection.store import GATED, RECORD, Store, Study, TrialResult, digest
-from loragate.selection.trial import (
-    Bench,
-    OnEvent,
-    config_of,
-    copy_artifact,
-    origin_of,
-    run_trial,
-    settings_by_objective,
-)
-from loragate.training import GateTrainingSettings, training_rows
+import numpy as np
 
-OBJECTIVES = ("entropy", "ce", "anchored")
-PROBE_SEED = 1
-FIXED = ("seed", "objective", "report_to")  # of the candidate, or without influence on its numbers
+from loragate.data import Rows
+from loragate.errors import ConfigError, DataError, DivergenceError, LoragateError
+from loragate.evaluation.evaluate import Evaluation, in_memory
+from loragate.evaluation.results import EvaluationRecord, TaskResult
+from loragate.evaluation.session import Request, Session
+from loragate.evaluation.statistics import average_at_k, compare, compare_suites, holm, suite_average
+from loragate.evaluation.tasks import Task
+from loragate.evaluation.variants import ModelVariant
+from loragate.files import RunFolder, read_json, require_new, write_json
+from loragate.gates import GateConfig
+from loragate.gates.schema import read_gate_config
+from loragate.models import Loading, ModelSource, explained, load_adapter, open_base, open_tokenizer, resolve
+from loragate.selection.calibrate import Calibrated, read_questions, write_recommended
+from loragate.selection.compare import (
+    BASELINE,
+    TRIALS,
+    Compared,
+    OnEvent,
+    SelectionRun,
+    failed_in,
+    no_event,
+    trained_in,
+)
+from loragate.selection.settings import DevSettings
+from loragate.selection.trials import OnStep, Trial, TrialContext
+from loragate.training import GateTrainingSettings
+
+LEVEL = 0.05  # of the cells that are said to differ from the adapter
+RESULTS = "sweep_results.json"
 
 
 @dataclass
 class Sweep:
-    """What all candidates share; files are known by their whole paths, for workers in other folders.
+    """What all trials share; files are known by their whole paths, for workers in other folders.
 
     Attributes:
         adapter: as it is typed, folder or hub id; a hub id is then kept with its commit.
-        read_rows: gives the rows to train on; like the rest it may be sent to another process.
-        settings: {objective: of the training}; the seed is the candidate's.
+        read_examples: gives the examples to train on; like the rest it may be sent to another process.
+        settings: of the training; objective and seed are the trial's.
         base: instead of the one that the adapter names.
         how: base and adapter are loaded.
-        config: of the gates; range and seed are the candidate's.
-        asking: how the probe is asked and judged.
-        probe: file of questions that choose; empty for none.
+        config: of the gates; range and seed are the trial's.
+        dev: how the dev set is asked and judged.
+        dev_data, retention_data: files of questions; empty for none.
         system: whether a template's own system message is kept.
 
     Raises:
@@ -62,75 +70,51 @@ class Sweep:
     """
 
     adapter: str
-    read_rows: Callable[[], Rows]
-    settings: Mapping[str, GateTrainingSettings]
+    read_examples: Callable[[], Rows]
+    settings: GateTrainingSettings
     base: str = ""
     how: Loading = field(default_factory=Loading)
     config: GateConfig = field(default_factory=lambda: GateConfig(0, 1))
-    asking: ProbeSettings = field(default_factory=ProbeSettings)
-    probe: str = ""
+    dev: DevSettings = field(default_factory=DevSettings)
+    dev_data: str = ""
+    retention_data: str = ""
     system: str = "none"
 
     def __post_init__(self) -> None:
         found = resolve(absolute(self.adapter), absolute(self.base), expect="adapter")
-        self.label = label_of(absolute(self.adapter))  # as the candidates name it
         self.adapter, self.base = found.source, str(replace(found.base, name=found.base.lasting))
         self.how = replace(self.how, chat_template=absolute(self.how.chat_template))
-        self.asking = replace(self.asking, probe_task=absolute(self.asking.probe_task))
-        self.probe = absolute(self.probe)
+        self.dev = replace(
+            self.dev,
+            dev_task=absolute(self.dev.dev_task),
+            retention_task=absolute(self.dev.retention_task),
+            exclude=absolute(self.dev.exclude),
+        )
+        self.dev_data, self.retention_data = absolute(self.dev_data), absolute(self.retention_data)
 
     @property
-    def place(self) -> ModelSource:
+    def source(self) -> ModelSource:
         """The adapter on its base, as this machine has it."""
         return resolve(self.adapter, self.base, expect="adapter")
 
-    def study(self, candidates: Sequence[Candidate]) -> Study:
-        """The study; a ConfigError or DataError names what cannot be used, as far as that needs no base in memory."""
-        rows = self.read_rows()
-        gates = {name: value for name, value in asdict(self.config).items() if name not in ("lower", "upper", "seed")}
-        base = resolve(self.base, expect="base")
-        template = Path(self.how.chat_template).read_text("utf-8") if self.how.chat_template else None
-        identity: dict[str, Any] = {
-            "base": {"name": base.folder.name if base.folder.exists() else base.source, "files": base.fingerprint},
-            "adapters": {self.label: self.place.fingerprint},
-            "dtype": self.how.dtype,
-            **({} if self.how.quantization == "none" else {"quantization": self.how.quantization}),
-            "chat_template": None if template is None else digest(template),
-            "data": {"rows": len(rows), "fingerprint": rows.fingerprint, "system": self.system},
-            "training": {
-                name: {key: value for key, value in settings.as_record().items() if key not in FIXED}
-                for name, settings in self.settings.items()
-            },
-            "gates": gates,
-            "probe": None,
-        }
-        if self.probe:
-            taken = [(prompts_of(rows), "the training rows")]
-            found = read_probe(self.probe, self.asking.probe_task, self.asking, taken, need_answers=True)
-            identity["probe"] = {
-                "questions": digest([[question.prompt, question.gold, question.row] for question in found.questions]),
-                "task": found.task.fingerprint if self.asking.probe_task else self.asking.probe_grader,
-                "samples": self.asking.probe_samples,
-                "temperature": 1.0 if self.asking.probe_temperature is None else self.asking.probe_temperature,
-                "max_new_tokens": self.asking.probe_max_new_tokens,
-                "batch_size": self.batch_size,
-            }
-        for one in candidates:
-            if one.range is not None:
-                config_of(self.config, one)
-        return Study(tuple(candidates), identity)
-
-    def questions(self, model: Any, tokenizer: Any, encoded: EncodedRows) -> Probe:
-        """The probe, put to the model as the training rows are."""
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        found = read_probe(self.probe, self.asking.probe_task, self.asking, need_answers=True)
-        answer, raw = answer_tokens(encoded), encoded.summary.all_plain
-        return found.put(Manner(tokenizer, positions, PROBE_SEED, self.system, answer, raw))
-
-    @property
-    def batch_size(self) -> int:
-        """Answers that are sampled at a time."""
-        return next(iter(self.settings.values())).sampling_batch_size
+    def open(self, trials: Sequence[Trial], folder: Path, on_event: OnEvent = no_event) -> SelectionRun:
+        """Load base and adapter, for all trials of one process; raises what cannot be used."""
+        source = self.source
+        with explained("base model", source.base.name):
+            base = open_base(source.base, self.how)
+        context = TrialContext(
+            load_adapter(base, source),
+            open_tokenizer(source, self.how),
+            self.read_examples(),
+            self.config,
+            self.settings,
+            self.system,
+            origin=origin_of(source),
+        )
+        dev, retention = None, None
+        if self.dev_data:
+            dev, retention = read_questions(context, self.dev, self.dev_data, self.retention_data or None)
+        return SelectionRun(context, tuple(trials), folder, dev, retention, on_event)
 
 
 def absolute(text: str) -> str:
@@ -138,75 +122,53 @@ def absolute(text: str) -> str:
     return str(Path(text).resolve()) if text and Path(text).exists() else text
 
 
-def settings_of_each(options: Any, objectives: Sequence[str]) -> dict[str, GateTrainingSettings]:
-    """{objective: its training settings}, for objectives that a sweep can have; see `settings_by_objective`."""
-    for name in objectives:
-        if name not in OBJECTIVES:
-            more = "; a reward is a Python callable, see loragate.train_gates" if name == "reward" else ""
-            raise ConfigError(
-                f"--objectives: {name!r} is none of {', '.join(OBJECTIVES)}{nearest(name, OBJECTIVES)}{more}"
-            )
-    return settings_by_objective(options, objectives)
+def origin_of(source: ModelSource, base_id: str = "") -> dict[str, Any]:
+    """What `save_gates` is told of base and adapter; a revision of the base that was loaded is none of another `base_id`."""
+    return {
+        "adapter_source": source.adapter,
+        "base_id": base_id or source.base.lasting,
+        "base_revision": None if base_id else source.base.revision or None,
+        "adapter_id": source.hub_id,
+    }
 
 
-def open_bench(sweep: Sweep) -> Bench:
-    """Load base and adapter, for all trials of a sweep in one process."""
-    place, read_rows = sweep.place, functools.cache(sweep.read_rows)
-    with explained("base model", place.base.name):
-        base = open_base(place.base, sweep.how)
-    model, tokenizer = load_adapter(base, place), open_tokenizer(place, sweep.how)
-    kept: dict[Any, tuple[Rows, EncodedRows]] = {}
-
-    def encode(settings: GateTrainingSettings) -> tuple[Rows, EncodedRows]:
-        key = (settings.seed, settings.max_rows, settings.max_length)
-        if key not in kept:
-            kept.clear()  # rows of another seed will hardly be asked for again
-            kept[key] = training_rows(read_rows(), tokenizer, settings, sweep.system)
-        return kept[key]
-
-    probe = None
-    if sweep.probe:
-        _, encoded = encode(next(iter(sweep.settings.values())))
-        probe = sweep.questions(model, tokenizer, encoded)
-    return Bench(
-        model,
-        tokenizer,
-        TransformersEngine(model, tokenizer, batch_size=sweep.batch_size),
-        encode,
-        sweep.config,
-        lambda one: replace(sweep.settings[one.objective], seed=one.seed),
-        probe,
-        origin=origin_of(place),
-    )
+def run_trial(run: SelectionRun, trial: Trial, on_step: OnStep | None = None) -> None:
+    """Train a trial, and draw its greedy answers to the dev set; what is on file is only looked up."""
+    run.context.train(trial, run.folder / TRIALS, on_step)
+    if run.dev is not None:
+        variant, task = run.variant_of(trial).at(0), run.tasks["dev"]
+        engines = in_memory(run.context.model, run.context.tokenizer, "adapter", run.dev.settings.dev_batch_size)
+        Evaluation(run.folder / "dev", [task], [variant], models={}, canary={}, seed=task.sampling.seed).sample(
+            engines, variant
+        )
 
 
-Execute = Callable[..., None]
-"""Called with what opens a bench (it can be sent to another process), the store, the candidates that are not finished and
-perhaps an `OnEvent`; runs them. A trial that fails is noted in its folder."""
+Open = Callable[[], SelectionRun]
+OnTrial = Callable[[Trial, str, int, int, float | None], None]
+"""Called with (trial, stage, step, steps, entropy); stages are training, finished and failed."""
+Runner = Callable[[Open, Sequence[Trial], OnTrial], None]
+"""Called with what opens a run (it can be sent to another process) and the trials that are not trained; runs them. A trial that
+fails is noted in its folder and does not stop the others."""
 
 
-def run_in_sequence(
-    open_bench: Callable[[], Bench],
-    store: Store,
-    pending: Sequence[Candidate],
-    on_event: OnEvent | None = None,
-) -> None:
-    """Run trials one after the other in this process; one that fails is noted in its folder and does not stop the others."""
-    bench = functools.cache(open_bench)  # the base is loaded where a trial asks for it first
-    for one in pending:
+def no_trial(trial: Trial, stage: str, done: int, total: int, entropy: float | None) -> None:
+    """An `OnTrial` for nobody."""
+
+
+def run_in_sequence(open_run: Open, pending: Sequence[Trial], on_trial: OnTrial = no_trial) -> None:
+    """Run trials one after the other in this process."""
+    for trial in pending:
         try:
-            run_trial(store, one, bench, on_event)
+            run_trial(open_run(), trial, functools.partial(on_trial, trial, "training"))
         except Exception:  # noted by the trial, reported by whoever reads the folder
-            continue
+            on_trial(trial, "failed", 0, 0, None)
+        else:
+            on_trial(trial, "finished", 0, 0, None)
 
 
 def choose_runner(
-    name: str = "auto",
-    workers: int = 0,
-    cpus: int = 1,
-    gpus: float | None = None,
-    device: str = "auto",
-) -> tuple[str, Execute]:
+    name: str = "auto", workers: int = 0, cpus: int = 1, gpus: float | None = None, device: str = "auto"
+) -> tuple[str, Runner]:
     """(what runs the trials, in words, and the function that does it).
 
     Args:
@@ -236,91 +198,247 @@ class Swept:
     """What a sweep came to.
 
     Attributes:
-        study: what was tried.
-        results: {slug: result} of the finished trials.
-        diverged, failures: {slug: why} of the others.
-        summary: content of `sweep_results.json`; None for a sweep without a probe, which chooses nothing.
-        best: folder of the chosen gates; None where the adapter remains.
+        summary: content of `sweep_results.json`; None where nothing was chosen: without a dev set, or with trials that failed.
+        best: the recommended variant's folder and evidence; None where nothing was chosen.
+        failures: {trial: why} of trials whose last attempt failed, for another reason than a training that diverged.
     """
 
-    study: Study
-    results: Mapping[str, TrialResult]
-    diverged: Mapping[str, str]
-    failures: Mapping[str, str]
     summary: dict[str, Any] | None
-    best: Path | None
-
-    def check(self) -> None:
-        """Refuse a sweep with failed trials (LoragateError), or none whose training stayed finite (DivergenceError)."""
-        if self.failures:
-            raise LoragateError(
-                f"{len(self.failures)} of {len(self.study.candidates)} trials are not finished, so nothing was chosen; repeat "
-                "the command with --resume to try them again"
-            )
-        trained = any(one.range is not None and one.slug in self.results for one in self.study.candidates)
-        if not trained or (self.summary is not None and not any(one["candidates"] for one in self.summary["choices"])):
-            raise DivergenceError(
-                "no cell's training stayed finite in all its seeds; lower --learning-rate or train in fp32, in a new --out"
-            )
+    best: Calibrated | None
+    failures: Mapping[str, str]
 
 
 def run_sweep(
     sweep: Sweep,
-    candidates: Sequence[Candidate],
+    trials: Sequence[Trial],
     folder: str | Path,
     *,
     resume: bool = False,
-    execute: Execute = run_in_sequence,
+    runner: Runner = run_in_sequence,
+    on_trial: OnTrial = no_trial,
+    on_event: OnEvent = no_event,
 ) -> Swept:
-    """Train and score what is not finished, choose, and write `sweep_results.json` and the best gates.
+    """Train what is not trained, evaluate, choose, and write `sweep_results.json` and the recommended variant.
 
     Args:
-        candidates: of `grid`.
+        trials: of `trials.grid`.
         folder: new, or that of the sweep to go on with.
         resume: whether to go on.
-        execute: runs the trials, as `choose_runner` gives it.
+        runner: runs the trials, as `choose_runner` gives it.
 
     Raises:
-        ConfigError, DataError: before anything is loaded, for what cannot be used or a folder that holds something else.
+        ConfigError, DataError: before anything is trained, for what cannot be used or a folder that holds something else.
+        DivergenceError: if no trial's training stayed finite.
         KeyboardInterrupt: on Ctrl-C, after a checkpoint.
     """
     folder = Path(folder)
-    begun = (folder / RECORD).is_file()
-    if resume and not begun:
-        raise ConfigError(f"--resume: there is no sweep in {folder}; run the command without --resume")
-    if not begun:
+    if not resume and not (folder / RunFolder.RECORD).exists():
         require_new(folder)
-    study = sweep.study(candidates)
-    store = Store(folder, study)
-    with held(folder / "lock", 0.0, f"another sweep is running in {folder}; wait for it to end, or stop it"):
-        study.begin(folder, resume)
-        execute(functools.partial(open_bench, sweep), store, store.pending())
-        return _conclude(store)
-
-
-def _conclude(store: Store) -> Swept:
-    """Choose among what is finished; nothing is chosen without a probe, or while trials are missing."""
-    folder, study, results = store.folder, store.study, store.finished()
-    diverged = store.diverged()
-    # neither finished nor diverged
-    failures = {
-        one.slug: str(store.failure(one).get("error", "its worker was lost, several times")) for one in store.pending()
-    }
-    if study.identity["probe"] is None:
-        return Swept(study, results, diverged, failures, None, None)
-    summary = summarise(study, results) | {"diverged": diverged, "failures": failures}
-    write_json(folder / "sweep_results.json", summary)
-    best = None
-    if not failures and any(one["candidates"] for one in summary["choices"]):
-        (choice,) = summary["choices"]
-        if (one := written_of(study, choice)) is not None:
-            best, probe = folder / "best", results[one.slug].probe
-            assert probe is not None, "it was chosen on one"
-            record, kept = (
-                best_record(study, summary, choice, probe.about),
-                read_json(best / CONFIG).get("selection") or {},
+    run = sweep.open(trials, folder, on_event)
+    with run.begun(resume):
+        if run.dev is not None:
+            run.require_readable()
+        if pending := run.find_trained():
+            if runner is run_in_sequence:
+                run_in_sequence(lambda: run, pending, on_trial)
+            else:
+                run.context.model = None  # its room is the workers'
+                runner(functools.partial(sweep.open, tuple(trials), folder.resolve()), pending, on_trial)
+                run = sweep.open(trials, folder, on_event)
+        if run.find_trained():
+            known = failed_in(folder, trials, diverged=False)
+            lost = {one.name: "its worker was lost, several times" for one in run.find_trained()}
+            return Swept(None, None, {**lost, **known})
+        if not run.gated:
+            raise DivergenceError(
+                "no trial's training stayed finite; lower --learning-rate or train in fp32, in a new --out"
             )
-            if any(kept.get(key) != record[key] for key in ("picked", "written_seed")):
-                (best / CONFIG).unlink(missing_ok=True)  # of a choice before a diverged trial was tried again
-                copy_artifact(store.place(one) / GATED, best, record, probe.about.get("temperature"))
-    return Swept(study, results, diverged, failures, summary, best)
+        if run.dev is None:
+            return Swept(None, None, {})
+        record = run.choose()
+        summary = summarise(run, record)
+        write_json(folder / RESULTS, summary)
+        best = folder / "best"
+        if (best / "gate_config.json").is_file():  # of this very choice, as the folder is that of the same sweep
+            return Swept(summary, None, {})
+        return Swept(summary, write_recommended(run, record, best), {})
+
+
+def summarise(run: SelectionRun, record: dict[str, Any]) -> dict[str, Any]:
+    """The content of `sweep_results.json`: every cell, decoded greedily, beside the adapter, and the selection."""
+    every = {one.label: one.at(0) for one in run.compared()}
+    asked = [one for one in every.values() if one.trials or one == BASELINE]
+    rows = run.results(asked)
+    own = BASELINE.scores(rows)
+    cells = [_cell(run, one, rows, own) for one in asked if one.trials]
+    _tell_apart(cells)
+    picked = record["recommendation"]["trial"]
+    return {
+        "format": "loragate sweep results",
+        "version": 1,
+        "adapter": label_of(run),
+        "seeds": list(dict.fromkeys(one.seed for one in run.trials)),
+        "questions": len(own),
+        "samples": 1,
+        "comparisons": len(cells),
+        "adapter_score": asdict(average_at_k(own)),
+        "picked": next((cell["name"] for cell in cells if picked in cell["trials"]), ""),
+        "cells": cells,
+        "selection": record,
+        "diverged": run.diverged,
+    }
+
+
+def label_of(run: SelectionRun) -> str:
+    """The adapter's name for titles: the end of its place."""
+    return Path(str(run.context.origin.get("adapter_source") or "adapter")).name
+
+
+def _cell(run: SelectionRun, one: Compared, rows: Mapping[str, TaskResult], own: np.ndarray) -> dict[str, Any]:
+    """A cell of the grid, its seeds averaged within each question."""
+    scores, found = one.scores(rows), [rows[variant.label] for variant in one.variants]
+    trained = [read_gate_config(run.gated[trial]).get("training") or {} for trial in one.trials]
+
+    def mean(key: str) -> float | None:
+        values = [record[key] for record in trained if isinstance(record.get(key), float)]
+        return float(np.mean(values)) if values else None
+
+    gates = [record.get("gates") or {} for record in trained]
+    return {
+        **_head(one.trials),
+        "trials": [trial.slug for trial in one.trials],
+        "score": asdict(average_at_k(scores)),
+        "by_seed": [row.avg_at_k.mean for row in found],
+        "difference": asdict(compare(scores, own)),
+        "ended": 1 - float(np.mean([row.no_eos for row in found])),
+        "entropy_before": mean("entropy_before"),
+        "entropy_after": mean("entropy_after"),
+        "gates": {
+            key: float(np.mean([table[key] for table in gates]))
+            for key in ("below_zero", "above_one")
+            if all(key in table for table in gates)
+        },
+    }
+
+
+def _head(trials: Sequence[Trial]) -> dict[str, Any]:
+    one = trials[0]
+    return {
+        "name": one.cell,
+        "objective": one.objective,
+        "lower": one.range.lower,
+        "upper": one.range.upper,
+        "seeds": [trial.seed for trial in trials],
+    }
+
+
+def _tell_apart(cells: Sequence[dict[str, Any]]) -> None:
+    """Say in records of cells which differ from the adapter, by Holm's method over all of them."""
+    adjusted = holm([cell["difference"]["p"] for cell in cells]) if cells else []
+    for cell, p in zip(cells, adjusted, strict=True):
+        versus = cell["difference"]
+        versus["p_holm"] = p
+        cell["differs"] = p <= LEVEL and (versus["low"] > 0 or versus["high"] < 0)
+
+
+@dataclass(frozen=True)
+class SweptCells:
+    """The trained cells of a sweep, which are variants of one evaluation beside its adapter.
+
+    Attributes:
+        folder: of the sweep.
+        trials: {trial: its gated folder}, of those that are trained.
+        left: names of the others.
+        request: of the evaluation: its model is the adapter of the cells.
+        tasks: what is asked.
+        stop_token_ids: that end an answer, as the cells record them.
+        picked: the cell that the sweep chose on its dev set; empty where it chose none.
+    """
+
+    folder: Path
+    trials: dict[Trial, Path]
+    left: tuple[str, ...]
+    request: Request
+    tasks: list[Task]
+    stop_token_ids: tuple[int, ...]
+    picked: str
+
+    @classmethod
+    def of(cls, sweep: Path, request: Request) -> SweptCells:
+        """Those of a sweep with a trained cell (DataError); ConfigErrors as of `Request.check`, and for retention suites."""
+        begun = RunFolder(sweep, DataError).read()
+        if begun.get("kind") != "selection":
+            raise DataError(f"{sweep} is not the folder of a sweep; give the --out of `loragate sweep`")
+        every = tuple(map(Trial.from_record, begun["trials"]))
+        trials = trained_in(sweep, every)
+        if not trials:
+            raise DataError(f"{sweep} has no finished cell yet; go on with the sweep first (loragate sweep … --resume)")
+        first = next(iter(trials.values()))
+        gates = read_gate_config(first)
+        base, revision = gates["base"]["id"], gates["base"].get("revision")
+        own = replace(
+            request,
+            model=str(first / "adapter"),
+            base=request.base or (f"{base}@{revision}" if revision else base),
+        )
+        tasks = own.check()
+        if asked := [task.name for task in tasks if task.harness is not None]:
+            raise ConfigError(f"--sweep: {', '.join(asked)} are retention suites, which are scored one model at a time")
+        endings = tuple(gates.get("stop_token_ids") or ())
+        left = tuple(one.name for one in every if one not in trials)
+        return cls(sweep, trials, left, own, tasks, endings, str(read_json(sweep / RESULTS).get("picked") or ""))
+
+    def evaluation(self, session: Session) -> Evaluation:
+        """The adapter and a variant for each cell."""
+        notes = [f"cells that are not finished, and not scored: {', '.join(self.left)}"] if self.left else []
+        rows = [ModelVariant("gated", trial.name, gates=str(place)) for trial, place in self.trials.items()]
+        return session.evaluation([ModelVariant("adapter"), *rows], notes=notes, sweep=str(self.folder.name))
+
+    def on_suite(self, record: EvaluationRecord, suite: str) -> dict[str, Any]:
+        """The cells on one suite, in the form that `report.sweep` draws, and the best one, an oracle.
+
+        A score is the mean over the suite's tasks, each counting the same, as in the paper's maps.
+        """
+        tasks = [task.name for task in self.tasks if task.suite == suite]
+        rows = {(row.task, row.label): row for row in record.results}
+        own, groups = [rows[task, "adapter"].means_Q1 for task in tasks], dict[str, list[Trial]]()
+        for trial in self.trials:
+            groups.setdefault(trial.cell, []).append(trial)
+        tables: dict[str, list[np.ndarray]] = {"adapter": own}
+        cells: list[dict[str, Any]] = []
+        for name, trials in groups.items():
+            tables[name] = [
+                np.mean([rows[task, f"gated {one.name}"].means_Q1 for one in trials], axis=0) for task in tasks
+            ]
+            score, versus = suite_average(tables[name]), compare_suites(tables[name], own)
+            cells.append({**_head(trials), "score": asdict(score), "difference": asdict(versus)})
+        _tell_apart(cells)
+        best, regret = max(tables, key=lambda name: suite_average(tables[name]).mean), None
+        if self.picked in tables:
+            # a model does not differ from itself, which the test cannot know
+            alike = {"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
+            regret = alike if best == self.picked else asdict(compare_suites(tables[best], tables[self.picked]))
+        return {
+            "format": "loragate sweep evaluation",
+            "version": 1,
+            "suite": suite,
+            "tasks": tasks,
+            "adapter": Path(self.request.model).parent.name,
+            "questions": sum(map(len, own)),
+            "samples": rows[tasks[0], "adapter"].avg_at_k.samples,
+            "seeds": list(dict.fromkeys(trial.seed for trial in self.trials)),
+            "comparisons": len(cells),
+            "adapter_score": asdict(suite_average(own)),
+            "picked": self.picked if self.picked in tables else "",
+            "oracle": {"name": best, "score": asdict(suite_average(tables[best])), "regret": regret},
+            "cells": cells,
+        }
+
+
+def raise_failures(swept: Swept, count: int) -> None:
+    """Refuse a sweep with failed trials (LoragateError)."""
+    if swept.failures:
+        raise LoragateError(
+            f"{len(swept.failures)} of {count} trials are not finished, so nothing was chosen; repeat the command with --resume "
+            "to try them again"
+        )

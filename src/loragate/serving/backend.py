@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.variants import Variant, acting
+from loragate.evaluation.variants import ModelVariant, acting
 from loragate.gates import constant_gate, gate_override, load_gates
 from loragate.gates.override import split_name
 from loragate.gates.recommended import chosen_temperature, warn_elsewhere
@@ -130,7 +130,7 @@ def answering(model: Any, rows: Mapping[str, Row], name: str) -> Iterator[None]:
             stack.callback(model.set_adapter, model.active_adapter)
             model.set_adapter(row.adapter)
         if override is None:
-            stack.enter_context(acting(model, Variant(row.acts), row.kind))
+            stack.enter_context(acting(model, ModelVariant(row.acts), row.kind))
         elif override.constant is not None:
             stack.enter_context(constant_gate(model, override.constant, row.adapter))
         else:

@@ -42,8 +42,8 @@ def require_free_out(folder: Path, resume: bool) -> None:
     if not resume and (folder / "run").is_dir():
         from loragate.training.run_folder import work_in
 
-        kept = (folder / "run" / "candidates" / "sweep.json").is_file()
-        if work := "candidates of an earlier run" if kept else work_in(folder / "run"):
+        kept = (folder / "run" / "trials").is_dir()
+        if work := "the trials of an earlier run" if kept else work_in(folder / "run"):
             raise ConfigError(f"--out {folder} holds {work}; continue it with --resume, or choose another folder")
     if resume and not any((folder / "run" / name).is_file() for name in ("run.json", "config.yaml")):
         raise ConfigError(f"--resume: there is no unfinished run in {folder}; run the command without --resume")

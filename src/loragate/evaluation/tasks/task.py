@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+import yaml
 from annotated_types import Gt, Le, Len
 
 from loragate.effects import acting, require_effect
@@ -153,6 +154,12 @@ class Task:
         # raw as if it were false: a raw task has no system message, which its record states like any other's
         acts = acting("task", content, grader=self.grader, raw=False)
         return {name: content[name] for name in acts if name != "path"}
+
+    def as_yaml(self) -> str:
+        """The text of a task file: its own where it was read from one, comments included."""
+        if self.path.is_file():
+            return self.path.read_text(encoding="utf-8")
+        return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
 
 
 def task_names() -> list[str]:

@@ -21,7 +21,7 @@ from loragate.report.figures import (
     thinned,
 )
 from loragate.report.page.build import Block, chart, text
-from loragate.report.sweep import choice_sentence, heat_maps, suite_table, sweep_tables
+from loragate.report.sweep import heat_maps, selection_sentence, suite_table, sweep_tables
 from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Table, difference_cell, or_absent, share_cell
 
 Record = Mapping[str, Any]
@@ -86,7 +86,7 @@ def selection_blocks(selection: Record | None) -> Blocks:
 
 def sweep_blocks(record: Record) -> Blocks:
     """What was chosen of a sweep's cells, heat maps of them, and their numbers."""
-    blocks: Blocks = [text(*(choice_sentence(record, choice) for choice in record["choices"]))]
+    blocks: Blocks = [text(selection_sentence(record))]
     for name, draw in heat_maps(record).items():
         of = name.removeprefix("heatmap").replace("_", ", ")
         blocks.append(chart(draw, f"Scores by range{of}"))

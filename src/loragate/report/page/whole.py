@@ -21,7 +21,7 @@ from loragate.report.page.blocks import (
 from loragate.report.page.build import Block, Section, build_page, drawn, text, tokens_block
 from loragate.report.scores import caption, evaluation_statements, score_tables
 from loragate.report.sources import Source
-from loragate.report.sweep import choice_sentence
+from loragate.report.sweep import selection_sentence
 from loragate.report.table import Line, Table
 from loragate.version import __version__
 
@@ -106,7 +106,7 @@ def statements(sources: Sequence[Source]) -> list[str]:
 
 
 def _choices(record: Record) -> list[str]:
-    return [choice_sentence(record, choice) for choice in record["choices"]]
+    return [selection_sentence(record)]
 
 
 def _artifact(record: Record) -> list[str]:

@@ -1,0 +1,268 @@
+"""Find the best way to use an adapter: train gates in a few ranges, evaluate all variants on a dev set, choose, and write.
+
+`calibrate` is the whole of `loragate calibrate`. It ends in one of three ways: gates, one λ for all modules, or the base,
+where one of them beats the greedily decoded adapter on the dev set (`select`); the adapter where nothing does; and gates that
+the user took without evidence. Zero gates are λ = 1 everywhere, bit for bit the adapter. A recommendation is written with the
+temperature at which it was shown.
+
+    <out>/       the gated adapter, written last
+    <out>/run/   what a resumed call goes on from (`compare.py`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loragate.data import EncodedRows, encode_rows, load_rows
+from loragate.data.loading import RowsGiven
+from loragate.display import percent
+from loragate.errors import ConfigError
+from loragate.evaluation.variants import ModelVariant
+from loragate.gates import GateConfig
+from loragate.gates.artifact import require_free
+from loragate.gates.range import parse_ranges
+from loragate.gates.recommended import at
+from loragate.gates.schema import EVIDENCE, read_gate_config
+from loragate.selection.compare import OnEvent, SelectionRun, no_event, require_adapter
+from loragate.selection.dev import EVERY_KIND, DevSet, read_dev, taken_prompts
+from loragate.selection.settings import DevSettings
+from loragate.selection.trials import (
+    Trial,
+    TrialContext,
+    attach_constant,
+    attach_trained,
+    copy_artifact,
+    grid,
+    save_artifact,
+)
+from loragate.training import GateTrainingSettings
+from loragate.training.strategy import process_state
+
+RANGES = "0,1;-6,3;0,6"
+SKIPPED = "taken by the user without a dev set; not compared with the plain adapter"
+NO_DEV = (
+    "without a dev set nothing can be shown to be better than the adapter: use it as it is, decoded greedily. To compare gates, "
+    "one λ and temperatures, give --dev-data FILE with at least 32 prompts and answers (better 128, of every kind that will be "
+    "asked); to take the gates of one range as they come, give --range=L,U --skip-selection"
+)
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What a calibration came to.
+
+    Attributes:
+        folder: the gated adapter.
+        variant: what is recommended; its gates are the folder's.
+        evidence: as the artifact keeps it: "selection", and of gates that were trained "training" and "parity".
+    """
+
+    folder: Path
+    variant: ModelVariant
+    evidence: dict[str, Any]
+
+    def sentences(self) -> list[str]:
+        """What to use, what the alternatives scored, what speaks against relying on it, and how the gates were trained."""
+        selection, training = self.evidence["selection"], self.evidence.get("training")
+        said = selection_sentences(selection) if "recommendation" in selection else [f"The gates were {SKIPPED}."]
+        if training:
+            said.append(
+                f"Gates: {training['steps']} steps on {training['rows']:,} examples, top-k entropy "
+                f"{training['entropy_before']:.3f} → {training['entropy_after']:.3f} (lower is the training's aim, no evidence of "
+                "better answers)."
+            )
+        return said
+
+
+def calibrate(
+    model: Any,
+    tokenizer: Any,
+    train_dataset: RowsGiven,
+    dev_dataset: RowsGiven | None,
+    out: str | Path,
+    *,
+    ranges: str | Sequence[Trial] = RANGES,
+    config: GateConfig | None = None,
+    settings: GateTrainingSettings | None = None,
+    dev: DevSettings | None = None,
+    retention_dataset: RowsGiven | None = None,
+    eval_dataset: RowsGiven | None = None,
+    system: str = "none",
+    skip_selection: bool = False,
+    resume: bool = False,
+    on_event: OnEvent = no_event,
+    **origin: Any,
+) -> Calibrated:
+    """Find the best way to use an adapter: as it is, with gates, under one λ, or not at all; and at which temperature.
+
+    The command `loragate calibrate` is this call. Gates are trained in each range; adapter, base, five constant λ and all gates
+    are evaluated on the dev set, and `select` chooses. Scores are shares of right answers, 0 to 1.
+
+    Args:
+        model: base with a plain LoRA adapter in memory. It is left gated with what was written: λ = 1 everywhere where the
+            adapter remains.
+        tokenizer: of the base, with a chat template if the examples are conversations.
+        train_dataset: prompts and responses, in any known format, or the path or hub id of a file with them. No labels are needed.
+        dev_dataset: at least 32 questions that are not among the examples, better 128, of every kind that will be asked: a file,
+            or dicts with "prompt" and "answer". None with `skip_selection` alone.
+        out: where the gated adapter is written, and below `run` what a resumed call goes on from.
+        ranges: "L,U" separated by semicolons, or trials.
+        config: of the gates; its range and seed give way to the trial's. By default the paper's.
+        settings: of the training; the paper's values by default.
+        dev: how the dev set is asked and judged.
+        retention_dataset: questions with answers, of an ability to keep; what clearly loses on them is not recommended.
+        eval_dataset: examples that are only measured: entropy before and after.
+        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
+        skip_selection: take the gates of the one range as they come.
+        resume: go on with what an interrupted call left in `out`.
+        on_event: progress, see `OnEvent`.
+        origin: `adapter_source`, `base_id`, `base_revision` and `adapter_id` of `loragate.save_gates`.
+
+    Raises:
+        ConfigError: for settings that cannot be used together, work in `out` that is not to be resumed, resuming with other
+            settings, several processes (except with `skip_selection`), or a dev set from which nothing can be learnt.
+        DataError: for examples or questions that cannot be used, or that share a question.
+        DivergenceError: if no range's training stayed finite. One that did not only drops out.
+        GateError: if the adapter cannot be gated, or is gated already.
+        ArtifactError: if `out` holds a gated adapter already.
+    """
+    settings = settings or GateTrainingSettings()
+    trials = trials_of(ranges, settings) if isinstance(ranges, str) else tuple(ranges)
+    context = TrialContext(
+        model,
+        tokenizer,
+        load_rows(train_dataset),
+        config or GateConfig(0, 1),
+        settings,
+        system,
+        heldout_of(eval_dataset, tokenizer, settings, system),
+        origin,
+    )
+    dev = dev or DevSettings()
+    if skip_selection:
+        if dev_dataset is not None or len(trials) != 1:
+            raise ConfigError("skip_selection takes the gates of one range as they come, without a dev set")
+        return take_as_given(context, trials[0], Path(out), resume=resume, on_event=on_event)
+    if dev_dataset is None:
+        raise ConfigError(NO_DEV)
+    questions = read_questions(context, dev, dev_dataset, retention_dataset)
+    return run_calibration(SelectionRun(context, trials, Path(out) / "run", *questions, on_event), Path(out), resume)
+
+
+def run_calibration(run: SelectionRun, out: Path, resume: bool = False) -> Calibrated:
+    """Do what is not done yet of a run, and write the recommended variant to `out`."""
+    require_free(out)
+    with run.begun(resume):
+        run.require_readable()
+        run.train()
+        record = run.choose()
+    return write_recommended(run, record, out)
+
+
+def write_recommended(run: SelectionRun, record: dict[str, Any], out: Path) -> Calibrated:
+    """The folder of what is recommended, and the model as that."""
+    chosen, context = record["recommendation"], run.context
+    temperature = float(chosen["temperature"])
+    trial = next((one for one in run.trials if one.slug == chosen["trial"]), None)
+    if trial is not None:
+        copy_artifact(run.gated[trial], out, record, temperature)
+        attach_trained(context, trial, run.gated[trial])
+        variant = ModelVariant("gated", run.name_of(trial), gates=str(out)).at(temperature)
+        return Calibrated(out, variant, evidence_of(out))
+    scale = {"adapter": 1.0, "base": 0.0}.get(chosen["weights"], chosen["scale"])
+    if scale == 1:
+        attach_trained(context, run.trials[0], None)
+    else:
+        attach_constant(context.model, scale)
+    save_artifact(context, out, {"selection": record}, context.settings.k, temperature)
+    named = f"λ={scale:g}" if chosen["weights"] == "scale" else None
+    weights = "base" if chosen["weights"] == "base" else "adapter"
+    return Calibrated(out, ModelVariant(weights, named, scale=chosen["scale"]).at(temperature), evidence_of(out))  # type: ignore[arg-type]
+
+
+def trials_of(ranges: str, settings: GateTrainingSettings) -> tuple[Trial, ...]:
+    """Trials in ranges as typed, with the objective and seed of the settings; a ConfigError names what is none."""
+    return grid(parse_ranges(ranges), (settings.objective,), (settings.seed,))
+
+
+def heldout_of(
+    given: RowsGiven | None, tokenizer: Any, settings: GateTrainingSettings, system: str
+) -> EncodedRows | None:
+    """Tokenised examples that are only measured; None where none are given."""
+    if given is None:
+        return None
+    return encode_rows(load_rows(given), tokenizer, max_length=settings.max_length, system=system)
+
+
+def read_questions(
+    context: TrialContext, dev: DevSettings, dev_dataset: RowsGiven, retention_dataset: RowsGiven | None
+) -> tuple[DevSet, DevSet | None]:
+    """Dev and retention set, neither of which shares a question with the examples; raises as `read_dev`."""
+    taken = taken_prompts(context.examples, dev)
+    retention = None if retention_dataset is None else read_dev(retention_dataset, dev, "retention", taken)
+    return read_dev(dev_dataset, dev, "dev", taken), retention
+
+
+def take_as_given(
+    context: TrialContext, trial: Trial, out: Path, *, resume: bool = False, on_event: OnEvent = no_event
+) -> Calibrated:
+    """Train one range and write it without evidence; on several processes only the main one writes."""
+    require_free(out)
+    require_adapter(context, [trial])
+
+    def on_step(done: int, total: int, entropy: float | None) -> None:
+        on_event("training", trial.cell, done, total, "" if entropy is None else f"entropy {entropy:.3f}")
+
+    evidence = context.fit(trial, out / "run", on_step, resume=resume)
+    evidence["selection"] = {"range": [trial.range.lower, trial.range.upper], "reason": SKIPPED}
+    if process_state().is_main_process:
+        save_artifact(context, out, evidence)
+    return Calibrated(out, ModelVariant("gated", trial.cell, gates=str(out)), evidence)
+
+
+def evidence_of(folder: Path) -> dict[str, Any]:
+    """The evidence that an artifact holds."""
+    record = read_gate_config(folder)
+    return {key: record[key] for key in EVIDENCE if record.get(key)}
+
+
+def selection_sentences(record: Mapping[str, Any]) -> list[str]:
+    """What to use, what the alternatives scored, and what the choice does not say; from `evidence["selection"]`."""
+    found, rows = record["recommendation"], record["variants"]
+    words = {
+        "adapter": "the adapter alone",
+        "base": "the base without the adapter",
+        "scale": f"one λ = {found['scale']:g} for all modules" if found["scale"] is not None else "",
+        "gates": f"the gates {found['label'].removeprefix('gated ')}",
+    }
+    said = [
+        f"Use {words[found['weights']]}, {at(found['temperature'])}: {_score(found['score'])} on {record['dev']['questions']} dev "
+        f"questions; {found['reason']}."
+    ]
+    best: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        if row["weights"] not in best or row["mean"] > best[row["weights"]]["mean"]:
+            best[row["weights"]] = row
+    others = [f"{row['label']} {_score(row)}" for kind, row in best.items() if kind != found["weights"]]
+    if others:
+        said.append("The best of each other kind: " + ", ".join(others) + ".")
+    if found["label"] != record["baseline"]:
+        said.append("The score of what was chosen is flattered by the choice; measure it on other questions.")
+    for label, why in ((record["retention"] or {}).get("vetoed") or {}).items():
+        said.append(f"{label} was not taken: it {why}.")
+    said += [f"{name} is left out: {why}." for name, why in record["left_out"].items()]
+    said += [f"The training of {name} diverged and takes no part: {why}." for name, why in record["diverged"].items()]
+    if record["dev"]["unread"] > 0.5:
+        said.append(
+            f"Warning: the grader {record['dev']['grader']!r} reads no answer in {percent(record['dev']['unread'])} % of the "
+            "adapter's responses; does the prompt ask for the form that it reads?"
+        )
+    said.append(f"This holds for questions like these: {EVERY_KIND}.")
+    return said
+
+
+def _score(row: Mapping[str, Any]) -> str:
+    return f"{percent(row['mean'])} % ({percent(row['low'])}–{percent(row['high'])})"

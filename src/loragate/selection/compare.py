@@ -1,0 +1,390 @@
+"""Trials trained, variants evaluated on the dev set, and one of them chosen: what `calibrate` and `sweep` share.
+
+    <folder>/run.json       what is being done; a resumed run must be the same
+    <folder>/trials/        the trainings (`trials.py`)
+    <folder>/dev/           an evaluation of all variants on the dev set
+    <folder>/retention/     one of what would be chosen on the retention set
+    <folder>/selection.json what was chosen, and on what evidence
+
+Nothing here prints, and no training loss is looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loragate.display import points
+from loragate.errors import DataError, DivergenceError, GateError
+from loragate.evaluation.evaluate import evaluate
+from loragate.evaluation.prepared import Prepared
+from loragate.evaluation.results import TaskResult
+from loragate.evaluation.settings import GradingSettings
+from loragate.evaluation.statistics import average_at_k, compare
+from loragate.evaluation.variants import ModelVariant
+from loragate.files import RunFolder, read_json, write_json
+from loragate.gates import adapter_fingerprint
+from loragate.gates.attach import active_adapter, is_gated
+from loragate.gates.eligibility import changed_base_of, examine_adapter, require_gateable, require_trainable
+from loragate.gates.fingerprint import base_weight_samples
+from loragate.gates.schema import CONFIG
+from loragate.selection.dev import RETENTION_TOKENS, DevSet, answer_tokens
+from loragate.selection.select import RULE, TEMPERATURES, Selection, paired_z, select
+from loragate.selection.settings import require_one_process
+from loragate.selection.trials import FAILED, GATED, OnStep, Trial, TrialContext
+from loragate.training.rows import encoded_fingerprint
+
+SCALES = (0.25, 0.5, 0.75, 1.25, 1.5)
+"""One λ for all modules, which needs no training."""
+TRIALS = "trials"
+READ = ("ok", "wrong")
+"""Reasons of verdicts on answers that the grader could read."""
+
+OnEvent = Callable[[str, str, int, int, str], None]
+"""Called with (stage, what, done, total, note): "training" a trial's steps, "evaluating" a variant's answers."""
+
+
+def no_event(stage: str, what: str, done: int, total: int, note: str) -> None:
+    """An `OnEvent` for nobody."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What is compared as one: a variant, or the variants of a cell's seeds.
+
+    Attributes:
+        label: as in tables.
+        variants: whose scores are averaged within each question.
+        trials: whose gates they are; empty where nothing was trained.
+    """
+
+    label: str
+    variants: tuple[ModelVariant, ...]
+    trials: tuple[Trial, ...] = ()
+
+    def at(self, temperature: float) -> Compared:
+        """The same at a temperature, 0 for greedy."""
+        heat = f"T={temperature:g}" if temperature else "greedy"
+        return Compared(f"{self.label} {heat}", tuple(one.at(temperature) for one in self.variants), self.trials)
+
+    @property
+    def kind(self) -> str:
+        """adapter, base, scale or gates."""
+        one = self.variants[0]
+        if one.scale is not None:
+            return "scale"
+        return "gates" if one.weights == "gated" else one.weights
+
+    def scores(self, rows: Mapping[str, TaskResult]) -> np.ndarray:
+        """Scores [questions, 1]: the mean over samples and seeds of each question."""
+        return np.mean([rows[one.label].question_scores for one in self.variants], axis=0)[:, None]
+
+
+ADAPTER = Compared("adapter", (ModelVariant("adapter"),))
+BASE = Compared("base", (ModelVariant("base"),))
+BASELINE = ADAPTER.at(0)
+
+
+def require_adapter(context: TrialContext, trials: Sequence[Trial]) -> int:
+    """How many modules can be gated; raises GateError for an adapter that cannot be, and ConfigError for trials that cannot."""
+    name = active_adapter(context.model)
+    if is_gated(context.model, name):
+        raise GateError("the model carries gates already; take them off first, with loragate.detach_gates(model)")
+    verdicts = examine_adapter(context.model, name, context.config.target_modules)
+    count = len(require_gateable(verdicts))
+    require_trainable(verdicts)
+    for trial in trials:
+        trial.config(context.config)
+    return count
+
+
+def base_is_off(model: Any) -> str:
+    """Why λ = 0 is not the base; empty where gates reach all that the adapter changed."""
+    name = active_adapter(model)
+    if why := changed_base_of(model, name):
+        return why
+    others = [one.path for one in examine_adapter(model, name) if one.status != "gate"]
+    return f"the adapter changes modules that cannot be gated, such as {others[0]}" if others else ""
+
+
+@dataclass
+class SelectionRun:
+    """Trials trained, variants evaluated on the dev set, one chosen; all in one folder, resumable at any moment.
+
+    Attributes:
+        context: model, examples and settings.
+        trials: gates to train.
+        folder: of the run.
+        dev, retention: questions; a sweep without a dev set chooses nothing.
+        on_event: progress.
+    """
+
+    context: TrialContext
+    trials: tuple[Trial, ...]
+    folder: Path
+    dev: DevSet | None
+    retention: DevSet | None = None
+    on_event: OnEvent = no_event
+
+    def __post_init__(self) -> None:
+        require_one_process()
+        context = self.context
+        self.gateable = require_adapter(context, self.trials)
+        self.base_left_out = base_is_off(context.model)
+        self.gated: dict[Trial, Path] = {}
+        self.diverged: dict[str, str] = {}
+        _, encoded = context.encoded(context.settings.seed)
+        how: dict[str, Any] = {"system": context.system, "raw": encoded.summary.all_plain}
+        self.tasks: dict[str, Prepared] = {}
+        for name, questions, tokens in (
+            ("dev", self.dev, answer_tokens(encoded)),
+            ("retention", self.retention, RETENTION_TOKENS),
+        ):
+            if questions is not None:
+                seed = context.settings.seed + 1
+                self.tasks[name] = questions.prepared(
+                    context.tokenizer, context.positions, seed, answer_tokens=tokens, **how
+                )
+        self.identity = self._identity(encoded_fingerprint(encoded))
+
+    def _identity(self, tokens: str) -> dict[str, Any]:
+        context, model = self.context, self.context.model
+        gates, training = asdict(context.config), context.settings.as_record()
+        return {
+            "kind": "selection",
+            "trials": [one.as_record() for one in self.trials],
+            "data": {**context.examples.as_record(), "tokens": tokens, "system": context.system},
+            "heldout": None if context.heldout is None else encoded_fingerprint(context.heldout),
+            "adapter": adapter_fingerprint(model, active_adapter(model)),
+            "base": hashlib.sha256(json.dumps(base_weight_samples(model)).encode()).hexdigest(),
+            # objective and seed are the trials'
+            "training": {name: value for name, value in training.items() if name not in ("objective", "seed")},
+            "gates": {name: value for name, value in gates.items() if name not in ("lower", "upper", "seed")},
+            "questions": {name: task.info().prompt_sha256 for name, task in self.tasks.items()},
+            "asked": None if self.dev is None else asdict(self.dev.settings),
+        }
+
+    @contextmanager
+    def begun(self, resume: bool) -> Iterator[None]:
+        """Hold the folder, with what is being done written down."""
+        run = RunFolder(self.folder)
+        with run.locked():
+            run.begin(self.identity, resume=resume)
+            yield
+
+    def require_readable(self) -> None:
+        """Evaluate the adapter first, and refuse a dev set of whose answers the grader reads none: all scores would be 0."""
+        reasons, task = self.results([BASELINE])[BASELINE.label].reasons, self.tasks["dev"]
+        if not any(reasons.get(reason) for reason in READ):
+            raise DataError(
+                f"the grader {task.task.grader!r} reads an answer in none of the adapter's {len(task.questions)} responses to "
+                f"{task.source} ({', '.join(reasons)}): does the prompt ask for the form that it reads, or does another "
+                "--dev-grader fit?"
+            )
+
+    def train(self) -> None:
+        """Train what is not trained yet; gates whose training diverges drop out, and are a DivergenceError where all do."""
+
+        def report(trial: Trial) -> OnStep:
+            def on_step(done: int, total: int, entropy: float | None) -> None:
+                note = "" if entropy is None else f"entropy {entropy:.3f}"
+                self.on_event("training", self.name_of(trial), done, total, note)
+
+            return on_step
+
+        for trial in self.trials:
+            with suppress(DivergenceError):
+                self.context.train(trial, self.folder / TRIALS, report(trial))
+        self.find_trained()
+        if not self.gated:
+            raise DivergenceError(
+                f"no range's training stayed finite ({next(iter(self.diverged.values()))}); lower --learning-rate or train in fp32"
+            )
+
+    def find_trained(self) -> list[Trial]:
+        """Look up the trials that are trained or diverged; returns the others."""
+        self.gated, self.diverged = (
+            trained_in(self.folder, self.trials),
+            failed_in(self.folder, self.trials, diverged=True),
+        )
+        return [one for one in self.trials if one not in self.gated and one.name not in self.diverged]
+
+    def name_of(self, trial: Trial) -> str:
+        """As its variant is called: the cell, with the seed where there are several."""
+        return trial.cell if len({one.seed for one in self.trials}) == 1 else trial.name
+
+    def variant_of(self, trial: Trial) -> ModelVariant:
+        """A trained trial as a variant."""
+        return ModelVariant("gated", self.name_of(trial), gates=str(self.folder / TRIALS / trial.slug / GATED))
+
+    def compared(self) -> list[Compared]:
+        """Everything that is compared, the simpler first; a cell that lacks a seed is not."""
+        found = [ADAPTER] if self.base_left_out else [ADAPTER, BASE]
+        for scale in SCALES:
+            one = ModelVariant("adapter", f"λ={scale:g}", scale=scale)
+            found.append(Compared(one.label, (one,)))
+        cells: dict[str, list[Trial]] = {}
+        for trial in self.trials:
+            cells.setdefault(trial.cell, []).append(trial)
+        for cell, trials in cells.items():
+            if all(one in self.gated for one in trials):
+                found.append(Compared(f"gated {cell}", tuple(map(self.variant_of, trials)), tuple(trials)))
+        return found
+
+    def total_answers(self) -> int:
+        """How many answers the dev set takes in all, should no training diverge."""
+        task = self.tasks["dev"]
+        models = (2 if self.base_left_out else 3) - 1 + len(SCALES) + len(self.trials)
+        sampled = len(TEMPERATURES) * (1 + len({one.seed for one in self.trials})) * task.sampling.samples
+        return len(task.questions) * (models + sampled)
+
+    def results(self, asked: Sequence[Compared], name: str = "dev") -> dict[str, TaskResult]:
+        """{label of a variant: result} on the dev or retention set; what is on file is not drawn again."""
+        assert self.dev is not None, "there is a dev set"
+        folder, task = self.folder / name, self.tasks[name]
+
+        def on_event(stage: str, variant: ModelVariant, _: str, done: int, total: int) -> None:
+            if stage == "sampling":
+                self.on_event("evaluating", variant.label, done, total, "")
+
+        record = evaluate(
+            self.context.model,
+            self.context.tokenizer,
+            [task],
+            [variant for one in asked for variant in one.variants],
+            folder,
+            seed=task.sampling.seed,
+            facts={key: self.identity[key] for key in ("adapter", "base")},
+            grading=GradingSettings(sandbox=self.dev.settings.sandbox),
+            batch_size=self.dev.settings.dev_batch_size,
+            resume=RunFolder(folder).record.is_file(),
+            on_event=on_event,
+        )
+        return {row.label: row for row in record.results}
+
+    def choose(self) -> dict[str, Any]:
+        """Evaluate in the two steps of the rule, choose, and return the record, which is also in `selection.json`."""
+        greedy = [one.at(0) for one in self.compared()]
+        rows = self.results(greedy)
+        means = [one.scores(rows).mean() for one in greedy]
+        best = self.compared()[int(np.argmax(means))]  # of equal ones the simpler
+        sampled = [one.at(heat) for heat in TEMPERATURES for one in dict.fromkeys([ADAPTER, best])]
+        asked = [*greedy, *sampled]
+        rows = self.results(asked)
+        scores = {one.label: one.scores(rows) for one in asked}
+        chosen, vetoed, retained = self._guarded(scores, {one.label: one for one in asked})
+        record = self._record(chosen, asked, rows, scores, vetoed, retained)
+        write_json(self.folder / "selection.json", record)
+        return record
+
+    def _guarded(
+        self, scores: Mapping[str, np.ndarray], asked: Mapping[str, Compared]
+    ) -> tuple[Selection, dict[str, str], dict[str, np.ndarray]]:
+        """The choice among what does not clearly lose on the retention set; what does, and why; and the scores there."""
+        vetoed, retained = dict[str, str](), dict[str, np.ndarray]()
+        while True:
+            chosen = select(scores, BASELINE.label, excluded=list(vetoed))
+            if not chosen.accepted or "retention" not in self.tasks:
+                return chosen, vetoed, retained
+            both = (BASELINE, asked[chosen.label])
+            rows = self.results(both, "retention")
+            retained |= {one.label: one.scores(rows) for one in both}
+            lost = compare(retained[chosen.label], retained[BASELINE.label])
+            if lost.high >= 0:
+                return chosen, vetoed, retained
+            vetoed[chosen.label] = (
+                f"loses {points(-lost.mean).lstrip('+')} points on the retention set (95 % interval {points(lost.low)} to "
+                f"{points(lost.high)})"
+            )
+
+    def _record(
+        self,
+        chosen: Selection,
+        asked: Sequence[Compared],
+        rows: Mapping[str, TaskResult],
+        scores: Mapping[str, np.ndarray],
+        vetoed: Mapping[str, str],
+        retained: Mapping[str, np.ndarray],
+    ) -> dict[str, Any]:
+        assert self.dev is not None, "there is a dev set"
+        task, own = self.tasks["dev"], scores[BASELINE.label]
+        variants = {}
+        for one in asked:
+            found, estimate = [rows[variant.label] for variant in one.variants], average_at_k(scores[one.label])
+            versus = {**asdict(compare(scores[one.label], own)), "z": paired_z(scores[one.label], own)}
+            kept = retained.get(one.label)
+            variants[one.label] = {
+                "label": one.label,
+                "weights": one.kind,
+                "temperature": one.variants[0].temperature,
+                **{key: getattr(estimate, key) for key in ("mean", "low", "high")},
+                "samples": sum(row.avg_at_k.samples for row in found),
+                "difference": None if one.label == BASELINE.label else versus,
+                **{
+                    key: float(np.mean([getattr(row, key) for row in found]))
+                    for key in ("truncated", "no_eos", "tokens")
+                },
+                "retention": None if kept is None else asdict(average_at_k(kept)),
+            }
+        picked, row = next(one for one in asked if one.label == chosen.label), variants[chosen.label]
+        trial = picked.trials[0] if picked.trials else None
+        reasons = rows[BASELINE.label].reasons
+        return {
+            "rule": RULE,
+            "recommendation": {
+                "label": chosen.label,
+                "weights": picked.kind,
+                "temperature": row["temperature"],
+                "scale": picked.variants[0].scale,
+                "range": None if trial is None else [trial.range.lower, trial.range.upper],
+                "trial": None if trial is None else trial.slug,
+                "score": {key: row[key] for key in ("mean", "low", "high")},
+                "reason": reason_of(chosen),
+            },
+            "baseline": BASELINE.label,
+            "variants": list(variants.values()),
+            "dev": {
+                "source": task.source,
+                "questions": len(task.questions),
+                "samples": self.dev.settings.dev_samples,
+                "max_new_tokens": task.sampling.max_new_tokens,
+                "task": f"{task.task.name} v{task.task.version}",
+                "grader": task.task.grader,
+                "unread": 1 - sum(reasons.get(reason, 0) for reason in READ) / len(task.questions),
+            },
+            "retention": {"source": self.tasks["retention"].source, "vetoed": dict(vetoed)}
+            if "retention" in self.tasks
+            else None,
+            "left_out": {"base": self.base_left_out} if self.base_left_out else {},
+            "diverged": self.diverged,
+        }
+
+
+def trained_in(folder: Path, trials: Sequence[Trial]) -> dict[Trial, Path]:
+    """{trial: its gated adapter} of those that are finished in a run's folder."""
+    places = {one: folder / TRIALS / one.slug / GATED for one in trials}
+    return {one: place for one, place in places.items() if (place / CONFIG).is_file()}
+
+
+def failed_in(folder: Path, trials: Sequence[Trial], *, diverged: bool) -> dict[str, str]:
+    """{name: why} of the trials whose training diverged, or of those whose last attempt failed for another reason."""
+    notes = {one.name: read_json(folder / TRIALS / one.slug / FAILED) for one in trials}
+    return {name: str(note["error"]) for name, note in notes.items() if note and note["diverged"] is diverged}
+
+
+def reason_of(chosen: Selection) -> str:
+    """Why this variant was chosen, in a sentence."""
+    if chosen.difference is None:
+        return f"no variant scored above {BASELINE.label}"
+    gap = chosen.difference
+    size = f"{points(gap.mean)} points (95 % interval {points(gap.low)} to {points(gap.high)}, z = {chosen.z:.2f})"
+    if chosen.accepted:
+        return f"it beats {BASELINE.label} by {size}"
+    return f"{chosen.best} is above it by {size}, which may be chance"

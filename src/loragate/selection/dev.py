@@ -1,0 +1,265 @@
+"""Dev and retention sets: questions that choose a variant, and questions of an ability to keep. Both are tasks like any other.
+
+Neither may share a question with the training examples, nor with those that a result is reported on. Texts are compared without
+case, surplus white space and closing punctuation; signs inside stay, because "2 + 3" and "2 - 3" are different questions. A long
+question also counts as shared where it stands inside a longer prompt.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from loragate.data import EncodedRows, Rows, load_rows
+from loragate.data.formats import conversation
+from loragate.data.loading import RowsGiven
+from loragate.data.rendering import IGNORED
+from loragate.errors import ConfigError, DataError, nearest
+from loragate.evaluation.answers import why_no_gold
+from loragate.evaluation.judging import MATH, TEXT, require_graders
+from loragate.evaluation.prepared import Prepared, prepare
+from loragate.evaluation.settings import GradingSettings, TaskSettings
+from loragate.evaluation.tasks import Question, Questions, Task, load_questions, load_task
+from loragate.evaluation.tasks.task import Dataset, Generation, Grader
+from loragate.selection.settings import DevSettings
+
+PROMPTS = ("prompt", "question", "problem", "instruction")
+ANSWERS = ("answer", "gold", "target")
+GRADERS = (*MATH, *TEXT)
+TINY_COLUMNS = ("prompt", "kind", "operations")  # that the grader of the tiny world reads
+MIN_QUESTIONS = 32
+LONG = 60
+"""Characters from which a question is looked for inside other prompts; shorter ones occur by accident."""
+RETENTION_TOKENS = 512  # of an answer to a plain file of retention questions
+MEASURED = 2_000  # training examples whose answers are measured
+EVERY_KIND = (
+    "the dev set must hold every kind of question that the adapter will be asked: what it does not ask, nothing here measures "
+    "(a retention set, --retention-data, guards other abilities)"
+)
+
+
+@dataclass(frozen=True)
+class DevSet:
+    """Questions with answers, read and checked, before a model is there.
+
+    Attributes:
+        task: how they are asked and judged.
+        questions: all different, and none of them among the training examples.
+        settings: of samples and verdicts.
+    """
+
+    task: Task
+    questions: Questions
+    settings: DevSettings
+
+    def prepared(
+        self, tokenizer: Any, positions: int | None, seed: int, *, system: str, answer_tokens: int, raw: bool = False
+    ) -> Prepared:
+        """The task for one model.
+
+        Args:
+            tokenizer: of the model.
+            positions: of the model; None where it has no limit.
+            seed: of sampling.
+            system: "none" leaves out a template's own system message, "keep" keeps it.
+            answer_tokens: that an answer may take where the settings leave it open.
+            raw: the questions of a plain file are text to complete, as the training examples are.
+        """
+        task = replace(self.task, raw=True) if raw and not self.task.path.name else self.task
+        limit = self.settings.dev_max_new_tokens or answer_tokens
+        # every variant says its temperature; the task's own is never used
+        how = TaskSettings(samples=self.settings.dev_samples, temperature=1.0, max_new_tokens=limit, seed=seed)
+        return prepare(task, self.questions, tokenizer, how, positions, system)
+
+
+def read_dev(
+    given: RowsGiven,
+    settings: DevSettings,
+    name: str = "dev",
+    taken: Sequence[tuple[Sequence[str], str]] = (),
+) -> DevSet:
+    """Questions of a file or of rows in memory, checked as far as they can be without a model.
+
+    A question that repeats another is left out, as intervals count each as one.
+
+    Args:
+        given: .jsonl, .json or .parquet with a prompt and an answer column, or such rows; or the schema of the settings' task.
+        name: "dev" or "retention", which has a task of its own in the settings.
+        taken: (prompts, what they are): questions must not be among them.
+
+    Raises:
+        ConfigError: for a grader that cannot be used, or questions without answers.
+        DataError: for a file that is not there, a row that cannot be used, a question that is also among those taken, or fewer
+            than 32 different questions.
+    """
+    if isinstance(given, str | Path) and not (path := Path(given).expanduser()).is_file():
+        beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise DataError(
+            f"found no file {given}{nearest(path.name, beside)} (a {name} set is a local .jsonl, .json or .parquet file)"
+        )
+    rows, own = load_rows(given), settings.dev_task if name == "dev" else settings.retention_task
+    source = str(given) if isinstance(given, str | Path) else f"{len(rows)} questions in memory"
+    if own:
+        task = load_task(own)
+    else:
+        _require_answers(rows, source, name)
+        task = plain_task(name, settings.dev_grader)
+    require_graders([task], GradingSettings(sandbox=settings.sandbox))
+    # a data set's full size says nothing about these questions
+    found = load_questions(replace(task, dataset=replace(task.dataset, rows=None)), rows)
+    for texts, what in taken:
+        _require_disjoint(found.questions, texts, what, name)
+    questions = _different(found.questions)
+    if len(questions) < MIN_QUESTIONS:
+        raise DataError(
+            f"the {name} set {source} has {len(questions)} different questions; fewer than {MIN_QUESTIONS} cannot tell variants "
+            "apart, so nothing would be chosen on them"
+        )
+    if why := _why_never_right(task, questions):
+        raise DataError(why)
+    repeated = len(found.questions) - len(questions)
+    source += f" ({repeated} repeat another and are left out)" if repeated else ""
+    return DevSet(task, replace(found, questions=questions, source=source), settings)
+
+
+def plain_task(name: str, grader: str) -> Task:
+    """The task of a plain file of prompts and answers; the prompt column is the user's turn, as it stands.
+
+    A grader that needs more than an answer is a ConfigError.
+    """
+    if grader not in GRADERS:
+        raise ConfigError(f"--dev-grader {grader}: expected one of {', '.join(GRADERS)}{nearest(grader, GRADERS)}")
+    return Task(
+        name=name,
+        version=1,
+        suite="math",
+        # the rows are given; a name, so that what is written down is a task file again
+        dataset=Dataset(file=f"{name}.jsonl"),
+        columns={"question": PROMPTS, "gold": ANSWERS},
+        prompt="{{ question }}",
+        generation=Generation(samples=4),
+        grader=cast(Grader, grader),
+    )
+
+
+def answer_tokens(encoded: EncodedRows) -> int:
+    """Tokens that an answer may take: half more than all but a hundredth of the training answers, in steps of 16."""
+    lengths = [
+        sum(label != IGNORED for label in encoded[index]["labels"]) for index in range(min(len(encoded), MEASURED))
+    ]
+    return 16 * math.ceil((1.5 * float(np.quantile(lengths, 0.99)) + 16) / 16)
+
+
+def taken_prompts(rows: Rows, settings: DevSettings) -> list[tuple[list[str], str]]:
+    """What no question may be among: the training examples, and what `exclude` names (DataError if that has no prompts)."""
+    taken = [(prompts_of(rows), "the training examples")]
+    if settings.exclude:
+        what = f"the questions of {settings.exclude}"
+        if not (texts := prompts_of(load_rows(settings.exclude))):
+            raise DataError(
+                f"no prompts were found in {settings.exclude}, so nothing shows that the dev set is new to them; expected "
+                f"messages, or one of the columns {', '.join(PROMPTS)}"
+            )
+        taken.append((texts, what))
+    return taken
+
+
+def prompts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The user's words in rows of any format, for the comparison with questions."""
+    texts = []
+    for row in rows:
+        for name in ("messages", "conversations", *PROMPTS):
+            value = row.get(name)
+            if isinstance(value, str):
+                more = row.get("input") if name == "instruction" else None
+                texts.append(f"{value}\n{more}" if isinstance(more, str) and more.strip() else value)
+            elif isinstance(value, list):
+                with suppress(DataError):  # such as an image; rows to train on are refused by their line
+                    texts += [turn["content"] for turn in conversation(value, name) if turn["role"] == "user"]
+    return texts
+
+
+def key_of(text: str) -> str:
+    """What two texts of one question have in common."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    text = re.sub(r"\s*([^\w\s])\s*", r"\1", text)  # "2+3" is "2 + 3"
+    return re.sub(r"\s+", " ", text).strip(" .,;:!?\"'`*")
+
+
+def _require_answers(rows: Rows, source: str, name: str) -> None:
+    """Refuse rows of a plain file that are no questions with answers."""
+    for index, row in enumerate(rows):
+        where = rows.where(index)
+        if row.get("messages") or row.get("conversations"):
+            raise DataError(
+                f'{where}: a conversation is no {name} question; write each as {{"prompt": question, "answer": answer}}, with '
+                "the final answer alone"
+            )
+        used = next((column for column in PROMPTS if row.get(column) is not None), "")
+        if used == "instruction" and row.get("input"):
+            raise DataError(
+                f"{where}: the column 'input' would be left out; write the whole question into one column 'prompt'"
+            )
+    missing = [index for index, row in enumerate(rows) if all(row.get(column) is None for column in ANSWERS)]
+    if missing and len(missing) == len(rows):
+        raise ConfigError(
+            f"{source} has no answers (columns {', '.join(ANSWERS)}), so no variant can be shown to be better than another: use "
+            "the adapter as it is, decoded greedily, or give questions with answers"
+        )
+    if missing:
+        raise DataError(f"{rows.where(missing[0])}: no answer, though other questions have one; give all of them one")
+
+
+def _different(questions: Sequence[Question]) -> list[Question]:
+    """The first of every question; a DataError if one that repeats it has another answer."""
+    first: dict[str, Question] = {}
+    for question in questions:
+        before = first.setdefault(key_of(question.prompt), question)
+        if before.prompt == question.prompt and before.gold != question.gold:
+            raise DataError(
+                f"{question.place}: the question of {before.place} again, with another answer ({question.gold!r:.60}, there "
+                f"{before.gold!r:.60}); remove the one that is wrong"
+            )
+    return list(first.values())
+
+
+def _why_never_right(task: Task, questions: Sequence[Question]) -> str | None:
+    """Why no answer to a question could be found right; None where there is nothing in the way."""
+    for question in questions:
+        missing = [name for name in TINY_COLUMNS if task.grader == "tiny" and name not in question.row]
+        if missing:
+            return f"{question.place}: the grader tiny reads the column {missing[0]!r}, which this row has not"
+        if task.grader in GRADERS and (why := why_no_gold(question.gold, task.grader)):
+            return f"{question.place}: {why}"
+    return None
+
+
+def _require_disjoint(questions: Sequence[Question], others: Iterable[str], what: str, name: str) -> None:
+    """Refuse questions that are also among other rows, compared by their prompt and by the row's own question.
+
+    The DataError names the first and how many there are.
+    """
+    seen = {key for key in map(key_of, others) if key}
+    joined = "\n".join(seen)
+    shared = [
+        question
+        for question in questions
+        if any(
+            key in seen or (len(key) >= LONG and key in joined)
+            for key in map(key_of, {question.prompt, *prompts_of([question.row])})
+            if key
+        )
+    ]
+    if shared:
+        raise DataError(
+            f"{shared[0].place}: {len(shared)} of {len(questions)} {name} questions are also among {what}; a choice made on "
+            "questions that were trained on, or that the result is reported on, means nothing. Take other questions"
+        )
