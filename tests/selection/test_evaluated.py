@@ -8,6 +8,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from loragate.selection.candidate import grid
+from loragate.selection.outcome import SweptCells, suite_record
+from loragate.selection.store import Study
 
 from loragate.cli.main import main
 from loragate.evaluation.results import read_record
@@ -16,9 +19,6 @@ from loragate.evaluation.settings import TaskSettings
 from loragate.files import write_json
 from loragate.gates.range import Range
 from loragate.generation import read_samples
-from loragate.selection.candidate import grid
-from loragate.selection.outcome import SweptCells, suite_record
-from loragate.selection.store import Study
 
 TASK = """\
 name: NAME

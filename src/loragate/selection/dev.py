@@ -141,8 +141,11 @@ def plain_task(name: str, grader: str) -> Task:
         name=name,
         version=1,
         suite="math",
-        # the rows are given; a name, so that what is written down is a task file again
-        dataset=Dataset(file=f"{name}.jsonl"),
+        # the rows are given; a file and a schema, so that what is written down is a task file again
+        dataset=Dataset(
+            file=f"{name}.jsonl",
+            schema={**dict.fromkeys(PROMPTS, "text?"), **dict.fromkeys(ANSWERS, "text|number|boolean?")},
+        ),
         columns={"question": PROMPTS, "gold": ANSWERS},
         prompt="{{ question }}",
         generation=Generation(samples=4),

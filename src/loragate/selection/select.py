@@ -82,7 +82,7 @@ def select(
     if len(set(counts.values())) != 1:
         raise ConfigError(f"all variants must be scored on the same questions; found {counts}")
     allowed = [label for label in scores if label not in excluded or label == baseline]
-    best = max([baseline, *allowed], key=lambda label: float(np.mean(scores[label])))
+    best = max([baseline, *allowed], key=lambda label: float(np.mean(scores[label], axis=1).mean()))
     if best == baseline:
         return Selection(baseline, baseline, 0.0, None)
     z = paired_z(scores[best], scores[baseline])
