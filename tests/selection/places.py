@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+from loragate.files import file_sha256
 from tiny import VOCABULARY, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 QUESTIONS = 33
@@ -20,7 +21,7 @@ def make_place(root: Path) -> Path:
     model = tiny_adapter(0)
     model.peft_config["default"].base_model_name_or_path = str(root / "base")
     model.save_pretrained(root / "one")
-    write_questions(root / "probe.jsonl", tokenizer, 1)
+    write_questions(root / "dev.jsonl", tokenizer, 1)
     return root
 
 
@@ -45,11 +46,10 @@ def arguments(place: Path, out: Path, *more: str, ranges: str = "-3,2;0,1", seed
         "sweep",
         *("--adapter", str(place / "one")),
         *("--data", str(place / "train.jsonl")),
-        *("--probe", str(place / "probe.jsonl")),
-        *("--probe-grader", "exact"),
-        *("--probe-samples", "2"),
-        *("--probe-max-new-tokens", "1"),
-        *("--probe-temperature", "0.4"),
+        *("--dev-data", str(place / "dev.jsonl")),
+        *("--dev-grader", "exact"),
+        *("--dev-samples", "2"),
+        *("--dev-max-new-tokens", "1"),
         f"--ranges={ranges}",
         *("--seeds", seeds),
         *("--learning-rate", "5e-2"),
@@ -67,25 +67,27 @@ def arguments(place: Path, out: Path, *more: str, ranges: str = "-3,2;0,1", seed
     return [*given, *more]
 
 
-def numbers(out: Path) -> dict[str, dict]:
-    """{slug: everything of its result.json that does not depend on time or place}."""
-    found = {}
-    for path in sorted((out / "trials").glob("*/result.json")):
-        record = json.loads(path.read_text())
-        record.pop("seconds")
-        for name in ("seconds", "training_seconds"):
-            record["training"].pop(name, None)
-        record["training"].get("sampled", {}).pop("seconds", None)
-        found[path.parent.name] = record
+def numbers(out: Path) -> dict[str, object]:
+    """Everything of a sweep that does not depend on time or place: gates, scores and the choice."""
+    found: dict[str, object] = {}
+    for path in sorted((out / "trials").glob("*/gated/gates.safetensors")):
+        found[path.parent.parent.name] = file_sha256(path)
+    results = out / "dev" / "results.json"
+    if results.is_file():
+        rows = json.loads(results.read_text())["results"]
+        found["scores"] = {f"{row['variant']} {row['control']}": row["question_scores"] for row in rows}
+        summary = json.loads((out / "sweep_results.json").read_text())
+        found["cells"] = [{**cell, "gates": None} for cell in summary["cells"]]
+        found["recommendation"] = summary["selection"]["recommendation"]
     return found
 
 
 def stamps(out: Path) -> dict[str, tuple[int, int]]:
     """{slug: (inode, time of change)} of the finished trials."""
     found = {}
-    for path in sorted((out / "trials").glob("*/result.json")):
+    for path in sorted((out / "trials").glob("*/gated/gate_config.json")):
         stat = path.stat()
-        found[path.parent.name] = (stat.st_ino, stat.st_mtime_ns)
+        found[path.parent.parent.name] = (stat.st_ino, stat.st_mtime_ns)
     return found
 
 

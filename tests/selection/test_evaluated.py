@@ -4,46 +4,35 @@ from __future__ import annotations
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from loragate.selection.candidate import grid
-from loragate.selection.outcome import SweptCells, suite_record
-from loragate.selection.store import Study
 
 from loragate.cli.main import main
 from loragate.evaluation.results import read_record
-from loragate.evaluation.session import Request
-from loragate.evaluation.settings import TaskSettings
-from loragate.files import write_json
-from loragate.gates.range import Range
 from loragate.generation import read_samples
 
 TASK = """\
 name: NAME
 version: 1
 suite: math
-dataset: {file: probe.jsonl, schema: {prompt: text, answer: text}}
+dataset: {file: dev.jsonl, schema: {prompt: text, answer: text}}
 columns: {question: prompt, gold: answer}
 prompt: "{{ question }}"
 generation: {samples: 3, temperature: 0.5, max_new_tokens: 1}
 grader: exact
 """
-CELLS = ["[-3,2] entropy, seed 0", "[0,1] entropy, seed 0", "[-3,2] entropy, seed 1", "[0,1] entropy, seed 1"]
-
-
-AVERAGE = SimpleNamespace(samples=1)
+CELLS = ["[-3,2], seed 0", "[-3,2], seed 1", "[0,1], seed 0", "[0,1], seed 1"]
 
 
 @pytest.fixture(scope="module")
 def tasks(place, tmp_path_factory):
     """Two tasks of one suite, with 33 and 20 questions."""
     folder = tmp_path_factory.mktemp("tasks")
-    lines = (place / "probe.jsonl").read_text().splitlines(keepends=True)
+    lines = (place / "dev.jsonl").read_text().splitlines(keepends=True)
     for name, count in (("many", 33), ("few", 20)):
         (folder / name).mkdir()
-        (folder / name / "probe.jsonl").write_text("".join(lines[:count]))
+        (folder / name / "dev.jsonl").write_text("".join(lines[:count]))
         (folder / name / f"{name}.yaml").write_text(TASK.replace("NAME", name))
     return ",".join(str(folder / name / f"{name}.yaml") for name in ("many", "few"))
 
@@ -57,15 +46,15 @@ def evaluated(swept, tasks, tmp_path_factory):
 
 def test_a_cell_answers_as_its_own_artifact_does(swept, tasks, evaluated, tmp_path):
     record = read_record(evaluated / "results.json")
-    assert [row.name for row in record.results if row.task == "few"] == [
+    assert [row.label for row in record.results if row.task == "few"] == [
         "adapter",
         *(f"gated {name}" for name in CELLS),
     ]
-    artifact = swept / "trials" / "one_entropy_-3_2_seed1" / "gated"
+    artifact = swept / "trials" / "entropy_-3_2_seed1" / "gated"
     own = tmp_path / "own"
     assert main(["eval", "--model", str(artifact), "--tasks", tasks, "--controls", "none", "--out", str(own)]) == 0
     for task in ("many", "few"):
-        for row, slug in (("gated", "gated--3_2-entropy-seed-1"), ("adapter", "adapter")):
+        for row, slug in (("gated", "gated--3_2-seed-1"), ("adapter", "adapter")):
             one, other = (
                 read_samples(out / "samples" / name / f"{task}.jsonl") for out, name in ((own, row), (evaluated, slug))
             )
@@ -81,33 +70,20 @@ def test_the_map_is_the_mean_over_tasks_with_seeds_averaged(swept, evaluated):
     record = read_record(evaluated / "results.json")
     assert [cell["name"] for cell in found["cells"]] == ["[-3,2]", "[0,1]"]
     for cell in found["cells"]:
-        of_seeds = [f"{cell['name']} entropy, seed {seed}" for seed in (0, 1)]
+        of_seeds = [f"{cell['name']}, seed {seed}" for seed in (0, 1)]
         means = [
             np.mean([record.find(task, "gated", name).avg_at_k.mean for name in of_seeds]) for task in ("many", "few")
         ]
         assert cell["score"]["mean"] == pytest.approx(np.mean(means))
         adapter = np.mean([record.find(task, "adapter").avg_at_k.mean for task in ("many", "few")])
         assert cell["difference"]["mean"] == pytest.approx(np.mean(means) - adapter)
-        assert cell["complete"]
-    (choice,) = found["choices"]
     best = max(
         [("adapter", adapter), *((c["name"], c["score"]["mean"]) for c in found["cells"])], key=lambda one: one[1]
     )
-    assert choice["oracle"]["name"] == best[0]
+    assert found["oracle"]["name"] == best[0]
     assert (found["samples"], found["questions"], found["seeds"], found["tasks"]) == (3, 53, [0, 1], ["many", "few"])
-    chosen = json.loads((swept / "sweep_results.json").read_text())["choices"][0]
-    assert choice["picked"] == (chosen["picked"] if chosen["accepted"] else "")
+    assert found["picked"] == json.loads((swept / "sweep_results.json").read_text())["picked"]
     assert (evaluated / "heatmap_math.png").stat().st_size > 1000
-
-
-def test_a_cell_of_many_digits_has_the_name_that_the_sweep_chose():
-    trials = grid("one", [Range(-0.12345678, 1), Range(0, 1)], [0], ["entropy"])
-    scored = {"adapter": [0.0, 0.5], **{f"gated {trial.name}": [0.5, 1.0] for trial in trials[1:]}}
-    rows = [SimpleNamespace(task="t", name=name, question_scores=s, avg_at_k=AVERAGE) for name, s in scored.items()]
-    chosen = {"accepted": True, "picked": "[-0.12345678,1]"}
-    found = suite_record(SimpleNamespace(results=rows), Study(trials, {}), "s", ["t"], chosen)
-    assert found["choices"][0]["accepted"]
-    assert found["choices"][0]["picked"] == found["cells"][0]["name"] == "[-0.12345678,1]"
 
 
 def test_the_report_reads_the_map_and_no_cell_as_an_artifact_of_its_own(swept, evaluated, tmp_path, capsys):
@@ -123,7 +99,7 @@ def test_a_stopped_evaluation_of_a_sweep_goes_on_and_a_changed_cell_is_noticed(
     swept, tasks, evaluated, tmp_path, capsys
 ):
     out = shutil.copytree(evaluated, tmp_path / "out")
-    cut = out / "samples" / "gated-0_1-entropy-seed-0" / "few.jsonl"
+    cut = out / "samples" / "gated-0_1-seed-0" / "few.jsonl"
     whole = cut.read_text()
     cut.write_text("".join(whole.splitlines(keepends=True)[:7]))
     other = out / "samples" / "adapter" / "few.jsonl"
@@ -136,28 +112,26 @@ def test_a_stopped_evaluation_of_a_sweep_goes_on_and_a_changed_cell_is_noticed(
     assert drawn[0] == drawn[1]
     assert other.stat().st_mtime_ns == stamp
     copied = shutil.copytree(swept, tmp_path / "swept")
-    kept = json.loads((out / "run.json").read_text())
-    text = json.dumps(kept).replace(str(swept), str(copied))
-    (out / "run.json").write_text(text)
-    gates = copied / "trials" / "one_entropy_0_1_seed0" / "gated" / "gates.safetensors"
-    shutil.copy(copied / "trials" / "one_entropy_-3_2_seed0" / "gated" / "gates.safetensors", gates)
+    for name in ("run.json", "variants.json"):
+        text = (out / name).read_text()
+        (out / name).write_text(text.replace(str(swept), str(copied)))
+    gates = copied / "trials" / "entropy_0_1_seed0" / "gated" / "gates.safetensors"
+    shutil.copy(copied / "trials" / "entropy_-3_2_seed0" / "gated" / "gates.safetensors", gates)
     line[2] = str(copied)
     capsys.readouterr()
     assert main(line) != 0
     said = "".join(capsys.readouterr().err.split())
-    assert "run.jsonwasbegunwithweights." in said
-    assert gates.parent.name in said
+    assert "variants.jsonwasbegunwithgated[0,1],seed0.gates_sha256" in said
 
 
 def test_cells_that_are_not_finished_are_named_and_their_range_is_not_compared(swept, tasks, tmp_path, capsys):
     copied = shutil.copytree(swept, tmp_path / "swept")
-    (copied / "trials" / "one_entropy_0_1_seed1" / "result.json").unlink()
+    (copied / "trials" / "entropy_0_1_seed1" / "gated" / "gate_config.json").unlink()
     out = tmp_path / "out"
     assert main(["eval", "--sweep", str(copied), "--tasks", tasks, "--limit", "4", "--out", str(out)]) == 0
-    assert "not finished, and not scored: [0,1] entropy, seed 1" in " ".join(capsys.readouterr().out.split())
+    assert "trials that are not finished, and not scored: [0,1], seed 1" in " ".join(capsys.readouterr().out.split())
     found = json.loads((out / "cells_math.json").read_text())
-    assert [(cell["name"], cell["complete"]) for cell in found["cells"]] == [("[-3,2]", True), ("[0,1]", False)]
-    assert found["choices"][0]["candidates"] == 1
+    assert [(cell["name"], cell["seeds"]) for cell in found["cells"]] == [("[-3,2]", [0, 1])]
 
 
 @pytest.mark.parametrize(
@@ -176,17 +150,4 @@ def test_what_has_no_effect_on_a_sweep_is_refused(swept, tasks, tmp_path, capsys
 
 def test_a_folder_that_is_no_sweep(tmp_path, tasks, capsys):
     assert main(["eval", "--sweep", str(tmp_path), "--tasks", tasks, "--out", str(tmp_path / "out")]) == 1
-    assert "sweep.json" in capsys.readouterr().err
-
-
-def test_a_sweep_without_a_probe_recommends_nothing(swept, tasks, tmp_path):
-    copied = shutil.copytree(swept, tmp_path / "swept")
-    before = Study.read(copied)
-    study = Study(before.candidates, {**before.identity, "probe": None})
-    write_json(copied / "sweep.json", study.as_dict())
-    for one in study.candidates:
-        path = copied / "trials" / one.slug / "result.json"
-        write_json(path, {**json.loads(path.read_text()), "probe": None, "sweep": study.fingerprint})
-    cells = SweptCells.of(copied, Request("", tmp_path / "out", TaskSettings(tasks=tasks)))
-    assert len(cells.trials) == len(CELLS)
-    assert cells.choice == {}
+    assert "run.json" in capsys.readouterr().err

@@ -75,29 +75,6 @@ def at_work(driver, out):
     return held
 
 
-def test_a_worker_keeps_its_base_from_trial_to_trial(place, swept, tmp_path, monkeypatch):
-    """What Ray calls, without starting Ray."""
-    from loragate.selection import sweep as module
-
-    real, loads = module.open_base, []
-    monkeypatch.setattr(module, "open_base", lambda *given: loads.append(given) or real(*given))
-    from loragate.cli.arguments import parse
-    from loragate.cli.sweep import COMMAND, prepare
-    from loragate.selection.on_ray import Worker
-    from loragate.selection.store import Store
-
-    sweep_of, candidates = prepare(parse(COMMAND, arguments(place, tmp_path / "out")[1:])[0])
-    study = sweep_of.study(candidates)
-    worker = Worker(lambda: module.open_bench(sweep_of), Store(tmp_path / "out", study))
-    first, second = (trial for trial in study.candidates if trial.slug.endswith(("untouched", "0_1_seed1")))
-    worker.run(first)
-    worker.run(second)
-    assert len(loads) == 1
-    found, whole = numbers(tmp_path / "out"), numbers(swept)
-    assert found == {slug: whole[slug] for slug in found}
-    assert len(found) == 2
-
-
 def test_as_many_trials_run_as_fit_and_none_that_never_could(monkeypatch):
     from loragate.selection.on_ray import Resources, fitting
 
@@ -160,7 +137,7 @@ def test_a_node_that_is_not_up_in_time_is_started_once_more(monkeypatch):
 def test_a_killed_worker_is_replaced_and_the_numbers_are_the_same(place, undisturbed, tmp_path):
     out = tmp_path / "out"
     driver = start(place, out)
-    files = [out / "trials" / f"one_entropy_{bounds}_seed0" / "run" / "metrics.jsonl" for bounds in ("-3_2", "0_1")]
+    files = [out / "trials" / f"entropy_{bounds}_seed0" / "run" / "metrics.jsonl" for bounds in ("-3_2", "0_1")]
     wait_for(lambda: any(path.is_file() and path.read_text().count("\n") >= 4 for path in files), driver)
     running = next(path.parent.parent for path in files if path.is_file() and path.read_text().count("\n") >= 4)
     held = at_work(driver, out)
@@ -205,7 +182,7 @@ def test_a_killed_driver_leaves_no_process_and_goes_on(place, undisturbed, tmp_p
         now = stamps(out)
         assert known.items() <= now.items(), "a finished trial was touched"
         known = now
-        if len(known) == 5:
+        if len(known) == 4:
             break
     driver = start(place, out, "--resume")
     assert driver.wait(timeout=300) == 0, (tmp_path / "log.txt").read_text()

@@ -53,8 +53,9 @@ from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.statistics import compare_suites, suite_average
 from loragate.evaluation.tasks import load_task
 from loragate.evaluation.variants import ModelVariant, acting, canary
-from loragate.files import RunFolder, folder_sha256, require_same, write_json, write_text
+from loragate.files import RunFolder, file_sha256, folder_sha256, require_same, write_json, write_text
 from loragate.gates.attach import active_adapter, is_gated
+from loragate.gates.schema import GATES
 from loragate.generation import Engine, Sample, TransformersEngine
 from loragate.generation.samples import draw_samples, read_samples
 from loragate.models.place import Kind
@@ -149,13 +150,20 @@ class Evaluation:
         wanted = {
             one.label: {
                 **to_json(one),
-                "gates_sha256": folder_sha256(one.gates) if one.gates and Path(one.gates).exists() else None,
+                "gates_sha256": _gates_sha256(one.gates),
             }
             for one in self.variants
         }
-        shared = {label: known[label] for label in wanted if label in known}
-        remedy = "repeat the command with the same gates, or choose another --out"
-        require_same(path, shared, {label: wanted[label] for label in shared}, remedy)
+        # gates are known by what they hold, so that folders can be moved
+        before, now = (
+            {
+                label: {key: value for key, value in rows[label].items() if key != "gates"}
+                for label in wanted
+                if label in known
+            }
+            for rows in (known, wanted)
+        )
+        require_same(path, before, now, "repeat the command with the same gates, or choose another --out")
         write_json(path, {**known, **wanted})
 
     def run(self, engine_for: EngineFor, on_event: OnEvent = no_progress) -> EvaluationRecord:
@@ -360,6 +368,12 @@ class Evaluation:
                 average = replace(suite_average(ours, weights=weights), tasks=count)
                 rows.append(SuiteResult(variant.weights, average, title, variant.control, comparison))
         return rows
+
+
+def _gates_sha256(folder: str | None) -> str | None:
+    """Of the gates in a gated folder; None for a hub id, and where there are none."""
+    file = None if folder is None else Path(folder) / GATES
+    return None if file is None or not file.is_file() else file_sha256(file)
 
 
 @dataclass(frozen=True)

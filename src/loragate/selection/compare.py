@@ -140,6 +140,7 @@ class SelectionRun:
         self.base_left_out = base_is_off(context.model)
         self.gated: dict[Trial, Path] = {}
         self.diverged: dict[str, str] = {}
+        self._asked: dict[str, dict[ModelVariant, None]] = {"dev": {}, "retention": {}}  # ordered sets
         _, encoded = context.encoded(context.settings.seed)
         how: dict[str, Any] = {"system": context.system, "raw": encoded.summary.all_plain}
         self.tasks: dict[str, Prepared] = {}
@@ -248,7 +249,8 @@ class SelectionRun:
     def results(self, asked: Sequence[Compared], name: str = "dev") -> dict[str, TaskResult]:
         """{label of a variant: result} on the dev or retention set; what is on file is not drawn again."""
         assert self.dev is not None, "there is a dev set"
-        folder, task = self.folder / name, self.tasks[name]
+        folder, task, variants = self.folder / name, self.tasks[name], self._asked[name]
+        variants.update(dict.fromkeys(variant for one in asked for variant in one.variants))
 
         def on_event(stage: str, variant: ModelVariant, _: str, done: int, total: int) -> None:
             if stage == "sampling":
@@ -258,7 +260,7 @@ class SelectionRun:
             self.context.model,
             self.context.tokenizer,
             [task],
-            [variant for one in asked for variant in one.variants],
+            list(variants),  # the record there holds everything that was asked
             folder,
             seed=task.sampling.seed,
             facts={key: self.identity[key] for key in ("adapter", "base")},

@@ -346,18 +346,16 @@ class SweptCells:
     """The trained cells of a sweep, which are variants of one evaluation beside its adapter.
 
     Attributes:
-        folder: of the sweep.
         trials: {trial: its gated folder}, of those that are trained.
-        left: names of the others.
+        left: the others; their cells are not compared.
         request: of the evaluation: its model is the adapter of the cells.
         tasks: what is asked.
         stop_token_ids: that end an answer, as the cells record them.
         picked: the cell that the sweep chose on its dev set; empty where it chose none.
     """
 
-    folder: Path
     trials: dict[Trial, Path]
-    left: tuple[str, ...]
+    left: tuple[Trial, ...]
     request: Request
     tasks: list[Task]
     stop_token_ids: tuple[int, ...]
@@ -385,14 +383,15 @@ class SweptCells:
         if asked := [task.name for task in tasks if task.harness is not None]:
             raise ConfigError(f"--sweep: {', '.join(asked)} are retention suites, which are scored one model at a time")
         endings = tuple(gates.get("stop_token_ids") or ())
-        left = tuple(one.name for one in every if one not in trials)
-        return cls(sweep, trials, left, own, tasks, endings, str(read_json(sweep / RESULTS).get("picked") or ""))
+        left = tuple(one for one in every if one not in trials)
+        return cls(trials, left, own, tasks, endings, str(read_json(sweep / RESULTS).get("picked") or ""))
 
     def evaluation(self, session: Session) -> Evaluation:
         """The adapter and a variant for each cell."""
-        notes = [f"cells that are not finished, and not scored: {', '.join(self.left)}"] if self.left else []
+        names = ", ".join(one.name for one in self.left)
+        notes = [f"trials that are not finished, and not scored: {names}"] if names else []
         rows = [ModelVariant("gated", trial.name, gates=str(place)) for trial, place in self.trials.items()]
-        return session.evaluation([ModelVariant("adapter"), *rows], notes=notes, sweep=str(self.folder.name))
+        return session.evaluation([ModelVariant("adapter"), *rows], notes=notes)
 
     def on_suite(self, record: EvaluationRecord, suite: str) -> dict[str, Any]:
         """The cells on one suite, in the form that `report.sweep` draws, and the best one, an oracle.
@@ -402,8 +401,10 @@ class SweptCells:
         tasks = [task.name for task in self.tasks if task.suite == suite]
         rows = {(row.task, row.label): row for row in record.results}
         own, groups = [rows[task, "adapter"].means_Q1 for task in tasks], dict[str, list[Trial]]()
+        incomplete = {trial.cell for trial in self.left}
         for trial in self.trials:
-            groups.setdefault(trial.cell, []).append(trial)
+            if trial.cell not in incomplete:
+                groups.setdefault(trial.cell, []).append(trial)
         tables: dict[str, list[np.ndarray]] = {"adapter": own}
         cells: list[dict[str, Any]] = []
         for name, trials in groups.items():
