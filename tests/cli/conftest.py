@@ -30,7 +30,7 @@ def made(once):
             64,
         ]
         run("sft", "--model", root / "base", *data, "--learning-rate", "5e-3", "--out", root / "adapter")
-        gates = ["--range", "-3,2", "--unverified", "--learning-rate", "5e-2", "--k", 20, "--out", root / "gated"]
+        gates = ["--ranges", "-3,2", "--skip-selection", "--learning-rate", "5e-2", "--k", 20, "--out", root / "gated"]
         run("calibrate", "--adapter", root / "adapter", *data, *gates)
 
     return once("made-by-commands", fill)
