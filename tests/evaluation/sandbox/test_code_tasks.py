@@ -188,8 +188,8 @@ def test_the_usual_single_text_agrees() -> None:
     other = mbpp_program(MBPP[0], str(MBPP[0]["code"]))
     assert task is not None
     assert other is not None
-    assert run_program(f"{task.program}\n\n{task.checks.source}\n", tier=need(TOP)).passed
-    assert run_program(f"{other.program}\n\n{other.checks.source}\n", tier=TOP).passed
+    for program, checks in (task, other):
+        assert run_program(f"{program}\n\n{checks.source}\n", tier=need(TOP)).passed
 
 
 def test_rows_are_checked() -> None:

@@ -13,9 +13,10 @@ import pytest
 from guard import ALL, TOP, need
 
 import loragate
-from loragate.evaluation.sandbox import Checks, Limits, run_program, run_tests, tiers
+from loragate.evaluation.sandbox import Checks, Limits, run_program
+from loragate.evaluation.sandbox.bubblewrap import package_folders
 
-SQUARE = Checks("assert f(3) == 9\nassert f(-7) == 49\nassert f(12) == 144\n", ("f",))
+SQUARE = Checks("import colorsys\nassert f(3) == 9\nassert f(-7) == 49\nassert f(12) == 144\n", ("f",))
 ATTEMPT = """
 def refused(action, *kinds):
     try:
@@ -68,7 +69,7 @@ def test_cheats_do_not_pass(cheat: Attack, tier: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # short time where time is what ends it
     limits = Limits(seconds=1 if "timeout" in cheat.reasons else 10, memory_mb=512)
-    result = run_tests(cheat.program, SQUARE, need(tier), limits=limits)
+    result = run_program(cheat.program, SQUARE, need(tier), limits=limits)
     assert not result.passed
     assert result.reason in cheat.reasons, result
     assert len(result.detail) <= 500
@@ -88,7 +89,7 @@ def test_breakouts_are_refused(breakout: Attack, tier: str, tmp_path: Path, monk
             "HOST_FILE": str(host_file),
             "HOST_PID": os.getpid(),
             "CHECKOUT": str(Path(loragate.__file__).parent),
-            "PYTHON": (os.path.realpath(sys.base_prefix), *tiers.package_folders()),
+            "PYTHON": (os.path.realpath(sys.base_prefix), *package_folders()),
             "TMP_TOP": Path(sys.prefix).parts[2] if sys.prefix.startswith("/tmp/") else "",
         }
         lines = "".join(f"{name} = {value!r}\n" for name, value in names.items())
@@ -100,5 +101,5 @@ def test_breakouts_are_refused(breakout: Attack, tier: str, tmp_path: Path, monk
 
 @pytest.mark.parametrize("tier", TOP)
 def test_a_right_program_passes_all_the_same(tier: str) -> None:
-    result = run_tests("def f(x):\n    print(x)\n    return x * x", SQUARE, need(tier))
+    result = run_program("def f(x):\n    print(x)\n    return x * x", SQUARE, need(tier))
     assert (result.passed, result.reason, result.tier) == (True, "ok", tier)
