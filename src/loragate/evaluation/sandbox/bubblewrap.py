@@ -57,6 +57,10 @@ def bubblewrap(file_mb: int, drop: bool) -> list[str]:
     for path in ("/etc/ld.so.cache", "/etc/alternatives", "/nix/store"):
         words += ["--ro-bind-try", path, path]
     words += ["--proc", "/proc", "--dev", "/dev"]
+    # Where a user namespace stands for root's rights, the kernel still takes the program for the owner of these: kernel settings.
+    for folder in ("/proc/sys", "/proc/fs", "/proc/irq", "/proc/bus", "/proc/acpi", "/proc/scsi", "/proc/asound"):
+        if os.path.isdir(folder):
+            words += ["--tmpfs", folder, "--remount-ro", folder]
     for folder in ("/dev/shm", "/tmp"):
         words += ["--perms", "1777", "--size", str(file_mb * 1024 * 1024), "--tmpfs", folder]
     # the interpreter and its packages, and nothing that lies beside them

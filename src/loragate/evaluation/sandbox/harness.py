@@ -1,11 +1,12 @@
 """The one process that the host starts in the sandbox: it forks the model's program, then reads the tests and runs them.
 
-The fork comes first, so that the program's process never held a test, an expected value or the line to the host. The harness
-cannot be dumped, so that the kernel shows its memory and descriptors to no other process. The program can kill it, which is no
-verdict. Between the two goes framed JSON. Only built-in values cross as values. Everything else stays where it was made and
-crosses as a numbered handle, so no class of the program ever takes part in a comparison: an object that claims to equal
-everything arrives as a handle that equals nothing. What is decoded is exactly of the built-in types, whatever the sender did to
-its own interpreter.
+The fork comes first, so that the program's process never held a test, an expected value or the line to the host; it waits until
+the tests have been read. The harness cannot be dumped, so that the kernel shows its memory and descriptors to no other process.
+The program can kill it, which is no verdict.
+
+Between the two goes framed JSON. Only built-in values cross as values. Everything else stays where it was made and crosses as a
+numbered handle, so no class of the program ever takes part in a comparison: an object that claims to equal everything arrives as
+a handle that equals nothing. What is decoded is exactly of the built-in types, whatever the sender did to its own interpreter.
 
 The host passes this file as text, so it imports the standard library only, and is ASCII, as the host's locale may be.
 """
@@ -490,13 +491,16 @@ def main(control, uid, packages):
             os.close(control)
             ours.close()
             nothing = os.open(os.devnull, os.O_RDONLY)
-            os.dup2(nothing, 0)  # in place of the request's rest, the tests
+            os.dup2(nothing, 0)
             os.close(nothing)
+            receive(theirs.fileno())
             serve(theirs.fileno(), **program)
         finally:
             os._exit(0)
     theirs.close()
     checks = receive(0)
+    # Only now may the program run: bubblewrap's first process has this standard input too, where it could have read them.
+    send(ours.fileno(), "go")
     give_up(checks.pop("limits"))
     # /tmp is the program's too: nothing that it left there may be found by a test
     os.chdir("/")
