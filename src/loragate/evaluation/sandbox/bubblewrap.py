@@ -49,20 +49,20 @@ def bubblewrap(file_mb: int, drop: bool) -> list[str]:
     else:
         words += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     words += ["--ro-bind", "/usr", "/usr"]
-    for folder in ("/bin", "/lib", "/lib64", "/lib32", "/libx32"):
-        if os.path.islink(folder):
-            words += ["--symlink", os.readlink(folder), folder]
-        elif os.path.isdir(folder):
-            words += ["--ro-bind", folder, folder]
+    for path in ("/bin", "/lib", "/lib64", "/lib32", "/libx32"):
+        if os.path.islink(path):
+            words += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            words += ["--ro-bind", path, path]
     for path in ("/etc/ld.so.cache", "/etc/alternatives", "/nix/store"):
         words += ["--ro-bind-try", path, path]
     words += ["--proc", "/proc", "--dev", "/dev"]
     # Where a user namespace stands for root's rights, the kernel still takes the program for the owner of these: kernel settings.
-    for folder in ("/proc/sys", "/proc/fs", "/proc/irq", "/proc/bus", "/proc/acpi", "/proc/scsi", "/proc/asound"):
-        if os.path.isdir(folder):
-            words += ["--tmpfs", folder, "--remount-ro", folder]
-    for folder in ("/dev/shm", "/tmp"):
-        words += ["--perms", "1777", "--size", str(file_mb * 1024 * 1024), "--tmpfs", folder]
+    for path in ("/proc/sys", "/proc/fs", "/proc/irq", "/proc/bus", "/proc/acpi", "/proc/scsi", "/proc/asound"):
+        if os.path.isdir(path):
+            words += ["--tmpfs", path, "--remount-ro", path]
+    for path in ("/dev/shm", "/tmp"):
+        words += ["--perms", "1777", "--size", str(file_mb * 1024 * 1024), "--tmpfs", path]
     # the interpreter and its packages, and nothing that lies beside them
     folders = [os.path.realpath(folder) for folder in (sys.base_prefix, sys.base_exec_prefix)]
     folders += [str(Path(interpreter()[0]).parent), *package_folders()]

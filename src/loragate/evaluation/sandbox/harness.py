@@ -482,7 +482,7 @@ def main(control, uid, packages):
     # A file that grows too long is then an OSError, not a death by signal.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     sys.path.extend(packages)
-    os.write(control, b'"ready"\n')
+    os.write(control, b"ready")
     program = receive(0)
     ours, theirs = socket.socketpair()
     child = os.fork()
@@ -506,4 +506,4 @@ def main(control, uid, packages):
     os.chdir("/")
     os.environ["HOME"] = "/"
     verdict = judge(Channel(ours.fileno()), child, checks)
-    os.write(control, json.dumps(verdict).encode("ascii") + b"\n")
+    os.write(control, json.dumps(verdict).encode("ascii"))

@@ -53,6 +53,7 @@ ENVIRONMENT = {
 # The tests of one HumanEval+ problem hold thousands of expected values, and numpy to compare them with.
 TESTS_MEMORY_MB = 4096
 HARNESS = Path(__file__).with_name("harness.py")
+READY = b"ready"  # the first word of the harness
 TAIL = 2000  # bytes of output that are kept
 TICK = 0.1  # seconds between two looks at time, memory and number of processes
 START_UP = 60.0  # seconds for the harness to be up, on a busy machine too
@@ -164,11 +165,6 @@ def probe(tier: str) -> str | None:
     return _tried(tier)[0]
 
 
-def available_tiers() -> list[str]:
-    """The tiers that work here, the strongest first."""
-    return [tier for tier in TIERS if probe(tier) is None]
-
-
 def require_sandbox(tier: str) -> bool:
     """Raise `SandboxError` where `tier` does not work; returns whether root drops its rights in it (see `bubblewrap`)."""
     reason, drop = _tried(tier)
@@ -258,7 +254,8 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     def __init__(self, limits: Limits, isolated: bool, drop: bool) -> None:
         self.limits = limits
         self.written, self.tail, self.seconds = 0, b"", 0.0
-        self.harness_pid = 0  # known when the harness is up; before, nothing of the program's runs
+        # known when the harness is up; before, nothing of the program's runs
+        self.harness_pid, self.used_before = 0, 0.0
         with contextlib.ExitStack() as stack:
             # Where isolated, /tmp is the program's own; otherwise it gets a folder that goes with it.
             folder = "/" if isolated else stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -314,7 +311,6 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         """
         open_ends = [self.control, self.output.fileno()]
         started = now = time.monotonic()
-        self.used_before = 0.0
         next_look = started + TICK
         while True:
             ready = _readable(max(next_look - now, 0), *open_ends)
@@ -324,8 +320,8 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                 if found := self.too_much():
                     return found
             if self.control in ready:
-                message = self._message()
-                if message != "ready" or self.harness_pid:
+                message = os.read(self.control, 1 << 16)
+                if message != READY or self.harness_pid:
                     return self._verdict(message)
                 # Nothing has been forked: the last of the chain is the harness. It goes on with what it is sent.
                 pids, _, self.used_before = self._usage()
@@ -348,25 +344,17 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                 self.process.stdin.write(len(data).to_bytes(4, "big") + data)
             self.process.stdin.flush()
 
-    def _message(self) -> Any:
-        """What the harness says; None at its end. It is shorter than what a pipe takes in one piece."""
-        part = os.read(self.control, 1 << 16)
-        try:
-            return json.loads(part) if part else None
-        except ValueError:
-            return part
-
-    def _verdict(self, message: Any) -> tuple[str, str]:
-        match message:
-            case [str(reason), str(detail)]:
-                return reason, detail
-            case None if not self.harness_pid:
-                self._drain()
-                last = self.tail.decode("utf-8", "replace").strip().splitlines()[-1:]
-                return "error", f"the sandbox did not start: {last[0][:300] if last else 'no word'}"
-            case None:
-                return "killed", "the process of the tests was ended"
-        return "error", "the process of the tests said something of no known form"
+    def _verdict(self, message: bytes) -> tuple[str, str]:
+        """What the harness said last, where it said anything; shorter than what a pipe takes in one piece."""
+        with contextlib.suppress(ValueError):
+            match json.loads(message):
+                case [str(reason), str(detail)]:
+                    return reason, detail
+        if self.harness_pid:
+            return "killed", "the process of the tests was ended"
+        self._drain()
+        last = self.tail.decode("utf-8", "replace").strip().splitlines()[-1:]
+        return "error", f"the sandbox did not start: {last[0][:300] if last else 'no word'}"
 
     def _over_limits(self, elapsed: float) -> tuple[str, str] | None:
         limits = self.limits
@@ -405,23 +393,17 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         pages, ticks, found, waiting = 0, 0, [], [self.process.pid]
         while waiting:
             pid = waiting.pop()
-            try:
-                # utime and stime, and those of children that have ended; the name before them may hold spaces
-                times = (
-                    Path(f"/proc/{pid}/stat")
-                    .read_text(encoding="utf-8", errors="replace")
-                    .rpartition(")")[2]
-                    .split()[11:15]
-                )
+            with contextlib.suppress(OSError, ValueError):  # it has ended
+                # utime and stime, and those of children that have ended; the name before them may hold anything
+                fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
                 # without shared pages: forks and libraries would be counted once for each process
-                resident, shared = map(int, Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1:3])
+                resident, shared = map(int, Path(f"/proc/{pid}/statm").read_bytes().split()[1:3])
+                found.append(pid)
+                ticks += sum(map(int, fields[11:15]))
+                pages += max(resident - shared, 0) if pid != self.harness_pid else 0
                 for thread in os.listdir(f"/proc/{pid}/task"):
-                    waiting += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="ascii").split())
-            except (OSError, ValueError):
-                continue
-            found.append(pid)
-            ticks += sum(map(int, times))
-            pages += max(resident - shared, 0) if pid != self.harness_pid else 0
+                    with contextlib.suppress(OSError):
+                        waiting += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_bytes().split())
         found = found or [self.process.pid]  # where there is no /proc
         return found, pages * os.sysconf("SC_PAGE_SIZE") >> 20, ticks / os.sysconf("SC_CLK_TCK")
 
