@@ -91,7 +91,7 @@ def test_time_and_output(tier: str) -> None:
 def test_time_is_the_processor_s() -> None:
     """A program that waits is given more wall time than processor time, and what its children use counts."""
     waits = "import time\ntime.sleep(1.5)"
-    assert run_program(waits, tier=need(TOP), limits=Limits(seconds=0.5)).reason == "ok"
+    assert run_program(waits, tier=need(TOP), limits=Limits(seconds=1)).reason == "ok"
     fork = "import os, time\nfor _ in range(2):\n    if os.fork() == 0:\n        while True: pass\ntime.sleep(60)"
     result = run_program(fork, tier=TOP, limits=Limits(seconds=2))
     assert result.reason == "timeout"
@@ -108,13 +108,6 @@ def test_no_daemon_lives_on(ending: str) -> None:
             return
         time.sleep(0.05)
     pytest.fail(f"still there: {alive(mark)}")
-
-
-def test_what_one_process_cannot_hold() -> None:
-    """The page on the sandbox says so: a free-form program compares inside itself."""
-    cheat = "class Equal:\n    def __eq__(self, other): return True\ndef f(x): return Equal()\n"
-    assert run_program(cheat + "assert f(1) == 2", tier=need(TOP)).passed
-    assert run_program(cheat, Checks("assert f(1) == 2"), TOP).reason == "wrong"
 
 
 VALUES = [
