@@ -225,7 +225,7 @@ class Server:
             number = self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
         kind = "iterator" if hasattr(type(value), "__next__") else "callable" if callable(value) else "object"
-        return {"h": [number, kind, type(value).__name__]}
+        return {"h": [number, kind]}
 
     def answer(self, request):
         """Return ["value", form], ["missing"] or ["raised", class names, text, reason]."""
@@ -324,13 +324,13 @@ class Channel:
         raise TypeError(f"the tests pass a {type(value).__name__}, which cannot cross to the program's process")
 
     def _take(self, content):
-        number, kind, name = content
+        number, kind = content
         if type(number) is not int or kind not in ("iterator", "callable", "object"):
             raise ValueError(number)
         # one handle for each object, so that `is` holds here where it holds there
         if number not in self.handles:
             classes = {"iterator": IteratorHandle, "callable": CallableHandle, "object": Handle}
-            self.handles[number] = classes[kind](self, number, str(name))
+            self.handles[number] = classes[kind](self, number)
         return self.handles[number]
 
 
@@ -342,10 +342,9 @@ def _asking(action):
 class Handle:
     """An object of the other process. It has no `==` of its own, so it equals nothing but itself."""
 
-    def __init__(self, channel, number, name):
+    def __init__(self, channel, number):
         object.__setattr__(self, "_channel", channel)
         object.__setattr__(self, "_number", number)
-        object.__setattr__(self, "_name", name)
 
     def __getattr__(self, name):
         # Python and its library look for these on any object (`__array__`, `__index__`, ...); the program must not answer them
