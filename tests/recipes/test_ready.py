@@ -104,7 +104,7 @@ def test_an_evaluation_that_could_not_run(values, message, monkeypatch):
         raise ConfigError("no sandbox here")
 
     hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
-    monkeypatch.setattr("loragate.evaluation.judging.root_style_of", no_sandbox)
+    monkeypatch.setattr("loragate.evaluation.judging.require_sandbox", no_sandbox)
     found = ready.lacking([Stage("late", "eval", {"model": "", **values})], "runs/x")
     assert [text for text in found if text.startswith("late: ") and message in text]
 

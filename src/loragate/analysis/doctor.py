@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
-from loragate.evaluation.sandbox import available_tiers, probe
+from loragate.evaluation.sandbox import TIERS, probe
 from loragate.version import __version__
 
 OPTIONAL = {
@@ -76,7 +76,7 @@ def findings() -> dict[str, Any]:
         ],
         "cpu_gflops": _products(),
         "optional": {name: _version(name) for name in OPTIONAL},
-        "sandbox": available_tiers(),
+        "sandbox": [tier for tier in TIERS if probe(tier) is None],
         "sandbox_problem": probe("bubblewrap"),
         "free_disk_gib": round(free, 1),
         "offline": os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"),

@@ -18,9 +18,7 @@ from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import READERS, Grade, grade_text
 from loragate.evaluation.grading import MATH_GRADERS, GradingPool
 from loragate.evaluation.harness import grade_by_harness, require_harness
-from loragate.evaluation.sandbox import Limits
-from loragate.evaluation.sandbox.code import KINDS, grade_codes
-from loragate.evaluation.sandbox.programs import root_style_of
+from loragate.evaluation.sandbox import KINDS, Limits, grade_codes, require_sandbox
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
 from loragate.files import write_text
@@ -132,7 +130,7 @@ def require_graders(tasks: Sequence[Task], settings: GradingSettings) -> None:
     if "lm-eval" in graders:
         require_harness()
     if graders & set(CODE):
-        root_style_of(settings.sandbox)
+        require_sandbox(settings.sandbox)
 
 
 def grader_version(grader: str) -> str:

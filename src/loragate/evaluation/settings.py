@@ -65,7 +65,7 @@ class GradingSettings:
         grader: of math answers, in place of the tasks' own: default, math_verify or dft.
         sandbox: where programs run; rlimits isolates nothing.
         workers: grading processes.
-        timeout: seconds after which grading an answer, or running a program, is stopped.
+        timeout: seconds after which grading an answer is stopped; for a program, seconds of processor time.
     """
 
     grader: str = ""

@@ -6,7 +6,7 @@ import pytest
 from guard import need
 
 from loragate.errors import DataError
-from loragate.evaluation.sandbox import Limits, grade_code, grade_codes, humaneval_program, mbpp_program, run_program
+from loragate.evaluation.sandbox import Limits, grade_code, grade_codes
 
 TOP = "bubblewrap"
 
@@ -181,15 +181,6 @@ def test_references_pass(kind: str, row: dict) -> None:
 def test_near_misses_do_not(kind: str, row: dict, response: str, reason: str) -> None:
     grade = grade_code(kind, row, response, need(TOP), Limits(seconds=1.5 if reason == "timeout" else 10))
     assert (grade.correct, grade.reason) == (False, reason)
-
-
-def test_the_usual_single_text_agrees() -> None:
-    task = humaneval_program(HUMANEVAL[0], str(HUMANEVAL[0]["canonical_solution"]))
-    other = mbpp_program(MBPP[0], str(MBPP[0]["code"]))
-    assert task is not None
-    assert other is not None
-    assert run_program(f"{task.program}\n\n{task.checks.source}\n", tier=need(TOP)).passed
-    assert run_program(f"{other.program}\n\n{other.checks.source}\n", tier=TOP).passed
 
 
 def test_rows_are_checked() -> None:

@@ -6,27 +6,21 @@ import os
 import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from guard import need
 
 from loragate.errors import ConfigError
 from loragate.evaluation.sandbox import (
-    TIERS,
     Checks,
     Limits,
     ProgramResult,
     SandboxError,
-    available_tiers,
     grade_codes,
     probe,
-    programs,
+    run,
     run_program,
-    run_tests,
 )
-from loragate.evaluation.sandbox.processes import Watch
 
 TOP = "bubblewrap"
 EACH = [TOP, pytest.param("rlimits", marks=pytest.mark.slow("attacks"))]
@@ -82,10 +76,9 @@ def test_one_program(tier: str, source: str, reason: str) -> None:
 
 @pytest.mark.parametrize("tier", EACH)
 def test_time_and_output(tier: str) -> None:
-    before = time.monotonic()
-    result = run_program("print('started', flush=True)\nwhile True: pass", 0.5, need(tier))
+    result = run_program("print('started', flush=True)\nwhile True: pass", None, need(tier), limits=Limits(seconds=0.5))
     assert result.reason == "timeout"
-    assert 0.5 <= result.seconds < 3
+    assert 0.5 <= result.seconds < 3, "processor time"
     assert result.output == "started\n"
     result = run_program("import sys\nprint('x' * 99_999)\nprint('end', file=sys.stderr)", tier=tier)
     assert result.passed
@@ -93,25 +86,28 @@ def test_time_and_output(tier: str) -> None:
     assert "end" in result.output
     limits = Limits(output_kb=8)
     assert run_program("print('x' * 99_999)", tier=tier, limits=limits).reason == "output"
-    assert time.monotonic() - before < 20
+
+
+def test_time_is_the_processor_s() -> None:
+    """A program that waits is given more wall time than processor time, and what its children use counts."""
+    waits = "import time\ntime.sleep(1.5)"
+    assert run_program(waits, tier=need(TOP), limits=Limits(seconds=1)).reason == "ok"
+    fork = "import os, time\nfor _ in range(2):\n    if os.fork() == 0:\n        while True: pass\ntime.sleep(60)"
+    result = run_program(fork, tier=TOP, limits=Limits(seconds=2))
+    assert result.reason == "timeout"
+    assert "processor time" in result.detail
+    assert result.seconds >= 2, "of both"
 
 
 @pytest.mark.parametrize("ending", ["", "while True: pass", "import os\nos._exit(0)"], ids=["ends", "loops", "exits"])
 def test_no_daemon_lives_on(ending: str) -> None:
     mark = f"loragate-test-{os.getpid()}-{time.monotonic_ns()}"
-    run_program(f"MARK = {mark!r}\n{DAEMON}\n{ending}", 1, need(TOP))
+    run_program(f"MARK = {mark!r}\n{DAEMON}\n{ending}", None, need(TOP), limits=Limits(seconds=1))
     for _ in range(20):
         if not alive(mark):
             return
         time.sleep(0.05)
     pytest.fail(f"still there: {alive(mark)}")
-
-
-def test_what_one_process_cannot_hold() -> None:
-    """The page on the sandbox says so: a free-form program compares inside itself."""
-    cheat = "class Equal:\n    def __eq__(self, other): return True\ndef f(x): return Equal()\n"
-    assert run_program(cheat + "assert f(1) == 2", tier=need(TOP)).passed
-    assert run_tests(cheat, Checks("assert f(1) == 2"), TOP).reason == "wrong"
 
 
 VALUES = [
@@ -126,7 +122,7 @@ VALUES = [
 def test_values_cross_unchanged() -> None:
     lines = [f"v = {value}\nw = same(v)\nassert w == v and type(w) is type(v), {value!r}" for value in VALUES]
     lines.append("import math\nassert math.isnan(same(float('nan'))) and math.copysign(1, same(-0.0)) == -1")
-    result = run_tests("def same(x): return x", Checks("\n".join(lines), ("same",)), need(TOP))
+    result = run_program("def same(x): return x", Checks("\n".join(lines), ("same",)), need(TOP))
     assert result.passed, result
 
 
@@ -186,7 +182,7 @@ else:
 
 
 def test_objects_stay_where_they_were_made() -> None:
-    result = run_tests(OBJECTS, Checks(OBJECT_CHECKS), need(TOP))
+    result = run_program(OBJECTS, Checks(OBJECT_CHECKS), need(TOP))
     assert result.passed, result
 
 
@@ -209,31 +205,32 @@ def test_an_interrupt_kills_what_runs() -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    before = time.monotonic()
     answers = ["def f(): pass", *[f"def f(): pass\n{loop}"] * 3]
     with pytest.raises(KeyboardInterrupt):
         grade_codes("mbpp", [row] * 4, answers, 2, need(TOP), Limits(seconds=60), interrupt)
-    assert time.monotonic() - before < 10
-    time.sleep(0.2)
-    assert alive(mark) == []
+    for _ in range(20):
+        if not alive(mark):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"still there: {alive(mark)}")
 
 
 def test_a_tier_that_cannot_work_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(programs, "_tried", programs._tried.__wrapped__)  # each time anew
+    monkeypatch.setattr(run, "_tried", run._tried.__wrapped__)  # each time anew
     assert "bwrap" in str(probe(TOP))
     with pytest.raises(SandboxError, match=r"apt install bubblewrap.*--sandbox rlimits"):
         run_program("pass")
     with pytest.raises(SandboxError, match="bwrap"):
-        run_tests("pass", Checks("pass"))
+        run_program("pass", Checks("pass"))
     assert isinstance(SandboxError(""), ConfigError)
 
 
 def test_a_tier_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = ProgramResult(False, "error", TOP, detail="the sandbox did not start: bwrap: uid map: Permission denied")
-    monkeypatch.setattr(programs, "_tried", programs._tried.__wrapped__)
-    monkeypatch.setattr(programs, "missing", lambda tier: None)
-    monkeypatch.setattr(programs, "_run", lambda *_: failed)
+    monkeypatch.setattr(run, "_tried", run._tried.__wrapped__)
+    monkeypatch.setattr(run, "_missing", lambda tier: None)
+    monkeypatch.setattr(run, "_run", lambda *_: failed)
     with pytest.raises(SandboxError, match=r"uid map: Permission denied; docs/sandbox.md") as refused:
         run_program("pass")
     assert '"Where it does not start"' in str(refused.value)
@@ -242,27 +239,9 @@ def test_a_tier_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_names_and_limits_are_checked() -> None:
-    assert set(TIERS) >= set(available_tiers()) >= {"rlimits"}
+    assert probe("rlimits") is None
     with pytest.raises(ConfigError, match="did you mean 'bubblewrap'"):
         run_program("pass", tier="bubblewarp")
     for wrong in ({"seconds": 0}, {"seconds": float("nan")}, {"memory_mb": 1.5}, {"processes": True}, {"file_mb": -1}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             Limits(**wrong)
-
-
-def test_the_checker_may_be_read_first() -> None:
-    """A program that exits at once: its own first word waits unread while the checker already says that the line is dead."""
-
-    class Told(SimpleNamespace):
-        __hash__ = object.__hash__
-
-    candidate: Any = Told(
-        limits=Limits(),
-        lines=lambda wait: [["ready"]],
-        signal_that_ended_it=lambda: None,
-        drain=lambda: False,
-        tail=b"",
-    )
-    checker: Any = Told()
-    watch = Watch(candidate, checker, None)
-    assert watch._line(checker, ["failed", "exit", "the line is dead"]) == ("exit", "the program ended before its end")

@@ -1,28 +1,37 @@
 """Programs written by a model, run where they can do no harm and judged where they cannot cheat."""
 
+from loragate.evaluation.sandbox.bubblewrap import SandboxError
 from loragate.evaluation.sandbox.code import (
+    KINDS,
     extract_code,
     grade_code,
     grade_codes,
     humaneval_program,
     mbpp_program,
 )
-from loragate.evaluation.sandbox.programs import Checks, available_tiers, probe, run_program, run_tests
-from loragate.evaluation.sandbox.tiers import TIERS, Limits, ProgramResult, SandboxError
+from loragate.evaluation.sandbox.run import (
+    TIERS,
+    Checks,
+    Limits,
+    ProgramResult,
+    probe,
+    require_sandbox,
+    run_program,
+)
 
 __all__ = [
+    "KINDS",
     "TIERS",
     "Checks",
     "Limits",
     "ProgramResult",
     "SandboxError",
-    "available_tiers",
     "extract_code",
     "grade_code",
     "grade_codes",
     "humaneval_program",
     "mbpp_program",
     "probe",
+    "require_sandbox",
     "run_program",
-    "run_tests",
 ]

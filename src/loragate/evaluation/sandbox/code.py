@@ -13,13 +13,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from loragate.errors import DataError
 from loragate.evaluation.answers import Grade
-from loragate.evaluation.sandbox.programs import Checks, root_style_of, run_tests
-from loragate.evaluation.sandbox.tiers import Limits
+from loragate.evaluation.sandbox.run import Checks, Limits, require_sandbox, run_program
 
 Row = Mapping[str, Any]
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint")
@@ -29,16 +27,8 @@ MAX_BLOCKS = 50  # fences, the last ones
 MAX_ATTEMPTS = 300  # pieces that are compiled
 
 
-@dataclass(frozen=True)
-class CodeTask:
-    """A program of the model's and the checks of its data set, apart from each other."""
-
-    program: str
-    checks: Checks
-
-
-def humaneval_program(row: Row, response: str) -> CodeTask | None:
-    """Return the task for a row of HumanEval or HumanEval+ (prompt, test, entry_point), or None without code.
+def humaneval_program(row: Row, response: str) -> tuple[str, Checks] | None:
+    """The program and the checks for a row of HumanEval or HumanEval+ (prompt, test, entry_point), or None without code.
 
     A response may be a continuation of the prompt or an answer with the whole function; the latter is put behind the
     prompt, whose imports and helper functions it may rely on. Helpers that the checks use come from the prompt.
@@ -51,11 +41,11 @@ def humaneval_program(row: Row, response: str) -> CodeTask | None:
     program = code if code.startswith(prompt) else f"{prompt}\n    pass\n\n{code}\n"
     source = f"{test}\n\ncheck({entry})\n"
     _module(f"{prompt}\n{source}", row, "test")
-    return CodeTask(program, Checks(source, (entry,), before=prompt))
+    return program, Checks(source, (entry,), before=prompt)
 
 
-def mbpp_program(row: Row, response: str) -> CodeTask | None:
-    """Return the task for a row of MBPP (code, test_list, test_setup_code, test_imports), or None without code.
+def mbpp_program(row: Row, response: str) -> tuple[str, Checks] | None:
+    """The program and the checks for a row of MBPP (code, test_list, test_setup_code, test_imports), or None without code.
 
     The functions under test are those that the reference `code` defines and the tests use. Definitions and imports of
     the set-up code are given to the program too; the rest of it runs on the side of the tests.
@@ -86,10 +76,10 @@ def mbpp_program(row: Row, response: str) -> CodeTask | None:
     calls = [node.func for node in ast.walk(tests_tree) if isinstance(node, ast.Call)]
     # what is only passed on or compared with may be missing until a test uses it
     called = {call.id for call in calls if isinstance(call, ast.Name)}
-    return CodeTask(program, Checks(source, tuple(name for name in required if name in called)))
+    return program, Checks(source, tuple(name for name in required if name in called))
 
 
-KINDS: dict[str, Callable[[Row, str], CodeTask | None]] = {
+KINDS: dict[str, Callable[[Row, str], tuple[str, Checks] | None]] = {
     "humaneval": humaneval_program,
     "mbpp": mbpp_program,
 }
@@ -116,8 +106,9 @@ def grade_code(
     if task is None:
         looks_like_code = "```" in response or "def " in response or "return" in response
         return Grade(False, None, "syntax" if looks_like_code else "no_code")
-    result = run_tests(task.program, task.checks, tier, limits=limits, cancel=cancel)
-    return Grade(result.passed, task.program, result.reason)
+    program, checks = task
+    result = run_program(program, checks, tier, limits=limits, cancel=cancel)
+    return Grade(result.passed, program, result.reason)
 
 
 def grade_codes(
@@ -133,7 +124,7 @@ def grade_codes(
 
     `on_progress` is called with (answers done, answers in all). An interrupt kills what runs.
     """
-    root_style_of(tier)
+    require_sandbox(tier)
     cancel = threading.Event()
     with ThreadPoolExecutor(max(workers, 1)) as pool:
         jobs = [
