@@ -9,13 +9,13 @@ import torch
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.conversion.fold import export_adapter
 from loragate.evaluation.session import Request, Session
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.variants import Variant, variants_for
 from loragate.gates import recommended
 from loragate.gates.schema import read_gate_config
 from loragate.models import Loading, resolve
+from loragate.models.export import export_adapter
 from loragate.serving.backend import Row, transformers_backend
 from loragate.serving.explore import explorer_of
 from loragate.serving.hooks import recommend, take_over, warn

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import loragate as lg
 from loragate.errors import GateError
 from loragate.gates import constant_gate
+from loragate.gates.control import Recorder, Recording
 from loragate.gates.range import Range
-from loragate.gates.recording import Recorder, Recording
 from tiny import logits, shake
 
 

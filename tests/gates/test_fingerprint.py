@@ -6,8 +6,8 @@ import torch
 import loragate as lg
 from loragate.errors import ArtifactError
 from loragate.files import write_json
-from loragate.gates import fingerprint
-from loragate.gates.fingerprint import base_weight_samples, compare_base_samples
+from loragate.gates import identity
+from loragate.gates.identity import base_weight_samples, compare_base_samples
 from loragate.gates.schema import CONFIG, read_gate_config
 from tiny import tiny_adapter, tiny_base
 
@@ -44,7 +44,7 @@ def earlier_choice(base):
     parameters = dict(base.named_parameters())
     names = sorted(parameters)
     chosen = names[:: max(1, len(names) // 24)][:24]
-    return {"dtype": "float32", "values": {name: fingerprint._sampled(parameters[name], 4).tolist() for name in chosen}}
+    return {"dtype": "float32", "values": {name: identity._sampled(parameters[name], 4).tolist() for name in chosen}}
 
 
 def test_a_record_of_other_names_is_compared_by_its_own(tmp_path):

@@ -11,10 +11,10 @@ import loragate as lg
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates import recommended
 from loragate.gates.card import render_card
+from loragate.gates.push import stage
 from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import read_gate_config
 from loragate.models import resolve
-from loragate.models.upload import stage
 from tiny import tiny_adapter, tiny_base
 
 SETTINGS = [

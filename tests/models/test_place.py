@@ -8,7 +8,7 @@ import pytest
 from loragate.errors import ConfigError
 from loragate.gates import GateConfig, attach_gates, detach_gates
 from loragate.models import require_here, resolve
-from loragate.models.place import _beside, _inside
+from loragate.models.source import _beside, _inside
 from tiny import tiny_adapter
 
 

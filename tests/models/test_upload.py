@@ -14,8 +14,8 @@ from hub_server import TOKEN, Hub, turn_to
 from loragate.cli.main import main
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.card import render_card
+from loragate.gates.push import push_gated, stage, without_paths
 from loragate.models import resolve
-from loragate.models.upload import push_gated, stage, without_paths
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_base
 
 SENT = ["README.md", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]

@@ -29,7 +29,7 @@ from loragate.gates import GateConfig, adapter_fingerprint
 from loragate.gates.artifact import require_free
 from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.eligibility import examine_adapter, require_gateable, require_trainable, trains_biases
-from loragate.gates.fingerprint import base_weight_samples
+from loragate.gates.identity import base_weight_samples
 from loragate.generation import Engine, OnProgress, TransformersEngine
 from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
 from loragate.selection.chosen import CANDIDATES, UNVERIFIED, Chosen
