@@ -1,4 +1,4 @@
-"""The sample of a base: norms of every shape of model are in it, and a record of other names is compared, too. Parity changes nothing."""
+"""The sample of a base: norms of every shape of model are in it; a record of other names is compared. Parity changes nothing."""
 
 import pytest
 import torch

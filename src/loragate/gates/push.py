@@ -135,7 +135,6 @@ def stage(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool 
     shown = {**record, **_without_paths({key: record.get(key) for key in EVIDENCE}, private)}
     if base != recorded:  # a commit of the other base means nothing here
         shown["base"] = {**record["base"], "id": base, "revision": None}
-        private |= {recorded: base} if recorded else {}
     # a list of what is sent, so that run folders and checkpoints beside it stay here
     files = [GATES, *([SAMPLING] if record.get("sampling") else []), f"{ADAPTER}/{ADAPTER_WEIGHTS}"]
     files += [f"{part}/{file}" for part in (ADAPTER, f"{ADAPTER}/tokenizer") for file in TOKENIZER]
@@ -157,6 +156,8 @@ def stage(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool 
         into / ADAPTER / ADAPTER_CONFIG,
         {**_without_paths(adapter, private), "base_model_name_or_path": findable},
     )
+    if base != recorded and recorded:
+        private[recorded] = base
     if card:
         text = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else render_card(name, shown)
         for path in sorted(private, key=len, reverse=True):  # longest first: one path may begin another

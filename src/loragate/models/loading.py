@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,7 +140,10 @@ def base_config(base: ModelRef, trust: bool = False) -> Any:
 @cache
 def _gguf_config(name: str, file: str, trust: bool, _changed: int) -> Any:
     """Kept, as transformers reads all of a GGUF file's header for it, which takes seconds."""
-    return AutoConfig.from_pretrained(name, trust_remote_code=trust, gguf_file=file)
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust, gguf_file=file)
+    except (struct.error, OSError, ValueError, LookupError) as error:
+        raise ArtifactError(f"{file} cannot be read ({error}); if it was cut off, fetch it again") from error
 
 
 def read_config(name: str, *, trust: bool = False) -> Any:
@@ -199,9 +203,9 @@ def refuse_gguf(base: ModelRef, what: str) -> None:
     """Refuse a GGUF base where only a plain folder will do; `what` needs it."""
     if base.gguf:
         raise LoragateError(
-            f"{what} needs the base as a plain folder, and {base.name} is a GGUF file. Make one with transformers, "
-            f'AutoModelForCausalLM.from_pretrained("DIR", gguf_file="{Path(base.name).name}").save_pretrained("FOLDER"), the '
-            "same of AutoTokenizer, and give FOLDER in its place"
+            f"{what} needs the base as a plain folder, and {base.name} is a GGUF file. Make one in Python: found = "
+            f'loragate.models.open_model(loragate.models.resolve("{base.name}")), found.model.save_pretrained("FOLDER"), '
+            'found.tokenizer.save_pretrained("FOLDER"); and give FOLDER in its place'
         )
 
 
