@@ -55,7 +55,6 @@ from loragate.gates.identity import (
     changed_strength,
     compare_base_samples,
     config_fingerprint,
-    half_factors,
 )
 from loragate.gates.recommended import SAMPLING, generation_settings, mapping, recommended_temperature
 from loragate.gates.schema import (
@@ -82,11 +81,6 @@ from loragate.hub_names import cached_commit, cached_file, split_revision
 from loragate.validate import Amount, validate
 from loragate.version import __version__
 
-_ROUNDED = (
-    ". If that is where it came from, it was rounded to {} while it was loaded, and gates know their adapter by its exact "
-    "numbers: load it with PeftModel.from_pretrained, which keeps factors in fp32 (autocast_adapter_dtype=True), then the "
-    "gates; the model may be cast after that"
-)
 # what a generation config may draw by, beside the settings that a folder recommends
 _DRAWS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
@@ -432,8 +426,8 @@ def _check_identity(model: nn.Module, adapter_name: str, folder: Path, record: d
     if found != record["adapter"]["sha256"]:
         raise ArtifactError(
             f"{where}: these gates belong to another adapter (sha256 {record['adapter']['sha256'][:12]}…, the loaded "
-            f"adapter {adapter_name!r} has {found[:12]}…). Load the adapter from {folder / ADAPTER}"
-            + (_ROUNDED.format(half) if (half := half_factors(model, adapter_name)) else "")
+            f"adapter {adapter_name!r} has {found[:12]}…). Load the adapter from {folder / ADAPTER}, with its factors in fp32 as "
+            "PeftModel.from_pretrained does it (autocast_adapter_dtype=True); the model may be cast after that"
         )
     if config_fingerprint(model) != record["base"]["config_sha256"]:
         raise ArtifactError(

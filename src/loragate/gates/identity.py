@@ -142,16 +142,6 @@ def changed_strength(model: nn.Module, adapter_name: str) -> str:
     return ""
 
 
-def half_factors(model: nn.Module, adapter_name: str) -> str:
-    """The half precision in which an adapter's factors are held, such as "bfloat16"; empty where there is none."""
-    layers = lora_layers(model, adapter_name)
-    dtypes = (
-        tensor.dtype for _, layer in layers for group in FACTORS for tensor in _factor(layer, group, adapter_name)
-    )
-    half = next((dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)), "")
-    return str(half).removeprefix("torch.")
-
-
 def _update(digest: Any, tensor: Tensor) -> None:
     values = _whole(tensor).detach().to(device="cpu", dtype=torch.float32).contiguous()
     digest.update(json.dumps(list(values.shape)).encode())

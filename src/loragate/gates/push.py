@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import write_json, write_text
@@ -104,7 +104,12 @@ def push_gated(
         except HFValidationError as error:
             raise ConfigError(f"{repository} cannot be the name of a repository: {error}") from None
         except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError, RuntimeError) as error:
-            raise ArtifactError(_explained(repository, error)) from error
+            said = next(iter(str(error).splitlines()), "")
+            raise ArtifactError(
+                f"{repository} was not written ({type(error).__name__}: {said}). Check the owner's name, that you are logged in "
+                "with a token that may write (`hf auth login`) and HF_HUB_OFFLINE; then run again: files that arrived are not "
+                "sent twice"
+            ) from error
         return Pushed(url.repo_id, str(url), done.oid, files, base)
 
 
@@ -183,21 +188,3 @@ def _without_paths(value: Any, found: dict[str, str]) -> Any:
                 found[value] = kind(value).name
                 return found[value]
     return value
-
-
-def _explained(repository: str, error: Exception) -> str:
-    """The hub's refusal as one sentence; never with a token in it."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, OfflineModeIsEnabled):
-        return "the hub cannot be written to while HF_HUB_OFFLINE is set; unset it and run again"
-    if isinstance(error, LocalTokenNotFoundError) or status == 401:
-        return f"the hub does not know who you are; log in with `hf auth login` to write to {repository}"
-    if status == 403:
-        return (
-            f"the hub refuses to let you write to {repository}; check the owner's name, and that your token may write"
-        )
-    first = next(iter(str(error).splitlines()), "")
-    return (
-        f"{repository} was not written ({type(error).__name__}: {first}); run the command again: files that arrived are not "
-        "sent twice"
-    )
