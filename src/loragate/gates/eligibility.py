@@ -184,11 +184,12 @@ def _refusal(layer: Any, adapter_name: str) -> str:
             "the base without that quantisation or parallel layer where one is the reason; else gate a plain LoRA adapter, or "
             "leave the module out of target_modules"
         )
-    if adapter_name in getattr(layer, "lora_gate", ()):
-        return "it already carries gates; detach them first"
     variant = layer.lora_variant.get(adapter_name)
     if variant is not None:
-        name = type(variant).__name__.removesuffix("LinearVariant").removesuffix("Variant")
+        name = type(variant).__name__
+        if name == "GatedLora":  # of gates.attach, which stands above this module
+            return "it already carries gates; detach them first"
+        name = name.removesuffix("LinearVariant").removesuffix("Variant")
         return (
             f"the adapter is a {name} variant of LoRA, which computes its delta in another way than B·A·x. Gate a plain LoRA "
             "adapter"
