@@ -150,6 +150,8 @@ def test_save_pretrained_writes_the_whole_artifact_and_from_pretrained_reads_it(
     assert torch.equal(logits(on_base, token_ids), logits(model, token_ids))
     with pytest.raises(ArtifactError, match="another base"):
         lg.GatedPeftModel.from_pretrained(tiny_base(seed=4), tmp_path / "gated")
+    with pytest.raises(ConfigError, match="adapter_name has no effect"):
+        lg.GatedPeftModel.from_pretrained(tiny_base(), tmp_path / "gated", adapter_name="mine")
     # as with PEFT, a second call writes over the first one
     shake(model, seed=9)
     model.save_pretrained(tmp_path / "gated", temperature=0.3)

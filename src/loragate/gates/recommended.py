@@ -78,11 +78,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def is_score(value: Any) -> bool:
-    """Whether a value of a free-form record is a score with its interval."""
-    return isinstance(value, dict) and all(is_number(value.get(key)) for key in ("mean", "low", "high"))
-
-
 def mapping(value: Any) -> dict[str, Any]:
     """A value of a free-form record where it is a mapping, else {}."""
     return value if isinstance(value, dict) else {}

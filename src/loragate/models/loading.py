@@ -396,8 +396,11 @@ def load_gated(
 
     Raises:
         ArtifactError: if the artifact is malformed, belongs to another base or adapter, or it or the base is not to be had.
+        ConfigError: for arguments that have no effect on a base in memory.
     """
     if isinstance(base, nn.Module):
+        if without_effect := [*from_pretrained_kwargs, *["base_revision"] * bool(base_revision)]:
+            raise ConfigError(f"{without_effect[0]} has no effect on a base that is in memory; leave it out")
         there = resolve(folder, expect="gated", revision=revision, overrides=True, base_later=True)
         return load_adapter(base, there)
     place = resolve(folder, base or "", expect="gated", revision=revision, base_revision=base_revision, overrides=True)
