@@ -17,7 +17,7 @@ from .losses import (
     token_statistics as token_statistics,
     topk_entropy as topk_entropy,
 )
-from .models import load_gated as load_gated
+from .models import GatedPeftModel as GatedPeftModel, load_gated as load_gated
 from .selection import calibrate as calibrate
 from .training import (
     GateTrainingSettings as GateTrainingSettings,

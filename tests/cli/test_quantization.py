@@ -9,7 +9,7 @@ import torch
 
 from loragate.cli.main import main
 from loragate.errors import ConfigError
-from loragate.gates.quantised import quantization_of
+from loragate.gates.eligibility import quantization_of
 from loragate.models import Loading, ModelRef, bases, open_base
 from tiny import is_packed, write_base
 

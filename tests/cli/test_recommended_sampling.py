@@ -9,13 +9,13 @@ import torch
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.conversion.fold import export_adapter
 from loragate.evaluation.session import Request, Session
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.variants import ModelVariant, variants_for
 from loragate.gates import recommended
 from loragate.gates.schema import read_gate_config
 from loragate.models import Loading, resolve
+from loragate.models.export import export_adapter
 from loragate.serving.backend import Row, transformers_backend
 from loragate.serving.explore import explorer_of
 from loragate.serving.hooks import recommend, take_over, warn
@@ -71,7 +71,7 @@ def test_generate(place, capsys):
     assert "sampling at temperature 0.3, as" in found.err
     told = generated(capsys, place / "cool", *samples, "--temperature", "1")
     assert told.out == usual.out
-    assert "38.2 % (34.1–42.0) at temperature 1" in told.err
+    assert "is recommended at temperature 0.3" in told.err
     plain = generated(capsys, f"{place / 'plain'}@unit", *samples, "--temperature", "1")
     for laid in ([f"{place / 'cool'}@unit"], [place / "cool", "--lambda-constant", "1"]):
         unit = generated(capsys, *laid, *samples)
@@ -188,7 +188,7 @@ def test_vllm_warns_once(place, tmp_path, caplog):
     assert not caplog.messages
     ask(place / "cool", 1.0)
     ask(place / "cool", 0.0)
-    assert [message.count("52.1 %") for message in caplog.messages] == [1]
+    assert [message.count("recommended at temperature 0.3") for message in caplog.messages] == [1]
 
 
 def test_the_explorer_begins_there(place):
@@ -217,7 +217,7 @@ def test_rows_of_an_evaluation():
         ("cool", None, [1.0], 0.3, "among the controls"),
         ("greedy", None, [0.0, 1.0], 0.0, "among the controls"),
         ("cool", None, [0.3], None, "sampling at temperature 0.3, as"),
-        ("cool", 1.0, [1.0], None, "38.2 %"),
+        ("cool", 1.0, [1.0], None, "is recommended at temperature 0.3"),
         ("cool", None, [], None, ""),
         ("plain", None, [1.0], None, ""),
     ],

@@ -1,4 +1,4 @@
-"""What `loragate.gates.quantised` relies on in bitsandbytes: when and how a 4-bit weight is packed for inference on a CPU."""
+"""What `loragate.gates.eligibility` relies on in bitsandbytes: when and how a 4-bit weight is packed for inference on a CPU."""
 
 from pathlib import Path
 

@@ -332,10 +332,11 @@ def test_lora_dropout_is_off_in_a_gated_layer(token_ids):
 
 def test_peft_saves_and_restores_gates_with_the_adapter(adapter, tmp_path, token_ids):
     shake(lg.attach_gates(adapter, CONFIG))
-    adapter.save_pretrained(tmp_path)
-    again = PeftModel.from_pretrained(tiny_base(), tmp_path)
+    checkpoint = tmp_path / "checkpoint-1"  # as a trainer calls it
+    adapter.save_pretrained(checkpoint)
+    again = PeftModel.from_pretrained(tiny_base(), checkpoint)
     lg.attach_gates(again, CONFIG)
-    set_peft_model_state_dict(again, load_file(tmp_path / "adapter_model.safetensors"))
+    set_peft_model_state_dict(again, load_file(checkpoint / "adapter_model.safetensors"))
     assert torch.equal(logits(again, token_ids), logits(adapter, token_ids))
 
 

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import loragate as lg
 from loragate.errors import GateError
 from loragate.gates import constant_gate
+from loragate.gates.control import Recorder, Recording
 from loragate.gates.range import Range
-from loragate.gates.recording import Recorder, Recording
 from tiny import logits, shake
 
 
@@ -99,6 +99,19 @@ def test_recorded_statistics_equal_a_direct_computation(gated, token_ids):
     assert recording.statistics()["model.layers.0.self_attn.q_proj"]["tokens"] == 15, "nothing is recorded outside"
 
 
+def test_the_total_counts_tokens_once_and_averages_over_modules(gated, token_ids):
+    mask = torch.zeros_like(token_ids, dtype=torch.bool)
+    mask[:, 4:9] = True
+    with lg.record_gates(gated) as recording, torch.no_grad():
+        recording.token_mask = mask
+        gated(token_ids)
+        gated(token_ids)
+    total, modules = recording.total(), recording.statistics().values()
+    assert (total["tokens"], total["modules"]) == (30, 14) == (2 * mask.sum(), len(modules))
+    for name in ("mean", "below_zero", "zero_to_one", "above_one", "saturated"):
+        assert total[name] == pytest.approx(sum(one[name] for one in modules) / 14)
+
+
 @pytest.mark.parametrize("shape", [(2, 6), (3, 7), (1, 14), (7, 2)])
 def test_a_mask_of_another_shape_is_refused(gated, shape):
     ids = torch.arange(5, 19).reshape(2, 7)
@@ -108,7 +121,7 @@ def test_a_mask_of_another_shape_is_refused(gated, shape):
             gated(ids)
         recording.token_mask = None
         gated(ids)
-    assert recording.total()["tokens"] == 14 * 14
+    assert (recording.total()["tokens"], recording.total()["modules"]) == (14, 14)
 
 
 def test_what_is_no_mask_is_refused(gated, token_ids):
@@ -121,7 +134,7 @@ def test_what_is_no_mask_is_refused(gated, token_ids):
             recording.token_msk = torch.ones(2, 7, dtype=torch.bool)
         recording.token_mask = torch.zeros_like(token_ids, dtype=torch.bool)
         gated(token_ids)
-    assert recording.total() == {"tokens": 0.0}
+    assert recording.total() == {"tokens": 0.0, "modules": 0.0}
 
 
 def test_an_experts_routed_tokens_are_left_out_under_a_mask(gated):

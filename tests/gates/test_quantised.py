@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 import loragate as lg
 from loragate.errors import ArtifactError, GateError
 from loragate.gates.attach import gate_modules
-from loragate.gates.fingerprint import base_weight_samples, compare_base_samples, weights_checksum
-from loragate.gates.quantised import keep_unpacked, quantization_of, quantization_of_config
+from loragate.gates.eligibility import keep_unpacked, quantization_of, quantization_of_config
+from loragate.gates.identity import base_weight_samples, compare_base_samples, weights_checksum
 from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter
 from packed import packed
 from tiny import is_packed, logits, shake, tiny_adapter, tiny_base, tiny_rows, write_adapter

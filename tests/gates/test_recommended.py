@@ -11,18 +11,11 @@ import loragate as lg
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates import recommended
 from loragate.gates.card import render_card
+from loragate.gates.push import stage
 from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import read_gate_config
 from loragate.models import resolve
-from loragate.models.upload import stage
 from tiny import tiny_adapter, tiny_base
-
-SETTINGS = [
-    {"kind": "adapter", "name": "adapter", "temperature": 0.3, "mean": 0.6, "low": 0.5, "high": 0.7},
-    {"kind": "gates", "name": "[-3,1]", "temperature": 0.3, "mean": 0.521, "low": 0.48, "high": 0.562},
-    {"kind": "gates", "name": "[-3,1]", "temperature": 1.0, "mean": 0.382, "low": 0.341, "high": 0.42},
-    {"kind": "gates", "name": "[-3,1]", "temperature": 0.0, "mean": "high"},
-]
 
 
 def gated():
@@ -43,9 +36,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path, base):
-    evidence = {"selection": {"accepted": True, "picked": "[-3,1]", "settings": SETTINGS}}
-    more = {"base_id": str(base), "stop_token_ids": [1, 9], "evidence": evidence}
-    return lg.save_gates(gated(), tmp_path / "gated", temperature=0.3, **more)
+    return lg.save_gates(gated(), tmp_path / "gated", temperature=0.3, base_id=str(base), stop_token_ids=[1, 9])
 
 
 def test_written_as_transformers_writes_it_and_set_where_the_folder_is_loaded(folder):
@@ -146,19 +137,10 @@ def test_it_is_sent_and_stands_in_the_card(folder, tmp_path):
 
 def test_what_is_said(folder):
     record = read_gate_config(folder)
-    assert recommended.scores_by_temperature(record) == {0.3: (0.521, 0.48, 0.562), 1.0: (0.382, 0.341, 0.42)}
     assert recommended.sampling_note("gated", record) == "sampling at temperature 0.3, as gated recommends"
     assert recommended.sampling_note("gated", record, 0.3) == recommended.sampling_note("gated", record)
-    other = recommended.sampling_note("gated", record, 1.0)
-    assert "recommended at temperature 0.3" in other
-    assert "52.1 % (48.0–56.2) at temperature 0.3;" in other
-    assert "38.2 % (34.1–42.0) at temperature 1" in other
-    assert "not recorded greedily" in recommended.sampling_note("gated", record, 0.0)
-    for selection in (None, "by hand", {"picked": "[-3,1]", "settings": {"a": 1}}, {"settings": [1, {}]}):
-        assert recommended.scores_by_temperature({**record, "selection": selection}) == {}
-    assert recommended.sampling_note("gated", {**record, "selection": None}, 1.0).endswith(
-        "recommended at temperature 0.3"
-    )
+    other = recommended.sampling_note("gated", record, 0.0)
+    assert other.startswith("sampling greedily, but gated is recommended at temperature 0.3")
     assert recommended.sampling_note("gated", None, 1.0) == ""
     assert [recommended.chosen_temperature(record, asked) for asked in (None, 0.0, 1.0)] == [0.3, 0.0, 1.0]
     assert recommended.chosen_temperature({}, None) == 1.0

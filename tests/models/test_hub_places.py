@@ -11,14 +11,12 @@ from loragate.cli.evaluating import load_inputs
 from loragate.cli.generate import GenerateOptions
 from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions
-from loragate.cli.sweep import SweepOptions, prepare
 from loragate.errors import ArtifactError
-from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
+from loragate.hub_names import hub_name, hub_source, is_hub_id, split_revision
 from loragate.models import ModelRef, open_tokenizer, resolve
-from loragate.selection.sweep import open_bench
 from loragate.serving.server import served_places
 from loragate.serving.vllm_server import vllm_arguments
-from tiny import tiny_adapter, tiny_rows, tiny_tokenizer, write_adapter, write_base, write_rows
+from tiny import tiny_adapter, tiny_rows, write_adapter, write_base, write_rows
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 BASE_OLD, BASE_NEW = "b" * 39 + "1", "b" * 39 + "2"
@@ -183,29 +181,6 @@ def test_inspect_and_mask(place, hub, tmp_path, capsys):
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
     record = json.loads((tmp_path / "a.jsonl.record.json").read_text())
     assert record["reference"]["name"] == f"user/plain@{OLD}"
-
-
-def test_sweep_pins_its_adapter(place, hub, tmp_path):
-    rows = [{"prompt": f"w{i} w{i + 1}", "answer": str(i)} for i in range(40)]
-    write_rows(tmp_path / "probe.jsonl", rows)
-    options = SweepOptions(
-        adapter="user/plain@v1",
-        data=str(place / "rows.jsonl"),
-        probe=str(tmp_path / "probe.jsonl"),
-        base="user/base@v1",
-        ranges="-1,1",
-        device="cpu",
-    )
-    sweep, candidates = prepare(options)
-    study = sweep.study(candidates)
-    assert (sweep.label, sweep.adapter) == ("plain-v1", f"user/plain@{OLD}")
-    assert study.identity["adapters"] == {"plain-v1": f"user/plain@{OLD}"}
-    bench = open_bench(sweep)
-    assert cached_commit("user/base", "v1") == BASE_OLD
-    origin = {**bench.origin, "adapter_source": bench.origin["adapter_source"].name}
-    wanted = {"adapter_id": f"user/plain@{OLD}", "base_id": "user/base", "base_revision": "v1", "adapter_source": OLD}
-    assert {key: origin[key] for key in wanted} == wanted
-    assert len(bench.tokenizer) == len(tiny_tokenizer())
 
 
 def test_an_evaluation_names_the_commit_of_the_base(place, hub):

@@ -5,8 +5,8 @@ import torch
 
 import loragate as lg
 from loragate.errors import ConfigError
+from loragate.gates.control import Recorder, regions
 from loragate.gates.range import Range
-from loragate.gates.recording import Recorder, regions
 from loragate.training.guards import (
     MARGIN,
     Guard,

@@ -27,7 +27,7 @@ from loragate.evaluation.evaluate import open_evaluation
 from loragate.evaluation.variants import ModelVariant, acting
 from loragate.files import write_text
 from loragate.generation import OnProgress, TransformersEngine
-from loragate.models.place import Kind
+from loragate.models.source import Kind
 from loragate.validate import comma_list
 
 BINS = 41

@@ -2,9 +2,9 @@
 
 An answer is read again with the gated model, and every λ that took part in choosing one of its tokens is counted: the λ
 of all modules at the position whose logits the token was drawn from. Teacher-forced λ are those of the generation up to
-rounding. Shares follow the paper's table, as `loragate.gates.recording` counts them.
+rounding. Shares follow the paper's table, as `loragate.gates.control` counts them.
 
-Shapes: M modules, T counted tokens of a batch, C token classes, X sums of `loragate.gates.recording.STATISTICS`.
+Shapes: M modules, T counted tokens of a batch, C token classes, X sums of `loragate.gates.control.STATISTICS`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from loragate.analysis.rows import CLASSES, Histogram, Reader, Row, TokenClasses
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import About, DiagnosticContext, Record
 from loragate.gates import attached_config, trace_gates
+from loragate.gates.control import Shares, regions
 from loragate.gates.range import Range
-from loragate.gates.recording import Shares, regions
 from loragate.generation import OnProgress
 from loragate.losses.causal_head import counted
 

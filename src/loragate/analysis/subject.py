@@ -34,7 +34,7 @@ from loragate.evaluation.variants import ModelVariant, acting
 from loragate.files import write_json
 from loragate.generation import OnProgress, Sample
 from loragate.models import Loaded, resolve
-from loragate.models.place import Kind
+from loragate.models.source import Kind
 from loragate.validate import comma_list
 
 R = TypeVar("R", bound="Record")

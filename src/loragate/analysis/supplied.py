@@ -26,9 +26,9 @@ from torch import Tensor
 
 from loragate.errors import ConfigError, GateError
 from loragate.gates import active_adapter, examine_adapter, require_gateable
+from loragate.gates.attach import GatedLora, add_delta
 from loragate.gates.eligibility import lora_layers
 from loragate.gates.operation import scale_tokens, up_project
-from loragate.gates.variant import GatedLora, add_delta
 
 Coefficients = Callable[[str, Any, Tensor], Tensor | None]
 """(module path, LoRA layer, module input [..., D]) to λ [...], or None for full strength."""

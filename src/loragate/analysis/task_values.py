@@ -32,7 +32,7 @@ from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.judging import grader_for, judge
 from loragate.generation import OnProgress, Sample, SamplingConfig, TransformersEngine
-from loragate.models.place import Kind
+from loragate.models.source import Kind
 
 ROWS = 48
 

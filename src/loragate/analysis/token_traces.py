@@ -24,7 +24,7 @@ from loragate.files import write_json
 from loragate.gates import attached_config, trace_gates
 from loragate.gates.attach import gate_modules
 from loragate.generation import OnProgress, Sample
-from loragate.models.place import Kind
+from loragate.models.source import Kind
 
 SCHEMA = 1
 CANDIDATES = 5

@@ -29,7 +29,7 @@ class ExportOptions:
 
 def run(options: ExportOptions) -> int:
     """Fold, write the adapter and its card, and say what was written."""
-    from loragate.conversion.fold import export_adapter, folded_in_words, needs_uniform
+    from loragate.models.export import export_adapter, folded_in_words, needs_uniform
 
     config, coefficients = export_adapter(
         options.model, options.out, constant=options.constant, uniform=options.uniform

@@ -35,7 +35,7 @@ class PushOptions:
 
 def run(options: PushOptions) -> int:
     """Check, upload, and print where it is and how it is loaded."""
-    from loragate.models.upload import push_gated
+    from loragate.gates.push import push_gated
 
     if len(options.places) != 2:
         found = " ".join(options.places) or "nothing"

@@ -58,7 +58,7 @@ from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.schema import GATES
 from loragate.generation import Engine, Sample, TransformersEngine
 from loragate.generation.samples import draw_samples, read_samples
-from loragate.models.place import Kind
+from loragate.models.source import Kind
 from loragate.records import package_versions, read, read_object, to_json
 from loragate.validate import STRICT, validate
 

@@ -36,7 +36,7 @@ from loragate.evaluation.statistics import (
 )
 from loragate.files import write_json
 from loragate.generation import Engine, Sample, SamplingConfig
-from loragate.models.place import Kind
+from loragate.models.source import Kind
 
 Verdict = Literal["better", "worse", "no difference shown"]
 

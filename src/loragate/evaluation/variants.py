@@ -31,7 +31,7 @@ from loragate.gates import (
 from loragate.gates.eligibility import changed_base_of
 from loragate.gates.override import parse_override
 from loragate.generation import SamplingConfig
-from loragate.models.place import Kind
+from loragate.models.source import Kind
 
 CONTROLS = ("alone", "none", "cheap", "full")
 COOLER = (0.6, 0.3, 0.0)  # temperatures of the controls that only sample more sharply

@@ -1,5 +1,6 @@
 from .artifact import load_gates as load_gates, save_gates as save_gates
 from .attach import (
+    GatedPeftModel as GatedPeftModel,
     attach_gates as attach_gates,
     attached_config as attached_config,
     detach_gates as detach_gates,
@@ -19,10 +20,15 @@ from .eligibility import (
     Verdict as Verdict,
     active_adapter as active_adapter,
     examine_adapter as examine_adapter,
+    keep_unpacked as keep_unpacked,
     require_gateable as require_gateable,
 )
-from .fingerprint import adapter_fingerprint as adapter_fingerprint, weights_checksum as weights_checksum
 from .gate import GateConfig as GateConfig
-from .parity import Parity as Parity, measure_parity as measure_parity
-from .quantised import keep_unpacked as keep_unpacked
+from .identity import (
+    Parity as Parity,
+    adapter_fingerprint as adapter_fingerprint,
+    measure_parity as measure_parity,
+    weights_checksum as weights_checksum,
+)
+from .push import Pushed as Pushed, push_gated as push_gated
 from .signed_map import gate_coefficient as gate_coefficient

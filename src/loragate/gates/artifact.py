@@ -3,7 +3,7 @@
     my-gated-adapter/
       gate_config.json     what the gates are, which base and adapter they belong to, how the range was chosen
       gates.safetensors    "<module path>.weight" [d_in] and ".bias" [1], fp32
-      adapter/             the Stage-I PEFT adapter, without gates, with its tokenizer where it has its own
+      adapter/             the PEFT adapter, without gates, with its tokenizer where it has its own
       generation_config.json  the recommended sampling, where there is one
       README.md            model card
 
@@ -13,12 +13,14 @@ folder when a hash, module, shape, dtype, number or the schema is wrong; it neve
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from peft.utils.save_and_load import get_peft_model_state_dict
@@ -27,51 +29,58 @@ from transformers import GenerationConfig
 
 from loragate.errors import ArtifactError, ConfigError, GateError, nearest
 from loragate.files import file_sha256, write_atomically, write_json, write_text
-from loragate.gates.adapter_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    PREFIX,
-    copy_files,
-    copy_tokenizer,
-    read_adapter,
-    strength_of,
-    write_factors,
+from loragate.gates.attach import (
+    attach_gates,
+    attached_config,
+    detach_gates,
+    gate_modules,
+    gate_parameters,
+    is_gated,
+    loaded_records,
 )
-from loragate.gates.attach import attach_gates, attached_config, detach_gates, gate_modules, gate_parameters, is_gated
 from loragate.gates.card import LIBRARY, render_card
-from loragate.gates.eligibility import active_adapter, examine_adapter, lora_layers, output_head, unwrapped
-from loragate.gates.fingerprint import (
+from loragate.gates.eligibility import (
+    active_adapter,
+    examine_adapter,
+    lora_layers,
+    output_head,
+    quantization_of,
+    storage_warning,
+    unwrapped,
+)
+from loragate.gates.gate import GateConfig
+from loragate.gates.identity import (
     adapter_fingerprint,
     base_weight_samples,
     changed_strength,
     compare_base_samples,
     config_fingerprint,
-    half_factors,
 )
-from loragate.gates.gate import GateConfig
-from loragate.gates.quantised import quantization_of, storage_warning
 from loragate.gates.recommended import SAMPLING, generation_settings, mapping, recommended_temperature
 from loragate.gates.schema import (
     ADAPTER,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     CARD,
     CONFIG,
     EVIDENCE,
     FORMAT,
     GATES,
+    PREFIX,
     SCHEMA_VERSION,
+    copy_files,
+    copy_tokenizer,
+    read_adapter,
     read_gate_config,
     read_tensors,
-    write_tensors,
+    strength_of,
+    tensor_bytes,
+    write_factors,
 )
 from loragate.hub_names import cached_commit, cached_file, split_revision
 from loragate.validate import Amount, validate
 from loragate.version import __version__
 
-_ROUNDED = (
-    ". If that is where it came from, it was rounded to {} while it was loaded, and gates know their adapter by its exact "
-    "numbers: load it with PeftModel.from_pretrained, which keeps factors in fp32 (autocast_adapter_dtype=True), then the "
-    "gates; the model may be cast after that"
-)
 # what a generation config may draw by, beside the settings that a folder recommends
 _DRAWS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
@@ -91,27 +100,32 @@ def save_gates(
     stop_token_ids: Collection[int] | None = None,
     evidence: dict[str, Any] | None = None,
     temperature: float | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write the artifact of a gated adapter.
 
+    Of gates that `load_gates` put on, and that did not change since, what is not given here is taken from the folder they
+    came from; where the gates changed, only what says which base and adapter they belong to.
+
     Args:
         peft_model: model with gates on `adapter_name`.
-        folder: target; it is created, and may exist only if it holds no artifact yet.
+        folder: target; it is created, and may exist only if it holds no artifact yet, or with `overwrite`.
         adapter_name: None for the active adapter.
-        adapter_source: folder of the Stage-I adapter; its files, with those of its tokenizer, are copied byte for byte.
+        adapter_source: folder of the plain adapter; its files, with those of its tokenizer, are copied byte for byte.
             Without it the adapter is written anew by PEFT, gate keys left out, and readers take the base's tokenizer.
         k: support size of the entropy objective the gates were trained with, 0 for the whole vocabulary, where `evidence`
             holds no training that says it; unknown (null in the record) where neither does.
         base_id, base_revision: how to find the base again; defaults to the adapter's own record, and where that names none,
             to what the model was loaded from. The id may carry the revision, as in "owner/name@revision". A model does not
             say which revision it was loaded at: name it where that was not the default one.
-        adapter_id: hub id of the Stage-I adapter, where it has one, with "@revision" where that is known; named in the card.
+        adapter_id: hub id of the plain adapter, where it has one, with "@revision" where that is known; named in the card.
         stop_token_ids: tokens that end an answer, recorded so that `load_gates` can set them; take those of
             `loragate.data.find_endings`, which knows where the chat template ends a turn. None records nothing.
         evidence: JSON-able record under the keys "parity", "selection" and "training"; other keys are refused.
         temperature: the recommended sampling, 0 for greedy decoding: at which the gates were shown to help. It is written as
             `generation_config.json`, too, and is what every reader of the folder samples at unless told otherwise. None
             recommends nothing.
+        overwrite: replace an artifact in the folder. A README.md that is no card of ours stays as it is.
 
     Returns:
         The folder. `gate_config.json` is written last, so an interrupted write leaves no readable artifact.
@@ -123,14 +137,6 @@ def save_gates(
             JSON-able, or a temperature that is none. Nothing is written then.
     """
     folder = Path(folder)
-    # all that can refuse comes before the first file
-    _check_evidence(k, evidence)
-    if temperature is not None:
-        temperature = validate(Amount, temperature, "temperature")
-    k = _support(peft_model, k, evidence)
-    require_free(folder)
-    if temperature is None and (folder / SAMPLING).exists():
-        raise ArtifactError(f"{folder / SAMPLING} would not be that of these gates; choose another folder or remove it")
     name = active_adapter(peft_model, adapter_name)
     # trainers cast what trains on a quantised base to bf16; the reader takes fp32 alone
     tensors = {
@@ -140,6 +146,37 @@ def save_gates(
     broken = [key for key, value in tensors.items() if not bool(torch.isfinite(value).all())]
     if broken:
         raise GateError(f"gate {broken[0]} is not finite; nothing was written")
+    gate = asdict(attached_config(peft_model, name))
+    data, sha256 = tensor_bytes(tensors, gate), adapter_fingerprint(peft_model, name)
+
+    came_from, known = loaded_records(peft_model).get(name, (None, {}))
+    if came_from is None or known["adapter"]["sha256"] != sha256:
+        came_from, known = None, {}
+    if came_from is not None and adapter_source is None and (came_from / ADAPTER).is_dir():
+        adapter_source = came_from / ADAPTER
+    if not base_id and known:
+        base_id, base_revision = known["base"]["id"], base_revision or known["base"].get("revision")
+    adapter, adapter_revision = split_revision(adapter_id or "")
+    adapter = adapter or known.get("adapter", {}).get("id", "")
+    adapter_revision = adapter_revision or known.get("adapter", {}).get("revision", "")
+    if stop_token_ids is None:
+        stop_token_ids = known.get("stop_token_ids")
+    gates_sha256 = hashlib.sha256(data).hexdigest()
+    if known.get("gates_sha256") == gates_sha256:
+        evidence = evidence or {key: known[key] for key in EVIDENCE if known.get(key) is not None}
+        temperature = recommended_temperature(known) if temperature is None else temperature
+        k = known["k"] if k is None else k
+
+    # all that can refuse comes before the first file
+    if temperature is not None:
+        temperature = validate(Amount, temperature, "temperature")
+    k = _support(peft_model, k, evidence or {})
+    if not overwrite:
+        require_free(folder)
+        if temperature is None and (folder / SAMPLING).exists():
+            raise ArtifactError(
+                f"{folder / SAMPLING} would not be that of these gates; choose another folder or remove it"
+            )
     peft_config: Any = getattr(peft_model, "peft_config", {}).get(name)
     if changed := changed_strength(peft_model, name):
         logger.warning(
@@ -148,16 +185,15 @@ def save_gates(
             "takes it only onto an adapter that was changed in the same way",
             changed,
         )
-    adapter, adapter_revision = split_revision(adapter_id or "")
     record = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
         "loragate_version": __version__,
-        "gate": asdict(attached_config(peft_model, name)),
+        "gate": gate,
         "k": k,
         "base": _base_record(peft_model, peft_config, base_id, base_revision),
         "adapter": {
-            "sha256": adapter_fingerprint(peft_model, name),
+            "sha256": sha256,
             "rank": getattr(peft_config, "r", None),
             "alpha": getattr(peft_config, "lora_alpha", None),
             **({"id": adapter} if adapter else {}),
@@ -168,12 +204,19 @@ def save_gates(
         **dict.fromkeys(EVIDENCE),
         **(evidence or {}),
     }
+    (folder / CONFIG).unlink(missing_ok=True)  # of the artifact that is replaced: from here on it is none
+    if adapter_source is None or Path(adapter_source).resolve() != (folder / ADAPTER).resolve():
+        shutil.rmtree(
+            folder / ADAPTER, ignore_errors=True
+        )  # of the artifact that is replaced, perhaps with another tokenizer
     write_adapter(peft_model, name, folder / ADAPTER, adapter_source)
     record |= write_sampling(folder, temperature)
-    write_atomically(folder / GATES, lambda path: write_tensors(path, tensors, record["gate"]))
-    record["gates_sha256"] = file_sha256(folder / GATES)
-    write_text(folder / CARD, render_card(folder.resolve().name, record))
+    write_atomically(folder / GATES, lambda path: path.write_bytes(data))
+    record["gates_sha256"] = gates_sha256
+    if not _foreign_card(folder):
+        write_text(folder / CARD, render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)  # last: without it the folder is no artifact
+    read_tensors(folder, read_gate_config(folder))  # what was written is what a reader takes
     return folder
 
 
@@ -181,9 +224,16 @@ def require_free(folder: Path) -> None:
     """Refuse a folder that holds a gated adapter, or a README.md that is no model card of this package (ArtifactError)."""
     if (folder / CONFIG).exists():
         raise ArtifactError(f"{folder} already holds a gated adapter; choose another folder or remove it first")
-    card = folder / CARD  # one of ours is what an interrupted write left
-    if card.exists() and LIBRARY not in card.read_text(encoding="utf-8", errors="replace"):
-        raise ArtifactError(f"{card} would be overwritten by the model card; choose another folder or move it away")
+    if _foreign_card(folder):
+        raise ArtifactError(
+            f"{folder / CARD} would be overwritten by the model card; choose another folder or move it away"
+        )
+
+
+def _foreign_card(folder: Path) -> bool:
+    """Whether a folder holds a README.md of somebody else; one of ours is what an interrupted write left."""
+    card = folder / CARD
+    return card.exists() and LIBRARY not in card.read_text(encoding="utf-8", errors="replace")
 
 
 def _base_record(model: Any, peft_config: Any, base_id: str | None, base_revision: str | None) -> dict[str, Any]:
@@ -225,11 +275,28 @@ def write_sampling(folder: Path, temperature: float | None) -> dict[str, Any]:
     return {"sampling": {"temperature": temperature}}
 
 
-def _support(model: nn.Module, k: int | None, evidence: dict[str, Any] | None) -> int | None:
-    """The support that the training recorded, at most the vocabulary, else the one that was given."""
-    training = mapping((evidence or {}).get("training"))
+def _support(model: nn.Module, k: int | None, evidence: dict[str, Any]) -> int | None:
+    """The support of the entropy objective: what the training recorded, at most the vocabulary, else `k` as given.
+
+    Raises:
+        ConfigError: for a `k` that is no support or another one, and for evidence that cannot be recorded.
+    """
+    if unknown := [key for key in evidence if key not in EVIDENCE]:
+        raise ConfigError(
+            f"evidence holds the key {unknown[0]!r}{nearest(str(unknown[0]), EVIDENCE)} (the keys are {', '.join(EVIDENCE)})"
+        )
+    try:
+        json.dumps(evidence, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"evidence cannot be written as JSON ({error}); give numbers, text, lists and dictionaries, no tensors, NaN or "
+            "infinity"
+        ) from error
+    if k is not None and not _is_support(k):
+        raise ConfigError(f"k must be an integer of at least 2, or 0 for the whole vocabulary, found {k!r}")
+    training = mapping(evidence.get("training"))
     # an objective of one's own has a support of its own, or none; the settings' is that of the measured entropy
-    trained = training.get("k", mapping(training.get("settings")).get("k"))
+    trained: Any = training.get("k", mapping(training.get("settings")).get("k"))
     if not _is_support(trained):
         return k
     head: Any = output_head(model)
@@ -237,35 +304,16 @@ def _support(model: nn.Module, k: int | None, evidence: dict[str, Any] | None) -
     # 0 says the whole vocabulary, as does any k above its size
     if k is not None and min(k or vocabulary, vocabulary) != min(trained or vocabulary, vocabulary):
         raise ConfigError(f"k is {k}, but the training in the evidence records k = {trained}; leave k out")
-    return min(trained or vocabulary, vocabulary)
+    return int(min(trained or vocabulary, vocabulary))
 
 
-def _is_support(k: Any) -> TypeGuard[int]:
+def _is_support(k: Any) -> bool:
     """Whether k can be the support of the entropy objective: at least 2, or 0 for the whole vocabulary."""
     return isinstance(k, int) and not isinstance(k, bool) and (k == 0 or k > 1)
 
 
-def _check_evidence(k: int | None, evidence: dict[str, Any] | None) -> None:
-    if k is not None and not _is_support(k):
-        raise ConfigError(f"k must be an integer of at least 2, or 0 for the whole vocabulary, found {k!r}")
-    if not isinstance(evidence, (dict, type(None))):
-        raise ConfigError(f"evidence must be a dictionary, found {type(evidence).__name__}")
-    for key, value in (evidence or {}).items():
-        if key not in EVIDENCE:
-            raise ConfigError(
-                f"evidence holds the key {key!r}{nearest(str(key), EVIDENCE)} (the keys are {', '.join(EVIDENCE)})"
-            )
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"evidence[{key!r}] cannot be written as JSON ({error}); give numbers, text, lists and dictionaries, no "
-                "tensors, NaN or infinity"
-            ) from error
-
-
 def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str | Path | None = None) -> None:
-    """The plain Stage-I adapter: copied with its tokenizer from `source` where that holds it, else written by PEFT."""
+    """The plain adapter: copied with its tokenizer from `source` where that holds it, else written by PEFT."""
     # a wrapper around single layers may take its name out of state_dict, where PEFT then finds no factors
     wrapped = any(unwrapped(name) != name for name, _ in model.named_modules())
     given = dict(model.named_parameters(remove_duplicate=False)) if wrapped else None
@@ -274,8 +322,9 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
         unwrapped(key): value.detach().cpu().contiguous() for key, value in state.items() if ".lora_gate." not in key
     }
     if source is not None and _is_source(Path(source), model, adapter_name, state):
-        copy_files(Path(source), (ADAPTER_CONFIG, ADAPTER_WEIGHTS), folder)
-        copy_tokenizer(Path(source), folder)
+        if Path(source).resolve() != folder.resolve():
+            copy_files(Path(source), (ADAPTER_CONFIG, ADAPTER_WEIGHTS), folder)
+            copy_tokenizer(Path(source), folder)
         return
     if source is not None:
         what = "does not hold the adapter as it is loaded" if Path(source).is_dir() else "does not exist"
@@ -315,7 +364,7 @@ def _is_source(folder: Path, model: Any, adapter_name: str, state: dict[str, tor
 
 
 def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | None = None) -> nn.Module:
-    """Put the gates of an artifact onto a model whose Stage-I adapter is loaded.
+    """Put the gates of an artifact onto a model whose adapter is loaded.
 
     Args:
         peft_model: model carrying the adapter the gates were trained for, on the same base.
@@ -350,6 +399,7 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
             detach_gates(peft_model, name)
             raise ArtifactError(f"{folder / GATES}: {key} has shape {found}, expected {expected}")
         parameter.requires_grad_(False).copy_(tensors[key])
+    loaded_records(peft_model)[name] = (folder.resolve(), record)
     _generate_as(peft_model, record)
     if told := storage_warning(record["base"].get("quantization"), quantization_of(peft_model)):
         logger.warning(told)
@@ -376,8 +426,8 @@ def _check_identity(model: nn.Module, adapter_name: str, folder: Path, record: d
     if found != record["adapter"]["sha256"]:
         raise ArtifactError(
             f"{where}: these gates belong to another adapter (sha256 {record['adapter']['sha256'][:12]}…, the loaded "
-            f"adapter {adapter_name!r} has {found[:12]}…). Load the adapter from {folder / ADAPTER}"
-            + (_ROUNDED.format(half) if (half := half_factors(model, adapter_name)) else "")
+            f"adapter {adapter_name!r} has {found[:12]}…). Load the adapter from {folder / ADAPTER}, with its factors in fp32 as "
+            "PeftModel.from_pretrained does it (autocast_adapter_dtype=True); the model may be cast after that"
         )
     if config_fingerprint(model) != record["base"]["config_sha256"]:
         raise ArtifactError(

@@ -1,44 +1,269 @@
-"""Putting gates onto an adapter that is already loaded, and taking them off again.
+"""Putting gates onto an adapter that is already loaded, taking them off again, and what PEFT does with a gated adapter meanwhile.
 
-Attachment sets PEFT's per-instance extension points (`lora_variant`, `adapter_layer_names`,
-`frozen_peft_weight_names`) and changes no class, so that freezing, `set_adapter`, `disable_adapter`, mixed batches and
-deletion keep working as PEFT does them. What PEFT itself writes of a gated adapter lacks what makes its gates act, and says
-so (`loragate.gates.variant`).
+Attachment sets PEFT's per-instance extension points (`lora_variant`, `adapter_layer_names`, `frozen_peft_weight_names`), so
+that freezing, `set_adapter`, `disable_adapter`, mixed batches and deletion keep working as PEFT does them. PEFT is not patched:
+
+- Running: PEFT's LoRA layers look up `layer.lora_variant[adapter]` at each forward, so a `GatedLora` placed there after loading
+  takes effect. The mechanism is PEFT's own but documented as private; tests/contract pins what is relied upon here.
+- Merging: a gated layer refuses, but PEFT goes from module to module: embeddings, experts, whole copies of modules and layers
+  without a gate that come before the first gated one would be merged by then, and `merge_and_unload` cannot undo it. So the
+  tuner object is given a subclass of its own class whose merging methods ask first.
+- Saving: the PeftModel object is given a subclass of its own class, `GatedPeftModel`, which writes the whole artifact. An adapter
+  loaded natively by transformers, and a trainer's checkpoint, are written in PEFT's form, which loads as the plain adapter. Both
+  let the adapter's configuration write itself, so the configuration of a gated adapter is one that warns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import copy
+import functools
+import inspect
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
 
 import torch
+from peft import PeftModel, PeftModelForCausalLM
+from peft.tuners.lora import LoraModel
+from peft.tuners.lora.layer import LoraVariant
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
-from loragate.errors import GateError
-from loragate.gates.eligibility import active_adapter, examine_adapter, lora_layers, require_gateable
-from loragate.gates.fingerprint import FACTORS
-from loragate.gates.gate import GateConfig, SignedGate, stream_of
-from loragate.gates.quantised import keep_unpacked
-from loragate.gates.schema import GLOBAL_BIAS
-from loragate.gates.variant import (
-    GatedLora,
-    ask_before_merging,
-    cast_input_again,
-    leave_input_uncast,
-    warn_no_more,
-    warn_on_saving,
+from loragate.errors import ConfigError, GateError
+from loragate.gates.eligibility import (
+    active_adapter,
+    adapter_configs,
+    config_tables,
+    examine_adapter,
+    keep_unpacked,
+    lora_layers,
+    require_gateable,
 )
+from loragate.gates.gate import GateConfig, SignedGate, stream_of
+from loragate.gates.schema import FACTORS, GLOBAL_BIAS
+
+logger = logging.getLogger("loragate")
+
+NO_MERGE = (
+    "a gated adapter cannot be merged: its strength differs from token to token, so no single weight matrix equals it. "
+    "Detach the gates first (loragate.detach_gates) to merge the plain adapter, or keep the adapter unmerged."
+)
+# PEFT's layers over bitsandbytes round a plain delta to the base's dtype before they add it
+_ROUNDING = ("Linear4bit", "Linear8bitLt")
+
+
+class GatedLora(LoraVariant):
+    """A LoRA layer whose delta is scaled by the layer's `SignedGate`."""
+
+    def supports_lora_conversion(self) -> bool:
+        return False
+
+    @staticmethod
+    def init(module: Any, adapter_name: str, **kwargs: Any) -> None:
+        """Nothing to do: `attach_gates` creates the gate before the variant is placed."""
+        # PEFT calls it where it makes a variant itself, when an adapter is added
+
+    @staticmethod
+    def merge_safe(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> NoReturn:
+        raise GateError(NO_MERGE)
+
+    merge_unsafe = unmerge = merge_safe
+
+    @staticmethod
+    def forward(module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """`result` (the base output, plus other active adapters) plus this adapter's gated delta.
+
+        LoRA dropout is not applied: the delta is finished, and Stage II must see the function that will be served.
+        """
+        delta = module.lora_gate[active_adapter].gated_delta(
+            x,
+            module.lora_A[active_adapter].weight,
+            module.lora_B[active_adapter].weight,
+            module.scaling[active_adapter],
+        )
+        if type(module).__name__ in _ROUNDING and not torch.is_autocast_enabled():
+            # so that λ = 1 stays equal to the plain adapter bit for bit
+            delta = delta.to(result.dtype)
+        return add_delta(result, delta, module.base_layer)
+
+
+def leave_input_uncast(layer: Any, args: Any) -> None:
+    """Forward pre-hook of a gated layer: PEFT hands x over as it came where every adapter of the layer is gated.
+
+    PEFT would cast x to the dtype of A, anew in each of the layers that read it (q, k, v; gate, up), and each would keep its
+    copy for the backward pass: on a bf16 base with fp32 factors three times four bytes in place of two, once. The gated
+    operation casts for itself. A plain adapter needs PEFT's cast, and a mixed batch may call one that is not active.
+    """
+    # by the variant, not the gate: gates that are switched off for a while leave a plain adapter
+    gated = (isinstance(layer.lora_variant.get(name), GatedLora) for name in layer.lora_A)
+    layer.cast_input_dtype_enabled = not all(gated)
+
+
+def cast_input_again(layer: Any) -> None:
+    """Take `leave_input_uncast` off a layer."""
+    # found by identity: a handle kept on the layer would not survive copying and pickling
+    for key, hook in list(layer._forward_pre_hooks.items()):
+        if hook is leave_input_uncast:
+            del layer._forward_pre_hooks[key]
+    layer.cast_input_dtype_enabled = True
+
+
+def add_delta(result: torch.Tensor, delta: torch.Tensor, base_layer: torch.nn.Module) -> torch.Tensor:
+    """`result + delta`, written into `result` where that changes no bit and nobody else can see it.
+
+    The base output was made a moment ago and no linear layer keeps it for its backward, so its memory can be reused; a
+    forward hook on the base layer may have kept it.
+    """
+    # a view's base may be read elsewhere, and a leaf may be a parameter or an input; a compiler reuses memory by itself
+    if torch.compiler.is_compiling() or result.dtype != delta.dtype or result._is_view() or result.is_leaf:
+        return result + delta
+    if base_layer._forward_hooks:
+        return result + delta
+    return result.add_(delta)
+
+
+class _RefusesMerging(BaseTuner):
+    """A tuner that refuses as a whole to merge adapters that carry gates at that time."""
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        self._refuse_gated(adapter_names)
+        super().merge_adapter(adapter_names, *args, **kwargs)
+
+    def merge_and_unload(
+        self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> torch.nn.Module:
+        self._refuse_gated(adapter_names)
+        return super().merge_and_unload(progressbar, safe_merge, adapter_names)
+
+    def _refuse_gated(self, names: list[str] | None) -> None:
+        for module in self.modules():
+            variants = vars(module).get("lora_variant", {})
+            if any(isinstance(variants.get(name), GatedLora) for name in names or self.active_adapters):
+                raise GateError(NO_MERGE)
+
+
+class GatedTuner(_RefusesMerging, LoraModel):
+    """PEFT's LoRA tuner that does; with a name of its own, so that a model can be pickled."""
+
+
+class GatedPeftModel(PeftModel):
+    """A PeftModel whose adapter carries gates: what PEFT's class does, and its saving and loading know the gates.
+
+    `attach_gates`, `load_gates` and `load_gated` make one out of a PeftModel: the object's class becomes a subclass of both
+    its own class and this one. `detach_gates` gives it its own class back.
+    """
+
+    _open: ClassVar[Callable[..., Any] | None] = None
+    """`loragate.load_gated`; set by `loragate.models`, which knows where models are."""
+
+    @classmethod
+    def from_pretrained(cls, model: Any, folder: str | Path | None = None, **kwargs: Any) -> Any:
+        """`loragate.load_gated(folder, **kwargs)`: base, adapter and gates of a gated folder or hub id.
+
+        A base that is in memory may come first, as in `PeftModel.from_pretrained(base, folder)`.
+        """
+        if cls._open is None:
+            raise GateError("import loragate.models first; it finds the folder and its base")
+        return cls._open(model, **kwargs) if folder is None else cls._open(folder, base=model, **kwargs)
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        selected_adapters: list[str] | None = None,
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Write the whole artifact (gate_config.json, gates.safetensors, adapter/, README.md); an earlier one there is replaced.
+
+        A model with several adapters is laid out as PEFT does it: "default" in the folder, each other one in a folder of its name
+        inside; adapters without gates are written in PEFT's form. So is the checkpoint of a trainer ("checkpoint-N", or where
+        it gives a state dict), from which it resumes; that form loads as the plain adapter, and a warning says so.
+
+        Args:
+            save_directory: the folder.
+            selected_adapters: their names; None for all.
+            is_main_process: False writes nothing.
+            **kwargs: options of `loragate.save_gates` (evidence, temperature, base_id, ...), the others of PEFT.
+
+        Raises:
+            ConfigError: for `safe_serialization=False`; gates are never pickled.
+            GateError, ArtifactError: as `loragate.save_gates`.
+        """
+        from loragate.gates.artifact import save_gates  # which attaches gates, too
+
+        names = list(self.peft_config) if selected_adapters is None else selected_adapters
+        options = {name: kwargs.pop(name) for name in inspect.signature(save_gates).parameters if name in kwargs}
+        gated = [name for name in names if is_gated(self, name)]
+        plain = [name for name in names if name not in gated]
+        folder = Path(save_directory)
+        if kwargs.get("state_dict") is not None or folder.name.startswith("checkpoint-"):
+            gated, plain = [], names
+        elif gated and not kwargs.get("safe_serialization", True):
+            raise ConfigError("safe_serialization=False would pickle the adapter; leave it out")
+        if plain:
+            super().save_pretrained(str(folder), selected_adapters=plain, is_main_process=is_main_process, **kwargs)
+        for name in gated if is_main_process else []:
+            inside = folder if name == "default" or len(self.peft_config) == 1 else folder / name
+            save_gates(self, inside, name, overwrite=True, **options)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        base_id: str = "",
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str = "",
+        token: str | bool | None = None,
+        **options: Any,
+    ) -> str:
+        """Upload the whole artifact of the active adapter as one commit; the arguments are those of `loragate.gates.push_gated`.
+
+        Args:
+            **options: of `loragate.save_gates` (evidence, temperature, ...).
+
+        Returns:
+            The address of the commit.
+        """
+        from loragate.gates.artifact import save_gates
+        from loragate.gates.push import push_gated
+
+        with tempfile.TemporaryDirectory(prefix="loragate-push-") as temporary:
+            folder = Path(temporary) / repo_id.rpartition("/")[2]  # its name is the card's title
+            save_gates(self, folder, base_id=base_id or None, **options)
+            done = push_gated(folder, repo_id, private=private, revision=revision, message=commit_message, token=token)
+        return done.url
+
+
+class GatedPeftModelForCausalLM(GatedPeftModel, PeftModelForCausalLM):
+    """A gated `PeftModelForCausalLM`."""
+
+
+@functools.cache
+def _gated_class(own: Any) -> Any:
+    """The gated form of a class of tuners or of PeftModels; those with a name in this module can be pickled."""
+    # the object changes its class: a method set on it would be a cycle, which keeps a deleted model in memory
+    known: dict[type, type] = {
+        LoraModel: GatedTuner,
+        PeftModel: GatedPeftModel,
+        PeftModelForCausalLM: GatedPeftModelForCausalLM,
+    }
+    mixin = _RefusesMerging if issubclass(own, BaseTuner) else GatedPeftModel
+    return known.get(own) or type(f"Gated{own.__name__}", (mixin, own), {})
 
 
 def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | None = None) -> nn.Module:
     """Gate a loaded LoRA adapter in place; only its gate parameters train afterwards.
 
     Where the named adapter is not the active one, its gates are all that is set to train but no forward pass reads
-    them, so a training loop finds no gradient: make it active first (`model.set_adapter`). `model.save_pretrained`
-    writes what loads as the plain adapter, and warns; `loragate.save_gates` keeps the gates. PEFT's
-    `add_weighted_adapter` combines the plain adapters and leaves gates out without a word, `hotswap_adapter` zeroes them
-    (λ = 1), and `load_adapter` under the name of a gated adapter leaves its gates on, where they act on the new one: detach
-    them first.
+    them, so a training loop finds no gradient: make it active first (`model.set_adapter`). A PeftModel becomes a
+    `GatedPeftModel`, whose `save_pretrained` and `push_to_hub` write the whole artifact; of an adapter that transformers loaded
+    natively `model.save_pretrained` writes what loads as the plain adapter, and warns. PEFT's `add_weighted_adapter` combines
+    the plain adapters and leaves gates out without a word, `hotswap_adapter` zeroes them (λ = 1), and `load_adapter` under the
+    name of a gated adapter leaves its gates on, where they act on the new one: detach them first.
 
     Gates that were loaded (`load_gates`, `load_gated`) are frozen until `loragate.gates.train_gates_only(model)`, which is
     also to be called after `disable_adapter` where the adapter holds modules_to_save: PEFT sets these to train again.
@@ -85,8 +310,11 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
         layer.frozen_peft_weight_names = {**layer.frozen_peft_weight_names, name: groups}
         layer._freeze_non_trainable_peft_weights(name)
     train_gates_only(peft_model, name)
-    warn_on_saving(peft_model, name)
-    ask_before_merging(peft_model)
+    _warn_on_saving(peft_model, name)
+    for module in peft_model.modules():
+        if isinstance(module, BaseTuner | PeftModel) and not isinstance(module, _RefusesMerging | GatedPeftModel):
+            own: Any = type(module)
+            module.__class__ = _gated_class(own)
     return peft_model
 
 
@@ -146,8 +374,21 @@ def detach_gates(peft_model: nn.Module, adapter_name: str | None = None) -> nn.M
             layer.adapter_layer_names = tuple(group for group in layer.adapter_layer_names if group != "lora_gate")
             del layer.lora_gate
             cast_input_again(layer)
-    warn_no_more(peft_model, name)
+    for config in adapter_configs(peft_model, name):
+        vars(config).pop("save_pretrained", None)
+    loaded_records(peft_model).pop(name, None)
+    if not any(getattr(module, "lora_gate", None) for module in peft_model.modules()):
+        for module in peft_model.modules():
+            before: Any = next((kind for kind in type(module).__mro__ if not issubclass(kind, GatedPeftModel)), None)
+            if isinstance(module, GatedPeftModel) and type(module) is _gated_class(before):
+                module.__class__ = before
     return peft_model
+
+
+def loaded_records(model: nn.Module) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """{adapter name: (folder, gate_config.json)} of the gates that `load_gates` put on, to write them again as they were."""
+    records: dict[str, tuple[Path, dict[str, Any]]] = vars(model).setdefault("_gate_records", {})
+    return records
 
 
 def is_gated(model: nn.Module, adapter_name: str) -> bool:
@@ -226,3 +467,24 @@ def draw_gates(
 def sizes_of(gates: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Root mean square of each gate tensor: the scale at which random gates are as large as these."""
     return {name: float(value.detach().double().pow(2).mean().sqrt()) for name, value in gates.items()}
+
+
+def _warn_on_saving(model: nn.Module, adapter_name: str) -> None:
+    """Give the adapter a configuration of its own that warns when it is written."""
+    for configs in config_tables(model, adapter_name):
+        # a copy: the caller's object may serve other adapters and models, which carry no gates
+        config = copy.copy(configs[adapter_name])
+        # on the instance, where it comes before the class's method; a partial of a module's function, not a closure, so that
+        # the model can still be copied and pickled
+        vars(config)["save_pretrained"] = functools.partial(_save_and_warn, config, adapter_name)
+        configs[adapter_name] = config
+
+
+def _save_and_warn(config: Any, adapter_name: str, save_directory: str, **kwargs: Any) -> None:
+    type(config).save_pretrained(config, save_directory, **kwargs)
+    logger.warning(
+        "the gated adapter %r was written to %s in a form that loads as the plain adapter, without its gates; to keep them, write "
+        "loragate.save_gates(model, folder) and load that folder with loragate.load_gated",
+        adapter_name,
+        save_directory,
+    )

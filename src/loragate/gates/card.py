@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from loragate.display import stopped_notes
-from loragate.gates.recommended import at, is_number, is_score, mapping, recommended_temperature
+from loragate.gates.recommended import at, is_number, mapping, recommended_temperature
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 
@@ -92,7 +92,7 @@ def _scores(selection: dict[str, Any]) -> list[list[str]]:
     """Rows of the table of scores; columns for retained skills only where they were measured."""
     retained = mapping(mapping(selection.get("retention")).get("evidence"))
     signs = mapping(selection.get("signs"))
-    found = {name: row for name, row in mapping(selection.get("evidence")).items() if is_score(row)}
+    found = {name: row for name, row in mapping(selection.get("evidence")).items() if _is_score(row)}
     found.pop("difference", None)  # a sweep keeps the difference of two rows beside them
     rows = []
     for name, row in found.items():
@@ -101,7 +101,7 @@ def _scores(selection: dict[str, Any]) -> list[list[str]]:
         tokens = f"{sign['tokens']:.0f}" if is_number(sign.get("tokens")) else ""
         line = [plain(name), *_interval(row), ended, tokens]
         if retained:
-            line += _interval(retained[name]) if is_score(retained.get(name)) else ["", ""]
+            line += _interval(retained[name]) if _is_score(retained.get(name)) else ["", ""]
         rows.append(line)
     return rows
 
@@ -115,7 +115,7 @@ def _notes(selection: dict[str, Any], training: dict[str, Any]) -> list[str]:
     notes += [f"{plain(note)}." for note in stopped_notes(selection)]
     confirmed = mapping(selection.get("confirmation"))
     difference = mapping(confirmed.get("difference"))
-    if is_score(difference):
+    if _is_score(difference):
         gain, low, high = (100 * difference[end] for end in ("mean", "low", "high"))
         notes.append(
             f"On {plain(confirmed.get('questions', '?'))} questions that chose nothing, {plain(confirmed.get('setting', '?'))} "
@@ -135,3 +135,8 @@ def _notes(selection: dict[str, Any], training: dict[str, Any]) -> list[str]:
 
 def _interval(row: dict[str, Any]) -> list[str]:
     return [f"{100 * row['mean']:.1f}", f"{100 * row['low']:.1f}–{100 * row['high']:.1f}"]
+
+
+def _is_score(value: Any) -> bool:
+    """Whether a value of a free-form record is a score with its interval."""
+    return isinstance(value, dict) and all(is_number(value.get(key)) for key in ("mean", "low", "high"))

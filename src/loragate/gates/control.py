@@ -1,25 +1,180 @@
-"""Looking at λ and laying something over it: five context managers, after which all acts and trains as before.
+"""Looking at λ while a model runs, and laying something over it: context managers, after which all acts and trains as before.
 
 `gate_override` makes the paper's inference interventions (max(λ,0), min(λ,1), clip) and the constant-λ control, which
 `constant_gate` lays over a plain adapter too; `record_gates` collects λ statistics, `trace_gates` every single λ;
-`gates_disabled` runs the plain Stage-I adapter through PEFT's own code.
+`gates_disabled` runs the plain adapter through PEFT's own code.
+
+One definition of the regions of λ serves the log lines of a training, its guard and the analysis of generated answers: λ < 0
+reverses the delta, 0 ≤ λ ≤ 1 suppresses or keeps it, λ > 1 extrapolates it, and near an end of the range tanh has all but no
+slope left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from loragate.errors import GateError
-from loragate.gates.attach import attach_gates, detach_gates, gate_modules, is_gated
+from loragate.gates.attach import GatedLora, attach_gates, detach_gates, gate_modules, is_gated
 from loragate.gates.eligibility import active_adapter, lora_layers
 from loragate.gates.gate import GateConfig, SignedGate
 from loragate.gates.override import Override
-from loragate.gates.recording import SATURATED, Recorder, Recording, Trace
-from loragate.gates.variant import GatedLora
+from loragate.gates.range import Range
+
+STATISTICS = ("count", "below", "above", "at_lower", "at_upper", "sum", "squares")
+SATURATED = 1e-3  # λ this near to an end, as a share of the way there from 1, is at it
+
+
+@dataclass(frozen=True)
+class Shares:
+    """λ over some coefficients; shares of 1."""
+
+    count: int  # number of coefficients (one per module and token)
+    mean: float
+    std: float
+    below_zero: float
+    zero_to_one: float  # both ends among them
+    above_one: float
+    at_lower: float  # within a thousandth of the way from 1 to the end
+    at_upper: float  # 0 where U = 1
+
+    @classmethod
+    def of(cls, sums: Sequence[float]) -> Shares:
+        """From the sums of `STATISTICS`, of at least one coefficient."""
+        count, below, above, lower, upper, total, squares = map(float, sums)
+        mean = total / count
+        return cls(
+            count=int(count),
+            mean=mean,
+            std=max(squares / count - mean * mean, 0.0) ** 0.5,  # rounding may bring the difference below 0
+            below_zero=below / count,
+            zero_to_one=1.0 - (below + above) / count,
+            above_one=above / count,
+            at_lower=lower / count,
+            at_upper=upper / count,
+        )
+
+
+def regions(lam: Tensor, bounds: Range, margin: float = SATURATED) -> list[Tensor]:
+    """What each λ adds to the sums of `STATISTICS`, in their order: tensors of the shape of `lam`, fp64.
+
+    λ is at a bound when it has gone at least 1 − `margin` of the way there from 1; to an upper bound of 1 there is no way.
+    """
+    at_lower = lam <= bounds.lower + margin * (1.0 - bounds.lower)
+    at_upper = (lam >= bounds.upper - margin * (bounds.upper - 1.0)) & (bounds.upper > 1.0)
+    doubles = lam.double()
+    shares = (torch.ones_like(lam, dtype=torch.bool), lam < 0, lam > 1, at_lower, at_upper)
+    return [*(share.double() for share in shares), doubles, doubles * doubles]  # seven, as `STATISTICS` says
+
+
+class Recorder:
+    """Sums over the λ of one module: counts per region, moments and extremes; no per-token tensor is kept."""
+
+    def __init__(self, bounds: Range, margin: float = SATURATED) -> None:
+        self.bounds, self.margin = bounds, margin
+        self.owner: Recording | None = None
+        self.positions: Tensor | None = None
+        self.sums: Tensor | None = None
+
+    def update(self, lam_T: Tensor) -> None:
+        """Add the λ of one forward pass, [...]; positions outside the owner's token mask are left out.
+
+        A module that is run on some positions only is matched by `positions`, flat indices into the mask. One whose tokens
+        are laid out in another way, as an expert's routed tokens [tokens] are, records nothing under a mask unless their
+        number is that of the mask.
+
+        Raises:
+            GateError: for a mask that is not bool, or of another shape than the [batch, sequence] of the forward pass.
+        """
+        values = lam_T.reshape(-1)
+        mask = None if self.owner is None else self.owner.token_mask
+        if mask is not None:
+            if mask.dtype != torch.bool:  # whole numbers would choose tokens by their index
+                raise GateError(f"token_mask must be a bool tensor (labels.ne(-100), mask.bool()), found {mask.dtype}")
+            if self.positions is not None and self.positions.numel() == values.numel():
+                mask = mask.reshape(-1)[self.positions.to(mask.device)]
+            elif lam_T.dim() == 2 and lam_T.shape != mask.shape:
+                raise GateError(
+                    f"token_mask has shape {list(mask.shape)}, but the forward pass has {list(lam_T.shape)} tokens; set a mask "
+                    "of the batch's own shape before each forward pass, or None to count every token"
+                )
+            elif mask.numel() != values.numel():
+                return  # an expert's routed tokens, of which nothing says where they stand
+            mask = mask.reshape(-1)
+            values = values[mask.to(values.device)]
+        if values.device.type == "mps":
+            values = values.cpu()  # Apple's GPUs have no float64
+        # [7], left on its device: a copy to the host at every layer would stall a GPU
+        added = torch.stack([part.sum() for part in regions(values, self.bounds, self.margin)])
+        self.sums = added if self.sums is None else self.sums + added
+
+
+class Trace:
+    """Every λ of one module, one tensor per forward pass."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+    def update(self, lam_T: Tensor) -> None:
+        """Keep the λ of one forward pass, [...]."""
+        self.values.append(lam_T.detach().float().cpu())
+
+
+class Recording:
+    """What `record_gates` yields: λ statistics of all forward passes made inside the context so far.
+
+    `statistics()` is {module path: summary}, without the modules that recorded nothing; `total()` is one summary of all of them,
+    empty when nothing was recorded. A summary holds
+
+    - "tokens": number of tokens counted; where it is 0 nothing else stands there. In `total()` these are the tokens of the
+      forward passes, however many modules are gated, and "modules" is the number of modules that recorded any;
+    - "mean", "std": of λ over the tokens; in `total()` over the tokens of all modules;
+    - "below_zero", "zero_to_one", "above_one": shares of the tokens with λ < 0, 0 ≤ λ ≤ 1 and λ > 1, which sum to 1; in `total()`
+      their averages over the modules, weighed by the tokens each has seen;
+    - "saturated": the same share of λ that have gone at least 99.9 % of the way from 1 to a bound (or 1 − `margin` of it), where
+      the gate has all but no slope left; there is no way to go to an upper bound of 1, which is not counted.
+
+    `token_mask` says which tokens the next forward passes count: bool [batch, sequence] in the shape of the pass, True for the
+    tokens to count; None counts all. It stays until it is set again. Another shape or dtype is refused in the forward pass. A
+    module that sees routed tokens (an expert) records nothing under a mask.
+    """
+
+    __slots__ = ("recorders", "token_mask")  # a misspelt token_mask is an error
+
+    def __init__(self, recorders: dict[str, Recorder]) -> None:
+        self.token_mask: Tensor | None = None
+        self.recorders = recorders
+        for recorder in recorders.values():
+            recorder.owner = self
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """{module path: {tokens, mean, std, below_zero, zero_to_one, above_one, saturated}}; the three shares sum to 1."""
+        return {path: _summary(recorder.sums) for path, recorder in self.recorders.items() if recorder.sums is not None}
+
+    def total(self) -> dict[str, float]:
+        """The same summary of all modules, with their number as "modules"; empty when nothing was recorded."""
+        recorded = [recorder.sums.cpu() for recorder in self.recorders.values() if recorder.sums is not None]
+        if not recorded:
+            return {}
+        sums_MS = torch.stack(recorded)
+        summary = _summary(sums_MS.sum(0))
+        counts_M = sums_MS[:, 0]  # of tokens, in each module
+        return summary | {"tokens": float(counts_M.max()), "modules": float((counts_M > 0).sum())}
+
+
+def _summary(sums: Tensor) -> dict[str, float]:
+    values = sums.tolist()
+    if values[0] == 0:
+        return {"tokens": 0.0}
+    shares = Shares.of(values)
+    kept = {name: getattr(shares, name) for name in ("mean", "std", "below_zero", "zero_to_one", "above_one")}
+    # a λ is at one end at most, so that the two counts add up
+    return {"tokens": values[0], **kept, "saturated": shares.at_lower + shares.at_upper}
 
 
 @contextmanager
@@ -76,9 +231,9 @@ def record_gates(
         margin: share of the way from 1 to a bound within which λ counts as at the bound.
 
     Yields:
-        A `Recording`: `statistics()` per module and `total()` over all modules give the number of values, mean and standard
-        deviation of λ and the shares below 0, in [0, 1], above 1 and at a bound ("saturated"). Set its `token_mask` (bool
-        [batch, sequence]) before a forward pass to count only some tokens.
+        A `Recording`: `statistics()` for each module and `total()` for all give the number of tokens, mean and standard deviation
+        of λ and the shares of tokens below 0, in [0, 1], above 1 and at a bound ("saturated"). Set its `token_mask` (bool [batch,
+        sequence]) before a forward pass to count only some tokens.
 
     Raises:
         GateError: if the adapter carries no gates; in a forward pass, for a `token_mask` of another shape.
@@ -118,7 +273,7 @@ def _set_on(gates: Mapping[str, SignedGate], name: str, values: Mapping[str, Any
 
 @contextmanager
 def gates_disabled(peft_model: nn.Module, adapter_name: str | None = None) -> Iterator[None]:
-    """The plain Stage-I adapter inside the context: PEFT runs its own LoRA code, the gates are not consulted."""
+    """The plain adapter inside the context: PEFT runs its own LoRA code, the gates are not consulted."""
     name = active_adapter(peft_model, adapter_name)
     gate_modules(peft_model, name)
     with variants_replaced(peft_model, name, None):

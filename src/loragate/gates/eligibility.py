@@ -1,8 +1,13 @@
-"""Which modules of an adapter can be gated, which not, and why.
+"""What of a loaded model can be gated: which modules of an adapter, which not, and why; and how the base under it is stored.
 
 Verdicts are made from the module's class and state alone, before anything is changed. "gate" modules get a gate,
 "leave" modules keep their delta at full strength, and one "refuse" stops the whole attachment, because the gates there
 would silently have no effect or a wrong one.
+
+Gates read activations and scale the adapter's delta, so they work on a quantised base as on a plain one. What differs is the
+activations: gates are recorded with the storage they were trained on, and a reader is told when it is another. One
+instruction set would change more than that. On a CPU with AVX512-BF16, bitsandbytes repacks a 4-bit weight at the first
+forward in evaluation mode, for a kernel that rounds to bf16 and has no backward; `keep_unpacked` prevents it.
 """
 
 from __future__ import annotations
@@ -16,7 +21,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from loragate.errors import GateError, nearest
-from loragate.gates.variant import GatedLora, adapter_configs
 
 # Linear LoRA layers of PEFT that consult `lora_variant`, in mixed batches too; tests/contract checks each against its source.
 GATEABLE_CLASSES = frozenset(
@@ -30,6 +34,8 @@ LEFT_CLASSES = {
     "Conv3d": "convolutions mix positions; its delta keeps full strength",
     "ParamWrapper": "fused expert weights (target_parameters) see routed tokens; their delta keeps full strength",
 }
+NONE, EIGHT_BIT, FOUR_BIT = "none", "8bit", "4bit"
+"""Storage of a base; another method has its own name (gptq, awq)."""
 HEAD = "an adapter on the output head is part of the distribution itself; it keeps full strength"
 
 # Initialisations that subtract the new factors from the base's weights, or quantise these, when an adapter is made and each
@@ -49,6 +55,22 @@ class Verdict:
     d_in: int = 0
     d_out: int = 0
     rank: int = 0
+
+
+def adapter_configs(model: nn.Module, adapter_name: str) -> list[Any]:
+    """The adapter's configuration, mostly one; a wrapper around the model may hold a table of its own."""
+    return [configs[adapter_name] for configs in config_tables(model, adapter_name)]
+
+
+def config_tables(model: nn.Module, adapter_name: str) -> Iterator[dict[str, Any]]:
+    """Every {adapter name: configuration} of the model, its wrappers included, that holds the adapter."""
+    seen: set[int] = set()
+    for module in model.modules():
+        # vars, not getattr: a PeftModel's is a property that gives its tuner's
+        configs = vars(module).get("peft_config")
+        if isinstance(configs, dict) and adapter_name in configs and id(configs) not in seen:
+            seen.add(id(configs))
+            yield configs
 
 
 def changed_base_of(model: nn.Module, adapter_name: str) -> str:
@@ -163,10 +185,11 @@ def _refusal(layer: Any, adapter_name: str) -> str:
             "leave the module out of target_modules"
         )
     variant = layer.lora_variant.get(adapter_name)
-    if isinstance(variant, GatedLora):
-        return "it already carries gates; detach them first"
     if variant is not None:
-        name = type(variant).__name__.removesuffix("LinearVariant").removesuffix("Variant")
+        name = type(variant).__name__
+        if name == "GatedLora":  # of gates.attach, which stands above this module
+            return "it already carries gates; detach them first"
+        name = name.removesuffix("LinearVariant").removesuffix("Variant")
         return (
             f"the adapter is a {name} variant of LoRA, which computes its delta in another way than B·A·x. Gate a plain LoRA "
             "adapter"
@@ -275,3 +298,62 @@ def output_head(model: nn.Module) -> nn.Module | None:
         return getter() if getter is not None else None
     except (AttributeError, NotImplementedError):
         return None
+
+
+def quantization_of(model: nn.Module) -> str:
+    """ "none", "8bit", "4bit", or the name of another method ("gptq", "awq", …), from the model's configuration."""
+    return quantization_of_config(getattr(model, "config", None))
+
+
+def quantization_of_config(config: Any) -> str:
+    """The same of a configuration, before anything is loaded."""
+    record = getattr(config, "quantization_config", None)
+    if record is None:
+        return NONE
+    record = record if isinstance(record, dict) else record.to_dict()  # of a file; of a model in memory
+    method = record.get("quant_method") or ""
+    method = str(getattr(method, "value", method)).lower()
+    # bitsandbytes' own, whose configuration in memory has the keys with an underscore before them
+    for key, name in (("load_in_8bit", EIGHT_BIT), ("load_in_4bit", FOUR_BIT)):
+        if record.get(key) or record.get(f"_{key}"):
+            return name
+    return method or "an unnamed method"
+
+
+def keep_unpacked(model: nn.Module) -> None:
+    """Keep the 4-bit weights of a model in the form that trains, in place; it then computes the same on every processor.
+
+    `load_gated`, `attach_gates`, `calibrate`, `train_adapter` and every command do it. Call it right after loading a 4-bit
+    base that runs before one of these. Other models are left as they are.
+
+    Raises:
+        GateError: if weights were packed by then: the scales of their blocks are rounded to bf16 for good.
+    """
+    # of bitsandbytes.nn.Linear4bit, which is not imported to look for it
+    layers: list[Any] = [layer for layer in model.modules() if "support_avx512bf16_for_cpu" in vars(layer)]
+    packed = sum(hasattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu") for layer in layers)
+    if packed:
+        raise GateError(
+            f"{packed} 4-bit layers ran before gates or a training came to them: on this processor bitsandbytes packed their "
+            "weights for inference and rounded the scales to bf16. Load the base again, and call "
+            "loragate.gates.keep_unpacked(model) before it runs"
+        )
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False
+
+
+def describe_storage(name: str) -> str:
+    """ "an unquantised base", "a 4bit base", …"""
+    if name == NONE:
+        return "an unquantised base"
+    return f"{'an' if name[:1] in '8aeiou' else 'a'} {name} base"
+
+
+def storage_warning(recorded: str | None, found: str) -> str | None:
+    """What to tell who loads gates on a base that is stored in another way; None where there is nothing to tell."""
+    if recorded is None or recorded == found:
+        return None
+    return (
+        f"these gates were calibrated on {describe_storage(recorded)} and are loaded on {describe_storage(found)}: they read "
+        "slightly other activations, so answers differ a little. Evaluate again before you rely on earlier scores"
+    )

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Le, Len
@@ -21,9 +21,11 @@ from loragate.errors import GateError
 from loragate.gates.operation import gate_coefficient_of_input, gated_delta, gated_delta_reference
 from loragate.gates.override import Override
 from loragate.gates.range import Range
-from loragate.gates.recording import Recorder, Trace
 from loragate.gates.signed_map import SignedMap
 from loragate.validate import STRICT, Positive, Size, check
+
+if TYPE_CHECKING:
+    from loragate.gates.control import Recorder, Trace
 
 
 @dataclass(frozen=True)

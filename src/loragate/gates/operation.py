@@ -3,8 +3,7 @@
 λ is a scalar per token and B is linear, so gating the rank-r activation equals gating the d_out output; the fused form
 keeps only x, A x and v for the backward pass and never a (tokens × d_out) tensor. x is kept as it came and cast to the
 factors' dtype where it is computed with, so modules of one input (q, k and v) keep one x between them. The plain form
-stands beside it and is what the tests hold the fused form to; the parts that Triton kernels can take over stand here as
-their twins. Nothing here knows PEFT.
+stands beside it and is what the tests hold the fused form to. Nothing here knows PEFT.
 
 Shapes: T tokens (any leading shape), D input width, R rank, O output width.
 """
@@ -18,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from loragate.gates import backend
 from loragate.gates.override import Override
 from loragate.gates.signed_map import SignedMap
 
@@ -97,57 +95,18 @@ def gate_coefficient_of_input(
     return lam_T if override is None else override(lam_T)
 
 
-def gated_reduction(
+def _gated_reduction(
     x_TD: torch.Tensor,
-    reduced_TR: torch.Tensor | None,
     lora_a_RD: torch.Tensor,
     weight_D: torch.Tensor | None,
     bias_1: torch.Tensor,
     signed_map: SignedMap,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(λ ⊙ A x, A x, v): all of the operation that is not a product with B. A x is computed when `reduced_TR` is None."""
-    if reduced_TR is None:
-        reduced_TR = F.linear(x_TD, lora_a_RD)
+    """(λ ⊙ A x, A x, v): all of the operation that is not a product with B."""
+    x_TD = x_TD.to(lora_a_RD.dtype)
+    reduced_TR = F.linear(x_TD, lora_a_RD)
     response_T = signed_map.response(gate_logits(x_TD, weight_D, bias_1))
     return scale_tokens(signed_map.of_response(response_T), reduced_TR), reduced_TR, response_T
-
-
-def rank_space_backward(
-    back_TR: torch.Tensor, reduced_TR: torch.Tensor, response_T: torch.Tensor, signed_map: SignedMap, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gradient of the logit [T] in v's dtype, gradient of A x [T, R] in that of `back_TR`), from Bᵀ·dout.
-
-    Bᵀ·dout carries both: the gradient of λ_t is its product with (A x)_t, and λ_t times it is the gradient of (A x)_t.
-    """
-    working = response_T.dtype  # fp32 beside half-precision factors: the sum over R is taken in it
-    scaled_TR = back_TR.to(working) * scaling
-    slope_T = signed_map.slope(response_T)
-    grad_lam_T = (scaled_TR * reduced_TR.to(working)).sum(-1)
-    # dλ/dg = dλ/dv · dv/dg, and tanh' = 1 − v²: v alone is saved
-    grad_logit_T = grad_lam_T * slope_T * (1.0 - response_T * response_T) / signed_map.tau
-    lam_T = signed_map.of_response(response_T)
-    return grad_logit_T, (lam_T.unsqueeze(-1) * scaled_TR).to(back_TR.dtype)
-
-
-def weight_gradient(grad_logit_T: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
-    """Σ_t g_t · x_t, [D], in the dtype of the logit's gradient."""
-    return torch.matmul(grad_logit_T.reshape(-1), x_TD.reshape(-1, x_TD.shape[-1]).to(grad_logit_T.dtype))
-
-
-def _reduce(
-    x_TD: torch.Tensor,
-    lora_a_RD: torch.Tensor,
-    weight_D: torch.Tensor | None,
-    bias_1: torch.Tensor,
-    signed_map: SignedMap,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`gated_reduction` of x in the dtype of A, by a kernel where one may run."""
-    x_TD = x_TD.to(lora_a_RD.dtype)
-    kernels = backend.kernels_for(x_TD, lora_a_RD, bias_1)
-    if kernels is None:
-        return gated_reduction(x_TD, None, lora_a_RD, weight_D, bias_1, signed_map)
-    reduced_TR = None if backend.projects(x_TD, lora_a_RD) else F.linear(x_TD, lora_a_RD)
-    return kernels.gated_reduction(x_TD, reduced_TR, lora_a_RD, weight_D, bias_1, signed_map)
 
 
 class _GatedDelta(torch.autograd.Function):
@@ -165,7 +124,7 @@ class _GatedDelta(torch.autograd.Function):
         scaling: float,
         detach_input: bool,
     ) -> torch.Tensor:
-        gated_TR, reduced_TR, response_T = _reduce(x_TD, lora_a_RD, weight_D, bias_1, signed_map)
+        gated_TR, reduced_TR, response_T = _gated_reduction(x_TD, lora_a_RD, weight_D, bias_1, signed_map)
         # x as it came: q, k and v of a block then keep one tensor between them; R and 1 numbers a token beside it
         ctx.save_for_backward(x_TD, reduced_TR, response_T, lora_a_RD, lora_b_OR, weight_D)
         ctx.signed_map, ctx.scaling, ctx.detach_input = signed_map, scaling, detach_input
@@ -177,17 +136,21 @@ class _GatedDelta(torch.autograd.Function):
         x_TD, reduced_TR, response_T, lora_a_RD, lora_b_OR, weight_D = ctx.saved_tensors
         need_x, need_a, need_b, need_weight, need_bias = ctx.needs_input_grad[:5]
         grad_x = grad_a = grad_b = grad_weight = grad_bias = None
-        kernels = backend.kernels_for(x_TD, lora_a_RD, response_T)
-        # what ran forward, by the same test: v has the gate's dtype, as its bias has
-        through_ranks = rank_space_backward if kernels is None else kernels.rank_space_backward
-        to_weight = weight_gradient if kernels is None else kernels.weight_gradient
         if need_x or need_a or need_weight or need_bias:
             cast_TD = x_TD.to(lora_a_RD.dtype)  # anew, in place of a second copy of x kept since the forward pass
             # backward runs outside of autocast, so that every product casts its operands to dout's dtype itself
             back_TR = torch.matmul(grad_TO, lora_b_OR.to(grad_TO.dtype))  # [T, O]·[O, R]: the one product of width O
-            grad_logit_T, inner_TR = through_ranks(back_TR, reduced_TR, response_T, ctx.signed_map, ctx.scaling)
-            if need_weight:
-                grad_weight = to_weight(grad_logit_T, cast_TD)
+            # Bᵀ·dout carries both gradients: that of λ_t is its product with (A x)_t, and λ_t times it is that of (A x)_t
+            working = response_T.dtype  # fp32 beside half-precision factors: the sum over R is taken in it
+            scaled_TR = back_TR.to(working) * ctx.scaling
+            grad_lam_T = (scaled_TR * reduced_TR.to(working)).sum(-1)
+            # dλ/dg = dλ/dv · dv/dg, and tanh' = 1 − v²: v alone is saved
+            slope_T = ctx.signed_map.slope(response_T)
+            grad_logit_T = grad_lam_T * slope_T * (1.0 - response_T * response_T) / ctx.signed_map.tau
+            inner_TR = (ctx.signed_map.of_response(response_T).unsqueeze(-1) * scaled_TR).to(back_TR.dtype)
+            if need_weight:  # Σ_t g_t · x_t, [D]
+                flat_TD = cast_TD.reshape(-1, cast_TD.shape[-1])
+                grad_weight = torch.matmul(grad_logit_T.reshape(-1), flat_TD.to(working))
             if need_bias:  # [1], the sum over all tokens
                 grad_bias = grad_logit_T.sum().reshape(1)
             if need_x:
@@ -228,6 +191,6 @@ def gated_delta(
     tensors = (x_TD, lora_a_RD, lora_b_OR, weight_D, bias_1)
     # `apply` would save tensors for a backward pass that nobody asks for
     if not torch.is_grad_enabled() or not any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        gated_TR, _, _ = _reduce(x_TD, lora_a_RD, weight_D, bias_1, signed_map)
+        gated_TR, _, _ = _gated_reduction(x_TD, lora_a_RD, weight_D, bias_1, signed_map)
         return up_project(gated_TR, lora_b_OR, scaling)
     return _GatedDelta.apply(x_TD, lora_a_RD, lora_b_OR, weight_D, bias_1, signed_map, scaling, detach_input)

@@ -19,7 +19,7 @@ _warned: set[str] = set()
 
 
 def generation_settings(temperature: float) -> dict[str, Any]:
-    """Settings of `transformers.GenerationConfig` that draw as the probe drew: from all tokens, with no penalty; 0 is greedy."""
+    """Settings of `transformers.GenerationConfig` that draw from all tokens, with no penalty, as gates are chosen; 0 is greedy."""
     settings: dict[str, Any] = {"do_sample": temperature > 0, "repetition_penalty": 1.0}
     return {**settings, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else settings
 
@@ -52,19 +52,13 @@ def chosen_temperature(record: Mapping[str, Any] | None, asked: float | None) ->
 
 
 def sampling_note(name: str, record: Mapping[str, Any] | None, asked: float | None = None) -> str:
-    """One sentence on the sampling of a folder, with figures where another temperature was `asked` for than the recommended one.
-
-    Empty where nothing is recommended.
-    """
+    """One sentence on the sampling of a folder, `asked` for or recommended; empty where nothing is recommended."""
     recommended = recommended_temperature(record)
     if recommended is None:
         return ""
     if asked is None or asked == recommended:
         return f"sampling {at(recommended)}, as {name} recommends"
-    note = f"sampling {at(asked)}, but {name} is recommended {at(recommended)}"
-    if not (scores := scores_by_temperature(record)):
-        return note
-    return f"{note} (score: {'; '.join(f'{_score(scores.get(heat))} {at(heat)}' for heat in (recommended, asked))})"
+    return f"sampling {at(asked)}, but {name} is recommended {at(recommended)}, where its setting was shown to be best"
 
 
 def warn_elsewhere(name: str, record: Mapping[str, Any] | None, asked: float, logger: logging.Logger) -> None:
@@ -79,37 +73,11 @@ def at(temperature: float) -> str:
     return f"at temperature {temperature:g}" if temperature else "greedily"
 
 
-def scores_by_temperature(record: Mapping[str, Any] | None) -> dict[float, tuple[float, float, float]]:
-    """{temperature: (mean, low, high)} of what the folder holds on the probe of its choice, as far as that was recorded.
-
-    Read from the free-form evidence: `selection.settings` lists all settings that were asked, by name and temperature.
-    """
-    selection = mapping((record or {}).get("selection"))
-    rows = selection.get("settings")
-    return {
-        row["temperature"]: (row["mean"], row["low"], row["high"])
-        for row in (rows if isinstance(rows, list) else [])
-        if is_score(row) and row.get("name") == selection.get("picked") and is_number(row.get("temperature"))
-    }
-
-
 def is_number(value: Any) -> bool:
     """Whether a value of a free-form record is a figure."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def is_score(value: Any) -> bool:
-    """Whether a value of a free-form record is a score with its interval."""
-    return isinstance(value, dict) and all(is_number(value.get(key)) for key in ("mean", "low", "high"))
-
-
 def mapping(value: Any) -> dict[str, Any]:
     """A value of a free-form record where it is a mapping, else {}."""
     return value if isinstance(value, dict) else {}
-
-
-def _score(score: tuple[float, float, float] | None) -> str:
-    if score is None:
-        return "not recorded"
-    mean, low, high = (100 * value for value in score)
-    return f"{mean:.1f} % ({low:.1f}–{high:.1f})"

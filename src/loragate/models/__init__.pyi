@@ -1,13 +1,13 @@
-from .bases import (
+from .folder_gates import FolderGates as FolderGates, read_gates as read_gates
+from .loading import (
+    GatedPeftModel as GatedPeftModel,
     base_config as base_config,
     base_weights as base_weights,
     generation_config as generation_config,
     open_base as open_base,
     read_config as read_config,
+    refuse_gguf as refuse_gguf,
     torch_device as torch_device,
-)
-from .folder_gates import FolderGates as FolderGates, read_gates as read_gates
-from .loading import (
     Loaded as Loaded,
     explained as explained,
     load_gated as load_gated,
@@ -17,7 +17,8 @@ from .loading import (
     open_without_weights as open_without_weights,
     load_adapter as load_adapter,
 )
-from .place import (
+from .source import (
+    Kind as Kind,
     ModelRef as ModelRef,
     ModelSource as ModelSource,
     is_adapter as is_adapter,

@@ -18,13 +18,24 @@ from typing import Any, NoReturn
 import torch
 
 from loragate.errors import ArtifactError
-from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, factor_of, read_adapter, strength_of
 from loragate.gates.eligibility import changed_base
-from loragate.gates.fingerprint import factors_sha256
 from loragate.gates.gate import GateConfig
+from loragate.gates.identity import known_factors, require_same_adapter
 from loragate.gates.override import Override
-from loragate.gates.schema import ADAPTER, CONFIG, GATES, GLOBAL_BIAS, read_gate_config, read_tensors
-from loragate.models.place import is_gated, plain_adapter
+from loragate.gates.schema import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONFIG,
+    GATES,
+    GLOBAL_BIAS,
+    NEED_MODEL,
+    factor_of,
+    read_adapter,
+    read_gate_config,
+    read_tensors,
+)
+from loragate.models.source import is_gated, plain_adapter
 
 # from the second line on, whole paths: inside a layer, such names are not those of heads (tests/contract/test_heads.py)
 _LEFT = re.compile(
@@ -32,8 +43,6 @@ _LEFT = re.compile(
     r"head|output|output_projection|decoder|proj_out|embed_out|lm_loss|generator_lm_head|"
     r"cls\.predictions\.decoder|lm_head\.decoder|pred_layer\.proj"
 )
-NEED_MODEL = ("modules_to_save", "target_parameters", "trainable_token_indices")
-"""Keys of adapter_config.json with which an adapter is known again in memory alone."""
 
 
 @dataclass(frozen=True)
@@ -103,29 +112,6 @@ def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple(known)
 
 
-def require_same_adapter(
-    folder: Path, record: dict[str, Any], tensors: dict[str, torch.Tensor], widths: dict[str, int], sha256: str | None
-) -> None:
-    """Refuse gates that are not those of the adapter beside them.
-
-    Args:
-        folder, record, tensors: the artifact, its record and its gates.
-        widths, sha256: of the adapter's factors, by `known_factors`; no hash where the files do not hold all of the adapter.
-    """
-    recorded = record["adapter"]["sha256"]
-    if sha256 is not None and sha256 != recorded:
-        _fail(
-            folder / CONFIG,
-            f"these gates belong to another adapter (sha256 {recorded[:12]}…, {folder / ADAPTER} has {sha256[:12]}…); fetch "
-            "the artifact again",
-        )
-    for name, tensor in tensors.items():
-        # a bias has one value; a module that the widths lack is refused, or let be, by the caller
-        size = widths.get(name.removesuffix(".weight"), len(tensor)) if name.endswith(".weight") else 1
-        if tensor.shape != (size,):
-            _fail(folder / GATES, f"{name} has shape {tuple(tensor.shape)}, expected ({size},)")
-
-
 def _read_factors(folder: Path) -> tuple[dict[str, int], str]:
     """`known_factors` of an adapter that has no other tensors and leaves its base as it is; any other is refused."""
     config, state = read_adapter(folder)
@@ -141,19 +127,6 @@ def _read_factors(folder: Path) -> tuple[dict[str, int], str]:
         ):
             _fail(folder / ADAPTER_WEIGHTS, f"{key} is not a tensor of a plain LoRA adapter")
     return known_factors(config, state)
-
-
-def known_factors(config: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[dict[str, int], str]:
-    """Input width of every adapted linear module, and `factors_sha256` of all LoRA factors; other tensors do not count."""
-    factors: dict[str, dict[str, list[torch.Tensor]]] = {}
-    for key, tensor in state.items():
-        path, group = factor_of(key)
-        if group:
-            factors.setdefault(path, {})[group] = [tensor]
-    # A is [R, D]: its second size is the input's width; convolutions have more dimensions
-    first = {path: groups["lora_A"][0] for path, groups in sorted(factors.items()) if "lora_A" in groups}
-    sha256 = factors_sha256((path, strength_of(config, path), groups) for path, groups in factors.items())
-    return {path: tensor.shape[1] for path, tensor in first.items() if tensor.dim() == 2}, sha256
 
 
 def _plain_with_constant(folder: Path, override: Override) -> FolderGates:

@@ -1,32 +1,252 @@
-"""From a place to a loaded model: base, adapter or gated, in one way; the tokenizer; and errors a person can act on."""
+"""From a place to a loaded model: base, adapter or gated, in one way; the tokenizer; and errors a person can act on.
+
+`base_weights`, `base_config` and `generation_config` are the only readers of a base. Quantised storage is bitsandbytes' (NF4 with
+double quantisation for 4 bits); gates and LoRA factors stay fp32 whatever the base is. A base may be one GGUF file, llama.cpp's
+form with configuration and tokenizer inside: transformers reads it and unpacks the weights to plain ones, which are then trained
+on, gated and fingerprinted as any others.
+"""
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import os
+import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
 from peft import PeftModel
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedTokenizerFast,
+)
 
 from loragate.data import find_endings
 from loragate.errors import ArtifactError, ConfigError, LoragateError
 from loragate.files import read_json
-from loragate.gates import GateConfig, attach_gates, detach_gates, load_gates
+from loragate.gates import GateConfig, GatedPeftModel, attach_gates, detach_gates, keep_unpacked, load_gates
 from loragate.gates.attach import gate_modules
-from loragate.gates.quantised import quantization_of
+from loragate.gates.eligibility import (
+    EIGHT_BIT,
+    FOUR_BIT,
+    NONE,
+    describe_storage,
+    quantization_of,
+    quantization_of_config,
+)
 from loragate.gates.schema import CONFIG
-from loragate.hub_names import hub_source
-from loragate.models import gguf
-from loragate.models.bases import base_config, base_weights, generation_config, open_base, pretrained
-from loragate.models.place import Kind, ModelSource, resolve
+from loragate.hub_names import hub_source, split_file
 from loragate.models.settings import Loading
+from loragate.models.source import Kind, ModelRef, ModelSource, resolve
 
 USUAL = Loading()
 # PEFT's names of tasks whose models have another class and other outputs
 _OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
+
+
+def torch_device(how: Loading) -> str:
+    """The device; "auto" is CUDA, then MPS, then the CPU. Each of several processes on a machine has its own GPU.
+
+    Raises:
+        ConfigError: for a device that is not usable here.
+    """
+    if how.device != "auto":
+        try:
+            torch.empty(0, device=how.device)
+        except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+            raise ConfigError(
+                f"--device {how.device}: not usable here ({str(error).splitlines()[0]}); try --device cpu"
+            ) from error
+        return how.device
+    if torch.cuda.is_available():
+        # as torchrun and accelerate tell a process which of the machine's GPUs is its own
+        several = int(os.environ.get("WORLD_SIZE") or 1) > 1
+        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if several else "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def torch_dtype(how: Loading) -> Any:
+    """The dtype of the base, or of what stays unquantised, which is also what 4-bit layers compute in.
+
+    "auto" is the checkpoint's own on a GPU and float32 on the CPU. With quantised weights it is bfloat16, or float16 on
+    GPUs without it; float32 for 4 bits on a CPU.
+    """
+    how.require_possible()
+    if how.dtype != "auto":
+        return getattr(torch, how.dtype)
+    device = torch_device(how)
+    if how.quantization == NONE:
+        return torch.float32 if device == "cpu" else "auto"
+    if device == "cpu":  # where 4 bits are unpacked for a product in any dtype, and 8 bits are not multiplied in fp32
+        return torch.float32 if how.quantization == FOUR_BIT else torch.bfloat16
+    return torch.bfloat16 if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else torch.float16
+
+
+def _pretrained(base: ModelRef) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` of transformers is given for a base: its name, and what stands beside it.
+
+    Raises:
+        ConfigError: where the package gguf is not installed.
+        ArtifactError: for a GGUF file that cannot be fetched from the hub.
+    """
+    if not base.gguf:
+        return base.name, {"revision": base.revision} if base.revision else {}
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError(f'{base.name} is a GGUF file, which needs the package gguf: pip install "loragate[gguf]"')
+    path = Path(base.name)
+    if base.on_hub:
+        repository, file = split_file(base.name)
+        try:
+            path = Path(hf_hub_download(repository, file, revision=base.revision or None))
+        except (HfHubHTTPError, OSError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ArtifactError(f"{base}: the file could not be fetched from the hub ({said})") from error
+    # from a folder that holds another form of a model too, transformers takes that one's tokenizer, whatever file is named
+    beside = any(other.suffix in (".json", ".jinja", ".model", ".txt") for other in path.parent.iterdir())
+    return _folder_of_its_own(path.absolute()).name if beside else str(path.parent), {"gguf_file": path.name}
+
+
+@cache  # and kept until the process ends
+def _folder_of_its_own(path: Path) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="loragate-gguf-")
+    (Path(folder.name) / path.name).symlink_to(path)
+    return folder
+
+
+def base_config(base: ModelRef, trust: bool = False) -> Any:
+    """The transformers configuration of a base."""
+    name, beside = _pretrained(base)
+    if base.gguf:
+        changed = Path(name, beside["gguf_file"]).stat().st_mtime_ns
+        # a copy: loading a model writes into its configuration
+        return copy.deepcopy(_gguf_config(name, beside["gguf_file"], trust, changed))
+    return AutoConfig.from_pretrained(name, trust_remote_code=trust, **beside)
+
+
+@cache
+def _gguf_config(name: str, file: str, trust: bool, _changed: int) -> Any:
+    """Kept, as transformers reads all of a GGUF file's header for it, which takes seconds."""
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust, gguf_file=file)
+    except (struct.error, OSError, ValueError, LookupError) as error:
+        raise ArtifactError(f"{file} cannot be read ({error}); if it was cut off, fetch it again") from error
+
+
+def read_config(name: str, *, trust: bool = False) -> Any:
+    """The transformers configuration behind a hub id (owner/name[@revision]), a model folder or a config.json.
+
+    Raises:
+        ConfigError: for a name that leads nowhere, and a file that cannot be read; LoragateError where the hub gives none.
+    """
+    path = Path(name)
+    try:
+        if path.suffix == ".json" and path.is_file():
+            return AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        return base_config(resolve(name, expect="base", what="model").base, trust)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        refusal = ConfigError if path.exists() else LoragateError
+        raise refusal(f"the configuration of {name} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def generation_config(base: ModelRef, trust: bool = False) -> Any:
+    """The base's generation settings or, where it has no such file, what transformers derives from its configuration."""
+    try:
+        if not base.gguf:  # whose folder may hold other models
+            name, beside = _pretrained(base)
+            return GenerationConfig.from_pretrained(name, **beside)
+    except OSError:  # how transformers says that there is no such file
+        pass
+    return GenerationConfig.from_model_config(base_config(base, trust))
+
+
+def base_weights(base: ModelRef, **arguments: Any) -> Any:
+    """A causal LM with its weights; `arguments` are those of `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        ConfigError: for a GGUF file that is to be quantised anew.
+        ArtifactError: for a GGUF file that does not hold all weights.
+    """
+    name, beside = _pretrained(base)
+    if not base.gguf:
+        return AutoModelForCausalLM.from_pretrained(name, **arguments, **beside)
+    if arguments.get("quantization_config") is not None:
+        refuse_gguf(base, "another quantisation")
+    # weights that stayed in GGUF's blocks could not be fingerprinted as those of another file of the same model
+    arguments["quantization_config"] = GgufConfig(dequantize=True)
+    arguments.setdefault("config", base_config(base, bool(arguments.get("trust_remote_code"))))
+    model, loaded = AutoModelForCausalLM.from_pretrained(name, **beside, **arguments, output_loading_info=True)
+    if missing := sorted(loaded["missing_keys"]):  # which transformers fills with random numbers
+        raise ArtifactError(
+            f"{base.name} does not hold {missing[0]} ({len(missing)} weights are missing); it may be one of several parts, which "
+            "llama.cpp joins: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
+        )
+    # transformers would record the folder of the file, or a temporary one
+    model.name_or_path = model.config._name_or_path = base.lasting
+    return model
+
+
+def refuse_gguf(base: ModelRef, what: str) -> None:
+    """Refuse a GGUF base where only a plain folder will do; `what` needs it."""
+    if base.gguf:
+        raise LoragateError(
+            f"{what} needs the base as a plain folder, and {base.name} is a GGUF file. Make one in Python: found = "
+            f'loragate.models.open_model(loragate.models.resolve("{base.name}")), found.model.save_pretrained("FOLDER"), '
+            'found.tokenizer.save_pretrained("FOLDER"); and give FOLDER in its place'
+        )
+
+
+def open_base(base: ModelRef, how: Loading, host_memory: bool = False) -> Any:
+    """A causal LM on its device, in eval mode, its errors those of transformers; in 8 or 4 bits where that is asked for.
+
+    Quantised weights are put on their device while they are loaded and are not moved afterwards.
+
+    Args:
+        host_memory: load the base into host memory instead of the device, from where its shards go to the devices.
+
+    Raises:
+        ConfigError: if a quantisation is asked for and the checkpoint is quantised already.
+    """
+    arguments: dict[str, Any] = {"dtype": torch_dtype(how), "trust_remote_code": how.trust_remote_code}
+    device = "cpu" if host_memory else torch_device(how)
+    if base.gguf and arguments["dtype"] == "auto":
+        arguments["dtype"] = torch.bfloat16  # the file names none, and transformers would take fp32
+    stored = quantization_of_config(base_config(base, how.trust_remote_code))
+    if stored != NONE and how.quantization != NONE:
+        raise ConfigError(f"{base.name} is {describe_storage(stored)} already; leave --quantization out")
+    if how.quantization != NONE:
+        arguments["quantization_config"] = _bitsandbytes(how)
+    placed = stored != NONE or how.quantization != NONE  # packed weights cannot be moved once they are loaded
+    if placed:
+        # "cuda" means the process's own GPU, as it does elsewhere in torch; a device map would read it as the first
+        arguments["device_map"] = {"": torch.cuda.current_device() if device == "cuda" else device}
+    model = base_weights(base, **arguments)
+    keep_unpacked(model)
+    return model.eval() if placed else model.to(device).eval()
+
+
+def _bitsandbytes(how: Loading) -> Any:
+    if how.quantization == EIGHT_BIT:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch_dtype(how),
+    )
 
 
 @dataclass
@@ -110,7 +330,7 @@ def open_model(place: ModelSource, how: Loading = USUAL) -> Loaded:
 
 def open_without_weights(place: ModelSource, how: Loading = USUAL) -> Loaded:
     """Tokenizer and configuration alone, for an engine that loads the weights itself."""
-    gguf.refuse(place.base, "vLLM")
+    refuse_gguf(place.base, "vLLM")
     with explained("base model", place.base.name):
         config = base_config(place.base, how.trust_remote_code)
     return Loaded(place, how, open_tokenizer(place, how), config, stop_token_ids=place.stop_token_ids)
@@ -152,7 +372,7 @@ def load_adapter(base: Any, place: ModelSource) -> Any:
 def load_gated(
     folder: str | Path,
     *,
-    base: str | Path | None = None,
+    base: str | Path | nn.Module | None = None,
     revision: str | None = None,
     base_revision: str | None = None,
     **from_pretrained_kwargs: Any,
@@ -163,23 +383,32 @@ def load_gated(
         folder: what `loragate calibrate --out` or `loragate.save_gates` wrote, or its hub id ("owner/name", also
             "owner/name@revision"), which is downloaded; with "@unit" or another override of λ behind it.
         base: where to find the base instead of the id recorded in the artifact: a folder, "owner/name" or
-            "owner/name@revision".
+            "owner/name@revision"; or the base itself, in memory.
         revision: branch, tag or commit of the artifact's repository on the hub.
         base_revision: the same of the base; the recorded one where `base` is not given.
         **from_pretrained_kwargs: passed to `AutoModelForCausalLM.from_pretrained` (dtype, device_map,
             quantization_config, attn_implementation, ...). `trust_remote_code` stays off unless given.
 
     Returns:
-        A gated PeftModel in eval mode with every parameter frozen; `generate`, KV cache, batches and padding work as
+        A `GatedPeftModel` in eval mode with every parameter frozen; `generate`, KV cache, batches and padding work as
         with any PeftModel. `generate` ends and samples as the artifact records, where it does (`model.generation_config`).
         `loragate.gates.train_gates_only(model)` has the gates train again.
 
     Raises:
         ArtifactError: if the artifact is malformed, belongs to another base or adapter, or it or the base is not to be had.
+        ConfigError: for arguments that have no effect on a base in memory.
     """
+    if isinstance(base, nn.Module):
+        if without_effect := [*from_pretrained_kwargs, *["base_revision"] * bool(base_revision)]:
+            raise ConfigError(f"{without_effect[0]} has no effect on a base that is in memory; leave it out")
+        there = resolve(folder, expect="gated", revision=revision, overrides=True, base_later=True)
+        return load_adapter(base, there)
     place = resolve(folder, base or "", expect="gated", revision=revision, base_revision=base_revision, overrides=True)
     weights = _base_of_gated(place, lambda: base_weights(place.base, **from_pretrained_kwargs))
     return load_adapter(weights, place)
+
+
+GatedPeftModel._open = staticmethod(load_gated)
 
 
 def open_tokenizer(place: ModelSource, how: Loading = USUAL) -> Any:
@@ -194,7 +423,7 @@ def open_tokenizer(place: ModelSource, how: Loading = USUAL) -> Any:
             tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(chosen)
             tokenizer.init_kwargs.pop("auto_map", None)
         else:
-            name, beside = pretrained(place.base) if chosen == place.base.name else (chosen, {})
+            name, beside = _pretrained(place.base) if chosen == place.base.name else (chosen, {})
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=how.trust_remote_code, **beside)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # transformers makes an empty one of a folder that has no file of it

@@ -16,8 +16,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from loragate.errors import LoragateError
 from loragate.files import folder_sha256, read_json, write_json
-from loragate.models.bases import base_weights
-from loragate.models.place import ModelRef
+from loragate.models.loading import base_weights
+from loragate.models.source import ModelRef
 
 RECORD = "merged.json"
 

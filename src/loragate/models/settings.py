@@ -1,4 +1,4 @@
-"""What is asked of a model's loading: settings alone, which need no torch. `bases.py` acts on them."""
+"""What is asked of a model's loading: settings alone, which need no torch. `loading.py` acts on them."""
 
 from __future__ import annotations
 

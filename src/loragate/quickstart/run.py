@@ -39,7 +39,7 @@ from loragate.files import write_text
 from loragate.gates import GateConfig, save_gates
 from loragate.gates.range import Range, parse_ranges
 from loragate.generation import TransformersEngine
-from loragate.models.place import Kind
+from loragate.models.source import Kind
 from loragate.quickstart import QuickstartSettings
 from loragate.report.page.whole import page
 from loragate.report.scores import caption, evaluation_statements, score_markdown, score_tables

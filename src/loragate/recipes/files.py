@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 KINDS = ("domain", "backbone", "method")
 SUFFIXES = (".yaml", ".yml")
 SOURCES = ("paper", "ours", "unstated", "yours")
-COMMANDS = ("sft", "extract", "mask", "calibrate", "sweep", "eval", "diagnose")
+COMMANDS = ("sft", "mask", "calibrate", "sweep", "eval", "diagnose")
 """What a recipe may start, and nothing else."""
 GUARDED = {"trust_remote_code": False, "sandbox": "bubblewrap", "probe_sandbox": "bubblewrap"}
 """Options that let code of others run with less protection, with the value that asks for nothing. Recipes are passed on like

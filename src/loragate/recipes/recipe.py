@@ -21,7 +21,7 @@ from loragate.cli.main import command
 from loragate.errors import ConfigError, nearest
 
 REFERENCE = re.compile(r"\{([A-Za-z][\w.-]*)\}")
-TRAINS = ("sft", "calibrate", "sweep", "extract")
+TRAINS = ("sft", "calibrate", "sweep")
 ROWS = ("sft", "calibrate", "sweep", "mask")  # commands that read training rows
 WIDTH = 120
 

@@ -21,7 +21,7 @@ from loragate import models
 from loragate.errors import LoragateError
 from loragate.gates.override import Override, split_folder, virtual_place
 from loragate.gates.recommended import generation_settings, recommended_temperature, warn_elsewhere
-from loragate.models.place import is_gated, sampling_of
+from loragate.models.source import is_gated, sampling_of
 from loragate.serving.head import head_class, score_prompts
 from loragate.serving.layers import gated_class
 from loragate.version import __version__

@@ -16,7 +16,7 @@ from vllm.distributed import get_pp_group
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from loragate.errors import ArtifactError
-from loragate.gates.fingerprint import compare_base_samples, config_fingerprint, is_norm
+from loragate.gates.identity import compare_base_samples, config_fingerprint, is_norm
 from loragate.gates.override import Override
 from loragate.gates.schema import CONFIG
 from loragate.gates.signed_map import SignedMap

@@ -27,7 +27,7 @@ from loragate.display import console
 from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.files import write_json, write_text
 from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
-from loragate.models import Loading, ModelSource, base_config, explained, generation_config, gguf, read_gates
+from loragate.models import Loading, ModelSource, base_config, explained, generation_config, read_gates, refuse_gguf
 from loragate.serving.hooks import ADAPTERS
 from loragate.serving.plugin import vllm_version
 from loragate.serving.settings import ServerSettings
@@ -130,7 +130,7 @@ def _module(name: str, folder: str) -> str:
 
 def prepare_vllm(place: ModelSource, adapters: Mapping[str, ModelSource], trust: bool) -> int:
     """Check plugin, version, folders and base before vLLM starts; returns the rank to make room for."""
-    gguf.refuse(place.base, "vLLM")
+    refuse_gguf(place.base, "vLLM")
     rank = 1
     for adapter in adapters.values():
         if adapter.needs_lambda:

@@ -16,8 +16,8 @@ from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
 from loragate.errors import ConfigError
 from loragate.gates.artifact import write_adapter
-from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
-from loragate.gates.quantised import keep_unpacked
+from loragate.gates.eligibility import keep_unpacked
+from loragate.gates.identity import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.losses import add_statistics_forward
 from loragate.losses.causal_head import ReferenceRequest, causal_model
 from loragate.losses.divergence import Reference, require_same_vocabulary

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from loragate.errors import ConfigError
+from loragate.gates.control import Recorder
 from loragate.gates.gate import SignedGate
-from loragate.gates.recording import Recorder
 from loragate.losses import StatisticsRequest
 from loragate.modes import evaluation_mode
 from loragate.training.sharding import decoder_layers

@@ -18,7 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PrinterCallback, ProgressCallback
 
 from loragate.errors import ConfigError, TrainingError
-from loragate.gates.quantised import quantization_of
+from loragate.gates.eligibility import quantization_of
 from loragate.losses.causal_head import causal_model
 from loragate.losses.objectives import Objective
 from loragate.records import read_value

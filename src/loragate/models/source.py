@@ -14,17 +14,34 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub import errors, hf_hub_download, snapshot_download
+
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import folder_sha256, read_json
-from loragate.gates.adapter_files import ADAPTER_CONFIG, lost_gates, own_tokenizer, read_adapter_config
 from loragate.gates.override import Override, parse_override, split_folder
 from loragate.gates.recommended import SAMPLING, exported_sampling, mapping, recommended_temperature
-from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config, read_tensors
+from loragate.gates.schema import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    CARD,
+    CONFIG,
+    GATES,
+    lost_gates,
+    own_tokenizer,
+    read_adapter_config,
+    read_gate_config,
+    read_tensors,
+)
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
-from loragate.models.hub import NotThere, download
 
 Kind = Literal["base", "adapter", "gated"]
 _WHAT = {"any": "model", "base": "base model", "adapter": "adapter", "gated": "gated adapter"}
+
+# what is downloaded, by the file that tells what is in a repository
+_FILES: dict[str, tuple[str, ...]] = {
+    CONFIG: (CONFIG, GATES, SAMPLING, CARD, f"{ADAPTER}/*"),
+    ADAPTER_CONFIG: ("adapter_*", SAMPLING, "*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja"),
+}
 
 logger = logging.getLogger("loragate")
 
@@ -180,7 +197,7 @@ class ModelSource:
             return ""
         if any(bool(values.any()) for values in read_tensors(self.folder, dict(self.gates or {})).values()):
             return ""  # whatever the record says, these gates act
-        why = "nothing beat the adapter on the probe when the range was chosen"
+        why = "nothing beat the adapter on the dev set when the range was chosen"
         return f"the gates of {self.ref.name} are off: {why}. It answers as the plain adapter that it is"
 
 
@@ -285,14 +302,69 @@ def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Pa
             read_gate_config(folder)  # says what the folder is instead
         return folder
     try:
-        folder = download(ref.name, ref.revision, CONFIG, *[ADAPTER_CONFIG] * (expect != "gated"))
-    except NotThere:
+        folder = _download(ref.name, ref.revision, CONFIG, *[ADAPTER_CONFIG] * (expect != "gated"))
+    except _NotThere:
         if expect == "any" and not base_given:
             return None  # perhaps a base, which has its own loader, and errors
         raise
     if hub_source(folder) != f"{ref.name}@{ref.revision}":  # the name already says the commit
         logger.warning("using %s", hub_source(folder))
     return folder
+
+
+class _NotThere(ArtifactError):
+    """There is no adapter of that name on the hub, as far as can be seen from here."""
+
+
+def _download(name: str, revision: str, *kinds: str) -> Path:
+    """The folder of one commit in the hub cache; nothing is asked of the network where it is offline.
+
+    Args:
+        name, revision: of the repository.
+        kinds: keys of `_FILES`; the first that the repository holds decides what is downloaded.
+
+    Raises:
+        ArtifactError: `_NotThere` if the repository, or each of `kinds` in it, is not there; else if the revision is not there,
+            or the download failed.
+    """
+    failed: Exception | None = None
+    for first in kinds:
+        try:
+            # the cache's layout is …/snapshots/COMMIT/FILE: what follows is of one commit, whatever the branch does meanwhile
+            commit = Path(hf_hub_download(name, first, revision=revision or None)).parent.name
+            return Path(snapshot_download(name, revision=commit, allow_patterns=[*_FILES[first]]))
+        except errors.EntryNotFoundError as error:  # the repository is there, perhaps with the next kind
+            failed = failed or error
+        except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+            failed = error
+            break
+    raise _explained(name, revision, kinds, failed) from failed
+
+
+def _explained(name: str, revision: str, kinds: tuple[str, ...], error: Exception | None) -> ArtifactError:
+    """The error of huggingface_hub as one sentence with the way out; kinds of errors before those that they belong to."""
+    called = f"{name}@{revision}" if revision else name
+    log_in = "where it is private or gated, ask for access on its page and log in with `hf auth login`"
+    match error:
+        case errors.LocalEntryNotFoundError():
+            return _NotThere(
+                f"{called} is no folder here, and the hub cache does not hold it while the hub cannot be reached; check the "
+                "connection (and HF_HUB_OFFLINE), or give a local folder"
+            )
+        case errors.EntryNotFoundError():
+            plain = f"; a plain adapter is gated with `loragate calibrate --adapter {name} --data FILE --out DIR`"
+            return _NotThere(
+                f"{called} on the hub holds no {' and no '.join(kinds)}{plain if kinds == (CONFIG,) else ''}"
+            )
+        case errors.RevisionNotFoundError():
+            return ArtifactError(f"{name} has no revision {revision!r}; its page lists branches, tags and commits")
+        case errors.RepositoryNotFoundError() if not isinstance(error, errors.GatedRepoError):
+            return _NotThere(
+                f"{called} is no folder here, and the hub has no repository of that name that you can read; {log_in}"
+            )
+    said = (str(error).splitlines() or [""])[0]
+    kind = _NotThere if isinstance(error, errors.HFValidationError) else ArtifactError
+    return kind(f"{called} could not be downloaded ({type(error).__name__}: {said}); {log_in}")
 
 
 def _base_place(ref: ModelRef, what: str) -> ModelSource:
@@ -332,7 +404,7 @@ def _gated_place(
 ) -> ModelSource:
     record = read_gate_config(folder)
     if not (folder / ADAPTER / ADAPTER_CONFIG).is_file():
-        raise ArtifactError(f"{folder / ADAPTER}: the Stage-I adapter is missing; the folder is incomplete")
+        raise ArtifactError(f"{folder / ADAPTER}: the plain adapter is missing; the folder is incomplete")
     recorded = str(record["base"]["id"])
     at = base_revision or str(record["base"].get("revision") or "")
     base = given or ModelRef(*split_revision(recorded, at))
@@ -397,5 +469,7 @@ def _inside(folder: Path) -> str:
         more = f" (the newest of {len(below)} there)" if len(below) > 1 else ""
         return f"; give the adapter in it, {newest}{more}"
     if (folder / "config.json").is_file():
-        return "; it holds a whole model: loragate extract makes an adapter of a fine-tune"
+        return (
+            "; it holds a whole model, not an adapter (mergekit makes an adapter of a fine-tune: mergekit-extract-lora)"
+        )
     return ""

@@ -15,7 +15,10 @@ import torch
 from loragate.errors import ArtifactError, ConfigError, GateError
 from loragate.files import new_folder, require_new, write_json, write_text
 from loragate.gates import GateConfig
-from loragate.gates.adapter_files import (
+from loragate.gates.artifact import write_sampling
+from loragate.gates.override import Override
+from loragate.gates.recommended import SAMPLING, at
+from loragate.gates.schema import (
     ADAPTER_CONFIG,
     copy_tokenizer,
     factor_of,
@@ -23,10 +26,8 @@ from loragate.gates.adapter_files import (
     strength_of,
     write_factors,
 )
-from loragate.gates.artifact import write_sampling
-from loragate.gates.override import Override
-from loragate.gates.recommended import SAMPLING, at
-from loragate.models import read_gates, resolve
+from loragate.models.folder_gates import read_gates
+from loragate.models.source import resolve
 
 
 def export_adapter(

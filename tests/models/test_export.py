@@ -13,11 +13,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 import loragate as lg
-from loragate.conversion.fold import constant_coefficients, fold_adapter, needs_uniform
 from loragate.errors import ArtifactError, GateError
 from loragate.gates import constant_gate
 from loragate.gates.override import Override
 from loragate.models import open_tokenizer, resolve
+from loragate.models.export import constant_coefficients, fold_adapter, needs_uniform
 from test_families import FAMILIES
 from tiny import chatml_tokenizer, run, same, shake, tiny_adapter, tiny_base, write_adapter, write_base
 from tiny import logits as logits_of

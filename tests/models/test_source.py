@@ -8,7 +8,7 @@ import pytest
 from loragate.errors import ConfigError
 from loragate.gates import GateConfig, attach_gates, detach_gates
 from loragate.models import require_here, resolve
-from loragate.models.place import _beside, _inside
+from loragate.models.source import _beside, _inside
 from tiny import tiny_adapter
 
 
@@ -89,9 +89,9 @@ def test_an_adapter_inside_a_snapshot_of_the_hub_is_named_by_its_folder(tmp_path
 
 def test_gates_that_peft_lost_are_missed(tmp_path, caplog):
     model = attach_gates(tiny_adapter(), GateConfig(-1, 2))
-    model.save_pretrained(tmp_path / "saved")
+    model.save_pretrained(tmp_path / "checkpoint-1")
     caplog.clear()
-    resolve(tmp_path / "saved", base_later=True)
+    resolve(tmp_path / "checkpoint-1", base_later=True)
     assert "gates that were lost when PEFT saved it" in caplog.text
     detach_gates(model).save_pretrained(tmp_path / "plain")
     caplog.clear()

@@ -14,8 +14,8 @@ from hub_server import TOKEN, Hub, turn_to
 from loragate.cli.main import main
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.card import render_card
+from loragate.gates.push import push_gated, stage
 from loragate.models import resolve
-from loragate.models.upload import push_gated, stage, without_paths
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_base
 
 SENT = ["README.md", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]
@@ -164,19 +164,22 @@ def test_an_adapter_with_more_than_factors_is_sent_too(tmp_path, more):
 
 
 def test_the_hub_refuses(place, hub, monkeypatch, capsys):
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     arguments = ["push", str(place / "gated"), "user/repo", "--base-id", "a/b"]
-    assert main(arguments) == 1
-    error = capsys.readouterr().err
-    assert "hf auth login" in error
-    assert "hf_wrong" not in error
+
+    def refused(words):
+        assert main(arguments) == 1
+        said = " ".join(capsys.readouterr().err.split())
+        assert words in said
+        assert "hf auth login" in said
+        assert "hf_" not in said, "no token"
+
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    refused("401")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.refuse["POST /api/repos/create"] = 403
-    assert main(arguments) == 1
-    assert "refuses to let you write" in " ".join(capsys.readouterr().err.split())
+    refused("403")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert main(arguments) == 1
-    assert "HF_HUB_OFFLINE" in capsys.readouterr().err
+    refused("HF_HUB_OFFLINE")
     assert main(["push", str(place / "gated")]) == 2
     assert "expected a gated folder and a repository" in capsys.readouterr().err
 
@@ -193,24 +196,17 @@ def test_what_is_not_on_the_hub(hub, monkeypatch):
 
 
 def test_no_folder_of_this_machine_is_sent(place, tmp_path):
-    folder = tmp_path / "gated"
-    shutil.copytree(place / "gated", folder)
+    folder = shutil.copytree(place / "gated", tmp_path / "gated")
     home = "/home/lovelace/_thesis"
     config = json.loads((folder / "gate_config.json").read_text())
     config["training"] = {
-        "data": {"source": f"{home}/rows.jsonl"},
-        "stopped": f"the guard on {home}/probe.jsonl fell by 3 / 4 (see https://a.example/home/x)",
-    }
-    config["selection"] = {
-        "failed": {"[-3, 1]": f"DataError: '{home}/rows.jsonl:3' is malformed"},
-        "seen": {f"file://{home}/a": 1, "places": f"one\n{home}/b\nC:\\Users\\lovelace\\c.txt"},
+        "data": {"source": f"{home}/rows.jsonl", "names": ["C:\\Users\\lovelace\\c.txt", "modules .*/layers/.*"]},
+        "stopped": "the guard fell by 3 / 4 (see https://a.example/home/x)",
     }
     (folder / "gate_config.json").write_text(json.dumps(config))
     (folder / "README.md").write_text(render_card("gated", config))
-    adapter, words = (
-        folder / "adapter" / "adapter_config.json",
-        folder / "adapter" / "tokenizer" / "tokenizer_config.json",
-    )
+    adapter = folder / "adapter" / "adapter_config.json"
+    words = folder / "adapter" / "tokenizer" / "tokenizer_config.json"
     adapter.write_text(json.dumps({**json.loads(adapter.read_text()), "corda_config": {"cache_file": f"{home}/c.pt"}}))
     before = json.loads(words.read_text())
     words.write_text(json.dumps({**before, "name_or_path": f"{home}/base", "bos_token": "/a/b"}))
@@ -221,29 +217,23 @@ def test_no_folder_of_this_machine_is_sent(place, tmp_path):
     assert sorted(sent) == SENT
     for name, content in sent.items():
         assert b"lovelace" not in content, name
-        assert b"thesis" not in content, name
-    shown = json.loads(sent["gate_config.json"])
-    assert shown["training"]["stopped"] == "the guard on probe.jsonl fell by 3 / 4 (see https://a.example/home/x)"
-    assert shown["selection"]["failed"] == {"[-3, 1]": "DataError: 'rows.jsonl:3' is malformed"}
-    assert shown["selection"]["seen"] == {"file://a": 1, "places": "one\nb\nc.txt"}
-    assert json.loads(sent["adapter/tokenizer/tokenizer_config.json"]) == {
-        **before,
-        "name_or_path": "base",
-        "bos_token": "/a/b",
-    }
+    shown = json.loads(sent["gate_config.json"])["training"]
+    assert shown["stopped"] == config["training"]["stopped"]
+    assert shown["data"] == {"source": "rows.jsonl", "names": ["c.txt", "modules .*/layers/.*"]}
+    told = json.loads(sent["adapter/tokenizer/tokenizer_config.json"])
+    assert told == {**before, "name_or_path": "base", "bos_token": "/a/b"}
 
 
-@pytest.mark.parametrize(
-    ("text", "public"),
-    [
-        ("rows of /home/ada/data/train.jsonl, shuffled", "rows of train.jsonl, shuffled"),
-        ("'/home/ada love/data/train rows.jsonl' was read", "'train rows.jsonl' was read"),
-        ("C:\\Users\\ada\\rows.jsonl", "rows.jsonl"),
-        ("modules regex .*/layers/.*", "modules regex .*/layers/.*"),
-        ("<a>/b/c</a>", "<a>/b/c</a>"),
-        ("option A:\\boxed{x} and 3/4/5", "option A:\\boxed{x} and 3/4/5"),
-        ("https://page.example/c?x=/u/v", "https://page.example/c?x=/u/v"),
-    ],
-)
-def test_paths_are_cut_and_what_looks_like_one_is_not(text, public):
-    assert without_paths([text + " "]) == [public + " "]
+def test_a_gated_model_pushes_itself(place, hub, token_ids):
+    model = lg.load_gated(place / "gated")
+    with pytest.raises(ConfigError, match="is no hub id"):
+        model.push_to_hub("user/mine")
+    url = model.push_to_hub("user/mine", base_id="someone/base", private=True, commit_message="Mine")
+    assert url == f"{hub.url}/user/mine"
+    assert "user/mine" in hub.private
+    sent = sorted(name for name in hub.files("user/mine") if name != ".gitattributes")
+    assert sent == sorted(name.replace("/tokenizer/", "/") for name in SENT)
+    assert "# mine\n" in hub.files("user/mine")["README.md"].decode()
+    again = lg.GatedPeftModel.from_pretrained("user/mine", base=place / "base")
+    with torch.no_grad():
+        assert torch.equal(again(token_ids).logits, model(token_ids).logits)

@@ -1,8 +1,12 @@
-"""Knowing an adapter and its base again: hashes and samples of weights.
+"""Knowing an adapter and its base again, by hashes and samples of weights; and whether the gated model is what it must be.
 
 An artifact must refuse to load onto another adapter or base. The adapter's factors are hashed whole, in fp32. The base
 may come back in another dtype, quantised, or packed by vLLM, so a few of its weights are stored as numbers, half of them of
 norms, which stay as they are everywhere: compared exactly in the same dtype, within bf16 rounding otherwise.
+
+Parity is measured on real token batches before and after training: the step-zero difference to the plain adapter run by PEFT's
+own code, whether λ ≡ 1 gives the adapter bit for bit, and whether λ ≡ 0 gives the model without the gated deltas bit for bit.
+The last two are the canary that the gates act at all.
 """
 
 from __future__ import annotations
@@ -11,21 +15,25 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import LoraVariant
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
 
-from loragate.gates.adapter_files import strength_of
-from loragate.gates.eligibility import GATEABLE_CLASSES, base_path, lora_layers
-from loragate.gates.variant import adapter_configs
+from loragate.errors import ArtifactError, GateError
+from loragate.gates.control import gate_override, gates_disabled, record_gates, variants_replaced
+from loragate.gates.eligibility import GATEABLE_CLASSES, active_adapter, adapter_configs, base_path, lora_layers
+from loragate.gates.schema import ADAPTER, CONFIG, FACTORS, GATES, factor_of, strength_of
+from loragate.modes import evaluation_mode
 
 _CONFIG_KEYS = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "num_experts", "num_local_experts"),
 )
-FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _SAMPLED_TENSORS = 24
 _SAMPLED_VALUES = 4
 _BF16_STEP = 2.0**-7  # relative distance of neighbouring bf16 numbers, at most
@@ -46,18 +54,18 @@ def adapter_fingerprint(model: nn.Module, adapter_name: str) -> str:
     return factors_sha256(factors, copies)
 
 
-def _factor(layer: Any, group: str, adapter_name: str) -> list[torch.Tensor]:
+def _factor(layer: Any, group: str, adapter_name: str) -> list[Tensor]:
     """The tensors of one factor of a LoRA layer; none where the layer has no such factor."""
     held = getattr(layer, group, {})
     if adapter_name not in held:
         return []
     # linear layers hold modules, which lora_bias gives a bias too; embeddings hold bare parameters
-    return [held[adapter_name]] if isinstance(held[adapter_name], torch.Tensor) else [*held[adapter_name].parameters()]
+    return [held[adapter_name]] if isinstance(held[adapter_name], Tensor) else [*held[adapter_name].parameters()]
 
 
 def factors_sha256(
-    factors: Iterable[tuple[str, tuple[Any, Any, float], Mapping[str, Sequence[torch.Tensor]]]],
-    copies: Iterable[tuple[str, Sequence[torch.Tensor]]] = (),
+    factors: Iterable[tuple[str, tuple[Any, Any, float], Mapping[str, Sequence[Tensor]]]],
+    copies: Iterable[tuple[str, Sequence[Tensor]]] = (),
 ) -> str:
     """sha256 over an adapter's tensors (fp32, sorted by module path) with rank, alpha and scaling of each module.
 
@@ -79,6 +87,44 @@ def factors_sha256(
     return digest.hexdigest()
 
 
+def known_factors(config: dict[str, Any], state: dict[str, Tensor]) -> tuple[dict[str, int], str]:
+    """Input width of every adapted linear module, and `factors_sha256` of all LoRA factors, of an adapter's files.
+
+    Other tensors do not count.
+    """
+    factors: dict[str, dict[str, list[Tensor]]] = {}
+    for key, tensor in state.items():
+        path, group = factor_of(key)
+        if group:
+            factors.setdefault(path, {})[group] = [tensor]
+    # A is [R, D]: its second size is the input's width; convolutions have more dimensions
+    first = {path: groups["lora_A"][0] for path, groups in sorted(factors.items()) if "lora_A" in groups}
+    sha256 = factors_sha256((path, strength_of(config, path), groups) for path, groups in factors.items())
+    return {path: tensor.shape[1] for path, tensor in first.items() if tensor.dim() == 2}, sha256
+
+
+def require_same_adapter(
+    folder: Path, record: dict[str, Any], tensors: dict[str, Tensor], widths: dict[str, int], sha256: str | None
+) -> None:
+    """Refuse gates that are not those of the adapter beside them.
+
+    Args:
+        folder, record, tensors: the artifact, its record and its gates.
+        widths, sha256: of the adapter's factors, by `known_factors`; no hash where the files do not hold all of the adapter.
+    """
+    recorded = record["adapter"]["sha256"]
+    if sha256 is not None and sha256 != recorded:
+        raise ArtifactError(
+            f"{folder / CONFIG}: these gates belong to another adapter (sha256 {recorded[:12]}…, {folder / ADAPTER} has "
+            f"{sha256[:12]}…); fetch the artifact again"
+        )
+    for name, tensor in tensors.items():
+        # a bias has one value; a module that the widths lack is refused, or let be, by the caller
+        size = widths.get(name.removesuffix(".weight"), len(tensor)) if name.endswith(".weight") else 1
+        if tensor.shape != (size,):
+            raise ArtifactError(f"{folder / GATES}: {name} has shape {tuple(tensor.shape)}, expected ({size},)")
+
+
 def changed_strength(model: nn.Module, adapter_name: str) -> str:
     """The first gateable module whose rank or scale is not what the adapter's configuration says; empty where there is none.
 
@@ -96,23 +142,13 @@ def changed_strength(model: nn.Module, adapter_name: str) -> str:
     return ""
 
 
-def half_factors(model: nn.Module, adapter_name: str) -> str:
-    """The half precision in which an adapter's factors are held, such as "bfloat16"; empty where there is none."""
-    layers = lora_layers(model, adapter_name)
-    dtypes = (
-        tensor.dtype for _, layer in layers for group in FACTORS for tensor in _factor(layer, group, adapter_name)
-    )
-    half = next((dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)), "")
-    return str(half).removeprefix("torch.")
-
-
-def _update(digest: Any, tensor: torch.Tensor) -> None:
+def _update(digest: Any, tensor: Tensor) -> None:
     values = _whole(tensor).detach().to(device="cpu", dtype=torch.float32).contiguous()
     digest.update(json.dumps(list(values.shape)).encode())
     digest.update(values.numpy().tobytes())
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _whole(tensor: Tensor) -> Tensor:
     """All values of a tensor that FSDP2 has sharded; then every process must ask."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -146,7 +182,7 @@ def base_weight_samples(model: nn.Module) -> dict[str, Any]:
     return {"dtype": "+".join(sorted(dtypes)), "values": values}
 
 
-def is_norm(name: str, parameter: torch.Tensor) -> bool:
+def is_norm(name: str, parameter: Tensor) -> bool:
     """Whether a parameter scales the features of a norm: no other weight of a layer has one dimension."""
     return parameter.dim() == 1 and name.endswith(".weight")
 
@@ -158,7 +194,7 @@ def _spread(names: list[str], count: int) -> list[str]:
     return [names[at * (len(names) - 1) // (count - 1)] for at in range(count)]
 
 
-def _sampled(tensor: torch.Tensor, count: int) -> torch.Tensor:
+def _sampled(tensor: Tensor, count: int) -> Tensor:
     """`count` of a tensor's values, at equal distances, fp32 on the CPU."""
     flat = tensor.detach().reshape(-1)
     at = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long().to(flat.device)
@@ -187,7 +223,7 @@ def compare_base_samples(model: nn.Module, stored: dict[str, Any]) -> str | None
     return None
 
 
-def _base_parameters(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+def _base_parameters(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     """Frozen base weights in floating point, by their own names; adapters, their copies and packed weights excluded."""
     for name, parameter in model.named_parameters():
         parts = name.split(".")
@@ -200,12 +236,12 @@ def _base_parameters(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
             yield base_path(name).replace(".original_module.", "."), parameter
 
 
-def _wraps_others(tensor: torch.Tensor) -> bool:
+def _wraps_others(tensor: Tensor) -> bool:
     """Whether a tensor stands for several others, as torchao's do; those that FSDP2 shards stand for one."""
     return hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "full_tensor")
 
 
-def _stored(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors that hold a tensor's bits: itself, or those that it stands for."""
     if not _wraps_others(tensor):
         yield name, tensor
@@ -214,7 +250,7 @@ def _stored(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
         yield from _stored(f"{name}.{inner}", getattr(tensor, inner))
 
 
-def weights_checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+def weights_checksum(parameters: Iterable[tuple[str, Tensor]]) -> str:
     """A checksum over the exact bits of tensors, computed on their own device in bounded memory.
 
     Position-weighted sums of the raw 8-byte words modulo 2⁶⁴ for each tensor, hashed together with names and shapes: any single
@@ -236,3 +272,100 @@ def weights_checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
             total = (total + int((words * (weight * 0x5851F42D4C957F2D)).sum())) % (1 << 64)
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}:{total}".encode())
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Largest absolute differences in logits over the measured batch.
+
+    "Without" is the model without the gated deltas, which is the base where every module is gated.
+    """
+
+    initial: float  # gated model as it stands against the plain adapter
+    at_one: float  # λ ≡ 1 against the plain adapter (0.0 in fp32 eager mode)
+    at_zero: float  # λ ≡ 0 against the model without (0.0 in fp32 eager mode)
+    delta: float  # plain adapter against the model without: the size of what is being gated
+    logit_scale: float  # largest absolute logit of the plain adapter
+    tokens: int  # number of positions measured
+    apart: float  # root mean square of λ − 1 over tokens and modules, of the gates as they stand
+
+    def rounding(self, dtype: torch.dtype, share: float = 1e-6) -> float:
+        """How far logits may be apart by rounding; `share` of their size in fp32, 2⁻⁶ of it in half precision."""
+        return (2.0**-6 if dtype in (torch.bfloat16, torch.float16) else share) * max(self.logit_scale, 1.0)
+
+    def require_acting(self, rounding: float) -> None:
+        """Refuse gates under which λ ≡ 1 is not the adapter, or λ ≡ 0 not the model without the gated deltas.
+
+        Raises:
+            GateError: with the measured figures.
+        """
+        # so that NaN is refused, too
+        if not (self.at_one <= rounding and self.at_zero <= rounding):
+            raise GateError(
+                f"the gates do not act as they must: λ = 1 differs from the adapter by {self.at_one:.2g} and λ = 0 from the model "
+                f"without the gated deltas by {self.at_zero:.2g} in logits (rounding explains {rounding:.2g}). Another library "
+                "may run LoRA layers through its own kernels; load the model without them"
+            )
+
+
+@torch.no_grad()
+def measure_parity(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    adapter_name: str | None = None,
+) -> Parity:
+    """Compare gated, plain-adapter and base logits on one batch, [batch, sequence] token ids; each module's mode is restored.
+
+    Raises:
+        GateError: if the adapter's delta is exactly zero on this batch (an untrained adapter leaves nothing to gate).
+    """
+    name = active_adapter(model, adapter_name)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    kept = mask.bool()
+
+    def logits() -> Tensor:
+        # [B, T, V] to [kept, V]: what padding computes may differ and nobody reads it
+        return model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[kept].float()
+
+    with evaluation_mode(model):
+        with record_gates(model, name) as recording:
+            recording.token_mask = kept
+            gated = logits()
+        with gates_disabled(model, name):
+            adapter = logits()
+        with gate_override(model, constant=1.0, adapter_name=name):
+            at_one = logits()
+        with gate_override(model, constant=0.0, adapter_name=name):
+            at_zero = logits()
+        # ungated deltas and other adapters stay, as they do at λ ≡ 0
+        with variants_replaced(model, name, _NoDelta()):
+            base = logits()
+    lam = {"mean": 1.0, "std": 0.0} | recording.total()  # nothing is recorded of experts alone
+    parity = Parity(
+        initial=_gap(gated, adapter),
+        at_one=_gap(at_one, adapter),
+        at_zero=_gap(at_zero, base),
+        delta=_gap(adapter, base),
+        logit_scale=float(adapter.abs().max()),
+        tokens=int(kept.sum()),
+        apart=math.hypot(lam["mean"] - 1.0, lam["std"]),  # E(λ−1)² = (E λ − 1)² + Var λ
+    )
+    if parity.delta == 0.0:
+        raise GateError(
+            f"adapter {name!r} changes no logit on the measured batch: it is not active (set_adapter), its B factors are "
+            "still zero (an untrained adapter), or it sits on modules that are not used; there is nothing to gate"
+        )
+    return parity
+
+
+def _gap(left: Tensor, right: Tensor) -> float:
+    return float((left - right).abs().max())
+
+
+class _NoDelta(LoraVariant):
+    """Stands in for a gated layer's variant: the module without this adapter's delta."""
+
+    @staticmethod
+    def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
+        return result

@@ -1,1 +1,0 @@
-"""Between one kind of weights and another: fine-tuned checkpoints into adapters, gated adapters into plain ones."""

@@ -1,0 +1,190 @@
+"""Sending a gated folder to the hub: checked as a reader checks it, only the artifact's own files, in one commit.
+
+The folder itself is never changed. In the copy that is sent a local base is named by its hub id, and a value that is an absolute
+path of this machine, in the evidence, the adapter's configuration and the tokenizer's, is cut to its last part. Files that are on
+the hub already are not sent again, so a broken upload is taken up by repeating it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+from loragate.errors import ArtifactError, ConfigError
+from loragate.files import write_json, write_text
+from loragate.gates.card import plain, render_card
+from loragate.gates.identity import known_factors, require_same_adapter
+from loragate.gates.recommended import SAMPLING
+from loragate.gates.schema import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CARD,
+    CONFIG,
+    EVIDENCE,
+    GATES,
+    NEED_MODEL,
+    TOKENIZER,
+    read_adapter,
+    read_gate_config,
+    read_tensors,
+)
+from loragate.hub_names import is_hub_id
+from loragate.version import __version__
+
+# keys under which tokenizers keep what they were loaded from; other values of theirs may look like paths
+_PLACES = ("name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file", "merges_file")
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What an upload left behind."""
+
+    repository: str  # "owner/name"
+    url: str  # its page
+    commit: str  # full hash of the commit that holds the artifact; empty where nothing was sent
+    files: dict[str, int]  # bytes of each path in the repository
+    base: str  # hub id of the base, as the uploaded files name it
+
+
+def push_gated(
+    folder: str | Path,
+    repository: str,
+    *,
+    base_id: str = "",
+    private: bool | None = None,
+    revision: str | None = None,
+    message: str = "",
+    card: bool = True,
+    dry_run: bool = False,
+    token: str | bool | None = None,
+) -> Pushed:
+    """Upload a gated folder as one commit; the repository and the branch are made where they are missing.
+
+    Args:
+        folder: what `loragate calibrate --out` or `save_pretrained` of a gated model wrote.
+        repository: "owner/name", or "name" for the account that is logged in.
+        base_id: hub id of the base, where the folder names a local one.
+        private: make a new repository private; an existing one stays as it is.
+        revision: branch to write to; the default branch otherwise.
+        message: of the commit.
+        card: send the model card too; without it the one on the hub stays.
+        dry_run: check all that can be checked here, and send nothing.
+        token: of the hub; by default the one that is logged in.
+
+    Raises:
+        ArtifactError: for a folder that could not be loaded again, or if the hub refuses.
+        ConfigError: for a base that is no hub id, or a repository that cannot be called so.
+    """
+    with tempfile.TemporaryDirectory(prefix="loragate-push-") as staged:
+        base = stage(Path(folder), Path(staged), name=repository.rpartition("/")[2], base_id=base_id, card=card)
+        sent = sorted(path for path in Path(staged).rglob("*") if path.is_file())
+        files = {path.relative_to(staged).as_posix(): path.stat().st_size for path in sent}
+        if dry_run:
+            return Pushed(repository, "", "", files, base)
+        api = HfApi(token=token, library_name="loragate", library_version=__version__)
+        try:
+            url = api.create_repo(repository, private=private, exist_ok=True)
+            if revision:
+                api.create_branch(url.repo_id, branch=revision, exist_ok=True)
+            done = api.upload_folder(
+                repo_id=url.repo_id,
+                folder_path=staged,
+                commit_message=message or f"Upload gated adapter (loragate {__version__})",
+                revision=revision,
+                delete_patterns=[f"{ADAPTER}/*", SAMPLING],  # those of an earlier artifact must not mix with this one
+            )
+        except HFValidationError as error:
+            raise ConfigError(f"{repository} cannot be the name of a repository: {error}") from None
+        except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError, RuntimeError) as error:
+            said = next(iter(str(error).splitlines()), "")
+            raise ArtifactError(
+                f"{repository} was not written ({type(error).__name__}: {said}). Check the owner's name, that you are logged in "
+                "with a token that may write (`hf auth login`) and HF_HUB_OFFLINE; then run again: files that arrived are not "
+                "sent twice"
+            ) from error
+        return Pushed(url.repo_id, str(url), done.oid, files, base)
+
+
+def stage(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool = True) -> str:
+    """Write what others get of a gated folder into an empty one; returns the hub id of the base.
+
+    Args:
+        name: title of a model card, where the folder has none.
+        base_id, card: as in `push_gated`.
+
+    Raises:
+        ArtifactError, ConfigError: as `push_gated`.
+    """
+    record = read_gate_config(folder)
+    gates, (adapter, state) = read_tensors(folder, record), read_adapter(folder / ADAPTER)
+    widths, sha256 = known_factors(adapter, state)
+    if not widths:
+        raise ArtifactError(f"{folder / ADAPTER}: {ADAPTER_WEIGHTS} holds no LoRA factors, so it is not of these gates")
+    partly = any(adapter.get(key) for key in NEED_MODEL)
+    require_same_adapter(folder, record, gates, widths, None if partly else sha256)
+    recorded = record["base"]["id"]
+    base = base_id or recorded
+    if not is_hub_id(base):
+        what = f"--base-id {base}" if base_id else f"the base of {folder}, {base or 'which has no name'},"
+        raise ConfigError(f"{what} is no hub id; say where others find the same base with --base-id OWNER/NAME")
+
+    private: dict[str, str] = {}
+    shown = {**record, **_without_paths({key: record.get(key) for key in EVIDENCE}, private)}
+    if base != recorded:  # a commit of the other base means nothing here
+        shown["base"] = {**record["base"], "id": base, "revision": None}
+    # a list of what is sent, so that run folders and checkpoints beside it stay here
+    files = [GATES, *([SAMPLING] if record.get("sampling") else []), f"{ADAPTER}/{ADAPTER_WEIGHTS}"]
+    files += [f"{part}/{file}" for part in (ADAPTER, f"{ADAPTER}/tokenizer") for file in TOKENIZER]
+    for file in files:
+        if not (folder / file).is_file():
+            continue
+        (into / file).parent.mkdir(parents=True, exist_ok=True)
+        if file.endswith("tokenizer_config.json"):
+            words = json.loads((folder / file).read_text(encoding="utf-8"))
+            write_json(
+                into / file, words | _without_paths({key: words[key] for key in _PLACES if key in words}, private)
+            )
+        else:
+            shutil.copyfile(folder / file, into / file)
+    write_json(into / CONFIG, shown)
+    named = adapter.get("base_model_name_or_path")  # by which plain PEFT looks for the base
+    findable = named if isinstance(named, str) and is_hub_id(named) else base
+    write_json(
+        into / ADAPTER / ADAPTER_CONFIG,
+        {**_without_paths(adapter, private), "base_model_name_or_path": findable},
+    )
+    if base != recorded and recorded:
+        private[recorded] = base
+    if card:
+        text = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else render_card(name, shown)
+        for path in sorted(private, key=len, reverse=True):  # longest first: one path may begin another
+            for written in (path, plain(path)):
+                text = text.replace(written, private[path])
+        if base != recorded:  # an author's words stay, in the lines at the top too
+            edited = ModelCard(text, ignore_metadata_errors=True)
+            edited.data["base_model"] = base
+            text = str(edited)
+        write_text(into / CARD, text)
+    return base
+
+
+def _without_paths(value: Any, found: dict[str, str]) -> Any:
+    """A JSON value in which texts that are absolute paths are cut to their last part; {path: part} is added to `found`."""
+    if isinstance(value, dict):
+        return {key: _without_paths(inner, found) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(inner, found) for inner in value]
+    if isinstance(value, str):
+        for kind in (PurePosixPath, PureWindowsPath):
+            if kind(value).is_absolute() and kind(value).name and "\n" not in value:
+                found[value] = kind(value).name
+                return found[value]
+    return value
