@@ -192,11 +192,10 @@ class ModelSource:
         Where calibration kept the adapter, the folder's gates are zero. Scoring them as a row
         of their own would compare the adapter with itself.
         """
-        selection = mapping((self.gates or {}).get("selection"))
-        if self.kind != "gated" or selection.get("accepted") is not False:
+        if self.kind != "gated":
             return ""
         if any(bool(values.any()) for values in read_tensors(self.folder, dict(self.gates or {})).values()):
-            return ""  # whatever the record says, these gates act
+            return ""
         why = "nothing beat the adapter on the dev set when the range was chosen"
         return f"the gates of {self.ref.name} are off: {why}. It answers as the plain adapter that it is"
 
