@@ -33,7 +33,7 @@ from loragate.files import RunFolder, read_json, write_json
 from loragate.gates import adapter_fingerprint
 from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.eligibility import changed_base_of, examine_adapter, require_gateable, require_trainable
-from loragate.gates.fingerprint import base_weight_samples
+from loragate.gates.identity import base_weight_samples
 from loragate.gates.schema import CONFIG
 from loragate.selection.dev import RETENTION_TOKENS, DevSet, answer_tokens
 from loragate.selection.select import RULE, TEMPERATURES, Selection, paired_z, select
