@@ -47,9 +47,6 @@ class SamplingConfig:
     stop: tuple[Annotated[str, Len(1)], ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            raise ConfigError(f"stop is the text {self.stop!r}; give a tuple of texts, such as ({self.stop!r},).")
-        object.__setattr__(self, "stop", tuple(self.stop))
         check(self)
         # two settings that no annotation holds against one another
         if self.temperature == 0 and self.samples > 1:

@@ -23,9 +23,12 @@ from transformers import AutoTokenizer
 
 from loragate.data import find_endings
 from loragate.errors import ConfigError, LoragateError
-from loragate.generation.engine import Continuation, Engine, OnProgress, Sample
-from loragate.generation.requests import (
+from loragate.generation.engine import (
+    Continuation,
+    Engine,
+    OnProgress,
     Prompts,
+    Sample,
     finish_answers,
     split_by_question,
     tokenize_prompts,
@@ -77,8 +80,6 @@ class VllmEngine(Engine):
         stop_token_ids: Collection[int] | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}; give at least 1.")
         if is_gated(base):
             raise ConfigError(f"{base} is a gated adapter, not a base model; give it as the adapter of its base.")
         if override is not None and adapter is None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from loragate.gates.range import Range
 from loragate.gates.schema import ADAPTER as ADAPTER_FOLDER
 from loragate.gates.schema import CARD, CONFIG, read_gate_config
 from loragate.gates.schema import GATES as GATES_FILE
-from loragate.generation import Engine, TransformersEngine
+from loragate.generation import Engine
 from loragate.models import ModelSource
 from loragate.selection.candidate import ADAPTER, GATES, Candidate
 from loragate.selection.probe import Probe, Scored
@@ -226,10 +226,7 @@ def _acting(
             trained = _train(store, bench, candidate.model, tell, part)
         elif candidate.kind != ADAPTER:
             attach_constant(bench.model, candidate.fixed)
-        engine, weights = bench.engine, (candidate.model, part)
-        again = part or candidate.temperature is not None  # asked at several temperatures
-        with engine.keeping_prompts(weights) if again and isinstance(engine, TransformersEngine) else nullcontext():
-            yield trained
+        yield trained
     except TrainingError as error:
         if str(error).startswith("stopped by Ctrl-C"):
             raise KeyboardInterrupt(str(error)) from error
