@@ -64,8 +64,8 @@ def run(options: GenerateOptions) -> int:
     """Generate and print; finish reasons go to stderr."""
     check_loading(options)
     prompts = read_prompts(options)
-    from loragate.generation import SamplingConfig, TransformersEngine
-    from loragate.generation.requests import begun, rendered
+    from loragate.data import render_prompt
+    from loragate.generation import SamplingConfig, TransformersEngine, prepend_bos
 
     place = models.resolve(options.model, options.base, overrides=True)
     override = (options.lambda_constant, options.lambda_min, options.lambda_max)
@@ -98,9 +98,14 @@ def run(options: GenerateOptions) -> int:
             raise ConfigError(f"--lambda-…: {options.model} has an override of λ already; give one of the two")
         overriding = gates.gate_override(model, options.lambda_min, options.lambda_max, options.lambda_constant)
     if options.raw:
-        prompts = [begun(text, tokenizer) for text in prompts]
+        prompts = [prepend_bos(text, tokenizer) for text in prompts]
+    elif tokenizer.chat_template is None:
+        raise ConfigError(
+            "the tokenizer has no chat template; give one with --chat-template FILE, or complete texts with --raw"
+        )
     else:
-        prompts = [rendered([{"role": "user", "content": text}], tokenizer, options.system) for text in prompts]
+        conversations = [[{"role": "user", "content": text}] for text in prompts]
+        prompts = [render_prompt(talk, tokenizer, system=options.system) for talk in conversations]
     engine = TransformersEngine(model, tokenizer, batch_size=options.batch_size)
     with overriding:
         samples = engine.generate(prompts, sampling)
