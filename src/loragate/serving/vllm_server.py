@@ -113,7 +113,7 @@ def served_adapters(settings: ServerSettings) -> tuple[ModelSource, dict[str, Mo
     """Where the model is, whose base is served as "base", and each adapter by its served name.
 
     Raises:
-        ConfigError: for a place that holds no adapter, a name that is taken, or an override that is not known.
+        ConfigError: for a folder that holds no adapter, a name that is taken, or an override that is not known.
     """
     source = resolve(settings.model, settings.base)
     if source.kind == "base":
@@ -423,8 +423,8 @@ def print_sampling(adapters: Mapping[str, ModelSource]) -> None:
 
 def address(host: str, port: int) -> str:
     """The URL at which a client on this machine finds the server."""
-    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
-    return f"http://{local}:{port}"
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}"
 
 
 def print_clients(url: str, names: list[str], *, chat: bool) -> None:
