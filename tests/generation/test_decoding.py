@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 import loragate as lg
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from loragate.generation.transformers_engine import DROP_SHARE, ROOM, GrowingLayer, plain_decoder
+from loragate.generation.transformers_engine import DROP_SHARE, GROWTH, GrowingLayer, plain_decoder
 from loragate.world.base import load_base
 from loragate.world.problems import problems
 from tiny import shake, tiny_adapter
@@ -144,22 +144,22 @@ def test_a_question_cut_by_a_batch_and_a_resumed_run_read_no_more_than_they_need
     assert identities(rest) == [one for one, s in zip(identities(whole), whole) if (s.question, s.sample) in pending]
 
 
-def test_a_cache_with_room_holds_what_a_dynamic_one_does() -> None:
-    plain, roomy = DynamicLayer(), GrowingLayer()
+def test_a_growing_cache_holds_what_a_dynamic_one_does() -> None:
+    plain, growing = DynamicLayer(), GrowingLayer()
     generator = torch.Generator().manual_seed(0)
     rows, copied = 3, []
-    for step, count in enumerate((5, 1, ROOM, 2, 1, 1)):
+    for step, count in enumerate((5, 1, GROWTH, 2, 1, 1)):
         if step == 4:
             rows = 2
-            for layer in (plain, roomy):
+            for layer in (plain, growing):
                 layer.batch_select_indices(torch.tensor([2, 0]))
-        before = roomy.room["keys"].data_ptr() if step not in (0, 4) else None
+        before = growing.buffers["keys"].data_ptr() if step not in (0, 4) else None
         new = [torch.randn(rows, 2, count, 4, generator=generator) for _ in range(2)]
-        for one, other in zip(plain.update(*new), roomy.update(*new), strict=True):
+        for one, other in zip(plain.update(*new), growing.update(*new), strict=True):
             assert torch.equal(one, other)
-        assert plain.get_seq_length() == roomy.get_seq_length()
-        copied.append(roomy.room["keys"].data_ptr() != before)
-    assert copied == [True, False, True, False, True, False], "a step in which there is room copies nothing"
+        assert plain.get_seq_length() == growing.get_seq_length()
+        copied.append(growing.buffers["keys"].data_ptr() != before)
+    assert copied == [True, False, True, False, True, False], "a step with free positions copies nothing"
 
 
 def test_the_tiny_worlds_model_draws_the_same_tokens_with_adapter_and_gates() -> None:

@@ -112,7 +112,7 @@ def test_draw_reaches_both_ends_of_a_block() -> None:
 def test_the_rows_of_a_large_vocabulary_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     scores, found = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)), []
     for at_once in (1 << 20, 100, 1):
-        monkeypatch.setattr("loragate.generation.sampling.AT_ONCE", at_once)
+        monkeypatch.setattr("loragate.generation.sampling.SCORES_AT_ONCE", at_once)
         sampler = SeededSampler(SamplingConfig(), torch.arange(7), torch.zeros(7, dtype=torch.int64), 1, [])
         found.append((sampler.choose(torch.zeros(7, 0, dtype=torch.int64), scores), sampler.mean_entropy()))
     for chosen, entropy in found[1:]:

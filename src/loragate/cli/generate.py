@@ -67,10 +67,10 @@ def run(options: GenerateOptions) -> int:
     from loragate.data import render_prompt
     from loragate.generation import SamplingConfig, TransformersEngine, prepend_bos
 
-    place = models.resolve(options.model, options.base, overrides=True)
+    source = models.resolve(options.model, options.base, overrides=True)
     override = (options.lambda_constant, options.lambda_min, options.lambda_max)
     overridden = any(value is not None for value in override)
-    recommending = None if overridden else place.sampling  # an override was not asked when that was found
+    recommending = None if overridden else source.sampling  # an override was not asked when that was found
     temperature = chosen_temperature(recommending, options.temperature)
     if options.temperature is None and temperature == 0 and options.samples > 1:
         raise ConfigError(
@@ -85,7 +85,7 @@ def run(options: GenerateOptions) -> int:
     )
     if note := sampling_note(options.model, recommending, options.temperature):
         print(f"loragate: {note}", file=sys.stderr)
-    loaded = models.open_model(place, options)
+    loaded = models.open_model(source, options)
     model, tokenizer = loaded.model, loaded.tokenizer
     overriding: Any = nullcontext()  # without an override nothing is laid over λ
     if overridden:

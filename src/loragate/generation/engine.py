@@ -164,7 +164,7 @@ def tokenize_prompts(
 
 def first_stop(text: str, stop: Sequence[str]) -> int | None:
     """Return where the first of the texts `stop` begins in `text`, or None where there is none."""
-    return min((place for place in map(text.find, stop) if place >= 0), default=None)
+    return min((start for start in map(text.find, stop) if start >= 0), default=None)
 
 
 def finish_answers(
@@ -183,19 +183,19 @@ def finish_answers(
     answers: list[tuple[tuple[int, ...], str, FinishReason]] = []
     for ids, ended in zip(token_ids, stopped):
         text = decode_answer(tokenizer, ids[:-1] if ended else ids)
-        place = first_stop(text, texts)
-        if place is None:
+        end = first_stop(text, texts)
+        if end is None:
             answers.append((tuple(ids), text, "stop" if ended else "length"))
             continue
         # the fewest tokens that hold the text, by bisection: a longer beginning holds it where a shorter one does
         low, high = 1, len(ids)
         while low < high:
             middle = (low + high) // 2
-            found = first_stop(decode_answer(tokenizer, ids[:middle]), texts) is not None
-            low, high = (low, middle) if found else (middle + 1, high)
+            complete = first_stop(decode_answer(tokenizer, ids[:middle]), texts) is not None
+            low, high = (low, middle) if complete else (middle + 1, high)
         # what the template ends a turn with counts as the model's own end, unless a text of the caller comes first
-        reason: FinishReason = "stop" if place == first_stop(text, turn_ends) else "stop_text"
-        answers.append((tuple(ids[:low]), text[:place], reason))
+        reason: FinishReason = "stop" if end == first_stop(text, turn_ends) else "stop_text"
+        answers.append((tuple(ids[:low]), text[:end], reason))
     return answers
 
 

@@ -43,8 +43,8 @@ DROP_SHARE = 1 / 8
 Cutting copies the cache of the rows that stay, which costs about what one step of a growing cache costs anyway; with this
 share a batch of B rows is cut at most about ln(B) / ln(8/7) times.
 """
-ROOM = 64
-"""Places for tokens to come that a cache makes at a time."""
+GROWTH = 64
+"""Positions by which a cache grows at a time."""
 
 
 class TransformersEngine(Engine):
@@ -86,10 +86,11 @@ class TransformersEngine(Engine):
         causal = plain_decoder(self.model) if self.reuse_prompts else None
         # `decode` keeps rows that have ended within a table of positions where it may say what their positions are
         end = None if _takes_positions(causal) or not _has_position_table(self.model) else positions
-        lengths, room = [len(prompt_ids[question]) for question, _ in rows], [limits[question] for question, _ in rows]
+        lengths = [len(prompt_ids[question]) for question, _ in rows]
+        answer_limits = [limits[question] for question, _ in rows]
         with torch.no_grad(), evaluation_mode(self.model):
-            for places in _batches(lengths, room, self.batch_size, end):
-                yield self._generate_batch(causal, prompt_ids, [rows[place] for place in places], config, limits)
+            for batch in _batches(lengths, answer_limits, self.batch_size, end):
+                yield self._generate_batch(causal, prompt_ids, [rows[index] for index in batch], config, limits)
 
     def log_likelihoods(
         self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
@@ -142,7 +143,7 @@ class TransformersEngine(Engine):
         if causal is not None:
             new_ids = decode(causal, prompts, sampler, longest, pad_id)
         else:
-            new_ids = self._leave_to_generate(prompts, sampler, longest, pad_id)
+            new_ids = self._generate_by_transformers(prompts, sampler, longest, pad_id)
         token_ids = [row[:count] for row, count in zip(new_ids, sampler.tokens_B.tolist())]
         stopped = sampler.ended_by_token_B.tolist()  # the last token is a stop token, and no part of the text
         answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop, self.endings.texts)
@@ -151,7 +152,7 @@ class TransformersEngine(Engine):
             for (question, index), (ids, text, reason), entropy in zip(rows, answers, sampler.mean_entropy().tolist())
         ]
 
-    def _leave_to_generate(
+    def _generate_by_transformers(
         self, prompts: list[list[int]], sampler: SeededSampler, max_new_tokens: int, pad_id: int
     ) -> list[list[int]]:
         input_ids, attention_mask = _padded(prompts, pad_id, "left")
@@ -160,7 +161,7 @@ class TransformersEngine(Engine):
         owners = [self.model]
         if hasattr(self.model, "get_base_model"):
             owners.append(self.model.get_base_model())
-        kept = [owner.generation_config for owner in owners]
+        own_settings = [owner.generation_config for owner in owners]
         for owner in owners:
             owner.generation_config = GenerationConfig()
         try:
@@ -177,7 +178,7 @@ class TransformersEngine(Engine):
                 ),
             )
         finally:
-            for owner, settings in zip(owners, kept):
+            for owner, settings in zip(owners, own_settings):
                 owner.generation_config = settings
         new_ids: list[list[int]] = output_ids[:, input_ids.shape[1] :].tolist()
         return new_ids
@@ -223,32 +224,35 @@ def plain_decoder(model: Any) -> Any | None:
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of a layer with room behind them, where a step writes its token; `DynamicLayer` copies all that there is."""
+    """Keys and values of a layer in buffers with free positions, where a step writes its token.
 
-    room: dict[str, Tensor]  # [B, heads, at least T, width]; `keys` and `values` are its first T places
+    `DynamicLayer` copies all keys and values at every step.
+    """
+
+    buffers: dict[str, Tensor]  # [B, heads, at least T, width]; `keys` and `values` are their first T positions
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `DynamicLayer.update`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.room = {}
-        held = self.get_seq_length()  # T places are written; states are [B, heads, new places, width]
+            self.buffers = {}
+        held = self.get_seq_length()  # T positions are written; states are [B, heads, new positions, width]
         end = held + key_states.shape[-2]
         for name, states in (("keys", key_states), ("values", value_states)):
-            room = self.room.get(name)
-            if room is None or room.shape[-2] < end:
-                room = states.new_empty(*states.shape[:-2], end + ROOM, states.shape[-1])
+            buffer = self.buffers.get(name)
+            if buffer is None or buffer.shape[-2] < end:
+                buffer = states.new_empty(*states.shape[:-2], end + GROWTH, states.shape[-1])
                 if held:
-                    room[..., :held, :] = getattr(self, name)
-                self.room[name] = room
-            room[..., held:end, :] = states
-            setattr(self, name, room[..., :end, :])  # a view: attention reads it, and nothing is copied
+                    buffer[..., :held, :] = getattr(self, name)
+                self.buffers[name] = buffer
+            buffer[..., held:end, :] = states
+            setattr(self, name, buffer[..., :end, :])  # a view: attention reads it, and nothing is copied
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """See `DynamicLayer.batch_select_indices`; the new rows are given room when they grow."""
+        """See `DynamicLayer.batch_select_indices`; the buffers are made anew when the rows grow."""
         super().batch_select_indices(indices)
-        self.room = {}
+        self.buffers = {}
 
 
 def decode(
@@ -265,23 +269,23 @@ def decode(
         prompts: token ids of each row's prompt; equal ones are read once.
         sampler: chooses every token and knows which rows have ended.
         max_new_tokens: the largest of `sampler.limits_B`.
-        pad_id: a token for places that are masked.
+        pad_id: a token for positions that are masked.
     """
-    places: dict[tuple[int, ...], int] = {}
+    distinct: dict[tuple[int, ...], int] = {}
     # which of the U distinct prompts each row has; the dictionary keeps them in the order in which they come
-    read_B = torch.tensor([places.setdefault(tuple(prompt), len(places)) for prompt in prompts])
-    ids_UT, mask_UT = _padded(places, pad_id, "left")
+    prompt_B = torch.tensor([distinct.setdefault(tuple(prompt), len(distinct)) for prompt in prompts])
+    ids_UT, mask_UT = _padded(distinct, pad_id, "left")
     width, lengths_b = ids_UT.shape[1], mask_UT.sum(-1)
-    # what is masked stands in front of a prompt; behind it every place will hold a token
-    mask_bT = torch.cat([mask_UT, mask_UT.new_ones(len(places), max_new_tokens)], dim=-1).to(causal.device)
+    # what is masked stands in front of a prompt; behind it every position will hold a token
+    mask_bT = torch.cat([mask_UT, mask_UT.new_ones(len(distinct), max_new_tokens)], dim=-1).to(causal.device)
     cache = _new_cache(causal)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     forward = _reader(causal, cache)
     # positions count real tokens from 0; padding has some position, which the mask hides
     logits_bV = forward(ids_UT, mask_bT[:, :width], (mask_UT.cumsum(-1) - 1).clamp(min=0))
-    if len(places) < len(prompts):  # from U rows to B
-        cache.batch_select_indices(read_B)
-        logits_bV, lengths_b, mask_bT = logits_bV[read_B], lengths_b[read_B], mask_bT[read_B]
+    if len(distinct) < len(prompts):  # from U rows to B
+        cache.batch_select_indices(prompt_B)
+        logits_bV, lengths_b, mask_bT = logits_bV[prompt_B], lengths_b[prompt_B], mask_bT[prompt_B]
 
     tokens_BT = torch.full((len(prompts), max_new_tokens), pad_id)
     # mixtures of experts decode with another kernel than they read with, where transformers has one

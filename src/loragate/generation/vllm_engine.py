@@ -90,7 +90,7 @@ class VllmEngine(Engine):
         self.rank = 0 if adapter is None else lora_rank(plain_adapter(adapter))
         vllm = _import_vllm()
         self._request_class = vllm.lora.request.LoRARequest
-        self._numbers: dict[str, int] = {}  # place to its number; vLLM tells adapters apart by number and name
+        self._numbers: dict[str, int] = {}  # folder to its number; vLLM tells adapters apart by number and name
         self._lora_request = self._request(adapter, override)
         self.batch_size = batch_size
         trusted = {"trust_remote_code": trust_remote_code}
@@ -185,9 +185,9 @@ class VllmEngine(Engine):
             batch = pairs[start : start + self.batch_size]
             outputs = self._llm.generate(
                 [
-                    {"prompt_token_ids": [*before, *after[:place]]}
+                    {"prompt_token_ids": [*before, *after[:index]]}
                     for before, after in batch
-                    for place in range(len(after))
+                    for index in range(len(after))
                 ],
                 [
                     self._sampling_params(
@@ -229,9 +229,9 @@ class VllmEngine(Engine):
             return None
         if override is not None or is_gated(adapter):
             require_gate_plugin(adapter)
-        place = str(adapter) if override is None else f"{adapter}@{override}"
-        number = self._numbers.setdefault(place, len(self._numbers) + 1)
-        return self._request_class(f"adapter-{number}", number, place)
+        folder = str(adapter) if override is None else f"{adapter}@{override}"
+        number = self._numbers.setdefault(folder, len(self._numbers) + 1)
+        return self._request_class(f"adapter-{number}", number, folder)
 
     def close(self) -> None:
         """End vLLM's processes and free the devices, which dropping the engine does only some time later."""

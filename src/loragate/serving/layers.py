@@ -147,8 +147,8 @@ class GateMixin:
         super().reset_lora(index)  # type: ignore[misc]
         self.gate_weight[index] = 0
         self.gate_bias[index] = 0
-        for place, value in enumerate(_UNGATED):
-            self.gate_constants[index, :, place] = value
+        for column, value in enumerate(_UNGATED):
+            self.gate_constants[index, :, column] = value
 
     def set_gate(
         self: Any,

@@ -69,7 +69,7 @@ def open_llm(base: str, adapters: Mapping[str, str], *, max_lora_rank: int, **se
         enable_prefix_caching=True,
         **settings,
     )
-    return llm, [LoRARequest(name, place, folder) for place, (name, folder) in enumerate(adapters.items(), 1)]
+    return llm, [LoRARequest(name, number, folder) for number, (name, folder) in enumerate(adapters.items(), 1)]
 
 
 def greedy(
@@ -97,20 +97,19 @@ def greedy(
         detokenize=False,
     )
     requests = [{"prompt_token_ids": list(ids)} for _ in adapters for ids in prompts]
-    owners = [adapter for adapter in adapters for _ in prompts]
-    served = [_served(out) for out in llm.generate(requests, sampling, lora_request=owners, use_tqdm=False)]
+    own_adapters = [adapter for adapter in adapters for _ in prompts]
+    served = []
+    for output in llm.generate(requests, sampling, lora_request=own_adapters, use_tqdm=False):
+        prompt, completion = tuple(output.prompt_token_ids), output.outputs[0]
+        served.append(
+            Served(
+                prompt,
+                tuple(completion.token_ids),
+                tuple(at[token].logprob for at, token in zip((output.prompt_logprobs or [])[1:], prompt[1:])),
+                tuple(at[token].logprob for at, token in zip(completion.logprobs, completion.token_ids)),
+            )
+        )
     return [served[start : start + len(prompts)] for start in range(0, len(served), len(prompts))]
-
-
-def _served(output: Any) -> Served:
-    prompt, completion = tuple(output.prompt_token_ids), output.outputs[0]
-    told = output.prompt_logprobs or []
-    return Served(
-        prompt,
-        tuple(completion.token_ids),
-        tuple(at[token].logprob for at, token in zip(told[1:], prompt[1:])),
-        tuple(at[token].logprob for at, token in zip(completion.logprobs, completion.token_ids)),
-    )
 
 
 def compare(model: Any, served: Sequence[Served]) -> Agreement:
