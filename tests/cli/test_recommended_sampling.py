@@ -70,8 +70,8 @@ def test_generate(place, capsys):
     assert told.out == usual.out
     assert "38.2 % (34.1–42.0) at temperature 1" in told.err
     plain = generated(capsys, f"{place / 'plain'}@unit", *samples, "--temperature", "1")
-    for laid in ([f"{place / 'cool'}@unit"], [place / "cool", "--lambda-constant", "1"]):
-        unit = generated(capsys, *laid, *samples)
+    for override in ("unit", "constant=1"):
+        unit = generated(capsys, f"{place / 'cool'}@{override}", *samples)
         assert (unit.out, "recommend" in unit.err) == (plain.out, False), "an override was not asked"
     exported = generated(capsys, place / "exported", *samples, "--base", str(place / "base"))
     assert exported.out == found.out, "the exported adapter is the gated one"
