@@ -205,9 +205,7 @@ def unserved_heads(config: Any) -> str | None:
 def require_served(base: str, config: Any) -> None:
     """Refuse a base, called so, that vLLM would start with here and then end at the first request. Raises ConfigError."""
     if on_cpu() and (why := unserved_heads(config)) is not None:
-        raise ConfigError(
-            f"{base}: {why}; transformers runs it: loragate generate, or --engine transformers of an evaluation"
-        )
+        raise ConfigError(f"{base}: {why}; use --engine transformers of an evaluation, or loragate generate")
 
 
 def server_command(
