@@ -21,10 +21,8 @@ RESERVED = {
     "accelerate": {"training", "cli"},
     "matplotlib": {"report"},
     "gradio": {"report"},
-    "fastapi": {"serving"},
-    "pydantic": {"validate", "serving"},
+    "pydantic": {"validate"},
     "pydantic_core": {"gates"},
-    "uvicorn": {"serving"},
     "jinja2": {"report", "evaluation", "gates"},
     "ray": {"generation", "selection"},
     "vllm": {"generation", "serving"},
@@ -33,7 +31,7 @@ RESERVED = {
 }
 SIDEWAYS = {("report", "*"), ("world", "*"), ("gates", "losses"), ("data", "gates"), ("generation", "gates")}
 # what of serving/ runs inside vLLM knows gates and the files that hold them alone
-PLUGIN = {f"serving/{name}.py" for name in ("plugin", "hooks", "layers", "head", "placing", "__init__")}
+PLUGIN = {f"serving/{name}.py" for name in ("plugin", "hooks", "layers", "placing", "__init__")}
 PLUGIN_MAY_KNOW = {*LOW, "gates", "models"}
 
 
@@ -111,7 +109,7 @@ def test_imports_stand_at_the_top():
 
 # what is imported, one after the other, and what must not have come with it
 LIGHT = {
-    "loragate loragate.cli.main loragate.cli.serve": "torch transformers trl yaml fastapi uvicorn",
+    "loragate loragate.cli.main loragate.cli.serve": "torch transformers trl yaml",
     "loragate.gates.range loragate.selection.candidate": "torch",
     "loragate.validate loragate.training.settings": "pydantic",  # which is imported with the first value
     "loragate.serving.plugin": "peft transformers vllm",  # inside vLLM, which does without PEFT

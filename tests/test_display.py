@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
 from rich.console import Console
 
 from loragate import display
@@ -15,7 +16,6 @@ from loragate.cli.calibrate import news
 from loragate.display import FILE_WIDTH, Display, console, time_left
 from loragate.generation import Sample, TransformersEngine
 from loragate.printable import printable
-from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
 from tiny import tiny_base, tiny_tokenizer
 
 

@@ -19,7 +19,6 @@ CLASSES = {
     "probe grader": ("loragate.cli.calibrate", "CalibrateOptions"),
     "sweep": ("loragate.cli.sweep", "SweepOptions"),
     "eval": ("loragate.cli.evaluate", "EvalOptions"),
-    "serve": ("loragate.cli.serve", "ServeOptions"),
     "diagnose": ("loragate.cli.diagnose", "DiagnoseOptions"),
 }
 

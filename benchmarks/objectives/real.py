@@ -105,8 +105,7 @@ class RealCell(Learner):
         if place.is_file():
             return json.loads(place.read_text(encoding="utf-8"))
         engine: TransformersEngine = measure.engine(self.loaded, self.answers_at_once)
-        with engine.keeping_prompts("LoRA"):
-            return diagnose(engine, self.practice, self.judge, self.max_new_tokens, self.folder)
+        return diagnose(engine, self.practice, self.judge, self.max_new_tokens, self.folder)
 
     def trained(self, name: str) -> tuple[Any, dict[str, Any]]:
         """A contender's model, and how its training went; trained now unless its weights are there."""

@@ -325,8 +325,7 @@ class Cell:
             if not budget.fits(one.what):
                 raise OutOfTime
             began = time.monotonic()
-            # all temperatures of a method are asked the same prompts
-            with budget.spent(one.what), drawing.keeping_prompts(method):
+            with budget.spent(one.what):
                 found = self.retention(loaded, own) if one.split == "retention" else self.answers(loaded, drawing, one)
                 if self.judges and "texts" in found and one.split != "retention":
                     found = self.judged(one.split, found)

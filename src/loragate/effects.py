@@ -112,12 +112,6 @@ TABLE: dict[str, tuple[Acts, ...]] = {
     ),
     # the rows of an evaluated sweep are the adapter and the cells
     "eval": (Acts(("model", "constants"), "sweep", (None,)),),
-    # vLLM loads the base itself; its own --quantization stands in --vllm-args
-    "serve": (
-        Acts(("quantization",), "engine", ("transformers",)),
-        Acts(("overrides", "dynamic", "max_model_len", "tensor_parallel"), "engine", ("vllm",)),
-        Acts(("vllm_memory", "vllm_args", "verify"), "engine", ("vllm",)),
-    ),
 }
 
 

@@ -10,9 +10,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from loragate.selection.candidate import Candidate
 
 from loragate.gates.range import Range
-from loragate.selection.candidate import Candidate
 from tiny import scripts_of
 
 ROOT = Path(__file__).parents[2]

@@ -69,11 +69,10 @@ def test_generate(place, capsys, fails):
         assert [record["sample"] for record in records] == [0, 1, 2]
         texts[name] = [record["text"] for record in records]
     for constant, name in ((1, "adapter"), (0, "base")):
-        run("generate", "--model", place / "gated", *prompt, "--lambda-constant", constant)
+        run("generate", "--model", f"{place / 'gated'}@constant={constant}", *prompt)
         records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [record["text"] for record in records] == texts[name]
-    said = fails("generate", "--model", place / "adapter", *prompt, "--lambda-constant", 0)
-    assert "carries no gates" in said
+    assert "plain adapter has no gates" in fails("generate", "--model", f"{place / 'adapter'}@unit", *prompt)
 
 
 def test_generate_from_a_file_and_greedily(place, tmp_path, capsys):

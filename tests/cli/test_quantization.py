@@ -93,11 +93,10 @@ def commands(place, out):
         "mask": ["mask", "--model", place / "base", "--reference", place / "absent", *run[:-1], f"{out}.jsonl"],
         "generate": ["generate", "--model", place / "base", "--prompt", "w1"],
         "eval": ["eval", "--model", place / "base", "--suite", "tiny", "--out", out],
-        "serve": ["serve", place / "base", "--engine", "transformers"],
     }
 
 
-@pytest.mark.parametrize("command", ["sft", "calibrate", "mask", "generate", "eval", "serve"])
+@pytest.mark.parametrize("command", ["sft", "calibrate", "mask", "generate", "eval"])
 def test_refused_at_start(command, place, tmp_path, fails, monkeypatch):
     line = commands(place, tmp_path / "out")[command]
     assert '"none", "8bit", "4bit". Did you mean "4bit"?' in fails(*line, "--quantization", "4bits")

@@ -13,16 +13,13 @@ from loragate.evaluation.session import Request, Session
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.variants import ModelVariant, variants_for
 from loragate.gates import recommended
-from loragate.gates.schema import read_gate_config
 from loragate.models import Loading, resolve
 from loragate.models.export import export_adapter
-from loragate.serving.backend import Row, transformers_backend
 from loragate.serving.explore import explorer_of
-from loragate.serving.hooks import recommend, take_over, warn
-from loragate.serving.http_app import CompletionRequest
-from loragate.serving.server import print_sampling, served_places
+from loragate.serving.hooks import recommend_sampling, replace_method, warn_of_sampling
 from loragate.serving.settings import ServerSettings
-from tiny import tiny_adapter, tiny_base, tiny_tokenizer, write_base
+from loragate.serving.vllm_server import print_sampling, served_adapters
+from tiny import tiny_adapter, tiny_base, write_base
 
 SETTINGS = [
     {"name": "[-3,2]", "temperature": 0.3, "mean": 0.521, "low": 0.48, "high": 0.562},
@@ -73,8 +70,8 @@ def test_generate(place, capsys):
     assert told.out == usual.out
     assert "is recommended at temperature 0.3" in told.err
     plain = generated(capsys, f"{place / 'plain'}@unit", *samples, "--temperature", "1")
-    for laid in ([f"{place / 'cool'}@unit"], [place / "cool", "--lambda-constant", "1"]):
-        unit = generated(capsys, *laid, *samples)
+    for override in ("unit", "constant=1"):
+        unit = generated(capsys, f"{place / 'cool'}@{override}", *samples)
         assert (unit.out, "recommend" in unit.err) == (plain.out, False), "an override was not asked"
     exported = generated(capsys, place / "exported", *samples, "--base", str(place / "base"))
     assert exported.out == found.out, "the exported adapter is the gated one"
@@ -102,33 +99,9 @@ def test_inspect_and_export(place, tmp_path, capsys):
         ] == [wanted] * 3
 
 
-def drawn(backend, name, temperature=None):
-    asked = CompletionRequest(model=name, prompt=["w5 w9 w20"], n=1, max_tokens=12, seed=5, temperature=temperature)
-    return backend.answer(asked)[1][0].text
-
-
-def test_the_server_without_vllm(place, caplog):
-    record, greedy = (read_gate_config(place / name) for name in ("cool", "greedy"))
-    model = lg.load_gated(place / "cool")
-    plain = transformers_backend(model, tiny_tokenizer(), "gated")
-    backend = transformers_backend(
-        model, tiny_tokenizer(), "gated", sampling=record, more={"other": Row("gated", "gated", sampling=greedy)}
-    )
-    assert drawn(plain, "gated") == drawn(plain, "gated", 1.0) != drawn(plain, "gated", 0.3)
-    assert drawn(backend, "gated") == drawn(plain, "gated", 0.3)
-    for name in ("adapter", "base", "gated@unit"):
-        assert drawn(backend, name) == drawn(plain, name, 1.0), "which the recommendation is not about"
-    assert drawn(backend, "other") == drawn(plain, "gated", 0.0)
-    assert drawn(backend, "adapter", 1.0) == drawn(plain, "adapter", 1.0)
-    assert drawn(backend, "gated@unit", 1.0) == drawn(plain, "gated@unit", 1.0)
-    assert not caplog.messages
-    assert drawn(backend, "gated", 1.0) == drawn(backend, "gated", 1.0) == drawn(plain, "gated", 1.0)
-    assert caplog.messages == [recommended.sampling_note("gated", record, 1.0)]
-
-
 def test_the_server_says_which_folders_are_sampled_how(place, capsys):
     settings = ServerSettings(model=str(place / "cool"), adapters=f"more={place / 'greedy'}", overrides="unit")
-    print_sampling(served_places(settings)[1])
+    print_sampling(served_adapters(settings)[1])
     out = " ".join(capsys.readouterr().out.split())
     assert "sampling at temperature 0.3, as gated recommends" in out
     assert "sampling greedily, as more recommends" in out
@@ -152,7 +125,7 @@ def test_vllm_samples_each_name_as_its_own_folder_recommends(place):
     def look_up(_, request):
         return SimpleNamespace(lora_path=str(paths[request.model])) if request.model in paths else None
 
-    adapters = partial(recommend, look_up)
+    adapters = partial(recommend_sampling, look_up)
 
     def asked(model, **given):
         request = Request(model=model, **{"temperature": None, "top_p": None, "top_k": None, **given})
@@ -174,7 +147,7 @@ def test_vllm_warns_once(place, tmp_path, caplog):
         def generate(self, prompt, sampling_params, request_id, *, lora_request=None):
             return request_id
 
-    take_over(Server, "generate", warn)
+    replace_method(Server, "generate", warn_of_sampling)
     server = Server()
     (tmp_path / "gate_config.json").write_text("{")
 

@@ -11,7 +11,6 @@ import pytest
 
 HEAVY = ("torch", "transformers", "peft", "trl", "datasets", "accelerate", "numpy", "pandas", "matplotlib", "gradio")
 HEAVY += ("ray", "vllm", "lm_eval", "math_verify", "jinja2", "yaml", "huggingface_hub", "tokenizers", "safetensors")
-HEAVY += ("fastapi", "uvicorn")
 PROGRAM = f"""
 import contextlib, io, json, sys
 import loragate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 import loragate as lg
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from loragate.generation.decoding import DROP_SHARE, ROOM, GrowingLayer, keeps_prompts, plain_decoder
+from loragate.generation.transformers_engine import DROP_SHARE, GROWTH, GrowingLayer, plain_decoder
 from loragate.world.base import load_base
 from loragate.world.problems import problems
 from tiny import shake, tiny_adapter
@@ -144,61 +144,22 @@ def test_a_question_cut_by_a_batch_and_a_resumed_run_read_no_more_than_they_need
     assert identities(rest) == [one for one, s in zip(identities(whole), whole) if (s.question, s.sample) in pending]
 
 
-@pytest.mark.parametrize("name", OWN_LOOP)
-def test_kept_prompts_draw_the_same_samples_at_every_temperature(name: str, tokenizer: Any) -> None:
-    model = build(OWN_LOOP[name]())
-    engine = TransformersEngine(model, tokenizer, 5, STOPS)
-    keeps = keeps_prompts(plain_decoder(model))
-    assert keeps == (name not in ("mistral-window", "gemma2-alternating"))
-    for heat in (1.0, 0.3, 0.0):
-        config = replace(CONFIG, temperature=heat, samples=CONFIG.samples if heat else 1)
-        with engine.keeping_prompts("plain"), shapes_read(model) as seen:
-            found = engine.generate(PROMPTS, config)
-        assert identities(found) == identities(drawn(model, tokenizer, config))
-        read = sum(rows for rows, positions in seen if positions > 1)
-        assert read == 0 or heat == 1.0 or not keeps, "read at the first temperature"
-
-
-def test_a_cache_with_room_holds_what_a_dynamic_one_does() -> None:
-    plain, roomy = DynamicLayer(), GrowingLayer()
+def test_a_growing_cache_holds_what_a_dynamic_one_does() -> None:
+    plain, growing = DynamicLayer(), GrowingLayer()
     generator = torch.Generator().manual_seed(0)
     rows, copied = 3, []
-    for step, count in enumerate((5, 1, ROOM, 2, 1, 1)):
+    for step, count in enumerate((5, 1, GROWTH, 2, 1, 1)):
         if step == 4:
             rows = 2
-            for layer in (plain, roomy):
+            for layer in (plain, growing):
                 layer.batch_select_indices(torch.tensor([2, 0]))
-        before = roomy.room["keys"].data_ptr() if step not in (0, 4) else None
+        before = growing.buffers["keys"].data_ptr() if step not in (0, 4) else None
         new = [torch.randn(rows, 2, count, 4, generator=generator) for _ in range(2)]
-        for one, other in zip(plain.update(*new), roomy.update(*new), strict=True):
+        for one, other in zip(plain.update(*new), growing.update(*new), strict=True):
             assert torch.equal(one, other)
-        assert plain.get_seq_length() == roomy.get_seq_length()
-        copied.append(roomy.room["keys"].data_ptr() != before)
-    assert copied == [True, False, True, False, True, False], "a step in which there is room copies nothing"
-
-
-def test_new_prompts_are_read_in_parts(qwen2: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loragate.generation.decoding.READ_AT_ONCE", 2 * 13)
-    engine = TransformersEngine(qwen2, tokenizer, stop_token_ids=STOPS)
-    with engine.keeping_prompts("plain"), shapes_read(qwen2) as seen:
-        found = engine.generate(PROMPTS, CONFIG)
-    assert identities(found) == identities(drawn(qwen2, tokenizer))
-    assert [one for one in seen if one[1] > 1] == [(2, 13), (2, 4)]
-
-
-def test_prompts_are_kept_for_the_same_weights_alone(qwen2: Any, tokenizer: Any) -> None:
-    engine = TransformersEngine(qwen2, tokenizer, stop_token_ids=STOPS)
-
-    def read(weights: str | None, prompts: list[str] = PROMPTS) -> int:
-        with shapes_read(qwen2) as seen, nullcontext() if weights is None else engine.keeping_prompts(weights):
-            engine.generate(prompts, CONFIG)
-        return sum(rows for rows, positions in seen if positions > 1)
-
-    assert [read("a", PROMPTS[:2]), read("a", PROMPTS), read("b"), read("a"), read(None)] == [2, 2, 4, 0, 4]
-    engine._kept.budget = 3 * engine._kept.used // 4  # room for one and a half
-    assert read("c") == 4
-    assert set(engine._kept.of_weights) == {"c"}, "what was asked longest ago makes room"
-    assert engine._kept.used <= engine._kept.budget
+        assert plain.get_seq_length() == growing.get_seq_length()
+        copied.append(growing.buffers["keys"].data_ptr() != before)
+    assert copied == [True, False, True, False, True, False], "a step with free positions copies nothing"
 
 
 def test_the_tiny_worlds_model_draws_the_same_tokens_with_adapter_and_gates() -> None:

@@ -210,8 +210,6 @@ def test_requests_that_cannot_be_drawn(fake_vllm: Any, folders: tuple[str, str])
         engine.generate(["w4 " * 40], CONFIG)
     with pytest.raises(ConfigError, match=r"temperature is 0\.001, but vLLM"):
         engine.generate(PROMPTS, SamplingConfig(0.001))
-    with pytest.raises(ConfigError, match="batch_size is 0"):
-        VllmEngine(folders[0], batch_size=0)
 
 
 def test_a_long_prompt_lowers_its_own_token_limit_alone(fake_vllm: Any, folders: tuple[str, str]) -> None:

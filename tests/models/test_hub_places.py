@@ -14,8 +14,7 @@ from loragate.cli.serve import ServeOptions
 from loragate.errors import ArtifactError
 from loragate.hub_names import hub_name, hub_source, is_hub_id, split_revision
 from loragate.models import ModelRef, open_tokenizer, resolve
-from loragate.serving.server import served_places
-from loragate.serving.vllm_server import vllm_arguments
+from loragate.serving.vllm_server import served_adapters, vllm_arguments
 from tiny import tiny_adapter, tiny_rows, write_adapter, write_base, write_rows
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
@@ -199,7 +198,7 @@ def test_an_evaluation_names_the_commit_of_the_base(place, hub):
 
 def test_vllm_is_told_the_revision(place, hub, tmp_path):
     options = ServeOptions(model=str(place / "adapter"), base="user/base@v1", adapters="b=user/plain@v1", system="keep")
-    served, adapters = served_places(options)
+    served, adapters = served_adapters(options)
     assert (served.base, list(adapters)) == (ModelRef("user/base", "v1"), ["adapter", "b"])
     assert adapters["b"].source == f"user/plain@{OLD}"
     arguments = vllm_arguments(

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.cli.main import main
 from loragate.errors import ConfigError, LoragateError
 from loragate.gates.schema import read_gate_config
 from loragate.models import Loading, ModelRef, load_adapter, open_base, open_model, open_without_weights, resolve
@@ -63,12 +62,6 @@ def test_an_override_behind_the_name_is_laid_over_lambda(place, token_ids):
     for base in (place / "base", "owner/name"):
         with pytest.raises(ConfigError, match=r"override of λ \(@unit\) has no effect"):
             resolve(f"{base}@unit", overrides=True)
-
-
-def test_flags_do_not_replace_the_override_of_the_name(place, capsys):
-    asked = ["generate", "--model", f"{place / 'gated'}@unit", "--raw", "--prompt", "a", "--lambda-max", "0.5"]
-    assert main(asked) == 2
-    assert "has an override of λ already" in " ".join((capsys.readouterr().err).split())
 
 
 def test_custom_code_is_trusted_for_the_endings_too(place, tmp_path):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -34,7 +33,7 @@ def parsed(name: str, mapper: Any) -> tuple[str, bool]:
 
 
 @pytest.fixture
-def check_base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[FolderGates, Any], None]]:
+def check_base(monkeypatch: pytest.MonkeyPatch) -> Callable[[FolderGates, Any], None]:
     """`_check_base` of a room that found no more of vLLM than it imports."""
     for name, held in {
         "vllm": {},
@@ -52,8 +51,7 @@ def check_base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[FolderGate
     placing = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "loragate.serving.placing", placing)
     spec.loader.exec_module(placing)
-    yield placing._check_base
-    logging.getLogger("loragate").setLevel(logging.NOTSET)
+    return placing._check_base
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -56,6 +57,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
         register_resolver=resolvers.__setitem__, resolvers=resolvers
     )
     monkeypatch.setattr(plugin, "vllm_version", lambda: TESTED_VERSIONS[0])
+    monkeypatch.setattr(logging.getLogger("loragate"), "level", logging.NOTSET)  # which `register` sets
     return modules
 
 
@@ -69,15 +71,16 @@ def test_it_takes_hold_of_every_place_once(
 ) -> None:
     from pkgutil import resolve_name
 
-    assert {*hooks.REPLACED, *hooks.ON_CPU} <= set(HOOKS), "what is replaced is looked at before"
+    assert {*hooks.REPLACED, *hooks.REPLACED_ON_CPU} <= set(HOOKS), "what is replaced is looked at before"
     vllm["vllm.platforms"].current_platform.is_cpu = lambda: on_cpu
-    monkeypatch.setenv(hooks.ADAPTERS, '{"gated": "/g"}')
+    monkeypatch.setenv(hooks.ADAPTERS_VARIABLE, '{"gated": "/g"}')
     for _ in range(2):
         plugin.register()
     assert getattr(worker_of(vllm), plugin.MARK) == ""
+    assert logging.getLogger("loragate").level == logging.WARNING
     for place in HOOKS:
         wrapped = hasattr(resolve_name(place), "__wrapped__")
-        assert wrapped == (place in hooks.REPLACED or (on_cpu and place in hooks.ON_CPU)), place
+        assert wrapped == (place in hooks.REPLACED or (on_cpu and place in hooks.REPLACED_ON_CPU)), place
         assert not hasattr(getattr(resolve_name(place), "__wrapped__", None), "__wrapped__")
     linear, embedding = vllm["vllm.lora.utils"]._all_lora_classes
     assert issubclass(linear, GateMixin)
@@ -160,6 +163,6 @@ def test_other_gates_under_a_served_name_and_folder_are_refused() -> None:
     owner = SimpleNamespace()
     one, elsewhere = (SimpleNamespace(lora_name="math", lora_path=path) for path in ("/adapters/math", "/adapters/2"))
     for request, digest in ((one, "one"), (one, "one"), (elsewhere, "two")):
-        hooks._remember(owner, request, digest)
+        hooks._require_unchanged(owner, request, digest)
     with pytest.raises(LoragateError, match="changed since it was served as 'math'"):
-        hooks._remember(owner, one, "two")
+        hooks._require_unchanged(owner, one, "two")

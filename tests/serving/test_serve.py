@@ -25,12 +25,21 @@ import pytest
 import loragate as lg
 from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions
+from loragate.data import Chat
 from loragate.errors import ConfigError
 from loragate.gates.override import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.serving.http_app import CompletionRequest
-from loragate.serving.server import listen, print_clients, served_places
-from loragate.serving.vllm_server import server_command, unserved_heads, usual_share, without_secrets
+from loragate.serving.vllm_server import (
+    address,
+    free_port,
+    print_clients,
+    served_adapters,
+    server_command,
+    template_for_vllm,
+    unserved_heads,
+    usual_share,
+    without_secrets,
+)
 from tiny import chatml_tokenizer, ending_base, shake, tiny_adapter, tiny_base, tiny_tokenizer, write_base
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 128, "initializer_range": 0.1}
@@ -165,27 +174,10 @@ def check_clients(server: Running, names: list[str]) -> None:
     assert f'OpenAI(base_url="http://127.0.0.1:{server.port}/v1"' in printed
 
 
-@pytest.mark.slow("processes")
-def test_transformers_server(folders: Path) -> None:
-    more = f"second={folders / 'second'},calm={folders / 'second'}@unit"
-    server = Running(str(folders / "gated"), "--engine", "transformers", "--adapters", more)
-    try:
-        check_clients(server.wait(120), ["base", "adapter", "gated", "second"])
-        with lg.gate_override(calm := model_of("second"), minimum=0.0, maximum=1.0):
-            right = greedy(calm)
-        for name in ("calm", "second@unit"):
-            assert [server.complete(name, prompt) for prompt in PROMPTS] == right
-        assert server.call("/v1/completions", {"model": "calm@off", "prompt": "w1"})[0] == 400
-        assert server.call("/health")[0] == 200
-    finally:
-        status = server.end()
-    assert status == 0, "".join(server.lines)[-2000:]
-
-
 @pytest.fixture(scope="module")
 def vllm_server(folders: Path) -> Iterator[Running]:
     server = Running(
-        *(str(folders / "gated"), "--engine", "vllm", "--dtype", "float32", "--dynamic"),
+        *(str(folders / "gated"), "--dtype", "float32", "--dynamic"),
         *("--adapters", f"same={folders / 'gated'}", "--overrides", "unit,constant=0.5"),
     )
     yield server.wait(2400)
@@ -229,7 +221,7 @@ def test_vllm_server_stops_at_the_end_of_the_turn(tmp_path: Path) -> None:
     write_base(tmp_path / "base", ending_base(**SHAPE), chatml_tokenizer())
     model = lg.attach_gates(tiny_adapter(base=ending_base(**SHAPE), lora_alpha=1), lg.GateConfig(lower=-3, upper=2))
     lg.save_gates(model, tmp_path / "gated", base_id=str(tmp_path / "base"))
-    server = Running(str(tmp_path / "gated"), "--engine", "vllm", "--dtype", "float32").wait(600)
+    server = Running(str(tmp_path / "gated"), "--dtype", "float32").wait(600)
     try:
         for name in ("base", "adapter", "gated"):
             body = {"model": name, "max_tokens": 60, "messages": [{"role": "user", "content": PROMPTS[0]}], "n": 4}
@@ -304,23 +296,26 @@ def test_verify(folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "agrees: the bound is 0.0001" in printed
 
 
-def test_settings_that_cannot_be(folders: Path, fails: Any, tmp_path: Path) -> None:
+def test_settings_that_cannot_be(folders: Path, fails: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gated = folders / "gated"
-    assert 'Did you mean "vllm"' in fails("serve", gated, "--engine", "vlm")
     assert "--port must be at most 65535" in fails("serve", gated, "--port", "70000")
     assert "--vllm-memory must be at most 1" in fails("serve", gated, "--vllm-memory", "1.5")
-    assert "does not exist" in fails("serve", tmp_path / "none")
-    assert "--dynamic has no effect" in fails("serve", gated, "--engine", "transformers", "--dynamic")
-    assert "--verify has no effect" in fails("serve", gated, "--engine", "transformers", "--verify")
-    if importlib.util.find_spec("vllm") is None:
-        assert "vLLM is not installed" in fails("serve", gated, "--engine", "vllm")
-        assert "vLLM is not installed" in fails("serve", gated, "--verify")
+    with monkeypatch.context() as patch:
+        patch.setattr("loragate.generation.vllm_engine.require_vllm", lambda: None)
+        assert "does not exist" in fails("serve", tmp_path / "none")
+        assert "vllm serve" in fails("serve", folders / "base"), "a base alone needs no plugin"
+        assert "--vllm-args" in fails("serve", gated, "--quantization", "4bit")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for more in ([], ["--verify"]):
+        told = fails("serve", gated, *more)
+        assert 'pip install "loragate[vllm]"' in told
+        assert "loragate generate" in told
 
 
 def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, fails: Any) -> None:
     gated, second = folders / "gated", folders / "second"
     options = ServeOptions(model=str(gated), adapters=f"math={second}, calm={second}@unit", overrides="off, clip=:1")
-    place, adapters = served_places(options)
+    place, adapters = served_adapters(options)
     assert place.base.name == str(folders / "base")
     assert {name: adapter.text for name, adapter in adapters.items()} == {
         "gated": str(gated),
@@ -341,18 +336,13 @@ def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, fails: 
         ({"overrides": "unti"}, "did you mean 'unit'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            served_places(ServeOptions(model=str(gated), **wrong))
+            served_adapters(ServeOptions(model=str(gated), **wrong))
     with pytest.raises(ConfigError, match="none of the adapters carries gates"):
-        served_places(ServeOptions(model=str(gated / "adapter"), base=str(folders / "base"), overrides="unit"))
-    argv = ("serve", gated, "--engine", "transformers", "--overrides", "unit")
-    assert "--overrides has no effect with engine transformers, only with vllm" in fails(*argv)
+        served_adapters(ServeOptions(model=str(gated / "adapter"), base=str(folders / "base"), overrides="unit"))
 
 
 def test_the_template_for_vllm() -> None:
     """Wrapped where a system message is slipped in, left alone where none is."""
-    from loragate.data import Chat
-    from loragate.serving.vllm_server import template_for_vllm
-
     assert template_for_vllm(tiny_tokenizer()) is None
     tokenizer = talkative_tokenizer()
     ours = Chat(tokenizer, "none")
@@ -371,7 +361,7 @@ def test_the_template_for_vllm() -> None:
 
 @pytest.mark.parametrize(("chat", "path"), [(True, "chat/completions"), (False, "completions")])
 def test_what_is_printed_to_paste_fits_the_tokenizer(capsys: pytest.CaptureFixture[str], chat: bool, path: str) -> None:
-    print_clients("0.0.0.0", 8000, ["base", "gated"], chat=chat)
+    print_clients(address("0.0.0.0", 8000), ["base", "gated"], chat=chat)
     printed = capsys.readouterr().out
     words = shlex.split(next(line for line in printed.splitlines() if line.startswith("curl")))
     assert words[1] == f"http://127.0.0.1:8000/v1/{path}"
@@ -390,11 +380,10 @@ def test_a_port_in_use_is_named_before_vllm_starts() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port}"):
-            listen("127.0.0.1", port)
+            free_port("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1: it cannot be served from"):
-        listen("192.0.2.1", 0)  # an address of documents, which no machine has
-    with listen("127.0.0.1", 0) as free:
-        assert free.getsockname()[1] > 0
+        free_port("192.0.2.1", 0)  # an address of documents, which no machine has
+    assert free_port("127.0.0.1", 0) > 0
 
 
 def test_the_share_of_memory_and_the_heads_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,51 +402,6 @@ def test_the_share_of_memory_and_the_heads_on_a_cpu(monkeypatch: pytest.MonkeyPa
         assert usual_share() == share
     assert unserved_heads(tiny_base(**SHAPE).config) is None
     assert "heads have 8 features" in str(unserved_heads(tiny_base().config))
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `serve --engine transformers` would serve; nothing is served."""
-    found: dict[str, Any] = {}
-
-    class Server:
-        def run(self, sockets: list[socket.socket]) -> None:
-            raise KeyboardInterrupt
-
-    def make_server(backend: Any, host: str) -> Server:
-        found["backend"] = backend
-        return Server()
-
-    monkeypatch.setattr("loragate.serving.server.make_server", make_server)
-    return found
-
-
-def answers(backend: Any, name: str, tokens: int) -> list[str]:
-    asked = CompletionRequest(model=name, prompt=PROMPTS, max_tokens=tokens, temperature=0)
-    return [one.text for one in backend.answer(asked)[1]]
-
-
-def test_gates_beside_a_plain_adapter_may_be_called_gated(folders: Path, started: dict[str, Any]) -> None:
-    place = folders / "second"
-    command = ["serve", str(folders / "gated" / "adapter"), "--base", str(folders / "base"), "--engine", "transformers"]
-    assert main([*command, "--adapters", f"gated={place}", "--port", "0"]) == 0
-    assert started["backend"].models == ("base", "adapter", "gated")
-    assert answers(started["backend"], "gated", NEW_TOKENS) == expected("second")
-
-
-def test_gates_that_are_off_answer_to_their_name(
-    folders: Path, started: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Clients of vLLM ask for `gated` whatever calibration found; the other server has to know it as well."""
-    model = tiny_adapter(seed=1, base=tiny_base(**SHAPE), lora_alpha=2)
-    shake(lg.attach_gates(model, lg.GateConfig(lower=-3, upper=2)), 0)
-    lg.save_gates(model, tmp_path / "off", base_id=str(folders / "base"))
-    record = tmp_path / "off" / "gate_config.json"
-    record.write_text(json.dumps({**json.loads(record.read_text()), "selection": {"accepted": False}}))
-    assert main(["serve", str(tmp_path / "off"), "--engine", "transformers", "--port", "0"]) == 0
-    assert "are off" in capsys.readouterr().out
-    assert started["backend"].models == ("base", "adapter", "gated")
-    assert answers(started["backend"], "adapter", 8) == answers(started["backend"], "gated", 8)
 
 
 def test_no_key_is_shown() -> None:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from loragate import gates, models
+from loragate import models
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
 from loragate.errors import ConfigError
 from loragate.gates.recommended import chosen_temperature, sampling_note
 from loragate.printable import printable
 from loragate.training.preflight import check_loading
-
-DEFAULT_NEW_TOKENS = 512
+from loragate.validate import Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,20 +22,17 @@ class GenerateOptions(ModelOptions):
     """Settings of `loragate generate`.
 
     Attributes:
-        model: gated folder, PEFT adapter or base model, or owner/name[@revision] of one on the hub; @unit or another
-            override of λ may stand behind it.
+        model: gated folder, PEFT adapter or base model, or owner/name[@revision] of one on the hub; an override of λ may stand
+            behind it: @off, @unit, @constant=0.5, @clip=-1:2.
         prompt: the user's turn; "-" reads it from standard input.
         prompts: file with one prompt per line, instead of prompt.
         raw: pass the prompt to the model unchanged, without the chat template.
         samples: answers per prompt.
         temperature: sampling temperature; 0 is greedy. Without it that which the folder recommends, or 1.
         top_p: nucleus sampling threshold.
-        max_new_tokens: token limit of an answer; 0 takes 512. An answer ends at the model's last position, too.
+        max_new_tokens: token limit of an answer. An answer ends at the model's last position, too.
         seed: seed of the sampling.
         batch_size: sequences generated at a time.
-        lambda_constant: replace every λ by this number (0: the base, 1: the plain adapter).
-        lambda_min: raise every λ to at least this.
-        lambda_max: lower every λ to at most this.
         base: where the base model is, instead of the recorded one.
         json: one JSON object per answer instead of text.
     """
@@ -50,12 +44,9 @@ class GenerateOptions(ModelOptions):
     samples: int = 1
     temperature: float | None = None
     top_p: float = 1.0
-    max_new_tokens: int = 0
+    max_new_tokens: int = 512
     seed: int = 0
-    batch_size: int = 16
-    lambda_constant: float | None = None
-    lambda_min: float | None = None
-    lambda_max: float | None = None
+    batch_size: Count = 16
     base: str = ""
     json: bool = False
 
@@ -64,46 +55,30 @@ def run(options: GenerateOptions) -> int:
     """Generate and print; finish reasons go to stderr."""
     check_loading(options)
     prompts = read_prompts(options)
-    from loragate.generation import SamplingConfig, TransformersEngine
-    from loragate.generation.requests import begun, rendered
+    from loragate.data import render_prompt
+    from loragate.generation import SamplingConfig, TransformersEngine, prepend_bos
 
-    place = models.resolve(options.model, options.base, overrides=True)
-    override = (options.lambda_constant, options.lambda_min, options.lambda_max)
-    overridden = any(value is not None for value in override)
-    recommending = None if overridden else place.sampling  # an override was not asked when that was found
-    temperature = chosen_temperature(recommending, options.temperature)
+    source = models.resolve(options.model, options.base, overrides=True)
+    temperature = chosen_temperature(source.sampling, options.temperature)
     if options.temperature is None and temperature == 0 and options.samples > 1:
         raise ConfigError(
             f"--samples {options.samples}: {options.model} recommends greedy decoding, one answer each; give --temperature"
         )
-    sampling = SamplingConfig(
-        temperature=temperature,
-        top_p=options.top_p,
-        max_new_tokens=options.max_new_tokens or DEFAULT_NEW_TOKENS,
-        samples=options.samples,
-        seed=options.seed,
-    )
-    if note := sampling_note(options.model, recommending, options.temperature):
+    sampling = SamplingConfig(temperature, options.top_p, options.max_new_tokens, options.samples, options.seed)
+    if note := sampling_note(options.model, source.sampling, options.temperature):
         print(f"loragate: {note}", file=sys.stderr)
-    loaded = models.open_model(place, options)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    overriding: Any = nullcontext()  # without an override nothing is laid over λ
-    if overridden:
-        if loaded.kind != "gated":
-            raise ConfigError(
-                f"--lambda-… has no effect: {options.model} carries no gates; one λ for a plain adapter stands behind its "
-                "name, as in --model ADAPTER@constant=0.5"
-            )
-        if loaded.place.override is not None:
-            raise ConfigError(f"--lambda-…: {options.model} has an override of λ already; give one of the two")
-        overriding = gates.gate_override(model, options.lambda_min, options.lambda_max, options.lambda_constant)
+    loaded = models.open_model(source, options)
+    tokenizer = loaded.tokenizer
     if options.raw:
-        prompts = [begun(text, tokenizer) for text in prompts]
+        prompts = [prepend_bos(text, tokenizer) for text in prompts]
+    elif tokenizer.chat_template is None:
+        raise ConfigError(
+            "the tokenizer has no chat template; give one with --chat-template FILE, or complete texts with --raw"
+        )
     else:
-        prompts = [rendered([{"role": "user", "content": text}], tokenizer, options.system) for text in prompts]
-    engine = TransformersEngine(model, tokenizer, batch_size=options.batch_size)
-    with overriding:
-        samples = engine.generate(prompts, sampling)
+        conversations = [[{"role": "user", "content": text}] for text in prompts]
+        prompts = [render_prompt(talk, tokenizer, system=options.system) for talk in conversations]
+    samples = TransformersEngine(loaded.model, tokenizer, options.batch_size).generate(prompts, sampling)
     # a file gets the answers as they are; on a terminal they must not act
     shown = printable if sys.stdout.isatty() else str
     for sample in samples:
@@ -151,9 +126,8 @@ COMMAND = Command(
     run=run,
     examples=(
         'loragate generate --model gated --prompt "What is 7 * 8?"',
+        'loragate generate --model gated@constant=0.5 --prompt "What is 7 * 8?"',
         "loragate generate --model gated --prompts questions.txt --samples 4 --temperature 0.6 --json",
     ),
-    common=(
-        "prompt prompts raw samples temperature max_new_tokens seed lambda_constant base dtype quantization device json"
-    ),
+    common="prompt prompts raw samples temperature max_new_tokens seed base dtype quantization device json",
 )

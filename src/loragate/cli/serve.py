@@ -1,17 +1,14 @@
-"""`loragate serve`: an OpenAI-compatible server for a gated adapter, its plain adapter and its base."""
+"""`loragate serve`: vLLM's OpenAI-compatible server for a gated adapter, its plain adapter and its base."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from loragate import models
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
-from loragate.effects import require_effect
+from loragate.errors import ConfigError
 from loragate.serving.settings import ServerSettings
-from loragate.training.preflight import check_loading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,18 +17,24 @@ class ServeOptions(ModelOptions, ServerSettings):
 
 
 def run(options: ServeOptions) -> int:
-    """Serve until Ctrl-C."""
-    from loragate.serving.server import serve
+    """Serve until Ctrl-C, or with --verify compare vLLM with transformers."""
+    from loragate.generation.vllm_engine import require_vllm
 
-    asked = models.resolve(options.model, options.base)
-    # vLLM serves adapters alone here; a comparison with it needs it in any case, and says so where it is absent
-    fits = importlib.util.find_spec("vllm") is not None and asked.kind != "base"
-    with_vllm = options.engine == "vllm" or (options.engine == "auto" and (fits or options.verify))
-    engine: Literal["vllm", "transformers"] = "vllm" if with_vllm else "transformers"
-    require_effect("serve", options, flags=True, engine=engine)
-    check_loading(options)
+    require_vllm()
+    if options.quantization != "none":
+        raise ConfigError(
+            f"--quantization {options.quantization} has no effect: vLLM loads the base itself; give its own flag, as in "
+            '--vllm-args "--quantization bitsandbytes"'
+        )
     # by the commit that a hub id means now, so that server and reference load the same
-    return serve(replace(options, model=asked.source, engine=engine), options, options.system)
+    settings = replace(options, model=models.resolve(options.model, options.base).source)
+    if options.verify:
+        from loragate.serving.parity import verify
+
+        return verify(settings)
+    from loragate.serving.vllm_server import serve
+
+    return serve(settings, options.system)
 
 
 COMMAND = Command(
@@ -43,8 +46,7 @@ COMMAND = Command(
         "loragate serve gated",
         "loragate serve gated --port 8080 --adapters math=other-gated,style=plain-adapter",
         "loragate serve gated --overrides unit,constant=0.5",
-        "loragate serve gated --engine transformers",
         "loragate serve gated --verify",
     ),
-    common="base host port engine adapters overrides dynamic verify max_model_len vllm_args dtype quantization device",
+    common="base host port adapters overrides dynamic verify max_model_len vllm_args dtype",
 )

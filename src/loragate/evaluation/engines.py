@@ -98,9 +98,7 @@ class Engines:
             yield self._kept[1].acting_as(adapter, override)
         else:
             engine = self._in_memory = self._in_memory or TransformersEngine(loaded.model, loaded.tokenizer, size)
-            # rows that differ in name and temperature alone share what was read of the prompts
-            weights = replace(variant, control=None, temperature=None)
-            with acting(loaded.model, variant, loaded.kind), engine.keeping_prompts(weights):
+            with acting(loaded.model, variant, loaded.kind):
                 yield engine
 
     def maker(self, variant: ModelVariant) -> Callable[[], Engine]:

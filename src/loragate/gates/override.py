@@ -1,7 +1,7 @@
 """What may be laid over λ, and its short names, so that a folder or a served name can carry one: `my-gates@unit`.
 
 `gate_override` takes numbers; a server is given strings, and one string is one virtual adapter: the same tensors, another
-λ. The grammar lives here alone, so that vLLM, our own server and export read a name alike.
+λ. The grammar lives here alone, so that vLLM, generate and export read a name alike.
 """
 
 from __future__ import annotations

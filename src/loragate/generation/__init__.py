@@ -1,9 +1,10 @@
 """Generation: prompts in, samples out, each drawn from its own counted random stream."""
 
-from loragate.generation.engine import Engine, OnProgress, Sample, TransformersEngine
+from loragate.generation.engine import Engine, OnProgress, Sample, prepend_bos, tokenize_prompts
 from loragate.generation.samples import SampleWriter, read_samples
 from loragate.generation.sampling import SamplingConfig, SeededSampler, uniform
 from loragate.generation.sharded import ShardedEngine
+from loragate.generation.transformers_engine import TransformersEngine
 from loragate.generation.vllm_engine import VllmEngine
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "ShardedEngine",
     "TransformersEngine",
     "VllmEngine",
+    "prepend_bos",
     "read_samples",
+    "tokenize_prompts",
     "uniform",
 ]

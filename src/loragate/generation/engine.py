@@ -1,44 +1,28 @@
-"""From rendered prompts to samples.
+"""One interface for whatever generates: rendered prompts or token ids in, samples out.
 
-`Engine` is what evaluation needs of any program that generates; `TransformersEngine` is the one that runs everywhere.
-It decides what goes into a batch and leaves the loop to `decoding.py`, or to `transformers.generate` for models that
-this does not know; how a token is drawn is in `sampling.py` either way. Prompts arrive as finished strings: chat
-templates, tasks and grading live elsewhere.
+`Engine` is what evaluation, training and analysis need of any program that runs a model; `TransformersEngine`, `VllmEngine` and
+`ShardedEngine` implement it. They share the functions below, so that all of them accept the same prompts, end an answer at the
+same tokens and return the same text for the same token ids. Chat templates, tasks and grading live elsewhere, and nothing here
+knows how a token is drawn (`sampling`) or which program runs the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from loragate.data import prompt_ids
+from loragate.errors import DataError
+from loragate.generation.sampling import SamplingConfig
 
-from loragate.data import find_endings
-from loragate.errors import ConfigError
-from loragate.generation.decoding import (
-    KeptPrompts,
-    decode,
-    keeps_prompts,
-    padded,
-    plain_decoder,
-    takes_positions,
-)
-from loragate.generation.requests import (
-    FinishReason,
-    Prompts,
-    batches,
-    finish_answers,
-    pending_rows,
-    positions_end,
-    stop_detector,
-    tokenize_prompts,
-)
-from loragate.generation.sampling import SamplingConfig, SeededSampler
-from loragate.modes import evaluation_mode
-
+FinishReason = Literal["stop", "stop_text", "length"]
+"""Ended by the model (`loragate.data.find_endings`), by a text of `SamplingConfig.stop`, or by the token limit."""
+Prompts = Sequence[str] | Sequence[Sequence[int]]
+"""Rendered texts, or the token ids of each prompt."""
+Continuation = tuple[Sequence[int], Sequence[int]]
+"""Token ids of a context and of what may follow it, neither empty."""
 OnProgress = Callable[[int, int], None]
 """Called after every batch with the number of samples drawn so far and the number to draw."""
 
@@ -63,12 +47,8 @@ class Sample:
     entropy: float | None
 
 
-Continuation = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a context and of what may follow it, neither empty."""
-
-
 class Engine:
-    """Anything that turns prompts into samples and says how likely continuations are; an engine defines the other two methods."""
+    """Anything that turns prompts into samples and scores continuations; a subclass defines `draw` and `log_likelihoods`."""
 
     def generate(
         self,
@@ -116,162 +96,111 @@ class Engine:
         """Free what it holds beyond memory of this process."""
 
 
-class TransformersEngine(Engine):
-    """Sample from a causal language model held in memory, with or without adapter and gates.
+def prepend_bos(text: str, tokenizer: Any) -> str:
+    """A raw text as a prompt: with the beginning-of-sequence token in front, where the tokenizer adds one."""
+    begin = tokenizer.bos_token
+    # engines add nothing to a text, so that a rendered conversation does not begin twice
+    adds = begin is not None and tokenizer.bos_token_id in prompt_ids(text, tokenizer)[:1]
+    return begin + text if adds and not text.startswith(begin) else text
 
-    The model's own generation settings (temperature, top-k, repetition penalty and so on) are not used: a sample depends
-    on the `SamplingConfig` alone. A row ends where `loragate.data.find_endings` says, at one of `stop_token_ids`, or at the
-    model's last position. The model is put in evaluation mode while it samples and restored afterwards.
 
-    The distinct prompts of a batch are read once for all their samples, and rows that have ended leave the batch, where
-    `decoding.plain_decoder` finds the model fit for it; `reuse_prompts=False` leaves every model to
-    `transformers.generate`, which draws the same samples in more time.
+def pending_rows(questions: int, samples: int, pending: Collection[tuple[int, int]] | None) -> list[tuple[int, int]]:
+    """Return the (question, sample) pairs still to be drawn, in order; `pending` None means all of them.
+
+    Raises `DataError` for a pair that does not exist.
     """
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        batch_size: int = 64,
-        stop_token_ids: Collection[int] | None = None,
-        *,
-        reuse_prompts: bool = True,
-    ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}; give at least 1.")
-        self.model = model
-        self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self.reuse_prompts = reuse_prompts
-        self.endings = find_endings(tokenizer, model.generation_config, stop_token_ids or ())
-        self._kept, self._keeping = KeptPrompts(), False
-
-    @contextmanager
-    def keeping_prompts(self, weights: Hashable) -> Iterator[None]:
-        """Within, what is read of prompts is kept for later calls within contexts of the same weights (up to 1 GiB, on a CPU).
-
-        The same questions at four temperatures are then read once. The caller knows what acts: `weights` is any name of it,
-        another one whenever adapter, gates or λ are others.
-        """
-        self._kept.begin(weights)
-        self._keeping = True
-        try:
-            yield
-        finally:
-            self._keeping = False
-
-    def draw(
-        self, prompts: Prompts, config: SamplingConfig, rows: list[tuple[int, int]]
-    ) -> Generator[list[Sample], None, None]:
-        """See `Engine.draw`."""
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        prompt_ids, limits = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
-        # Neighbours of similar length waste little padding; the longest come first, so that memory fails early if at all.
-        rows = sorted(rows, key=lambda row: (-len(prompt_ids[row[0]]), row))
-        # asked anew at each call: an adapter may have been put on since, or taken off
-        causal = plain_decoder(self.model) if self.reuse_prompts else None
-        # `decode` keeps rows that have ended within a table of positions where it may say what their positions are
-        end = None if takes_positions(causal) or not positions_end(self.model) else positions
-        lengths, room = [len(prompt_ids[question]) for question, _ in rows], [limits[question] for question, _ in rows]
-        with torch.no_grad(), evaluation_mode(self.model):
-            for places in batches(lengths, room, self.batch_size, end):
-                yield self._generate_batch(causal, prompt_ids, [rows[place] for place in places], config, limits)
-
-    def log_likelihoods(
-        self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
-    ) -> list[tuple[float, bool]]:
-        """See `Engine.log_likelihoods`; log-probabilities are taken in fp32, as bf16 would decide close choices."""
-        order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
-        found: dict[int, tuple[float, bool]] = {}
-        pad_id = self._pad_token_id()
-        with torch.no_grad(), evaluation_mode(self.model):
-            for start in range(0, len(order), self.batch_size):
-                batch = order[start : start + self.batch_size]
-                # without the last token, as position t scores token t + 1
-                rows = [[*before, *after][:-1] for before, after in (pairs[index] for index in batch)]
-                # padding stands behind, where a causal model does not see it
-                input_ids, mask = padded(rows, pad_id, "right")
-                device = self.model.device
-                logits_BTV = self.model(input_ids=input_ids.to(device), attention_mask=mask.to(device)).logits
-                for index, row, logits_TV in zip(batch, rows, logits_BTV):
-                    after = torch.tensor(pairs[index][1], device=logits_TV.device)
-                    # the last positions of the row, one for each token of the continuation
-                    scores_TV = logits_TV[len(row) - len(after) : len(row)].float().log_softmax(-1)
-                    likelihood = float(scores_TV.gather(-1, after[:, None]).sum())
-                    found[index] = likelihood, bool((scores_TV.argmax(-1) == after).all())
-                if on_progress is not None:
-                    on_progress(len(found), len(pairs))
-        return [found[index] for index in range(len(pairs))]
-
-    def _generate_batch(
-        self,
-        causal: Any | None,
-        prompt_ids: list[list[int]],
-        rows: Sequence[tuple[int, int]],
-        config: SamplingConfig,
-        limits: Sequence[int],
-    ) -> list[Sample]:
-        pad_id = self._pad_token_id()
-        prompts = [prompt_ids[question] for question, _ in rows]
-        counters = torch.tensor(rows, dtype=torch.int64)  # [B, 2]: question and sample, which choose the random stream
-        limits_B = torch.tensor([limits[question] for question, _ in rows])
-        sampler = SeededSampler(
-            config,
-            counters[:, 0],
-            counters[:, 1],
-            max(map(len, prompts)),
-            self.endings.token_ids,
-            stop_detector(self.tokenizer, (*config.stop, *self.endings.texts)),
-            limits_B,
-        )
-        longest = int(limits_B.max())
-        if causal is not None:
-            kept = self._kept if self._keeping and keeps_prompts(causal) else None
-            new_ids = decode(causal, prompts, sampler, longest, pad_id, kept)
-        else:
-            new_ids = self._leave_to_generate(prompts, sampler, longest, pad_id)
-        token_ids = [row[:count] for row, count in zip(new_ids, sampler.tokens_B.tolist())]
-        stopped = sampler.ended_by_token_B.tolist()  # the last token is a stop token, and no part of the text
-        answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop, self.endings.texts)
-        return [
-            Sample(question, index, text, ids, reason, entropy)
-            for (question, index), (ids, text, reason), entropy in zip(rows, answers, sampler.mean_entropy().tolist())
-        ]
-
-    def _leave_to_generate(
-        self, prompts: list[list[int]], sampler: SeededSampler, max_new_tokens: int, pad_id: int
-    ) -> list[list[int]]:
-        input_ids, attention_mask = padded(prompts, pad_id, "left")
-        # `generate` fills in all that is left open here from the model's own settings, so they are hidden meanwhile. A
-        # `PeftModel` keeps its own reference and copies it onto the model that it wraps, so both are set and restored.
-        owners = [self.model]
-        if hasattr(self.model, "get_base_model"):
-            owners.append(self.model.get_base_model())
-        kept = [owner.generation_config for owner in owners]
-        for owner in owners:
-            owner.generation_config = GenerationConfig()
-        try:
-            output_ids = self.model.generate(
-                input_ids=input_ids.to(self.model.device),
-                attention_mask=attention_mask.to(self.model.device),
-                logits_processor=LogitsProcessorList([sampler]),
-                generation_config=GenerationConfig(
-                    do_sample=False,  # the sampler leaves one token to choose from
-                    max_new_tokens=max_new_tokens,
-                    eos_token_id=sorted(self.endings.token_ids),
-                    pad_token_id=pad_id,
-                    use_cache=True,
-                ),
+    if pending is None:
+        return [(question, sample) for question in range(questions) for sample in range(samples)]
+    for question, sample in pending:
+        if not (0 <= question < questions and 0 <= sample < samples):
+            raise DataError(
+                f"pending names question {question}, sample {sample}, but there are {questions} prompts with {samples} "
+                "samples each; the samples on file belong to another run."
             )
-        finally:
-            for owner, settings in zip(owners, kept):
-                owner.generation_config = settings
-        new_ids: list[list[int]] = output_ids[:, input_ids.shape[1] :].tolist()
-        return new_ids
+    return sorted(set(pending))
 
-    def _pad_token_id(self) -> int:
-        """The tokenizer's padding token or, as padding is masked and cut off again, any token that ends a row."""
-        for declared in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if declared is not None:
-                return int(declared)
-        return min(self.endings.token_ids)
+
+def split_by_question(rows: Sequence[tuple[int, int]], questions: int) -> list[list[tuple[int, int]]]:
+    """Cut ordered (question, sample) pairs after every `questions` distinct questions; each stays in one piece."""
+    parts: list[list[tuple[int, int]]] = []
+    seen: set[int] = set()
+    for row in rows:
+        if row[0] not in seen and len(seen) % questions == 0:
+            parts.append([])
+        seen.add(row[0])
+        parts[-1].append(row)
+    return parts
+
+
+def tokenize_prompts(
+    tokenizer: Any, prompts: Prompts, max_new_tokens: int, positions: int | None
+) -> tuple[list[list[int]], list[int]]:
+    """Return the token ids of each prompt, to which the tokenizer adds nothing, and the token limit of its answers.
+
+    Prompts that are token ids already are taken as they are. The limit is `max_new_tokens`, or what the prompt leaves of the
+    model's `positions` (None: unlimited); no prompt lowers that of another.
+
+    Raises `DataError` for an empty list, an empty prompt or one that leaves no position.
+    """
+    if isinstance(prompts, str) or not len(prompts):
+        raise DataError(f"generate was given {prompts!r}; it needs a list with at least one rendered prompt.")
+    rows: list[list[int]] = (
+        tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+        if isinstance(prompts[0], str)
+        else [[*ids] for ids in prompts]
+    )
+    limits: list[int] = []
+    for index, ids in enumerate(rows):
+        if not ids:
+            raise DataError(f"Prompt {index} is empty: the model needs at least one token to continue from.")
+        limits.append(max_new_tokens if positions is None else min(max_new_tokens, positions - len(ids)))
+        if limits[-1] < 1:
+            raise DataError(
+                f"Prompt {index} has {len(ids)} tokens and leaves none of the model's {positions} positions to an "
+                "answer: drop or shorten it."
+            )
+    return rows, limits
+
+
+def first_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Return where the first of the texts `stop` begins in `text`, or None where there is none."""
+    return min((start for start in map(text.find, stop) if start >= 0), default=None)
+
+
+def finish_answers(
+    tokenizer: Any,
+    token_ids: Sequence[Sequence[int]],
+    stopped: Sequence[bool],
+    stop: Sequence[str] = (),
+    turn_ends: Sequence[str] = (),
+) -> list[tuple[tuple[int, ...], str, FinishReason]]:
+    """Return (token ids, text, finish reason) of each answer; text and tokens end where the first of all texts does.
+
+    The text is without the text that ended it; the tokens are those up to the one that completes it. One of `turn_ends`
+    ends an answer as a stop token does.
+    """
+    texts = (*stop, *turn_ends)
+    answers: list[tuple[tuple[int, ...], str, FinishReason]] = []
+    for ids, ended in zip(token_ids, stopped):
+        text = decode_answer(tokenizer, ids[:-1] if ended else ids)
+        end = first_stop(text, texts)
+        if end is None:
+            answers.append((tuple(ids), text, "stop" if ended else "length"))
+            continue
+        # the fewest tokens that hold the text, by bisection: a longer beginning holds it where a shorter one does
+        low, high = 1, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            complete = first_stop(decode_answer(tokenizer, ids[:middle]), texts) is not None
+            low, high = (low, middle) if complete else (middle + 1, high)
+        # what the template ends a turn with counts as the model's own end, unless a text of the caller comes first
+        reason: FinishReason = "stop" if end == first_stop(text, turn_ends) else "stop_text"
+        answers.append((tuple(ids[:low]), text[:end], reason))
+    return answers
+
+
+def decode_answer(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of these tokens without special tokens."""
+    # cleaning up would rewrite answers, such as "a . b" in code
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text

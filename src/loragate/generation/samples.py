@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from loragate.errors import DataError, LoragateError
-from loragate.generation.engine import Engine, OnProgress, Sample, SamplingConfig
+from loragate.generation.engine import Engine, OnProgress, Sample
+from loragate.generation.sampling import SamplingConfig
 from loragate.validate import validate
 
 

@@ -47,9 +47,6 @@ class SamplingConfig:
     stop: tuple[Annotated[str, Len(1)], ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            raise ConfigError(f"stop is the text {self.stop!r}; give a tuple of texts, such as ({self.stop!r},).")
-        object.__setattr__(self, "stop", tuple(self.stop))
         check(self)
         # two settings that no annotation holds against one another
         if self.temperature == 0 and self.samples > 1:
@@ -71,9 +68,9 @@ _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 
 
-def _shift_right(bits: Tensor, places: int) -> Tensor:
+def _shift_right(bits: Tensor, count: int) -> Tensor:
     """Logical shift; `>>` on int64 copies the sign bit."""
-    return (bits >> places) & ((1 << (64 - places)) - 1)
+    return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
 def _mix(bits: Tensor) -> Tensor:
@@ -109,7 +106,7 @@ def request_seed(seed: int, question: int, sample: int) -> int:
 
 BLOCK = 128
 """Tokens whose masses are added up together before a draw."""
-AT_ONCE = 1 << 20
+SCORES_AT_ONCE = 1 << 20
 """Scores that a CPU works on at a time. What is made of larger ones costs fresh pages at each step, up to ten times the work."""
 
 
@@ -140,7 +137,7 @@ def draw(scores_BV: Tensor, uniforms_B: Tensor, temperature: float, top_p: float
         probs_BV = masses_BV.double()
         masses_BV = keep_nucleus(probs_BV / probs_BV.sum(dim=-1, keepdim=True), top_p)
     if masses_BV.shape[-1] <= BLOCK:
-        return _place(masses_BV, uniforms_B[:, None])[:, 0]
+        return _invert(masses_BV, uniforms_B[:, None])[:, 0]
     # [B, N blocks, W = BLOCK], filled up with tokens of mass 0
     masses_BNW = pad(masses_BV, (0, -masses_BV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     mass_BN = masses_BNW.sum(dim=-1).double()
@@ -152,10 +149,10 @@ def draw(scores_BV: Tensor, uniforms_B: Tensor, temperature: float, top_p: float
     # how far into its block; sums in another order may differ by a rounding, hence a share that stays below 1
     share_B1 = ((target_B1 - (end_BN.gather(-1, block_B1) - mass_B1)) / mass_B1).clamp(0, 1 - 2.0**-53)
     within_BW = masses_BNW.take_along_dim(block_B1[:, :, None], 1)[:, 0]
-    return (block_B1 * BLOCK + _place(within_BW, share_B1))[:, 0]
+    return (block_B1 * BLOCK + _invert(within_BW, share_B1))[:, 0]
 
 
-def _place(masses_BW: Tensor, share_B1: Tensor) -> Tensor:
+def _invert(masses_BW: Tensor, share_B1: Tensor) -> Tensor:
     """Where this share of the mass is reached, [B, 1]: the first whose cumulative mass exceeds it, so never one of mass 0."""
     cumulative_BW = masses_BW.double().cumsum(dim=-1)
     return torch.searchsorted(cumulative_BW, share_B1 * cumulative_BW[:, -1:], right=True)
@@ -225,7 +222,7 @@ class SeededSampler(LogitsProcessor):
                 if not self.stopped_B[row] and self.spells_stop(ids):
                     self.stopped_B[row] = True
         # rows at a time; each is drawn by itself, so that the number changes no token
-        rows = max(1, AT_ONCE // scores.shape[-1]) if scores.device.type == "cpu" else len(scores)
+        rows = max(1, SCORES_AT_ONCE // scores.shape[-1]) if scores.device.type == "cpu" else len(scores)
         parts = scores.split(rows)
         entropy_b = torch.cat([entropy(part_bV) for part_bV in parts]).cpu().double()
         running_b = ~self.stopped_B[rows_b]
@@ -246,9 +243,9 @@ class SeededSampler(LogitsProcessor):
         else:
             uniforms_b = uniform(self.config.seed, self.questions_B[rows_b], self.samples_B[rows_b], new_ids.shape[1])
             device = "cpu" if scores.device.type == "mps" else scores.device
-            heat, top_p = self.config.temperature, self.config.top_p
+            temperature, top_p = self.config.temperature, self.config.top_p
             by_part = zip(parts, uniforms_b.to(device).split(rows))
-            chosen_b = torch.cat([draw(part_bV.to(device), u_b, heat, top_p) for part_bV, u_b in by_part])
+            chosen_b = torch.cat([draw(part_bV.to(device), u_b, temperature, top_p) for part_bV, u_b in by_part])
         if not running_b.all():  # a row that has ended without a stop token is given one, which nobody counts
             chosen_b = torch.where(running_b.to(chosen_b.device), chosen_b, int(self.stop_ids[0]))
         self.ended_by_token_B[rows_b] |= running_b & torch.isin(chosen_b.cpu(), self.stop_ids)

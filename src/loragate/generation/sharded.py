@@ -20,8 +20,7 @@ from typing import Any
 
 from loragate import errors
 from loragate.errors import ConfigError, LoragateError
-from loragate.generation.engine import Continuation, Engine, OnProgress, Sample
-from loragate.generation.requests import Prompts, split_by_question
+from loragate.generation.engine import Continuation, Engine, OnProgress, Prompts, Sample, split_by_question
 from loragate.generation.sampling import SamplingConfig
 
 
@@ -43,9 +42,6 @@ class ShardedEngine(Engine):
     def __init__(
         self, make_engine: Callable[[], Engine], shards: int, *, gpus: float = 1.0, batch_size: int = 256
     ) -> None:
-        for name, value in (("shards", shards), ("batch_size", batch_size)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; give at least 1.")
         self.make_engine = make_engine
         self.shards = shards
         self.gpus = gpus

@@ -23,9 +23,12 @@ from transformers import AutoTokenizer
 
 from loragate.data import find_endings
 from loragate.errors import ConfigError, LoragateError
-from loragate.generation.engine import Continuation, Engine, OnProgress, Sample
-from loragate.generation.requests import (
+from loragate.generation.engine import (
+    Continuation,
+    Engine,
+    OnProgress,
     Prompts,
+    Sample,
     finish_answers,
     split_by_question,
     tokenize_prompts,
@@ -35,7 +38,10 @@ from loragate.models import ModelRef, generation_config, is_gated, plain_adapter
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `max_lora_rank`."""
-NOT_INSTALLED = 'vLLM is not installed; it needs an environment of its own: pip install "loragate[vllm]" there'
+NOT_INSTALLED = (
+    'vLLM is not installed; it needs an environment of its own: pip install "loragate[vllm]" there. Without it use transformers: '
+    "loragate generate, --engine transformers of an evaluation, or loragate.load_gated in Python"
+)
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises every positive temperature below this to it."""
 
@@ -77,8 +83,6 @@ class VllmEngine(Engine):
         stop_token_ids: Collection[int] | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}; give at least 1.")
         if is_gated(base):
             raise ConfigError(f"{base} is a gated adapter, not a base model; give it as the adapter of its base.")
         if override is not None and adapter is None:
@@ -86,7 +90,7 @@ class VllmEngine(Engine):
         self.rank = 0 if adapter is None else lora_rank(plain_adapter(adapter))
         vllm = _import_vllm()
         self._request_class = vllm.lora.request.LoRARequest
-        self._numbers: dict[str, int] = {}  # place to its number; vLLM tells adapters apart by number and name
+        self._numbers: dict[str, int] = {}  # folder to its number; vLLM tells adapters apart by number and name
         self._lora_request = self._request(adapter, override)
         self.batch_size = batch_size
         trusted = {"trust_remote_code": trust_remote_code}
@@ -181,9 +185,9 @@ class VllmEngine(Engine):
             batch = pairs[start : start + self.batch_size]
             outputs = self._llm.generate(
                 [
-                    {"prompt_token_ids": [*before, *after[:place]]}
+                    {"prompt_token_ids": [*before, *after[:index]]}
                     for before, after in batch
-                    for place in range(len(after))
+                    for index in range(len(after))
                 ],
                 [
                     self._sampling_params(
@@ -225,9 +229,9 @@ class VllmEngine(Engine):
             return None
         if override is not None or is_gated(adapter):
             require_gate_plugin(adapter)
-        place = str(adapter) if override is None else f"{adapter}@{override}"
-        number = self._numbers.setdefault(place, len(self._numbers) + 1)
-        return self._request_class(f"adapter-{number}", number, place)
+        folder = str(adapter) if override is None else f"{adapter}@{override}"
+        number = self._numbers.setdefault(folder, len(self._numbers) + 1)
+        return self._request_class(f"adapter-{number}", number, folder)
 
     def close(self) -> None:
         """End vLLM's processes and free the devices, which dropping the engine does only some time later."""
@@ -250,8 +254,8 @@ def require_gate_plugin(folder: str | Path) -> None:
     if verdict is None:
         raise ConfigError(
             f"{folder} needs λ, and vLLM has not loaded loragate's plugin: install loragate into vLLM's "
-            'environment (pip install "loragate[vllm]") and let VLLM_PLUGINS name loragate or be unset. Or use '
-            "--engine transformers."
+            'environment (pip install "loragate[vllm]") and let VLLM_PLUGINS name loragate or be unset. Or use transformers: '
+            "loragate generate, or --engine transformers of an evaluation."
         )
     if verdict:
         raise ConfigError(f"{folder} needs λ. {verdict}.")

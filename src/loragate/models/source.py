@@ -19,7 +19,7 @@ from huggingface_hub import errors, hf_hub_download, snapshot_download
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import folder_sha256, read_json
 from loragate.gates.override import Override, parse_override, split_folder
-from loragate.gates.recommended import SAMPLING, exported_sampling, mapping, recommended_temperature
+from loragate.gates.recommended import SAMPLING, exported_sampling, recommended_temperature
 from loragate.gates.schema import (
     ADAPTER,
     ADAPTER_CONFIG,

@@ -18,7 +18,7 @@ from loragate.report.page.build import Section, build_page, tokens_block
 
 
 @dataclass(frozen=True)
-class Ask:
+class ExplorerRequest:
     """What the page asks for: a prompt, how to sample, and the bounds that λ is held to."""
 
     prompt: str
@@ -29,7 +29,7 @@ class Ask:
     maximum: float
 
 
-Respond = Callable[[Ask], dict[str, Any]]
+Respond = Callable[[ExplorerRequest], dict[str, Any]]
 Reread = Callable[[dict[str, Any], float, float], dict[str, Any]]
 """Both return a trace record with one question; `Reread` takes the record before."""
 
@@ -63,12 +63,12 @@ def build_explorer(
     except ImportError as error:
         raise LoragateError('the explorer needs gradio; install it with: pip install "loragate[explore]"') from error
 
-    def ask(text: str, heat: float, limit: float, seed: float, low: float, high: float) -> Any:
+    def compare(text: str, temperature: float, limit: float, seed: float, low: float, high: float) -> Any:
         if not text.strip():
             raise gradio.Error("Type a prompt first.")
         if low > high:
             raise gradio.Error(f"The lower bound {low:g} is above the upper bound {high:g}.")
-        record = respond(Ask(text, heat, int(limit), int(seed), low, high))
+        record = respond(ExplorerRequest(text, temperature, int(limit), int(seed), low, high))
         return record, answers(record)
 
     def bounds(record: dict[str, Any] | None, low: float, high: float) -> Any:
@@ -90,11 +90,13 @@ def build_explorer(
         with gradio.Row():
             low = gradio.Slider(lower, upper, value=lower, step=0.05, label="λ at least")
             high = gradio.Slider(lower, upper, value=upper, step=0.05, label="λ at most")
-            heat = gradio.Slider(0, 2, value=temperature, step=0.05, label="Temperature", info=note or None)
+            temperature_slider = gradio.Slider(
+                0, 2, value=temperature, step=0.05, label="Temperature", info=note or None
+            )
             limit = gradio.Slider(1, 1024, value=max_new_tokens, step=1, label="New tokens at most")
             seed = gradio.Number(value=0, precision=0, label="Seed")
         shown = gradio.HTML()
-        button.click(ask, [box, heat, limit, seed, low, high], [record, shown], api_name=False)
+        button.click(compare, [box, temperature_slider, limit, seed, low, high], [record, shown], api_name=False)
         for slider in (low, high):
             slider.release(bounds, [record, low, high], [record, shown], api_name=False)
     return page

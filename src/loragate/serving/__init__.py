@@ -1,9 +1,9 @@
-"""Serving gated adapters: the vLLM plugin, which multiplies λ into vLLM's LoRA layers, and the servers of `loragate serve`.
+"""Serving gated adapters in vLLM: the plugin, which multiplies λ into its LoRA layers, and `loragate serve`, which starts it.
 
-`server` is the call: vLLM's own server (`vllm_server`), or ours without vLLM (`http_app` over `backend`). The plugin's files
-(`plugin`, `hooks`, `layers`, `head`, `placing`) run inside vLLM: they know the gates and how a folder holds them, and nothing of
-training, data or generation. `placing` imports vLLM and is imported there alone; everything else can be imported where vLLM is
-absent.
+The plugin's files (`plugin`, `hooks`, `layers`, `placing`) run inside vLLM: they know the gates and how a folder holds them, and
+nothing of training, data or generation. `placing` imports vLLM and is imported there alone; everything else can be imported
+where vLLM is absent. `vllm_server` launches vLLM's own server, `parity` compares a served model with transformers. `explore` is
+the explorer's page over a model in memory.
 """
 
 from loragate.serving.plugin import SUPPORTED_RANGE, TESTED_VERSIONS, why_unsupported

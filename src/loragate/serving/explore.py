@@ -12,7 +12,7 @@ from loragate.gates import attached_config, gate_override, gates_disabled
 from loragate.gates.recommended import chosen_temperature, sampling_note
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.models import Loading, open_model, resolve
-from loragate.report.explorer import Ask, build_explorer
+from loragate.report.explorer import ExplorerRequest, build_explorer
 
 
 def explorer_of(
@@ -29,13 +29,13 @@ def explorer_of(
     Raises:
         ConfigError: for anything but a gated folder.
     """
-    place = resolve(model, base)
-    if place.kind != "gated":
+    source = resolve(model, base)
+    if source.kind != "gated":
         raise ConfigError(
             f"{model} is no gated folder (it has no gate_config.json); make one with loragate calibrate, or with loragate "
             "quickstart, which writes runs/quickstart/gated"
         )
-    loaded = open_model(place, how)
+    loaded = open_model(source, how)
     config = attached_config(loaded.model)
     session = Session(loaded.model, loaded.tokenizer, raw or loaded.tokenizer.chat_template is None, system)
     return build_explorer(
@@ -44,8 +44,8 @@ def explorer_of(
         lower=config.lower,
         upper=config.upper,
         prompt=prompt,
-        temperature=chosen_temperature(place.sampling, None),
-        note=sampling_note(model, place.sampling),
+        temperature=chosen_temperature(source.sampling, None),
+        note=sampling_note(model, source.sampling),
     )
 
 
@@ -56,24 +56,26 @@ class Session:
         self.model, self.tokenizer, self.raw, self.system = model, tokenizer, raw, system
         self.lock = threading.Lock()
 
-    def respond(self, ask: Ask) -> dict[str, Any]:
+    def respond(self, request: ExplorerRequest) -> dict[str, Any]:
         """A trace record with the answers of base, plain adapter and gated model to one prompt."""
-        prompt = ask.prompt
+        prompt = request.prompt
         if not self.raw:
-            prompt = render_prompt([{"role": "user", "content": ask.prompt}], self.tokenizer, system=self.system)
-        sampling = SamplingConfig(temperature=ask.temperature, max_new_tokens=ask.max_new_tokens, seed=ask.seed)
+            prompt = render_prompt([{"role": "user", "content": request.prompt}], self.tokenizer, system=self.system)
+        sampling = SamplingConfig(
+            temperature=request.temperature, max_new_tokens=request.max_new_tokens, seed=request.seed
+        )
         engine = TransformersEngine(self.model, self.tokenizer, batch_size=1)
         ways = {
             "base": self.model.disable_adapter,
             "adapter": lambda: gates_disabled(self.model),
-            "gated": lambda: gate_override(self.model, ask.minimum, ask.maximum),
+            "gated": lambda: gate_override(self.model, request.minimum, request.maximum),
         }
         with self.lock:  # all three on one model, whose state they change
             answers = []
             for name, enter in ways.items():
                 with enter():
                     answers.append(Answer(name, engine.generate([prompt], sampling)[0]))
-            return self._trace(Question("0", prompt, "", answers), ask.minimum, ask.maximum)
+            return self._trace(Question("0", prompt, "", answers), request.minimum, request.maximum)
 
     def reread(self, record: dict[str, Any], minimum: float, maximum: float) -> dict[str, Any]:
         """The same answers with λ held to other bounds."""

@@ -22,26 +22,25 @@ from loragate.errors import LoragateError
 from loragate.gates.override import Override, split_folder, virtual_place
 from loragate.gates.recommended import generation_settings, recommended_temperature, warn_elsewhere
 from loragate.models.source import is_gated, sampling_of
-from loragate.serving.head import head_class, score_prompts
-from loragate.serving.layers import gated_class
+from loragate.serving.layers import gated_class, head_class, score_prompts
 from loragate.version import __version__
 
-ADAPTERS = "LORAGATE_ADAPTERS"
+ADAPTERS_VARIABLE = "LORAGATE_ADAPTERS"
 """Environment variable: JSON {served name: folder}, whose NAME@OVERRIDE are loaded when a client first asks for one."""
 
 
-def take_over(owner: Any, name: str, method: Callable[..., Any]) -> None:
+def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> None:
     """Put `method` in the place of one of vLLM's; it is given the original before what that is given."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def taken(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
         return method(original, self, *args, **kwargs)
 
-    setattr(owner, name, taken)
+    setattr(owner, name, replaced)
 
 
-def load(original: Any, self: Any, lora_request: Any) -> Any:
+def load_adapter(original: Any, self: Any, lora_request: Any) -> Any:
     """`_load_adapter` that reads gates beside the adapter, and refuses them before anything is activated."""
     from loragate.serving.placing import place_gates
 
@@ -50,10 +49,10 @@ def load(original: Any, self: Any, lora_request: Any) -> Any:
         # a hub id is downloaded
         folder = Path(resolve_name("vllm.lora.utils:get_adapter_absolute_path")(named))
         if override is None and not is_gated(folder):
-            _remember(self, lora_request, "")
+            _require_unchanged(self, lora_request, "")
             return original(self, lora_request)
         gates = models.read_gates(folder, override)
-        _remember(self, lora_request, gates.digest)
+        _require_unchanged(self, lora_request, gates.digest)
         placed = place_gates(gates, self._adapter_manager)
     except LoragateError as error:
         raise ValueError(str(error)) from error
@@ -64,25 +63,25 @@ def load(original: Any, self: Any, lora_request: Any) -> Any:
     return lora
 
 
-def add(original: Any, self: Any, lora_request: Any) -> bool:
+def add_adapter(original: Any, self: Any, lora_request: Any) -> bool:
     """`add_adapter` that notices an id given to another folder; vLLM would go on with the one it has."""
     held = self._adapter_manager.list_adapters().get(lora_request.lora_int_id)
     if held is not None:
         before = getattr(held, "loragate_folder", None)
         changed = before != lora_request.lora_path
-        if changed and (before is not None or _needs_lambda(lora_request.lora_path)):
+        if changed and (before is not None or _gated_folder(lora_request.lora_path)):
             self._adapter_manager.remove_adapter(lora_request.lora_int_id)
     added: bool = original(self, lora_request)
     return added
 
 
-def check_request(original: Any, self: Any, lora_request: Any) -> None:
+def validate_request(original: Any, self: Any, lora_request: Any) -> None:
     """The front end's check of a request: what is wrong with a gated folder is this request's error, not the engine's."""
     original(self, lora_request)
     if lora_request is None:
         return
     try:
-        found = _needs_lambda(lora_request.lora_path)
+        found = _gated_folder(lora_request.lora_path)
         if found is None or not found[0].is_dir():
             return
         from loragate.models.folder_gates import stamp
@@ -90,13 +89,13 @@ def check_request(original: Any, self: Any, lora_request: Any) -> None:
         checked = self.__dict__.setdefault("_loragate_checked", {})
         now, key = stamp(found[0]), (lora_request.lora_name, lora_request.lora_path)
         if checked.get(key) != now:
-            _remember(self, lora_request, models.read_gates(*found).digest)
+            _require_unchanged(self, lora_request, models.read_gates(*found).digest)
             checked[key] = now
     except LoragateError as error:
         raise ValueError(str(error)) from error
 
 
-def recommend(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def recommend_sampling(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """The server's look-up of a request's adapter; what the request leaves open is sampled as the adapter's folder recommends.
 
     vLLM's own defaults are one for all names, and base and plain adapter keep those.
@@ -113,16 +112,13 @@ def recommend(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any)
     return lora_request
 
 
-def warn(
+def warn_of_sampling(
     original: Any, self: Any, prompt: Any, sampling_params: Any, *args: Any, lora_request: Any = None, **kwargs: Any
 ) -> Any:
     """A server's `generate` that warns where an adapter is sampled at another temperature than its folder recommends."""
     if lora_request is not None:
-        told = logging.getLogger("loragate")
-        # in servers that `loragate serve` starts, vLLM's loggers and the root tell of errors alone
-        told.setLevel(logging.WARNING)
         record = _sampling(lora_request.lora_path)
-        warn_elsewhere(lora_request.lora_name, record, sampling_params.temperature, told)
+        warn_elsewhere(lora_request.lora_name, record, sampling_params.temperature, logging.getLogger("loragate"))
     return original(self, prompt, sampling_params, *args, lora_request=lora_request, **kwargs)
 
 
@@ -136,27 +132,27 @@ def _sampling(path: str) -> dict[str, Any]:
         return {}
 
 
-def compile_key(original: Any, self: Any, *args: Any, **kwargs: Any) -> str:
+def compile_cache_key(original: Any, self: Any, *args: Any, **kwargs: Any) -> str:
     """The key of vLLM's compile cache with the plugin in it: a graph made without gates must not be taken for one with."""
     text = f"{original(self, *args, **kwargs)}:loragate {__version__}"
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def refuse(reason: str, original: Any, self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
+def refuse_gates(reason: str, original: Any, self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
     """`_load_adapter` that names the reason when a gated folder comes; plain adapters are vLLM's own affair."""
-    if _needs_lambda(getattr(lora_request, "lora_path", "")):
+    if _gated_folder(getattr(lora_request, "lora_path", "")):
         raise ValueError(reason)
     return original(self, lora_request, *args, **kwargs)
 
 
-def _needs_lambda(path: str) -> tuple[Path, Override | None] | None:
+def _gated_folder(path: str) -> tuple[Path, Override | None] | None:
     """(folder, override) of a request for which λ has to be computed; None for a plain adapter, and for what is not here."""
     named, override = split_folder(path)
     folder = Path(named).expanduser()
     return (folder, override) if override is not None or is_gated(folder) else None
 
 
-def _remember(owner: Any, lora_request: Any, digest: str) -> None:
+def _require_unchanged(owner: Any, lora_request: Any, digest: str) -> None:
     """Refuse other gates under a name and folder that were served before.
 
     The keys of vLLM's prefix cache hold the adapter's name and path, not its values: blocks of the old gates would be
@@ -209,25 +205,25 @@ def override_resolver(folders: dict[str, str]) -> Any:
 
 
 REPLACED: dict[str, Callable[..., Any]] = {
-    "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": load,
-    "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter": add,
-    "vllm.v1.engine.input_processor:InputProcessor._validate_lora": check_request,
-    "vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters": recommend,
-    "vllm.v1.engine.async_llm:AsyncLLM.generate": warn,
-    "vllm.config:VllmConfig.compute_hash": compile_key,
+    "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": load_adapter,
+    "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter": add_adapter,
+    "vllm.v1.engine.input_processor:InputProcessor._validate_lora": validate_request,
+    "vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters": recommend_sampling,
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": warn_of_sampling,
+    "vllm.config:VllmConfig.compute_hash": compile_cache_key,
 }
 """{a method of vLLM's: what takes its place}."""
-ON_CPU: dict[str, Callable[..., Any]] = {
+REPLACED_ON_CPU: dict[str, Callable[..., Any]] = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": score_prompts,
 }
-"""The same where vLLM runs on a CPU, whose runner is a subclass of the one for GPUs; see `serving.head`."""
+"""The same where vLLM runs on a CPU, whose runner is a subclass of the one for GPUs; see `serving.layers`."""
 
 
 def install() -> None:
     """Put gates into vLLM's LoRA layers, and everything that belongs to them."""
     utils: Any = resolve_name("vllm.lora.utils")
     on_cpu = resolve_name("vllm.platforms:current_platform").is_cpu()
-    if served := os.environ.get(ADAPTERS):
+    if served := os.environ.get(ADAPTERS_VARIABLE):
         registry: Any = resolve_name("vllm.lora.resolver:LoRAResolverRegistry")
         registry.register_resolver("loragate", override_resolver(json.loads(served)))
     # the classes among which vLLM looks for one that fits a layer
@@ -237,6 +233,6 @@ def install() -> None:
     manager: type = resolve_name("vllm.lora.model_manager:LRUCacheLoRAModelManager")
     worker: Any = resolve_name("vllm.lora.worker_manager:LRUCacheWorkerLoRAManager")
     worker._manager_cls = manager_class(manager)
-    for place, method in {**REPLACED, **(ON_CPU if on_cpu else {})}.items():
+    for place, method in {**REPLACED, **(REPLACED_ON_CPU if on_cpu else {})}.items():
         owner, _, name = place.rpartition(".")
-        take_over(resolve_name(owner), name, method)
+        replace_method(resolve_name(owner), name, method)

@@ -18,9 +18,9 @@ import torch
 
 from loragate.display import Display, console
 from loragate.errors import ConfigError, LoragateError
-from loragate.models import Loading, ModelRef, ModelSource, base_config, open_weights, torch_device
+from loragate.models import ModelRef, base_config, open_weights, torch_device
 from loragate.serving.settings import ServerSettings
-from loragate.serving.vllm_server import prepare_vllm, usual_share
+from loragate.serving.vllm_server import prepare_vllm, served_adapters, usual_share
 
 TOLERANCE = 1e-4
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SEED = 4, 40, 32, 0
@@ -69,7 +69,7 @@ def open_llm(base: str, adapters: Mapping[str, str], *, max_lora_rank: int, **se
         enable_prefix_caching=True,
         **settings,
     )
-    return llm, [LoRARequest(name, place, folder) for place, (name, folder) in enumerate(adapters.items(), 1)]
+    return llm, [LoRARequest(name, number, folder) for number, (name, folder) in enumerate(adapters.items(), 1)]
 
 
 def greedy(
@@ -97,20 +97,19 @@ def greedy(
         detokenize=False,
     )
     requests = [{"prompt_token_ids": list(ids)} for _ in adapters for ids in prompts]
-    owners = [adapter for adapter in adapters for _ in prompts]
-    served = [_served(out) for out in llm.generate(requests, sampling, lora_request=owners, use_tqdm=False)]
+    own_adapters = [adapter for adapter in adapters for _ in prompts]
+    served = []
+    for output in llm.generate(requests, sampling, lora_request=own_adapters, use_tqdm=False):
+        prompt, completion = tuple(output.prompt_token_ids), output.outputs[0]
+        served.append(
+            Served(
+                prompt,
+                tuple(completion.token_ids),
+                tuple(at[token].logprob for at, token in zip((output.prompt_logprobs or [])[1:], prompt[1:])),
+                tuple(at[token].logprob for at, token in zip(completion.logprobs, completion.token_ids)),
+            )
+        )
     return [served[start : start + len(prompts)] for start in range(0, len(served), len(prompts))]
-
-
-def _served(output: Any) -> Served:
-    prompt, completion = tuple(output.prompt_token_ids), output.outputs[0]
-    told = output.prompt_logprobs or []
-    return Served(
-        prompt,
-        tuple(completion.token_ids),
-        tuple(at[token].logprob for at, token in zip(told[1:], prompt[1:])),
-        tuple(at[token].logprob for at, token in zip(completion.logprobs, completion.token_ids)),
-    )
 
 
 def compare(model: Any, served: Sequence[Served]) -> Agreement:
@@ -143,63 +142,66 @@ def _furthest(reference_T: torch.Tensor, found: Sequence[float]) -> float:
     return furthest if math.isfinite(furthest) else math.inf
 
 
-def verify(settings: ServerSettings, how: Loading, place: ModelSource, adapters: Mapping[str, ModelSource]) -> int:
-    """Decode greedily in vLLM, all rows in one batch, and compare every log-prob; 0 if all agree, 1 if not.
+def verify(settings: ServerSettings) -> int:
+    """Decode greedily in vLLM, all served models in one batch, and compare every log-prob; 0 if all agree, 1 if not.
 
     In float32 a log-prob may differ by 1e-4 and no greedy choice may, unless the reference's two best are within 1e-3. In
     16 bits the figures are printed and not judged: both programs round, in different places.
     """
-    base, revision, device = place.base.name, place.base.revision or None, torch_device(how)
-    dtype = how.dtype if how.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
-    rank, display = prepare_vllm(place, adapters, how.trust_remote_code), Display()
-    how = replace(how, dtype=dtype)
-    prompts = random_prompts(place.base, how.trust_remote_code)
+    source, adapters = served_adapters(settings)
+    rank, display = prepare_vllm(source, adapters, settings.trust_remote_code), Display()
+    dtype = settings.dtype
+    if dtype == "auto":
+        dtype = "float32" if torch_device(settings) == "cpu" else "bfloat16"
+    settings = replace(settings, dtype=dtype)
+    prompts = random_prompts(source.base, settings.trust_remote_code)
     try:
         with display.job("starting vLLM"):
             llm, requests = open_llm(
-                base,
+                source.base.name,
                 {name: adapter.text for name, adapter in adapters.items()},
                 max_lora_rank=rank,
                 dtype=dtype,
                 max_model_len=settings.max_model_len or None,
                 tensor_parallel_size=settings.tensor_parallel,
                 gpu_memory_utilization=settings.vllm_memory or usual_share(),
-                trust_remote_code=how.trust_remote_code,
-                revision=revision,
+                trust_remote_code=settings.trust_remote_code,
+                revision=source.base.revision or None,
             )
     except (RuntimeError, ValueError) as error:
-        raise LoragateError(f"vLLM could not start with {base} ({error}). What it printed above says why") from error
-    names, base_alone = ["base", *adapters], replace(place, kind="base")
+        raise LoragateError(
+            f"vLLM could not start with {source.base.name} ({error}). What it printed above says why"
+        ) from error
+    references = {"base": replace(source, kind="base")}
+    references |= {name: replace(adapter, base=source.base) for name, adapter in adapters.items()}
     try:
         with display.job("decoding in vLLM"):
-            owners = [None, *requests]
-            cold = greedy(llm, prompts, owners, NEW_TOKENS)
+            answers = greedy(llm, prompts, [None, *requests], NEW_TOKENS)
             # the same again, its prompts from the prefix cache
-            warm = greedy(llm, prompts, owners, NEW_TOKENS, prompt_logprobs=False)
+            cached_answers = greedy(llm, prompts, [None, *requests], NEW_TOKENS, prompt_logprobs=False)
     finally:
         llm.llm_engine.engine_core.shutdown()
         # its memory is needed for the reference
         del llm
         gc.collect()
-    out, good = console(), True
+    out, agrees = console(), True
     out.print(
-        f"{PROMPTS} prompts of {PROMPT_TOKENS} random tokens, {NEW_TOKENS} greedy tokens each, all {len(names)} rows in one "
-        f"batch, {dtype}; largest difference of a log-prob (nats)",
+        f"{PROMPTS} prompts of {PROMPT_TOKENS} random tokens, {NEW_TOKENS} greedy tokens each, all {len(references)} models in "
+        f"one batch, {dtype}; largest difference of a log-prob (nats)",
         markup=False,
     )
-    width = max(len(name) for name in names)
+    width = max(map(len, references))
     out.print(f"{'':{width}}  prompt   generated  from cache  other greedy choices", markup=False)
-    for name, first, again in zip(names, cold, warm):
-        row = replace(adapters[name], base=place.base) if name in adapters else base_alone
+    for (name, reference), computed, cached in zip(references.items(), answers, cached_answers):
         with display.job(f"reference: {name}"):
-            model = open_weights(row, how)
-            one, two = compare(model, first), compare(model, again)
+            model = open_weights(reference, settings)
+            fresh, hit = compare(model, computed), compare(model, cached)
             del model
-        other, close = one.mismatches + two.mismatches, one.close_calls + two.close_calls
-        good &= max(one.prompt, one.generated, two.generated) <= TOLERANCE and other == close
+        mismatches, ties = fresh.mismatches + hit.mismatches, fresh.close_calls + hit.close_calls
+        agrees &= max(fresh.prompt, fresh.generated, hit.generated) <= TOLERANCE and mismatches == ties
         out.print(
-            f"{name:{width}}  {one.prompt:.1e}  {one.generated:.1e}    {two.generated:.1e}     {other} of "
-            f"{one.tokens + two.tokens}" + (f" ({close} of them ties)" if close else ""),
+            f"{name:{width}}  {fresh.prompt:.1e}  {fresh.generated:.1e}    {hit.generated:.1e}     {mismatches} of "
+            f"{fresh.tokens + hit.tokens}" + (f" ({ties} of them ties)" if ties else ""),
             markup=False,
         )
     if dtype != "float32":
@@ -207,8 +209,8 @@ def verify(settings: ServerSettings, how: Loading, place: ModelSource, adapters:
             f"{dtype} rounds in both programs, so nothing is judged; --dtype float32 does, on a CPU", markup=False
         )
         return 0
-    out.print(f"{'agrees' if good else 'DIFFERS'}: the bound is {TOLERANCE:g}", markup=False)
-    return 0 if good else 1
+    out.print(f"{'agrees' if agrees else 'DIFFERS'}: the bound is {TOLERANCE:g}", markup=False)
+    return 0 if agrees else 1
 
 
 def random_prompts(base: ModelRef, trust: bool = False) -> list[list[int]]:

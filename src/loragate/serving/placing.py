@@ -108,9 +108,7 @@ def _check_base(gates: FolderGates, manager: Any) -> None:
         if parameter is not None and is_norm(name, parameter):
             known[name] = parameter
     if not known:
-        told = logging.getLogger("loragate")
-        told.setLevel(logging.WARNING)  # in servers that `loragate serve` starts, the root tells of errors alone
-        told.warning(
+        logging.getLogger("loragate").warning(
             "%s: only the architecture of the base was checked: its record holds no norm weight that vLLM has here under that "
             "name. Earlier versions recorded none of many models; load the gates and save them again to record some",
             where,

@@ -2,7 +2,7 @@
 
 vLLM calls `register` in every process it starts. Linear LoRA layers get gates beside A and B; loading an adapter reads
 the gates that lie beside it; activating it fills its slot. Plain adapters, and the base, keep their numbers. On a CPU the
-vocabulary's head is mended for adapters of every kind (`serving.head`). Where the plugin cannot work (another vLLM version, a
+vocabulary's head is mended for adapters of every kind (`serving.layers`). Where the plugin cannot work (another vLLM version, a
 hook that moved) gated folders are refused with the reason and everything else is left alone. Without the plugin, vLLM finds no
 adapter at the top of a gated folder and refuses it too.
 
@@ -78,8 +78,8 @@ def why_unsupported(version: str) -> str | None:
         return None
     return (
         f"vLLM {version or 'of unknown version'} cannot serve gates with this loragate: it supports vllm{SUPPORTED_RANGE} "
-        f"(tested: {', '.join(TESTED_VERSIONS)}). Install such a version, serve with --engine transformers, or serve the "
-        "plain adapter in the folder's adapter/"
+        f"(tested: {', '.join(TESTED_VERSIONS)}). Install such a version, use transformers (loragate generate, or --engine "
+        "transformers of an evaluation), or serve the plain adapter in the folder's adapter/"
     )
 
 
@@ -99,7 +99,7 @@ def missing_hook() -> str | None:
 def register() -> None:
     """Entry point of `vllm.general_plugins`; may be called many times, and never raises."""
     try:
-        from loragate.serving.hooks import install, refuse, take_over
+        from loragate.serving.hooks import install, refuse_gates, replace_method
 
         manager = resolve_name(f"{_MANAGERS}WorkerLoRAManager")
         if hasattr(manager, MARK):
@@ -113,8 +113,12 @@ def register() -> None:
         if reason is None:
             install()
         elif hasattr(manager, "_load_adapter"):
-            take_over(manager, "_load_adapter", functools.partial(refuse, reason))
+            replace_method(manager, "_load_adapter", functools.partial(refuse_gates, reason))
         setattr(manager, MARK, reason or "")
+        package = logging.getLogger("loragate")
+        if package.level == logging.NOTSET:
+            # the root of a server that `loragate serve` starts shows errors alone, and the package's warnings would be lost
+            package.setLevel(logging.WARNING)
     except Exception:
         # an exception here would end vLLM for those who serve no gates; without hooks it refuses gated folders itself
         logger.exception("the loragate plugin could not be set up; gated adapters will be refused")

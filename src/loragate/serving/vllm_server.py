@@ -1,24 +1,29 @@
-"""vLLM's own OpenAI-compatible server as a child process: what it is told, its start, its end.
+"""`loragate serve`: vLLM's own OpenAI-compatible server as a child process, with the plugin in it.
 
-It is told what makes it hold the model, render and stop as training and our own engines do. Some templates slip in a default
-system message when a conversation has none; rendering here leaves it out (`data.chat`). vLLM renders with the template alone,
-so the same must be said in the template's own language. And vLLM does not read off a template where it ends a turn.
+The child is told what makes it hold the model, render and stop as training and our own engines do. Some templates slip in a
+default system message when a conversation has none; rendering here leaves it out (`data.chat`). vLLM renders with the template
+alone, so the same must be said in the template's own language. And vLLM does not read off a template where it ends a turn.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import json
 import math
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +31,24 @@ from loragate.data import Chat, find_endings
 from loragate.display import console
 from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.files import write_json, write_text
+from loragate.gates.override import parse_override
+from loragate.gates.recommended import sampling_note
 from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
-from loragate.models import Loading, ModelSource, base_config, explained, generation_config, read_gates, refuse_gguf
-from loragate.serving.hooks import ADAPTERS
+from loragate.models import (
+    ModelSource,
+    base_config,
+    explained,
+    generation_config,
+    open_tokenizer,
+    read_gates,
+    refuse_gguf,
+    require_here,
+    resolve,
+)
+from loragate.serving.hooks import ADAPTERS_VARIABLE
 from loragate.serving.plugin import vllm_version
 from loragate.serving.settings import ServerSettings
+from loragate.validate import comma_list
 
 USUAL_SHARE = 0.9
 """Share of an accelerator's memory that vLLM may fill."""
@@ -45,6 +63,106 @@ _PROBES: tuple[list[dict[str, str]], ...] = (
     ],
     [{"role": "system", "content": "Qprobesystem"}, {"role": "user", "content": "Qprobeuser"}],
 )
+
+
+def serve(settings: ServerSettings, system: str = "none") -> int:
+    """Run vLLM's server until it ends or Ctrl-C; returns the exit status.
+
+    Args:
+        system: "none" leaves out a default system message of the template.
+    """
+    out = console()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    # the signal of `kill` and of service managers is as Ctrl-C, so that no child is left behind
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        source, adapters = served_adapters(settings)
+        rank = prepare_vllm(source, adapters, settings.trust_remote_code)
+        folders = {name: adapter.text for name, adapter in adapters.items()}
+        port = free_port(settings.host, settings.port)
+        url = address(settings.host, port)
+        tokenizer = open_tokenizer(source, settings)
+        with tempfile.TemporaryDirectory(prefix="loragate-serve-") as scratch:
+            extra = vllm_arguments(settings, system, source, adapters, tokenizer, Path(scratch))
+            extra += shlex.split(settings.vllm_args)
+            command = server_command(
+                source.base.name, folders, host=settings.host, port=port, max_lora_rank=rank, extra=extra
+            )
+            out.print("starting vLLM: " + shlex.join(without_secrets(command)), markup=False)
+            print_sampling(adapters)
+            began, process = time.monotonic(), start(command, folders, settings.dynamic)
+            try:
+                wait_until_healthy(process, url)
+                out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
+                print_clients(url, ["base", *adapters], chat=tokenizer.chat_template is not None)
+                status = process.wait()
+            finally:
+                stop(process)
+    except KeyboardInterrupt:
+        out.print("stopped", markup=False)
+        return 0
+    if status:
+        print(f"loragate: vLLM ended with status {status}; its log above says why", file=sys.stderr)
+    return 1 if status else 0
+
+
+def served_adapters(settings: ServerSettings) -> tuple[ModelSource, dict[str, ModelSource]]:
+    """Where the model is, whose base is served as "base", and each adapter by its served name.
+
+    Raises:
+        ConfigError: for a folder that holds no adapter, a name that is taken, or an override that is not known.
+    """
+    source = resolve(settings.model, settings.base)
+    if source.kind == "base":
+        raise ConfigError(
+            f"{settings.model} is no gated or plain adapter, which is what loragate serve is for; vLLM serves a base by itself: "
+            f"vllm serve {settings.model}"
+        )
+    require_here("base model", source.base.name)
+    # the recommended sampling is that of the gates
+    adapters = (
+        {"gated": source, "adapter": replace(source.plain, gates=None)}
+        if source.kind == "gated"
+        else {"adapter": source}
+    )
+    for part in comma_list(settings.adapters):
+        name, _, text = part.partition("=")
+        more = resolve(text, overrides=True, base_later=True) if name and text else None
+        if more is None or more.kind == "base":
+            raise ConfigError(
+                f"--adapters {part}: expected NAME=FOLDER with the folder or hub id of a gated or plain adapter, or "
+                "NAME=FOLDER@OVERRIDE"
+            )
+        if name in (*adapters, "base"):
+            raise ConfigError(f"--adapters {part}: the name {name} is taken; choose another")
+        adapters[name] = more
+    # a name with an override of its own takes no second one
+    gated = {name: one for name, one in adapters.items() if one.kind == "gated" and not one.ref.override}
+    for text in comma_list(settings.overrides):
+        parse_override(text)
+        if not gated:
+            raise ConfigError(f"--overrides {text} has no effect: none of the adapters carries gates")
+        adapters |= {f"{name}@{text}": replace(one, ref=replace(one.ref, override=text)) for name, one in gated.items()}
+    return source, adapters
+
+
+def prepare_vllm(source: ModelSource, adapters: Mapping[str, ModelSource], trust: bool) -> int:
+    """Check plugin, version, folders and base before vLLM starts; returns the rank to make room for."""
+    refuse_gguf(source.base, "vLLM")
+    rank = 1
+    for adapter in adapters.values():
+        if adapter.needs_lambda:
+            require_gate_plugin(adapter.text)
+            read_gates(adapter.folder, adapter.override)
+        rank = max(rank, lora_rank(adapter.adapter))
+    if on_cpu():
+        with explained("base model", source.base.name):
+            config = base_config(source.base, trust)
+        require_served(source.base.name, config)
+    return rank
 
 
 def on_cpu() -> bool:
@@ -87,7 +205,7 @@ def unserved_heads(config: Any) -> str | None:
 def require_served(base: str, config: Any) -> None:
     """Refuse a base, called so, that vLLM would start with here and then end at the first request. Raises ConfigError."""
     if on_cpu() and (why := unserved_heads(config)) is not None:
-        raise ConfigError(f"{base}: {why}; use --engine transformers")
+        raise ConfigError(f"{base}: {why}; use --engine transformers of an evaluation, or loragate generate")
 
 
 def server_command(
@@ -97,11 +215,16 @@ def server_command(
 
     The module is started rather than the program `vllm`, which the CPU builds of other publishers do not bring.
     """
+    # vLLM cuts NAME=FOLDER at the first "=" and takes a comma for JSON; then the pair itself is JSON
+    modules = [
+        json.dumps({"name": name, "path": folder}) if "=" in name or "," in f"{name}{folder}" else f"{name}={folder}"
+        for name, folder in adapters.items()
+    ]
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", base, "--served-model-name", "base", "--host", host, "--port", str(port)),
         *("--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", str(len(adapters))),
-        *("--lora-modules", *(_module(name, folder) for name, folder in adapters.items())),
+        *("--lora-modules", *modules),
         *extra,
     ]
 
@@ -121,52 +244,28 @@ def without_secrets(command: Sequence[str]) -> list[str]:
     return shown
 
 
-def _module(name: str, folder: str) -> str:
-    """NAME=FOLDER, or JSON where vLLM would cut that at the wrong place: it takes the first "=", and a comma for JSON."""
-    if "=" in name or "," in f"{name}{folder}":
-        return json.dumps({"name": name, "path": folder})
-    return f"{name}={folder}"
-
-
-def prepare_vllm(place: ModelSource, adapters: Mapping[str, ModelSource], trust: bool) -> int:
-    """Check plugin, version, folders and base before vLLM starts; returns the rank to make room for."""
-    refuse_gguf(place.base, "vLLM")
-    rank = 1
-    for adapter in adapters.values():
-        if adapter.needs_lambda:
-            require_gate_plugin(adapter.text)
-            read_gates(adapter.folder, adapter.override)
-        rank = max(rank, lora_rank(adapter.adapter))
-    if on_cpu():
-        with explained("base model", place.base.name):
-            config = base_config(place.base, trust)
-        require_served(place.base.name, config)
-    return rank
-
-
 def vllm_arguments(
     settings: ServerSettings,
-    how: Loading,
     system: str,
-    place: ModelSource,
+    source: ModelSource,
     adapters: Mapping[str, ModelSource],
     tokenizer: Any,
     scratch: Path,
 ) -> list[str]:
     """What vLLM's server is told beside base, adapters and address; files that it names are written into `scratch`."""
-    found = ["--dtype", how.dtype, "--tensor-parallel-size", str(settings.tensor_parallel)]
+    found = ["--dtype", settings.dtype, "--tensor-parallel-size", str(settings.tensor_parallel)]
     found += ["--gpu-memory-utilization", f"{settings.vllm_memory or usual_share():g}"]
     found += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
-    found += ["--trust-remote-code"] if how.trust_remote_code else []
-    found += ["--revision", place.base.revision] if place.base.revision else []
+    found += ["--trust-remote-code"] if settings.trust_remote_code else []
+    found += ["--revision", source.base.revision] if source.base.revision else []
     # the base's own is read anyway
-    found += ["--tokenizer", place.tokenizer] if place.tokenizer != place.base.name else []
-    template = how.chat_template
+    found += ["--tokenizer", source.tokenizer] if source.tokenizer != source.base.name else []
+    template = settings.chat_template
     if system == "none" and (wrapped := template_for_vllm(tokenizer)) is not None:
         template = str(scratch / "chat_template.jinja")
         write_text(Path(template), wrapped)
     found += ["--chat-template", template] if template else []
-    return [*found, *stopping_arguments(tokenizer, place, adapters, scratch, how.trust_remote_code)]
+    return [*found, *stopping_arguments(tokenizer, source, adapters, scratch, settings.trust_remote_code)]
 
 
 def template_for_vllm(tokenizer: Any) -> str | None:
@@ -218,7 +317,7 @@ def _render(chat: Any, messages: list[dict[str, str]]) -> str | None:
 
 
 def stopping_arguments(
-    tokenizer: Any, place: ModelSource, adapters: Mapping[str, ModelSource], scratch: Path, trust: bool = False
+    tokenizer: Any, source: ModelSource, adapters: Mapping[str, ModelSource], scratch: Path, trust: bool = False
 ) -> list[str]:
     """Arguments that have vLLM's server stop where our engines do; none where it does so by itself.
 
@@ -226,17 +325,17 @@ def stopping_arguments(
     alone, so the base's generation config is copied into `scratch` with all stop tokens, those that gated folders record too.
     """
     recorded = {token for adapter in adapters.values() for token in adapter.stop_token_ids}
-    settings = generation_config(place.base, trust)
-    endings = find_endings(tokenizer, settings, recorded)
+    defaults = generation_config(source.base, trust)
+    endings = find_endings(tokenizer, defaults, recorded)
     if endings.texts:
         console().print(
             f"note: the chat template ends a turn with the plain text {endings.texts[0]!r}, at which vLLM's server does not "
-            "stop by itself; clients give it as stop, or use --engine transformers",
+            "stop by itself; clients give it as stop",
             markup=False,
         )
     if endings.token_ids <= endings.declared:
         return []
-    told = {**settings.to_diff_dict(), "eos_token_id": sorted(endings.token_ids)}
+    told = {**defaults.to_diff_dict(), "eos_token_id": sorted(endings.token_ids)}
     write_json(scratch / "generation_config.json", told)
     return ["--generation-config", str(scratch)]
 
@@ -250,8 +349,10 @@ def start(command: Sequence[str], adapters: Mapping[str, str], dynamic: bool) ->
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     if dynamic:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
-        # the plugin reads it in every process of vLLM's
-        environment[ADAPTERS] = json.dumps({name: folder for name, folder in adapters.items() if "@" not in name})
+        # the plugin reads it in every process of vLLM
+        environment[ADAPTERS_VARIABLE] = json.dumps(
+            {name: folder for name, folder in adapters.items() if "@" not in name}
+        )
     return subprocess.Popen(list(command), env=environment, start_new_session=True)
 
 
@@ -291,3 +392,56 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     # workers that outlived their parent
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def free_port(host: str, port: int) -> int:
+    """The port, or any free one for 0, after a socket has listened on it and closed again: vLLM binds the port itself.
+
+    Raises:
+        ConfigError: where something else listens; its answers would be taken for ours.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((host, port))
+            found.listen()
+        except OSError as error:
+            taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            flag = f"--port {port}: {host}" if taken else f"--host {host}: it"
+            raise ConfigError(f"{flag} cannot be served from ({error.strerror}); give another") from error
+        return int(found.getsockname()[1])
+
+
+def print_sampling(adapters: Mapping[str, ModelSource]) -> None:
+    """How a request that names no temperature is sampled, for each served folder that recommends something."""
+    for name, adapter in adapters.items():
+        if note := sampling_note(name, adapter.sampling):
+            console().print(f"{note}; a request may say otherwise", markup=False)
+
+
+def address(host: str, port: int) -> str:
+    """The URL at which a client on this machine finds the server."""
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}"
+
+
+def print_clients(url: str, names: list[str], *, chat: bool) -> None:
+    """Lines to paste: curl, and Python's openai client; plain completions where conversations cannot be rendered."""
+    request: dict[str, object] = {"model": "gated" if "gated" in names else names[-1], "max_tokens": 64}
+    if chat:
+        path, answer = "chat/completions", "chat.completions.create(**{}).choices[0].message.content"
+        request["messages"] = [{"role": "user", "content": "Hello"}]
+    else:
+        path, answer = "completions", "completions.create(**{}).choices[0].text"
+        request["prompt"] = "Hello"
+    body = json.dumps(request)
+    lines = [
+        f"serving {', '.join(names)} at {url}/v1 (Ctrl-C stops)",
+        "",
+        f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'",
+        "",
+        "from openai import OpenAI",
+        f'client = OpenAI(base_url="{url}/v1", api_key="none")',
+        f"print(client.{answer.format(repr(request))})",
+    ]
+    print("\n".join(lines), flush=True)

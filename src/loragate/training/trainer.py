@@ -280,7 +280,13 @@ class StatisticsTrainer(SFTTrainer):
                 logs[name] = -value / tokens if name == "nll" else value / tokens
             self.sums = {}
         if self.gate_summary:
-            logs.update({f"gate_{name}": value for name, value in self.gate_summary.items() if name not in ("tokens", "modules")})
+            logs.update(
+                {
+                    f"gate_{name}": value
+                    for name, value in self.gate_summary.items()
+                    if name not in ("tokens", "modules")
+                }
+            )
             self.gate_summary = {}
         self.history.append({"step": self.state.global_step, **logs})
         super().log(logs, start_time)

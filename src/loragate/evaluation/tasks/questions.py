@@ -32,7 +32,7 @@ from loragate.evaluation.tasks.columns import (
     variables,
 )
 from loragate.evaluation.tasks.task import Dataset, Task
-from loragate.generation.requests import begun
+from loragate.generation import prepend_bos
 from loragate.world.problems import problems, retention_items
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
@@ -323,7 +323,7 @@ def render_questions(task: Task, questions: Sequence[Question], tokenizer: Any, 
         ConfigError: where the tokenizer has no chat template and the task needs one.
     """
     if task.raw or (task.harness is not None and tokenizer.chat_template is None):
-        return [begun(question.prompt, tokenizer) for question in questions]
+        return [prepend_bos(question.prompt, tokenizer) for question in questions]
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"{task.name} asks through a chat template and the tokenizer has none; give one with --chat-template FILE (in "
