@@ -458,7 +458,7 @@ def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
     from loragate.evaluation.evaluate import open_evaluation
     from loragate.evaluation.results import read_record
     from loragate.evaluation.variants import Variant
-    from loragate.recipes.rehearsal import QUESTIONS
+    from loragate.recipes import QUESTIONS
 
     suites = ("mmlu_pro", "bbh", "openbookqa")
     found: dict[str, Any] = {}
