@@ -212,8 +212,12 @@ def test_run_killed_resumed_and_used(tmp_path):
     assert (out / "sft" / weights).read_bytes() == (tmp_path / "sft" / weights).read_bytes()
 
 
-def test_a_tiny_recipe_writes_its_base_once(tmp_path):
+def test_a_tiny_recipe_writes_its_base_once_and_not_into_other_folders(tmp_path):
     recipe = read_recipe("math/qwen2.5-math-1.5b/lora")
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"it holds thesis\.tex"):
+        tiny_recipe(recipe, tmp_path)
+    (tmp_path / "thesis.tex").unlink()
     tiny_recipe(recipe, tmp_path)
     before = (tmp_path / "tiny-base" / "config.json").stat().st_mtime_ns
     tiny_recipe(recipe, tmp_path)

@@ -139,7 +139,11 @@ def every_name() -> Iterator[str]:
 
 
 def find_recipes(wanted: str = "") -> dict[str, str]:
-    """{name: tables and figures} of the shipped recipes that have `wanted` in either, such as "table 6"; ConfigError if none has."""
+    """{name: tables and figures} of the shipped recipes that have `wanted` in either, such as "table 6".
+
+    Raises:
+        ConfigError: where none has.
+    """
     there = re.compile(re.escape(wanted.strip()) + r"(?!\d)", re.IGNORECASE)  # table 1 is not table 10
     found = {name: read_recipe(name).tables for name in every_name()}
     found = {name: tables for name, tables in found.items() if there.search(f"{name} {tables}")}

@@ -82,7 +82,12 @@ def run_recipe(
         seconds = read_json(folder.path / "stages.json")
         ahead = [stage for stage in stages if stage.name not in seconds and stage.name in (only or names)]
         if found := [*left_out(stages, ahead, seconds), *missing(ahead, folder.path)]:
-            raise ConfigError("\n- ".join([f"{recipe.name} was not started; this is missing:", *found]))
+            told = "\n- ".join([f"{recipe.name} was not started; this is missing:", *found])
+            ways = (
+                "--stages runs some stages now; --set eval.data=FOLDER takes questions from files; --set eval.engine=transformers "
+                "does without vLLM"
+            )
+            raise ConfigError(f"{told}\n{ways}")
         if new:
             folder.begin({"recipe": recipe.name})
         for number, stage in enumerate(stages, 1):
@@ -102,7 +107,11 @@ def run_recipe(
             )
             say(f"{title}{': going on' if go_on else ''}")
             began = time.monotonic()
-            start([*begin, stage.command, "--config", str(config), *["--resume"] * go_on], title, offline)
+            try:
+                start([*begin, stage.command, "--config", str(config), *["--resume"] * go_on], title, offline)
+            except KeyboardInterrupt:
+                say("stopped; the same command with --resume goes on")
+                raise
             seconds[stage.name] = round(time.monotonic() - began, 1)
             write_json(folder.path / "stages.json", seconds)
             say(f"{title}: done in {seconds[stage.name]:.0f} s")

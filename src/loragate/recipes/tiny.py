@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from loragate.cli.arguments import field_kinds
 from loragate.cli.main import command
 from loragate.evaluation.prepared import chosen_tasks
-from loragate.files import new_folder
+from loragate.files import new_folder, require_new
 from loragate.recipes.recipe import HERE, Recipe, Stage, options_of
 from loragate.recipes.run import TINY_BASE
 
@@ -51,6 +51,7 @@ CHATML = (
 def tiny_recipe(recipe: Recipe, folder: Path) -> Recipe:
     """The recipe on the tiny base, rows and questions, which trains two steps; the base is written to `folder` where it is not."""
     if not (base := folder / TINY_BASE).is_dir():
+        require_new(folder, "lock")
         own_template = any("chat_template" in stage.options for stage in recipe.stages)
         with new_folder(base) as new:
             write_base(new, recipe.architecture, None if own_template else CHATML)
