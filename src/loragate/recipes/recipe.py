@@ -179,7 +179,7 @@ def read_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
         )
     for kind, part in zip(KINDS, parts, strict=True):
         if part not in _names(kind):
-            raise ConfigError(f"there is no {kind} '{part}'{nearest(part, _names(kind))}: {', '.join(_names(kind))}")
+            raise ConfigError(f"there is no {kind} '{part}'{nearest(part, _names(kind))} ({', '.join(_names(kind))})")
     files = [HERE / "common.yaml", *(HERE / kind / f"{part}.yaml" for kind, part in zip(KINDS, parts, strict=True))]
     layers = [_shipped(file) for file in files]
     domain, place = parts[0], "/".join(parts[:2])
@@ -264,7 +264,7 @@ def _changed(stages: dict[str, Stage], changes: Mapping[str, Any], name: str) ->
             kinds = {one.name: field_kinds(command(one.command).options) for one in stages.values()}
             known = [*WORDS, *(f"{one}.{other}" for one, options in kinds.items() for other in options)]
             raise ConfigError(
-                f"--set {key}: no stage of {name} has it{nearest(key, known)}; stages: {', '.join(stages)}"
+                f"--set {key}: no stage of {name} has it{nearest(key, known)} (stages: {', '.join(stages)})"
             )
         stages[stage] = replace(stages[stage], options=_set({**stages[stage].options, option: value}))
     return stages
