@@ -130,8 +130,8 @@ def write_rows(path, rows):
 
 
 def rehearsal_rows(name):
-    """The rows of a task that recipes are rehearsed with."""
-    from loragate.recipes.rehearsal import QUESTIONS
+    """The made-up rows of a task, which tiny recipes ask."""
+    from loragate.recipes import QUESTIONS
 
     return [json.loads(line) for line in (QUESTIONS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 

@@ -35,7 +35,7 @@ from loragate.files import held
 from loragate.generation import Sample, SampleWriter, SamplingConfig
 from loragate.models import Loaded, Loading, resolve
 from loragate.models.merge import merge_adapter
-from loragate.recipes.rehearsal import QUESTIONS
+from loragate.recipes import QUESTIONS
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_rows
 
 TASK = words_task("question", samples=4, tokens=5, version=3)

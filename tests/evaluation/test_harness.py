@@ -23,7 +23,7 @@ from loragate.evaluation.tasks.questions import CHECKS
 from loragate.evaluation.variants import ModelVariant
 from loragate.generation import Sample, TransformersEngine
 from loragate.generation.samples import draw_samples, read_samples
-from loragate.recipes.rehearsal import QUESTIONS
+from loragate.recipes import QUESTIONS
 from loragate.records import to_json
 from loragate.report.scores import suites_of
 from tiny import VOCABULARY, rehearsal_rows, tiny_adapter, tiny_base, tiny_tokenizer, write_rows

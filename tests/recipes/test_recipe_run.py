@@ -1,168 +1,224 @@
-"""A recipe's run: what is missing is said first, its folder goes on with the same recipe and is refused to another."""
+"""A recipe's run: what is missing is said first, and its folder goes on with the same recipe and is refused to another."""
 
-import dataclasses
+import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
+import loragate as lg
+from loragate.cli.calibrate import CalibrateOptions
+from loragate.cli.main import main
 from loragate.errors import ConfigError, LoragateError
-from loragate.recipes import Recipe, Stage
-from loragate.recipes.run import Run, RunFolder, interpreter, run_recipe
+from loragate.files import read_json
+from loragate.recipes import Recipe, Stage, read_recipe, run, run_recipe, tiny_recipe
+from tiny import write_adapter, write_base, write_rows
+
+SCALE = "math/qwen2.5-math-1.5b/scale"
+needs_new_names = pytest.mark.skipif(
+    not hasattr(CalibrateOptions, "skip_selection"), reason="calibrate has no --skip-selection yet"
+)
 
 
 @pytest.fixture
-def recipe():
-    sft = Stage("sft", "sft", {"rank": 4, "data": "rows.jsonl"})
-    return Recipe("own", "Own", (sft, Stage("eval", "eval", {"model": "{sft}"})))
+def recipe(tmp_path):
+    write_base(tmp_path / "base")
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "completion": "2"}])
+    sft = Stage("sft", "sft", {"rank": 4, "model": str(tmp_path / "base"), "data": str(rows)})
+    look = Stage("look", "diagnose", {"what": "tokens", "model": "{last}", "run": "runs/x"})
+    return Recipe("own", (sft, look))
 
 
-def test_another_recipe_is_refused_with_the_difference(tmp_path, recipe):
-    RunFolder.begin(tmp_path / "run", recipe)
-    RunFolder.begin(tmp_path / "run", recipe)
-    other = dataclasses.replace(
-        recipe, stages=(Stage("sft", "sft", {"rank": 8, "data": "rows.jsonl"}), recipe.stages[1])
-    )
-    with pytest.raises(ConfigError, match=r"begun with sft\.rank = 4, now it is 8"):
-        RunFolder.begin(tmp_path / "run", other)
-    with pytest.raises(ConfigError, match=r"begun with eval = .*, now it is none"):
-        RunFolder.begin(tmp_path / "run", dataclasses.replace(recipe, stages=recipe.stages[:1]))
-
-
-def test_an_evaluation_may_change_until_it_has_begun(tmp_path, recipe):
-    folder = RunFolder.begin(tmp_path / "run", recipe)
-    model = {"model": "{sft}"}
-    local = dataclasses.replace(recipe, stages=(recipe.stages[0], Stage("eval", "eval", {**model, "data": "here"})))
-    folder.note_stage(recipe.placed(folder.path)[1], started=["now"])
-    changed = RunFolder.begin(tmp_path / "run", local)
-    assert changed.record["stages"][1]["data"] == "here"
-    assert changed.record["state"]["eval"]["started"], "what was done before stays on record"
-    assert yaml.safe_load((folder.path / "resolved.yaml").read_text())["eval"]["data"] == "here"
-    (folder.path / "eval").mkdir()
-    (folder.path / "eval" / "eval.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"begun with eval\.data = 'here', now it is none"):
-        RunFolder.begin(tmp_path / "run", recipe)
-
-
-def test_other_folders_are_left_alone(tmp_path, recipe):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match=r"it holds thesis\.tex"):
-        RunFolder.begin(tmp_path / "run", recipe)
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is a file"):
-        RunFolder.begin(tmp_path / "file", recipe)
-    RunFolder.begin(tmp_path / "new", recipe)
-    (tmp_path / "new" / "recipe.json").write_text("{")
-    with pytest.raises(LoragateError, match="cannot be read"):
-        RunFolder.begin(tmp_path / "new", recipe)
-
-
-def test_what_a_stage_left_decides_how_it_goes_on(tmp_path, recipe):
-    folder = RunFolder.begin(tmp_path / "run", recipe)
-    stage = recipe.placed(str(folder.path))[0]
-    out = folder.path / "sft"
-    assert folder.prepare(stage) is False
-    (out / "run").mkdir(parents=True)
-    (out / "adapter_model.safetensors").touch()
-    with pytest.raises(ConfigError, match="this run did not make it"):
-        folder.prepare(stage)
-    folder.note_stage(stage, started=["now"])
-    assert folder.prepare(stage) is False, "nothing to resume from yet"
-    assert not (out / "adapter_model.safetensors").exists(), "half a result is written again"
-    (out / "run" / "run.json").write_text("{}")
-    assert folder.prepare(stage) is True
-    assert not folder.is_finished(stage)
-    for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"):
-        (out / name).touch()
-    assert folder.is_finished(stage), "killed after the last file, before the record"
-    folder.note_stage(recipe.placed(str(folder.path))[1], finished=True)
-    assert RunFolder.begin(tmp_path / "run", recipe).is_finished(recipe.placed(str(folder.path))[1])
+def changed(recipe, number, **options):
+    stages = list(recipe.stages)
+    stages[number] = Stage(stages[number].name, stages[number].command, {**stages[number].options, **options})
+    return Recipe(recipe.name, tuple(stages))
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """The command lines of stages that leave what they should, and lack nothing."""
-    started = []
+    """The command lines of stages, of which those in `failing` leave half of their work."""
+    commands, failing = [], []
 
-    def start(command):
-        started.append(command)
-        config = yaml.safe_load(Path(command[command.index("--config") + 1]).read_text())
-        for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"):
-            Path(config["out"]).mkdir(parents=True, exist_ok=True)
-            (Path(config["out"]) / name).touch()
-        return 0
+    def start(command, title, offline):
+        commands.append(command)
+        options = yaml.safe_load(Path(command[command.index("--config") + 1]).read_text())
+        out = Path(options["out"])
+        (out / "run").mkdir(parents=True, exist_ok=True)
+        (out / "adapter_config.json").touch()
+        if out.name in failing:
+            raise LoragateError(f"{title} ended with status 1")
 
-    monkeypatch.setattr("loragate.recipes.run.subprocess", SimpleNamespace(Popen=lambda command: command))
-    monkeypatch.setattr("loragate.recipes.run.wait_for", start)
-    monkeypatch.setattr("loragate.recipes.run.settled", lambda stage, where: None)
-    monkeypatch.setattr("loragate.recipes.run.lacking", lambda stages, folder: [])
-    return started
+    monkeypatch.setattr(run, "start", start)
+    return type("Started", (), {"commands": commands, "failing": failing})
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    monkeypatch.delenv("LORAGATE_EVAL_PYTHON", raising=False)
-    return Run(tmp_path / "run", say=lambda text: None, again="again")
+def test_finished_stages_are_left_alone(recipe, tmp_path, started):
+    out, said = tmp_path / "run", []
+    run_recipe(recipe, out, say=said.append)
+    config = out / "config" / "1-sft.yaml"
+    assert started.commands[0] == [sys.executable, "-m", "loragate", "sft", "--config", str(config)]
+    assert yaml.safe_load(config.read_text()) == {**recipe.stages[0].options, "out": f"{out}/sft"}
+    assert yaml.safe_load((out / "config" / "2-look.yaml").read_text())["model"] == f"{out}/sft"
+    assert list(read_json(out / "stages.json")) == ["sft", "look"]
+    with pytest.raises(ConfigError, match=r"holds an earlier run.*--resume"):
+        run_recipe(recipe, out)
+    run_recipe(recipe, out, resume=True, say=said.append)
+    assert len(started.commands) == 2
+    assert said[-1] == "[2/2] look: finished before"
 
 
-def test_a_python_caller_runs_a_recipe_and_runs_it_on(recipe, run, started):
-    seconds = run_recipe(recipe, run)
-    assert list(seconds) == ["sft", "eval"]
-    config = run.folder / "config" / "1-sft.yaml"
-    assert started[0] == [sys.executable, "-m", "loragate", "sft", "--config", str(config)]
-    assert config.read_text().startswith(f"# loragate sft --config {config}\n")
-    assert yaml.safe_load(config.read_text()) == {"rank": 4, "data": "rows.jsonl", "out": f"{run.folder}/sft"}
-    run_recipe(recipe, run)
-    assert len(started) == 2, "finished stages are left alone"
+def test_a_stage_that_was_not_finished_goes_on_with_what_it_has(recipe, tmp_path, started):
+    out, quiet = tmp_path / "run", lambda text: None
+    started.failing[:] = ["sft"]
+    with pytest.raises(LoragateError, match="ended with status 1"):
+        run_recipe(recipe, out, say=quiet)
+    with pytest.raises(LoragateError):
+        run_recipe(changed(recipe, 0, rank=8), out, resume=True, say=quiet)
+    assert "--resume" not in started.commands[-1], "nothing to resume from yet, so it may also change"
+    (out / "sft" / "run" / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"1-sft\.yaml was begun with rank = 8, now it is 4"):
+        run_recipe(recipe, out, resume=True, say=quiet)
+    started.failing.clear()
+    (out / "sft" / "half.safetensors").touch()
+    run_recipe(changed(recipe, 0, rank=8), out, resume=True, say=quiet)
+    assert started.commands[-2][-1] == "--resume"
+    assert not (out / "sft" / "half.safetensors").exists(), "half a result is written again"
+    assert (out / "sft" / "run" / "run.json").exists()
 
 
-def test_a_launcher_starts_what_trains_and_says_how_many_processes_there_are(recipe, run, started):
-    sft = dataclasses.replace(recipe.stages[0], values={"data": "rows.jsonl", "strategy": "fsdp2", "processes": 8})
-    recipe = dataclasses.replace(recipe, stages=(sft, recipe.stages[1]))
-    run_recipe(recipe, dataclasses.replace(run, launcher="accelerate launch -m loragate"))
-    first, second = started
+def test_a_stage_may_change_until_it_has_begun_and_not_after(recipe, tmp_path, started):
+    out, quiet = tmp_path / "run", lambda text: None
+    run_recipe(recipe, out, only=["sft"], say=quiet)
+    run_recipe(changed(recipe, 1, limit=3), out, resume=True, say=quiet)
+    with pytest.raises(ConfigError, match=r"2-look\.yaml was begun with limit = 3, now it is none"):
+        run_recipe(recipe, out, resume=True, say=quiet)
+    with pytest.raises(ConfigError, match="recipe = 'own', now it is 'other'"):
+        run_recipe(Recipe("other", recipe.stages), out, resume=True, say=quiet)
+
+
+def test_other_folders_are_left_alone(recipe, tmp_path, started):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"it holds thesis\.tex"):
+        run_recipe(recipe, tmp_path / "mine")
+    with pytest.raises(ConfigError, match="there is no run to resume"):
+        run_recipe(recipe, tmp_path / "new", resume=True)
+    run_recipe(recipe, tmp_path / "run", only=["sft"], say=lambda text: None)
+    (tmp_path / "run" / "look").mkdir()
+    with pytest.raises(ConfigError, match="this run did not make it"):
+        run_recipe(recipe, tmp_path / "run", resume=True, say=lambda text: None)
+
+
+def test_a_launcher_starts_what_trains_and_says_how_many_processes_there_are(recipe, tmp_path, started):
+    recipe = changed(recipe, 0, strategy="fsdp2", processes=8)
+    run_recipe(recipe, tmp_path / "run", launcher="accelerate launch -m loragate", say=lambda text: None)
+    first, second = started.commands
     assert first[:5] == ["accelerate", "launch", "-m", "loragate", "sft"]
     assert second[0] == sys.executable
-    assert set(yaml.safe_load(Path(first[-1]).read_text())) == {"data", "out"}
+    assert not {"strategy", "processes"} & yaml.safe_load(Path(first[-1]).read_text()).keys()
 
 
-def test_nothing_starts_where_something_is_missing(recipe, run, started, monkeypatch):
-    missing = lambda stages, folder: [f"{stages[-1].name}: no rows"]  # noqa: E731
-    monkeypatch.setattr("loragate.recipes.run.lacking", missing)
-    with pytest.raises(ConfigError, match="one thing is missing:\n- eval: no rows"):
-        run_recipe(recipe, run)
-    with pytest.raises(ConfigError, match="--stages sft leaves the evaluations"):
-        run_recipe(recipe, run)
-    assert not started
+def test_all_that_is_missing_is_said_at_once(recipe, tmp_path, started, monkeypatch):
+    def no_vllm():
+        raise ConfigError("vLLM is not installed")
+
+    monkeypatch.setattr(run, "require_vllm", no_vllm)
+    nowhere = str(tmp_path / "nowhere")
+    asked = Stage("asked", "eval", {"model": "{sft}", "tasks": "math500", "data": nowhere, "engine": "vllm"})
+    recipe = changed(recipe, 0, data=f"{nowhere}.jsonl")
+    recipe = Recipe("own", (*recipe.stages, asked))
+    with pytest.raises(ConfigError) as caught:
+        run_recipe(recipe, tmp_path / "run")
+    said = str(caught.value).split("\n- ")
+    assert [line.partition(":")[0] for line in said[1:]] == ["sft", "asked", "asked"]
+    assert [word for word in ("nowhere.jsonl", "vLLM", "--data") if word in str(caught.value)] != []
+    assert not started.commands
+    assert not (tmp_path / "run" / "recipe.json").exists(), "so that the same command can be given again"
 
 
-def test_a_gpu_that_may_be_too_small_is_told_of_and_refuses_nothing(recipe, run, started, monkeypatch):
-    said = []
-    gpu = SimpleNamespace(total_memory=24 * 2**30)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
-    wanted = [SimpleNamespace(stage="sft", gib=40.4), SimpleNamespace(stage="other", gib=90.0)]
-    monkeypatch.setattr("loragate.recipes.run.needs", lambda recipe: wanted)
-    run_recipe(recipe, dataclasses.replace(run, say=said.append))
-    (line,) = [line for line in said if "GiB" in line]
-    assert line.startswith("sft: with rows as long as their limit it takes 40 GiB of a GPU, and there are 24")
-    assert len(started) == 2
+def test_what_a_stage_reads_must_be_there(recipe, tmp_path, started):
+    with pytest.raises(ConfigError, match=r"look: .*which stage 'sft' leaves: give --stages sft,look"):
+        run_recipe(recipe, tmp_path / "run", only=["look"])
+    with pytest.raises(ConfigError, match="has no stage 'stf'; did you mean 'sft'"):
+        run_recipe(recipe, tmp_path / "run", only=["stf"])
+    write_adapter(tmp_path / "adapter", tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"look: .*adaptor.*did you mean '.*adapter'"):
+        run_recipe(changed(recipe, 1, model=str(tmp_path / "adaptor")), tmp_path / "run", only=["look"])
+    other = changed(recipe, 1, model=str(tmp_path / "adapter"))
+    run_recipe(other, tmp_path / "run", only=["look"], say=lambda text: None)
+    assert started.commands, "an adapter from elsewhere does as well"
 
 
-def test_a_stage_that_fails_says_how_it_goes_on(recipe, run, started, monkeypatch):
-    monkeypatch.setattr("loragate.recipes.run.wait_for", lambda command: 3)
-    with pytest.raises(LoragateError, match=r"ended with status 3.*goes on from there: again"):
-        run_recipe(recipe, run)
-    with pytest.raises(ConfigError, match="'eval' reads what 'sft' leaves"):
-        run_recipe(recipe, dataclasses.replace(run, stages=["eval"]))
+@needs_new_names
+def test_questions_that_choose_are_looked_for(tmp_path, monkeypatch, started):
+    monkeypatch.setattr(run, "resolve", lambda *_, **__: None)
+    name = "code/qwen2.5-math-1.5b/scale-auto"
+    with pytest.raises(ConfigError, match=r"--set calibrate\.dev_data=FILE"):
+        run_recipe(read_recipe(name), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"calibrate: found no file nowhere\.jsonl \(dev_data\)"):
+        run_recipe(read_recipe(name, {"calibrate.dev_data": "nowhere.jsonl"}), tmp_path / "run")
 
 
-def test_the_interpreter_of_evaluations(tmp_path, run):
-    with pytest.raises(ConfigError, match=r"--eval-python .*nowhere"):
-        interpreter(dataclasses.replace(run, eval_python=str(tmp_path / "nowhere")))
-    assert interpreter(run) == ""
-    assert interpreter(dataclasses.replace(run, eval_python="sh")) == shutil.which("sh")
+def test_a_process_that_fails_or_is_stopped(monkeypatch):
+    with pytest.raises(LoragateError, match=r"\[1/1\] sft ended with status 3.*--resume goes on"):
+        run.start([sys.executable, "-c", "raise SystemExit(3)"], "[1/1] sft", offline=False)
+    with pytest.raises(KeyboardInterrupt):
+        run.start([sys.executable, "-c", "raise SystemExit(130)"], "[1/1] sft", offline=False)
+    with pytest.raises(ConfigError, match="--launcher: nowhere cannot be started"):
+        run.start(["nowhere"], "[1/1] sft", offline=False)
+    code = "import os; raise SystemExit(os.environ['HF_HUB_OFFLINE'] != '1')"
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    run.start([sys.executable, "-c", code], "[1/1] sft", offline=True)
+
+
+def killed_at(words, there, environment):
+    """Start a command, and kill it and its children once `there()`."""
+    process = subprocess.Popen(words, env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+    while not there() and process.poll() is None:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@needs_new_names
+@pytest.mark.slow("kills")
+def test_run_killed_resumed_and_used(tmp_path):
+    """Both trainings of a recipe as typed, killed with SIGKILL in the first; the gates are then loaded."""
+    out = tmp_path / "run"
+    words = [sys.executable, "-m", "loragate", "recipes", "run", SCALE, "--tiny", "--stages", "sft,calibrate"]
+    words += ["--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    killed_at(words, lambda: list(out.glob("sft/run/checkpoint-1")), environment)
+    assert "sft" not in read_json(out / "stages.json")
+    assert "--resume" in subprocess.run(words, env=environment, capture_output=True, text=True, check=False).stderr
+    done = subprocess.run([*words, "--resume"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "sft: going on" in done.stdout
+    assert list(read_json(out / "stages.json")) == ["sft", "calibrate"]
+    assert read_json(out / "sft" / "run" / "run.json")["data"]["rows"] == 32
+    assert read_json(out / "calibrate" / "gate_config.json")["gate"]["lower"] == -6
+    assert lg.gate_parameters(lg.load_gated(out / "calibrate"))
+    # killed between the end of a stage and its record: the result is written again
+    shutil.copytree(out / "sft", tmp_path / "sft")
+    (out / "stages.json").write_text("{}")
+    assert main([*words[3:-4], "--stages", "sft", "--out", str(out), "--resume"]) == 0
+    weights = "adapter_model.safetensors"
+    assert (out / "sft" / weights).read_bytes() == (tmp_path / "sft" / weights).read_bytes()
+
+
+def test_a_tiny_recipe_writes_its_base_once_and_not_into_other_folders(tmp_path):
+    recipe = read_recipe("math/qwen2.5-math-1.5b/lora")
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"it holds thesis\.tex"):
+        tiny_recipe(recipe, tmp_path)
+    (tmp_path / "thesis.tex").unlink()
+    tiny_recipe(recipe, tmp_path)
+    before = (tmp_path / "tiny-base" / "config.json").stat().st_mtime_ns
+    tiny_recipe(recipe, tmp_path)
+    assert (tmp_path / "tiny-base" / "config.json").stat().st_mtime_ns == before

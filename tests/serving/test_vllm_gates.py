@@ -448,6 +448,53 @@ def test_the_harness_own_vllm_model_scores_with_the_gates(settings: None, folder
     assert (plain[0] - expected[0]).abs().max() > 0.01
 
 
+def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
+    settings: None, folders: Path, tmp_path: Path
+) -> None:
+    """For all three rows: MMLU-Pro and BBH generate, OpenBookQA compares options; long prompts are cut alike."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed beside vllm (scripts/vllm_cpu_env.sh)")
+    from loragate.cli.main import main
+    from loragate.evaluation.evaluate import open_evaluation
+    from loragate.evaluation.results import read_record
+    from loragate.evaluation.variants import ModelVariant
+    from loragate.recipes import QUESTIONS
+
+    suites = ("mmlu_pro", "bbh", "openbookqa")
+    found: dict[str, Any] = {}
+    for engine in ("transformers", "vllm"):
+        out = tmp_path / engine
+        command = ["eval", "--model", str(folders / "wide"), "--suite", "retention", "--data", str(QUESTIONS)]
+        command += ["--out", str(out), "--engine", engine, "--controls", "none", "--max-new-tokens", "12"]
+        assert main([*command, "--limit", "2", "--dtype", "float32", "--device", "cpu"]) == 0
+        evaluation = open_evaluation(out)
+        found[engine] = {
+            (row, suite): evaluation.answers(ModelVariant(row), suite, "lm-eval")
+            for row in ("base", "adapter", "gated")
+            for suite in suites
+        }
+        found[engine]["told"] = ([one.prompts for one in evaluation.tasks], evaluation.warnings), None
+    for key, (ours, verdicts) in found["transformers"].items():
+        theirs, others = found["vllm"][key]
+        if key == "told":
+            assert theirs == ours
+            continue
+        if key[1] != "openbookqa":
+            assert (theirs, others) == ([replace(one, entropy=None) for one in ours], verdicts)
+            continue
+        for one, other in zip(ours, theirs, strict=True):
+            figures = [[value for value, _ in json.loads(sample.text)] for sample in (one, other)]
+            assert figures[0] == pytest.approx(figures[1], abs=1e-3)
+    for suite in suites:
+        distinct = {
+            str([one.text for one in found["transformers"][row, suite][0]]) for row in ("base", "adapter", "gated")
+        }
+        # a weak adapter may leave twelve greedy tokens as they are; likelihoods tell all three apart
+        assert len(distinct) == 3 if suite == "openbookqa" else len(distinct) > 1
+    records = [read_record(tmp_path / engine / "results.json") for engine in found]
+    assert [(row.suite, row.average.tasks) for row in records[0].suites][::3] == [("bbh/subsets", 4), ("retention", 3)]
+    assert records[0].suites == records[1].suites
+
+
 TWO_RANKS = """
 import sys
 from loragate.serving.parity import greedy, open_llm

@@ -30,7 +30,7 @@ COMMANDS = {
     "mask": ("cli.mask", "a mask of the response tokens on which a reference model gains most over the base"),
     "calibrate": ("cli.calibrate", "Stage II: gate a finished adapter by entropy, from prompts and responses"),
     "sweep": ("cli.sweep", "many ranges, seeds and objectives, on Ray or one after the other"),
-    "recipes": ("recipes.command", "the trainings of the paper, by name: list, show, run, rehearse and check"),
+    "recipes": ("recipes.command", "the trainings of the paper, by name: list, show and run"),
     "generate": ("cli.generate", "text from a gated adapter, a plain adapter or a base"),
     "eval": ("cli.evaluate", "scores of base, adapter and gated adapter, and what their differences show"),
     "regrade": ("cli.regrade", "judge the stored answers of an evaluation with another grader"),

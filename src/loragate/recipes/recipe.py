@@ -1,16 +1,22 @@
-"""A recipe: stages in their order, the values of each, and where every value comes from.
+"""What the paper trains, by name: a recipe is a list of stages, each a command of loragate with its options.
 
-A value may refer to what an earlier stage left: `{sft}` is the output of the stage called sft, `{last}` that of the stage
-before which trained something. References stay in the recipe until it is given a folder to run in.
+A name is `domain/backbone/method`. Four files beside this one make the recipe: common.yaml, then those of the domain, the backbone
+and the method. They are merged by dictionary update, block by block and key by key, so that the later file wins. What holds in one
+domain only, or for one backbone in one domain, stands under `for`. A user's own file names the three and is merged last.
+
+In options `{model}`, `{data}`, `{revision}` and `{chat_template}` stand for the value of that name at the top of the files,
+`{sft}` for what the stage called sft left, and `{last}` for what the last training before left.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+import json
 import re
 import textwrap
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,233 +25,256 @@ import yaml
 from loragate.cli.arguments import checked_values, field_kinds
 from loragate.cli.main import command
 from loragate.errors import ConfigError, nearest
+from loragate.strict_yaml import read_mapping
 
+HERE = Path(__file__).parent
+KINDS = ("domain", "backbone", "method")
+WORDS = ("model", "data", "revision", "chat_template")
+TOP = (*KINDS, *WORDS, "title", "about", "stages", "evaluations", "tables", "paper", "machine", "architecture", "for")
+"""Keys at the top of a file that are no blocks of options, and so no names of stages."""
+COMMANDS = ("sft", "extract", "mask", "calibrate", "sweep", "eval", "diagnose")
+"""What a recipe may start, and nothing else."""
+TRAINS = ("sft", "extract", "calibrate", "sweep")
+GUARDED = {"trust_remote_code": False, "sandbox": "bubblewrap", "dev_sandbox": "bubblewrap"}
+"""Options that let code of others run with less protection, with the safe value. Recipe files are passed on like data, so that a
+file may not set them; --set may."""
 REFERENCE = re.compile(r"\{([A-Za-z][\w.-]*)\}")
-TRAINS = ("sft", "calibrate", "sweep")
-ROWS = ("sft", "calibrate", "sweep", "mask")  # commands that read training rows
-WIDTH = 120
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One command with its options.
-
-    Attributes:
-        name: within the recipe; the name of its folder.
-        command: of loragate.
-        values: option to value; no option stands here that the recipe leaves to the command's default.
-        marks: option to the sentence that says where the value comes from; it begins with paper, ours, unstated or yours.
-    """
+    """One command of loragate and its options by name; what is not set is left to the command."""
 
     name: str
     command: str
-    values: dict[str, Any]
-    marks: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any]
 
     @property
     def output(self) -> str:
-        """What the command writes and later stages read, below the folder of the run."""
+        """What the command writes, below the folder of the run."""
         return f"{self.name}.jsonl" if self.command == "mask" else self.name
 
     @property
-    def own_base(self) -> bool:
-        """Whether the stage's model is a base, and not what an earlier stage left."""
-        return self._names("model")
-
-    @property
-    def own_rows(self) -> bool:
-        """Whether the stage reads training rows of a file or the hub, and not what an earlier stage left."""
-        return self.command in ROWS and self._names("data")
-
-    def _names(self, option: str) -> bool:
-        # where the option is not set there is nothing to name either
-        return "{" not in str(self.values.get(option, "{"))
-
-    @property
-    def vllm(self) -> bool:
-        """Whether the stage's answers come from vLLM, which may need an environment of its own."""
-        return self.values.get("engine") == "vllm"
-
-    @property
     def launched(self) -> bool:
-        """Whether --launcher starts the stage; a range is chosen in one process."""
-        return self.command == "sft" or (self.command == "calibrate" and bool(self.values.get("unverified")))
+        """Whether --launcher starts it: a single training. Ranges are compared in one process."""
+        return self.command == "sft" or bool(self.command == "calibrate" and self.options.get("skip_selection"))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """See the module's docstring.
+    """Stages in their order, with references to earlier ones still in their options.
 
     Attributes:
-        name: `domain/backbone/method`, or the file it was read from.
+        name: `domain/backbone/method`, or the path of a user's file.
+        stages: at least one.
         title, about: for people.
-        tables: the tables and figures of the paper it belongs to; empty for what goes beyond the paper.
-        stages: in their order.
-        machine: the GPU that its settings are made for, as `loragate plan --gpu-memory` names it.
-        architecture: {hub id of a base: its configuration}, so that nothing is fetched to plan.
+        tables: the paper's tables and figures that it belongs to; empty for what the paper does not have.
+        machine: the GPU that its settings are made for.
+        architecture: the backbone's configuration, in the words of transformers.
+        files: what it was merged from; a comment there says where each number comes from.
     """
 
     name: str
-    title: str
     stages: tuple[Stage, ...]
+    title: str = ""
     about: str = ""
     tables: str = ""
     machine: str = ""
-    architecture: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def base(self) -> str:
-        """Hub id or folder of the base that the recipe begins with; empty where none is named."""
-        return next((str(stage.values["model"]) for stage in self.stages if stage.own_base), "")
-
-    def stage(self, name: str) -> Stage:
-        """The stage of this name; a ConfigError names the known ones."""
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        names = [stage.name for stage in self.stages]
-        raise ConfigError(
-            f"{self.name} has no stage '{name}'{nearest(name, names) or ';'} its stages are {', '.join(names)}"
-        )
+    architecture: dict[str, Any] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
 
     def placed(self, folder: str | Path) -> tuple[Stage, ...]:
-        """The stages as they run in `folder`: references to what comes before (ConfigError) replaced by paths, `out` added."""
+        """The stages as they run in `folder`: references are paths, and `out` is set.
+
+        Raises:
+            ConfigError: for a reference to what is no earlier stage, or an option that the command does not have or take.
+        """
         placed: list[Stage] = []
         outputs: dict[str, str] = {}
         for stage in self.stages:
-
-            def resolve(name: str, stage: Stage = stage) -> str:  # bound now, as the loop goes on
-                if name not in outputs:
-                    before = ", ".join(outputs) or "nothing"
-                    raise ConfigError(
-                        f"{self.name}: stage '{stage.name}' refers to {{{name}}}, but before it there is {before}"
-                        + nearest(name, outputs)
-                    )
-                return outputs[name]
-
-            out = f"{folder}/{stage.output}"
-            values = {key: filled(value, resolve) for key, value in stage.values.items()}
-            placed.append(dataclasses.replace(stage, values={**values, "out": out}))
+            out, where = f"{folder}/{stage.output}", f"{self.name}: stage '{stage.name}'"
+            if "out" in stage.options:
+                raise ConfigError(f"{where} sets out, and the folder of a stage follows from --out")
+            options = {key: _filled(value, outputs) for key, value in stage.options.items()} | {"out": out}
+            for name in REFERENCE.findall(" ".join(map(str, options.values()))):
+                before = ", ".join(outputs) or "nothing"
+                raise ConfigError(f"{where} refers to {{{name}}}, before it there is {before}{nearest(name, outputs)}")
+            placed.append(replace(stage, options=options))
+            options_of(placed[-1], where)
             outputs[stage.name] = out
             if stage.command in TRAINS:
-                # a sweep leaves many gated adapters, and the one that it chose in best/
-                outputs["last"] = f"{out}/best" if stage.command == "sweep" else out
+                outputs["last"] = f"{out}/best" if stage.command == "sweep" else out  # the cell that a sweep chose
         return tuple(placed)
 
-    def with_values(self, given: Mapping[str, Any]) -> Recipe:
-        """Replace values: "stage.option" in one stage, "option" in every stage whose command has it.
-
-        Args:
-            given: key to value; a text is read as YAML, and an empty one leaves the option to the command.
-
-        Raises:
-            ConfigError: for a key that fits no stage.
-        """
-        stages = list(self.stages)
-        for key, value in given.items():
-            name, _, option = key.rpartition(".")
-            option = option.replace("-", "_")
-            if option == "out":
-                raise ConfigError(f"--set {key}: the folder of a stage follows from --out")
-            fitting = [
-                index
-                for index, stage in enumerate(stages)
-                if (stage.name == name or not name) and option in field_kinds(command(stage.command).options)
-            ]
-            if not fitting:
-                if name:
-                    self.stage(name)
-                known = {f"{stage.name}.{other}" if name else other for stage in stages for other in stage.values}
-                where = f"stage '{name}'" if name else "any stage"
-                raise ConfigError(f"--set {key}: no such option of {where} of {self.name}{nearest(key, known)}")
-            for index in fitting:
-                stages[index] = _replaced(stages[index], {option: _read(key, value)}, "yours: --set")
-        return dataclasses.replace(self, stages=tuple(stages))
-
-    def with_local(self, model: str = "", data: str = "") -> Recipe:
-        """The recipe with a local base and local rows in place of hub ids, whose commits and splits belong to the hub.
-
-        Raises:
-            ConfigError: for a place that there is not.
-        """
-        for place, flag in ((model, "--local-model"), (data, "--local-data")):
-            if place and not Path(place).exists():
-                raise ConfigError(f"{flag} {place}: does not exist")
-        stages = []
-        for stage in self.stages:
-            if model and stage.own_base:
-                stage = _replaced(stage, {"model": model}, "yours: --local-model")
-            if data and stage.own_rows:
-                values = {"data": data, "revision": "", "split": "", "heldout_split": ""}
-                stage = _replaced(stage, values, "yours: --local-data")
-            stages.append(stage)
-        return dataclasses.replace(self, stages=tuple(stages))
-
-    def as_record(self) -> list[dict[str, Any]]:
-        """The stages as JSON, to tell two recipes apart."""
-        return [{"stage": stage.name, "command": stage.command, **stage.values} for stage in self.stages]
-
-    def differences(self, other: Recipe) -> list[tuple[str, str, Any, Any]]:
-        """(stage, option, value here, value in `other`) where the same stages differ; None for what is not set."""
-        return [
-            (stage.name, option, stage.values.get(option), now.values.get(option))
-            for stage, now in zip(self.stages, other.stages, strict=True)
-            for option in sorted({*stage.values, *now.values})
-            if stage.values.get(option) != now.values.get(option)
-        ]
-
     def as_yaml(self) -> str:
-        """The recipe as a YAML file that is a recipe again, each value with its source behind it."""
-        about = [self.tables and f"in the paper: {self.tables}", *textwrap.wrap(self.about, WIDTH - 2)]
-        about.append("beside each value: paper (quoted), unstated (the paper does not say, so ours) or ours")
-        lines = [f"# {self.name}: {self.title}", *(f"# {line}" for line in about if line), ""]
+        """The merged recipe: what it is in comments, then a block of options for each stage."""
+        about = [f"{self.name}: {self.title}", *textwrap.wrap(self.about, 110)]
+        about += [f"in the paper: {self.tables}" if self.tables else "beyond the paper"]
+        about += ["where each number comes from is said beside it in", *(f"  {file}" for file in self.files)]
         order = [stage.name if stage.name == stage.command else {stage.name: stage.command} for stage in self.stages]
-        top = {"stages": order, "machine": self.machine, "architecture": self.architecture}
-        lines += [_pair(key, value) for key, value in top.items() if value]
-        for stage in self.stages:
-            pairs = {key: _pair(key, value) for key, value in stage.values.items()}
-            # sources stand in a column, behind all but the longest values
-            wide = min(max(map(len, pairs.values()), default=0), 44)
-            lines += ["", f"{stage.name}:"]
-            marks = {key: f"  # {mark}" for key, mark in stage.marks.items() if mark}
-            lines += [f"  {pair:<{wide}}{marks.get(key, '')}".rstrip() for key, pair in pairs.items()]
-        return "\n".join(lines) + "\n"
+        blocks: list[dict[str, Any]] = [{"stages": order}, *({stage.name: stage.options} for stage in self.stages)]
+        texts = [yaml.safe_dump(block, sort_keys=False, allow_unicode=True, width=1000) for block in blocks]
+        return "\n".join(["".join(f"# {line}\n" for line in about), *texts])
 
 
 def options_of(stage: Stage, where: str) -> Any:
-    """The options of a stage, as its command has them; a ConfigError names the recipe (`where`), stage and key."""
-    owner, what = command(stage.command), f"{where}: stage '{stage.name}'"
-    values = checked_values(stage.values, owner, what)
+    """The options of a stage as its command has them; the ConfigError begins with `where` and names the key."""
+    owner = command(stage.command)
     try:
-        return owner.options(**values)
+        return owner.options(**checked_values(stage.options, owner, where))
     except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from error
+        raise ConfigError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
 
 
-def filled(value: Any, resolve: Callable[[str], str]) -> Any:
-    """`value` with every `{name}` in its texts replaced."""
-    if isinstance(value, str):
-        return REFERENCE.sub(lambda found: resolve(found.group(1)), value)
-    return value
+def memory_line(recipe: Recipe) -> str:
+    """One line on the memory that the recipe's trainings need."""
+    # the one place for an estimate: loragate.analysis.plan has the formula, `architecture` and the stages' options the figures
+    return f"memory: the settings are made for one {recipe.machine}, or as many as a stage's processes say"
 
 
-def _replaced(stage: Stage, given: Mapping[str, Any], source: str) -> Stage:
-    """The stage with these values, without those that are empty."""
-    values = {key: value for key, value in {**stage.values, **given}.items() if value not in ("", None)}
-    return dataclasses.replace(stage, values=values, marks={**stage.marks, **dict.fromkeys(given, source)})
+def every_name() -> Iterator[str]:
+    """The names of all shipped recipes."""
+    for parts in itertools.product(*map(_names, KINDS)):
+        yield "/".join(parts)
 
 
-def _read(key: str, value: Any) -> Any:
-    if not isinstance(value, str) or not value.strip():  # an empty text would be read as null
-        return value.strip() if isinstance(value, str) else value
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {key}={value}: not valid YAML ({getattr(error, 'problem', error)})") from None
+def find_recipes(wanted: str = "") -> dict[str, str]:
+    """{name: tables and figures} of the shipped recipes that have `wanted` in either, such as "table 6".
+
+    Raises:
+        ConfigError: where none has.
+    """
+    there = re.compile(re.escape(wanted.strip()) + r"(?!\d)", re.IGNORECASE)  # table 1 is not table 10
+    found = {name: read_recipe(name).tables for name in every_name()}
+    found = {name: tables for name, tables in found.items() if there.search(f"{name} {tables}")}
+    if not found:
+        raise ConfigError(
+            f"no recipe has '{wanted}' in its name or among its tables (write 'Table 6', 'Fig. 3', 'App. C')"
+            f"{nearest(wanted, [*every_name(), *itertools.chain(*map(_names, KINDS))])}; loragate recipes list shows all"
+        )
+    return found
 
 
-def _pair(key: str, value: Any) -> str:
-    """`key: value` on one line, as YAML."""
-    if isinstance(value, dict | list):
-        return f"{key}: {yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()}"
-    return yaml.safe_dump({key: value}, width=10_000, allow_unicode=True).rstrip()
+def read_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe by name, or by the path of a YAML file.
+
+    Args:
+        changes: key to value, over what the files say: `stage.option`, or model, data, revision or chat_template for all options
+            that take theirs from there. None leaves an option to the command.
+
+    Raises:
+        ConfigError: for an unknown name or key, with the nearest known one, or a file with a mistake.
+    """
+    own: dict[Any, Any] = {}
+    parts = name.strip("/").split("/")
+    if name.endswith((".yaml", ".yml")):
+        own = read_mapping(Path(name))
+        if missing := [kind for kind in KINDS if kind not in own]:
+            raise ConfigError(f"{name}: needs {', '.join(missing)}, the parts of the recipe that it changes")
+        parts = [str(own[kind]) for kind in KINDS]
+    elif len(parts) != len(KINDS):
+        raise ConfigError(
+            f"'{name}' is no recipe{nearest(name, every_name())}; expected domain/backbone/method such as "
+            "math/qwen2.5-math-1.5b/scale, or a YAML file (loragate recipes list shows all names)"
+        )
+    for kind, part in zip(KINDS, parts, strict=True):
+        if part not in _names(kind):
+            raise ConfigError(f"there is no {kind} '{part}'{nearest(part, _names(kind))} ({', '.join(_names(kind))})")
+    files = [HERE / "common.yaml", *(HERE / kind / f"{part}.yaml" for kind, part in zip(KINDS, parts, strict=True))]
+    layers = [_shipped(file) for file in files]
+    domain, place = parts[0], "/".join(parts[:2])
+    merged: dict[str, Any] = {}
+    for layer in (*layers, own):
+        for part in (layer, *(layer.get("for", {}).get(key, {}) for key in (domain, place))):
+            for key, value in part.items():  # blocks are merged key by key, everything else is replaced
+                before = merged.get(key)
+                merged[key] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+    given = dict(changes or {})
+    merged |= {word: given.pop(word) for word in WORDS if word in given}
+    stages = _stages(name, merged)
+    known = (*stages, *COMMANDS, *TOP)
+    for key, value in own.items():
+        if key not in known:
+            raise ConfigError(f"{name}: '{key}' is no stage and no key of a recipe{nearest(str(key), known)}")
+        if key not in TOP and not isinstance(value, dict):
+            raise ConfigError(f"{name}: '{key}' is {value!r}, expected a block of options")
+    # a method names its tables for a domain, where the paper's own backbones are meant, or for one of them
+    tables = {} if own else merged.get("tables", {})
+    return Recipe(
+        name,
+        tuple(_changed(stages, given, name).values()),
+        title=own.get("title") or ", ".join(layer["title"] for layer in layers[1:]),
+        about=merged.get("about", ""),
+        tables=tables.get(place) or (tables.get(domain, "") if merged["paper"] else ""),
+        machine=merged["machine"],
+        # what the backbone's file says holds for its own model
+        architecture=own.get("architecture", {}) if "model" in own else merged.get("architecture", {}),
+        files=(*files, *([Path(name)] if own else [])),
+    )
+
+
+@cache
+def _names(kind: str) -> tuple[str, ...]:
+    """The shipped files of a kind, by name."""
+    return tuple(path.stem for path in sorted((HERE / kind).glob("*.yaml")))
+
+
+_shipped = cache(read_mapping)  # hundreds of recipes are made of a few dozen files
+
+
+def _stages(name: str, merged: dict[str, Any]) -> dict[str, Stage]:
+    """The stages of the merged files by name: of each the block of its command, then that of its own name."""
+    words = {"templates": str(HERE / "templates")}
+    words |= {word: _filled(merged.get(word) or "", words) for word in WORDS}
+    for key in ("stages", "evaluations"):
+        if not isinstance(merged[key], list):
+            raise ConfigError(f"{name}: {key} is {merged[key]!r}, expected a list")
+    entries = [*merged["stages"], *merged["evaluations"]]
+    pairs = [pair for one in entries for pair in (one.items() if isinstance(one, dict) else [(one, one)])]
+    stages: dict[str, Stage] = {}
+    for stage, kind in pairs:
+        if kind not in COMMANDS:
+            raise ConfigError(
+                f"{name}: '{kind}' is no stage{nearest(str(kind), COMMANDS)}; known: {', '.join(COMMANDS)}"
+            )
+        if stage in (*stages, *TOP, "last", "templates") or not REFERENCE.fullmatch(f"{{{stage}}}"):
+            raise ConfigError(f"{name}: '{stage}' cannot be the name of a stage: a word of its own, as folders have")
+        options: dict[str, Any] = {}
+        for block in (merged.get(kind) or {}, merged.get(stage) or {}):
+            if isinstance(block, dict):
+                options |= {str(key).replace("-", "_"): _filled(value, words) for key, value in block.items()}
+        for option, safe in GUARDED.items():
+            if options.get(option) not in (safe, None, ""):
+                raise ConfigError(
+                    f"{name}: stage '{stage}' sets {option}, with which code of others runs with less protection, and a file may "
+                    f"not. Where you trust it, leave it out and give --set {stage}.{option}={json.dumps(options[option])}"
+                )
+        if Path(words["data"]).exists() and options.get("data") == words["data"]:
+            options |= dict.fromkeys(("revision", "split", "heldout_split"))  # they are the hub's
+        stages[stage] = Stage(stage, kind, _set(options))
+    return stages
+
+
+def _changed(stages: dict[str, Stage], changes: Mapping[str, Any], name: str) -> dict[str, Stage]:
+    """The stages with the values of --set."""
+    for key, value in changes.items():
+        stage, _, option = key.rpartition(".")
+        option = option.replace("-", "_")
+        if stage not in stages or option not in field_kinds(command(stages[stage].command).options):
+            kinds = {one.name: field_kinds(command(one.command).options) for one in stages.values()}
+            known = [*WORDS, *(f"{one}.{other}" for one, options in kinds.items() for other in options)]
+            raise ConfigError(
+                f"--set {key}: no stage of {name} has it{nearest(key, known)} (stages: {', '.join(stages)})"
+            )
+        stages[stage] = replace(stages[stage], options=_set({**stages[stage].options, option: value}))
+    return stages
+
+
+def _set(options: dict[str, Any]) -> dict[str, Any]:
+    """Without what is left to the command."""
+    return {key: value for key, value in options.items() if value not in ("", None)}
+
+
+def _filled(value: Any, words: Mapping[str, str]) -> Any:
+    """`value` with each known `{word}` in it replaced; others are references to stages."""
+    return REFERENCE.sub(lambda found: words.get(found[1], found[0]), value) if isinstance(value, str) else value

@@ -1,20 +1,13 @@
-"""A recipe run in a folder: what is missing is said before the first stage, what is finished is left alone.
+"""A recipe run in a folder: each stage is a process of its own, and a run that was stopped goes on at the stage it was at.
 
-Each stage is a process of its own. Stages that answer with vLLM may run in another interpreter, as vLLM and the training
-libraries do not always agree on versions; what they lack is asked there.
-
-resolved.yaml          the recipe with the source of every value; a recipe file itself
-recipe.json            the same as data, with the state of every stage
-config/1-sft.yaml      what each stage was given, for loragate sft --config
+recipe.json            which recipe it is; one process at a time works here
+stages.json            {finished stage: seconds}
+config/1-sft.yaml      what a stage was started with, for loragate sft --config; later stages may still change
 sft/  calibrate/  …    the stages' own folders, each with its own run.json and checkpoints
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import importlib.util
-import json
 import os
 import shlex
 import shutil
@@ -22,308 +15,192 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from loragate.errors import ConfigError, LoragateError
-from loragate.files import held, require_new, require_same, write_json, write_text
-from loragate.recipes.ready import ask, lacking, needs, settled
-from loragate.recipes.recipe import Recipe, Stage
+from loragate.data import detect_format, load_rows
+from loragate.errors import ConfigError, LoragateError, nearest
+from loragate.evaluation.judging import require_graders
+from loragate.evaluation.prepared import chosen_tasks, questions_of
+from loragate.files import RunFolder, read_json, require_new, require_same, write_json, write_text
+from loragate.generation.vllm_engine import require_vllm
+from loragate.models import resolve
+from loragate.recipes.recipe import Recipe, Stage, options_of
+from loragate.strict_yaml import read_mapping
 from loragate.training.preflight import wait_for
-from loragate.version import __version__
 
-EVAL_PYTHON = "LORAGATE_EVAL_PYTHON"
-"""Environment variable that stands for --eval-python."""
-RECORD = "recipe.json"
-# written last by each command, so their presence says that it came to its end
-FINISHED = {
-    "sft": ("adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"),
-    "calibrate": ("gate_config.json",),
-}
-# what a command resumes from, below its folder
-BEGUN = {
-    "sft": ("run/run.json",),
-    "calibrate": ("run/run.json", "run/candidates/**/run.json"),
-    "sweep": ("sweep.json",),
-    "eval": ("eval.json",),
-    "diagnose": ("eval.json",),
-}
-KEPT = ("run",)  # of a training that was cut off while it wrote its result; the rest is written again
+TINY_BASE = "tiny-base"
+"""Where the base of a tiny recipe lies, beside the stages."""
+RECORDS = ("run.json", "sweep.json", "eval.json")
+"""What a command writes first, and resumes from."""
+AS_IT_WAS = "run the recipe as it was, or choose another --out"
 
 
-@dataclass(frozen=True)
-class Run:
-    """How a recipe is run.
+class RecipeFolder(RunFolder):
+    """The folder of a recipe's run."""
 
-    Attributes:
-        folder: of the run; the same recipe goes on in it.
-        stages: names of the stages to run; empty for all.
-        launcher: how training stages are started, in place of a plain process.
-        eval_python: interpreter of the stages that answer with vLLM; the environment and the folder may name one too.
-        again: the command that goes on with the run, for messages; that of the command line where none is given.
-        say: told what happens.
-    """
-
-    folder: Path
-    stages: Sequence[str] = ()
-    launcher: str = ""
-    eval_python: str = ""
-    again: str = ""
-    say: Callable[[str], None] = print
+    RECORD = "recipe.json"
 
 
-def run_recipe(recipe: Recipe, run: Run) -> dict[str, float]:
-    """Run the stages in their order; those that are finished are left alone.
-
-    Returns:
-        {stage: seconds} of all stages that have ever been finished in this folder.
-
-    Raises:
-        ConfigError: before the first stage, with everything that is missing; LoragateError where a stage fails.
-    """
-    for name in run.stages:
-        recipe.stage(name)
-    again = run.again or shlex.join(["loragate", "recipes", "run", recipe.name, "--out", str(run.folder)])
-    evaluator = interpreter(run)
-    planned = list(steps(recipe, run, evaluator))
-    stages = [stage for stage, _, _ in planned]
-    for stage in stages:  # all of them, whichever are run: what is wrong with a later one is better known now
-        settled(stage, recipe.name)
-    # no waiting: a second run would wait for hours
-    with held(run.folder / "lock", 0.0, f"another run works in {run.folder}; wait for it to end, or stop it"):
-        folder = RunFolder.begin(run.folder, recipe)
-        wanted = [stage for stage in stages if not run.stages or stage.name in run.stages]
-        ahead = [stage for stage in wanted if not folder.is_finished(stage)]
-        _require_earlier(stages, wanted, folder)
-        if evaluator:
-            run.say(f"answers with vLLM: {evaluator}")
-        if ahead:
-            run.say("checking that every stage can run here: data, graders, engine")
-            require_parts(recipe, ahead, run, evaluator)
-            if torch.cuda.is_available():
-                _say_what_may_not_fit(recipe, ahead, run, torch.cuda.get_device_properties(0).total_memory / 2**30)
-        # not before the interpreter has answered for itself: later runs in this folder go by it
-        if evaluator:
-            folder.note(eval_python=evaluator)
-        run.say(f"{recipe.name} in {run.folder}: {', '.join(stage.name for stage in stages)}")
-        for number, (stage, command, config) in enumerate(planned, 1):
-            title = f"[{number}/{len(stages)}] {stage.name}"
-            if stage not in ahead:
-                run.say(f"{title}: {'finished before' if stage in wanted else 'not asked for'}")
-                continue
-            resume = folder.prepare(stage)
-            write_text(config, config_text(stage, command))
-            run.say(f"{title}{': going on' if resume else ''}")
-            runs = folder.record["state"].get(stage.name, {}).get("started", [])
-            folder.note_stage(stage, command=shlex.join(command), started=[*runs, time.strftime("%Y-%m-%dT%H:%M:%S%z")])
-            began = time.monotonic()
-            start([*command, *(["--resume"] if resume else [])], f"{title} of {recipe.name}", again)
-            folder.note_stage(stage, finished=True, seconds=round(time.monotonic() - began, 1))
-            run.say(f"{title}: done in {time.monotonic() - began:.0f} s")
-    return {name: state["seconds"] for name, state in folder.record["state"].items() if "seconds" in state}
-
-
-def steps(recipe: Recipe, run: Run, evaluator: str = "") -> Iterator[tuple[Stage, list[str], Path]]:
-    """(stage in the run's folder, command line, the file that it reads) of every stage."""
-    for number, stage in enumerate(recipe.placed(run.folder), 1):
-        config = run.folder / "config" / f"{number}-{stage.name}.yaml"
-        begin = [evaluator if evaluator and stage.vllm else sys.executable, "-m", "loragate"]
-        if run.launcher and stage.launched:  # it says itself how many processes there are
-            begin = shlex.split(run.launcher)
-            values = {key: value for key, value in stage.values.items() if key not in ("strategy", "processes")}
-            stage = dataclasses.replace(stage, values=values)
-        yield stage, [*begin, stage.command, "--config", str(config)], config
-
-
-def config_text(stage: Stage, command: list[str]) -> str:
-    """The file that a stage's command line reads, its values as they are; what starts it stands in the first line."""
-    begin = command[2:] if command[0] == sys.executable else command
-    return f"# {shlex.join(begin)}\n{yaml.safe_dump(stage.values, sort_keys=False, allow_unicode=True)}"
-
-
-def start(command: list[str], what: str, again: str) -> None:
-    """Run a command line of loragate as a process of its own; `again` is the command that goes on with the recipe.
-
-    A process that fails is a LoragateError, one that ended after Ctrl-C a KeyboardInterrupt.
-    """
-    try:
-        status = wait_for(subprocess.Popen(command))
-    except OSError as error:
-        raise ConfigError(f"--launcher: {command[0]} cannot be started ({error.strerror})") from error
-    except KeyboardInterrupt:
-        status = 130
-    if status == 130:
-        print(f"the stage goes on where it was with the same command:\n  {again}", file=sys.stderr)
-        raise KeyboardInterrupt
-    if status:
-        raise LoragateError(
-            f"{what} ended with status {status}; what it said stands above. The same command goes on from there: {again}"
-        )
-
-
-def interpreter(run: Run) -> str:
-    """The program that starts stages with vLLM, by its whole path, as `--eval-python`, the environment or the folder names it.
-
-    Links stay, as an environment is found by them. Empty where none is named; no such program is a ConfigError.
-    """
-    named = run.eval_python or os.environ.get(EVAL_PYTHON, "")
-    if not named and (run.folder / RECORD).is_file():
-        named = read_record(run.folder).get("eval_python", "")
-    found = shutil.which(Path(named).expanduser()) if named else ""
-    if found is None:
-        raise ConfigError(
-            f"--eval-python {named}: no program that can be started; give the bin/python of an environment"
-        )
-    return os.path.abspath(found) if found else ""
-
-
-def require_parts(recipe: Recipe, stages: Sequence[Stage], run: Run, evaluator: str = "") -> None:
-    """Refuse a run of which any stage could not come to its end here, before anything is trained.
+def run_recipe(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    only: Sequence[str] = (),
+    launcher: str = "",
+    resume: bool = False,
+    offline: bool = False,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Run the stages of a recipe in their order.
 
     Args:
-        stages: those that are going to run, placed in the run's folder.
-        evaluator: the interpreter of stages that answer with vLLM; empty for this one.
+        out: folder of the run.
+        only: names of the stages to run, all by default. What they read of others must be there.
+        launcher: command line that starts trainings in place of a plain process, such as "accelerate launch -m loragate".
+        resume: go on with the run that was begun in `out`; finished stages are left alone.
+        offline: nothing is asked of the hub.
+        say: told what happens.
+
+    Raises:
+        ConfigError: before the first stage, with all that is missing; LoragateError where a stage fails.
     """
-    place = str(run.folder)
-    found = lacking([stage for stage in stages if not stage.vllm], place)
-    # the model is not there yet, and has the tokenizer and the layers of its base
-    model = {"model": recipe.base}
-    answering = [dataclasses.replace(stage, values={**stage.values, **model}) for stage in stages if stage.vllm]
-    if answering and not evaluator and importlib.util.find_spec("vllm") is None:
-        found += lacking(answering, place)
-    elif answering:
-        found += ask(evaluator or sys.executable, answering, place)
-    if not found:
-        return
-    count = f"{len(found)} things are missing" if len(found) > 1 else "one thing is missing"
-    rest = [stage.name for stage in stages if stage.command not in ("eval", "diagnose")]
-    ways = []
-    if 0 < len(rest) < len(stages):
-        ways.append(f"--stages {','.join(rest)} leaves the evaluations for later")
-    if answering:
-        ways.append(f"--set {answering[0].name}.engine=transformers does without vLLM")
-        ways += [] if evaluator else ["--eval-python PATH names the python of an environment that has vLLM"]
-    if any("--data " in text for text in found):
-        ways.append(f"--set {stages[-1].name}.data=FOLDER takes local copies of the questions")
-    lines = "".join(f"\n- {text}" for text in found)
-    raise ConfigError(f"{recipe.name} was not started, {count}:{lines}" + (f"\n{'; '.join(ways)}" if ways else ""))
-
-
-def _require_earlier(stages: Sequence[Stage], wanted: Sequence[Stage], folder: RunFolder) -> None:
-    """Refuse to leave out what a chosen stage reads."""
-    for number, stage in enumerate(stages):
-        for done in stages[:number] if stage in wanted else ():
-            if done in wanted or folder.is_finished(done):
+    folder, stages = RecipeFolder(Path(out)), recipe.placed(out)
+    names = [stage.name for stage in stages]
+    for name in only:
+        if name not in names:
+            raise ConfigError(f"{recipe.name} has no stage '{name}'{nearest(name, names)}; stages: {', '.join(names)}")
+    new = not resume and not folder.record.exists()
+    if new:
+        require_new(folder.path, "lock", TINY_BASE)
+    with folder.locked():
+        if not new:
+            folder.begin({"recipe": recipe.name}, resume=resume)
+        seconds = read_json(folder.path / "stages.json")
+        ahead = [stage for stage in stages if stage.name not in seconds and stage.name in (only or names)]
+        if found := [*left_out(stages, ahead, seconds), *missing(ahead, folder.path)]:
+            told = "\n- ".join([f"{recipe.name} was not started; this is missing:", *found])
+            ways = (
+                "--stages runs some stages now; --set eval.data=FOLDER takes questions from files; --set eval.engine=transformers "
+                "does without vLLM"
+            )
+            raise ConfigError(f"{told}\n{ways}")
+        if new:
+            folder.begin({"recipe": recipe.name})
+        for number, stage in enumerate(stages, 1):
+            title, config = f"[{number}/{len(stages)}] {stage.name}", folder.path / f"config/{number}-{stage.name}.yaml"
+            begin, options = [sys.executable, "-m", "loragate"], stage.options
+            if launcher and stage.launched:  # it says itself how many processes there are
+                begin = shlex.split(launcher)
+                options = {key: value for key, value in options.items() if key not in ("strategy", "processes")}
+            if stage.name in seconds:
+                require_same(config, read_mapping(config), options, AS_IT_WAS)
+            if stage not in ahead:
+                say(f"{title}: {'finished before' if stage.name in seconds else 'not asked for'}")
                 continue
-            out = str(done.values["out"])
-            read = [str(value) for key, value in stage.values.items() if key != "out"]
-            if any(text == out or text.startswith(f"{out}/") for text in read):  # a path in it, such as sweep/best
-                chosen = ",".join(stage.name for stage in wanted)
-                raise ConfigError(
-                    f"--stages {chosen}: stage '{stage.name}' reads what '{done.name}' leaves in {out}, and that has not been "
-                    f"run there; give --stages {done.name},{chosen} or leave --stages out"
-                )
+            go_on = prepare(stage, config, options)
+            write_text(
+                config, f"# loragate {stage.command} --config {config}\n{yaml.safe_dump(options, sort_keys=False)}"
+            )
+            say(f"{title}{': going on' if go_on else ''}")
+            began = time.monotonic()
+            try:
+                start([*begin, stage.command, "--config", str(config), *["--resume"] * go_on], title, offline)
+            except KeyboardInterrupt:
+                say("stopped; the same command with --resume goes on")
+                raise
+            seconds[stage.name] = round(time.monotonic() - began, 1)
+            write_json(folder.path / "stages.json", seconds)
+            say(f"{title}: done in {seconds[stage.name]:.0f} s")
 
 
-def _say_what_may_not_fit(recipe: Recipe, stages: Sequence[Stage], run: Run, gib: float) -> None:
-    """Name trainings that a GPU of `gib` GiB does not hold with rows as long as their limit, which refuses nothing."""
-    with contextlib.suppress(LoragateError):  # no configuration of the base, which has been missed above
-        for need in needs(recipe):
-            if need.gib > gib and need.stage in {stage.name for stage in stages}:
-                run.say(
-                    f"{need.stage}: with rows as long as their limit it takes {need.gib:.0f} GiB of a GPU, and there are "
-                    f"{gib:.0f}; where it runs out of memory, halve --set {need.stage}.per_device_train_batch_size"
-                )
+def left_out(stages: Sequence[Stage], ahead: Sequence[Stage], finished: dict[str, Any]) -> Iterator[str]:
+    """What stages that are `ahead` read of others that are neither ahead nor finished."""
+    for number, stage in enumerate(stages):
+        for before in stages[:number] if stage in ahead else ():
+            out = str(before.options["out"])
+            reads = any(f"{value}/".startswith(f"{out}/") for key, value in stage.options.items() if key != "out")
+            if reads and before not in ahead and before.name not in finished:
+                yield f"{stage.name}: {out}, which stage '{before.name}' leaves: give --stages {before.name},{stage.name}"
 
 
-@dataclass
-class RunFolder:
-    """The folder of a run: what is finished, and what a repeated command does with what lies there.
+def missing(stages: Sequence[Stage], folder: Path) -> Iterator[str]:
+    """What stages would lack hours later: rows, dev questions, models, graders, the questions of tasks, vLLM.
 
-    `record` is the content of recipe.json.
+    Args:
+        stages: placed in `folder`; what lies below it is the work of earlier stages and not looked for.
     """
-
-    path: Path
-    record: dict[str, Any]
-
-    @classmethod
-    def begin(cls, path: Path, recipe: Recipe) -> RunFolder:
-        """The folder of this recipe, new or to be continued; evaluations that have answered nothing yet may have changed.
-
-        Raises:
-            ConfigError: if the folder holds another recipe's run, naming the first difference, or something else.
-        """
-        stages, file = json.loads(json.dumps(recipe.as_record())), path / RECORD
-        if file.is_file():
-            record = read_record(path)
-            # the settings of evaluations that have left nothing are not bound to what lies in the folder
-            old, new = ({stage["stage"]: stage for stage in both} for both in (record["stages"], stages))
-            for name in [name for name in old if name in new]:
-                unfinished = not record["state"].get(name, {}).get("finished")
-                answers = new[name]["command"] in ("eval", "diagnose")
-                if answers and unfinished and not (path / name / "eval.json").is_file():
-                    del old[name], new[name]
-            require_same(file, old, new, "run the recipe as it was, or choose another --out")
-        else:
-            require_new(path, "lock")
-            record = {"recipe": recipe.name, "loragate": __version__, "state": {}}
-        folder = cls(path, record)
-        if record.get("stages") != stages:
-            write_text(path / "resolved.yaml", recipe.as_yaml())
-            folder.note(stages=stages)
-        return folder
-
-    def is_finished(self, stage: Stage) -> bool:
-        """Whether the stage came to its end, also where only its record is missing."""
-        if self.record["state"].get(stage.name, {}).get("finished"):
-            return True
-        out = Path(str(stage.values["out"]))
-        if stage.command == "mask":
-            return out.is_file()
-        marks = FINISHED.get(stage.command, ())
-        return bool(marks) and all((out / name).is_file() for name in marks)
-
-    def prepare(self, stage: Stage) -> bool:
-        """Clear what a killed command may have left half-written; whether the command is to resume. A ConfigError if
-        something lies there that this run did not make."""
-        out = Path(str(stage.values["out"]))
-        if stage.command == "mask":
-            return out.with_name(out.name + ".partial").is_dir()  # the mask itself is written last, in one step
-        if not out.is_dir():
-            return False
-        if stage.name not in self.record["state"]:
-            raise ConfigError(f"{out} is in the way: this run did not make it. Remove it, or choose another --out")
-        begun = any(next(out.glob(pattern), None) is not None for pattern in BEGUN.get(stage.command, ()))
-        if stage.command in FINISHED:
-            for item in out.iterdir():
-                if item.name not in KEPT:
-                    shutil.rmtree(item) if item.is_dir() else item.unlink()
-        elif not begun:  # nothing to resume from, and the command would refuse a folder that is not empty
-            shutil.rmtree(out)
-        return begun
-
-    def note(self, **values: Any) -> None:
-        """Keep these values."""
-        self.record |= values
-        write_json(self.path / RECORD, self.record)
-
-    def note_stage(self, stage: Stage, **state: Any) -> None:
-        """Keep the state of a stage."""
-        before = self.record["state"].get(stage.name, {})
-        self.note(state={**self.record["state"], stage.name: {**before, **state}})
+    programs = any(stage.options.get("suite") == "code" for stage in stages)
+    for stage in stages:
+        options = options_of(stage, stage.name)
+        given = {key: str(value) for key, value in stage.options.items() if not str(value).startswith(f"{folder}/")}
+        checks: list[Callable[[], Any]] = [
+            partial(resolve, given[key], base_later=True) for key in ("model", "adapter") if key in given
+        ]
+        if stage.command in ("eval", "diagnose"):
+            tasks = chosen_tasks(options) if options.suite or options.tasks else []
+            checks += [require_vllm] if options.engine == "vllm" else []
+            checks += [partial(require_graders, tasks, options)] if tasks else []
+            checks += [partial(questions_of, options, task, tasks) for task in tasks]
+        elif "data" in given:
+            checks.append(partial(first_row, given["data"], options.split, options.revision))
+        for check in checks:
+            try:
+                check()
+            except LoragateError as error:
+                yield f"{stage.name}: {error}"
+        for key in ("dev_data", "retention_data"):
+            if key in given and not Path(given[key]).is_file():
+                yield f"{stage.name}: found no file {given[key]} ({key})"
+        if programs and given.get("range") == "auto" and "dev_data" not in given:
+            yield (
+                f"{stage.name}: questions with tests, as programs have no answer that could agree: "
+                f"--set {stage.name}.dev_data=FILE --set {stage.name}.dev_task=NAME"
+            )
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """recipe.json of a run; a LoragateError if it cannot be read or is none."""
-    file = folder / RECORD
+def first_row(data: str, split: str, revision: str) -> None:
+    """Read one row and recognise its format; a LoragateError if either fails."""
+    detect_format(next(iter(load_rows(data, split=split or None, revision=revision or None, limit=1))))
+
+
+def prepare(stage: Stage, config: Path, options: dict[str, Any]) -> bool:
+    """Clear what a killed command may have left half-written; whether the command is to resume.
+
+    Args:
+        config: file that the stage was started with, if it was started before.
+        options: what it is to be started with now.
+
+    Raises:
+        ConfigError: for something in the way that this run did not make, or a stage that has got somewhere with other options.
+    """
+    out = Path(str(options["out"]))
+    if out.exists() and not config.is_file():
+        raise ConfigError(f"{out} is in the way: this run did not make it. Remove it, or choose another --out")
+    part = out.with_name(f"{out.name}.partial")  # of a mask
+    go_on = part.is_dir() or any(next(out.rglob(name), None) for name in RECORDS)
+    if go_on:
+        require_same(config, read_mapping(config), options, AS_IT_WAS)
+    if out.is_file():
+        out.unlink()
+    for item in out.iterdir() if out.is_dir() else ():
+        # a training keeps its state in run/, and its result beside that is written again; the others have one folder for all
+        if not go_on or (stage.command in ("sft", "calibrate") and item.name != "run"):
+            shutil.rmtree(item) if item.is_dir() else item.unlink()
+    return go_on
+
+
+def start(command: list[str], title: str, offline: bool) -> None:
+    """Run a command line to its end; a KeyboardInterrupt after Ctrl-C, a LoragateError where it fails."""
+    hub = {"HF_HUB_OFFLINE": "1"} if offline else {}
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(record["stages"], list) or not isinstance(record["state"], dict):
-            raise ValueError("not a record of a run")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LoragateError(f"{file}: cannot be read ({error}); choose another --out") from None
-    return dict(record)
+        status = wait_for(subprocess.Popen(command, env=os.environ | hub))
+    except OSError as error:
+        raise ConfigError(f"--launcher: {command[0]} cannot be started ({error.strerror})") from error
+    if status == 130:
+        raise KeyboardInterrupt
+    if status:
+        raise LoragateError(f"{title} ended with status {status}, see above; the same command with --resume goes on")

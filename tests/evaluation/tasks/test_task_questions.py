@@ -10,7 +10,7 @@ import pytest
 
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.tasks import Question, load_questions, load_task
-from loragate.recipes.rehearsal import QUESTIONS
+from loragate.recipes import QUESTIONS
 from tiny import rehearsal_rows, write_rows
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
