@@ -13,13 +13,13 @@ from unittest.mock import patch
 
 import torch
 from fake import build_fake, gates_stay_put, known_rows, under_fake_mode
+from loragate.training.last_layer import LastLayer
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import loragate as lg
 from loragate.losses import StatisticsRequest, add_statistics_forward
-from loragate.training.last_layer import LastLayer
 from loragate.training.model_state import start_recomputing
 from loragate.training.sharding import decoder_layers
 

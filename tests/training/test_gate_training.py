@@ -15,7 +15,7 @@ from loragate.errors import DivergenceError, GateError, LoragateError, TrainingE
 from loragate.files import held
 from loragate.gates import measure_parity, weights_checksum
 from loragate.gates.attach import gate_modules
-from loragate.training import GateTrainingSettings, stage_two, training_rows
+from loragate.training import GateTrainingSettings, gate_training, training_rows
 from loragate.training.reference import reference_loop, response_entropies
 from tiny import gate_values, logits, same, tiny_adapter, tiny_base, tiny_rows
 
@@ -124,7 +124,7 @@ def test_parity_failure_stops_before_training(tokenizer, rows):
 
 
 def test_a_dead_first_gradient_is_refused(tokenizer, rows, monkeypatch):
-    monkeypatch.setattr(stage_two.GateEntropy, "loss", lambda self, stats, context=None: stats.topk_entropy * 0.0)
+    monkeypatch.setattr(gate_training.GateEntropy, "loss", lambda self, stats, context=None: stats.topk_entropy * 0.0)
     with pytest.raises(TrainingError, match="exactly zero"):
         lg.train_gates(tiny_adapter(), tokenizer, rows, CONFIG, SETTINGS)
 
@@ -139,7 +139,7 @@ def test_a_loss_that_is_not_finite_names_the_row(tokenizer, rows, monkeypatch):
             factor[2] = float("nan")
         return stats.topk_entropy * factor
 
-    monkeypatch.setattr(stage_two.GateEntropy, "loss", poisoned)
+    monkeypatch.setattr(gate_training.GateEntropy, "loss", poisoned)
     model = tiny_adapter()
     with pytest.raises(TrainingError, match=r"not finite at step 2: row \d+\. Nothing was updated"):
         lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS)
@@ -150,7 +150,7 @@ def skipping(monkeypatch):
     """fp16 needs CUDA; here accelerate's optimiser skips the steps that a list names, as loss scaling makes it do."""
     from accelerate.optimizer import AcceleratedOptimizer
 
-    from loragate.training import callbacks, run
+    from loragate.training import callbacks, trainer
 
     step = AcceleratedOptimizer.step
 
@@ -164,7 +164,7 @@ def skipping(monkeypatch):
 
         monkeypatch.setattr(AcceleratedOptimizer, "step", sometimes)
         monkeypatch.setattr(callbacks.SkippedStepCheck, "LONGEST", longest)
-        monkeypatch.setattr(run, "FiniteGradientCheck", lambda trained: callbacks.SkippedStepCheck())
+        monkeypatch.setattr(trainer, "FiniteGradientCheck", lambda trained: callbacks.SkippedStepCheck())
         return replace(SETTINGS, per_device_train_batch_size=8, max_steps=len(skipped), save_steps=2)
 
     return prepare
@@ -295,14 +295,12 @@ def test_dropout_is_off_while_gates_train_and_back_afterwards(tokenizer, rows):
     assert {module.p for module in dropouts} == {0.4}
 
 
-@pytest.mark.parametrize("objective", ["entropy", "anchored"])
-def test_every_module_keeps_its_own_mode(tokenizer, rows, objective):
+def test_every_module_keeps_its_own_mode(tokenizer, rows):
     model = tiny_adapter()
     own = {module: module.training for module in model.modules()}
     model.get_base_model().model.layers[0].train()
     own |= dict.fromkeys(model.get_base_model().model.layers[0].modules(), True)
-    more = {"max_steps": 1, "max_new_tokens": 4} if objective == "anchored" else {}
-    lg.train_gates(model, tokenizer, rows, CONFIG, replace(SETTINGS, objective=objective, **more))
+    lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS)
     assert {module: module.training for module in own} == own
     gates = [gate for gate in gate_modules(model).values() if gate.training]
     assert len(gates) == 7, "as the layers that they are on"
@@ -346,9 +344,8 @@ def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_
 
 
 def test_one_run_at_a_time_writes_to_a_folder(tokenizer, rows, tmp_path):
-    for settings in (SETTINGS, replace(SETTINGS, objective="anchored")):
-        with held(tmp_path / "lock", 0.0, "taken"), pytest.raises(LoragateError, match="another run is writing to"):
-            lg.train_gates(tiny_adapter(), tokenizer, rows, CONFIG, settings, run_folder=tmp_path)
+    with held(tmp_path / "lock", 0.0, "taken"), pytest.raises(LoragateError, match="another run is writing to"):
+        lg.train_gates(tiny_adapter(), tokenizer, rows, CONFIG, SETTINGS, run_folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
@@ -365,15 +362,6 @@ def test_parity_says_how_far_lambda_is_from_one(tokenizer, rows):
     count = len(list(lg.gate_parameters(model))) // 2
     lam = [2 * math.tanh(0.5), -7 * math.tanh(0.25)]
     assert measure_parity(model, ids).apart == pytest.approx(math.sqrt(sum(x * x for x in lam) / count), rel=1e-5)
-
-
-def test_several_visible_gpus_do_not_become_data_parallel(tmp_path, monkeypatch):
-    from trl import SFTConfig
-
-    from loragate.training.trainer import trainer_arguments
-
-    monkeypatch.setattr(SFTConfig, "n_gpu", property(lambda self: 4))
-    assert trainer_arguments(SETTINGS, tmp_path, 8, "cpu")._n_gpu == 1
 
 
 def test_an_untrained_adapter_is_refused(tokenizer, rows):
