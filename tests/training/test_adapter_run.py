@@ -59,7 +59,7 @@ def test_a_run_that_was_stopped_goes_on(place):
 
 
 def test_what_cannot_work_is_refused_before_the_base_is_loaded(place, monkeypatch):
-    monkeypatch.setattr("loragate.training.adapter_run.open_base", None)
+    monkeypatch.setattr("loragate.training.fine_tuning.open_base", None)
     (place / "taken").mkdir()
     (place / "taken" / "mine.txt").touch()
     for model, data, folder, more, error, told in (

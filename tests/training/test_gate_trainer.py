@@ -41,7 +41,7 @@ def arguments(folder, **more):
 
 
 def trainer_of(folder, rows=None, model=None, callbacks=(), **more):
-    other = {name: more.pop(name) for name in ("eval_dataset", "data_collator", "objective") if name in more}
+    other = {name: more.pop(name) for name in ("eval_dataset", "data_collator") if name in more}
     return lg.GateTrainer(
         model=model or tiny_adapter(),
         args=arguments(folder, **more),
@@ -63,13 +63,12 @@ def test_the_example_trains_gates_and_writes_an_artifact(tmp_path, monkeypatch):
     scope: dict = {}
     exec(EXAMPLE, scope)
     assert scope["trainer"].result.steps == 3
-    model, tokenizer = lg.load_gated("gated")
-    assert same(gate_values(model), gate_values(scope["model"]))
+    assert same(gate_values(lg.load_gated("gated")), gate_values(scope["model"]))
     record = json.loads((tmp_path / "gated" / "gate_config.json").read_text())
     assert record["k"] == 100
     assert record["training"]["settings"]["learning_rate"] == 5e-4
     assert record["training"]["steps"] == 3
-    assert record["stop_token_ids"] == [tokenizer.eos_token_id]
+    assert record["stop_token_ids"] == [tiny_tokenizer().eos_token_id]
 
 
 def test_the_papers_values_are_the_defaults():
@@ -77,7 +76,7 @@ def test_the_papers_values_are_the_defaults():
     assert (args.learning_rate, args.k, args.objective, args.num_train_epochs) == (5e-4, 100, "entropy", 1)
     assert (str(args.lr_scheduler_type.value), args.warmup_steps, args.weight_decay) == ("cosine", 0, 0)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 128
-    assert not (args.bf16 or args.fp16 or args.gradient_checkpointing or args.disable_tqdm)
+    assert not any((args.bf16, args.fp16, args.gradient_checkpointing, args.disable_tqdm))
     with pytest.raises(ConfigError, match="objective must be one of entropy, ce, random, found 'sft'"):
         lg.GateTrainingArguments("run", objective="sft")
 
@@ -133,8 +132,8 @@ def test_evaluation_reports_the_entropy_on_all_response_tokens(tmp_path):
     assert dict(vars(trainer.model.get_base_model())) == forwards, "the model is as it was"
     trainer.train()
     metrics = trainer.evaluate()
-    assert [step for step, _ in seen] == [0, 2, 3, 3] or [step for step, _ in seen] == [0, 2, 3]
-    assert metrics["eval_loss"] == metrics["eval_topk_entropy"] < before
+    assert [step for step, _ in seen] == [0, 2, 3, 3]
+    assert metrics["eval_loss"] == metrics["eval_topk_entropy"] != before
     encoded = encode_rows(load_rows(held), tiny_tokenizer(), max_length=64)
     expected, _, _ = measure_entropy(trainer.model, encoded, PassCollator(tiny_tokenizer()), 20, "default")
     assert metrics["eval_topk_entropy"] == pytest.approx(expected, rel=1e-6)
@@ -201,7 +200,9 @@ def test_gates_that_are_there_train_on_and_random_ones_take_no_step(tmp_path):
     drawn.train()
     assert (drawn.result.steps, drawn.result.objective) == (0, "random")
     with pytest.raises(ConfigError, match=r"carries no gates to train: give their range"):
-        lg.GateTrainer(tiny_adapter(), arguments(tmp_path), train_dataset=tiny_rows(4), processing_class=tiny_tokenizer())
+        lg.GateTrainer(
+            tiny_adapter(), arguments(tmp_path), train_dataset=tiny_rows(4), processing_class=tiny_tokenizer()
+        )
 
 
 def test_collators_packing_grouping_and_bf16(tmp_path):
@@ -216,7 +217,7 @@ def test_collators_packing_grouping_and_bf16(tmp_path):
         "own collator": {"data_collator": own},
         "packed": {"packing": True},
         "grouped": {"train_sampling_strategy": "group_by_length"},
-        "bf16": {"bf16": True},
+        "bf16": {"bf16": True, "use_cpu": not torch.cuda.is_available()},
     }.items():
         trainer = trainer_of(tmp_path, max_length=64, **more)
         trainer.train()
@@ -230,7 +231,7 @@ def test_collators_packing_grouping_and_bf16(tmp_path):
 
 def test_what_goes_wrong_before_training_takes_the_gates_off_again(tmp_path):
     model = tiny_adapter(base=tiny_base(max_position_embeddings=8))
-    with pytest.raises(TrainingError, match="has .* positions"):
+    with pytest.raises(TrainingError, match=r"has .* positions"):
         trainer_of(tmp_path, model=model)
     assert not any("lora_gate" in name for name, _ in model.named_modules())
     with pytest.raises(ConfigError, match="push_to_hub would push checkpoints"):

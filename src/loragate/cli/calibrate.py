@@ -16,7 +16,7 @@ from loragate.errors import ConfigError
 from loragate.selection.candidate import Candidate, parse_candidates
 from loragate.selection.settings import SelectionSettings, require_one_process
 from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
-from loragate.training.settings import ON_POLICY, GateTrainingSettings
+from loragate.training.settings import GateTrainingSettings
 from loragate.training.strategy import launch_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class CalibrateOptions(RunOptions, GateTrainingSettings, SelectionSettings, Gate
         heldout: rows that neither stage trains on, a file or hub id: entropy is measured on them too, before and after.
         heldout_split: split of --heldout, or of --data, with the held-out rows.
         range: "auto" tries the ranges below; or one range as L,U, such as --range=-3,1.
-        ranges: candidates of --range auto, separated by semicolons; one may name its objective, as in -6,3@anchored.
+        ranges: candidates of --range auto, separated by semicolons; one may name its objective, as in -6,3@ce.
         probe: questions that choose, at least 32 and better 128: .jsonl, .json or .parquet with prompt and answer, or
             prompts only.
         retention_probe: labelled questions of an ability to keep; what clearly loses on them is not recommended.
@@ -101,10 +101,9 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
         )
     if not options.unverified:
         require_one_process(options.processes)
-    sampled = next((one.objective for one in found if one.objective in ON_POLICY), found[0].objective)
-    require_effect("calibrate", options, flags=True, range="auto" if automatic else options.range, objective=sampled)
+    require_effect("calibrate", options, flags=True, range="auto" if automatic else options.range)
     plain_retention = options.retention_probe and not options.retention_task
-    if not plain_retention and not any(one.objective == "reward" for one in found):
+    if not plain_retention:
         require_effect("probe grader", options, flags=True)
     return found
 

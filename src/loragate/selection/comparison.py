@@ -279,7 +279,7 @@ class Comparison:
         answers = sum(self._probed(one).scores.size for one in self.results)
         answers += sum(part["answers"] for part in self.parts.values())
         alone = {one.temperature or 0.0: self._probed(one).scores for one in self.results if one.kind == ADAPTER}
-        sampled = any(self.bench.settings(one).on_policy for one in self.trained)
+        sampled = False
         forms = self._forms(setting)
         best, kept = {one: max(part["scores"].values()) for one, part in self.parts.items()}, {}
         if retention and self.retained:  # the adapter was asked first

@@ -25,6 +25,7 @@ from loragate.evaluation.judging import MATH, grade_tiny, require_graders
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Task
 from loragate.generation import Engine, OnProgress
+from loragate.selection.guards import Reward
 from loragate.selection.probe import COOL, MIN_QUESTIONS, Probe, by_agreement, no_evidence
 from loragate.selection.questions import (
     ANSWERS,
@@ -38,7 +39,6 @@ from loragate.selection.questions import (
     read_probe,
 )
 from loragate.selection.settings import SelectionSettings
-from loragate.training.rollouts import Reward
 
 SAMPLED = 2_000  # rows whose answers are measured
 

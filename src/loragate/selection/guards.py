@@ -1,28 +1,101 @@
-"""Guard rails: what sampled answers look like while gates train, compared with the adapter they started from.
+"""What sampled answers look like, and the prompts of training rows: what the probe reads, without a training behind it.
 
-The training loss cannot see a collapse; the answers can. A `Reading` counts what is visible without labels (endless
-repetition, lengths, endings, one answer to everything, gates stuck at their bounds) and a `Guard` compares readings with
-the first one. A guard is necessary, not sufficient: answers may be well formed and wrong, so what to keep is decided by
-the caller, on a probe. What makes an answer right is not known here.
+A reading counts what is visible without labels (endless repetition, lengths, endings, one answer to everything).
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-import torch
 from annotated_types import Ge
 
-from loragate.errors import ConfigError
-from loragate.gates import record_gates
-from loragate.losses.causal_head import causal_model
-from loragate.training.rollouts import Answer
+from loragate.data import EncodedRows, Rows
+from loragate.errors import ConfigError, DataError
+from loragate.generation import Sample
+from loragate.losses.head import IGNORED
 from loragate.validate import Count, Share, check
 
-MARGIN = 0.01  # λ this near to a bound, as a share of the way there from 1, is at it
+logger = logging.getLogger("loragate")
+
+Reward = Callable[[Mapping[str, Any], str, bool], float]
+"""(row with all its columns, answer text, whether the model ended it) to a number."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What an answer is sampled from: the row's index, the text for the engine and the ids it must become."""
+
+    row: int
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled answer.
+
+    Attributes:
+        prompt: index into the run's prompts.
+        token_ids: generated tokens, the stop token included.
+        text: decoded, without the stop token.
+        finished: whether the model ended it.
+        reward, advantage: zero unless a reward is given.
+    """
+
+    prompt: int
+    token_ids: tuple[int, ...]
+    text: str
+    finished: bool
+    reward: float = 0.0
+    advantage: float = 0.0
+
+
+def training_prompts(
+    encoded: EncodedRows, rows: Rows, tokenizer: Any, max_new_tokens: int, positions: int | None
+) -> list[Prompt]:
+    """The prompt of each row's last response, in training order.
+
+    Engines take text, so only rows count whose prompt survives the way ids → text → ids, and leaves room for an answer.
+
+    Raises:
+        DataError: if no row is left.
+    """
+    found, lossy, long = [], 0, 0
+    for item in encoded:
+        ids, labels = item["input_ids"], item["labels"]
+        # a conversation has several responses, each of which begins where labels do; the last one is asked for again
+        starts = [at for at in range(1, len(labels)) if labels[at] != IGNORED and labels[at - 1] == IGNORED]
+        prompt_ids = list(ids[: starts[-1]]) if starts else []
+        if positions is not None and len(prompt_ids) + max_new_tokens > positions:
+            long += 1
+            continue
+        # the chat template is part of the ids: the text is what an engine is given, special tokens and all
+        text = tokenizer.decode(prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if not prompt_ids or tokenizer(text, add_special_tokens=False)["input_ids"] != prompt_ids:
+            lossy += 1
+            continue
+        found.append(Prompt(item["row"], text, tuple(prompt_ids)))
+    account = (
+        f"{long} of {len(encoded)} prompts leave no room for {max_new_tokens} new tokens in the model's {positions} "
+        f"positions, and {lossy} change when their tokens are written as text"
+    )
+    if not found:
+        raise DataError(f"{rows.source}: nothing can be sampled: {account}. Lower max_new_tokens or change the rows")
+    if long or lossy:
+        logger.warning("left out: %s", account)
+    return found
+
+
+def as_answers(samples: Sequence[Sample]) -> list[Answer]:
+    """Samples of an engine as answers; `prompt` is the index of the question."""
+    return [
+        Answer(sample.question, tuple(sample.token_ids), sample.text, sample.finish_reason == "stop")
+        for sample in samples
+    ]
 
 
 @dataclass(frozen=True)
@@ -114,64 +187,3 @@ def exceeded(start: Reading, now: Reading, limits: GuardLimits) -> list[str]:
     if now.saturated is not None and now.saturated > limits.saturated:
         found.append(f"{now.saturated:.0%} of the λ are at a bound (limit {limits.saturated:.0%})")
     return found
-
-
-@dataclass
-class Guard:
-    """Collects answers into readings and remembers why to stop.
-
-    Attributes:
-        limits: what is allowed.
-        readings: all readings; the first is what the others are compared with.
-        verdict: None, or the sentence that says why training stopped.
-    """
-
-    limits: GuardLimits = field(default_factory=GuardLimits)
-    readings: list[Reading] = field(default_factory=list)
-    verdict: str | None = None
-    waiting: list[Answer] = field(default_factory=list)
-
-    def observe(
-        self,
-        step: int,
-        answers: Sequence[Answer],
-        saturation: Callable[[], float | None] | None = None,
-    ) -> str | None:
-        """Add answers; once there are enough, take a reading and compare it.
-
-        Returns:
-            The verdict, None while all is well.
-        """
-        self.waiting += answers
-        if len(self.waiting) < self.limits.answers:
-            return self.verdict
-        reading = generation_stats(self.waiting, step, None if saturation is None else saturation())
-        self.waiting = []
-        return self.judge(reading)
-
-    def judge(self, reading: Reading) -> str | None:
-        """Add a finished reading and compare it with the first one; returns the verdict."""
-        self.readings.append(reading)
-        found = exceeded(self.readings[0], reading, self.limits)
-        if found:
-            self.verdict = f"stopped by the guard at step {reading.step}: " + "; ".join(found)
-        return self.verdict
-
-    def as_records(self) -> list[dict[str, Any]]:
-        """The readings as plain dictionaries, for the result and checkpoints."""
-        return [asdict(reading) for reading in self.readings]
-
-
-@torch.no_grad()
-def saturation(model: Any, batches: Sequence[dict[str, torch.Tensor]], adapter_name: str) -> float | None:
-    """Share of λ at a bound over the response tokens of some collated batches, over all modules that count them.
-
-    None where none does: the gates sit in experts alone, which see routed tokens.
-    """
-    # the gates all lie below the head, and logits of a whole vocabulary would be the largest tensor of the pass
-    below_head = causal_model(model).base_model
-    with record_gates(model, adapter_name, MARGIN) as recording:
-        for batch in batches:
-            recording.token_mask = batch["labels"].ne(-100)
-            below_head(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-    return recording.total().get("saturated")

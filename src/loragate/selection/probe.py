@@ -27,8 +27,7 @@ from loragate.evaluation.tasks import Question, Task
 from loragate.files import read_json, write_json
 from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
 from loragate.selection.forms import form_of
-from loragate.training.guards import GuardLimits, Reading, exceeded, generation_stats
-from loragate.training.rollouts import as_answers
+from loragate.selection.guards import GuardLimits, Reading, as_answers, exceeded, generation_stats
 
 COOL, COOL_SAMPLES = 0.3, 8
 MIN_EXTRACTED = 0.5

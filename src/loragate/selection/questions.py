@@ -28,9 +28,9 @@ from loragate.evaluation.tasks.questions import render_questions
 from loragate.evaluation.tasks.task import Dataset, Generation, Grader
 from loragate.generation import SamplingConfig
 from loragate.generation.requests import tokenize_prompts
+from loragate.selection.guards import training_prompts
 from loragate.selection.probe import MIN_QUESTIONS, Probe, why_never_right, why_not_judged
 from loragate.selection.settings import ProbeSettings
-from loragate.training.rollouts import training_prompts
 
 PROMPTS = ("prompt", "question", "problem", "instruction")
 LONG = 60

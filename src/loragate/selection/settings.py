@@ -44,14 +44,11 @@ class SelectionSettings(ProbeSettings):
         retention_task: task (name or file) of the retention probe; without it a file of prompts and answers.
         probe_covers_all: the probe has all kinds of questions that will be asked, though the rows may have more; so a setting
             may be recommended that gives up forms of answers which only the rows have.
-        guard: stop the training of anchored or reward when sampled answers collapse: they repeat, never end, change
-            their length or lose variety.
     """
 
     exclude: str = ""
     retention_task: str = ""
     probe_covers_all: bool = False
-    guard: bool = True
 
 
 def require_one_process(asked: int = 0) -> None:

@@ -35,6 +35,7 @@ from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
 from loragate.selection.chosen import CANDIDATES, UNVERIFIED, Chosen
 from loragate.selection.comparison import Comparison, settings_on
 from loragate.selection.evidence import Evidence, answer_tokens, reward_of
+from loragate.selection.guards import Reward
 from loragate.selection.probe import Probe
 from loragate.selection.questions import Manner, set_aside
 from loragate.selection.rulings import HOPEFUL
@@ -54,8 +55,6 @@ from loragate.selection.trial import (
     settings_by_objective,
 )
 from loragate.training import GateTrainingSettings, training_rows
-from loragate.training.guards import GuardLimits
-from loragate.training.rollouts import Reward
 from loragate.training.rows import encoded_fingerprint
 from loragate.training.strategy import process_state
 
@@ -214,13 +213,13 @@ class Transaction:
         return replace(settings_by_objective(self.settings, objectives)[one.objective], seed=one.seed)
 
     def take(self, peft_model: Any, engine: Engine | None = None, **origin: Any) -> None:
-        """The model to gate; `engine` answers with it as it stands, by default `sampling_batch_size` at a time."""
+        """The model to gate; `engine` answers with it as it stands, by default 64 at a time."""
         if is_gated(peft_model, active_adapter(peft_model)):
             raise GateError("the model carries gates already; take them off first, with loragate.detach_gates(model)")
         verdicts = examine_adapter(peft_model, active_adapter(peft_model), self.config.target_modules)
         self.gateable = len(require_gateable(verdicts))
         require_trainable(verdicts)
-        size = self.settings.sampling_batch_size
+        size = 64
         self.bench = Bench(
             peft_model,
             self.tokenizer,
@@ -300,7 +299,6 @@ class Transaction:
     def _store(self, candidates: tuple[Candidate, ...], asked: dict[str, Any]) -> Store:
         """The study of these candidates; its identity is what their numbers depend on."""
         named = {one.objective: one for one in self.candidates}
-        guarded = self.asking.guard and any(self.bench.settings(one).on_policy for one in self.candidates)
         gates = asdict(self.config)
         identity = {
             **asked,
@@ -310,7 +308,6 @@ class Transaction:
             **self._weights(),
             "training": {name: self.bench.settings(one).as_record() for name, one in named.items()},
             "gates": {name: value for name, value in gates.items() if name not in ("lower", "upper", "seed")},
-            "guard": asdict(GuardLimits()) if guarded else None,
         }
         return Store(self.folder / CANDIDATES, Study(candidates, identity))
 
@@ -351,12 +348,7 @@ class Transaction:
 
     def _options(self, settings: GateTrainingSettings) -> dict[str, Any]:
         """What a training with these settings needs beside the rows."""
-        options: dict[str, Any] = {"heldout": self.heldout}
-        if settings.objective == "reward":
-            options["reward"] = self.reward
-        if settings.on_policy and self.asking.guard:
-            options["guard"] = GuardLimits()
-        return options
+        return {"heldout": self.heldout}
 
 
 def gates_all(model: Any) -> bool:

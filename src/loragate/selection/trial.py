@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from loragate.data import EncodedRows, Rows, find_endings
+from loragate.effects import acting
 from loragate.errors import TrainingError
 from loragate.files import held, read_json, write_json, write_text
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters, save_gates
@@ -39,7 +40,7 @@ from loragate.selection.probe import Probe, Scored
 from loragate.selection.store import ADAPTERS, FAILED, GATED, PART, TRAINED, Store, TrialResult
 from loragate.training import GateTrainingResult, GateTrainingSettings, train_gates
 from loragate.training.callbacks import StepReport
-from loragate.training.checks import check_start
+from loragate.training.gate_training import check_start
 
 LOCK_WAIT_S = 60.0
 SHARE, PART_QUESTIONS = 0.25, 24
@@ -82,7 +83,7 @@ class Bench:
 def settings_by_objective(options: GateTrainingSettings, objectives: Iterable[str]) -> dict[str, GateTrainingSettings]:
     """{objective: its training settings}: those of the options that it reads; a ConfigError for one that none reads."""
     given = {field.name: getattr(options, field.name) for field in fields(GateTrainingSettings)}
-    own = {name: set(GateTrainingSettings.read_by(name)) for name in objectives}
+    own = {name: set(acting("calibration", given, objective=name)) for name in objectives}
     somewhere = set().union(*own.values())
     unread = {key: value for key, value in given.items() if key not in somewhere}
     found = {}
@@ -291,7 +292,6 @@ def fit(
         run_folder=run,
         resume=resume and (run / "run.json").is_file(),
         on_step=report,
-        share=SHARE if part else 1.0,
         **bench.options(settings),
     )
 

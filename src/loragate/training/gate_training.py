@@ -148,8 +148,8 @@ class GateTrainingArguments(SFTConfig):
 
     The paper trains for one epoch with a cosine schedule and no warm-up, with 128 sequences a step (here 8 × 16 on one device);
     betas, weight decay and clipping are ours. Gates train in fp32 whatever the model's dtype is; load the model in bf16 to save
-    memory. `train_sampling_strategy` may be "group_by_length" or `packing` True: every step keeps its rows. Rows come in one order,
-    shuffled by `data_seed` (or `seed`).
+    memory. `train_sampling_strategy` may be "group_by_length" or `packing` True: every step keeps its rows. Rows come in one
+    order, shuffled by `data_seed` (or `seed`).
 
     Attributes:
         k: support of the top-k entropy; 0, or at least the vocabulary size, means the full entropy.
@@ -159,6 +159,7 @@ class GateTrainingArguments(SFTConfig):
 
     learning_rate: float = 5e-4
     lr_scheduler_type: str = "cosine"
+    optim: str = "adamw_torch"
     weight_decay: float = 0.0
     adam_beta2: float = 0.95
     num_train_epochs: float = 1.0
@@ -190,8 +191,8 @@ class GateTrainer(StatisticsTrainer):
 
     `train` checks that the gates start at the adapter, trains, checks that nothing but gates has changed, and leaves a `result`.
     `evaluate` reports the mean loss and top-k entropy over the response tokens of `eval_dataset`. `save_model` writes the gated
-    adapter as an artifact (`loragate.save_gates`). Callbacks, `report_to`, logging, checkpoints and `resume_from_checkpoint` work as
-    in transformers; a checkpoint holds the gates, the optimiser and the random state.
+    adapter as an artifact (`loragate.save_gates`). Callbacks, `report_to`, logging, checkpoints and `resume_from_checkpoint` work
+    as in transformers; a checkpoint holds the gates, the optimiser and the random state.
 
     Args:
         model: a PeftModel with a plain LoRA adapter, which is gated in place, or one with gates already.

@@ -177,6 +177,7 @@ class StatisticsTrainer(SFTTrainer):
         )  # fmt: skip
         args.remove_unused_columns, args.average_tokens_across_devices = False, True
         args.ddp_find_unused_parameters, args.router_aux_loss_coef = False, 0.0
+        args.dataloader_pin_memory &= target_device(model).type != "cpu"
         # several visible GPUs without a launcher would mean nn.DataParallel, whose replicas lose the instance's forward
         args._n_gpu = min(args.n_gpu, 1)
 
