@@ -256,6 +256,8 @@ class GateTrainer(StatisticsTrainer):
         self.trained_by = trained_by
         rows: Rows | None = None
         if not isinstance(train_dataset, EncodedRows):
+            if train_dataset is None:
+                raise ConfigError("train_dataset is missing: give rows with prompt and completion, or messages")
             rows = load_rows(train_dataset).shuffled(args.seed if args.data_seed is None else args.data_seed)
             train_dataset, where = encode_rows(rows, processing_class, max_length=args.max_length), rows.where
         self.encoded, self.max_row_tokens = train_dataset, args.max_length

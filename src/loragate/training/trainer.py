@@ -102,6 +102,7 @@ class StatisticsTrainer(SFTTrainer):
         fused: whether the fused head serves; known once a training or an evaluation has begun.
     """
 
+    control: Any  # of transformers
     loss_is_scaled_for_ga = True  # else the trainer would divide by the number of forward passes once more
 
     def __init__(
@@ -165,8 +166,13 @@ class StatisticsTrainer(SFTTrainer):
             )
         )
         self.rows_per_pass = args.per_device_train_batch_size
-        evaluated = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset} if eval_dataset else {}
-        sets = [train_dataset, *evaluated.values()]
+        sets, evaluated = [train_dataset], None
+        if isinstance(eval_dataset, Mapping):
+            sets += eval_dataset.values()
+            evaluated = {name: self.evaluation_rows(rows, args) for name, rows in eval_dataset.items()}
+        elif eval_dataset is not None:
+            sets.append(eval_dataset)
+            evaluated = self.evaluation_rows(eval_dataset, args)
         # packed rows are as long as a pass, and their mask is of another kind
         self.longest = sys.maxsize if self.packing else max(int(rows.arrays["lengths"].max()) for rows in sets)
         if self.packing:
@@ -204,13 +210,11 @@ class StatisticsTrainer(SFTTrainer):
             args=args,
             data_collator=PassCollator(processing_class) if data_collator is None else data_collator,
             train_dataset=dataset,
-            eval_dataset={name: self.evaluation_rows(rows, args) for name, rows in evaluated.items()} or None,
+            eval_dataset=evaluated,
             processing_class=processing_class,
             callbacks=[*self._checks(args), *callbacks],
             optimizers=optimizers,
         )
-        if set(evaluated) == {""}:
-            self.eval_dataset = self.eval_dataset[""]
         # TRL puts a head of its own before the model's forward
         causal_model(twin).__dict__.pop("forward", None)
         if own_forward is not None:
