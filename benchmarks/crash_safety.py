@@ -240,7 +240,7 @@ def undisturbed(stage: str, folder: Path) -> tuple[str, float, float]:
 
 def trials(stage: str, kills: int, draw: random.Random, place: Path) -> Outcome:
     """Kill and resume until `kills` runs were killed and the last of them was brought to its end."""
-    from loragate.training.run_folder import is_complete, last_checkpoint
+    from loragate.training.checkpoints import is_complete, last_checkpoint
 
     expected, startup, gap = undisturbed(stage, place / "undisturbed")
     outcome = Outcome()

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from loragate.analysis.plan_step import KnownSelection, materialise
 from loragate.gates.gate import SignedGate
-from loragate.training import last_layer
 
 
 @contextmanager
@@ -43,14 +42,4 @@ def gates_stay_put() -> Iterator[None]:
         yield
         return
     with patch.object(SignedGate, "to", lambda gate, *_args, **_options: gate):
-        yield
-
-
-@contextmanager
-def known_rows(read: int) -> Iterator[None]:
-    """Inside, under a fake mode, the last layer runs on `read` positions: which they are, no fake label can tell."""
-    if not under_fake_mode():
-        yield
-        return
-    with patch.object(last_layer, "read_rows", lambda _labels: torch.empty(read, dtype=torch.int64)):
         yield

@@ -34,7 +34,7 @@ from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
 from loragate.analysis.plan_step import StorageTracker
 from loragate.losses import token_statistics, topk_entropy
-from loragate.losses.tiling import preferred_tokens
+from loragate.losses.projection import preferred_tokens
 
 K = 100
 VOCABULARIES = [8192, 32768, 65536, 151936]

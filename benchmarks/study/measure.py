@@ -49,7 +49,7 @@ from loragate.gates import (
 )
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter, train_gates
-from loragate.training.token_influence import keep_masks, response_log_probs
+from loragate.training.token_mask import keep_masks, response_log_probs
 from loragate.world.problems import retention_items
 from worlds.situations import WORLDS as KINDS
 from worlds.situations import Questions, Situation, base_for, demonstration_rows, questions

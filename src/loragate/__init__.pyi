@@ -20,6 +20,8 @@ from .losses import (
 from .models import GatedPeftModel as GatedPeftModel, load_gated as load_gated
 from .selection import calibrate as calibrate
 from .training import (
+    GateTrainer as GateTrainer,
+    GateTrainingArguments as GateTrainingArguments,
     GateTrainingSettings as GateTrainingSettings,
     FineTuningSettings as FineTuningSettings,
     make_adapter as make_adapter,

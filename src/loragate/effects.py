@@ -32,8 +32,7 @@ class Acts:
         return found in self.values or (None in self.values and not found)
 
 
-_TRAINED = ("entropy", "ce", "anchored", "reward")
-_SAMPLED = ("anchored", "reward")
+_TRAINED = ("entropy", "ce")
 _ANSWERS = ("gates", "alignment", "tokens")
 _GRADERS = ("default", "math_verify", "dft", "choice", "exact", "boxed", "humaneval", "mbpp", "tiny")
 
@@ -65,12 +64,6 @@ TABLE: dict[str, tuple[Acts, ...]] = {
                 ("logging_steps", "save_steps", "save_total_limit", "report_to"),
             )
         ),
-        # a probe is answered with it, whatever the objective
-        Acts(("sampling_batch_size",), "objective", _SAMPLED, refused=False),
-        Acts(("anchor",), "objective", _SAMPLED),
-        Acts(("refresh", "samples_per_prompt", "max_new_tokens"), "objective", _SAMPLED),
-        Acts(("beta", "temperature"), "objective", ("anchored",)),
-        Acts(("reward_kl", "advantage", "clip_ratio"), "objective", ("reward",)),
         Acts(("random_scale",), "objective", ("random",)),
     ),
     "calibrate": (

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 
 from loragate.cli.main import main
-from loragate.training import token_influence
+from loragate.training import token_mask
 from tiny import run, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_base, write_rows
 
 
@@ -101,7 +101,7 @@ def test_sft_reads_what_mask_wrote(place, tmp_path, capsys, fails, objective):
 
 
 def test_resume_scores_only_what_is_missing(place, tmp_path, fails, monkeypatch):
-    own, calls = token_influence.response_log_probs, []
+    own, calls = token_mask.response_log_probs, []
     one = ("--per-device-train-batch-size", "1")
     assert mask(place, tmp_path / "whole.jsonl", *one) == 0
 
@@ -112,12 +112,12 @@ def test_resume_scores_only_what_is_missing(place, tmp_path, fails, monkeypatch)
                 raise KeyboardInterrupt
             yield window
 
-    monkeypatch.setattr(token_influence, "response_log_probs", stopped)
+    monkeypatch.setattr(token_mask, "response_log_probs", stopped)
     assert mask(place, tmp_path / "m.jsonl", *one) == 130
     assert not (tmp_path / "m.jsonl").exists()
     assert (tmp_path / "m.jsonl.partial" / "base.f32").stat().st_size > 0
     given = ("--model", place / "base", "--reference", place / "adapter", "--data", place / "rows.jsonl")
-    assert "go on with --resume" in fails("mask", *given, "--out", tmp_path / "m.jsonl")
+    assert "go on with it with --resume" in fails("mask", *given, "--out", tmp_path / "m.jsonl")
     assert mask(place, tmp_path / "m.jsonl", *one, "--resume") == 0
     assert (tmp_path / "m.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
 

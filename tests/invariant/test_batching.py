@@ -12,7 +12,7 @@ import torch
 
 import loragate as lg
 from loragate.data import Collator, encode_rows
-from loragate.losses import StatisticsRequest, tiling
+from loragate.losses import StatisticsRequest, projection
 from loragate.training import FineTuningSettings, GateTrainingSettings
 from loragate.training.model_state import statistics_forward
 from loragate.training.settings import OBJECTIVES
@@ -80,8 +80,8 @@ def test_fp16_follows_fp32(tokenizer):
 def stage_one(tokenizer, objective, micro, **changes):
     """(losses, trained values) of two steps, the last of which has fewer rows."""
     settings = FineTuningSettings(
-        objective=objective, batch_size=8, per_device_train_batch_size=micro, learning_rate=5e-3, logging_steps=1, max_length=64, rank=4,
-        **changes,
+        objective=objective, batch_size=8, per_device_train_batch_size=micro, learning_rate=5e-3,
+        logging_steps=1, max_length=64, rank=4, **changes,
     )  # fmt: skip
     result = lg.train_adapter(tiny_base(), tokenizer, masked_rows(12), settings)
     trained = {name: value.detach() for name, value in result.model.named_parameters() if value.requires_grad}
@@ -160,7 +160,7 @@ def test_padding_changes_nothing(tokenizer):
 
 def test_chunk_size_changes_nothing(tokenizer, monkeypatch):
     whole = calibration(tokenizer, 8)
-    monkeypatch.setattr(tiling, "BUDGET", 1)
+    monkeypatch.setattr(projection, "BUDGET", 1)
     assert_same(calibration(tokenizer, 8), whole)
 
 

@@ -7,8 +7,7 @@ import torch
 
 from loragate.errors import ConfigError
 from loragate.losses import add_statistics_forward, statistics_of_logits
-from loragate.losses.causal_head import ReferenceRequest, StatisticsRequest
-from loragate.losses.divergence import Reference, reference_statistics
+from loragate.losses.causal_head import Reference, ReferenceRequest, StatisticsRequest, reference_statistics
 from loragate.losses.projection import Head
 from tiny import tiny_base
 
@@ -79,23 +78,6 @@ def test_logits_serve_as_a_reference_without_a_head():
     logits = logits_of(reference.states, reference.head)
     one = reference_statistics(hidden, head, labels, reference).kl
     torch.testing.assert_close(one, reference_statistics(hidden, head, labels, Reference(logits, None)).kl)
-
-
-def test_a_reference_of_several_passes():
-    """The mean of two distributions, at equal weights of entropy and KL: the loss is then the cross-entropy to it."""
-    hidden, head, labels, _ = case()
-    mask = labels != -100
-    states = torch.randn(2, int(mask.sum()), D, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-    reference = Reference(states, head, lambda logs: torch.logaddexp(logs[0], logs[1]) - math.log(2))
-    stats = reference_statistics(hidden, head, labels, reference, chunk_tokens=3)
-    plain = hidden.detach().clone().requires_grad_(True)
-    r = torch.softmax(logits_of(states, head), -1).mean(0)
-    cross = -(torch.softmax(logits_of(plain[mask], head), -1) * r.log()).sum(-1)
-    torch.testing.assert_close((stats.entropy + stats.kl)[mask], cross)
-    torch.testing.assert_close(reference.log_probs(V).exp(), r)
-    (stats.entropy + stats.kl).sum().backward()
-    cross.sum().backward()
-    torch.testing.assert_close(hidden.grad, plain.grad, rtol=1e-9, atol=1e-10)
 
 
 def test_no_label_keeps_the_graph_alive():

@@ -11,7 +11,6 @@ from loragate.errors import ConfigError
 from loragate.losses import (
     projection,
     statistics_of_logits,
-    tiling,
     token_statistics,
     token_statistics_reference,
     topk_entropy,
@@ -149,7 +148,7 @@ def test_saves_indices_and_slopes_only():
 def test_bytes_at_a_time_do_not_grow_with_the_vocabulary(monkeypatch):
     """Real tensors, every storage counted: one tile of logits at a time, and what is kept per token."""
     tokens, width, vocabulary, k, budget = 512, 32, 8192, 8, 1 << 18
-    monkeypatch.setattr(tiling, "BUDGET", budget)
+    monkeypatch.setattr(projection, "BUDGET", budget)
     hidden, weight, labels = operands(tokens, width, vocabulary, torch.float32, ignored=0)
     hidden.requires_grad_()
     for name, tiles in (("topk_entropy", 1.5), ("log_prob", 1.5), ("entropy", 2.5)):
@@ -185,7 +184,7 @@ def test_values_and_gradients_equal_autograd(monkeypatch, k, extras, budget):
     hidden, weight, labels = operands()
     bias = torch.randn(37, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     if budget is not None:
-        monkeypatch.setattr(tiling, "BUDGET", budget)
+        monkeypatch.setattr(projection, "BUDGET", budget)
         weight[20:30], bias[20:30] = weight[3:13].clone(), bias[3:13].clone()  # equal logits in different tiles
     options = {"k": k, "bias": bias, **extras}
     for name in STATISTICS:
@@ -211,14 +210,14 @@ def test_tiles_change_nothing(monkeypatch, dtype, gradients):
         return gradient(lambda h: token_statistics(h, weight, labels, k=10, gradients=gradients), hidden, name).float()
 
     whole = run()
-    monkeypatch.setattr(tiling, "BUDGET", 64 * 128 * 4)
+    monkeypatch.setattr(projection, "BUDGET", 64 * 128 * 4)
     parts = run()
     assert (parts - whole).norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-5) * whole.norm()
 
 
 def test_a_masked_part_of_the_vocabulary(monkeypatch):
     """A bias of −∞ over a whole tile, the first one: log-probability and top-k entropy are those of the rest."""
-    monkeypatch.setattr(tiling, "BUDGET", 1)
+    monkeypatch.setattr(projection, "BUDGET", 1)
     hidden, weight, labels = operands()
     bias = torch.zeros(37, dtype=torch.float64)
     bias[:16] = -torch.inf

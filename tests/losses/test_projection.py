@@ -1,10 +1,20 @@
-"""Whole rows and tiles of one head agree, whether its rows are used as they are or widened tile by tile."""
+"""Tiles keep to the budget, agree with whole rows, and lead to the largest values, as exact as `torch.topk`."""
 
 import pytest
 import torch
 
 from loragate.losses import projection
-from loragate.losses.projection import Head, Projection
+from loragate.losses.projection import (
+    BUDGET,
+    Head,
+    Projection,
+    RunningLargest,
+    Tiling,
+    chunks,
+    largest,
+    needs_widening,
+    tiling,
+)
 
 V, D, C, K = 101, 16, 6, 5
 
@@ -52,3 +62,63 @@ def test_the_sparse_way_back(monkeypatch, dtype, index):
     wanted = torch.einsum("tk,tkd->td", coefficient, weight.float()[indices])
     found = Projection(Head(weight)).pull_back_sparse(indices.to(index), coefficient)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("widened", [False, True])
+@pytest.mark.parametrize("vocabulary", [5, 160, 8192, 32000, 151936, 262144])
+@pytest.mark.parametrize("width", [64, 1536, 8192])
+def test_tiles_keep_to_the_budget(device, widened, vocabulary, width):
+    sizes = tiling(vocabulary, width, device, widened=widened)
+    assert 4 * sizes.tokens * sizes.columns <= BUDGET
+    assert not widened or 4 * sizes.columns * width <= BUDGET
+    spans = sizes.spans(vocabulary)
+    assert [start for start, _ in spans] == [0, *[stop for _, stop in spans[:-1]]]
+    assert spans[-1][1] == vocabulary
+    assert max(stop - start for start, stop in spans) <= sizes.columns
+    least = min(stop - start for start, stop in spans)
+    assert len(spans) == 1 or least > sizes.columns / 4, "no sliver at the end"
+
+
+def test_what_the_caller_asks_for(monkeypatch):
+    sizes = tiling(151936, 1536, "cpu", widened=False, tokens=4096)
+    assert sizes == Tiling(4096, 4096)
+    monkeypatch.setattr(projection, "BUDGET", 1)
+    assert tiling(151936, 1536, "cpu", widened=False) == Tiling(16, 16)
+    assert chunks(5, 2) == [slice(0, 2), slice(2, 4), slice(4, 6)]
+    assert needs_widening(torch.zeros(1, dtype=torch.bfloat16))
+    assert not needs_widening(torch.zeros(1))
+
+
+def rows(width):
+    values = torch.randn(7, width, generator=torch.Generator().manual_seed(width))
+    values[3, -1] = 50.0  # in the last columns, outside of every group
+    values[4] = 1.0  # all equal
+    values[5, : width // 2] = -torch.inf
+    values[6] = values[6].round()  # many ties
+    return values
+
+
+def assert_exact(values, k, top, columns):
+    torch.testing.assert_close(top, torch.topk(values, k).values, rtol=0, atol=0)
+    torch.testing.assert_close(values.gather(1, columns.long()), top, rtol=0, atol=0)
+    assert all(len(set(row)) == k for row in columns.tolist()), "no column twice"
+
+
+@pytest.mark.parametrize(
+    ("width", "k"),
+    [(64 * 40, 10), (64 * 40 + 17, 10), (64 * 8 + 3, 2), (63, 5), (64 * 500 + 1, 100), (30 * 16 + 5, 30), (20, 20)],
+)
+def test_two_level_selection_is_exact(width, k):
+    values = rows(width)
+    assert_exact(values, k, *largest(values, k))
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1000, 5000])
+@pytest.mark.parametrize("k", [2, 40])
+def test_rows_in_pieces(piece, k):
+    values = rows(2111)
+    running = RunningLargest(k)
+    for start in range(0, 2111, piece):
+        running.add(values[:, start : start + piece], start)
+    assert_exact(values, k, *running.found)

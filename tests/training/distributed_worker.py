@@ -39,7 +39,7 @@ def sft(out, resume, base, **settings):
     return result, {name: p for name, p in result.model.named_parameters() if p.requires_grad}
 
 
-def calibrate(out, resume, base, granularity="token", **settings):
+def gates(out, resume, base, granularity="token", **settings):
     settings = GateTrainingSettings(**{**COMMON, "learning_rate": 1e-2, "k": 20, **settings})
     model = tiny_adapter(base=tiny_base(**base))
     config = lg.GateConfig(-3, 2, granularity=granularity)
@@ -52,10 +52,10 @@ def calibrate(out, resume, base, granularity="token", **settings):
 def run(stage, out, resume=False, base=None, **settings):
     """(record, trained values) of a run of `stage`; the values are whole and on the CPU, whatever the launch."""
     out = Path(out)
-    result, trained = {"sft": sft, "calibrate": calibrate}[stage](out, resume, base or {}, **settings)
+    result, trained = {"sft": sft, "gates": gates}[stage](out, resume, base or {}, **settings)
     assert not any(hasattr(value, "full_tensor") or hasattr(value, "ds_id") for value in trained.values())
     record = {"history": result.history, "steps": result.steps}
-    if stage == "calibrate":
+    if stage == "gates":
         record |= {"before": result.entropy_before, "after": result.entropy_after, "mean": result.gates_total["mean"]}
     return record, {name: value.detach().clone() for name, value in trained.items()}
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 from peft import PeftModel
@@ -58,8 +59,22 @@ def test_a_run_that_was_stopped_goes_on(place):
     assert all(bool((whole[name] == resumed[name]).all()) for name in whole)
 
 
+def test_a_second_training_begins_anew_where_that_is_asked_for(place):
+    first = ["sft", "--model", "base", "--data", "rows.jsonl", "--out", "adapter", *FLAGS.split()]
+    assert main(first) == 0
+    assert main([*first, "--seed", "7"]) == 2, "nothing is overwritten unasked"
+    assert main([*first, "--seed", "7", "--overwrite", "--resume"]) == 2
+    assert main([*first, "--seed", "7", "--overwrite"]) == 0
+    lg.make_adapter("base", "rows.jsonl", "new", replace(SETTINGS, seed=7))
+    assert contents(place / "adapter") == contents(place / "new")
+    (place / "mine").mkdir()
+    (place / "mine" / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        lg.make_adapter("base", "rows.jsonl", "mine", SETTINGS, overwrite=True)
+
+
 def test_what_cannot_work_is_refused_before_the_base_is_loaded(place, monkeypatch):
-    monkeypatch.setattr("loragate.training.adapter_run.open_base", None)
+    monkeypatch.setattr("loragate.training.fine_tuning.open_base", None)
     (place / "taken").mkdir()
     (place / "taken" / "mine.txt").touch()
     for model, data, folder, more, error, told in (

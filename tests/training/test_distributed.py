@@ -19,9 +19,9 @@ import torch
 import transformers
 
 from loragate.errors import TrainingError
-from loragate.training.run_folder import explain_lost_process, is_lost
+from loragate.training.checkpoints import explain_lost_process, is_lost
 from loragate.training.sharding import average_gradients, decoder_layers, fsdp_copy
-from loragate.training.strategy import STRATEGIES, Launch, launch_file, launch_of
+from loragate.training.strategy import STRATEGIES, Launch, launch_file
 from tiny import load_script, tiny_adapter, tiny_base
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
@@ -33,10 +33,10 @@ shards = pytest.mark.skipif(
 PATIENCE = 1200  # seconds; two processes need a few, and ten times that on a busy machine
 UNTIED = {"tie_word_embeddings": False}
 JOBS = {
-    "gates": {"stage": "calibrate"},
-    "one gate": {"stage": "calibrate", "granularity": "global", "per_device_train_batch_size": 2, "base": UNTIED},
-    "gates, checkpointing": {"stage": "calibrate", "gradient_checkpointing": True, "per_device_train_batch_size": 2},
-    "gates, packed": {"stage": "calibrate", "packing": True, "per_device_train_batch_size": 2},
+    "gates": {"stage": "gates"},
+    "one gate": {"stage": "gates", "granularity": "global", "per_device_train_batch_size": 2, "base": UNTIED},
+    "gates, checkpointing": {"stage": "gates", "gradient_checkpointing": True, "per_device_train_batch_size": 2},
+    "gates, packed": {"stage": "gates", "packing": True, "per_device_train_batch_size": 2},
     "adapter": {"stage": "sft"},
     "adapter, accumulated": {"stage": "sft", "per_device_train_batch_size": 1, "objective": "dft", "base": UNTIED},
     "adapter, median of the batch": {"stage": "sft", "per_device_train_batch_size": 1, "objective": "talr"},
@@ -240,18 +240,6 @@ def test_zero3_follows_one_process(tmp_path, alone):
     do(tmp_path, [{**whole, "resume": True, "drop": "checkpoint-3", "out": str(tmp_path / "resumed")}], environment)
     for key, values in read(tmp_path / "whole")[1].items():
         assert torch.equal(read(tmp_path / "resumed")[1][key], values), key
-
-
-def test_the_launch_is_read_from_the_environment():
-    assert launch_of({}) == Launch()
-    assert launch_of({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}) == Launch("ddp", 4, 3, 1)
-    assert launch_of({"WORLD_SIZE": "2", **FSDP2}).strategy == "fsdp2"
-    assert launch_of({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}).strategy == "fsdp1"
-    assert launch_of({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}).strategy == "zero3"
-    assert launch_of({"ACCELERATE_USE_DEEPSPEED": "true"}).strategy == "zero2"
-    assert launch_of({**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}).offload
-    assert launch_of({"LORAGATE_STRATEGY": "fsdp2"}).sharded
-    assert not launch_of({"WORLD_SIZE": "2"}).sharded
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

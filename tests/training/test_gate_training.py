@@ -8,14 +8,17 @@ from functools import partial
 
 import pytest
 import torch
+import transformers as tf
+from peft import LoraConfig, get_peft_model
 
 import loragate as lg
 from loragate.data import Collator, encode_rows, load_rows
-from loragate.errors import DivergenceError, GateError, LoragateError, TrainingError
+from loragate.errors import ConfigError, DivergenceError, GateError, LoragateError, TrainingError
 from loragate.files import held
-from loragate.gates import measure_parity, weights_checksum
+from loragate.gates import Parity, measure_parity, weights_checksum
 from loragate.gates.attach import gate_modules
-from loragate.training import GateTrainingSettings, stage_two, training_rows
+from loragate.training import GateTrainingSettings, gate_training, training_rows
+from loragate.training.gate_training import check_parity, check_start
 from loragate.training.reference import reference_loop, response_entropies
 from tiny import gate_values, logits, same, tiny_adapter, tiny_base, tiny_rows
 
@@ -124,7 +127,7 @@ def test_parity_failure_stops_before_training(tokenizer, rows):
 
 
 def test_a_dead_first_gradient_is_refused(tokenizer, rows, monkeypatch):
-    monkeypatch.setattr(stage_two.GateEntropy, "loss", lambda self, stats, context=None: stats.topk_entropy * 0.0)
+    monkeypatch.setattr(gate_training.GateEntropy, "loss", lambda self, stats, context=None: stats.topk_entropy * 0.0)
     with pytest.raises(TrainingError, match="exactly zero"):
         lg.train_gates(tiny_adapter(), tokenizer, rows, CONFIG, SETTINGS)
 
@@ -139,7 +142,7 @@ def test_a_loss_that_is_not_finite_names_the_row(tokenizer, rows, monkeypatch):
             factor[2] = float("nan")
         return stats.topk_entropy * factor
 
-    monkeypatch.setattr(stage_two.GateEntropy, "loss", poisoned)
+    monkeypatch.setattr(gate_training.GateEntropy, "loss", poisoned)
     model = tiny_adapter()
     with pytest.raises(TrainingError, match=r"not finite at step 2: row \d+\. Nothing was updated"):
         lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS)
@@ -150,7 +153,7 @@ def skipping(monkeypatch):
     """fp16 needs CUDA; here accelerate's optimiser skips the steps that a list names, as loss scaling makes it do."""
     from accelerate.optimizer import AcceleratedOptimizer
 
-    from loragate.training import callbacks, run
+    from loragate.training import callbacks, trainer
 
     step = AcceleratedOptimizer.step
 
@@ -164,7 +167,7 @@ def skipping(monkeypatch):
 
         monkeypatch.setattr(AcceleratedOptimizer, "step", sometimes)
         monkeypatch.setattr(callbacks.SkippedStepCheck, "LONGEST", longest)
-        monkeypatch.setattr(run, "FiniteGradientCheck", lambda trained: callbacks.SkippedStepCheck())
+        monkeypatch.setattr(trainer, "FiniteGradientCheck", lambda trained: callbacks.SkippedStepCheck())
         return replace(SETTINGS, per_device_train_batch_size=8, max_steps=len(skipped), save_steps=2)
 
     return prepare
@@ -270,8 +273,6 @@ def test_an_adapter_on_the_output_head_is_refused(tokenizer, rows):
 
 
 def test_a_second_active_adapter_is_part_of_the_base(tokenizer, rows):
-    from peft import LoraConfig
-
     model = tiny_adapter()
     model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "second"])
@@ -295,14 +296,12 @@ def test_dropout_is_off_while_gates_train_and_back_afterwards(tokenizer, rows):
     assert {module.p for module in dropouts} == {0.4}
 
 
-@pytest.mark.parametrize("objective", ["entropy", "anchored"])
-def test_every_module_keeps_its_own_mode(tokenizer, rows, objective):
+def test_every_module_keeps_its_own_mode(tokenizer, rows):
     model = tiny_adapter()
     own = {module: module.training for module in model.modules()}
     model.get_base_model().model.layers[0].train()
     own |= dict.fromkeys(model.get_base_model().model.layers[0].modules(), True)
-    more = {"max_steps": 1, "max_new_tokens": 4} if objective == "anchored" else {}
-    lg.train_gates(model, tokenizer, rows, CONFIG, replace(SETTINGS, objective=objective, **more))
+    lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS)
     assert {module: module.training for module in own} == own
     gates = [gate for gate in gate_modules(model).values() if gate.training]
     assert len(gates) == 7, "as the layers that they are on"
@@ -346,9 +345,8 @@ def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_
 
 
 def test_one_run_at_a_time_writes_to_a_folder(tokenizer, rows, tmp_path):
-    for settings in (SETTINGS, replace(SETTINGS, objective="anchored")):
-        with held(tmp_path / "lock", 0.0, "taken"), pytest.raises(LoragateError, match="another run is writing to"):
-            lg.train_gates(tiny_adapter(), tokenizer, rows, CONFIG, settings, run_folder=tmp_path)
+    with held(tmp_path / "lock", 0.0, "taken"), pytest.raises(LoragateError, match="another run is writing to"):
+        lg.train_gates(tiny_adapter(), tokenizer, rows, CONFIG, SETTINGS, run_folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
@@ -367,15 +365,54 @@ def test_parity_says_how_far_lambda_is_from_one(tokenizer, rows):
     assert measure_parity(model, ids).apart == pytest.approx(math.sqrt(sum(x * x for x in lam) / count), rel=1e-5)
 
 
-def test_several_visible_gpus_do_not_become_data_parallel(tmp_path, monkeypatch):
-    from trl import SFTConfig
-
-    from loragate.training.trainer import trainer_arguments
-
-    monkeypatch.setattr(SFTConfig, "n_gpu", property(lambda self: 4))
-    assert trainer_arguments(SETTINGS, tmp_path, 8, "cpu")._n_gpu == 1
-
-
 def test_an_untrained_adapter_is_refused(tokenizer, rows):
     with pytest.raises(GateError, match="nothing to gate"):
         lg.train_gates(tiny_adapter(init_lora_weights=True), tokenizer, rows, CONFIG, SETTINGS)
+
+
+T5 = {"vocab_size": 160, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+BASES = {
+    "no output head": lambda: tf.Qwen2ForSequenceClassification(tiny_base().config),
+    "an encoder and a decoder": lambda: tf.T5ForConditionalGeneration(tf.T5Config(**T5, decoder_start_token_id=0)),
+}
+
+
+@pytest.mark.parametrize("what", BASES)
+def test_other_models_are_refused_before_gates_are_attached(what, tokenizer):
+    torch.manual_seed(0)
+    model = get_peft_model(BASES[what](), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    with pytest.raises(TrainingError, match=rf"causal language models.*{what}.*a loop of your own"):
+        lg.train_gates(model, tokenizer, tiny_rows(4), lg.GateConfig(-1, 2))
+    assert not any("lora_gate" in name for name, _ in model.named_modules())
+
+
+@pytest.mark.parametrize("granularity", ["token", "module", "global"])
+def test_gates_that_no_gradient_would_move_are_refused(granularity, tokenizer):
+    model, flat = tiny_adapter(), lg.GateConfig(-3, 1, init_scale=0, granularity=granularity)
+    with pytest.raises(ConfigError, match=r"init_scale=0 with an upper bound of 1 .*set init_scale above 0"):
+        lg.train_gates(model, tokenizer, tiny_rows(4), flat)
+    assert not any("lora_gate" in name for name, _ in model.named_modules())
+    drawn = GateTrainingSettings(objective="random", random_scale=0.3)
+    assert lg.train_gates(model, tokenizer, tiny_rows(4), flat, drawn).steps == 0
+    for moved in (replace(flat, upper=2), replace(flat, init_scale=1e-6)):
+        check_start(moved, "entropy")
+
+
+def test_parity_that_is_not_a_number_is_refused():
+    nan = float("nan")
+    for broken in (Parity(nan, 0, 0, 1, 1, 1, 0), Parity(0, nan, 0, 1, 1, 1, 0), Parity(0, 0, nan, 1, 1, 1, 0)):
+        for dtype in (torch.float32, torch.bfloat16):
+            with pytest.raises((GateError, TrainingError)):
+                check_parity(broken, dtype)
+    with pytest.raises(TrainingError, match="λ differs"):
+        check_parity(Parity(0, 0, 0, 1, 1, 1, nan), torch.bfloat16)
+
+
+def test_half_precision_starts_where_lambda_does():
+    """Through thirty layers of bf16 a difference of 6e-5 in λ grows to a thirtieth of the logits, as on a real model."""
+    real = Parity(initial=1.44, at_one=0, at_zero=0, delta=27.4, logit_scale=45.25, tokens=412, apart=6e-5)
+    check_parity(real, torch.bfloat16)
+    with pytest.raises(TrainingError, match=r"logits differ by 1\.4 \(limit 0\.27\)"):
+        check_parity(real, torch.float32)
+    with pytest.raises(TrainingError, match=r"λ differs from 1 by 0\.02 \(limit 0\.01\)"):
+        check_parity(replace(real, initial=0.1, apart=0.02), torch.bfloat16)

@@ -20,13 +20,15 @@ from loragate.training.settings import SMALLEST, STEPS, FineTuningSettings, Gate
         (100, 8, 10),  # at most: 130 steps
     ],
 )
-def test_batch_and_epochs_follow_the_rows(rows, batch, epochs):
+def test_batch_and_epochs_follow_the_rows(rows, batch, num_train_epochs):
     asked = GateTrainingSettings()
     fitted = asked.fitted(rows)
-    assert (fitted.batch_size, fitted.num_train_epochs) == (batch, epochs)
-    assert fitted.steps(rows) >= STEPS or epochs == GateTrainingSettings.MOST_EPOCHS
+    assert (fitted.batch_size, fitted.num_train_epochs) == (batch, num_train_epochs)
+    assert fitted.steps(rows) >= STEPS or num_train_epochs == GateTrainingSettings.MOST_EPOCHS
     assert fitted.fitted(rows) == fitted
-    assert FineTuningSettings().fitted(rows).num_train_epochs == min(epochs, 3), "an adapter learns rows by heart"
+    assert FineTuningSettings().fitted(rows).num_train_epochs == min(num_train_epochs, 3), (
+        "an adapter learns rows by heart"
+    )
 
 
 def test_what_is_given_stays():
@@ -36,9 +38,6 @@ def test_what_is_given_stays():
     assert FineTuningSettings(max_steps=5).fitted(100) == FineTuningSettings(
         batch_size=128, num_train_epochs=1, max_steps=5
     )
-    assert GateTrainingSettings(objective="reward").fitted(100).batch_size == 128
-    with pytest.raises(ConfigError, match="128 is not a multiple of samples_per_prompt 5"):
-        GateTrainingSettings(objective="anchored", samples_per_prompt=5)
 
 
 @pytest.mark.parametrize(("micro", "processes"), [(1, 1), (3, 1), (8, 4), (16, 16), (12, 2)])
@@ -52,15 +51,7 @@ def test_a_chosen_batch_can_be_dealt_out(micro, processes):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"objective": "anchord"}, "did you mean 'anchored'"),
-        ({"anchor": "base"}, "anchor has no effect with objective entropy"),
-        ({"objective": "reward", "beta": 2.0}, "beta has no effect with objective reward"),
-        ({"objective": "reward", "temperature": 0.7}, "temperature has no effect"),
-        ({"objective": "reward", "samples_per_prompt": 1}, "needs at least 2"),
-        ({"objective": "reward", "batch_size": 12}, "not a multiple of samples_per_prompt 8"),
-        ({"objective": "anchored", "anchor": "bas"}, "anchor must be one of"),
-        ({"objective": "anchored", "report_to": "wandb"}, "writes metrics.jsonl only"),
-        ({"objective": "anchored", "beta": -1.0}, "beta must be at least 0"),
+        ({"objective": "entropi"}, "did you mean 'entropy'"),
         ({"random_scale": 0.5}, "random_scale has no effect with objective entropy"),
         ({"objective": "random", "random_scale": 0.0}, "above 0"),
         ({"batch_size": -1}, "batch_size must be at least 0"),
@@ -68,7 +59,7 @@ def test_a_chosen_batch_can_be_dealt_out(micro, processes):
         ({"lr_scheduler_type": "cosinus"}, "lr_scheduler_type must be one of"),
         ({"precision": "fp8"}, "precision must be one of"),
         ({"k": 1}, "k must be at least 2"),
-        ({"warmup_ratio": 1.0}, "warmup must be below 1"),
+        ({"warmup_ratio": 1.0}, "warmup_ratio must be below 1"),
         ({"save_total_limit": -1}, "save_total_limit must be at least 0"),
     ],
 )

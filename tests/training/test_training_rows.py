@@ -1,4 +1,4 @@
-"""The rows of a training: which are taken, whether a model can hold them, and what is said when a run is to go on with others."""
+"""The rows of a training: which are taken, whether a model can hold them, and how a step is cut into forward passes."""
 
 import hashlib
 import json
@@ -6,15 +6,28 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import loragate as lg
 from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.errors import ConfigError, DataError, TrainingError
+from loragate.losses.head import IGNORED
 from loragate.training import FineTuningSettings, GateTrainingSettings
-from loragate.training.rows import encoded_fingerprint, read_rows, require_short_enough
-from loragate.training.run_folder import prepare_folder
+from loragate.training import rows as training_rows
+from loragate.training.checkpoints import TrainingFolder
+from loragate.training.rows import (
+    PassCollator,
+    arranged_steps,
+    as_dataset,
+    balanced,
+    encoded_fingerprint,
+    packed,
+    read_rows,
+    require_separate_sequences,
+    require_short_enough,
+)
 from loragate.training.settings import RowsSettings
-from tiny import tiny_adapter, tiny_base, tiny_rows
+from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 ROWS = [{"prompt": f"w{n}", "completion": f"w{n + 1}"} for n in range(8)]
 
@@ -38,10 +51,13 @@ def write(tmp_path):
     ids=["fewer", "another order", "other rows"],
 )
 def test_a_resumed_run_names_what_has_changed_in_the_rows(write, tmp_path, content, change):
-    prepare_folder({"data": read_rows(write(ROWS), 0).as_record()}, tmp_path, resume=False)
-    prepare_folder({"data": read_rows(write(ROWS), 0).as_record()}, tmp_path, resume=True)
+    def begin(rows, resume=True):
+        TrainingFolder(tmp_path, True, resume).begin({"data": read_rows(write(rows), 0).as_record()})
+
+    begin(ROWS, resume=False)
+    begin(ROWS)
     with pytest.raises(TrainingError, match=change):
-        prepare_folder({"data": read_rows(write(content), 0).as_record()}, tmp_path, resume=True)
+        begin(content)
 
 
 def test_which_rows_are_taken(write):
@@ -96,3 +112,112 @@ def test_the_fingerprint_covers_tokens_labels_and_masks_in_their_order(masked):
             plain.update(np.array(rows[-1][key], np.int64).tobytes())
     assert encoded_fingerprint(EncodedRows(rows)) == plain.hexdigest()
     assert encoded_fingerprint(EncodedRows(rows[::-1])) != plain.hexdigest()
+
+
+def rows_of(*lengths):
+    return [
+        {"input_ids": list(range(10 * i, 10 * i + n)), "labels": list(range(10 * i, 10 * i + n)), "row": i}
+        for i, n in enumerate(lengths)
+    ]
+
+
+LENGTHS = (3, 9, 1, 5, 2, 8, 4, 7, 6, 2, 3)
+
+
+def arrange(rows, processes=1, **how):
+    """All items that the loader gets, in its order: steps of 4 rows, passes of 2."""
+    return [item for step in arranged_steps(rows, 4, 2, processes, **how) for item in step]
+
+
+def steps_of(arranged, size=4):
+    """The rows of each step, as sets; without the unlabelled fillers."""
+    rows = [row["row"] for row in arranged if any(label != IGNORED for label in row["labels"])]
+    return [set(rows[at : at + size]) for at in range(0, len(rows), size)]
+
+
+def test_plain_rows_keep_their_order():
+    rows = rows_of(*LENGTHS)
+    assert arrange(rows) == rows
+    filled = arrange(rows, 2)
+    assert filled[:11] == rows
+    assert len(filled) == 12
+    assert set(filled[11]["labels"]) == {IGNORED}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_grouping_sorts_within_a_step_only(processes):
+    rows = rows_of(*LENGTHS)
+    arranged = arrange(rows, processes, group_by_length=True)
+    assert steps_of(arranged) == steps_of(rows)
+    lengths = [len(row["input_ids"]) for row in arranged]
+    assert lengths[:4] == [9, 5, 3, 1]
+    assert lengths[4:8] == [8, 7, 4, 2]
+    assert len(arranged) % (2 * processes) == (1 if processes == 1 else 0)
+    assert arrange(rows, processes, group_by_length=True) == arranged
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_packing_makes_as_many_passes_of_the_same_rows(processes):
+    rows = rows_of(*LENGTHS)
+    passes = arrange(rows, processes, packing=True)
+    # 4 + 4 + 3 rows in passes of 2, the last step filled up to a multiple of the processes
+    assert len(passes) == 6
+    labelled = [{row for row, label in zip(p["row"], p["labels"], strict=True)} for p in passes]
+    per_step = [labelled[0] | labelled[1], labelled[2] | labelled[3], labelled[4] | labelled[5]]
+    assert per_step == [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10}]
+    assert [len(p["row"]) for p in passes[:2]] == [9, 9], "passes of a step are of like length"
+
+
+def test_a_pass_without_rows_is_filled_without_labels():
+    passes = arrange(rows_of(3), 2, packing=True)
+    assert len(passes) == 2
+    assert sum(label != IGNORED for p in passes for label in p["labels"]) == 2
+
+
+def test_packed_rows_lie_end_to_end():
+    item = packed([{**row, "keep_mask": [1] * len(row["labels"])} for row in rows_of(2, 3)])
+    assert item["input_ids"] == [0, 1, 10, 11, 12]
+    assert item["labels"] == [IGNORED, 1, IGNORED, 11, 12], "the first token of a sequence has nothing before it"
+    assert item["position_ids"] == [0, 1, 0, 1, 2]
+    assert item["row"] == [0, 0, 1, 1, 1]
+    batch = PassCollator(tiny_tokenizer())([item])
+    assert batch["input_ids"].shape == (1, 5)
+    assert "attention_mask" not in batch
+    assert batch["keep_mask"].dtype == torch.bool
+
+
+def test_balanced_parts_are_nearly_equal_and_complete():
+    rows = rows_of(*LENGTHS)
+    parts = balanced(rows, 3)
+    sums = [sum(len(row["input_ids"]) for row in part) for part in parts]
+    assert sum(sums) == sum(LENGTHS)
+    assert max(sums) - min(sums) <= 2
+    assert sorted(row["row"] for part in parts for row in part) == list(range(11))
+    assert all([row["row"] for row in part] == sorted(row["row"] for row in part) for part in parts)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_sequences_do_not_see_each_other(attention):
+    model = tiny_base()
+    model.set_attn_implementation(attention)
+    require_separate_sequences(model, torch.device("cpu"))
+
+
+def test_a_model_that_ignores_the_boundaries_is_refused(monkeypatch):
+    model = tiny_base()
+    original = model.forward
+
+    def deaf(*args, position_ids=None, **kwargs):
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", deaf)
+    with pytest.raises(ConfigError, match="packed sequences read each other"):
+        require_separate_sequences(model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("how", [{}, {"packing": True}], ids=["plain", "packed"])
+def test_a_data_set_that_is_made_in_parts_is_the_same(monkeypatch, how):
+    rows = [{**row, "keep_mask": [1] * len(row["labels"])} for row in rows_of(*LENGTHS)]
+    for size in (1, 5, 100):
+        monkeypatch.setattr(training_rows, "ROWS_AT_A_TIME", size)
+        assert as_dataset(arranged_steps(rows, 4, 2, 2, **how)).to_list() == arrange(rows, 2, **how)

@@ -11,9 +11,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from loragate.errors import ConfigError, nearest
-from loragate.training.compatibility import Plan as Combination
-from loragate.training.compatibility import impossible
-from loragate.training.strategy import Launch
+from loragate.training.strategy import Launch, impossible
+from loragate.training.strategy import Plan as Combination
 from loragate.validate import Count, Positive, Size, check
 
 

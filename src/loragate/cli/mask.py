@@ -49,7 +49,7 @@ def run(options: MaskOptions) -> int:
     """Score every response token under both models, keep the best share, write the rows."""
     check_loading(options)
     require_given(COMMAND, options)
-    from loragate.training.token_influence import mask_rows
+    from loragate.training.token_mask import mask_rows
 
     out, began = console(), time.monotonic()
     summary = mask_rows(

@@ -21,22 +21,24 @@ class SftOptions(RunOptions, FineTuningSettings):
         model: base model, folder or hub id.
         reference: frozen model for the KL of eksft, folder or hub id; by default the base itself, adapter off.
         max_rows: number of rows to use (0: all); see select.
+        overwrite: remove what an earlier training left in the out folder, and begin anew.
     """
 
     model: str = ""
     reference: str = ""
     max_rows: int = 0
+    overwrite: bool = False
 
 
 def run(options: SftOptions) -> int:
     """What `loragate.make_adapter` does, with what is read shown before the model is loaded, and progress."""
     require_given(COMMAND, options)
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
-    from loragate.training.adapter_run import AdapterRun
+    from loragate.training.fine_tuning import AdapterRun
 
     folder = Path(options.out)
     settings = taken_from(options, FineTuningSettings)
-    require_free_out(folder, options.resume)
+    require_free_out(folder, options.resume, options.overwrite)
     check_loading(options)
     # with --processes this process only starts the others and waits
     if (status := begin(settings, options, options, reference=bool(options.reference))) is not None:
@@ -54,6 +56,7 @@ def run(options: SftOptions) -> int:
             options,
             options.system,
             options.resume,
+            options.overwrite,
         )
         training.read(job.advance_to)
     settings, encoded = training.settings, training.encoded
@@ -111,6 +114,6 @@ COMMAND = Command(
     ),
     common=(
         "objective adapter target_modules rank alpha learning_rate epochs "
-        "batch_size per_device_train_batch_size max_rows max_length precision seed resume"
+        "batch_size per_device_train_batch_size max_rows max_length precision seed resume overwrite"
     ),
 )

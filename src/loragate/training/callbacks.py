@@ -95,23 +95,15 @@ class StepReporter(TrainerCallback):
             self.on_step(StepReport(state.global_step, state.max_steps, time.monotonic() - self.began, self.values))
 
 
-class PauseAfter(TrainerCallback):
-    """Ends the run after a step, with a checkpoint."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= self.step:
-            control.should_save = control.should_training_stop = True
-
-
 class FirstGradientCheck(TrainerCallback):
     """Refuses a run whose first gradient is exactly zero everywhere: the gates could never move."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self.parameters = parameters
         self.checked = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.checked = state.global_step > 0  # gates that go on from a checkpoint have moved
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.checked:
@@ -143,7 +135,11 @@ class FiniteGradientCheck(TrainerCallback):
                 found.append(largest.to(found[0].device if found else largest.device))
         # the device is waited for once, not for each of hundreds of gates
         if found and not bool(torch.isfinite(torch.stack(found)).all()):
-            raise DivergenceError(not_finite(state.global_step + 1))
+            raise DivergenceError(
+                f"the gradient is not finite at step {state.global_step + 1}, though the loss is. Nothing was updated in this "
+                "step. Lower the learning rate or train in fp32; if the objective is your own, look for a slope that is infinite "
+                "somewhere (a root or logarithm at 0)"
+            )
 
 
 class SkippedStepCheck(TrainerCallback):
@@ -173,15 +169,6 @@ class SkippedStepCheck(TrainerCallback):
             )
 
 
-def not_finite(step: int) -> str:
-    """What is said of a step whose loss is finite and whose gradient is not."""
-    return (
-        f"the gradient is not finite at step {step}, though the loss is. Nothing was updated in this step. Lower the learning "
-        "rate or train in fp32; if the objective is your own, look for a slope that is infinite somewhere (a root or logarithm "
-        "at 0)"
-    )
-
-
 class StopOnInterrupt(TrainerCallback):
     """First Ctrl-C: finish the step, write a checkpoint and stop. Second: stop at once."""
 
@@ -199,7 +186,7 @@ class StopOnInterrupt(TrainerCallback):
         self.asked = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args is not None and getattr(args, "world_size", 1) > 1:
+        if args.world_size > 1:
             # processes get the signal at different moments, and must stop after the same step
             flag = torch.tensor(int(self.asked), device=args.device)
             torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)

@@ -1,8 +1,15 @@
-"""Stage I: train a LoRA or DoRA adapter with one of the token objectives, from scratch or from a finished adapter."""
+"""Stage I: train a LoRA or DoRA adapter with one of the token objectives, from scratch or from a finished adapter.
+
+`train_adapter` trains with a base in memory. `make_adapter`, the whole of `loragate sft`, goes from names to a finished folder:
+
+folder/          the adapter, written last, with its tokenizer
+folder/run/      what is trained on what (run.json), the log and checkpoints to go on from
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,26 +18,36 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from trl import SFTConfig
 
 from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
 from loragate.errors import ConfigError
+from loragate.files import RunFolder
 from loragate.gates.artifact import write_adapter
 from loragate.gates.eligibility import keep_unpacked
 from loragate.gates.identity import base_weight_samples, config_fingerprint, weights_checksum
+from loragate.gates.schema import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from loragate.losses import add_statistics_forward
-from loragate.losses.causal_head import ReferenceRequest, causal_model
-from loragate.losses.divergence import Reference, require_same_vocabulary
+from loragate.losses.causal_head import Reference, ReferenceRequest, causal_model, require_same_vocabulary
 from loragate.losses.objectives import Objective, objective_of
-from loragate.models import ModelRef, resolve
+from loragate.models import Loading, ModelRef, explained, open_base, open_tokenizer, resolve
 from loragate.modes import evaluation_mode
 from loragate.training.callbacks import OnStep
-from loragate.training.rows import encoded_fingerprint, require_encoded, require_mask_column, require_short_enough
-from loragate.training.run import require_own, run_training
-from loragate.training.run_folder import run_folder_given
-from loragate.training.settings import FineTuningSettings, recorded
-from loragate.training.strategy import launch_of
-from loragate.training.trainer import Job, ReferenceOf, TrainingOutcome
+from loragate.training.checkpoints import training_folder
+from loragate.training.preflight import require_free_out
+from loragate.training.rows import (
+    encoded_fingerprint,
+    read_rows,
+    require_encoded,
+    require_mask_column,
+    require_short_enough,
+)
+from loragate.training.run import TrainingOutcome, require_own, run_in_folder, trainer_arguments
+from loragate.training.settings import FineTuningSettings, RowsSettings, recorded
+from loragate.training.sharding import target_device
+from loragate.training.strategy import launch_of, process_state
+from loragate.training.trainer import ReferenceOf, StatisticsTrainer
 
 logger = logging.getLogger("loragate")
 # what a finished adapter decides: name of the setting, and of the field in its own record
@@ -48,8 +65,6 @@ class FineTuningResult(TrainingOutcome):
     """A trained adapter on its base, with the run's log.
 
     `objective` is what trained it: `settings.objective`, or the name of an objective of one's own; `constants` are its.
-    `history`, `steps` and `seconds` are the run's; `fused_head` says whether the fused head served (False: full logits), and
-    `sampled` is empty, as Stage I samples nothing.
     """
 
     model: Any
@@ -181,6 +196,7 @@ def train_adapter(
     objective: Objective | None = None,
     run_folder: str | Path | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     on_step: OnStep | None = None,
     encoded: EncodedRows | None = None,
     reference_model: Any = None,
@@ -195,7 +211,7 @@ def train_adapter(
         settings: the paper's values by default; with `adapter` a finished adapter is trained on.
         objective: one of your own in place of `settings.objective`: a `loragate.losses.WeightedCrossEntropy`, or an object of
             the protocol `loragate.losses.objectives.Objective`.
-        run_folder, resume, on_step: as in `calibrate`.
+        run_folder, resume, overwrite, on_step: as in `train_gates`.
         encoded: rows already tokenised (`loragate.data.encode_rows`), in training order.
         reference_model: a frozen causal LM for an objective with a KL to a reference (eksft); None takes the base itself
             with the adapter switched off.
@@ -204,13 +220,12 @@ def train_adapter(
         The PeftModel with its log; `model.save_pretrained(folder)` writes an ordinary PEFT adapter.
 
     Raises:
-        DataError, TrainingError: as in `calibrate`.
+        DataError, TrainingError: as in `train_gates`.
         ConfigError: for a base that carries an adapter, a reference that the objective does not read, rows without a keep_mask
             that it needs, a setting that contradicts the adapter to continue, or an objective of one's own that the settings
             contradict.
     """
     settings = settings or FineTuningSettings()
-    folder = run_folder_given(run_folder, resume)
     if objective is not None:
         require_own(objective, settings)
     worn = next((name for name, part in base_model.named_modules() if isinstance(part, BaseTunerLayer)), None)
@@ -224,59 +239,60 @@ def train_adapter(
     if settings.adapter:
         place = resolve(settings.adapter, expect="adapter", base_later=True)
         settings = adapter_settings(settings, place.peft_config())
-    source = load_rows(rows)
-    require_encoded(encoded, source)
-    if encoded is None:
-        source = source.shuffled(settings.seed)
-        encoded = encode_rows(source, tokenizer, max_length=settings.max_length)
-    settings = settings.fitted(len(encoded), launch_of().processes)
-    chosen = objective_of(settings.objective, settings.objective_options) if objective is None else objective
-    require_mask_column(chosen, encoded, source)
-    refers = "reference_kl" in chosen.requires
-    if reference_model is not None:
-        require_reference_read(chosen)
-    require_short_enough(base_model, encoded, source.where)
-    for model in (base_model, reference_model):
-        if model is not None:
-            keep_unpacked(model)
-    base = _known_again(base_model)
-    reference: ReferenceOf | None = base_reference if refers else None
-    identity: dict[str, Any] = {"reference": "base"} if refers else {}
-    if reference_model is not None:
-        reference = other_reference(reference_model, base_model)
-        identity["reference"] = _known_again(causal_model(reference_model))
-    if settings.adapter:
-        model = PeftModel.from_pretrained(base_model, str(place.adapter), is_trainable=True)  # its folder is only read
-        logger.info(
-            "going on from the adapter %s (rank %d, α %g) with a warm-up of %g of the steps",
-            settings.adapter, settings.rank, settings.alpha, settings.warmup_ratio,
-        )  # fmt: skip
-    else:
-        model = build_adapter(base_model, settings)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if settings.adapter:
-        identity["start"] = weights_checksum(trained.items())
-    job = Job(
-        model=model,
-        tokenizer=tokenizer,
-        encoded=encoded,
-        rows=source,
-        settings=settings,
-        trained=trained,
-        folder=folder,
-        resume=resume,
-        on_step=on_step,
-        identity={
+    with training_folder(run_folder, resume, overwrite) as folder:
+        source = load_rows(rows)
+        require_encoded(encoded, source)
+        if encoded is None:
+            source = source.shuffled(settings.seed)
+            encoded = encode_rows(source, tokenizer, max_length=settings.max_length)
+        settings = settings.fitted(len(encoded), launch_of().processes)
+        chosen = objective_of(settings.objective, settings.objective_options) if objective is None else objective
+        require_mask_column(chosen, encoded, source.source)
+        refers = "reference_kl" in chosen.requires
+        if reference_model is not None:
+            require_reference_read(chosen)
+        require_short_enough(base_model, encoded, source.where)
+        for model in (base_model, reference_model):
+            if model is not None:
+                keep_unpacked(model)
+        base = _known_again(base_model)
+        reference: ReferenceOf | None = base_reference if refers else None
+        identity: dict[str, Any] = {"reference": "base"} if refers else {}
+        if reference_model is not None:
+            reference = other_reference(reference_model, base_model)
+            identity["reference"] = _known_again(causal_model(reference_model))
+        if settings.adapter:
+            model = PeftModel.from_pretrained(
+                base_model, str(place.adapter), is_trainable=True
+            )  # its folder is only read
+            logger.info(
+                "going on from the adapter %s (rank %d, α %g) with a warm-up of %g of the steps",
+                settings.adapter, settings.rank, settings.alpha, settings.warmup_ratio,
+            )  # fmt: skip
+        else:
+            model = build_adapter(base_model, settings)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if settings.adapter:
+            identity["start"] = weights_checksum(trained.items())
+        identity |= {
             "stage": "sft",
             "settings": {**recorded(asdict(settings)), "objective": chosen.name},
             "data": source.as_record(),
             "tokens": encoded_fingerprint(encoded),
             "base": base,
             "constants": chosen.settings,
-            **identity,
-        },
-    )
-    outcome = run_training(job, chosen, reference)
+        }
+        trainer = StatisticsTrainer(
+            model,
+            trainer_arguments(SFTConfig, settings, folder.path, len(encoded), target_device(model).type),
+            encoded,
+            objective=chosen,
+            trained=trained,
+            processing_class=tokenizer,
+            where=source.where,
+            reference=reference,
+        )
+        outcome = run_in_folder(trainer, folder, identity, on_step)
     return FineTuningResult(
         **vars(outcome),
         model=model,
@@ -287,3 +303,129 @@ def train_adapter(
         objective=chosen.name,
         constants=dict(chosen.settings),
     )
+
+
+def make_adapter(
+    model: str,
+    data: str | RowsSettings,
+    folder: str | Path,
+    settings: FineTuningSettings | None = None,
+    *,
+    reference: str = "",
+    max_rows: int = 0,
+    loading: Loading | None = None,
+    system: str = "none",
+    resume: bool = False,
+    overwrite: bool = False,
+    on_step: OnStep | None = None,
+) -> FineTuningResult:
+    """Train an adapter on a base and rows that are given by name, and write it as an ordinary PEFT folder.
+
+    The command `loragate sft` is this call. `train_adapter` does the same with a base in memory, and writes nothing.
+
+    Args:
+        model: base model, folder or hub id.
+        data: the rows, a file or hub id; or `RowsSettings`, for a split, a revision or a subset.
+        folder: where the adapter is written; must be new or empty, or hold the run to resume.
+        settings: the paper's values by default; with `adapter` a finished adapter is trained on.
+        reference: frozen model for the KL of eksft, folder or hub id; by default the base itself, adapter off.
+        max_rows: number of rows to use (0: all); see `RowsSettings.select`.
+        loading: how the models are loaded.
+        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
+        resume: go on with what an interrupted call left in `folder`.
+        overwrite: remove what an earlier call left in `folder`, finished or not, and begin anew.
+        on_step: called after every optimiser step.
+
+    Raises:
+        ConfigError: for settings that cannot be used together, rows without a keep_mask that the objective needs, or a folder
+            that holds something else.
+        DataError: for rows that cannot be used.
+        TrainingError: as in `train_adapter`; also where rows or settings have changed since the run to resume began.
+    """
+    require_free_out(Path(folder), resume, overwrite)
+    run = AdapterRun(
+        model,
+        RowsSettings(data=data) if isinstance(data, str) else data,
+        Path(folder),
+        settings or FineTuningSettings(),
+        reference,
+        max_rows,
+        loading or Loading(),
+        system,
+        resume,
+        overwrite,
+    )
+    run.read()
+    run.load()
+    return run.train(on_step)
+
+
+@dataclass
+class AdapterRun:
+    """`make_adapter` in three steps, so that a command can say what it does in between: `read`, `load`, `train`.
+
+    The fields are the arguments of `make_adapter`. `read` adds the settings of an adapter that is continued, the objective, the
+    tokenizer, the rows in training order and their tokens; `load` the models.
+    """
+
+    model: str
+    asked: RowsSettings
+    folder: Path
+    settings: FineTuningSettings
+    reference: str
+    max_rows: int
+    loading: Loading
+    system: str
+    resume: bool
+    overwrite: bool = False
+
+    def read(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Read and check what needs no model; `on_progress` is called with the rows that are tokenised, and all rows."""
+        self.place = resolve(self.model, expect="base")
+        if self.settings.adapter:
+            # the base is the one that is named here, so the adapter's own is not looked for
+            adapter = resolve(self.settings.adapter, expect="adapter", base_later=True)
+            self.settings = adapter_settings(replace(self.settings, adapter=adapter.source), adapter.peft_config())
+        settings = self.settings
+        self.objective = objective_of(settings.objective, settings.objective_options)
+        self.other = None
+        if self.reference:
+            require_reference_read(self.objective)
+            self.other = resolve(self.reference, expect="base", what="reference model")
+        self.rows = read_rows(self.asked, self.max_rows, settings.seed).shuffled(settings.seed)
+        self.tokenizer = open_tokenizer(self.place, self.loading)
+        self.encoded = encode_rows(
+            self.rows, self.tokenizer, max_length=settings.max_length, system=self.system, on_progress=on_progress
+        )
+        require_mask_column(self.objective, self.encoded, self.rows.source)
+
+    def load(self) -> None:
+        """The base, and the reference where there is one."""
+        # under a launcher that shards, the base lies in host memory and its shards go to the devices
+        with explained("base model", self.place.base.name):
+            self.base = open_base(self.place.base, self.loading, host_memory=launch_of().sharded)
+            self.reference_model: Any = open_base(self.other.base, self.loading) if self.other else None
+
+    def train(self, on_step: OnStep | None = None) -> FineTuningResult:
+        """Train, and write the adapter; on several processes only the main one writes."""
+        run = self.folder / "run"
+        if self.overwrite and process_state().is_main_process:
+            # or a second run that is cut short would leave the first one's result beside its own log
+            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+                (self.folder / name).unlink(missing_ok=True)
+        result = train_adapter(
+            self.base,
+            self.tokenizer,
+            self.rows,
+            self.settings,
+            run_folder=run,
+            # stopped before its first step, a run has its configuration and nothing to go on with
+            resume=self.resume and RunFolder(run).record.is_file(),
+            overwrite=self.overwrite,
+            encoded=self.encoded,
+            reference_model=self.reference_model,
+            on_step=on_step,
+        )
+        if process_state().is_main_process:
+            result.save(self.folder, self.tokenizer, self.place.base)
+        return result

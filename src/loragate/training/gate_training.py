@@ -1,22 +1,26 @@
 """Stage II: train gates on a frozen base and adapter by minimising top-k predictive entropy (eq:rw-topk).
 
-Guarded on both sides: parity with the Stage-I model is measured before the first step, everything but the gates is
-hashed before and after, and the training loss is never taken as evidence of success. The objectives "anchored" and
-"reward" are extensions of ours: they share all of this, but train on sampled answers (`on_policy.py`).
+`GateTrainer` is the trainer for those who know TRL: its arguments are transformers', its loop is `StatisticsTrainer`'s.
+`train_gates` is the same training from settings, into a run folder. Guarded on both sides: parity with the Stage-I model is
+measured before the first step, everything but the gates is hashed before and after, and the training loss is never taken as
+evidence of success.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from loragate.data import EncodedRows, Rows, encode_rows, load_rows
+import torch
+from transformers import AutoTokenizer
+from transformers.trainer_utils import TrainOutput
+from trl import SFTConfig
+
+from loragate.data import EncodedRows, Rows, encode_rows, find_endings, load_rows
 from loragate.data.loading import RowsGiven
 from loragate.errors import ConfigError, TrainingError
 from loragate.gates import (
@@ -29,71 +33,67 @@ from loragate.gates import (
     draw_gates,
     gate_parameters,
     measure_parity,
+    record_gates,
+    save_gates,
     train_gates_only,
     weights_checksum,
 )
-from loragate.losses import verify_head
+from loragate.gates.attach import attached_config, is_gated
+from loragate.gates.eligibility import output_head
+from loragate.losses import StatisticsRequest
 from loragate.losses.causal_head import causal_model
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
+from loragate.modes import evaluation_mode
 from loragate.training.callbacks import OnStep
-from loragate.training.checks import (
-    MEASURED_ROWS,
-    check_callables,
-    check_parity,
-    check_start,
-    measure_entropy,
-    require_causal_model,
-    require_only_gates_train,
-)
-from loragate.training.guards import Guard, GuardLimits
-from loragate.training.model_state import without_dropout
-from loragate.training.on_policy import run_on_policy
-from loragate.training.rollouts import Reward, Sampler
+from loragate.training.checkpoints import training_folder
+from loragate.training.model_state import statistics_forward, without_dropout
 from loragate.training.rows import (
-    collator_for,
+    PassCollator,
     encoded_fingerprint,
     require_encoded,
     require_mask_column,
     require_short_enough,
 )
-from loragate.training.run import require_own, run_training
-from loragate.training.run_folder import prepare_folder, run_folder_given
+from loragate.training.run import TrainingOutcome, require_own, run_in_folder, trainer_arguments
 from loragate.training.settings import GATE_OBJECTIVES, GateTrainingSettings
-from loragate.training.sharding import spread
-from loragate.training.strategy import launch_of
-from loragate.training.trainer import Job, TrainingOutcome
+from loragate.training.sharding import target_device
+from loragate.training.strategy import launch_of, process_state
+from loragate.training.trainer import StatisticsTrainer, Where
 
 PARITY_ROWS, PARITY_TOKENS = 4, 256
+MEASURED_ROWS = 64
+# what is recorded of the arguments of a training
+_RECORDED = (
+    "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "max_length",
+    "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "seed", "packing", "bf16",
+    "fp16", "k",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateTrainingResult(TrainingOutcome):
-    """What a calibration did, in numbers.
+    """What a training of gates did, in numbers.
 
     Attributes:
-        config, settings: as asked for.
+        config: the gates.
+        settings: of the training, as they are recorded.
         parity: gated model against adapter and base before the first step.
         entropy_before, entropy_after: normalised top-k entropy (0 to 1) on the first rows, teacher-forced. A fall says
-            that the objective was met, not that answers improved. After a run that paused at its `share` it is not measured:
-            NaN, and there are no λ statistics.
+            that the objective was met, not that answers improved.
         gates: {module path: λ statistics} over the response tokens of those rows, after training.
         gates_total: the same over all modules.
-        history: log records of the run.
-        steps, seconds, parameters, rows, response_tokens: size and cost.
-        training_seconds: of the training loop alone, as Stage I's `seconds` are, and since the last resume.
+        history, steps, fused_head: see `TrainingOutcome`.
+        seconds: of everything; `training_seconds`: of the training loop alone, and since the last resume.
+        parameters, rows, response_tokens: size and cost.
         heldout: rows of `heldout`, and the entropy on them before and after; empty without.
         data: source and fingerprint of the rows.
-        fused_head: whether the fused head served (False: full logits).
-        stopped: None, or the guard's sentence that says why training ended early; the gates are those of that step.
-        guard: readings of the guard, the first one of the starting adapter.
-        sampled: answers, tokens and seconds of sampling, where the objective samples.
         objective: what trained the gates: `settings.objective`, or the name of an objective of one's own.
         constants: those of an objective of one's own.
         own_k: its support of the top-k entropy; None where it reads none.
     """
 
     config: GateConfig
-    settings: GateTrainingSettings
+    settings: dict[str, Any]
     parity: Parity
     entropy_before: float
     entropy_after: float
@@ -103,21 +103,18 @@ class GateTrainingResult(TrainingOutcome):
     rows: int
     response_tokens: int
     data: dict[str, Any]
-    stopped: str | None
-    guard: list[dict[str, Any]]
     training_seconds: float
-    heldout: dict[str, float]
     objective: str
-    constants: dict[str, Any]
-    own_k: int | None
+    heldout: dict[str, float] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    own_k: int | None = None
 
     def evidence(self) -> dict[str, Any]:
         """The JSON-able record that goes into the artifact."""
-        watched = {"stopped": self.stopped, "guard": self.guard} if self.guard else {}
         return {
             "parity": asdict(self.parity),
             "training": {
-                "settings": {**self.settings.as_record(), "objective": self.objective},
+                "settings": self.settings,
                 **({"constants": self.constants} if self.constants else {}),
                 **({} if self.objective in GATE_OBJECTIVES else {"k": self.own_k}),
                 "entropy_before": self.entropy_before,
@@ -131,8 +128,6 @@ class GateTrainingResult(TrainingOutcome):
                 "response_tokens": self.response_tokens,
                 "data": self.data,
                 **({"heldout": self.heldout} if self.heldout else {}),
-                **({"sampled": self.sampled} if self.sampled else {}),
-                **watched,
             },
         }
 
@@ -147,6 +142,296 @@ class GateEntropy(EntropyMinimisation):
     outputs = ("topk_entropy",)
 
 
+@dataclass
+class GateTrainingArguments(SFTConfig):
+    """Arguments of a `GateTrainer`: those of TRL's SFTConfig and transformers' TrainingArguments, with the paper's values.
+
+    The paper trains for one epoch with a cosine schedule and no warm-up, with 128 sequences a step (here 8 × 16 on one device);
+    betas, weight decay and clipping are ours. Gates train in fp32 whatever the model's dtype is; load the model in bf16 to save
+    memory. `train_sampling_strategy` may be "group_by_length" or `packing` True: every step keeps its rows. Rows come in one
+    order, shuffled by `data_seed` (or `seed`).
+
+    Attributes:
+        k: support of the top-k entropy; 0, or at least the vocabulary size, means the full entropy.
+        objective: "entropy" is the paper's, "ce" its ablation; "random", a control, draws gates and trains nothing.
+        random_scale: standard deviation of the gate weights and biases that "random" draws.
+    """
+
+    learning_rate: float = 5e-4
+    lr_scheduler_type: str = "cosine"
+    optim: str = "adamw_torch"
+    weight_decay: float = 0.0
+    adam_beta2: float = 0.95
+    num_train_epochs: float = 1.0
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 16
+    max_length: int | None = 4096
+    gradient_checkpointing: bool = False
+    bf16: bool | None = False
+    logging_first_step: bool = True
+    train_sampling_strategy: str = "sequential"
+    k: int = field(default=100, metadata={"help": "Support of the top-k entropy; 0 is the whole vocabulary."})
+    objective: str = field(default="entropy", metadata={"help": f"One of {', '.join(GATE_OBJECTIVES)}."})
+    random_scale: float = field(default=0.02, metadata={"help": "Size of the gates that the objective random draws."})
+
+    def __post_init__(self) -> None:
+        if self.objective not in GATE_OBJECTIVES:
+            raise ConfigError(f"objective must be one of {', '.join(GATE_OBJECTIVES)}, found {self.objective!r}")
+        if self.k == 1:
+            raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
+        if getattr(self, "activation_checkpointing", False) is None:  # the name in newer versions of transformers
+            self.activation_checkpointing = self.gradient_checkpointing
+        if launch_of().strategy == "fsdp2":
+            process_state()  # before Accelerate reads the launcher's wish: the sharding is loragate's
+        super().__post_init__()
+
+
+class GateTrainer(StatisticsTrainer):
+    """Trains the gates of a LoRA adapter, and nothing else; a subclass of TRL's SFTTrainer.
+
+    `train` checks that the gates start at the adapter, trains, checks that nothing but gates has changed, and leaves a `result`.
+    `evaluate` reports the mean loss and top-k entropy over the response tokens of `eval_dataset`. `save_model` writes the gated
+    adapter as an artifact (`loragate.save_gates`). Callbacks, `report_to`, logging, checkpoints and `resume_from_checkpoint` work
+    as in transformers; a checkpoint holds the gates, the optimiser and the random state.
+
+    Args:
+        model: a PeftModel with a plain LoRA adapter, which is gated in place, or one with gates already.
+        args: `GateTrainingArguments`.
+        data_collator: from rows with input_ids, labels and row to input_ids, attention_mask and labels; None pads on the
+            right.
+        train_dataset: a `datasets.Dataset` (or list of dicts, or path) with prompt and completion, messages, or another format
+            that `loragate.data` knows; or tokenised rows of `loragate.data.encode_rows`, in their order. Nothing about right and
+            wrong is needed.
+        eval_dataset: the same, or several of them by name.
+        processing_class: the tokenizer; None loads that of the base.
+        callbacks, optimizers: as in transformers.
+        gates: the gates to attach; None for a model that carries gates, which train on.
+        objective: one of your own in place of `args.objective`: a `loragate.losses.WeightedCrossEntropy`, or an object of the
+            protocol `loragate.losses.objectives.Objective`.
+        adapter_name: of the adapter to gate; None for the active one.
+        where: from the index of a tokenised row to the words that name it in messages.
+
+    Attributes:
+        result: a `GateTrainingResult` after `train`, else None.
+
+    Raises:
+        GateError: if the adapter cannot be gated.
+        DataError: if a row cannot be used.
+        ConfigError: for gates that start where no gradient moves them, and for what cannot work together.
+        TrainingError: if the base is no causal language model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: GateTrainingArguments | None = None,
+        data_collator: Callable[[Sequence[Any]], Mapping[str, torch.Tensor]] | None = None,
+        train_dataset: RowsGiven | EncodedRows | None = None,
+        eval_dataset: RowsGiven | EncodedRows | Mapping[str, Any] | None = None,
+        processing_class: Any = None,
+        callbacks: Sequence[Any] = (),
+        optimizers: tuple[Any, Any] = (None, None),
+        *,
+        gates: GateConfig | None = None,
+        objective: Objective | None = None,
+        adapter_name: str | None = None,
+        where: Where = "row {}".format,
+    ) -> None:
+        args = GateTrainingArguments() if args is None else args
+        name = active_adapter(model, adapter_name)
+        require_causal_model(causal_model(model))
+        if processing_class is None:
+            processing_class = AutoTokenizer.from_pretrained(causal_model(model).config.name_or_path)
+        trained_by = args.objective if objective is None else objective.name
+        if gates is not None:
+            check_start(gates, trained_by)
+        elif not is_gated(model, name):
+            raise ConfigError("the model carries no gates to train: give their range, as in gates=GateConfig(-6, 3)")
+        if objective is None:
+            # "ce", the paper's ablation, reads the entropy for its log alone
+            ablation = replace(sft(), name="ce", k=args.k, reads=("topk_entropy",))
+            objective, self.own = ablation if args.objective == "ce" else GateEntropy(args.k), None
+        else:
+            self.own = objective
+        self.trained_by = trained_by
+        rows: Rows | None = None
+        if not isinstance(train_dataset, EncodedRows):
+            if train_dataset is None:
+                raise ConfigError("train_dataset is missing: give rows with prompt and completion, or messages")
+            rows = load_rows(train_dataset).shuffled(args.seed if args.data_seed is None else args.data_seed)
+            train_dataset, where = encode_rows(rows, processing_class, max_length=args.max_length), rows.where
+        self.encoded, self.max_row_tokens = train_dataset, args.max_length
+        self.data = {
+            "source": "tokenised rows" if rows is None else rows.source,
+            "fingerprint": encoded_fingerprint(train_dataset) if rows is None else rows.fingerprint,
+        }
+        require_mask_column(objective, train_dataset, self.data["source"])
+        self.recorded = {name: getattr(args, name) for name in _RECORDED} | {"objective": trained_by}
+        self.recorded["lr_scheduler_type"] = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        self.k, self.fresh = args.k, gates is not None
+        self.result: GateTrainingResult | None = None
+        self.parity: Parity | None = None
+        if gates is not None:
+            attach_gates(model, gates, name)
+        try:
+            train_gates_only(model, name)
+            trained: dict[str, Any] = dict(gate_parameters(model, name))
+            require_only_gates_train(model, trained)
+            require_short_enough(model, train_dataset, where)
+            self.processing_class = processing_class
+            super().__init__(
+                model,
+                args,
+                train_dataset,
+                objective=objective,
+                trained=trained,
+                processing_class=processing_class,
+                where=where,
+                eval_dataset=self._encoded_evaluation(eval_dataset, model),
+                data_collator=data_collator,
+                adapter_name=name,
+                callbacks=callbacks or (),
+                optimizers=optimizers,
+            )
+        except BaseException:
+            if gates is not None:
+                detach_gates(model, name)
+            raise
+
+    def _encoded_evaluation(self, given: Any, model: Any) -> Any:
+        """Evaluation rows tokenised, by name where they have names; None for none."""
+        if isinstance(given, Mapping):
+            return {name: self._encoded_evaluation(rows, model) for name, rows in given.items()}
+        if given is not None and not isinstance(given, EncodedRows):
+            given = encode_rows(load_rows(given), self.processing_class, max_length=self.max_row_tokens)
+        if given is not None:
+            require_short_enough(model, given, "held-out row {}".format)
+        return given
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Mean loss and statistics over the response tokens of `eval_dataset`; None takes that of the trainer.
+
+        Returns:
+            {eval_loss, eval_topk_entropy (0 to 1), eval_response_tokens, …}.
+        """
+        if isinstance(eval_dataset, Mapping):
+            metrics: dict[str, float] = {}
+            for name, rows in eval_dataset.items():
+                metrics |= self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
+        if eval_dataset is not None and not isinstance(eval_dataset, str):  # the name of one that the trainer has
+            eval_dataset = self.evaluation_rows(self._encoded_evaluation(eval_dataset, self.given))
+        found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return found
+
+    @property
+    def _whole(self) -> Any:
+        """The model to measure with: under FSDP2 the twin, as the original lies in host memory."""
+        return self.model if self.sharded else self.given
+
+    def measure(self, rows: Sequence[dict[str, Any]]) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
+        """Normalised top-k entropy over the response tokens of tokenised rows, and λ statistics there; see `measure_entropy`."""
+        return measure_entropy(self._whole, rows, PassCollator(self.processing_class), self.k, self.adapter_name or "")
+
+    def check(self) -> None:
+        """Measure how the gated model starts, which `train` does before its first step.
+
+        Raises:
+            GateError: if λ ≡ 0 and λ ≡ 1 do not act as they must.
+            TrainingError: if gates that were attached here do not start at the adapter.
+        """
+        if self.parity is not None:
+            return
+        # a few short rows: parity keeps whole logits [rows, tokens, vocabulary] of five forward passes
+        few = [
+            {key: row[key][:PARITY_TOKENS] for key in ("input_ids", "labels")} | {"row": row["row"]}
+            for row in self.encoded[:PARITY_ROWS]
+        ]
+        model, batch = self._whole, PassCollator(self.processing_class)(few)
+        device = next(model.parameters()).device
+        parity = measure_parity(
+            model, batch["input_ids"].to(device), batch["attention_mask"].to(device), self.adapter_name
+        )
+        if self.fresh:
+            check_parity(parity, causal_model(model).dtype)
+        else:
+            parity.require_acting(parity.rounding(causal_model(model).dtype))
+        self.parity = parity
+        self.entropy_before, _, _ = self.measure(self.encoded[:MEASURED_ROWS])
+        self.frozen = self._frozen_checksum()
+
+    def _frozen_checksum(self) -> str:
+        return weights_checksum(
+            (name, parameter) for name, parameter in self._whole.named_parameters() if not parameter.requires_grad
+        )
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """Train the gates, without dropout: on the function that will be served. Arguments as in `StatisticsTrainer.train`.
+
+        Raises:
+            GateError, TrainingError: as in `check`; also if a frozen weight changed, or a loss or gradient is not finite.
+        """
+        began = time.monotonic()
+        self.check()
+        with without_dropout(self.model):
+            if self.trained_by == "random":
+                draw_gates(self.model, self.args.seed, self.args.random_scale, self.adapter_name)
+                output = TrainOutput(0, 0.0, {})
+            else:
+                output = super().train(resume_from_checkpoint, **kwargs)
+        # the gates are not in it, but everything that they act through: bit for bit
+        if self._frozen_checksum() != self.frozen:
+            raise TrainingError(
+                "a frozen weight of the base or the adapter changed during training; the result is not used"
+            )
+        after, gates, total = self.measure(self.encoded[:MEASURED_ROWS])
+        own, assured = self.own, self.parity
+        assert assured is not None
+        self.result = GateTrainingResult(
+            history=self.history,
+            steps=self.state.global_step,
+            seconds=time.monotonic() - began,
+            training_seconds=float(output.metrics.get("train_runtime", 0.0)),
+            fused_head=self.fused,
+            config=attached_config(self.given, self.adapter_name),
+            settings=self.recorded,
+            parity=assured,
+            entropy_before=self.entropy_before,
+            entropy_after=after,
+            gates=gates,
+            gates_total=total,
+            parameters=sum(parameter.numel() for parameter in self.trained.values()),
+            rows=len(self.encoded),
+            response_tokens=self.encoded.summary.response_tokens,
+            data=self.data,
+            objective=self.trained_by,
+            constants={} if own is None else dict(own.settings),
+            own_k=own.k if own is not None and "topk_entropy" in own.outputs else None,
+        )
+        return output
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the gated adapter as an artifact (`loragate.save_gates`) with the tokenizer and the record of the training.
+
+        Raises:
+            ArtifactError: if the folder holds an artifact already.
+        """
+        if _internal_call:  # of a checkpoint
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            save_gates(
+                self.given,
+                folder,
+                self.adapter_name,
+                stop_token_ids=find_endings(self.processing_class, self.given.generation_config).token_ids,
+                evidence=None if self.result is None else self.result.evidence(),
+            )
+            self.processing_class.save_pretrained(str(folder / "adapter" / "tokenizer"))
+
+
 def train_gates(
     peft_model: Any,
     tokenizer: Any,
@@ -158,15 +443,12 @@ def train_gates(
     adapter_name: str | None = None,
     run_folder: str | Path | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     on_step: OnStep | None = None,
-    share: float = 1.0,
     encoded: EncodedRows | None = None,
     heldout: EncodedRows | None = None,
-    sampler: Sampler | None = None,
-    reward: Reward | None = None,
-    guard: GuardLimits | None = None,
 ) -> GateTrainingResult:
-    """Attach gates to a loaded adapter and train them.
+    """Attach gates to a loaded adapter and train them, with a `GateTrainer` and a run folder.
 
     Args:
         peft_model: base with a plain LoRA adapter; gated in place. On an error the gates are taken off again.
@@ -179,18 +461,13 @@ def train_gates(
             the protocol `loragate.losses.objectives.Objective`. It reads the rows' responses and no reference model;
             `settings.k` stays the support of the entropies before and after.
         adapter_name: None for the active adapter.
-        run_folder: for the log and checkpoints; None keeps nothing but the result.
+        run_folder: for the record, the log and checkpoints; None keeps nothing but the result.
         resume: continue the run in `run_folder`.
+        overwrite: remove an earlier run in `run_folder`, finished or not, and begin anew.
         on_step: progress callback, after every optimiser step.
-        share: of the steps to take, above 0; below 1 the run pauses then, and `resume` goes on from its `run_folder`.
         encoded: rows already tokenised (`loragate.data.encode_rows`) in the order and number to be used, to share the work
-            between calibrations.
+            between trainings.
         heldout: tokenised rows that are not trained on; entropy is measured on all of them too, before and after.
-        sampler: draws the answers of the objectives anchored and reward with the gates as they are at the call; None
-            samples with transformers from the model in memory.
-        reward: (row, answer text, finished) to a number, for the objective reward.
-        guard: limits on what the answers that anchored and reward sample may come to look like; training ends early beyond
-            them, see `GateTrainingResult.stopped`.
 
     Returns:
         The result; `loragate.save_gates` writes the model as an artifact.
@@ -198,147 +475,73 @@ def train_gates(
     Raises:
         GateError: if the adapter cannot be gated, or λ ≡ 0 and λ ≡ 1 do not act as they must.
         DataError: if a row cannot be used.
-        ConfigError: for a callable that the objective would not use, or one that it lacks; an objective of one's own that
-            the settings contradict; gates that start where no gradient moves them.
+        ConfigError: for an objective of one's own that the settings contradict; gates that start where no gradient moves them.
         TrainingError: if the base is no causal language model, the gates do not start at the adapter, a frozen weight
             changed, or the loss is not finite.
     """
     began, settings = time.monotonic(), settings or GateTrainingSettings()
-    folder = run_folder_given(run_folder, resume)
     if objective is not None:
         require_own(objective, settings)
-    trained_by = settings.objective if objective is None else objective.name
-    if not 0 < share <= 1 or (share < 1 and folder is None):
-        raise ConfigError(
-            f"share={share} must be above 0 and at most 1, and below 1 it needs run_folder, to go on from"
-        )
-    check_callables(trained_by, settings.on_policy, sampler, reward, guard)
-    check_start(config, trained_by)
-    watch = None if guard is None else Guard(guard)
     name = active_adapter(peft_model, adapter_name)
     require_causal_model(causal_model(peft_model))
-    source = load_rows(rows)
-    require_encoded(encoded, source)
-    if encoded is None:
-        source, encoded = training_rows(source, tokenizer, settings)
-    settings = settings.fitted(len(encoded), launch_of().processes)  # run.json and the artifact get what was done
-    if objective is not None:
-        require_mask_column(objective, encoded, source)
-    with _gated(peft_model, config, name) as model:
-        require_short_enough(model, encoded, source.where)
-        if heldout is not None:
-            require_short_enough(model, heldout, "held-out row {}".format)
-        collator = collator_for(tokenizer)
-        # a few short rows: parity keeps whole logits [rows, tokens, vocabulary] of five forward passes
-        few = [
-            {key: row[key][:PARITY_TOKENS] for key in ("input_ids", "labels")} | {"row": row["row"]}
-            for row in encoded[:PARITY_ROWS]
-        ]
-        batch, device = collator(few), next(model.parameters()).device
-        parity = measure_parity(model, batch["input_ids"].to(device), batch["attention_mask"].to(device), name)
-        check_parity(parity, causal_model(model).dtype)
-        measured = partial(measure_entropy, model, collator=collator, k=settings.k, adapter_name=name)
-        before, _, _ = measured(encoded[:MEASURED_ROWS])
-        apart = {} if heldout is None else {"rows": len(heldout), "entropy_before": measured(heldout[:])[0]}
-
-        train_gates_only(model, name)
-        trained: dict[str, Any] = dict(gate_parameters(model, name))
-        require_only_gates_train(model, trained)
-        frozen = _frozen_checksum(model)  # also what tells one base, with its adapter, from another on resume
-        identity = {
-            "stage": "calibrate",
-            "settings": {**settings.as_record(), "objective": trained_by},
-            "gate": asdict(config),
-            "data": source.as_record(),
-            "tokens": encoded_fingerprint(encoded),
-            "adapter_sha256": adapter_fingerprint(model, name),
-            "frozen_weights": frozen,
-            **({} if guard is None else {"guard": asdict(guard)}),
-            **({} if objective is None else {"constants": objective.settings}),
-        }
-        steps = settings.steps(len(encoded))
-        until = math.ceil(share * steps)
-        job = Job(
-            model=model,
-            tokenizer=tokenizer,
-            encoded=encoded,
-            rows=source,
-            settings=settings,
-            trained=trained,
-            identity=identity,
-            folder=folder,
-            resume=resume,
-            on_step=on_step,
-            until=until,
+    check_start(config, settings.objective if objective is None else objective.name)
+    with training_folder(run_folder, resume, overwrite) as folder:
+        source = load_rows(rows)
+        require_encoded(encoded, source)
+        if encoded is None:
+            source, encoded = training_rows(source, tokenizer, settings)
+        if objective is not None:
+            require_mask_column(objective, encoded, source.source)
+        settings = settings.fitted(len(encoded), launch_of().processes)  # run.json and the artifact get what was done
+        chosen = {"k": settings.k, "objective": settings.objective, "random_scale": settings.random_scale}
+        device = target_device(peft_model).type
+        arguments = trainer_arguments(
+            GateTrainingArguments, settings, folder.path, len(encoded), device, max_length=settings.max_length, **chosen
+        )
+        trainer = GateTrainer(
+            peft_model,
+            arguments,
+            train_dataset=encoded,
+            eval_dataset=heldout,
+            processing_class=tokenizer,
+            gates=config,
+            objective=objective,
             adapter_name=name,
+            where=source.where,
         )
-        with without_dropout(model):
-            if settings.objective == "random":
-                prepare_folder(identity, folder, resume)
-                draw_gates(model, settings.seed, settings.random_scale, name)
-                outcome = TrainingOutcome([], 0, 0.0, verify_head(causal_model(model)))
-            elif settings.on_policy:
-                outcome = run_on_policy(job, sampler, reward, watch)
-            else:
-                # "ce", the paper's ablation, reads the entropy for its log alone
-                named = replace(sft(), name="ce", k=settings.k, reads=("topk_entropy",))
-                chosen = objective or (named if settings.objective == "ce" else GateEntropy(settings.k))
-                outcome = run_training(job, chosen)
-        # the gates are not in it, but everything that they act through: bit for bit
-        if _frozen_checksum(model) != frozen:
-            raise TrainingError(
-                "a frozen weight of the base or the adapter changed during calibration; the result is not used"
-            )
-        paused = outcome.steps == until < steps
-        after, statistics, total = (math.nan, {}, {}) if paused else measured(encoded[:MEASURED_ROWS])
-        if heldout is not None:
-            apart["entropy_after"] = math.nan if paused else measured(heldout[:])[0]
-        return GateTrainingResult(
-            **{**vars(outcome), "seconds": time.monotonic() - began},
-            config=config,
-            settings=settings,
-            parity=parity,
-            entropy_before=before,
-            entropy_after=after,
-            gates=statistics,
-            gates_total=total,
-            parameters=sum(parameter.numel() for parameter in trained.values()),
-            rows=len(encoded),
-            response_tokens=encoded.summary.response_tokens,
-            data={"source": source.source, "fingerprint": source.fingerprint},
-            stopped=None if watch is None else watch.verdict,
-            guard=[] if watch is None else watch.as_records(),
-            training_seconds=outcome.seconds,
-            heldout=apart,
-            objective=trained_by,
-            constants={} if objective is None else dict(objective.settings),
-            own_k=objective.k if objective is not None and "topk_entropy" in objective.outputs else None,
-        )
-
-
-@contextmanager
-def _gated(peft_model: Any, config: GateConfig, name: str) -> Iterator[Any]:
-    """The model to train, with gates; on an error they are taken off again."""
-    attach_gates(peft_model, config, name)
-    try:
-        # under FSDP2 every forward pass, those of the measurements too, runs on the sharded twin
-        with spread(peft_model) as model:
-            yield model
-    except BaseException:
-        detach_gates(peft_model, name)
-        raise
-
-
-def _frozen_checksum(model: Any) -> str:
-    return weights_checksum(
-        (name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad
-    )
+        try:
+            trainer.check()
+            trainer.recorded = {**settings.as_record(), "objective": trainer.trained_by}
+            trainer.data = {"source": source.source, "fingerprint": source.fingerprint}
+            before = math.nan if heldout is None else trainer.measure(heldout[:])[0]
+            identity = {
+                "stage": "gates",
+                "settings": trainer.recorded,
+                "gate": asdict(config),
+                "data": source.as_record(),
+                "tokens": encoded_fingerprint(encoded),
+                "adapter_sha256": adapter_fingerprint(trainer._whole, name),
+                "frozen_weights": trainer.frozen,  # also what tells one base, with its adapter, from another
+                **({} if objective is None else {"constants": objective.settings}),
+            }
+            run_in_folder(trainer, folder, identity, on_step)
+            assert trainer.result is not None
+            apart: dict[str, float] = {}
+            if heldout is not None:
+                after = trainer.measure(heldout[:])[0]
+                apart = {"rows": len(heldout), "entropy_before": before, "entropy_after": after}
+            return replace(trainer.result, seconds=time.monotonic() - began, heldout=apart)
+        except BaseException:
+            detach_gates(peft_model, name)
+            raise
+        finally:
+            trainer.close()
 
 
 def training_rows(
     source: Rows, tokenizer: Any, settings: GateTrainingSettings, system: str = "none", **how: Any
 ) -> tuple[Rows, EncodedRows]:
-    """The rows of a calibration in training order: seeded shuffle, first `max_rows`, tokenised.
+    """The rows of a training of gates in training order: seeded shuffle, first `max_rows`, tokenised.
 
     `how` goes on to `encode_rows`: on_progress.
     """
@@ -346,3 +549,89 @@ def training_rows(
     if settings.max_rows:
         chosen = chosen.take(settings.max_rows)
     return chosen, encode_rows(chosen, tokenizer, max_length=settings.max_length, system=system, **how)
+
+
+def check_start(config: GateConfig, objective: str) -> None:
+    """Raises ConfigError for gates that training could not move: a logit of zero is on the branch to U, which is flat at U = 1."""
+    if config.init_scale == 0 and config.upper == 1 and objective != "random":
+        raise ConfigError(
+            "init_scale=0 with an upper bound of 1 starts every gate where its gradient is exactly zero, so training would "
+            "change nothing: set init_scale above 0 (1e-6 by default), or the upper bound above 1"
+        )
+
+
+def check_parity(parity: Parity, dtype: torch.dtype) -> None:
+    """Refuse to train gates that do not start at the adapter.
+
+    The initial gates may move logits by 1e-3 plus 1 % of the adapter's own effect. In half precision, λ may be 0.01 away from
+    1: layers carry the rounding of any difference on, and λ − 1 = 6e-5 moves logits of 45 by 1.4 in thirty of them.
+
+    Raises:
+        GateError: as in `Parity.require_acting`.
+        TrainingError: with the measured figures.
+    """
+    parity.require_acting(parity.rounding(dtype))
+    # `initial` is the largest difference of a logit, `delta` the same between adapter and base
+    found, limit, what = parity.initial, 1e-3 + 0.01 * parity.delta, "logits differ by"
+    if dtype in (torch.bfloat16, torch.float16) and math.isfinite(found):
+        found, limit, what = parity.apart, 0.01, "λ differs from 1 by"
+    if not found <= limit:  # NaN is not below the limit either
+        raise TrainingError(
+            f"the gated model does not start at the adapter: {what} {found:.2g} (limit {limit:.2g}); make init_scale smaller"
+        )
+
+
+def require_causal_model(model: Any) -> None:
+    """Raises TrainingError for a model that predicts no next token from logits [batch, sequence, vocabulary]."""
+    encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if encoder or output_head(model) is None:
+        what = "an encoder and a decoder" if encoder else "no output head over the vocabulary"
+        raise TrainingError(
+            f"gates are trained on causal language models, and {type(model).__name__} has {what}. attach_gates works on it; "
+            "train its gates in a loop of your own"
+        )
+
+
+def require_only_gates_train(model: Any, trained: Mapping[str, Any]) -> None:
+    """Raises TrainingError unless exactly the gates require a gradient, in fp32."""
+    # by identity: a parameter has another name inside each wrapper
+    allowed = {id(parameter) for parameter in trained.values()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in allowed:
+            raise TrainingError(f"{name} would train in Stage II, where only gates may")
+    for name, parameter in trained.items():
+        if parameter.dtype != torch.float32 or not parameter.requires_grad:
+            raise TrainingError(f"gate {name} is {parameter.dtype} or frozen; gates must train in fp32")
+
+
+@torch.no_grad()
+def measure_entropy(
+    model: Any,
+    rows: Sequence[dict[str, Any]],
+    collator: Callable[[Sequence[Any]], Mapping[str, torch.Tensor]],
+    k: int,
+    adapter_name: str,
+) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
+    """Normalised top-k entropy over the response tokens of the rows, and λ statistics there.
+
+    Returns:
+        (mean entropy, {module: statistics}, statistics over all modules).
+    """
+    device = next(model.parameters()).device
+    total = count = 0.0
+    with evaluation_mode(model), statistics_forward(model), record_gates(model, adapter_name) as recording:
+        for at in range(0, len(rows), 8):
+            batch = {key: value.to(device) for key, value in collator(rows[at : at + 8]).items()}
+            recording.token_mask = batch["labels"].ne(-100)
+            stats = model(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                labels=batch["labels"],
+                statistics=StatisticsRequest(k, ("topk_entropy",), ()),
+            )
+            # zero where no label is
+            total += float(stats.topk_entropy.sum())
+            count += float(stats.mask.sum())
+    if count == 0:
+        raise ConfigError("no response token in the measured rows; the responses are empty or cut by max_length")
+    return total / count, recording.statistics(), recording.total()

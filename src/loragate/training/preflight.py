@@ -20,32 +20,37 @@ from loragate import models
 from loragate.errors import ConfigError
 from loragate.files import require_new
 from loragate.models.settings import Loading
-from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.settings import LaunchSettings, TrainSettings
-from loragate.training.strategy import ASKED, Launch, launch_of
+from loragate.training.strategy import ASKED, Launch, Plan, launch_of, refuse_impossible
 from loragate.validate import comma_list
 
 
-def require_free_out(folder: Path, resume: bool) -> None:
-    """Refuse an output folder that holds anything but an unfinished run of ours; nothing is ever overwritten.
+def require_free_out(folder: Path, resume: bool, overwrite: bool = False) -> None:
+    """Refuse an output folder that holds anything but an unfinished run of ours, unless an earlier run is to be overwritten.
 
     Args:
         folder: --out.
         resume: --resume.
+        overwrite: --overwrite; a folder without a run of ours is never overwritten.
 
     Raises:
         ConfigError: naming the folder, what is in it, and what to do.
     """
+    if resume and overwrite:
+        raise ConfigError("--resume goes on with the run in --out and --overwrite removes it; leave one of them out")
     if (folder / "gate_config.json").is_file():
         raise ConfigError(f"--out {folder} already holds a gated adapter; choose another folder or remove it first")
+    began = any((folder / "run" / name).is_file() for name in ("run.json", "config.yaml"))
+    if overwrite and began:
+        return
     require_new(folder, "run")
     if not resume and (folder / "run").is_dir():
-        from loragate.training.run_folder import work_in
+        from loragate.training.checkpoints import work_in
 
         kept = (folder / "run" / "trials").is_dir()
         if work := "the trials of an earlier run" if kept else work_in(folder / "run"):
             raise ConfigError(f"--out {folder} holds {work}; continue it with --resume, or choose another folder")
-    if resume and not any((folder / "run" / name).is_file() for name in ("run.json", "config.yaml")):
+    if resume and not began:
         raise ConfigError(f"--resume: there is no unfinished run in {folder}; run the command without --resume")
 
 

@@ -1,16 +1,21 @@
-"""The rows of a training: read and chosen, and held against what will read them, an objective and a model.
+"""The rows of a training: read and chosen, held against what will read them, and cut into forward passes.
 
-Messages name a row by its file and line; the indices of tokenised rows lead back to them. What is done with rows that fit, how
-they are cut into forward passes, is in `arrangement.py`.
+Messages name a row by its file and line; the indices of tokenised rows lead back to them. An optimiser step always consists of
+the same rows, in plain, length-grouped and packed runs alike: grouping sorts within a step, packing lays the rows of a step end
+to end into as many passes as it would have had. The gradient of a step is the same sum over the same tokens, so the three runs
+agree up to rounding, and the seeded order of rows decides all.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from datasets import Dataset, concatenate_datasets
 
 from loragate.data import Collator, EncodedRows, Rows, load_rows
 from loragate.effects import require_effect
@@ -18,7 +23,11 @@ from loragate.errors import ConfigError, DataError, TrainingError
 from loragate.losses.causal_head import causal_model
 from loragate.losses.head import IGNORED
 from loragate.losses.objectives import Objective
+from loragate.modes import evaluation_mode
 from loragate.training.settings import RowsSettings
+
+Row = dict[str, Any]
+ROWS_AT_A_TIME = 2048  # that are Python lists while a data set is made
 
 
 def read_rows(asked: RowsSettings, max_rows: int, seed: int | None = None) -> Rows:
@@ -40,15 +49,18 @@ def read_rows(asked: RowsSettings, max_rows: int, seed: int | None = None) -> Ro
     return rows.shuffled(chosen_by).take(max_rows)
 
 
-def require_mask_column(objective: Objective, encoded: EncodedRows, source: Rows) -> None:
+def require_mask_column(objective: Objective, encoded: EncodedRows, source: str) -> None:
     """Refuse rows without the column that the objective reads.
+
+    Args:
+        source: what the rows are called in the message.
 
     Raises:
         ConfigError: naming the data and the ways to a keep_mask.
     """
     if "keep_mask" in objective.requires and "keep_mask" not in encoded[0]:
         raise ConfigError(
-            f"objective {objective.name!r} needs a keep_mask, and {source.source} has no such column: a list of 0 and 1, one "
+            f"objective {objective.name!r} needs a keep_mask, and {source} has no such column: a list of 0 and 1, one "
             "per response token. Make one with loragate mask --model BASE --reference MODEL --data IN --out OUT"
         )
 
@@ -69,12 +81,6 @@ def require_encoded(encoded: EncodedRows | None, rows: Rows) -> None:
         )
 
 
-def positions_of(model: Any) -> int | None:
-    """The positions that a model has, None where their number has no limit."""
-    positions: int | None = getattr(causal_model(model).config.get_text_config(), "max_position_embeddings", None)
-    return positions
-
-
 def require_short_enough(model: Any, encoded: EncodedRows, where: Callable[[int], str]) -> None:
     """Refuse rows that are longer than the model has positions, or that hold tokens which it does not have.
 
@@ -85,7 +91,7 @@ def require_short_enough(model: Any, encoded: EncodedRows, where: Callable[[int]
         TrainingError: naming the longest row.
         DataError: naming the row with the largest token id.
     """
-    positions = positions_of(model)
+    positions: int | None = getattr(causal_model(model).config.get_text_config(), "max_position_embeddings", None)
     # [rows], [tokens of all rows, end to end] and [rows]: tokens of each row, their ids, and the row's index in the data
     lengths, ids, places = (encoded.arrays[name] for name in ("lengths", "ids", "rows"))
     longest = int(lengths.argmax())
@@ -122,7 +128,141 @@ def encoded_fingerprint(encoded: EncodedRows) -> str:
     return digest.hexdigest()
 
 
-def collator_for(tokenizer: Any) -> Collator:
-    """Right-padding batches; a tokenizer without a pad token pads with EOS, which the attention mask hides."""
-    pad = tokenizer.pad_token_id
-    return Collator(int(pad if pad is not None else tokenizer.eos_token_id or 0))
+def arranged_steps(
+    rows: Sequence[Row],
+    batch_size: int,
+    per_device: int,
+    processes: int = 1,
+    *,
+    packing: bool = False,
+    group_by_length: bool = False,
+) -> Iterator[list[Row]]:
+    """Items for the loader, in its order; with `packing` an item is a whole forward pass (see `packed`).
+
+    They come one optimiser step at a time: a data set as lists of numbers is many times its size. Over several processes
+    a step is filled up with rows that carry no label: each process needs equally many forward passes, and repeating real
+    rows would change the last step. Neighbours go to different processes, so that the passes which run at the same time
+    are of like length.
+
+    Args:
+        rows: tokenised, in training order.
+        batch_size: rows of an optimiser step.
+        per_device: rows of a forward pass.
+        processes: of the run.
+        packing, group_by_length: see the module text.
+    """
+    together = per_device * processes
+    for start in range(0, len(rows), batch_size):
+        step = [rows[index] for index in range(start, min(start + batch_size, len(rows)))]
+        if packing:
+            passes = -(-len(step) // together) * processes  # rounded up: as many as these rows make unpacked
+            yield [packed(part or [_unlabelled(step[0])]) for part in balanced(step, passes)]
+            continue
+        if group_by_length:
+            step = sorted(step, key=lambda row: -len(row["input_ids"]))
+        if processes > 1:
+            step += [_unlabelled(step[0])] * (-len(step) % together)
+        yield step
+
+
+def as_dataset(steps: Iterator[list[Row]]) -> Dataset:
+    """What `arranged_steps` gives (input_ids, labels, row, optional keep_mask) as a `datasets.Dataset` in memory."""
+    parts, waiting = [], []
+    for step in steps:
+        waiting += step
+        if len(waiting) >= ROWS_AT_A_TIME:
+            parts.append(Dataset.from_list(waiting))
+            waiting = []
+    return concatenate_datasets([*parts, Dataset.from_list(waiting)] if waiting else parts)
+
+
+def balanced(rows: Sequence[Row], parts: int) -> list[list[Row]]:
+    """Rows dealt into `parts` parts of nearly equal token counts: the longest row first, to the lightest part.
+
+    Within a part rows keep their order. A part may be empty if there are fewer rows than parts.
+    """
+    heap = [(0, part) for part in range(parts)]  # (tokens, part): of equally light parts the first, on every machine
+    members: list[list[int]] = [[] for _ in range(parts)]
+    for index in sorted(range(len(rows)), key=lambda index: -len(rows[index]["input_ids"])):
+        tokens, part = heapq.heappop(heap)
+        members[part].append(index)
+        heapq.heappush(heap, (tokens + len(rows[index]["input_ids"]), part))
+    return [[rows[index] for index in sorted(part)] for part in members]
+
+
+def packed(rows: Sequence[Row]) -> Row:
+    """Rows laid end to end: one item with the columns of a row, `row` now per token, and `position_ids` from 0 in each.
+
+    The first label of each sequence is dropped, as the shift drops it in a padded row: it would be predicted from the
+    sequence before.
+    """
+    item: Row = {"row": [], "position_ids": []}
+    for row in rows:
+        length = len(row["input_ids"])
+        item["row"] += [row["row"]] * length
+        item["position_ids"] += range(length)
+        for key, values in row.items():
+            if key == "row":
+                continue
+            column = list(values)  # a copy: the caller's row keeps its first label
+            if key == "labels":
+                column[0] = IGNORED
+            item.setdefault(key, []).extend(column)
+    return item
+
+
+class PassCollator:
+    """Rows, or one packed item, to the tensors of a forward pass.
+
+    Rows are padded on the right; a tokenizer without a pad token pads with EOS, which the attention mask hides. A packed item has
+    no padding and no attention mask, which is what tells the model that it is packed.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        pad = tokenizer.pad_token_id
+        self.padded = Collator(int(pad if pad is not None else tokenizer.eos_token_id or 0))
+
+    def __call__(self, items: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """Of rows what `loragate.data.Collator` gives; of a packed item input_ids, labels, position_ids and row [1, T] int64, and
+        keep_mask [1, T] bool when present."""
+        if "position_ids" not in items[0]:
+            return self.padded(items)
+        (item,) = items
+        batch = {key: torch.tensor([values], dtype=torch.int64) for key, values in item.items()}
+        if "keep_mask" in batch:
+            batch["keep_mask"] = batch["keep_mask"].bool()
+        return batch
+
+
+@torch.no_grad()
+def require_separate_sequences(model: Any, device: torch.device) -> None:
+    """Two short sequences must give the same logits packed and alone, or packing would let one read the other.
+
+    Flash attention reads the boundaries from `position_ids`; with SDPA, eager and flex attention transformers builds a
+    block mask from them. A model that does neither (recurrent layers, its own attention code) is refused.
+
+    Raises:
+        ConfigError: naming the attention implementation.
+    """
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    lengths = (5, 7)
+    # some tokens that differ: one row of [1, 12] whose positions begin anew after five, against [1, 5] and [1, 7]
+    ids = (torch.arange(sum(lengths), device=device) * 7919 + 11) % min(vocabulary, 1 << 15)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    with evaluation_mode(model):
+        together = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0].float()
+        alone = torch.cat(
+            [model(input_ids=part[None], use_cache=False).logits[0].float() for part in ids.split(lengths)]
+        )
+    half = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
+    if not bool((together - alone).abs().max() <= (5e-2 if half else 1e-3) * max(1.0, float(alone.abs().max()))):
+        kind = getattr(model.config, "_attn_implementation", "unknown")
+        raise ConfigError(
+            f"packing: with this model ({type(model).__name__}, attention implementation {kind!r}) packed sequences read each "
+            "other, so the run would learn something else. Leave packing out and use group_by_length, or load the model with "
+            "flash attention"
+        )
+
+
+def _unlabelled(row: Row) -> Row:
+    return {**row, "labels": [IGNORED] * len(row["labels"])}

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from annotated_types import Ge, Gt, Len, Lt
+from annotated_types import Ge, Len, Lt
 
 from loragate.effects import acting, require_effect
 from loragate.errors import ConfigError
@@ -15,12 +15,11 @@ from loragate.validate import Amount, Count, Positive, Size, check
 FineTuningObjective = Literal[
     "sft", "dft", "profit", "eaft", "talr", "mask", "eksft", "forgetting", "entropy", "interleaved"
 ]
-GateObjective = Literal["entropy", "ce", "anchored", "reward", "random"]
+GateObjective = Literal["entropy", "ce", "random"]
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 Precision = Literal["fp32", "bf16", "fp16"]
 OBJECTIVES: tuple[str, ...] = get_args(FineTuningObjective)
 GATE_OBJECTIVES: tuple[str, ...] = get_args(GateObjective)
-ON_POLICY = ("anchored", "reward")
 
 # the paper's batch, its 157 steps rounded, and the smallest batch that is taken in order to have them
 BATCH, STEPS, SMALLEST = 128, 150, 8
@@ -152,7 +151,7 @@ class TrainSettings:
         if not self.batch_size:
             per_pass = self.per_device_train_batch_size * processes
             batch = max(BATCH // per_pass, 1) * per_pass  # the nearest below 128 that can be dealt out
-            if self.steps_follow:
+            if not self.max_steps:  # else their number does not follow from the rows
                 # the largest batch, of this one halved again and again, that gives enough steps
                 half = batch
                 while half >= SMALLEST and math.ceil(rows / batch) * num_train_epochs < STEPS:
@@ -160,11 +159,6 @@ class TrainSettings:
                 if not self.num_train_epochs:
                     num_train_epochs = float(min(self.MOST_EPOCHS, math.ceil(STEPS / math.ceil(rows / batch))))
         return replace(self, batch_size=batch, num_train_epochs=num_train_epochs)
-
-    @property
-    def steps_follow(self) -> bool:
-        """Whether the number of steps follows from the rows."""
-        return not self.max_steps
 
     def steps(self, rows: int) -> int:
         """Optimiser steps over `rows` rows with `fitted` settings; the last batch of an epoch may be smaller."""
@@ -214,26 +208,10 @@ class FineTuningSettings(TrainSettings):
 class GateTrainingSettings(TrainSettings):
     """Stage II, training the gates (the paper's values; betas, decay and clipping are ours).
 
-    "entropy" is the paper's objective and "ce" its ablation; both read the given responses. "anchored" and "reward" are
-    extensions of ours, not SCALE: they read the prompts only and train on answers sampled from the gated model itself.
-    "random" trains nothing: it draws gates, a control.
-
     Attributes:
         k: support of the entropy objective; 0, or at least the vocabulary size, means the full entropy.
         max_rows: use at most this many rows after a seeded shuffle (0: all).
-        objective: entropy is the paper's, ce its ablation, random a control; the others sample answers.
-        anchor: what KL pulls towards: base (λ = 0), adapter (λ = 1), mixture (half of each) or product (geometric mean).
-        beta: weight of KL(gated, anchor) in the objective anchored; 1 gives the cross-entropy to the anchor.
-        refresh: number of steps between two samplings of answers (0: 20 for anchored, 1 for reward).
-        samples_per_prompt: answers sampled per prompt to train on (0: 1 for anchored, 8 for reward).
-        max_new_tokens: token limit of an answer sampled for training (anchored and reward); the probe has its own
-            limit.
-        temperature: sampling temperature of the training answers of anchored; reward always samples at 1, as its
-            gradient requires.
-        sampling_batch_size: sequences generated at a time, in training and for a probe.
-        reward_kl: weight of KL(gated, anchor) per token in the objective reward; 0 leaves the anchor out.
-        advantage: reward minus the group's mean (mean), or that divided by the group's deviation (std).
-        clip_ratio: clipping of the probability ratio where answers serve several steps (refresh above 1).
+        objective: entropy is the paper's and ce its ablation; random, a control, draws gates and trains nothing.
         random_scale: standard deviation of the gate weights and biases that random draws.
     """
 
@@ -243,16 +221,6 @@ class GateTrainingSettings(TrainSettings):
     k: Size = 100
     max_rows: Size = 20_000
     objective: GateObjective = "entropy"
-    anchor: Literal["base", "adapter", "mixture", "product"] = "product"
-    beta: Amount = 1.0
-    refresh: Size = 0
-    samples_per_prompt: Size = 0
-    max_new_tokens: Count = 1024
-    temperature: Positive = 1.0
-    sampling_batch_size: Count = 64
-    reward_kl: Amount = 0.0
-    advantage: Literal["mean", "std"] = "mean"
-    clip_ratio: Annotated[float, Gt(0), Lt(1)] = 0.2
     random_scale: Positive = 0.02
 
     def __post_init__(self) -> None:
@@ -260,51 +228,8 @@ class GateTrainingSettings(TrainSettings):
         if self.k == 1:
             raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
         require_effect("calibration", self)
-        if not self.on_policy:
-            return
-        if self.objective == "reward" and self.answers_per_prompt < 2:
-            raise ConfigError(
-                f"samples_per_prompt is {self.answers_per_prompt}; the objective 'reward' compares the answers of one "
-                "prompt with each other and needs at least 2"
-            )
-        if not self.batch_size:
-            self.fitted(1)  # the batch that will be taken, which does not depend on the rows here, is checked at once
-        if self.batch_size % self.answers_per_prompt:
-            raise ConfigError(
-                f"batch_size {self.batch_size} is not a multiple of samples_per_prompt {self.answers_per_prompt}; "
-                "the answers to one prompt belong into one step"
-            )
-        if self.report_to.strip() not in ("", "none"):
-            raise ConfigError(
-                f"report_to={self.report_to!r} works with the objectives entropy and ce; {self.objective!r} writes "
-                "metrics.jsonl only"
-            )
-
-    @property
-    def on_policy(self) -> bool:
-        """Whether the gates train on answers sampled from the gated model."""
-        return self.objective in ON_POLICY
-
-    @property
-    def steps_follow(self) -> bool:
-        """As in Stage I; a step on sampled answers holds groups of them, and a small one would compare hardly any prompts."""
-        return super().steps_follow and not self.on_policy
-
-    @property
-    def answers_per_prompt(self) -> int:
-        """`samples_per_prompt` with the objective's default filled in."""
-        return self.samples_per_prompt or (8 if self.objective == "reward" else 1)
-
-    @property
-    def steps_per_refresh(self) -> int:
-        """`refresh` with the objective's default filled in."""
-        return self.refresh or (1 if self.objective == "reward" else 20)
 
     def as_record(self) -> dict[str, Any]:
         """The settings that the objective reads, for run.json and the artifact."""
-        return recorded({name: getattr(self, name) for name in self.read_by(self.objective)})
-
-    @staticmethod
-    def read_by(objective: str) -> tuple[str, ...]:
-        """The settings that an objective reads."""
-        return acting("calibration", (field.name for field in fields(GateTrainingSettings)), objective=objective)
+        names = acting("calibration", (field.name for field in fields(self)), objective=self.objective)
+        return recorded({name: getattr(self, name) for name in names})

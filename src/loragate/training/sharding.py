@@ -1,18 +1,17 @@
 """Models whose weights are spread over processes: FSDP2's shards, ZeRO-3's partitions, and the gates outside of them.
 
 A sharded run works on a twin of the model: same modules, own parameters over the same memory, the gate modules shared
-with the original. FSDP2 shards the twin layer by layer; the gates are left out of every group, stay whole and fp32 on
-every process, and their gradients are averaged by one all-reduce per optimiser step (`average_gradients`). The original is
-not touched until the end, when what trained is written back into it. It therefore lies in host memory while the twin's
-shards lie on the device (`host_memory` of `open_base`).
+with the original under FSDP2, which shards the twin layer by layer; the gates are left out of every group, stay whole and fp32
+on every process, and their gradients are averaged by one all-reduce per optimiser step (`average_gradients`). ZeRO-3 partitions
+what it is given for good, so it is given a twin too. The original is not touched until the end, when what trained is written
+back into it. It therefore lies in host memory while the twin's shards lie on the device (`host_memory` of `open_base`).
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,56 +33,36 @@ def target_device(model: nn.Module) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-@contextmanager
-def spread(model: Any) -> Iterator[Any]:
-    """The model to measure and train with: its FSDP2 twin where the launcher asks for FSDP2, else the model itself.
+def training_twin(model: Any) -> Any:
+    """The model to train: a twin where the launcher asks for FSDP2 or ZeRO-3, else the model itself.
 
-    Every process must enter, and run the same forward passes inside. On leaving without an error, what required a gradient
-    is gathered and written back into `model`.
+    Every process must call this, and run the same forward passes with the twin. Gates move to the twin's device.
 
     Raises:
-        ConfigError: if the model has no repeated layers to shard.
+        ConfigError: if the model has no repeated layers that FSDP2 could shard.
     """
-    if launch_of().strategy != "fsdp2":
-        yield model
-        return
+    strategy = launch_of().strategy
+    if strategy == "zero3":
+        return fsdp_copy(model, share_gates=False)
+    if strategy != "fsdp2":
+        return model
     process_state()
-    home = next(model.parameters()).device
     # asked while the weights are whole: on shards the check would need a gathered head and every process
     verified = verify_head(causal_model(model))
     twin = fsdp_copy(model, share_gates=True)
     causal_model(twin)._loragate_verified_head = verified
     gates = [module for module in twin.modules() if isinstance(module, SignedGate)]
     device = target_device(model)
-    for gate in gates:
-        gate.to(device)
-    try:
-        shard(twin, device, {parameter for gate in gates for parameter in gate.parameters()})
-        yield twin
-        write_back(twin, model)
-    finally:
-        for gate in gates:
-            gate.to(home)
+    move_gates(twin, device)
+    shard(twin, device, {parameter for gate in gates for parameter in gate.parameters()})
+    return twin
 
 
-@contextmanager
-def partitioned(model: Any, trained: dict[str, nn.Parameter]) -> Iterator[tuple[Any, dict[str, nn.Parameter]]]:
-    """Model and trained parameters to hand to the trainer: those of a twin where they will be sharded.
-
-    FSDP2's twin is made here unless `spread` made it before. DeepSpeed ZeRO-3 partitions what it is given for good, so it
-    is given a twin too. Otherwise both come back as they are. On leaving without an error, what trained is written back.
-    """
-    strategy = launch_of().strategy
-    if strategy not in ("fsdp2", "zero3") or is_sharded(model):
-        yield model, trained
-        return
-    # a stage names what trains in its own words; the twin knows its parameters by the model's
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with spread(model) if strategy == "fsdp2" else nullcontext(fsdp_copy(model, share_gates=False)) as twin:
-        copies = dict(twin.named_parameters())
-        yield twin, {name: copies[names[id(parameter)]] for name, parameter in trained.items()}
-        if strategy == "zero3":
-            write_back(twin, model)
+def move_gates(model: Any, device: torch.device) -> None:
+    """Put all gates of a model on a device: under FSDP2 they are the twin's too, and the original lies in host memory."""
+    for module in model.modules():
+        if isinstance(module, SignedGate):
+            module.to(device)
 
 
 def is_sharded(model: Any) -> bool:

@@ -1,18 +1,23 @@
-"""How this run was launched: alone, or by `accelerate launch` or torchrun on several processes, and who holds the weights.
+"""How a run is launched, alone or by `accelerate launch` or torchrun on several processes, and what cannot work together.
 
-Read from the environment that the launchers set, before torch is imported, so that a combination that cannot work is
-refused at once. The launch configurations that the package ships lie beside this file in `accelerate/`.
+The launch is read from the environment that the launchers set, before torch is imported. Combinations that cannot work are a
+table: each rule is a test over the plan of a run and a sentence that says what to change. It is consulted when a command starts,
+before a model is loaded, and again by the trainer. What is slow or untested but right is not refused; docs/scaling.md lists it.
+The launch configurations that the package ships lie beside this file in `accelerate/`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from loragate.errors import ConfigError
+from loragate.training.settings import TrainSettings
 
 STRATEGIES = ("ddp", "fsdp2", "zero3")
 ASKED = "LORAGATE_STRATEGY"
@@ -94,3 +99,118 @@ def process_state() -> Any:
 def launch_file(strategy: str) -> Path:
     """The `accelerate launch --config_file` of a strategy that the package ships."""
     return Path(__file__).parent / "accelerate" / f"{strategy}.yaml"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run before it begins; what is not known is left at its default, and no rule then speaks of it.
+
+    Attributes:
+        objective: of the training.
+        launch: how the processes were started.
+        device: "cuda", "cpu" or "mps".
+        quantization: "none", "8bit" or "4bit".
+        precision, packing, group_by_length, activation_offload: as in the settings.
+        dora: a DoRA adapter is trained.
+        reference: a frozen reference model of its own is loaded beside the trained one.
+        sampling: the run samples answers, to choose a range.
+    """
+
+    objective: str = ""
+    launch: Launch = field(default_factory=Launch)
+    device: str = ""
+    quantization: str = "none"
+    precision: str = "fp32"
+    packing: bool = False
+    group_by_length: bool = False
+    activation_offload: bool = False
+    dora: bool = False
+    reference: bool = False
+    sampling: bool = False
+
+    @classmethod
+    def of_settings(cls, settings: TrainSettings, launch: Launch, device: str, **more: Any) -> Plan:
+        """The plan that training settings describe; `more` overrides or adds."""
+        known = {one.name for one in fields(cls)} - {"launch", "device"}
+        read = {name: getattr(settings, name) for name in known if hasattr(settings, name)}
+        return cls(**{**read, "launch": launch, "device": device, **more})
+
+
+# by name: whether a plan is forbidden, and what to change, with fields of the plan `p` in braces
+RULES: dict[str, tuple[Callable[[Plan], bool], str]] = {
+    "FSDP version": (
+        lambda p: p.launch.strategy.startswith("fsdp") and p.launch.strategy not in STRATEGIES,
+        "FSDP version 1 is not supported: set fsdp_version: 2 in the launch configuration",
+    ),
+    "ZeRO stage": (
+        lambda p: p.launch.strategy.startswith("zero") and p.launch.strategy not in STRATEGIES,
+        "DeepSpeed ZeRO is not supported as {p.launch.strategy}: gates and LoRA factors are small, so that sharding their "
+        "optimiser alone saves nothing. Launch with ddp, or set zero_stage: 3",
+    ),
+    "sharding needs processes": (
+        lambda p: p.launch.sharded and p.launch.processes < 2,
+        "{p.launch.strategy} shards over processes, and there is one: raise --num_processes, or leave it out",
+    ),
+    "FSDP offload": (
+        lambda p: p.launch.offload,
+        "fsdp_offload_params is not supported: set it to false in the launch configuration, or use more processes",
+    ),
+    "sharding × quantised base": (
+        lambda p: p.launch.sharded and p.quantization != "none",
+        "a {p.quantization} base cannot be sharded with {p.launch.strategy}: launch with ddp (a quantised base is small enough to "
+        "be whole on each GPU), or leave the quantisation out",
+    ),
+    "sharding × selection": (
+        lambda p: p.launch.sharded and p.sampling,
+        "under {p.launch.strategy} no process holds a model that could sample answers, so a range cannot be chosen on a dev "
+        "set here: add --skip-selection and compare with the plain adapter afterwards (loragate eval), or choose in one process",
+    ),
+    "sharding × reference": (
+        lambda p: p.launch.sharded and (p.reference or p.objective == "eksft"),
+        "an objective with a reference model is not sharded with {p.launch.strategy}: launch with ddp",
+    ),
+    "sharding × DoRA": (
+        lambda p: p.launch.sharded and p.dora,
+        "DoRA reads whole weight matrices, which {p.launch.strategy} shards: launch with ddp, or train LoRA",
+    ),
+    "sharding × fp16": (
+        lambda p: p.launch.sharded and p.precision == "fp16",
+        "fp16 with its loss scaling is not combined with {p.launch.strategy}: use precision bf16, or ddp",
+    ),
+    "ZeRO-3 × autocast": (
+        lambda p: p.launch.strategy == "zero3" and p.precision == "bf16",
+        "under DeepSpeed, precision bf16 would cast everything that trains to bf16, and gates train in fp32: leave precision at "
+        "fp32 and load the base with --dtype bfloat16, or launch with fsdp2",
+    ),
+    "fp16 needs CUDA": (
+        lambda p: p.precision == "fp16" and p.device not in ("", "cuda"),
+        "precision fp16 needs CUDA's loss scaling, and this run is on {p.device}: use fp32 or bf16",
+    ),
+    "several processes × mps": (
+        lambda p: p.launch.processes > 1 and p.device == "mps",
+        "there is no exchange between processes on mps: run in one process",
+    ),
+    "offload needs a GPU": (
+        lambda p: p.activation_offload and p.device not in ("", "cuda"),
+        "activation_offload moves activations from a CUDA device to host memory and has no effect on {p.device}: leave it out",
+    ),
+    "packing × grouping": (
+        lambda p: p.packing and p.group_by_length,
+        "packing pads nothing, so group_by_length has no effect beside it: leave one of them out",
+    ),
+    "quantised base × mps": (
+        lambda p: p.quantization != "none" and p.device == "mps",
+        "a {p.quantization} base is not supported on mps: use cuda or cpu, or leave the quantisation out",
+    ),
+}
+
+
+def impossible(plan: Plan) -> list[str]:
+    """The sentences of all rules that forbid a plan."""
+    return [sentence.format(p=plan) for forbids, sentence in RULES.values() if forbids(plan)]
+
+
+def refuse_impossible(plan: Plan) -> None:
+    """Refuse a run that cannot work: a ConfigError with everything that must change, one line each."""
+    if found := impossible(plan):
+        raise ConfigError("\n".join(found))

@@ -1,98 +1,89 @@
-"""What a run is made of, and a thin subclass of TRL's SFTTrainer whose loss comes from the token-statistics head.
+"""The one trainer: a subclass of TRL's SFTTrainer whose loss comes from the token-statistics head.
 
-It overrides the loss, what is known of a whole batch before it, the log line, the checkpoint format and the telemetry, and
-nothing else of the training loop. Both stages use this class, with an objective each. Rows come
-tokenised and in their final order.
+It overrides the loss, what is known of a whole batch before it, the evaluation, the log line, the checkpoint format and the
+telemetry, and nothing else of the training loop. Both stages train with this class, with an objective each; `GateTrainer` adds
+what gates need. Rows come tokenised and in their final order. Training by settings
+and into a run folder is in `run.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from datasets import Dataset, concatenate_datasets
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import TrainerState
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from trl import SFTConfig, SFTTrainer
 
-from loragate.data import EncodedRows, Rows
+from loragate.data import EncodedRows
 from loragate.errors import ConfigError, DivergenceError, TrainingError
 from loragate.files import write_atomically
 from loragate.gates import record_gates
-from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, WeightedCrossEntropy
-from loragate.losses.divergence import Reference
+from loragate.gates.eligibility import quantization_of
+from loragate.losses import (
+    ObjectiveContext,
+    StatisticsRequest,
+    TokenStatistics,
+    WeightedCrossEntropy,
+    verify_head,
+)
+from loragate.losses.causal_head import Reference, causal_model
 from loragate.losses.head import IGNORED
 from loragate.losses.objectives import Objective
 from loragate.losses.objectives.base import within_batch
 from loragate.modes import evaluation_mode
-from loragate.training.arrangement import arranged_steps
-from loragate.training.callbacks import OnStep
-from loragate.training.last_layer import LastLayer
-from loragate.training.model_state import dropouts, recomputation_argument
-from loragate.training.settings import TrainSettings
+from loragate.training.callbacks import (
+    FiniteGradientCheck,
+    FirstGradientCheck,
+    SkippedStepCheck,
+)
+from loragate.training.checkpoints import (
+    STATE,
+    TRAINED,
+    last_checkpoint,
+)
+from loragate.training.model_state import (
+    dropouts,
+    restore_state,
+    short_row_attention,
+    statistics_forward,
+)
+from loragate.training.rows import PassCollator, arranged_steps, as_dataset, require_separate_sequences
 from loragate.training.sharding import (
     assign,
     average_gradients,
     gathered_values,
     is_sharded,
     load_whole_state,
+    move_gates,
+    target_device,
+    training_twin,
     whole_state,
+    write_back,
 )
-from loragate.training.strategy import launch_of
+from loragate.training.strategy import Plan, launch_of, refuse_impossible
 
+logger = logging.getLogger("loragate")
 ReferenceOf = Callable[[Any, dict[str, Any]], Reference]
 """From (model, inputs) to a frozen reference's distributions at the labelled positions."""
-TRAINED, OPTIMIZER, SCHEDULER = "trained.safetensors", "optimizer.pt", "scheduler.pt"
-ROWS_AT_A_TIME = 2048  # that are Python lists while a data set is made
+Where = Callable[[int], str]
+"""From a row's index to the words that name it."""
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 # column of a forward pass that holds what is known of its batch, wrapped so that nothing casts it
 _BATCH = "loragate_batch"
-
-
-@dataclass(kw_only=True)
-class Job:
-    """What every run needs, put together by a stage.
-
-    Attributes:
-        model, tokenizer: the model as it will be trained, and its tokenizer.
-        encoded, rows: tokenised rows in training order, and the rows they came from (for error messages).
-        settings: the stage's settings.
-        trained: the parameters that train, by name.
-        identity: what makes this run this run; stored in run.json and compared on resume.
-        folder: run folder; None keeps nothing (no checkpoints survive then).
-        resume: go on from the last checkpoint in `folder`.
-        on_step: called after every optimiser step.
-        until: the step after which the run pauses, with a checkpoint from which `resume` goes on; None goes to the end.
-        adapter_name: of the adapter whose gates train (Stage II); None where an adapter itself trains.
-    """
-
-    model: Any
-    tokenizer: Any
-    encoded: EncodedRows
-    rows: Rows
-    settings: TrainSettings
-    trained: dict[str, nn.Parameter]
-    identity: dict[str, Any]
-    folder: Path | None
-    resume: bool
-    on_step: OnStep | None
-    until: int | None = None
-    adapter_name: str | None = None
-
-
-@dataclass(frozen=True)
-class TrainingOutcome:
-    """What a run leaves behind: its log records, steps and wall time, and counts of what it sampled."""
-
-    history: list[dict[str, Any]]
-    steps: int
-    seconds: float
-    fused_head: bool
-    sampled: dict[str, float] = field(default_factory=dict)
+_LOGGED = {"log_prob": "nll", "entropy": "entropy", "topk_entropy": "topk_entropy", "kl": "reference_kl"}
 
 
 class StatisticsTrainer(SFTTrainer):
@@ -102,26 +93,132 @@ class StatisticsTrainer(SFTTrainer):
     accumulation steps). With an `over_batch` all forward passes of a step are first made without gradient, in evaluation mode, for
     the statistics named in `batch_reads` (none: not made at all); what it says of each is `ObjectiveContext.batch` in its loss.
     A step of one pass without dropout says as much itself and is made once. A reference's pass is not repeated either.
+
+    What a training switches on in the model it takes back at the end: forward methods, modes, attention, checkpointing.
+
+    Attributes:
+        given: the model that was given; `model` is its twin under FSDP2 and ZeRO-3.
+        trained: the parameters that train, by name.
+        fused: whether the fused head serves; known once a training or an evaluation has begun.
     """
 
+    control: Any  # of transformers
     loss_is_scaled_for_ga = True  # else the trainer would divide by the number of forward passes once more
 
     def __init__(
-        self, job: Job, objective: Objective, reference: ReferenceOf | None, last_layer: LastLayer, **kwargs: Any
+        self,
+        model: Any,
+        args: SFTConfig,
+        train_dataset: EncodedRows,
+        *,
+        objective: Objective,
+        trained: Mapping[str, nn.Parameter],
+        processing_class: Any,
+        where: Where,
+        eval_dataset: EncodedRows | Mapping[str, EncodedRows] | None = None,
+        data_collator: Any = None,
+        reference: ReferenceOf | None = None,
+        adapter_name: str | None = None,
+        callbacks: Sequence[Any] = (),
+        optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
-        """`reference` is needed by an objective with a KL to one; `kwargs` are SFTTrainer's."""
-        self.job, self.objective, self.reference = job, objective, reference
-        self.trained, self.last_layer = job.trained, last_layer
+        """Prepare a training.
+
+        Args:
+            model: the model as it will be trained.
+            args: of the training; a copy is taken.
+            train_dataset: tokenised rows in training order.
+            objective: what trains it.
+            trained: the parameters that train, by name.
+            processing_class: the tokenizer.
+            where: names a row of the training in messages.
+            eval_dataset: tokenised rows, or several data sets of them by name.
+            data_collator: None for `PassCollator`.
+            reference: for an objective with a KL to one.
+            adapter_name: of the adapter whose gates train (Stage II); None where an adapter itself trains.
+            callbacks, optimizers: as in transformers.
+
+        Raises:
+            ConfigError: for what cannot work together.
+            TrainingError: for an adapter on the output head.
+        """
+        causal = causal_model(model)
+        if isinstance(causal.get_output_embeddings(), BaseTunerLayer):
+            raise TrainingError(
+                "the adapter has a LoRA delta on the output head, which the trainer cannot run: it multiplies by the head's own "
+                "weight. Leave the head out of the adapter's target_modules"
+            )
+        self.objective, self.reference, self.adapter_name, self.where = objective, reference, adapter_name, where
+        args = copy.copy(args)
+        grouped, self.packing = args.train_sampling_strategy == "group_by_length", bool(args.packing)
+        self._refuse_impossible(model, args, grouped)
+        if self.packing and data_collator is not None:
+            raise ConfigError("packing lays rows end to end in a way of its own; leave out data_collator, or packing")
+        batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        dataset = as_dataset(
+            arranged_steps(
+                train_dataset,
+                batch_size,
+                args.per_device_train_batch_size,
+                args.world_size,
+                packing=self.packing,
+                group_by_length=grouped,
+            )
+        )
+        self.rows_per_pass = args.per_device_train_batch_size
+        sets, evaluated = [train_dataset], None
+        if isinstance(eval_dataset, Mapping):
+            sets += eval_dataset.values()
+            evaluated = {name: self.evaluation_rows(rows, args) for name, rows in eval_dataset.items()}
+        elif eval_dataset is not None:
+            sets.append(eval_dataset)
+            evaluated = self.evaluation_rows(eval_dataset, args)
+        # packed rows are as long as a pass, and their mask is of another kind
+        self.longest = sys.maxsize if self.packing else max(int(rows.arrays["lengths"].max()) for rows in sets)
+        if self.packing:
+            args.per_device_train_batch_size, args.packing = 1, False  # an item is a whole forward pass
+        # rows come prepared: tokenised, cut and in their final order
+        args.train_sampling_strategy, args.max_length, args.dataset_kwargs = (
+            "sequential", None, {"skip_prepare_dataset": True}
+        )  # fmt: skip
+        args.remove_unused_columns, args.average_tokens_across_devices = False, True
+        args.ddp_find_unused_parameters, args.router_aux_loss_coef = False, 0.0
+        args.dataloader_pin_memory &= target_device(model).type != "cpu"
+        # several visible GPUs without a launcher would mean nn.DataParallel, whose replicas lose the instance's forward
+        args._n_gpu = min(args.n_gpu, 1)
+
         gradients = None if objective.gradients is None else tuple(objective.gradients)
         self.request = StatisticsRequest(objective.k, tuple(objective.outputs), gradients)
         self.over_batch = getattr(objective, "over_batch", None)
         self.batch_reads = tuple(getattr(objective, "batch_reads", ()))
         self.sums: dict[str, torch.Tensor] = {}
         self.gate_summary: dict[str, float] = {}
-        self.history: list[dict[str, Any]] = []
+        self.given = model
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        twin = training_twin(model)
+        if (
+            twin is not model
+        ):  # a stage names what trains in its own words; the twin knows its parameters by the model's
+            copies = dict(twin.named_parameters())
+            trained = {name: copies[names[id(parameter)]] for name, parameter in trained.items()}
+        self.trained = dict(trained)
         # TRL casts trainable parameters of quantised models to bf16; what is trained here keeps its precision.
         kept = {name: parameter.data for name, parameter in self.trained.items()}
-        super().__init__(model=job.model, processing_class=job.tokenizer, **kwargs)
+        own_forward = causal_model(twin).__dict__.get("forward")
+        super().__init__(
+            model=twin,
+            args=args,
+            data_collator=PassCollator(processing_class) if data_collator is None else data_collator,
+            train_dataset=dataset,
+            eval_dataset=evaluated,
+            processing_class=processing_class,
+            callbacks=[*self._checks(args), *callbacks],
+            optimizers=optimizers,
+        )
+        # TRL puts a head of its own before the model's forward
+        causal_model(twin).__dict__.pop("forward", None)
+        if own_forward is not None:
+            causal_model(twin).forward = own_forward
         for name, parameter in self.trained.items():
             if parameter.dtype != kept[name].dtype:
                 parameter.data = kept[name].to(parameter.device)
@@ -132,12 +229,138 @@ class StatisticsTrainer(SFTTrainer):
             raise TrainingError("FSDP2 needs transformers 5.23 or newer; upgrade transformers, or use --strategy ddp")
         # the trainer then leaves placing, wrapping and reducing to the model; set only now, as it would refuse checkpoints
         self.is_distributed_loading_by_transformers = self.sharded
+        self.fused = True
+
+    def _refuse_impossible(self, model: Any, args: SFTConfig, grouped: bool) -> None:
+        refuse_impossible(
+            Plan(
+                objective=self.objective.name,
+                launch=launch_of(),
+                device=target_device(model).type,
+                quantization=quantization_of(causal_model(model)),
+                precision="fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
+                packing=self.packing,
+                group_by_length=grouped,
+                activation_offload=args.activation_offloading,
+                dora=any(getattr(config, "use_dora", False) for config in model.peft_config.values()),
+                reference=self.reference is not None,
+            )
+        )
+        if args.push_to_hub:
+            raise ConfigError(
+                "push_to_hub would push checkpoints, which no one can load: save the result, then push that"
+            )
+
+    def _checks(self, args: SFTConfig) -> list[Any]:
+        # DeepSpeed takes the gradients for itself and steps before they could be looked at
+        seen = launch_of().strategy != "zero3"
+        first = [FirstGradientCheck(self.trained)] if seen and self.adapter_name is not None else []
+        if args.fp16:
+            return [*first, SkippedStepCheck()]
+        return [*first, FiniteGradientCheck(self.trained)] if seen else first
+
+    def evaluation_rows(self, rows: EncodedRows, args: SFTConfig | None = None) -> Any:
+        """Tokenised rows as a data set of evaluation batches, filled up over several processes with rows that do not count."""
+        args = args or self.args
+        size = args.per_device_eval_batch_size
+        return as_dataset(arranged_steps(rows, size * args.world_size, size, args.world_size))
 
     def _send_telemetry(self) -> None:
         """No telemetry."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The model card is written with the finished artifact, not with checkpoints."""
+
+    @contextmanager
+    def _prepared(self, recomputing: bool = False) -> Iterator[None]:
+        """The model as a pass with statistics needs it; given back as it came."""
+        # a reference must be computed as the trained model is, so that its KL to itself is 0
+        plain_bf16 = bool(self.args.bf16) and self.reference is None
+        with (
+            restore_state(self.model, recomputing),
+            short_row_attention(self.model, self.rows_per_pass, self.longest, plain_bf16),
+            statistics_forward(self.model) as self.fused,
+        ):
+            yield
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """As in transformers. A run that is resumed at its last step gives its result and takes no step more.
+
+        Args:
+            resume_from_checkpoint: a checkpoint, or True for the last one that was written to its end in `args.output_dir`.
+            kwargs: further arguments of transformers' `train`.
+
+        Raises:
+            TrainingError: for a loss or gradient that is not finite, and for a checkpoint of another run.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(last_checkpoint(Path(self.args.output_dir)) or "")
+            if not resume_from_checkpoint:
+                raise TrainingError(
+                    f"{self.args.output_dir} holds no checkpoint to resume from; leave out resume_from_checkpoint"
+                )
+        if resume_from_checkpoint:
+            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / STATE))
+            # the trainer would take a step more before it looks whether it is to stop
+            if state.global_step >= (self.args.max_steps if self.args.max_steps > 0 else state.max_steps):
+                self._load_from_checkpoint(str(resume_from_checkpoint))
+                self.state, self.fused = state, verify_head(causal_model(self.given))
+                return TrainOutput(state.global_step, 0.0, {})
+        self.sums = {}
+        with self._prepared(bool(self.args.gradient_checkpointing)):
+            if not self.fused:
+                logger.warning("the output head is not one frozen linear map: statistics use full logits (slower)")
+            if self.packing:
+                require_separate_sequences(self.model, next(self.model.parameters()).device)
+            output = super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+        if self.model is not self.given:
+            write_back(self.model, self.given)
+        return output
+
+    def close(self) -> None:
+        """Under FSDP2 the gates, which the model shares with its twin, go back to where the model is; nothing otherwise."""
+        if self.sharded:
+            frozen = (parameter for parameter in self.given.parameters() if not parameter.requires_grad)
+            move_gates(self.given, next(frozen).device)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Mean loss and statistics over the response tokens of a data set, in evaluation mode."""
+        self.callback_handler.eval_dataloader = dataloader
+        sums: dict[str, torch.Tensor] = defaultdict(
+            lambda: torch.zeros((), dtype=torch.float64, device=self.args.device)
+        )
+        request, counted = replace(self.request, gradients=()), 0
+        with torch.no_grad(), self._prepared(), evaluation_mode(self.model), self.accelerator.autocast():
+            for batch in dataloader:
+                inputs, _, context, _ = self._unpacked(self._prepare_inputs(batch))
+                stats = self._statistics(self.model, inputs, request, None)
+                if self.over_batch is not None:
+                    context = within_batch(self.over_batch, stats, context)
+                sums["tokens"] += stats.mask.sum()
+                sums["loss"] += token_losses(self.objective, stats, context).double().sum()
+                for name, key in _LOGGED.items():
+                    if name in self.request.outputs:
+                        sums[key] += getattr(stats, name).double().sum()
+                counted += int(stats.mask.any(-1).sum())
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        totals = self._means(sums)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in totals.items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=counted)
+
+    def _means(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Sums over tokens, `tokens` among them, as means over all processes; what is logged as nll is −log p."""
+        totals = self.accelerator.reduce(torch.stack(list(sums.values())), "sum").tolist()
+        values = dict(zip(sums, totals, strict=True))
+        tokens = max(values.pop("tokens"), 1.0)
+        means = {name: -value / tokens if name == "nll" else value / tokens for name, value in values.items()}
+        return {"response_tokens": tokens, **means}
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The forward passes of an optimiser step, each with what `over_batch` says of it."""
@@ -180,16 +403,16 @@ class StatisticsTrainer(SFTTrainer):
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=False)])
 
     def _unpacked(
-        self, inputs: dict[str, Any]
-    ) -> tuple[dict[str, Any], torch.Tensor, ObjectiveContext, Reference | None]:
+        self, inputs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], torch.Tensor | None, ObjectiveContext, Reference | None]:
         """What the model reads, the rows, the context of the loss, and the reference's distributions if they are known."""
         inputs = dict(inputs)
-        rows = inputs.pop("row")
+        rows = inputs.pop("row", None)  # a collator of the user's own may drop it
         keep = inputs.pop("keep_mask", None)
         known = inputs.pop(_BATCH, None)
         context = ObjectiveContext(
             keep_mask=None if keep is None else keep[:, 1:],
-            sequence_ids=rows[:, 1:] if rows.dim() == 2 else None,
+            sequence_ids=rows[:, 1:] if rows is not None and rows.dim() == 2 else None,
             step=self.state.global_step,
             total_steps=self.state.max_steps,
             batch=None if known is None else known.value,
@@ -201,8 +424,7 @@ class StatisticsTrainer(SFTTrainer):
     ) -> TokenStatistics:
         if self.reference is not None:
             request = replace(request, reference=self.reference(model, inputs) if reference is None else reference)
-        with self.last_layer.reading(inputs["labels"]):
-            stats: TokenStatistics = model(**inputs, statistics=request)
+        stats: TokenStatistics = model(**inputs, statistics=request)
         return stats
 
     def compute_loss(
@@ -210,9 +432,9 @@ class StatisticsTrainer(SFTTrainer):
     ) -> Any:
         """The loss of one forward pass; `num_items_in_batch` are the response tokens of the optimiser step, on all processes."""
         inputs, rows, context, reference = self._unpacked(inputs)
-        logged = (self.state.global_step + 1) % self.args.logging_steps == 0
+        logged = (self.state.global_step + 1) % self.state.logging_steps == 0
         # the recording ends before the backward pass, in which a recomputed layer would be counted again
-        gates = self.job.adapter_name if logged else None
+        gates = self.adapter_name if logged else None
         with nullcontext() if gates is None else record_gates(self.model, gates) as record:
             if record is not None:
                 record.token_mask = inputs["labels"].ne(IGNORED)
@@ -227,25 +449,28 @@ class StatisticsTrainer(SFTTrainer):
             num_items_in_batch = stats.mask.sum()
         summed = losses.sum()
         if not bool(torch.isfinite(summed)):
-            bad = ~torch.isfinite(losses)
-            at_fault = rows[:, 1:][bad].unique() if rows.dim() == 2 else rows[bad.any(-1)]
-            named = ", ".join(self.job.rows.where(int(row)) for row in at_fault.tolist())
             raise DivergenceError(
-                f"the loss is not finite at step {self.state.global_step + 1}: {named or 'in the sum'}. Nothing was updated in "
-                "this step. Look at these rows (empty, extremely long or repeated text?); if they are fine, lower the learning "
-                "rate or train in fp32"
+                f"the loss is not finite at step {self.state.global_step + 1}: {self._at_fault(losses, rows) or 'in the sum'}. "
+                "Nothing was updated in this step. Look at these rows (empty, extremely long or repeated text?); if they are "
+                "fine, lower the learning rate or train in fp32"
             )
         loss = summed / torch.as_tensor(num_items_in_batch, device=summed.device).clamp(min=1)
         # the tokens are those of all processes, and DDP and FSDP average gradients over these
         loss = loss * self.accelerator.num_processes
         with torch.no_grad():
             self._add("tokens", stats.mask.sum())
-            for name, key in (("log_prob", "nll"), ("entropy", "entropy"), ("topk_entropy", "topk_entropy")):
-                if name in self.request.outputs:
+            for name, key in _LOGGED.items():
+                if name in self.request.outputs or (name == "kl" and stats.kl is not None):
                     self._add(key, getattr(stats, name).detach().double().sum())
-            if stats.kl is not None:
-                self._add("reference_kl", stats.kl.detach().double().sum())
         return (loss, stats) if return_outputs else loss
+
+    def _at_fault(self, losses: torch.Tensor, rows: torch.Tensor | None) -> str:
+        """The rows with a loss that is not finite, by name."""
+        if rows is None:
+            return ""
+        bad = ~torch.isfinite(losses)
+        found = rows[:, 1:][bad].unique() if rows.dim() == 2 else rows[bad.any(-1)]
+        return ", ".join(self.where(int(row)) for row in found.tolist())
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -270,16 +495,11 @@ class StatisticsTrainer(SFTTrainer):
         self.sums[name] = value if name not in self.sums else self.sums[name] + value
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.sums:
-            names = list(self.sums)
-            totals = self.accelerator.reduce(torch.stack([self.sums[name] for name in names]), "sum").tolist()
-            values = dict(zip(names, totals, strict=True))
-            tokens = max(values.pop("tokens"), 1.0)
-            logs["response_tokens"] = tokens
-            for name, value in values.items():
-                logs[name] = -value / tokens if name == "nll" else value / tokens
+        """Add the means over the response tokens since the last line, and λ statistics, to a line about training."""
+        if self.sums and "loss" in logs:
+            logs.update(self._means(self.sums))
             self.sums = {}
-        if self.gate_summary:
+        if self.gate_summary and "loss" in logs:
             logs.update(
                 {
                     f"gate_{name}": value
@@ -288,7 +508,6 @@ class StatisticsTrainer(SFTTrainer):
                 }
             )
             self.gate_summary = {}
-        self.history.append({"step": self.state.global_step, **logs})
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -312,6 +531,10 @@ class StatisticsTrainer(SFTTrainer):
             raise TrainingError(f"{path} holds other parameters than this run trains; it belongs to another run")
         for name, parameter in self.trained.items():
             assign(parameter, tensors[name])
+
+    def _load_best_model(self) -> None:
+        """`load_best_model_at_end`: from the checkpoint of the best evaluation."""
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Under FSDP the optimiser's state is written whole, as a single process would write it."""
@@ -337,6 +560,11 @@ class StatisticsTrainer(SFTTrainer):
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
 
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The log records since the run's beginning, each with its step."""
+        return [{name: value for name, value in record.items() if name != "epoch"} for record in self.state.log_history]
+
 
 def token_losses(objective: Objective, stats: TokenStatistics, context: ObjectiveContext) -> torch.Tensor:
     """The objective's loss, shaped like the statistics; what it says of positions without a label does not count.
@@ -357,66 +585,3 @@ def token_losses(objective: Objective, stats: TokenStatistics, context: Objectiv
             "least 0; write an objective of your own kind for signed terms"
         )
     return torch.where(stats.mask, losses, losses.new_zeros(()))
-
-
-def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: str) -> SFTConfig:
-    """The TRL configuration of a run; every choice of ours is set explicitly."""
-    steps = settings.steps(rows)
-    deepspeed = launch_of().strategy == "zero3"
-    arguments = SFTConfig(
-        output_dir=str(folder),
-        # packed, an item is a whole forward pass
-        per_device_train_batch_size=1 if settings.packing else settings.per_device_train_batch_size,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type=settings.lr_scheduler_type,
-        warmup_steps=round(settings.warmup_ratio * steps),
-        max_steps=steps,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.adam_beta1,
-        adam_beta2=settings.adam_beta2,
-        max_grad_norm=settings.max_grad_norm,
-        optim="adamw_torch",
-        seed=settings.seed,
-        data_seed=settings.seed,
-        train_sampling_strategy="sequential",
-        remove_unused_columns=False,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        max_length=None,
-        packing=False,
-        average_tokens_across_devices=True,
-        **recomputation_argument(SFTConfig, settings.gradient_checkpointing),
-        activation_offloading=settings.activation_offload,
-        bf16=settings.precision == "bf16",
-        fp16=settings.precision == "fp16",
-        tf32=None,
-        # DeepSpeed on the CPU: see `process_state`
-        use_cpu=device == "cpu" and not deepspeed,
-        ddp_backend="gloo" if device == "cpu" and deepspeed else None,
-        dataloader_pin_memory=device != "cpu",
-        logging_strategy="steps",
-        logging_steps=settings.logging_steps,
-        logging_first_step=True,
-        save_strategy="steps" if settings.save_steps else "no",
-        save_steps=settings.save_steps or 500,
-        save_total_limit=settings.save_total_limit or None,
-        report_to=[name.strip() for name in settings.report_to.split(",") if name.strip()] or "none",
-        disable_tqdm=True,
-        ddp_find_unused_parameters=False,
-        router_aux_loss_coef=0.0,
-    )
-    # several visible GPUs without a launcher would mean nn.DataParallel, whose replicas lose the instance's forward
-    arguments._n_gpu = min(arguments.n_gpu, 1)
-    arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size)
-    return arguments
-
-
-def as_dataset(rows: Sequence[dict[str, Any]], settings: TrainSettings, processes: int = 1) -> Any:
-    """Tokenised rows (input_ids, labels, row, optional keep_mask) as a `datasets.Dataset` in memory, as `arranged_steps` orders
-    them."""
-    parts, waiting = [], []
-    for step in arranged_steps(rows, settings, processes):
-        waiting += step
-        if len(waiting) >= ROWS_AT_A_TIME:
-            parts.append(Dataset.from_list(waiting))
-            waiting = []
-    return concatenate_datasets([*parts, Dataset.from_list(waiting)] if waiting else parts)

@@ -1,12 +1,11 @@
-"""What is refused at the start, and with which advice."""
+"""How a run was launched, and what is refused at the start, with which advice."""
 
 import pytest
 
 import loragate as lg
 from loragate.errors import ConfigError
-from loragate.training import FineTuningSettings, GateTrainingSettings, run
-from loragate.training.compatibility import RULES, Plan, impossible, refuse_impossible
-from loragate.training.strategy import Launch
+from loragate.training import FineTuningSettings, GateTrainingSettings, trainer
+from loragate.training.strategy import RULES, Launch, Plan, impossible, launch_of, refuse_impossible
 from tiny import tiny_adapter, tiny_rows
 
 FSDP2, ZERO3, DDP = Launch("fsdp2", 2), Launch("zero3", 2), Launch("ddp", 2)
@@ -17,8 +16,7 @@ FORBIDDEN = [
     ("sharding needs processes", Plan(launch=Launch("fsdp2")), "--num_processes"),
     ("FSDP offload", Plan(launch=Launch("fsdp2", 2, offload=True)), "fsdp_offload_params"),
     ("sharding × quantised base", Plan(launch=FSDP2, quantization="4bit"), "a 4bit base cannot be sharded with fsdp2"),
-    ("several processes × sampled answers", Plan(launch=DDP, objective="reward"), "runs in one process"),
-    ("sharding × probe", Plan(launch=FSDP2, objective="entropy", sampling=True), "--unverified"),
+    ("sharding × selection", Plan(launch=FSDP2, objective="entropy", sampling=True), "--skip-selection"),
     ("sharding × reference", Plan(launch=ZERO3, objective="eksft"), "launch with ddp"),
     ("sharding × reference", Plan(launch=FSDP2, objective="sft", reference=True), "launch with ddp"),
     ("sharding × DoRA", Plan(launch=FSDP2, dora=True), "train LoRA"),
@@ -28,9 +26,6 @@ FORBIDDEN = [
     ("several processes × mps", Plan(launch=DDP, device="mps"), "run in one process"),
     ("offload needs a GPU", Plan(device="cpu", activation_offload=True), "has no effect on cpu"),
     ("packing × grouping", Plan(packing=True, group_by_length=True), "leave one of them out"),
-    ("arrangement × sampled answers", Plan(packing=True, objective="anchored"), "leave them out"),
-    ("arrangement × sampled answers", Plan(activation_offload=True, objective="reward"), "leave them out"),
-    ("fp16 × sampled answers", Plan(precision="fp16", objective="reward"), "use precision fp32 or bf16"),
     ("quantised base × mps", Plan(device="mps", quantization="8bit"), "use cuda or cpu"),
 ]
 
@@ -57,7 +52,6 @@ def test_a_rule_refuses_with_its_advice(name, plan, words):
         Plan(launch=DDP, quantization="4bit", device="cuda", precision="bf16", packing=True),
         Plan(launch=FSDP2, objective="entropy", device="cuda", precision="bf16", group_by_length=True),
         Plan(launch=ZERO3, objective="talr", device="cuda"),
-        Plan(objective="reward", device="cuda", precision="bf16"),
         Plan(launch=DDP, device="cpu", dora=True, reference=True),
         Plan(device="cuda", precision="fp16", activation_offload=True),
     ],
@@ -85,6 +79,19 @@ def test_the_trainer_reads_how_the_base_is_stored(tokenizer, monkeypatch):
     settings = GateTrainingSettings(batch_size=4, per_device_train_batch_size=2, max_steps=1, max_length=64)
     model = tiny_adapter()
     monkeypatch.setattr(model.config, "quantization_config", {"load_in_4bit": True}, raising=False)
-    monkeypatch.setattr(run, "launch_of", lambda: Launch("fsdp2", 2))
+    monkeypatch.setattr(trainer, "launch_of", lambda: Launch("fsdp2", 2))
     with pytest.raises(ConfigError, match="4bit base cannot be sharded with fsdp2"):
         lg.train_gates(model, tokenizer, tiny_rows(4), lg.GateConfig(-3, 2), settings)
+
+
+def test_the_launch_is_read_from_the_environment():
+    fsdp2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    assert launch_of({}) == Launch()
+    assert launch_of({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}) == Launch("ddp", 4, 3, 1)
+    assert launch_of({"WORLD_SIZE": "2", **fsdp2}).strategy == "fsdp2"
+    assert launch_of({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}).strategy == "fsdp1"
+    assert launch_of({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}).strategy == "zero3"
+    assert launch_of({"ACCELERATE_USE_DEEPSPEED": "true"}).strategy == "zero2"
+    assert launch_of({**fsdp2, "FSDP_OFFLOAD_PARAMS": "true"}).offload
+    assert launch_of({"LORAGATE_STRATEGY": "fsdp2"}).sharded
+    assert not launch_of({"WORLD_SIZE": "2"}).sharded

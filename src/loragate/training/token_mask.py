@@ -26,11 +26,10 @@ import torch
 from loragate.data import Collator, encode_rows, load_rows
 from loragate.display import Display
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.files import require_same, write_json, write_text
+from loragate.files import RunFolder, write_json, write_text
 from loragate.losses import StatisticsRequest
 from loragate.losses.head import IGNORED
 from loragate.models import Loading, load_adapter, open_tokenizer, open_weights, resolve
-from loragate.records import read_value
 from loragate.training.model_state import statistics_forward
 
 SCOPES = ("global", "row")
@@ -77,7 +76,7 @@ def mask_rows(
         ConfigError: for what cannot work, before anything is loaded, and for tokenizers that differ.
         DataError: for rows that cannot be scored, or that carry a mask already.
     """
-    check_choice(keep, scope)
+    require_share(keep, scope)
     out, how = Path(out), loading or Loading()
     if out.suffix != ".jsonl":
         raise ConfigError(f"--out {out}: the masked rows are written as JSONL; give a name that ends in .jsonl")
@@ -192,8 +191,7 @@ def response_log_probs(
     Raises:
         DataError: if a log-probability is not finite.
     """
-    device = next(model.parameters()).device
-    collate = Collator(pad_token_id)
+    device, collate = next(model.parameters()).device, Collator(pad_token_id)
     request = StatisticsRequest(2, ("log_prob",), ())
     step = WINDOW * per_device_train_batch_size
     model.eval()
@@ -229,7 +227,7 @@ def keep_masks(influence: Scores, keep: float, scope: str = "global") -> list[np
     Raises:
         ConfigError: for a share outside (0, 1] or an unknown scope.
     """
-    check_choice(keep, scope)
+    require_share(keep, scope)
     if scope == "row":
         return [_largest(values, keep) for values in influence]
     lengths = [len(values) for values in influence]
@@ -237,12 +235,8 @@ def keep_masks(influence: Scores, keep: float, scope: str = "global") -> list[np
     return np.split(_largest(joined, keep), np.cumsum(lengths)[:-1]) if lengths else []
 
 
-def check_choice(keep: float, scope: str) -> None:
-    """Refuse what is no share or no scope.
-
-    Raises:
-        ConfigError: naming it.
-    """
+def require_share(keep: float, scope: str) -> None:
+    """Raises ConfigError for what is no share, or no scope."""
     if not 0 < keep <= 1:
         raise ConfigError(f"keep is a share of the tokens in (0, 1], found {keep!r}; Token Cleaning keeps 0.6")
     if scope not in SCOPES:
@@ -259,9 +253,9 @@ def require_same_tokens(base: Any, reference: Any, texts: Sequence[str]) -> None
     if one != other:
         token = min((t for t in {*one, *other} if one.get(t) != other.get(t)), key=str)
         raise ConfigError(
-            f"the tokenizers of base and reference differ: {token!r} is {_id(one, token)} in the base and "
-            f"{_id(other, token)} in the reference. Influence compares the same tokens under two models; take a reference "
-            "that was trained from this base"
+            f"the tokenizers of base and reference differ: {token!r} is {one.get(token, 'unknown')} in the base and "
+            f"{other.get(token, 'unknown')} in the reference. Influence compares the same tokens under two models; take a "
+            "reference that was trained from this base"
         )
     for text in texts:
         if base(text, add_special_tokens=False)["input_ids"] != reference(text, add_special_tokens=False)["input_ids"]:
@@ -286,15 +280,7 @@ class ScoreFolder:
 
     def __init__(self, folder: Path, identity: dict[str, Any], lengths: Sequence[int], *, resume: bool) -> None:
         self.folder, self.lengths = folder, list(lengths)
-        record = folder / "identity.json"
-        if record.is_file():
-            if not resume:
-                raise ConfigError(f"{folder} holds an unfinished run; go on with --resume, or remove the folder")
-            stored = read_value(record, f"remove {folder} to begin again")
-            require_same(record, stored, identity, f"repeat the original command, or remove {folder}")
-        elif resume:
-            raise ConfigError(f"--resume: there is no unfinished run in {folder}; run the command without --resume")
-        write_json(record, identity)
+        RunFolder(folder).begin(identity, resume=resume)
 
     def finished(self, name: str) -> int:
         """Rows whose scores of this pass are complete."""
@@ -339,7 +325,3 @@ def _largest(values: np.ndarray, keep: float) -> np.ndarray:
     mask = np.zeros(len(values), dtype=np.int8)
     mask[np.argsort(-values, kind="stable")[: int(len(values) * keep)]] = 1
     return mask
-
-
-def _id(vocabulary: dict[str, int], token: str) -> str:
-    return f"token {vocabulary[token]}" if token in vocabulary else "unknown"

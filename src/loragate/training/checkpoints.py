@@ -1,9 +1,9 @@
-"""The run folder: what is being trained on what, and the checkpoint to go on from.
+"""The folder of a training: what is being trained on what, and the checkpoint to go on from.
 
 A run that was killed, at any moment, goes on from the last checkpoint that was written to its end; what a kill or a full
-disk left half-written is passed over. A resumed run must be the same run: `run.json` is compared before anything is
-continued, and the package's version with it, since another version may compute something else. What stops a run from
-outside, a full disk or a lost process, is told with the checkpoint that is left.
+disk left half-written is passed over. The record, the lock and the comparison on resume are those of every job that can be
+resumed (`loragate.files.RunFolder`). What stops a run from outside, a full disk or a lost process, is told with the checkpoint
+that is left.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ConfigError, TrainingError
-from loragate.files import held, read_json, require_same, write_json
-from loragate.records import read_object
+from loragate.files import RunFolder, read_json
 from loragate.training.strategy import Launch, launch_of, process_state
-from loragate.training.trainer import TRAINED
-from loragate.version import __version__
 
-VERSION = "loragate"  # key of the package's version in run.json
-RECORD, STATE, LOG = "run.json", "trainer_state.json", "metrics.jsonl"
+STATE, LOG, TRAINED = "trainer_state.json", "metrics.jsonl", "trained.safetensors"
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "latest")  # the optimiser's state by the trainer and by DeepSpeed
 # of an exchange between processes that failed, in the words of gloo, TCP and NCCL
 LOST_SIGNS = (
     "closed by peer",
@@ -45,72 +44,85 @@ LOST_SIGNS = (
 FULL_SIGNS = ("No space left", "disk is full")
 STREAM_SIGNS = ("failed writing file", "file write failed", "iostream error", "unexpected pos")
 LITTLE = 256 << 20  # bytes
-# the optimiser's state by whoever wrote it: the trainer, the on-policy loop, DeepSpeed
-OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer.safetensors", "latest")
 
 
-def run_folder_given(folder: str | Path | None, resume: bool) -> Path | None:
-    """The run folder as a path; raises ConfigError for a run that is to go on from nowhere."""
-    if resume and folder is None:
-        raise ConfigError("resume=True needs run_folder, the folder of the run that is to go on")
-    return None if folder is None else Path(folder)
+@dataclass(frozen=True)
+class TrainingFolder:
+    """Where a training writes.
 
-
-def prepare_folder(identity: dict[str, Any], folder: Path | None, resume: bool) -> Path | None:
-    """Write run.json, or on resume compare it with `identity`; nothing without a folder.
-
-    Returns:
-        The checkpoint to go on from; None to begin.
-
-    Raises:
-        TrainingError: if the folder holds a run that is not to be resumed, finished or not, or another run.
+    Attributes:
+        path: of the run folder, or of a temporary one.
+        kept: whether it outlives the training; without it there is no record, no log and nothing to go on from.
+        resume, overwrite: go on with the run that is there, or remove it and begin anew.
     """
-    if folder is None:
-        return None
-    record = folder / RECORD
-    if not resume:
-        if work := work_in(folder):
-            raise TrainingError(
-                f"{folder} holds {work}, which is not overwritten; go on with it, or have its result again, with --resume "
-                "(resume=True), or choose another --out (run_folder)"
-            )
-        state = process_state()
-        state.wait_for_everyone()  # a slower process must not take this run's record for that of an earlier one
+
+    path: Path
+    kept: bool = False
+    resume: bool = False
+    overwrite: bool = False
+
+    def begin(self, identity: Mapping[str, Any]) -> Path | None:
+        """Write run.json, or on resume compare it with `identity`.
+
+        Returns:
+            The checkpoint to go on from; None to begin.
+
+        Raises:
+            TrainingError: if the folder holds a run that is neither to be resumed nor overwritten, or another run.
+        """
+        if not self.kept:
+            return None
+        run, state = RunFolder(self.path, TrainingError), process_state()
+        if not self.resume:
+            if self.overwrite and state.is_main_process:
+                remove_run(self.path)
+            state.wait_for_everyone()
+            holds, exists = work_in(self.path), run.record.exists()
+            # a slower process must not take this run's record for that of an earlier one
+            state.wait_for_everyone()
+            # a refusal is every process's, the record the first one's
+            if holds or exists or state.is_main_process:
+                run.begin(identity, holds=holds)
+            return None
+        run.begin(identity, resume=True)
+        last = last_checkpoint(self.path)
         if state.is_main_process:
-            write_json(record, {**identity, VERSION: __version__})
-        return None
-    if not record.is_file():
-        raise TrainingError(
-            f"{record} is missing: there is no run to resume in {folder}; run without --resume (resume=False)"
-        )
-    stored = read_object(record, "the run cannot be resumed")
-    before = stored.pop(VERSION, None)
-    if before != __version__:
-        raise TrainingError(
-            f"{record}: this run was begun with loragate {before or 'of an unknown version'}, and this is {__version__}. Both "
-            "could compute the steps differently, so the run is not mixed of the two: go on with that version "
-            f"(pip install 'loragate=={before or 'VERSION'}'), or begin again in another --out (run_folder)"
-        )
-    remedy = "repeat the original settings, on the same rows in the same order, or choose another --out (run_folder)"
-    require_same(record, stored, identity, remedy, TrainingError)
-    last = last_checkpoint(folder)
-    if process_state().is_main_process:
-        # half a checkpoint beyond the last whole one would count as the newest, and be kept in place of one written now
-        step = 0 if last is None else _step_of(last)
-        for torn in checkpoints(folder):
-            if _step_of(torn) > step:
-                shutil.rmtree(torn, ignore_errors=True)
-    return last
+            # half a checkpoint beyond the last whole one would count as the newest, and be kept in place of one written now
+            step = 0 if last is None else _step_of(last)
+            for torn in checkpoints(self.path):
+                if _step_of(torn) > step:
+                    shutil.rmtree(torn, ignore_errors=True)
+        return last
 
 
 @contextmanager
-def alone_in(folder: Path | None) -> Iterator[None]:
-    """Hold a run folder against another run, a LoragateError; of several processes the first one does, for all."""
-    if folder is None or launch_of().rank:
-        yield
+def training_folder(path: str | Path | None, resume: bool, overwrite: bool = False) -> Iterator[TrainingFolder]:
+    """The folder of a training, held against other processes; a temporary one for None.
+
+    Raises:
+        ConfigError: for resume or overwrite without a folder, or both at once.
+        LoragateError: where another run writes to the folder.
+    """
+    if resume and overwrite:
+        raise ConfigError("resume goes on with the run in the folder and overwrite removes it; leave one of them out")
+    if path is None:
+        if resume or overwrite:
+            raise ConfigError(f"{'resume' if resume else 'overwrite'}=True needs run_folder, the folder of the run")
+        # the trainer wants a folder for files of its own, even where nothing is kept
+        with tempfile.TemporaryDirectory(prefix="loragate-") as place:
+            yield TrainingFolder(Path(place))
         return
-    with held(folder / "lock", 0.0, f"another run is writing to {folder}; wait for it to end, or stop it"):
-        yield
+    # of several processes the first one holds the lock, for all
+    with nullcontext() if launch_of().rank else RunFolder(Path(path)).locked():
+        yield TrainingFolder(Path(path), True, resume, overwrite)
+
+
+def remove_run(folder: Path) -> None:
+    """Remove what a training has written to its folder, and nothing else."""
+    for name in (RunFolder.RECORD, LOG):
+        (folder / name).unlink(missing_ok=True)
+    for checkpoint in checkpoints(folder):
+        shutil.rmtree(checkpoint)
 
 
 def work_in(folder: Path) -> str:
@@ -120,7 +132,7 @@ def work_in(folder: Path) -> str:
     leaves a checkpoint. Random gates take no steps: their run is finished once it is on record.
     """
     last = last_checkpoint(folder)
-    finished = (read_json(folder / RECORD).get("settings") or {}).get("objective") == "random"
+    finished = (read_json(folder / RunFolder.RECORD).get("settings") or {}).get("objective") == "random"
     with suppress(OSError, ValueError, LookupError, TypeError):
         end = json.loads((folder / LOG).read_text(encoding="utf-8").splitlines()[-1])
         finished |= "train_runtime" in end and (last is None or end["step"] >= read_json(last / STATE)["max_steps"])
@@ -234,7 +246,7 @@ def explain_lost_process(launch: Launch, folder: Path | None) -> Iterator[None]:
         again = (
             f"repeat the same command with --resume to go on from {saved.name}"
             if saved
-            else "no checkpoint was written yet, so remove the output folder and begin again; set save_steps to keep some"
+            else "no checkpoint was written yet, so begin again with --overwrite; set save_steps to keep some"
         )
         raise TrainingError(
             f"a process of this run is gone (this is process {launch.rank} of {launch.processes}, counted from 0; {first}). "

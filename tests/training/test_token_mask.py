@@ -6,7 +6,7 @@ import torch
 
 from loragate.data import encode_rows
 from loragate.errors import ConfigError
-from loragate.training.token_influence import (
+from loragate.training.token_mask import (
     ScoreFolder,
     keep_masks,
     response_lengths,
@@ -83,5 +83,5 @@ def test_scores_survive_an_interruption(tmp_path):
         ScoreFolder(tmp_path / "s", {"a": 1}, lengths, resume=False)
     with pytest.raises(ConfigError, match="begun with a = "):
         ScoreFolder(tmp_path / "s", {"a": 2}, lengths, resume=True)
-    with pytest.raises(ConfigError, match="no unfinished run"):
+    with pytest.raises(ConfigError, match="no run to resume"):
         ScoreFolder(tmp_path / "t", {"a": 2}, lengths, resume=True)

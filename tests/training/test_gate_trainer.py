@@ -1,0 +1,241 @@
+"""`GateTrainer` for those who know TRL: the example that the README shows, and what works as in transformers."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+import loragate as lg
+from loragate.data import encode_rows, load_rows
+from loragate.errors import ConfigError, TrainingError
+from loragate.training.gate_training import measure_entropy
+from loragate.training.rows import PassCollator
+from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_adapter, write_base
+
+GATES = lg.GateConfig(-3, 2)
+EXAMPLE = """
+from datasets import load_dataset
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+import loragate as lg
+
+base = AutoModelForCausalLM.from_pretrained("base")
+model = PeftModel.from_pretrained(base, "adapter")
+trainer = lg.GateTrainer(
+    model=model,
+    args=lg.GateTrainingArguments("run", max_steps=3),
+    train_dataset=load_dataset("json", data_files="train.jsonl", split="train"),
+    processing_class=AutoTokenizer.from_pretrained("base"),
+    gates=lg.GateConfig(lower=-6, upper=3),
+)
+trainer.train()
+trainer.save_model("gated")
+"""
+
+
+def arguments(folder, **more):
+    usual = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "k": 20}
+    return lg.GateTrainingArguments(str(folder), **{**usual, "logging_steps": 1, "max_steps": 3, **more})
+
+
+def trainer_of(folder, rows=None, model=None, callbacks=(), **more):
+    other = {name: more.pop(name) for name in ("eval_dataset", "data_collator") if name in more}
+    return lg.GateTrainer(
+        model=model or tiny_adapter(),
+        args=arguments(folder, **more),
+        train_dataset=Dataset.from_list(tiny_rows(24) if rows is None else rows),
+        processing_class=tiny_tokenizer(),
+        callbacks=list(callbacks),
+        gates=GATES,
+        **other,
+    )
+
+
+def test_the_example_trains_gates_and_writes_an_artifact(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_base("base")
+    write_adapter("adapter", "base")
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(24)))
+    assert len([line for line in EXAMPLE.strip().splitlines() if line and "import" not in line]) < 15
+    scope: dict = {}
+    exec(EXAMPLE, scope)
+    assert scope["trainer"].result.steps == 3
+    assert same(gate_values(lg.load_gated("gated")), gate_values(scope["model"]))
+    record = json.loads((tmp_path / "gated" / "gate_config.json").read_text())
+    assert record["k"] == 100
+    assert record["training"]["settings"]["learning_rate"] == 5e-4
+    assert record["training"]["steps"] == 3
+    assert record["stop_token_ids"] == [tiny_tokenizer().eos_token_id]
+
+
+def test_the_papers_values_are_the_defaults():
+    args = lg.GateTrainingArguments("run")
+    assert (args.learning_rate, args.k, args.objective, args.num_train_epochs) == (5e-4, 100, "entropy", 1)
+    assert (str(args.lr_scheduler_type.value), args.warmup_steps, args.weight_decay) == ("cosine", 0, 0)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 128
+    assert not any((args.bf16, args.fp16, args.gradient_checkpointing, args.disable_tqdm))
+    with pytest.raises(ConfigError, match="objective must be one of entropy, ce, random, found 'sft'"):
+        lg.GateTrainingArguments("run", objective="sft")
+
+
+def test_it_is_the_training_of_train_gates(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    model = tiny_adapter()
+    settings = lg.GateTrainingSettings(
+        batch_size=8, per_device_train_batch_size=4, learning_rate=1e-2, k=20, max_steps=3, logging_steps=1
+    )
+    result = lg.train_gates(model, tiny_tokenizer(), tiny_rows(24), GATES, settings)
+    assert same(gate_values(trainer.model), gate_values(model))
+    found = trainer.result
+    assert (found.entropy_before, found.entropy_after) == (result.entropy_before, result.entropy_after)
+    assert found.parity == result.parity
+    assert found.data["fingerprint"] == result.data["fingerprint"]
+    assert [r["loss"] for r in found.history if "loss" in r] == [r["loss"] for r in result.history if "loss" in r]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"prompt": f"w{n} w{n + 1}", "completion": f" w{n + 2}"} for n in range(16)],
+        [
+            {"prompt": [{"role": "user", "content": f"w{n}"}], "completion": [{"role": "assistant", "content": "w9"}]}
+            for n in range(16)
+        ],
+        tiny_rows(16),
+    ],
+    ids=["prompt and completion", "conversational", "messages"],
+)
+def test_data_sets_in_the_formats_of_trl(tmp_path, rows):
+    trainer = trainer_of(tmp_path, rows, max_steps=-1, num_train_epochs=2)
+    trainer.train()
+    assert trainer.result.steps == 4
+    assert trainer.result.rows == 16
+    moved = {name for name, value in trainer.model.named_parameters() if value.requires_grad}
+    assert all("lora_gate" in name for name in moved)
+
+
+def test_evaluation_reports_the_entropy_on_all_response_tokens(tmp_path):
+    held, seen = tiny_rows(11, seed=9), []
+
+    class Watch(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+            seen.append((state.global_step, metrics.get("eval_loss")))
+
+    more = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    trainer = trainer_of(tmp_path, eval_dataset=Dataset.from_list(held), callbacks=[Watch()], **more)
+    forwards = dict(vars(trainer.model.get_base_model()))
+    before = trainer.evaluate()["eval_topk_entropy"]
+    assert dict(vars(trainer.model.get_base_model())) == forwards, "the model is as it was"
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert [step for step, _ in seen] == [0, 2, 3, 3]
+    assert metrics["eval_loss"] == metrics["eval_topk_entropy"] != before
+    encoded = encode_rows(load_rows(held), tiny_tokenizer(), max_length=64)
+    expected, _, _ = measure_entropy(trainer.model, encoded, PassCollator(tiny_tokenizer()), 20, "default")
+    assert metrics["eval_topk_entropy"] == pytest.approx(expected, rel=1e-6)
+    assert (
+        trainer.evaluate({"other": Dataset.from_list(held[:3])})["eval_other_response_tokens"]
+        < metrics["eval_response_tokens"]
+    )
+    assert not trainer.model.training
+
+
+def test_evaluation_leaves_the_training_as_it_is(tmp_path):
+    plain, evaluated = (
+        trainer_of(tmp_path / name, eval_dataset=tiny_rows(8, seed=3), **more)
+        for name, more in (("plain", {}), ("evaluated", {"eval_strategy": "steps", "eval_steps": 1}))
+    )
+    for trainer in (plain, evaluated):
+        trainer.train()
+    assert same(gate_values(plain.model), gate_values(evaluated.model))
+
+
+def test_checkpoints_resume_and_the_best_one_is_loaded_as_in_transformers(tmp_path):
+    whole = trainer_of(tmp_path / "whole", save_steps=1)
+    whole.train()
+    again = trainer_of(tmp_path / "whole", save_steps=1)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert same(gate_values(again.model), gate_values(whole.model))
+    ended = trainer_of(tmp_path / "whole", save_steps=1)
+    assert ended.train(resume_from_checkpoint=True).global_step == 3
+    assert same(gate_values(ended.model), gate_values(whole.model))
+    with pytest.raises(TrainingError, match="holds no checkpoint to resume from"):
+        trainer_of(tmp_path / "new").train(resume_from_checkpoint=True)
+    best = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    trainer = trainer_of(tmp_path / "best", eval_dataset=tiny_rows(8), greater_is_better=True, **best)
+    trainer.train()
+    assert trainer.state.best_global_step == 1, "the highest entropy is the first"
+    first = trainer_of(tmp_path / "best")
+    first._load_from_checkpoint(str(tmp_path / "best" / "checkpoint-1"))
+    assert same(gate_values(trainer.model), gate_values(first.model))
+
+
+def test_progress_callbacks_and_log_lines_are_those_of_transformers(tmp_path, capsys):
+    steps = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            steps.append(state.global_step)
+
+    trainer = trainer_of(tmp_path, callbacks=[Watch()])
+    trainer.train()
+    assert steps == [1, 2, 3]
+    assert "3/3" in capsys.readouterr().err, "the progress bar"
+    record = next(record for record in trainer.state.log_history if record["step"] == 2)
+    assert {"loss", "topk_entropy", "grad_norm", "gate_below_zero", "response_tokens"} <= set(record)
+
+
+def test_gates_that_are_there_train_on_and_random_ones_take_no_step(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    before = gate_values(trainer.model)
+    more = lg.GateTrainer(
+        trainer.model, arguments(tmp_path), train_dataset=tiny_rows(24), processing_class=tiny_tokenizer()
+    )
+    more.train()
+    assert not same(gate_values(trainer.model), before)
+    assert more.result.config == GATES
+    drawn = trainer_of(tmp_path, objective="random", random_scale=0.3)
+    drawn.train()
+    assert (drawn.result.steps, drawn.result.objective) == (0, "random")
+    with pytest.raises(ConfigError, match=r"carries no gates to train: give their range"):
+        lg.GateTrainer(
+            tiny_adapter(), arguments(tmp_path), train_dataset=tiny_rows(4), processing_class=tiny_tokenizer()
+        )
+
+
+def test_collators_packing_grouping_and_bf16(tmp_path):
+    padded = PassCollator(tiny_tokenizer())
+
+    def own(items):
+        return {name: value for name, value in padded(items).items() if name != "row"}
+
+    losses = {}
+    for name, more in {
+        "plain": {},
+        "own collator": {"data_collator": own},
+        "packed": {"packing": True},
+        "grouped": {"train_sampling_strategy": "group_by_length"},
+        "bf16": {"bf16": True, "use_cpu": not torch.cuda.is_available()},
+    }.items():
+        trainer = trainer_of(tmp_path, max_length=64, **more)
+        trainer.train()
+        losses[name] = [record["loss"] for record in trainer.result.history if "loss" in record]
+        assert {value.dtype for value in lg.gate_parameters(trainer.model).values()} == {torch.float32}
+    for name, found in losses.items():
+        assert found == pytest.approx(losses["plain"], rel=2e-2 if name == "bf16" else 2e-6), name
+    with pytest.raises(ConfigError, match="leave out data_collator, or packing"):
+        trainer_of(tmp_path, packing=True, data_collator=own)
+
+
+def test_what_goes_wrong_before_training_takes_the_gates_off_again(tmp_path):
+    model = tiny_adapter(base=tiny_base(max_position_embeddings=8))
+    with pytest.raises(TrainingError, match=r"has .* positions"):
+        trainer_of(tmp_path, model=model)
+    assert not any("lora_gate" in name for name, _ in model.named_modules())
+    with pytest.raises(ConfigError, match="push_to_hub would push checkpoints"):
+        trainer_of(tmp_path, push_to_hub=True)
