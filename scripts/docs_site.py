@@ -22,7 +22,6 @@ COPIES = "repository"
 PAGES = {
     "quickstart": "tiny-world.md",
     "inspect": "five-minutes.md",
-    "plan": "planning.md",
     "sft": "methods.md",
     "mask": "methods.md",
     "extract": "extract.md",
@@ -39,7 +38,7 @@ PAGES = {
     "serve": "serving.md",
     "convert-base": "quantised-bases.md",
     "export": "serving.md",
-    "doctor": "install.md",
+    "env": "install.md",
     "completion": "install.md",
 }
 LINK = re.compile(r"(\]\()(\.\./[^)\s#]+)(#[^)\s]*)?(\))")

@@ -145,11 +145,11 @@ def test_a_gpu_that_may_be_too_small_is_told_of_and_refuses_nothing(recipe, run,
     gpu = SimpleNamespace(total_memory=24 * 2**30)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
-    wanted = [SimpleNamespace(stage="sft", gib=40.4), SimpleNamespace(stage="other", gib=90.0)]
+    wanted = {name: SimpleNamespace(peak=40.4 * 2**30, sentence=lambda: "40.4 GiB") for name in ("sft", "other")}
     monkeypatch.setattr("loragate.recipes.run.needs", lambda recipe: wanted)
     run_recipe(recipe, dataclasses.replace(run, say=said.append))
     (line,) = [line for line in said if "GiB" in line]
-    assert line.startswith("sft: with rows as long as their limit it takes 40 GiB of a GPU, and there are 24")
+    assert line.startswith("sft: with rows as long as their limit it takes 40.4 GiB, and there are 24")
     assert len(started) == 2
 
 

@@ -24,15 +24,12 @@ REHEARSED = [
     "math/llama-3.1-8b/scale",  # a chat template of ours
 ]
 """With `SCALE`, which is run as typed, every kind of stage, and every way from one to the next."""
-PLAN = SimpleNamespace(
-    least=SimpleNamespace(gib=1.0, seconds=1.0, way=SimpleNamespace(gpus=1)), gpu=SimpleNamespace(name="h100"), chosen=1
-)
 
 
 @pytest.fixture
 def planned(monkeypatch):
-    """What the full run needs costs nothing to say: `test_machine.py` makes the plans."""
-    monkeypatch.setattr("loragate.recipes.ready.make_plan", lambda *_, **__: PLAN)
+    """What the full run needs costs nothing to say: `test_machine.py` asks for it."""
+    monkeypatch.setattr("loragate.recipes.ready.estimate", lambda *_, **__: SimpleNamespace(sentence=lambda: "1 GiB"))
 
 
 def test_a_rehearsal_on_paper(capsys, tmp_path, planned):
@@ -41,7 +38,7 @@ def test_a_rehearsal_on_paper(capsys, tmp_path, planned):
     assert "sft max_rows 100000 320" in text
     assert "sft model Qwen/Qwen2.5-Math-1.5B stand-ins/base" in text
     assert "per_device_train_batch_size: 8" in text, "as shipped"
-    assert "the full run on h100" in text
+    assert "the full run, calibrate: 1 GiB" in text
     assert not (tmp_path / "r").exists()
 
 

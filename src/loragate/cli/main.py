@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 # name: (module, one line); recipes are chains of commands and stand above them
 COMMANDS = {
     "quickstart": ("cli.quickstart", "the whole method on a tiny world, offline, with a table of results"),
-    "inspect": ("cli.inspect", "which modules of an adapter can be gated, what it costs, and whether answers can end"),
-    "plan": ("cli.plan", "memory, time and launch command of a training, from the configuration alone"),
+    "inspect": (
+        "cli.inspect",
+        "which modules of an adapter can be gated, memory and cost of it, and whether answers can end",
+    ),
     "sft": ("cli.sft", "Stage I: train a LoRA or DoRA adapter with a token objective"),
     "mask": ("cli.mask", "a mask of the response tokens on which a reference model gains most over the base"),
     "extract": ("cli.extract", "a LoRA adapter of chosen rank from a fine-tuned model and its base"),
@@ -45,7 +47,7 @@ COMMANDS = {
     "convert-base": ("cli.convert_base", "a GGUF file as the plain model folder that vLLM and other programs read"),
     "export": ("cli.export", "fold gates of one λ per module into a plain LoRA adapter"),
     "push": ("cli.push", "upload a gated adapter to the hub, with its model card"),
-    "doctor": ("cli.doctor", "versions, devices and optional parts"),
+    "env": ("cli.env", "versions, processor, GPUs and optional parts of this installation"),
     "completion": ("cli.completion", "a script that completes commands and options in bash, zsh or fish"),
 }
 

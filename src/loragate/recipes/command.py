@@ -138,9 +138,8 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
             for row in recipe.differences(small)
         ]
         _table("replaced; everything else is as shipped", ("stage", "setting", "shipped", "here"), shown)
-        figures = [(need.stage, f"{need.gib:.1f}", f"{need.hours:.1f}", need.note) for need in recipes.needs(recipe)]
-        _table(f"the full run on {recipe.machine}, at most", ("stage", "GiB", "hours", "counted"), figures)
-        how.say("trainings: estimates of loragate plan, every row as long as its limit")
+        for name, need in recipes.needs(recipe).items():
+            how.say(f"the full run, {name}: {need.sentence()} with every row as long as its limit")
         if options.dry_run:
             _print_configs(small, how)
             return 0

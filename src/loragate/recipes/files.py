@@ -52,7 +52,7 @@ class RecipeFile:
         evaluations: the stages after those; a domain's, unless the method has its own.
         tables: domain or domain/backbone to the tables and figures of the paper.
         paper: of a backbone: whether the paper trained it.
-        machine: the GPU that the settings are made for, as `loragate plan --gpu-memory` names it.
+        machine: the GPU that the settings are made for.
         architecture: {hub id of a base: its configuration}, so that nothing is fetched to plan.
         model, data, revision, chat_template: put in for {model} and so on in options.
         domain, backbone, method: of a user's file: the recipe that it changes.

@@ -1,8 +1,8 @@
 """Whether the stages of a recipe can run: what their commands would refuse first thing, what this machine, or another
-interpreter on it, lacks, and what the trainings need of the machine that the recipe names.
+interpreter on it, lacks, and the memory that the trainings need.
 
-A recipe trains for hours and evaluates last, so each check here is one that a command itself would make late. Memory and time
-come from the planner; nothing is fetched for a backbone whose file holds its architecture.
+A recipe trains for hours and evaluates last, so each check here is one that a command itself would make late. Nothing is fetched
+for a backbone whose file holds its architecture.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
-from loragate.analysis.plan import Plan, make_plan
-from loragate.analysis.settings import Request
+from loragate.analysis.plan import Estimate, estimate
 from loragate.cli.calibrate import CalibrateOptions, candidates_of
 from loragate.cli.diagnose import DiagnoseOptions
 from loragate.cli.evaluate import EvalOptions
@@ -34,7 +32,6 @@ from loragate.evaluation.prepared import chosen_tasks, questions_of
 from loragate.evaluation.settings import GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Task
 from loragate.files import write_json
-from loragate.gates.range import parse_ranges
 from loragate.generation.sharded import require_ray
 from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
 from loragate.losses.objectives import objective_of
@@ -52,18 +49,6 @@ ANSWER = "lacking"
 Asking = EvalOptions | DiagnoseOptions
 Check = Callable[[], Any]
 """Raises a `LoragateError` where something is missing."""
-STAGE_OF = {"sft": "sft", "mask": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
-"""{command: stage of the training that it is counted as}; a mask reads every row with two models, about a step of Stage I."""
-ALIKE = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "num_train_epochs", "strategy")
-PLANNED = {
-    **dict(zip(ALIKE, ALIKE, strict=True)),
-    "seq": "max_length",
-    "batch": "batch_size",
-    "micro_batch": "per_device_train_batch_size",
-    "rows": "max_rows",
-    "gpus": "processes",
-}
-"""{setting of the planner: option of a stage}; what a stage leaves to its command, the planner takes as its own default."""
 
 
 def settled(stage: Stage, where: str) -> None:
@@ -218,63 +203,26 @@ def _engine(options: Asking) -> None:
         require_served(place.base.name, config)
 
 
-@dataclass(frozen=True)
-class Need:
-    """What a training needs on the machine that the recipe names, with every row as long as its limit.
-
-    Attributes:
-        stage: its name.
-        plan: of one training, exactly as the recipe sets it; `chosen` is None where it does not fit.
-        trials: trainings that the stage makes one after another.
-    """
-
-    stage: str
-    plan: Plan
-    trials: int = 1
-
-    @property
-    def gib(self) -> float:
-        """Of each GPU's memory at the peak."""
-        return self.plan.least.gib
-
-    @property
-    def hours(self) -> float:
-        """Of all trainings of the stage, estimated."""
-        return self.trials * self.plan.least.seconds / 3600
-
-    @property
-    def note(self) -> str:
-        """What is counted."""
-        fits = "" if self.plan.chosen else ": does not fit"
-        many = f", {self.trials} trials" if self.trials > 1 else ""
-        return f"{self.plan.least.way.gpus} × {self.plan.gpu.name}{fits}{many}"
-
-
-def needs(recipe: Recipe) -> list[Need]:
-    """What each stage that trains needs at most, in order; a ConfigError for settings that cannot work at all."""
-    # what a stage does not set is that of the stage whose adapter it goes on with, or of the training that a mask is for
+def needs(recipe: Recipe) -> dict[str, Estimate]:
+    """{stage: what its training needs of a GPU with every row as long as its limit}, for stages that train one model at a time."""
+    # what a stage does not set is that of the stage whose adapter it goes on with
     first = next((stage.values for stage in recipe.stages if stage.command == "sft"), {})
-    found = []
+    found = {}
     for stage in recipe.stages:
-        if stage.command not in STAGE_OF:
+        if stage.command not in ("sft", "calibrate", "sweep"):
             continue
-        keys = first if stage.command == "mask" else ("rank", "target_modules", "dtype")
-        values = {**{key: first[key] for key in keys if key in first}, **stage.values}
-        settled: dict[str, Any] = {"strategy": "single", "quantization": "none", "stage": STAGE_OF[stage.command]}
-        settled |= {name: values[key] for name, key in PLANNED.items() if key in values}
-        request = Request(
-            model=recipe.base,
-            gpu_memory=recipe.machine or Request.gpu_memory,
-            # the planner's "any" would try both, and a recipe has decided
-            gradient_checkpointing="yes" if values.get("gradient_checkpointing") else "no",
-            **settled,
-        )
-        ranges, trials = str(stage.values.get("ranges", "")), 1
-        if stage.command == "sweep":
-            trials = len(parse_ranges(ranges))
-        elif str(stage.values.get("range", "")) == "auto":
-            trials = len(ranges.split(";"))
-        found.append(Need(stage.name, make_plan(request, config=_config(recipe)), trials))
+        values = {**first, **stage.values}
+        quantised = values.get("quantization", "none") != "none"
+        dtype = values.get("dtype", "auto")
+        asked: dict[str, Any] = {"stage": "sft" if stage.command == "sft" else "calibrate"}
+        asked |= {"base": values["quantization"] if quantised else "bfloat16" if dtype == "auto" else dtype}
+        asked |= {"adapter": int(values.get("rank", 16)), "autocast": values.get("precision") in ("bf16", "fp16")}
+        asked |= {
+            "sequence": int(values.get("max_length", 2048)),
+            "rows": int(values.get("per_device_train_batch_size", 1)),
+        }
+        checkpointing = bool(stage.values.get("gradient_checkpointing"))
+        found[stage.name] = estimate(_config(recipe), gradient_checkpointing=checkpointing, **asked)
     return found
 
 

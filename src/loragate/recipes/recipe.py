@@ -81,7 +81,7 @@ class Recipe:
         title, about: for people.
         tables: the tables and figures of the paper it belongs to; empty for what goes beyond the paper.
         stages: in their order.
-        machine: the GPU that its settings are made for, as `loragate plan --gpu-memory` names it.
+        machine: the GPU that its settings are made for.
         architecture: {hub id of a base: its configuration}, so that nothing is fetched to plan.
     """
 

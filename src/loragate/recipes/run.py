@@ -232,11 +232,11 @@ def _require_earlier(stages: Sequence[Stage], wanted: Sequence[Stage], folder: R
 def _say_what_may_not_fit(recipe: Recipe, stages: Sequence[Stage], run: Run, gib: float) -> None:
     """Name trainings that a GPU of `gib` GiB does not hold with rows as long as their limit, which refuses nothing."""
     with contextlib.suppress(LoragateError):  # no configuration of the base, which has been missed above
-        for need in needs(recipe):
-            if need.gib > gib and need.stage in {stage.name for stage in stages}:
+        for name, need in needs(recipe).items():
+            if need.peak / 2**30 > gib and name in {stage.name for stage in stages}:
                 run.say(
-                    f"{need.stage}: with rows as long as their limit it takes {need.gib:.0f} GiB of a GPU, and there are "
-                    f"{gib:.0f}; where it runs out of memory, halve --set {need.stage}.per_device_train_batch_size"
+                    f"{name}: with rows as long as their limit it takes {need.sentence()}, and there are {gib:.0f}; where it "
+                    f"runs out of memory, halve --set {name}.per_device_train_batch_size"
                 )
 
 
