@@ -92,7 +92,7 @@ def test_reserved_libraries_stay_in_their_rooms():
 
 def test_files_stay_readable():
     for path in SOURCE.rglob("*.py"):
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= 450, f"{path} is two ideas"
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 650, f"{path} is two ideas"
         assert ast.get_docstring(tree_of(path)), f"{path} does not say what lives there"
 
 

@@ -16,11 +16,10 @@ from rich.console import Console
 
 from loragate import records
 from loragate.analysis.alignment import diagnose_alignment
+from loragate.analysis.context import DiagnosticContext
 from loragate.analysis.delta_entropy import diagnose_entropy
-from loragate.analysis.interventions import diagnose_interventions
-from loragate.analysis.realised_gates import diagnose_gates
+from loragate.analysis.gates import diagnose_gates, diagnose_interventions
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import DiagnosticContext
 from loragate.analysis.token_traces import diagnose_tokens
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.options import EvaluationInputs
@@ -179,7 +178,7 @@ def next_line(folder: Path, record: EvaluationRecord) -> str:
 
 
 class Shown(DiagnosticContext):
-    """A subject whose diagnosis is shown on the terminal while it runs."""
+    """A context whose diagnosis is shown on the terminal while it runs."""
 
     def __init__(self, options: EvaluationInputs) -> None:
         super().__init__(request_of(options, options.model))
@@ -205,16 +204,16 @@ class Shown(DiagnosticContext):
 
 def diagnose(what: str, options: EvaluationInputs, settings: DiagnoseSettings) -> str:
     """Take one of the `LOOKS`, and print its tables and its conclusion; what was looked at: "base", "adapter" or "gated"."""
-    subject, folder = Shown(options), Path(options.out)
-    record = LOOKS[what](subject, settings)
+    context, folder = Shown(options), Path(options.out)
+    record = LOOKS[what](context, settings)
     if what == "tokens":
-        subject.say(f"{len(record['questions'])} questions written to {folder / 'tokens.json'}")
+        context.say(f"{len(record['questions'])} questions written to {folder / 'tokens.json'}")
     else:
         for block in diagnosis_blocks(records.to_json(record)):
             if isinstance(block, Table) and not block.folded:  # folded away on the page, too long for a terminal
-                subject.out.print(block)
+                context.out.print(block)
         write_text(folder / "config.yaml", resolved_yaml(options))
         for line in record.conclusion:
-            subject.say(f"• {line}")
-        subject.say(f"written to {folder / what}.json in {duration(time.monotonic() - subject.began)}")
-    return subject.loaded.kind
+            context.say(f"• {line}")
+        context.say(f"written to {folder / what}.json in {duration(time.monotonic() - context.began)}")
+    return context.loaded.kind

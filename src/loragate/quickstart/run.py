@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from loragate.analysis.realised_gates import diagnose_gates
+from loragate.analysis.context import DiagnosticContext
+from loragate.analysis.gates import diagnose_gates
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import DiagnosticContext
 from loragate.data import Rows, encode_rows, find_endings, load_rows, render_prompt
 from loragate.display import Display, Job, console, duration, percent, points, quiet_logging
 from loragate.errors import ConfigError
