@@ -32,9 +32,9 @@ from loragate.evaluation.variants import describe
 from loragate.files import write_json, write_text
 from loragate.generation import OnProgress
 from loragate.models import Loaded
-from loragate.report.page.blocks import diagnosis_blocks
+from loragate.report.blocks import diagnosis_blocks
 from loragate.report.scores import caption, score_markdown, score_tables
-from loragate.report.sweep import heat_maps, suite_table
+from loragate.report.selection import heat_maps, read_selection, selection_table
 from loragate.report.table import Table
 from loragate.selection.outcome import SweptCells, suite_record
 from loragate.serving.vllm_server import require_served, usual_share
@@ -125,7 +125,9 @@ def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
         for name, draw in heat_maps(maps).items():
             for suffix in ("png", "svg"):
                 draw(folder / f"{name}_{suite}.{suffix}")
-        out.print(suite_table(maps))
+        for view in read_selection(maps):
+            out.print(selection_table(view))
+            out.print(view.sentence(), markup=False)
     took = duration(record.seconds)
     out.print(f"written to {folder / 'results.json'}, .md, cells_*.json and heatmap_*.png in {took}", markup=False)
     out.print(f"next: loragate report {folder} --figures {folder}/figures", markup=False)

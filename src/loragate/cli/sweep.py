@@ -74,7 +74,7 @@ def run(options: SweepOptions) -> int:
     require_given(COMMAND, options)
     require_effect("sweep", options, flags=True)
     check_loading(options)
-    from loragate.report.sweep import choice_sentence, sweep_tables, write_sweep
+    from loragate.report.selection import read_selection, selection_table, write_selection
     from loragate.selection.sweep import choose_runner, run_sweep
 
     folder, out = Path(options.out), console()
@@ -105,9 +105,9 @@ def run(options: SweepOptions) -> int:
     swept = run_sweep(sweep, candidates, folder, resume=options.resume, execute=watched)
     summary = swept.summary
     if summary is not None:
-        maps = write_sweep(summary, folder)
-        for table in sweep_tables(summary):
-            out.print(table)
+        maps = write_selection(summary, folder)
+        for view in read_selection(summary):
+            out.print(selection_table(view))
         spent = duration(sum(summary["seconds"].values()))
         drawn = " and heatmap*.png" if maps else ""
         say(f"written to {folder / 'sweep_results.json'}, .md{drawn}; {spent} of work")
@@ -125,7 +125,8 @@ def run(options: SweepOptions) -> int:
         say(f"next: loragate eval --sweep {folder} --suite math --engine vllm --out {folder}-eval")
         return 0
     (choice,) = summary["choices"]
-    say(choice_sentence(summary, choice))
+    for view in read_selection(summary):
+        say(view.sentence())
     if swept.best is None:
         say(next_evaluation(sweep.adapter, "runs/adapter"))
     else:

@@ -43,7 +43,7 @@ from loragate.gates.range import parse_ranges
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.models.place import Kind
 from loragate.quickstart import QuickstartSettings
-from loragate.report.page.whole import page
+from loragate.report.page import page
 from loragate.report.scores import caption, evaluation_statements, score_markdown, score_tables
 from loragate.report.sources import all_sources
 from loragate.selection import choose

@@ -186,7 +186,7 @@ class SweptCells:
 def suite_record(
     record: EvaluationRecord, study: Study, suite: str, tasks: Sequence[str], chosen: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The cells on one suite, in the form that `report.sweep` draws.
+    """The cells on one suite, in the form that `report.selection` draws.
 
     A score is the mean over the suite's tasks, each counting the same, as in the paper's maps.
 
