@@ -144,8 +144,8 @@ def test_the_summary_names_the_verdict_and_what_else_may_have_done_it():
         return evaluation_statements(evaluation_record(*rows, row("gated", 0.9, "random gates")))
 
     assert statements(0.5, "better", 0.4) == [
-        "On t, gated is significantly better than the adapter: 50.0 % against 30.0 % of the adapter (+20.0 points, 95 % interval +10.0 "
-        "to +30.0)."
+        "On t, gated is significantly better than the adapter: 50.0 % against 30.0 % of the adapter (+20.0 points, 95 % "
+        "interval +10.0 to +30.0)."
     ]
     assert statements(0.5, "better", 0.6)[1:] == ["On t, adapter T=0.3 needs no training and scores 60.0 %."]
     worse = statements(0.1, "worse", 0.05, truncated=0.2)

@@ -77,7 +77,7 @@ def accuracy_bars(lines: Sequence[Line], to: Target) -> None:
                 textcoords="offset points",
                 va="center",
                 fontsize=9,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+                bbox=None if isinstance(to, StringIO) else {"facecolor": "white", "edgecolor": "none", "pad": 0.8},
             )
         axes.set_yticks(range(len(lines)), [line.name for line in lines])
         axes.set_ylim(len(lines) - 0.4, -0.6)  # the first line on top

@@ -78,7 +78,8 @@ def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str
     Raises:
         LoragateError: if it would pass `PAGE_LIMIT`.
     """
-    said = [*statements(sources), *more]
+    banner = banner_of(sources)
+    said = [line for line in [*statements(sources), *more] if line not in banner.more]
     sections = [Section("findings", "Findings", (Block("list", list(dict.fromkeys(said))),))] if said else []
     of: dict[str, list[Source]] = {}
     for source in sources:
@@ -112,7 +113,7 @@ def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str
     where = Table("", ("What", "Value"), facts)
     sections.append(Section("provenance", "Where this comes from", (where,)))
     footer = f"Written by loragate {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from {len(sources)} records."
-    whole = build_page(title, banner_of(sources), sections, footer)
+    whole = build_page(title, banner, sections, footer)
     size = len(whole.encode())
     if size > PAGE_LIMIT:
         raise LoragateError(
@@ -152,11 +153,10 @@ def _selection(record: Any) -> Any:
 
 
 def statements(sources: Sequence[Source]) -> list[str]:
-    """Verdicts first, then what was selected, then what diagnoses found."""
+    """Verdicts first, then what training did, then what diagnoses found."""
     lines: list[str] = []
     for kind, said in (
         ("evaluation", evaluation_statements),
-        ("selection", lambda record: [view.sentence() for view in read_selection(record)]),
         ("artifact", _artifact),
         ("diagnosis", lambda record: record["conclusion"][:1]),
     ):
@@ -173,7 +173,7 @@ def _artifact(record: Record) -> list[str]:
     if not selection:
         lines = [f"{range_}; how it was selected is not recorded."]
     elif views := read_selection(selection):
-        lines = [f"{range_}. {view.sentence()}" for view in views]
+        lines = [f"{range_}; recommended: {view.label}." for view in views]
     elif selection.get("accepted") is False:
         lines = [f"{range_}; nothing is significantly better than the adapter, which therefore remains."]
     else:

@@ -213,4 +213,8 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     others = sorted((row for row in rows if row is not first), key=lambda row: -row[key]["mean"])
     listed = ", ".join(f"{row_name(row)} {percent(row[key]['mean'])} %" for row in others[:5])
     more = [f"Alternatives: {listed}."] if listed else []
+    if others and others[0][key]["mean"] > first[key]["mean"]:
+        more.append(
+            f"{row_name(others[0])} scores higher here; whether to use it, a dev set says (loragate calibrate)."
+        )
     return advice, score, more, table
