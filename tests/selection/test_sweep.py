@@ -141,7 +141,7 @@ def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, caps
     argv[argv.index("--probe") + 1] = str(probe)
     assert sweep(argv) == 0
     text = capsys.readouterr().out
-    assert "chosen: [-3,2]" in text
+    assert "Use [-3,2]" in text
     assert f"next: loragate eval --model {out / 'best'}" in text
     record = json.loads((out / "best" / "gate_config.json").read_text())
     assert record["sampling"] == {"temperature": 0.4}, "the probe's, at which it was chosen"

@@ -56,7 +56,7 @@ def test_the_choice_is_among_all_objectives(both):
     assert choice["candidates"] == 4
     assert choice["accepted"] == (best > choice["adapter_probe"]["mean"])
     assert (both / "heatmap_anchored.png").exists()
-    assert (both / "heatmap_entropy.png").exists()
+    assert (both / "heatmap.png").exists()
 
 
 @pytest.mark.slow("training")

@@ -30,6 +30,7 @@ SHOWN = 4  # alternatives in a sentence
 COLOURS = "PuOr"  # orange is worse than the adapter, purple better; told apart by all common kinds of colour vision
 CHOSEN, ORACLE = "#000000", "#009E73"
 LEAST_REACH = 0.05
+INCOMPLETE = " (incomplete)"  # a cell that lacks a seed, and is not compared
 RANGE = re.compile(r"\[(-?[\d.]+), ?(-?[\d.]+)\]")
 
 
@@ -152,7 +153,9 @@ def _of_cells(record: Record, choice: Record) -> SelectionView:
     of = "score" if "suite" in record else "probe"
     cells = [cell for cell in record["cells"] if cell["difference"] is not None]
     variants = (ScoredVariant("adapter", choice[f"adapter_{of}"]),)
-    variants += tuple(ScoredVariant(cell["name"], cell[of], cell["difference"]) for cell in cells)
+    for cell in cells:
+        name = cell["name"] if cell["complete"] else f"{cell['name']}{INCOMPLETE}"
+        variants += (ScoredVariant(name, cell[of], cell["difference"]),)
     oracle, said = choice.get("oracle") or {}, ""
     if oracle:
         where = f"on {record['suite']}" if of == "score" else "on the test set"
@@ -200,6 +203,9 @@ def write_selection(record: Record, folder: Path) -> list[str]:
     parts = ["# Selection"]
     for view in read_selection(record):
         parts += [selection_table(view, most=None).markdown(), view.sentence()]
+    for title, key in (("Diverged, and out of the comparison:", "diverged"), ("Not finished:", "failures")):
+        if reasons := record.get(key):
+            parts.append(f"{title}\n\n" + "\n".join(f"- `{name}`: {error}" for name, error in reasons.items()))
     write_text(folder / "sweep_results.md", "\n\n".join(parts) + "\n")
     maps = heat_maps(record)
     for name, draw in maps.items():
@@ -214,7 +220,7 @@ def heat_maps(record: Record | None) -> dict[str, Draw]:
     for view in read_selection(record):
         alike: dict[str, dict[tuple[float, float], ScoredVariant]] = {}
         for one in view.variants:
-            if one.range:
+            if one.range and not one.label.endswith(INCOMPLETE):
                 alike.setdefault(" ".join(RANGE.sub("", one.label).split()), {})[one.range] = one
         for kind, cells in alike.items():
             if view.adapter and len(cells) > 1:
