@@ -305,9 +305,9 @@ def read_checkpoints(folder: Path, now: Mapping[str, Tensor]) -> dict[str, dict[
     files = [path for run in (".", "run") for path in folder.glob(f"{run}/checkpoint-*/trained.safetensors")]
     by_step = {int(step): path for path in files if (step := path.parent.name.rpartition("-")[2]).isdigit()}
     found: dict[str, dict[str, Tensor]] = {}
-    for step, path in sorted(by_step.items()):
+    for number, path in sorted(by_step.items()):
         try:
-            tensors = found[f"step {step}"] = load_file(str(path))
+            tensors = found[f"step {number}"] = load_file(str(path))
         except SafetensorError as error:
             raise ConfigError(
                 f"--checkpoints {folder}: {path} was not written to its end ({error}); remove it"

@@ -4,9 +4,8 @@ For each token a layer of a Llama-like decoder keeps two residual streams, q, k,
 the MLP, and what LoRA and gates read; the peak is the backward pass of a layer, or the head's logits, on top of it. Against
 `benchmarks/results/plan_memory.json` (36 small models of five families, trained here) the peak is off by 1.6 % in the median and
 10 % at worst (16-bit base on a CPU, checkpointed). Experts, soft-capped attention and ungated MLPs keep more than is counted,
-several times as much at worst: there the sentence says "at least".
-
-Shapes: D hidden, W width of the MLP, Q and KV widths of queries and keys, H heads, L layers, T tokens of a pass.
+several times as much at worst: there the sentence says "at least". Letters: D hidden, W
+width of the MLP, Q and KV widths of queries and keys, H heads, L layers, T tokens of a pass.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def estimate(
         autocast: whether products are in 16 bits.
     """
     with torch.device("meta"):
-        model = source if isinstance(source, nn.Module) else AutoModelForCausalLM.from_config(source)
+        model: Any = source if isinstance(source, nn.Module) else AutoModelForCausalLM.from_config(source)
     text, sft = model.config.get_text_config(), stage == "sft"
     head, names = model.get_output_embeddings(), " ".join(name for name, _ in model.named_modules())
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]

@@ -69,7 +69,7 @@ class Banner:
     advice: str
     score: str = ""
     more: Sequence[str] = ()
-    chart: Block | None = None
+    chart: Block | Table | None = None
 
 
 def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str:
@@ -91,9 +91,9 @@ def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str
         for source in of.get(kind, []):
             # charts are drawn here and not by `build_page`, so that a fault is that of this file
             blocks = source.read(partial(_drawn, make))
-            said = heading if isinstance(heading, str) else source.read(heading)
-            said = f"{said}: {source.name}" if several or len(of[kind]) > 1 else said
-            sections += [Section(f"{anchor}-{len(sections)}", said, blocks)] if blocks else []
+            titled = heading if isinstance(heading, str) else source.read(heading)
+            titled = f"{titled}: {source.name}" if several or len(of[kind]) > 1 else titled
+            sections += [Section(f"{anchor}-{len(sections)}", titled, blocks)] if blocks else []
     if shown := of.get("traces", []):
         if len(shown) > 1:
             raise ConfigError(

@@ -21,7 +21,7 @@ import numpy as np
 from loragate.display import percent, points
 from loragate.files import write_text
 from loragate.report.figures import Draw, Target, drawn
-from loragate.report.table import ABSENT, Line, Table, interval, or_absent, share_cell
+from loragate.report.table import ABSENT, Cell, Line, Table, interval, or_absent, share_cell
 
 Record = Mapping[str, Any]
 COLUMNS = ("Variant", "Score %", "vs adapter, points", "Retention %")
@@ -143,7 +143,7 @@ def read_selection(record: Record | None) -> list[SelectionView]:
         return read_selection(evidence)
     scored = evidence.items() if isinstance(evidence, Mapping) else ()
     variants = tuple(ScoredVariant(name, one) for name, one in scored if isinstance(one, Mapping) and "mean" in one)
-    label = (record.get("recommendation") or {}).get("setting", record.get("picked", "adapter"))
+    label = str((record.get("recommendation") or {}).get("setting", record.get("picked", "adapter")))
     method = record.get("method")
     return [SelectionView(label, variants, reason=f"Chosen by: {method}." if method else "")] if variants else []
 
@@ -152,10 +152,10 @@ def _of_cells(record: Record, choice: Record) -> SelectionView:
     """A choice among the cells of a sweep, scored on the dev set or on a suite."""
     of = "score" if "suite" in record else "probe"
     cells = [cell for cell in record["cells"] if cell["difference"] is not None]
-    variants = (ScoredVariant("adapter", choice[f"adapter_{of}"]),)
+    variants = [ScoredVariant("adapter", choice[f"adapter_{of}"])]
     for cell in cells:
         name = cell["name"] if cell["complete"] else f"{cell['name']}{INCOMPLETE}"
-        variants += (ScoredVariant(name, cell[of], cell["difference"]),)
+        variants.append(ScoredVariant(name, cell[of], cell["difference"]))
     oracle, said = choice.get("oracle") or {}, ""
     if oracle:
         where = f"on {record['suite']}" if of == "score" else "on the test set"
@@ -165,7 +165,7 @@ def _of_cells(record: Record, choice: Record) -> SelectionView:
     label = choice["picked"] if choice["accepted"] else "adapter"
     reason = "" if of == "score" else "The mean of what was picked as the best is optimistic."
     on = f"{record['suite']}, mean over {len(record['tasks'])} tasks" if of == "score" else "the dev set"
-    return SelectionView(label, variants, on, record["questions"], reason, "", (oracle.get("name", ""), said))
+    return SelectionView(label, tuple(variants), on, record["questions"], reason, "", (oracle.get("name", ""), said))
 
 
 def selection_table(view: SelectionView, most: int | None = ROWS) -> Table:
@@ -174,7 +174,7 @@ def selection_table(view: SelectionView, most: int | None = ROWS) -> Table:
     lines = []
     for one in [*([view.adapter] if view.adapter else []), *others[:most]]:
         difference = one.difference
-        versus = (ABSENT,)
+        versus: Cell = (ABSENT,)
         if difference is not None:
             z = f"z = {difference['z']:.1f}" if "z" in difference else ""
             versus = (points(difference["mean"]), f"{points(difference['low'])} to {points(difference['high'])}", z)
