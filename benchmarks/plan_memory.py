@@ -1,12 +1,12 @@
-"""The memory that `loragate plan` predicts against the memory that training takes, for several families and shapes.
+"""The memory that `loragate.analysis.plan` estimates against the memory that training takes, for several families and shapes.
 
     python benchmarks/plan_memory.py [--only NAME] [--replan] [--out FILE]
 
-Each case trains a random model for two steps with the package's own trainer (`train_adapter`, `calibrate`) on a CPU while
-PyTorch's profiler records every allocation and release of the CPU allocator. Measured is the most that is alive at one
-moment of the second step: weights, adapter, optimiser, gradients, activations and whatever kernels need for a moment. The
-plan sees the configuration only. `activations` compares the same without what is held between steps, which is the harder
-part. Bytes are counted, so they repeat.
+Each case trains a random model for two steps with the package's own trainer (`train_adapter`, `train_gates`) on a CPU while
+PyTorch's profiler records every allocation and release of the CPU allocator. Measured is the most that is alive at one moment of
+the second step: weights, adapter, optimiser, gradients, activations and whatever kernels need for a moment. The formula sees the
+configuration only. `activations_ratio` compares the same without what is held between steps, which is the harder part. Bytes are
+counted, so they repeat; `--replan` compares anew with the measurements in the file, in seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import loragate as lg
-from loragate.analysis.counts import build_on_meta, count_parameters
-from loragate.analysis.plan import gpu_memory
-from loragate.analysis.plan_step import Step
-from loragate.analysis.settings import Request
+from loragate.analysis.plan import Estimate, estimate
 from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter
 
 SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5}
@@ -175,47 +173,31 @@ def measured(case: Case) -> tuple[int, int]:
     return held, peak
 
 
-def planned(case: Case) -> tuple[float, float, dict[str, float]]:
-    """(bytes held, peak, parts in MiB) from the configuration alone."""
-    config = configuration(case)
-    dtype = getattr(torch, case.dtype)
-    way: Any = Request(
-        case.name,
+def planned(case: Case) -> Estimate:
+    """The formula's, from the configuration alone."""
+    return estimate(
+        configuration(case),
         case.stage,
-        seq=case.sequence,
-        batch=case.rows * case.passes,
-        micro_batch=case.rows,
-        rank=RANK,
-        precision=case.precision,
-        dtype=case.dtype,
-        quantization="none",
-        gradient_checkpointing="yes" if case.checkpointing else "no",
-        strategy="single",
+        sequence=case.sequence,
+        rows=case.rows,
+        adapter=RANK,
+        base=case.dtype,
+        autocast=case.precision != "fp32",
+        gradient_checkpointing=case.checkpointing,
     )
-    counts = count_parameters(build_on_meta(config, stage=case.stage, rank=RANK, dtype=dtype), config)
-    peak = Step(config, way, case.padded, response_share=rows_of(case)[1]).peak()
-    parts = gpu_memory(counts, peak, way, dtype.itemsize)
-    del parts["overhead"]  # of a GPU
-    held = parts["weights"] + parts["adapter"] + parts["optimizer"]
-    return held, sum(parts.values()), {name: round(value / 2**20, 2) for name, value in parts.items()}
 
 
-def compare(case: Case, known: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Planned and measured MiB of one case, and their ratios; `known` is an earlier row with its measurement."""
-    if known is None:
-        held, peak = (value / 2**20 for value in measured(case))
-    else:
-        held, peak = known["measured_held_mib"], known["measured_mib"]
-    expected_held, expected, parts = planned(case)
-    expected_held, expected = expected_held / 2**20, expected / 2**20
+def compare(case: Case, held: float, peak: float) -> dict[str, float]:
+    """Estimated and measured MiB of one case, and their ratios; `held` between two steps and `peak` are measured bytes."""
+    found = planned(case)
+    expected_held = found.weights + found.adapter + found.optimizer
     return {
-        "measured_mib": round(peak, 3),
-        "measured_held_mib": round(held, 3),
-        "planned_mib": round(expected, 3),
-        "ratio": round(expected / peak, 4),
+        "measured_mib": round(peak / 2**20, 3),
+        "measured_held_mib": round(held / 2**20, 3),
+        "planned_mib": round(found.peak / 2**20, 3),
+        "ratio": round(found.peak / peak, 4),
         "held_ratio": round(expected_held / held, 4),
-        "activations_ratio": round((expected - expected_held) / (peak - held), 4),
-        "planned_parts_mib": parts,
+        "activations_ratio": round((found.peak - expected_held) / (peak - held), 4),
     }
 
 
@@ -233,7 +215,9 @@ def main() -> None:
     for case in cases():
         if not case.name.startswith(options.only):
             continue
-        row = rows[case.name] = compare(case, rows[case.name] if options.replan else None)
+        known = rows.get(case.name) if options.replan else None
+        figures = [2**20 * known[key] for key in ("measured_held_mib", "measured_mib")] if known else measured(case)
+        row = rows[case.name] = compare(case, *figures)
         print(
             f"{case.name:<42}{row['measured_mib']:>10.1f}{row['planned_mib']:>10.1f}{row['ratio']:>8.3f}"
             f"{row['activations_ratio']:>13.3f}",
@@ -242,8 +226,10 @@ def main() -> None:
     results: dict[str, Any] = {"torch": torch.__version__, "machine": platform.machine()}
     for key in ("ratio", "activations_ratio"):
         errors = [abs(row[key] - 1) for row in rows.values()]
+        results[f"median_{key}_error"] = round(statistics.median(errors), 4)
         results[f"largest_{key}_error"] = round(max(errors), 4)
-        print(f"largest error of {key}: {100 * max(errors):.1f} % over {len(errors)} cases")
+        median, most = 100 * statistics.median(errors), 100 * max(errors)
+        print(f"{key}: off by {median:.1f} % in the median of {len(errors)} cases, {most:.1f} % at worst")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({**results, "cases": rows}, indent=2) + "\n", encoding="utf-8")
     print(f"written to {options.out}")

@@ -22,7 +22,6 @@ COPIES = "repository"
 PAGES = {
     "quickstart": "tiny-world.md",
     "inspect": "five-minutes.md",
-    "plan": "planning.md",
     "sft": "methods.md",
     "mask": "methods.md",
     "calibrate": "choosing-a-range.md",
@@ -37,7 +36,7 @@ PAGES = {
     "explore": "report.md",
     "serve": "serving.md",
     "export": "serving.md",
-    "doctor": "install.md",
+    "env": "install.md",
     "completion": "install.md",
 }
 LINK = re.compile(r"(\]\()(\.\./[^)\s#]+)(#[^)\s]*)?(\))")

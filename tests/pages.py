@@ -85,6 +85,27 @@ def traces(questions=2, tokens=5, modules=("model.layers.0.mlp.up_proj", "model.
     }
 
 
+def selection_record():
+    """A selection among adapter, base and two ranges."""
+    variants = []
+    for label, mean in (("adapter", 0.4), ("base", 0.3), ("gated [0,1]", 0.42), ("gated [-6,3]", 0.48)):
+        versus = {**estimate(mean - 0.4), "z": (mean - 0.4) / 0.03} if label != "adapter" else None
+        variants.append({"label": f"{label} greedy", **estimate(mean), "n_questions": 64, "difference": versus})
+    best = variants[-1]
+    return {
+        "recommendation": {
+            "label": best["label"],
+            "weights": "gates",
+            "temperature": 0,
+            "score": estimate(0.48),
+            "reason": "It beats the greedy adapter with z = 2.7.",
+        },
+        "variants": variants,
+        "dev": {"questions": 64},
+        "rule": "The highest mean is taken where it beats the greedy adapter by z of 1.28 or more.",
+    }
+
+
 def sweep_record(ranges, picked="[-3,1]", **changes):
     """Cells that score from 10 % to 90 % in this order, on an adapter of 35 %."""
     cells = []

@@ -53,7 +53,7 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(built):
         "loragate/py.typed",
         "loragate/gates/card.md.jinja",
         "loragate/recipes/common.yaml",
-        "loragate/report/page/templates/page.css",
+        "loragate/report/templates/page.css",
         "loragate/world/assets/tiny-base/config.json",
     ):
         assert name in names, name

@@ -8,28 +8,25 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.analysis.alignment import ModelSource, update_between
+from loragate.analysis.alignment import TrainingPoint, terms
 from loragate.analysis.directions import (
     NAMES,
+    Branch,
+    Case,
     agreements,
+    branches,
     by_group,
     coordinate_sums,
     gate_input_gradient,
-    parameter_slices,
-    row_directions,
-)
-from loragate.analysis.rows import Reader, TokenClasses, answer_rows
-from loragate.analysis.task_values import (
-    Branch,
-    Case,
-    branches,
     leave_one_out,
+    parameter_slices,
     reference_values,
     reward_values,
     rollout_values,
+    row_directions,
     some_positions,
 )
-from loragate.analysis.theorem import terms
+from loragate.analysis.rows import Reader, TokenClasses, answer_rows
 from loragate.data import encode_rows
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from tiny import VOCABULARY, gate_values, tiny_gated, tiny_rows, tiny_tokenizer
@@ -107,12 +104,12 @@ def test_terms_coordinates_and_updates():
     rows = by_group(cases, lambda case: row_directions(reader, case, K))
     assert max(place.stop for place in parameter_slices(reader.model).values()) == rows[0].vectors.shape[1]
     overall = terms("all", rows)
-    here = ModelSource.of("a", list(gate_values(reader.model).values()), rows)
+    here = TrainingPoint.of("a", list(gate_values(reader.model).values()), rows)
     v, g = here.value, here.entropy
     assert overall.total.cosine.mean == pytest.approx(float(v @ g / (v.norm() * g.norm())), rel=1e-5)
     assert overall.gain.mean == pytest.approx(float(v @ g), rel=1e-5)
     assert overall.total.cosine.low <= overall.total.cosine.mean <= overall.total.cosine.high
-    update = update_between(here, replace(here, name="b", parameters=here.parameters + v))
+    update = here.update_to(replace(here, name="b", parameters=here.parameters + v))
     assert (update.begin, update.end) == ("a", "b")
     assert update.gain == pytest.approx(float(v @ v), rel=1e-5)
     assert update.cosine == pytest.approx(1.0)

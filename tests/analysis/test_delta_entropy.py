@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.analysis.delta_entropy import ALL, EntropyRecord, by_class, conclude, distribution, measure, write_tokens
+from loragate.analysis.context import About
+from loragate.analysis.delta_entropy import ALL, EntropyRecord, by_class, conclude_entropy, distribution, measure
 from loragate.analysis.rows import Reader, TokenClasses
-from loragate.analysis.subject import About
 from loragate.data import encode_rows
 from loragate.errors import DataError
 from loragate.files import write_json
@@ -52,7 +52,7 @@ def test_delta_is_the_difference_of_full_entropies():
         assert found.token_ids[at].tolist() == labels[labels >= 0].tolist()
 
 
-def test_table_and_tokens(tmp_path):
+def test_table():
     tokenizer, rows = encoded()
     peft = tiny_adapter()
     found = measure(Reader(peft, tokenizer), "adapter", rows)
@@ -66,14 +66,10 @@ def test_table_and_tokens(tmp_path):
     assert {row.name for row in table[1:]} == {"mixed", "end"}, "the tokens of the test are w0, w1, …"
     histogram = distribution(found.delta)
     assert sum(histogram.counts) == len(found.delta)
-    said = conclude(record_of(rows=len(rows), tokens=len(found.token_ids), classes=table, distribution=histogram))[0]
+    said = conclude_entropy(
+        record_of(rows=len(rows), tokens=len(found.token_ids), classes=table, distribution=histogram)
+    )[0]
     assert "raises the entropy" in said or "lowers the entropy" in said
-    write_tokens(tmp_path / "tokens.jsonl", tokenizer, rows, found, classes)
-    lines = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
-    assert len(lines) == len(rows)
-    for line in lines:
-        assert len(line["tokens"]) == len(line["delta_entropy"]) == len(line["adapter_log_prob"]) > 0
-        assert line["classes"][-1] == "end"
 
 
 @pytest.mark.parametrize(

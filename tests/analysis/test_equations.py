@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from loragate.analysis.alignment import smallest_rho, terms
 from loragate.analysis.directions import RowDirections, entropy_logit_gradient, value_logit_gradient
-from loragate.analysis.theorem import smallest_rho, terms
 from loragate.gates.operation import gate_coefficient_of_input
 from loragate.gates.range import Range
 from loragate.gates.signed_map import SignedMap

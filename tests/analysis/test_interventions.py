@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.analysis.interventions import InterventionRow, InterventionsRecord, choose, conclude, without_effect
-from loragate.analysis.subject import About
+from loragate.analysis.context import About
+from loragate.analysis.gates import InterventionRow, InterventionsRecord, choose, conclude_interventions, without_effect
 from loragate.errors import ConfigError
 from loragate.evaluation.statistics import Difference, Estimate
 from loragate.evaluation.variants import ModelVariant, acting
@@ -64,7 +64,7 @@ def test_conclusions_say_what_taking_away_shows():
     rows = [row("gated", 0.4), row("noreverse", 0.2, -0.2, "worse"), row("noextrapolate", 0.5, 0.1, "better")]
     rows += [row("unit", 0.4, 0.0, "no difference shown")]
     about = About("now", {}, "tasks t", 0, {}, {}, 1.0)
-    text = " ".join(conclude(InterventionsRecord(about=about, rows=tuple(rows), left_out=("off: why",))))
+    text = " ".join(conclude_interventions(InterventionsRecord(about=about, rows=tuple(rows), left_out=("off: why",))))
     assert "reversal helps: without it the score is 20.0 %" in text
     assert "extrapolation hurts" in text
     assert "leaving [0, 1] makes no difference that can be shown" in text

@@ -6,9 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import loragate as lg
-from loragate.analysis.realised_gates import conclude, histogram_edges, most, place_of, read_gates
+from loragate.analysis.context import About
+from loragate.analysis.gates import conclude_gates, histogram_edges, most, place_of, read_gates
 from loragate.analysis.rows import Reader, TokenClasses, answer_rows
-from loragate.analysis.subject import About
 from loragate.gates import trace_gates
 from loragate.gates.range import Range
 from loragate.generation import SamplingConfig, TransformersEngine
@@ -87,16 +87,16 @@ def test_histogram_has_zero_and_one_among_its_edges():
 
 def test_conclusions_name_the_place():
     _, record = counted(tiny_gated(-3, 2, 0.4))
-    assert "They reverse most in layer" in " ".join(conclude(record))
+    assert "They reverse most in layer" in " ".join(conclude_gates(record))
     _, record = counted(tiny_gated(0, 1))
-    assert "They cannot reverse: the range starts at 0." in conclude(record)
-    assert "They cannot extrapolate: the range ends at 1." in conclude(record)
+    assert "They cannot reverse: the range starts at 0." in conclude_gates(record)
+    assert "They cannot extrapolate: the range ends at 1." in conclude_gates(record)
     assert most(record, "below_zero") is None
 
 
 def test_saturation_is_counted_at_both_ends():
     _, record = counted(tiny_gated(-3, 2, 60.0))
     shares = record.all
-    assert "are saturated" in conclude(record)[-1]
+    assert "are saturated" in conclude_gates(record)[-1]
     assert shares.at_lower > 0.3
     assert shares.at_upper > 0.3

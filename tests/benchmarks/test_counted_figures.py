@@ -70,13 +70,11 @@ def test_saved_bytes_count_each_storage_once_and_no_parameters(speed):
 
 def test_nothing_is_kept_out_of_sight_of_the_saved_bytes(speed):
     """What is alive before the backward of a Stage-II step, by watching every storage, is what was counted as saved."""
-    from loragate.analysis.plan_step import StorageTracker
-
     contestants = speed("contestants")
     model, loss = contestants.gates_loragate(speed("counted").SMALL)
     loss()  # what is made once and kept, such as the rotary table
     counts = speed("common").count(model, loss)
-    tracker = StorageTracker([*model.parameters(), *model.buffers()])
+    tracker = speed("fake").StorageTracker([*model.parameters(), *model.buffers()])
     with tracker:
         value = loss()
     assert tracker.live == pytest.approx(counts.saved, rel=0.01)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from loragate.cli import env
 from loragate.cli.arguments import field_kinds, flag_of, headings, parse, resolved_yaml
 from loragate.cli.calibrate import COMMAND as CALIBRATE
 from loragate.cli.calibrate import CalibrateOptions
@@ -92,8 +93,7 @@ def test_mistakes_on_the_command_line(fails):
     assert "'{}x'" in fails("sft", "--objective-options", "{}x")
     assert "needs --adapter" in fails("calibrate")
     assert "needs --model" in fails("sft")
-    assert "needs MODEL" in fails("plan")
-    assert "more" in fails("plan", "model", "more")
+    assert "more" in fails("inspect", "adapter", "more")
 
 
 @pytest.mark.parametrize("words", [["--range", "-3,1"], ["--range=-3,1"]])
@@ -155,55 +155,37 @@ def test_defaults_are_the_papers():
 
 
 def test_unexpected_errors_show_no_traceback_unless_asked(capsys, fails, monkeypatch):
-    from loragate.analysis import doctor
-
     def broken():
         raise KeyError("inside")
 
-    monkeypatch.setattr(doctor, "findings", broken)
-    assert "run again with --debug" in fails("doctor", status=1)
-    assert main(["doctor", "--debug"]) == 1
+    monkeypatch.setattr("loragate.cli.env.findings", broken)
+    assert "run again with --debug" in fails("env", status=1)
+    assert main(["env", "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_doctor(capsys):
+@pytest.mark.parametrize(("bfloat16", "faster"), [(400, "bfloat16"), (90, "float32")])
+def test_env(bfloat16, faster, capsys, monkeypatch):
     import json
 
-    assert main(["doctor", "--json"]) == 0
+    measured = env.cpu_gflops(size=8)
+    assert set(measured) == {"float32", "bfloat16"}
+    assert min(measured.values()) >= 1
+    monkeypatch.setattr(env, "cpu_gflops", lambda: {"float32": 150, "bfloat16": bfloat16})
+    assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["problems"] == []
     assert found["versions"]["torch"]
     assert any(device.startswith("cpu") for device in found["devices"])
     assert found["instructions"][0] == torch.backends.cpu.get_cpu_capability()
-    assert main(["doctor"]) == 0
-    assert "next: loragate quickstart" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("has_it", [True, False])
-def test_doctor_tells_the_instruction_set_and_what_follows(has_it, capsys, monkeypatch):
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: has_it)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
-    assert main(["doctor"]) == 0
+    assert main(["env"]) == 0
     said = capsys.readouterr().out
-    assert ("AVX512-BF16 (no AMX)" if has_it else "(no AVX512-BF16 or AMX)") in said
-    assert ("keeps them unpacked" in said) == has_it
-
-
-@pytest.mark.parametrize(("bfloat16", "faster"), [(400, "--precision bf16 and"), (90, "--precision fp32 and")])
-def test_doctor_measures_which_dtype_is_faster(bfloat16, faster, capsys, monkeypatch):
-    from loragate.analysis import doctor
-
-    measured = doctor._products(size=8)
-    assert set(measured) == {"float32", "bfloat16"}
-    assert min(measured.values()) >= 1
-    monkeypatch.setattr(doctor, "_products", lambda: {"float32": 150, "bfloat16": bfloat16})
-    assert main(["doctor"]) == 0
-    assert f"{bfloat16} GFLOP/s in bfloat16, 150 in float32, so {faster} --dtype" in capsys.readouterr().out
+    assert f"{bfloat16} GFLOP/s in bfloat16, 150 in float32, so --dtype {faster}" in said
+    assert "next: loragate quickstart" in said
 
 
 def test_no_command_speaks_of_a_kernel_that_none_uses(capsys):
-    assert main(["doctor", "--json"]) == 0
+    assert main(["env", "--json"]) == 0
     speaker = logging.getLogger("bitsandbytes.backends.cpu.ops")
     records = {
         text: logging.LogRecord(speaker.name, logging.WARNING, "", 0, text, ("no module",), None)

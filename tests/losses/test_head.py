@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from loragate.analysis.plan_step import KnownSelection, StorageTracker
 from loragate.errors import ConfigError
 from loragate.losses import (
     projection,
@@ -15,6 +14,7 @@ from loragate.losses import (
     token_statistics_reference,
     topk_entropy,
 )
+from speed.fake import KnownSelection, StorageTracker
 
 STATISTICS = ("log_prob", "entropy", "topk_entropy")
 EXTRAS = [{}, {"scale": 0.3}, {"softcap": 4.0}, {"scale": 1.7, "softcap": 6.0}]

@@ -11,14 +11,22 @@ from pathlib import Path
 import pytest
 
 from loragate.errors import LoragateError
+from loragate.report.blocks import (
+    Section,
+    chart,
+    diagnosis_blocks,
+    drawn,
+    safe_json,
+    selection_blocks,
+    tokens_block,
+    training_blocks,
+)
 from loragate.report.explorer import answers
 from loragate.report.figures import column_chart, line_chart
-from loragate.report.page.blocks import diagnosis_blocks, selection_blocks, sweep_blocks, training_blocks
-from loragate.report.page.build import Section, build_page, chart, drawn, safe_json, tokens_block
-from loragate.report.page.whole import page
+from loragate.report.page import Banner, banner_of, build_page, page
 from loragate.report.scores import evaluation_statements, score_tables
 from loragate.report.sources import Source
-from pages import HISTORY, HOSTILE, estimate, evaluation_record, gates_record, row, sweep_record, traces
+from pages import HISTORY, HOSTILE, evaluation_record, gates_record, row, selection_record, traces
 
 
 class Reader(html.parser.HTMLParser):
@@ -51,7 +59,7 @@ def whole_page():
         Section("training", "Training", training_blocks({HOSTILE: HISTORY})),
         Section("tokens", "Tokens", [tokens_block(traces())]),
     ]
-    return build_page(HOSTILE, [f"SCALE is better. {HOSTILE}"], sections, HOSTILE)
+    return build_page(HOSTILE, Banner(HOSTILE, HOSTILE, [f"SCALE is better. {HOSTILE}"]), sections, HOSTILE)
 
 
 def test_hostile_text_stays_text():
@@ -136,17 +144,20 @@ def test_the_summary_names_the_verdict_and_what_else_may_have_done_it():
         return evaluation_statements(evaluation_record(*rows, row("gated", 0.9, "random gates")))
 
     assert statements(0.5, "better", 0.4) == [
-        "On t, gated is better than the adapter: 50.0 % against 30.0 % of the adapter (+20.0 points, 95 % interval +10.0 "
-        "to +30.0)."
+        "On t, gated is significantly better than the adapter: 50.0 % against 30.0 % of the adapter (+20.0 points, 95 % "
+        "interval +10.0 to +30.0)."
     ]
     assert statements(0.5, "better", 0.6)[1:] == ["On t, adapter T=0.3 needs no training and scores 60.0 %."]
     worse = statements(0.1, "worse", 0.05, truncated=0.2)
-    assert "worse than the adapter" in worse[0]
+    assert "significantly worse than the adapter" in worse[0]
     assert worse[1] == "On t, the base scores 25.0 % without any adapter."
     assert worse[2].endswith(
         "20.0 % of the answers of the gates are cut off, 1.0 % of the adapter's: the gates make more answers run on."
     )
-    assert "not told apart" in statements(0.31, "no difference shown", 0.2)[0]
+    (unsure, *_) = statements(0.31, "no difference shown", 0.2)
+    assert "not significantly different" in unsure
+    (after_holm, *_) = statements(0.45, "no difference shown", 0.2)
+    assert after_holm.endswith("(+15.0 points)."), "an interval above 0 would say something else than the verdict"
 
 
 def test_gates_at_a_lower_temperature_meet_the_adapter_there():
@@ -157,26 +168,52 @@ def test_gates_at_a_lower_temperature_meet_the_adapter_there():
     assert said[-1].endswith("does not show that answers are right.")
     assert said[1] == "On t, adapter T=0.3 needs no training and scores 60.0 %."
     assert said[2].startswith(
-        "On t, T=0.3, gated is worse than the adapter: 90.0 % against 60.0 % of the adapter (-10.0"
+        "On t, T=0.3, gated is significantly worse than the adapter: 90.0 % against 60.0 % of the adapter (-10.0"
     )
 
 
-def test_a_sweep_has_its_choice_its_map_and_its_numbers():
-    sentence, chart_, numbers = sweep_blocks(sweep_record([(-3, 1), (-2, 2), (0, 1)]))
-    assert sentence.data[0].startswith("chosen: [-3,1]")
-    assert "Frame: chosen" in str(drawn(chart_).data)
-    assert [line.name for line in numbers.lines] == ["adapter", "[0,1]", "[-2,2]", "[-3,1]"]
-    assert numbers.folded
-
-
-def test_what_was_picked_is_marked_among_the_evidence():
-    evidence = {"adapter": estimate(0.4), "[-3,1]": estimate(0.5), "[0,1]": estimate(0.45)}
-    selection = {"method": "best of 2", "accepted": True, "picked": "[-3,1]", "evidence": evidence}
-    section = Section("selection", "How the range was chosen", selection_blocks(selection))
-    assert [line.name for line in section.blocks[1].lines] == ["adapter", "[-3,1] (chosen)", "[0,1]"]
-    stopped = {"[0,6]": {"steps": 12, "score": 0.31, "weakest_kept": 0.4}}
-    said = selection_blocks({**selection, "stopped": stopped})[0].data
-    assert "[0,6] was stopped after 12 steps: 31.0 % then, the others at least 40.0 %." in said
-    # `--unverified` records a sentence where others record scores
+def test_a_selection_has_its_sentence_its_map_and_its_numbers():
+    sentence, chart_, numbers = selection_blocks(selection_record())
+    assert sentence.data[0].startswith("Use gated [-6,3] greedy: 48.0 (43.0–53.0) % on the dev set (64 questions).")
+    assert "Frame: recommended" in str(drawn(chart_).data)
+    names = [line.name for line in numbers.lines]
+    assert names == ["adapter greedy", "gated [-6,3] greedy (recommended)", "gated [0,1] greedy", "base greedy"]
+    # a range that the user gave has a sentence where others have scores
     (said,) = selection_blocks({"method": "given by the user", "evidence": "none: not compared with the adapter"})
     assert said.data == ("Method: given by the user.", "Evidence: none: not compared with the adapter.")
+
+
+def banner(*records):
+    kinds = {"cells": "selection", "variants": "selection", "gate": "artifact", "results": "evaluation"}
+    kind_of = [next(kind for key, kind in kinds.items() if key in record) for record in records]
+    return banner_of(
+        [Source(kind, Path("r.json"), record, "run") for kind, record in zip(kind_of, records, strict=True)]
+    )
+
+
+def test_the_banner_says_what_to_do_its_score_and_the_alternatives():
+    found = banner(selection_record())
+    assert found.advice == "Use gated [-6,3] greedy"
+    assert found.score == "48.0 (43.0–53.0) % on the dev set (64 questions)"
+    assert found.more[0] == "Alternatives: gated [0,1] greedy 42.0 %, adapter greedy 40.0 %, base greedy 30.0 %."
+    assert found.more[1] == "It beats the greedy adapter with z = 2.7."
+    assert "gated [-6,3] greedy" in str(found.chart.data)
+    artifact = {"gate": {}, "selection": {"evidence": selection_record()}}
+    assert banner(selection_record(), artifact) == found, "the same record twice is one selection"
+    both = banner(selection_record(), evaluation_record())
+    assert both.advice == found.advice
+    assert both.more[-1].startswith("On t, gated is significantly better")
+
+
+def test_the_banner_of_an_evaluation_follows_its_verdicts():
+    def advice(verdict):
+        return banner(evaluation_record(row("adapter", 0.3), row("base", 0.1), row("gated", 0.4, verdict=verdict)))
+
+    helps, unsure = advice("better"), advice("no difference shown")
+    assert helps.advice == "Use the gates: significantly better than the adapter"
+    assert helps.score == "t: gated 40.0 (35.0–45.0) %"
+    assert helps.more == ["Alternatives: adapter 30.0 %, base 10.0 %."]
+    assert unsure.advice.startswith("Use the plain adapter: the gates are not significantly different")
+    assert unsure.score.startswith("t: adapter 30.0")
+    assert advice("worse").advice.endswith("the gates are significantly worse")
+    assert banner().advice == "No scores were given to this report"

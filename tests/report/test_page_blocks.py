@@ -2,8 +2,8 @@
 
 import pytest
 
-from loragate.report.page.blocks import DIAGNOSES, diagnosis_blocks
-from loragate.report.page.build import Section, build_page
+from loragate.report.blocks import DIAGNOSES, Section, diagnosis_blocks
+from loragate.report.page import Banner, build_page
 
 
 def interval(mean):
@@ -45,7 +45,7 @@ RECORDS = {
             }
         ],
         "distribution": {"edges": [-1.0, 0.0, 1.0], "counts": [25, 75]},
-        "interventions": [score("adapter negative", 0.4, 0.1, suppressed=0.25)],
+        "interventions": [score("adapter negative", 0.4, 0.2, suppressed=0.25)],
     },
     "realised gates": {
         "lower": -6.0,
@@ -58,7 +58,7 @@ RECORDS = {
         "histogram": {"edges": [-6.0, 0.0, 3.0], "counts": [1, 3]},
     },
     "interventions": {
-        "rows": [score("gated", 0.3), score("unit", 0.4, 0.1)],
+        "rows": [score("gated", 0.3), score("unit", 0.4, 0.2)],
     },
     "alignment": {
         "value_of": "reward",
@@ -76,7 +76,9 @@ RECORDS = {
 @pytest.mark.parametrize("kind", sorted(DIAGNOSES))
 def test_each_kind_has_its_section(kind):
     record = {**RECORDS[kind], "kind": kind, "conclusion": ["It does <b>this</b>.", "And that."]}
-    page = build_page("t", record["conclusion"][:1], [Section("d", DIAGNOSES[kind][0], diagnosis_blocks(record))])
+    page = build_page(
+        "t", Banner(record["conclusion"][0]), [Section("d", DIAGNOSES[kind][0], diagnosis_blocks(record))]
+    )
     assert page.count("It does &lt;b&gt;this&lt;/b&gt;.") == 2
     assert page.count("And that.") == 1
     shown = {
@@ -86,11 +88,11 @@ def test_each_kind_has_its_section(kind):
             "20.0",
             "70.0",
             "75",
-            "+10.0, p=0.020 (0.0 to +20.0; better)",
+            "+20.0, p=0.020 (+10.0 to +30.0; better)",
             "off at 25.0 % of the tokens",
         ],
         "realised gates": ["−0.50", "digits", "50.0", "30.0", "Distribution of λ"],
-        "interventions": ["unit", "+10.0, p=0.020 (0.0 to +20.0; better)"],
+        "interventions": ["unit", "+20.0, p=0.020 (+10.0 to +30.0; better)"],
         "alignment": [
             "60°",
             "0.50 (0.40 to 0.60)",
@@ -116,6 +118,6 @@ def test_means_of_too_few_rows_stand_without_an_interval():
 
     for kind, mean in (("alignment", "0.50"), ("delta entropy", "0.500")):
         record = {**without_ends(RECORDS[kind]), "kind": kind, "conclusion": []}
-        page = build_page("t", [], [Section("d", DIAGNOSES[kind][0], diagnosis_blocks(record))])
+        page = build_page("t", None, [Section("d", DIAGNOSES[kind][0], diagnosis_blocks(record))])
         assert f"{mean} (too few rows for an interval)" in page
         assert "None" not in page

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from test_page import whole_page
 
-from loragate.report.page.whole import page as report_page
+from loragate.report.page import page as report_page
 from loragate.report.sources import Source
 from pages import evaluation_record, gates_record, traces
 
@@ -126,7 +126,7 @@ def test_everything_that_can_be_used_has_a_name(opened):
 def test_text_can_be_read_in_both_colour_schemes(opened, scheme):
     page = opened(whole_page(), color_scheme=scheme)
     pairs = page.evaluate(
-        """() => ['body', '.statements li', 'caption, .note', 'nav a', '.chart text', 'thead th'].map(where => {
+        """() => ['body', '.banner p', 'caption, .note', 'nav a', '.chart text', 'thead th'].map(where => {
             const element = document.querySelector(where);
             if (!element) return null;
             const style = getComputedStyle(element);
@@ -157,8 +157,9 @@ def test_the_report_of_a_run(opened, tmp_path):
     sources = [Source(kind, tmp_path / f"{kind}.json", record, "run") for kind, record in found.items()]
     page = opened(report_page(sources, "A report"))
     assert page.title() == "A report"
-    assert page.locator("#summary li").first.inner_text().startswith("On t, gated is better")
-    shown = page.locator("svg.chart").first
+    assert page.locator("#summary h2").inner_text().startswith("Use the gates")
+    bars, shown = (page.locator("svg.chart").nth(place) for place in (0, 1))
+    assert "40.0" in bars.inner_html()
     assert "−0.50" in shown.inner_html()
     assert shown.bounding_box()["width"] > 400
     png = page.screenshot(full_page=True)

@@ -51,6 +51,7 @@ def test_a_folder_becomes_one_file(run, tmp_path, capsys):
     text = out.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
     assert "chosen by: best on a probe" in text
+    assert text.index("Use the gates") < text.index("<svg ") < text.index("chosen by: best")
     assert "org/base" in text
     assert "run/adapters/sft" in text
     assert 'id="traces"' in text
@@ -88,7 +89,6 @@ def test_an_existing_report_is_not_overwritten_unasked(run, tmp_path, capsys):
         (["absent"], "does not exist"),
         (["empty"], "holds nothing that a report can show"),
         (["broken"], "is not JSON"),
-        (["old"], "run loragate quickstart again"),
         (["empty", "--out", "a.pdf"], "HTML"),
     ],
 )
@@ -97,8 +97,6 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, told):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "results.json").write_text("{")
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "results.json").write_text('{"table": [], "calibrations": {}, "reading": []}')
     assert main(["report", *arguments]) in (1, 2)
     assert told in capsys.readouterr().err
     assert not list(tmp_path.glob("*.html"))
@@ -144,6 +142,7 @@ def test_a_run_that_diverged_is_shown(tmp_path):
         ("gate_config.json", []),
         ("results.json", {"results": [], "tasks": [], "suites": []}),
         ("sweep_results.json", {"cells": []}),
+        ("selection.json", {"variants": [{"label": "adapter"}], "recommendation": {}}),
         ("gates.json", {"kind": "realised gates", "conclusion": ["x"]}),
         ("gates.json", {"kind": "of another version", "conclusion": ["x"]}),
         ("tokens.json", {}),

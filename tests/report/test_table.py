@@ -71,3 +71,12 @@ def test_a_terminal_leaves_wide_columns_out_and_breaks_lines() -> None:
     words = [word for word in " ".join(rendered(sheet)).split() if "─" not in word]
     assert words == ["a", "b", "name", "%", "x", "1.0", "0.5", "to", "1.5"]
     assert "| x | 1.0 (0.5 to 1.5) | seen elsewhere |" in sheet.markdown()
+
+
+def test_what_stands_beside_a_verdict_agrees_with_it() -> None:
+    """The interval is that of one comparison, and the verdict counts all."""
+    above = {"mean": 0.1, "low": 0.02, "high": 0.18, "p": 0.02}
+    assert difference_cell(above, "no difference shown", 0.12) == ("+10.0, p=0.120", "", "not significant")
+    assert difference_cell(above, "better", 0.04) == ("+10.0, p=0.040", "+2.0 to +18.0", "better")
+    around = {"mean": 0.1, "low": -0.02, "high": 0.22, "p": 0.1}
+    assert difference_cell(around, "no difference shown", 0.3)[1:] == ("-2.0 to +22.0", "not significant")

@@ -1,17 +1,31 @@
-"""Does the direction of training raise a task value? The theorem's terms at the gates, over training, and module by module."""
+"""Does entropy descent raise a task value? The terms of the paper's theorem, which its experiments do not measure: at the gates,
+over training, and module by module.
+
+With v = ∇V_k or ∇V (task direction) and G = Ĝ_k or G_k (entropy direction), the theorem asks for a β > 0 and a ρ < 1 with
+‖G − βv‖ ≤ ρβ‖v‖. The left side over the right is smallest at β* = ‖G‖²/⟨G, v⟩, where ρ* = sin of the angle between G and
+v. So **the condition can be met exactly when the angle is below 90°**, and ρ* says how well; with a right or obtuse angle
+no β does. (β is free in the paper; nothing else in the condition is.)
+
+Everything is computed from inner products between rows' directions, so that rows can be drawn again for intervals.
+
+Shapes: N rows, W draws, 4 directions in the order of `directions.NAMES`, P gate parameters.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from loragate.analysis.context import DiagnosticContext, Record
 from loragate.analysis.directions import (
     NAMES,
     Agreement,
@@ -19,13 +33,12 @@ from loragate.analysis.directions import (
     agreements,
     by_group,
     coordinate_sums,
+    gather,
     parameter_slices,
     row_directions,
 )
+from loragate.analysis.rows import Array, Interval, percentiles, row_weights
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import DiagnosticContext, Record
-from loragate.analysis.task_values import gather
-from loragate.analysis.theorem import DRAWS, Terms, terms
 from loragate.errors import ConfigError
 from loragate.gates import gate_parameters, train_gates_only
 from loragate.gates.attach import GLOBAL_BIAS, gate_modules
@@ -34,6 +47,119 @@ from loragate.gates.schema import read_gate_config
 from loragate.losses.entropy import support_size
 
 LEAST = 50  # coordinates that a class needs to be called the best or the worst
+Verdict = Literal["holds", "fails", "not shown"]
+SEMI, FULL, TOPK, VALUE = range(len(NAMES))
+DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Whether one form of the theorem's condition can be met.
+
+    Attributes:
+        entropy_norm, value_norm: ‖G‖ and ‖v‖.
+        cosine: of the angle between G and v, with its interval over rows; None where one of them is zero.
+        angle: in degrees.
+        rho: ρ* = sin of the angle, 1 where it is 90° or more.
+        verdict: "holds" where the whole interval of the cosine lies above 0, "fails" where it lies at or below 0,
+            "not shown" otherwise.
+    """
+
+    entropy_norm: float
+    value_norm: float
+    cosine: Interval | None
+    angle: float | None
+    rho: Interval | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Terms:
+    """All terms on one set of gate parameters: all of them, a module's, or those of a checkpoint.
+
+    Attributes:
+        name: "all", a module path, or a point of training ("start", "step 100", "end").
+        complete: G_k against ∇V_k, the error being e_ψ (eq:rw-alignment-identity, Assumption 1).
+        stopped: Ĝ_k against ∇V_k, the error being e_ψ + b_sg (eq:rw-stopped-alignment).
+        total: Ĝ_k against ∇V, the error being e_total = e_ψ + b_sg + b_tail (eq:rw-total-error): what training does
+            against the value over the full vocabulary.
+        stopped_error: ‖b_sg‖/‖G_k‖, b_sg = Ĝ_k − G_k (eq:rw-stopped-directions); 0 at zero gates, None if G_k = 0.
+        tail_error: ‖∇V_k − ∇V‖/‖∇V‖, which is ‖b_tail‖/(β‖∇V‖) for every β; None if ∇V = 0.
+        gain: ⟨∇V, Ĝ_k⟩, the first-order gain in V per unit of step η/log k (the paper's test for any update u:
+            ⟨∇V, u⟩ > 0), with its interval.
+    """
+
+    name: str
+    complete: Condition
+    stopped: Condition
+    total: Condition
+    stopped_error: float | None
+    tail_error: float | None
+    gain: Interval
+
+
+def terms(
+    name: str, rows: Sequence[RowDirections], place: slice = slice(None), seed: int = 0, draws: int = DRAWS
+) -> Terms:
+    """The terms on the gate parameters in one place of the directions, with intervals over rows."""
+    flat = np.concatenate([row.vectors[:, place].numpy() for row in rows]).astype(np.float64)  # [N·4, P']
+    gram = (flat @ flat.T).reshape(len(rows), -1)  # [N, 4·N·4], of sums over positions
+    tokens = np.array([row.tokens for row in rows], dtype=np.float64)
+
+    def means(weights_WN: Array) -> Array:
+        """Inner products of the mean directions, [W, 4, 4], for rows counted so often.
+
+        The mean of direction i is Σ_n w_n v_ni / Σ_n w_n tokens_n, and so ⟨i, j⟩ = Σ_nm w_n w_m ⟨v_ni, v_mj⟩ over that squared:
+        drawing rows again needs the inner products alone, not vectors of the length of all gates.
+        """
+        left = (weights_WN @ gram).reshape(-1, len(NAMES), len(rows), len(NAMES))
+        products: Array = np.einsum("dinj,dn->dij", left, weights_WN)
+        return products / (weights_WN @ tokens)[:, None, None] ** 2
+
+    point = means(np.ones((1, len(rows))))[0]
+    # one row drawn again and again is the same row: no interval
+    drawn = means(row_weights(len(rows), draws if len(rows) > 1 else 0, seed))
+    return Terms(
+        name=name,
+        complete=condition(point, drawn, FULL, TOPK),
+        stopped=condition(point, drawn, SEMI, TOPK),
+        total=condition(point, drawn, SEMI, VALUE),
+        stopped_error=relative(point[SEMI, SEMI] - 2 * point[SEMI, FULL] + point[FULL, FULL], point[FULL, FULL]),
+        tail_error=relative(point[TOPK, TOPK] - 2 * point[TOPK, VALUE] + point[VALUE, VALUE], point[VALUE, VALUE]),
+        gain=Interval(float(point[VALUE, SEMI]), *percentiles(drawn[:, VALUE, SEMI])),
+    )
+
+
+def condition(point: Array, drawn: Array, entropy: int, value: int) -> Condition:
+    """One form of the condition from inner products [4, 4] and bootstrap draws [W, 4, 4]."""
+    g, v, inner = (float(point[a, b]) for a, b in ((entropy, entropy), (value, value), (entropy, value)))
+    norms = math.sqrt(max(g, 0.0)), math.sqrt(max(v, 0.0))
+    if norms[0] == 0 or norms[1] == 0:
+        return Condition(*norms, None, None, None, "not shown")
+    cosine = max(-1.0, min(1.0, inner / (norms[0] * norms[1])))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        cosines = drawn[:, entropy, value] / np.sqrt(drawn[:, entropy, entropy] * drawn[:, value, value])
+    low, high = percentiles(cosines)
+    # ρ falls as the cosine rises, so that its low end comes from the cosine's high one
+    rho_low, rho_high = (None, None) if low is None or high is None else (smallest_rho(high), smallest_rho(low))
+    return Condition(
+        entropy_norm=norms[0],
+        value_norm=norms[1],
+        cosine=Interval(cosine, low, high),
+        angle=math.degrees(math.acos(cosine)),
+        rho=Interval(smallest_rho(cosine), rho_low, rho_high),
+        verdict="not shown" if low is None or high is None or low <= 0 < high else "holds" if low > 0 else "fails",
+    )
+
+
+def smallest_rho(cosine: float) -> float:
+    """The smallest ρ with ‖G − βv‖ ≤ ρβ‖v‖ over all β > 0: the sine of the angle, 1 (not attained) from 90° on."""
+    return math.sqrt(max(0.0, 1.0 - cosine * cosine)) if cosine > 0 else 1.0
+
+
+def relative(difference_squared: float, reference_squared: float) -> float | None:
+    """‖a − b‖/‖b‖ from squared norms; None where the reference is zero."""
+    return math.sqrt(max(difference_squared, 0.0) / reference_squared) if reference_squared > 0 else None
 
 
 @dataclass(frozen=True)
@@ -86,47 +212,49 @@ class AlignmentRecord(Record):
     kind: Literal["alignment"] = "alignment"
 
 
-def diagnose_alignment(subject: DiagnosticContext, settings: DiagnoseSettings) -> AlignmentRecord:
+def diagnose_alignment(context: DiagnosticContext, settings: DiagnoseSettings) -> AlignmentRecord:
     """The terms on rows, or on answers stored or drawn now; writes alignment.json.
 
     Raises:
-        ConfigError: for rows and answers that do not fit the value, a folder without checkpoints, and as `DiagnosticContext.begin`.
+        ConfigError: for rows or answers that do not fit the value, no checkpoints, and as `DiagnosticContext.begin`.
     """
-    if settings.value == "reference" and bool(settings.rows) == bool(settings.run or subject.has_tasks):
+    if settings.value == "reference" and bool(settings.rows) == bool(settings.run or context.has_tasks):
         raise ConfigError("--value reference needs rows to read: either --rows FILE, or answers with --run or --suite")
     if settings.value != "reference" and settings.rows:
         raise ConfigError(f"--value {settings.value} needs graded answers, not --rows: give --run FOLDER, or --suite")
     if not settings.rows:
-        subject.require_answers(settings)
-    loaded = subject.begin(drawing=not settings.run)
-    model, reader, seed = loaded.model, subject.reader, subject.seed
+        context.require_answers(settings)
+    loaded = context.begin(drawing=not settings.run)
+    model, reader, seed = loaded.model, context.reader, context.seed
     k = settings.k
     if k is None:  # the paper's where the folder does not say
         trained = read_gate_config(Path(loaded.names["gated"]))["k"]
         k = 100 if trained is None else int(trained)
     k = support_size(k, model.get_output_embeddings().weight.shape[0])
     points = training_points(model, settings.checkpoints)
-    cases, source, value_of = gather(subject, settings)
+    cases, source, value_of = gather(context, settings)
     train_gates_only(model)  # gates that are loaded are frozen
     parameters = gate_parameters(model)
     at_points: list[Terms] = []
     updates: list[Update] = []
-    before: ModelSource | None = None
+    before: TrainingPoint | None = None
     # the gates as they are come last, so that the model is left with them and `rows` are theirs
     for name, point in points.items():
-        _set(parameters, point)
-        with subject.job(f"directions at {name if settings.checkpoints else 'the gates'}", len(cases)) as on_progress:
+        with torch.no_grad():
+            for key, parameter in parameters.items():
+                parameter.copy_(point[key])
+        with context.job(f"directions at {name if settings.checkpoints else 'the gates'}", len(cases)) as on_progress:
             rows = by_group(cases, lambda case: row_directions(reader, case, k), on_progress)
         at_points.append(terms(name, rows, seed=seed))
-        here = ModelSource.of(name, [point[key] for key in parameters], rows)
-        updates += [update_between(before, here)] if before else []
+        here = TrainingPoint.of(name, [point[key] for key in parameters], rows)
+        updates += [before.update_to(here)] if before else []
         before = here
-    with subject.job("single coefficients", len(cases)) as on_progress:
-        sums = by_group(cases, lambda case: coordinate_sums(reader, case, k, subject.classes), on_progress)
+    with context.job("single coefficients", len(cases)) as on_progress:
+        sums = by_group(cases, lambda case: coordinate_sums(reader, case, k, context.classes), on_progress)
     tokens = sum(row.tokens for row in rows)
     slices = parameter_slices(model).items()
     record = AlignmentRecord(
-        about=subject.about(source, settings, "value reference positions actions rollouts checkpoints max_rows"),
+        about=context.about(source, settings, "value reference positions actions rollouts checkpoints max_rows"),
         value_of=value_of,
         rows=len(cases),
         tokens=tokens,
@@ -138,7 +266,7 @@ def diagnose_alignment(subject: DiagnosticContext, settings: DiagnoseSettings) -
         updates=tuple(updates),
         coordinates=agreements(sums, seed),
     )
-    return subject.keep(record, "alignment", conclude)
+    return context.keep(record, "alignment", conclude_alignment)
 
 
 def training_points(model: Any, checkpoints: str) -> dict[str, dict[str, Tensor]]:
@@ -153,12 +281,6 @@ def training_points(model: Any, checkpoints: str) -> dict[str, dict[str, Tensor]
     last = list(points.values())[-1]
     same = all(torch.equal(last[name].to(value.device), value) for name, value in now.items())
     return points if same else {**points, "end": now}
-
-
-@torch.no_grad()
-def _set(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        parameter.copy_(values[name])
 
 
 def starting_point(model: Any) -> dict[str, Tensor]:
@@ -182,18 +304,16 @@ def read_checkpoints(folder: Path, now: Mapping[str, Tensor]) -> dict[str, dict[
     like = {name: parameter.shape for name, parameter in now.items()}
     files = [path for run in (".", "run") for path in folder.glob(f"{run}/checkpoint-*/trained.safetensors")]
     by_step = {int(step): path for path in files if (step := path.parent.name.rpartition("-")[2]).isdigit()}
-    try:
-        found = {f"step {step}": load_file(str(path)) for step, path in sorted(by_step.items())}
-    except SafetensorError as error:
-        raise ConfigError(
-            f"--checkpoints {folder}: a checkpoint was not written to its end, as by a run that was killed ({error}); resume the "
-            "run, or remove the checkpoint"
-        ) from error
-    for name, tensors in found.items():
-        if {key: tensor.shape for key, tensor in tensors.items()} != like:
+    found: dict[str, dict[str, Tensor]] = {}
+    for number, path in sorted(by_step.items()):
+        try:
+            tensors = found[f"step {number}"] = load_file(str(path))
+        except SafetensorError as error:
             raise ConfigError(
-                f"--checkpoints {folder}: {name} holds other parameters than the gates of --model; it belongs to another run"
-            )
+                f"--checkpoints {folder}: {path} was not written to its end ({error}); remove it"
+            ) from error
+        if {key: tensor.shape for key, tensor in tensors.items()} != like:
+            raise ConfigError(f"--checkpoints {folder}: {path} holds other parameters than the gates of --model")
     if not found:
         raise ConfigError(
             f"--checkpoints {folder}: no checkpoint-*/trained.safetensors in it or in its run folder; calibrate with "
@@ -203,8 +323,8 @@ def read_checkpoints(folder: Path, now: Mapping[str, Tensor]) -> dict[str, dict[
 
 
 @dataclass(frozen=True)
-class ModelSource:
-    """Where training was at one point: the gate parameters, and the mean directions over all counted positions; [P] fp64 each."""
+class TrainingPoint:
+    """Where training was: the gate parameters, and the mean directions over all counted positions; [P] fp64 each."""
 
     name: str
     parameters: Tensor
@@ -212,26 +332,22 @@ class ModelSource:
     value: Tensor
 
     @classmethod
-    def of(cls, name: str, parameters: Sequence[Tensor], rows: Sequence[RowDirections]) -> ModelSource:
+    def of(cls, name: str, parameters: Sequence[Tensor], rows: Sequence[RowDirections]) -> TrainingPoint:
         """From the gate parameters in their order, and the directions of rows there."""
         means = torch.stack([row.vectors.double() for row in rows]).sum(0) / sum(row.tokens for row in rows)
         at = torch.cat([parameter.reshape(-1).cpu() for parameter in parameters]).double()
         return cls(name, at, means[NAMES.index("entropy_semi")], means[NAMES.index("value")])
 
-
-def update_between(before: ModelSource, after: ModelSource) -> Update:
-    """What training did between two points, against the directions at the first."""
-    moved = after.parameters - before.parameters
-    cosines = _cosine(before.value, moved), _cosine(before.entropy, moved)
-    return Update(before.name, after.name, float(moved.norm()), float(before.value @ moved), *cosines)
-
-
-def _cosine(a: Tensor, b: Tensor) -> float | None:
-    size = float(a.norm() * b.norm())
-    return max(-1.0, min(1.0, float(a @ b) / size)) if size > 0 else None
+    def update_to(self, after: TrainingPoint) -> Update:
+        """What training did from here on, against the directions here."""
+        moved = after.parameters - self.parameters
+        sizes = [float(direction.norm() * moved.norm()) for direction in (self.value, self.entropy)]
+        inner = [float(direction @ moved) for direction in (self.value, self.entropy)]
+        cosines = [max(-1.0, min(1.0, a / size)) if size > 0 else None for a, size in zip(inner, sizes, strict=True)]
+        return Update(self.name, after.name, float(moved.norm()), inner[0], *cosines)
 
 
-def conclude(record: AlignmentRecord) -> tuple[str, ...]:
+def conclude_alignment(record: AlignmentRecord) -> tuple[str, ...]:
     """What was found, in sentences."""
     total = record.all.total
     text = []

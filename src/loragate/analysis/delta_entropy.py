@@ -6,26 +6,23 @@ the two, so that the record also holds the paper's first figure: entropy before 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 
-from loragate.analysis.interventions import InterventionRow, in_points
+from loragate.analysis.context import DiagnosticContext, Record, stored_answers
+from loragate.analysis.gates import InterventionRow, in_points
 from loragate.analysis.rows import CLASSES, Histogram, Interval, Reader, Row, TokenClasses, no_progress, ratio
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import DiagnosticContext, Record, stored_answers
 from loragate.analysis.supplied import SIGNS, Sign, suppressing, switched_off
 from loragate.display import percent
 from loragate.errors import ConfigError
 from loragate.evaluation.evaluate import open_evaluation
 from loragate.evaluation.variants import ModelVariant, acting
-from loragate.files import write_text
 from loragate.generation import OnProgress, TransformersEngine
 from loragate.models.source import Kind
 from loragate.validate import comma_list
@@ -109,50 +106,49 @@ class EntropyRecord(Record):
     kind: Literal["delta entropy"] = "delta entropy"
 
 
-def diagnose_entropy(subject: DiagnosticContext, settings: DiagnoseSettings) -> EntropyRecord:
-    """ΔH on rows, and what switching the delta off by its sign does to the tasks' scores; writes entropy.json and tokens.jsonl.
+def diagnose_entropy(context: DiagnosticContext, settings: DiagnoseSettings) -> EntropyRecord:
+    """ΔH on rows, and what switching the delta off by its sign does to the tasks' scores; writes entropy.json.
 
     Raises:
         ConfigError: where neither rows nor tasks are given, for an unknown sign, and as `DiagnosticContext.begin`.
     """
-    if not (settings.rows or subject.has_tasks):
+    if not (settings.rows or context.has_tasks):
         raise ConfigError(
             "loragate diagnose entropy needs --rows (ΔH on them), --suite or --tasks (interventions), or both"
         )
     signs = list(dict.fromkeys(comma_list(settings.suppress)))
     if not signs or set(signs) - set(SIGNS):
         raise ConfigError(f"--suppress {settings.suppress}: expected one of {', '.join(SIGNS)}, or both with a comma")
-    loaded = subject.begin(gated=False)
+    loaded = context.begin(gated=False)
     sources: list[str] = []
     rows: list[Row] = []
     found: TokenEntropies | None = None
     if settings.rows:
-        rows, source = subject.rows(settings, ROWS)
+        rows, source = context.rows(settings, ROWS)
         sources.append(source)
-        with subject.job("reading with base and adapter") as on_progress:
-            found = measure(subject.reader, loaded.kind, rows, subject.batch_size, on_progress)
-        write_tokens(subject.folder / "tokens.jsonl", loaded.tokenizer, rows, found, subject.classes)
-    suppressed = _intervene(subject, signs) if subject.has_tasks else ()
+        with context.job("reading with base and adapter") as on_progress:
+            found = measure(context.reader, loaded.kind, rows, context.batch_size, on_progress)
+    suppressed = _intervene(context, signs) if context.has_tasks else ()
     if suppressed:
         sources.append(f"tasks {', '.join(dict.fromkeys(row.task for row in suppressed))}")
     record = EntropyRecord(
-        about=subject.about("; ".join(sources), settings, "suppress max_length limit"),
+        about=context.about("; ".join(sources), settings, "suppress max_length limit"),
         rows=len(rows),
         tokens=len(found.token_ids) if found else 0,
-        classes=by_class(found, subject.classes, subject.seed) if found else (),
+        classes=by_class(found, context.classes, context.seed) if found else (),
         distribution=distribution(found.delta) if found else None,
         interventions=suppressed,
     )
-    return subject.keep(record, "entropy", conclude)
+    return context.keep(record, "entropy", conclude_entropy)
 
 
-def _intervene(subject: DiagnosticContext, signs: Sequence[str]) -> tuple[SuppressedRow, ...]:
+def _intervene(context: DiagnosticContext, signs: Sequence[str]) -> tuple[SuppressedRow, ...]:
     """Base, adapter, gates and the suppressed streams, scored on the tasks.
 
     A decision depends on the tokens before it and on base and adapter alone, so reading stored answers again gives the decisions
     that were taken.
     """
-    gated = [ModelVariant("gated")] if subject.loaded.kind == "gated" else []
+    gated = [ModelVariant("gated")] if context.loaded.kind == "gated" else []
     variants = [
         ModelVariant("adapter"),
         ModelVariant("base"),
@@ -160,24 +156,24 @@ def _intervene(subject: DiagnosticContext, signs: Sequence[str]) -> tuple[Suppre
         *(ModelVariant("adapter", sign) for sign in signs),
     ]
 
-    model, tokenizer = subject.loaded.model, subject.loaded.tokenizer
+    model, tokenizer = context.loaded.model, context.loaded.tokenizer
 
     @contextmanager
     def engine_for(variant: ModelVariant) -> Iterator[TransformersEngine]:
         sign: Any = variant.control
-        with subject.acting(variant.weights), suppressing(model, sign) if sign else nullcontext():
-            yield TransformersEngine(model, tokenizer, batch_size=subject.batch_size)
+        with context.acting(variant.weights), suppressing(model, sign) if sign else nullcontext():
+            yield TransformersEngine(model, tokenizer, batch_size=context.batch_size)
 
-    results, rows = subject.evaluate(variants, {}, engine_for).results, []
-    evaluation = open_evaluation(subject.folder, subject.request.grading)
+    results, rows = context.evaluate(variants, {}, engine_for).results, []
+    evaluation = open_evaluation(context.folder, context.request.grading)
     prepared = {task.task.name: task for task in evaluation.tasks}
     for one in results:
         if one.control is not None:  # the sign of ΔH; base, adapter and gates are in results.json
             answers = stored_answers(
                 evaluation, ModelVariant("adapter", one.control), prepared[one.task], SHARE_ANSWERS
             )
-            with subject.job(f"reading the answers of {one.label} to {one.task} again"):
-                read = measure(subject.reader, subject.loaded.kind, answers.rows(tokenizer), subject.batch_size)
+            with context.job(f"reading the answers of {one.label} to {one.task} again"):
+                read = measure(context.reader, context.loaded.kind, answers.rows(tokenizer), context.batch_size)
             share = float(switched_off(cast(Sign, one.control), torch.from_numpy(read.delta)).double().mean())
             shown = (one.avg_at_k, one.comparison, one.adjusted_p, one.verdict)
             rows.append(SuppressedRow(one.label, one.task, *shown, share))
@@ -230,31 +226,7 @@ def distribution(delta: np.ndarray) -> Histogram:
     return Histogram.of(edges, np.histogram(np.clip(delta, -reach, reach), edges)[0])
 
 
-def write_tokens(path: Path, tokenizer: Any, rows: Sequence[Row], found: TokenEntropies, classes: TokenClasses) -> None:
-    """One JSON object per row: its response tokens with ΔH, entropies and log-probabilities, for later display."""
-    lines = []
-    # tokens lie row after row: where each row begins, and the end of the last
-    ends = np.searchsorted(found.rows, np.arange(len(rows) + 1))
-    for index, row in enumerate(rows):
-        at = slice(ends[index], ends[index + 1])
-        ids = found.token_ids[at].tolist()
-        first = next((place for place, label in enumerate(row["labels"]) if label >= 0), 0)
-        record: dict[str, Any] = {
-            "row": int(row["row"]),
-            "prompt": tokenizer.decode(row["input_ids"][:first]),
-            "token_ids": ids,
-            "tokens": [tokenizer.decode([token]) for token in ids],
-            "classes": [classes.name(token) for token in ids],
-            "delta_entropy": [round(value, 5) for value in found.delta[at].tolist()],
-        }
-        for name in found.entropy:
-            record[f"{name}_entropy"] = [round(value, 5) for value in found.entropy[name][at].tolist()]
-            record[f"{name}_log_prob"] = [round(value, 5) for value in found.log_prob[name][at].tolist()]
-        lines.append(json.dumps(record, ensure_ascii=False, allow_nan=False))
-    write_text(path, "".join(line + "\n" for line in lines))
-
-
-def conclude(record: EntropyRecord) -> tuple[str, ...]:
+def conclude_entropy(record: EntropyRecord) -> tuple[str, ...]:
     """What was found, in sentences."""
     text = []
     if record.classes:

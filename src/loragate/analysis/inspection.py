@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from peft import get_peft_model
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
-from loragate.analysis.counts import count_parameters
+from loragate.analysis.plan import GIB, estimate
 from loragate.data import ending_health
 from loragate.errors import ConfigError, GateError, LoragateError
 from loragate.gates import examine_adapter
@@ -104,19 +104,20 @@ def inspect_adapter(
     }
     modules = [(verdict.d_in, verdict.d_out, verdict.rank) for verdict in verdicts if verdict.status == "gate"]
     if modules:
-        model.unload()  # a head under LoRA and whole copies of modules are not weights of the base
-        gate_parameters = sum(d_in + 1 for d_in, _, _ in modules)
-        lora_parameters = sum(rank * (d_in + d_out) for d_in, d_out, rank in modules)
-        counted = replace(count_parameters(model, config), base=total, gates=gate_parameters, lora=lora_parameters)
-        step = counted.flops("calibrate", 512)
+        with torch.device("meta"):  # anew: a head under LoRA and whole copies of modules are not weights of the base
+            bare = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        stored_in: Any = str(getattr(config.get_text_config(), "dtype", None) or "float32").removeprefix("torch.")
+        asked: dict[str, Any] = {"adapter": modules, "base": stored_in}
+        gating, lora = (estimate(bare, stage, **asked) for stage in ("calibrate", "sft"))
+        lighter = estimate(bare, gradient_checkpointing=True, **asked)
         findings["cost"] = {
-            "gate_parameters": gate_parameters,
-            "gate_share": gate_parameters / total,
-            "lora_parameters": lora_parameters,
-            "tflop_per_million_tokens": step / 1e6,
-            "ratio_to_lora_step": step / counted.flops("sft", 512, response_share=1.0),
-            "base_gib": total * (2 if str(getattr(config, "dtype", "")).endswith("16") else 4) / 2**30,
-            "optimizer_mib": gate_parameters * 16 / 2**20,
+            "gate_parameters": gating.trainable,
+            "gate_share": gating.trainable / total,
+            "lora_parameters": lora.trainable,
+            "tflop_per_million_tokens": gating.flops / 1e6,
+            "ratio_to_lora_step": gating.flops / lora.flops,
+            "peak_gib": gating.peak / GIB + 1,
+            "training": f"{gating.sentence()}; with gradient checkpointing {lighter.peak / GIB + 1:.1f}",
         }
     try:
         tokenizer = open_tokenizer(place, Loading(trust_remote_code=trust_remote_code))

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from loragate.analysis.context import DiagnosticContext
 from loragate.analysis.rows import no_progress
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import DiagnosticContext
 from loragate.errors import ConfigError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.variants import ModelVariant, acting
@@ -51,7 +51,7 @@ class Question:
     answers: list[Answer]
 
 
-def diagnose_tokens(subject: DiagnosticContext, settings: DiagnoseSettings) -> dict[str, Any]:
+def diagnose_tokens(context: DiagnosticContext, settings: DiagnoseSettings) -> dict[str, Any]:
     """Traces of the first answers of base, adapter and gated model to the first questions of each task; writes tokens.json.
 
     Raises:
@@ -59,10 +59,10 @@ def diagnose_tokens(subject: DiagnosticContext, settings: DiagnoseSettings) -> d
     """
     if not settings.run:
         raise ConfigError("loragate diagnose tokens needs --run FOLDER, an evaluation whose stored answers are read")
-    loaded, limit = subject.begin(drawing=False), subject.request.tasks.limit or QUESTIONS
+    loaded, limit = context.begin(drawing=False), context.request.tasks.limit or QUESTIONS
     asked: dict[tuple[str, int], Question] = {}
     for of in STREAMS:
-        for one in subject.answers(of, replace(settings, answers=1))[0]:
+        for one in context.answers(of, replace(settings, answers=1))[0]:
             name, questions = one.prepared.task.name, one.prepared.questions
             for sample, grade in one.graded:
                 at = sample.question
@@ -72,7 +72,7 @@ def diagnose_tokens(subject: DiagnosticContext, settings: DiagnoseSettings) -> d
                     asked.setdefault((name, at), whole).answers.append(Answer(of, sample, grade))
     if not asked:
         raise ConfigError(f"--run {settings.run}: it holds no answers to trace")
-    with subject.job("reading the answers token by token", len(asked), "question") as on_progress:
+    with context.job("reading the answers token by token", len(asked), "question") as on_progress:
         record = trace_answers(
             loaded.model,
             loaded.tokenizer,
@@ -80,7 +80,7 @@ def diagnose_tokens(subject: DiagnosticContext, settings: DiagnoseSettings) -> d
             max_tokens=min(settings.max_length, MAX_TOKENS),
             on_progress=on_progress,
         )
-    write_json(subject.folder / "tokens.json", record)
+    write_json(context.folder / "tokens.json", record)
     return record
 
 

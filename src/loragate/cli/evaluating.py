@@ -16,11 +16,10 @@ from rich.console import Console
 
 from loragate import records
 from loragate.analysis.alignment import diagnose_alignment
+from loragate.analysis.context import DiagnosticContext
 from loragate.analysis.delta_entropy import diagnose_entropy
-from loragate.analysis.interventions import diagnose_interventions
-from loragate.analysis.realised_gates import diagnose_gates
+from loragate.analysis.gates import diagnose_gates, diagnose_interventions
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import DiagnosticContext
 from loragate.analysis.token_traces import diagnose_tokens
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.options import EvaluationInputs
@@ -33,9 +32,9 @@ from loragate.evaluation.variants import describe
 from loragate.files import write_json, write_text
 from loragate.generation import OnProgress
 from loragate.models import Loaded
-from loragate.report.page.blocks import diagnosis_blocks
+from loragate.report.blocks import diagnosis_blocks
 from loragate.report.scores import caption, score_markdown, score_tables
-from loragate.report.sweep import heat_maps, suite_table
+from loragate.report.selection import heat_maps, read_selection, selection_table
 from loragate.report.table import Table
 from loragate.selection.sweep import SweptCells
 from loragate.serving.vllm_server import require_served, usual_share
@@ -125,7 +124,9 @@ def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
         for name, draw in heat_maps(maps).items():
             for suffix in ("png", "svg"):
                 draw(folder / f"{name}_{suite}.{suffix}")
-        out.print(suite_table(maps))
+        for view in read_selection(maps):
+            out.print(selection_table(view))
+            out.print(view.sentence(), markup=False)
     took = duration(record.seconds)
     out.print(f"written to {folder / 'results.json'}, .md, cells_*.json and heatmap_*.png in {took}", markup=False)
     out.print(f"next: loragate report {folder} --figures {folder}/figures", markup=False)
@@ -178,7 +179,7 @@ def next_line(folder: Path, record: EvaluationRecord) -> str:
 
 
 class Shown(DiagnosticContext):
-    """A subject whose diagnosis is shown on the terminal while it runs."""
+    """A context whose diagnosis is shown on the terminal while it runs."""
 
     def __init__(self, options: EvaluationInputs) -> None:
         super().__init__(request_of(options, options.model))
@@ -204,16 +205,16 @@ class Shown(DiagnosticContext):
 
 def diagnose(what: str, options: EvaluationInputs, settings: DiagnoseSettings) -> str:
     """Take one of the `LOOKS`, and print its tables and its conclusion; what was looked at: "base", "adapter" or "gated"."""
-    subject, folder = Shown(options), Path(options.out)
-    record = LOOKS[what](subject, settings)
+    context, folder = Shown(options), Path(options.out)
+    record = LOOKS[what](context, settings)
     if what == "tokens":
-        subject.say(f"{len(record['questions'])} questions written to {folder / 'tokens.json'}")
+        context.say(f"{len(record['questions'])} questions written to {folder / 'tokens.json'}")
     else:
         for block in diagnosis_blocks(records.to_json(record)):
             if isinstance(block, Table) and not block.folded:  # folded away on the page, too long for a terminal
-                subject.out.print(block)
+                context.out.print(block)
         write_text(folder / "config.yaml", resolved_yaml(options))
         for line in record.conclusion:
-            subject.say(f"• {line}")
-        subject.say(f"written to {folder / what}.json in {duration(time.monotonic() - subject.began)}")
-    return subject.loaded.kind
+            context.say(f"• {line}")
+        context.say(f"written to {folder / what}.json in {duration(time.monotonic() - context.began)}")
+    return context.loaded.kind

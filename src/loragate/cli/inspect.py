@@ -84,9 +84,8 @@ def _print(found: dict[str, Any], hopeless: bool) -> None:
             f"(the adapter has {cost['lora_parameters']:,})"
         )
         out.print(
-            f"cost: {cost['tflop_per_million_tokens']:,.1f} TFLOP per million tokens, {cost['ratio_to_lora_step']:.2f} of a LoRA "
-            f"step (512-token sequences, 75 % response); memory: base {cost['base_gib']:.2f} GiB, optimiser "
-            f"{cost['optimizer_mib']:.1f} MiB, activations with the batch"
+            f"a step of training them: {cost['tflop_per_million_tokens']:,.1f} TFLOP per million tokens, "
+            f"{cost['ratio_to_lora_step']:.2f} of a LoRA step; one row of 2,048 tokens takes {cost['training']}"
         )
     endings = found["endings"]
     if "stops" in endings:

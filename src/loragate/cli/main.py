@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 # name: (module, one line); recipes are chains of commands and stand above them
 COMMANDS = {
     "quickstart": ("cli.quickstart", "the whole method on a tiny world, offline, with a table of results"),
-    "inspect": ("cli.inspect", "which modules of an adapter can be gated, what it costs, and whether answers can end"),
-    "plan": ("cli.plan", "memory, time and launch command of a training, from the configuration alone"),
+    "inspect": (
+        "cli.inspect",
+        "which modules of an adapter can be gated, memory and cost of it, and whether answers can end",
+    ),
     "sft": ("cli.sft", "Stage I: train a LoRA or DoRA adapter with a token objective"),
     "mask": ("cli.mask", "a mask of the response tokens on which a reference model gains most over the base"),
     "calibrate": ("cli.calibrate", "Stage II: gate a finished adapter by entropy, from prompts and responses"),
@@ -43,7 +45,7 @@ COMMANDS = {
     "serve": ("cli.serve", "vLLM's OpenAI-compatible server for gated adapters, plain adapters and the base"),
     "export": ("cli.export", "fold gates of one λ per module into a plain LoRA adapter"),
     "push": ("cli.push", "upload a gated adapter to the hub, with its model card"),
-    "doctor": ("cli.doctor", "versions, devices and optional parts"),
+    "env": ("cli.env", "versions, processor, GPUs and optional parts of this installation"),
     "completion": ("cli.completion", "a script that completes commands and options in bash, zsh or fish"),
 }
 

@@ -39,7 +39,7 @@ def run(options: ReportOptions) -> int:
         raise ConfigError(f"--out {path}: a report is an HTML file; end its name in .html")
     if path.exists() and not (options.overwrite or options.figures):
         raise ConfigError(f"--out {path} exists; choose another name, or give --overwrite")
-    from loragate.report.page.whole import page
+    from loragate.report.page import page
     from loragate.report.paper_figures import draw_figures
     from loragate.report.sources import all_sources
 

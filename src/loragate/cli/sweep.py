@@ -61,7 +61,7 @@ def run(options: SweepOptions) -> int:
         raise ConfigError(
             f"--seeds: expected whole numbers separated by commas, such as 0,1,2, found {options.seeds!r}"
         ) from None
-    from loragate.report.sweep import selection_sentence, sweep_tables, write_sweep
+    from loragate.report.selection import read_selection, selection_table, write_selection
     from loragate.selection.sweep import Sweep, absolute, choose_runner, raise_failures, run_sweep
     from loragate.selection.trials import Trial, grid
     from loragate.training.rows import read_rows
@@ -108,18 +108,18 @@ def run(options: SweepOptions) -> int:
     for name, why in list(swept.failures.items())[:3]:
         out.print(f"failed: {name}: {why}", markup=False)
     raise_failures(swept, len(trials))
-    if swept.summary is None:
+    if swept.selection is None:
         out.print(
             "nothing was chosen, as there was no --dev-data; every trial's gates are in trials/*/gated", markup=False
         )
         out.print(f"next: loragate eval --sweep {folder} --suite math --engine vllm --out {folder}-eval", markup=False)
         return 0
-    maps = write_sweep(swept.summary, folder)
-    for table in sweep_tables(swept.summary):
-        out.print(table)
-    out.print(selection_sentence(swept.summary), markup=False)
+    maps = write_selection(swept.selection, folder)
+    for view in read_selection(swept.selection):
+        out.print(view.sentence(), markup=False)
+        out.print(selection_table(view))
     drawn = " and heatmap*.png" if maps else ""
-    out.print(f"written to {folder}: best/, sweep_results.json, .md{drawn}", markup=False)
+    out.print(f"written to {folder}: best/, selection.json, .md{drawn}", markup=False)
     out.print(next_evaluation(folder / "best", "runs/best"), markup=False)
     return 0
 

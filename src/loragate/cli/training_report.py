@@ -31,7 +31,8 @@ def say_steps(out: Console, asked: TrainSettings, rows: int, of: str = "") -> No
     out.print(text, markup=False)
     if steps < FEW_STEPS:
         out.print(
-            f"note: fewer than {FEW_STEPS} steps hardly change a model; more rows, more --num-train-epochs or a smaller --batch-size help",
+            f"note: fewer than {FEW_STEPS} steps hardly change a model; more examples, more --num-train-epochs or a smaller "
+            "--batch-size help",
             markup=False,
         )
 

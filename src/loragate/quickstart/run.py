@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from loragate.analysis.realised_gates import diagnose_gates
+from loragate.analysis.context import DiagnosticContext
+from loragate.analysis.gates import diagnose_gates
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import DiagnosticContext
 from loragate.data import Rows, find_endings, load_rows
 from loragate.display import Display, Job, console, points, quiet_logging
 from loragate.errors import ConfigError
@@ -41,7 +41,7 @@ from loragate.gates.range import Range, parse_ranges
 from loragate.generation import TransformersEngine
 from loragate.models.source import Kind
 from loragate.quickstart import QuickstartSettings
-from loragate.report.page.whole import page
+from loragate.report.page import page
 from loragate.report.scores import caption, evaluation_statements, score_markdown, score_tables
 from loragate.report.sources import all_sources
 from loragate.selection.calibrate import Calibrated, calibrate

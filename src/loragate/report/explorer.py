@@ -14,7 +14,8 @@ from typing import Any
 from markupsafe import Markup
 
 from loragate.errors import LoragateError
-from loragate.report.page.build import Section, build_page, tokens_block
+from loragate.report.blocks import Section, tokens_block
+from loragate.report.page import build_page
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def build_explorer(
 
 def answers(record: dict[str, Any]) -> str:
     """The token view of a trace record, as a document of its own inside the page."""
-    inside = build_page("Answers", (), [Section("tokens", "Token by token", [tokens_block(record)])])
+    inside = build_page("Answers", None, [Section("tokens", "Token by token", [tokens_block(record)])])
     frame = '<iframe title="Answers" srcdoc="{}" style="width:100%;height:44rem;border:0"></iframe>'
     return str(Markup(frame).format(inside))
 

@@ -17,6 +17,8 @@ from loragate.report.table import (
     Line,
     Table,
     difference_cell,
+    ends_of,
+    joined,
     or_absent,
     share_cell,
     with_best_scores,
@@ -37,16 +39,16 @@ SUITE_COLUMNS = ("Model", "Mean over tasks %", "vs adapter, points")
 JUDGED = ("ok", "wrong")
 NOTABLE = 0.05
 """Share of answers from which being cut off is held to matter."""
-VERDICTS = {"better": "better than the adapter", "worse": "worse than the adapter"}
+VERDICTS = {"better": "significantly better than the adapter", "worse": "significantly worse than the adapter"}
 
 
 def caption(record: Record) -> str:
     """What the columns mean, and what was done."""
     text = (
-        "Ranges are 95 % intervals over questions; vs adapter is paired by question, gates at a lower "
-        "temperature against the adapter there, and what is shown takes Holm's "
-        "adjustment over all comparisons into account. Cut off: answers that met the length limit; below it, where it "
-        "differs, no EOS: answers without an end of sequence. No answer: nothing that could be judged was found, for "
+        "Ranges are 95 % intervals over questions; vs adapter is paired by question, gates at a lower temperature against "
+        "the adapter there; p and verdict are after Holm's adjustment over all comparisons, and an interval of one "
+        "comparison alone that would say otherwise is left out. Cut off: answers that met the length limit; below it, "
+        "where it differs, no EOS: answers without an end of sequence. No answer: nothing that could be judged was found, for "
         "whatever reason. Tokens and entropy (nats per token): means over the answers."
     )
     if record["sandbox"]:
@@ -79,7 +81,7 @@ def score_markdown(record: Record) -> str:
 
 def _line(row: Record, score: Record, *more: Cell) -> Line:
     group = GROUP_OF[row["variant"]] if row["control"] is None else "control"
-    cells = [share_cell(score), difference_cell(row["comparison"], row["verdict"]), *more]
+    cells = [share_cell(score), difference_cell(row["comparison"], row["verdict"], row.get("adjusted_p")), *more]
     return Line(row_name(row), cells, group, score)
 
 
@@ -138,11 +140,12 @@ def evaluation_statements(record: Record) -> list[str]:
             if versus is None or adapter is None:
                 statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")
                 continue
+            ends = ends_of(versus, row["verdict"])
             size = (
                 f"{percent(row['avg_at_k']['mean'])} % against {percent(adapter['avg_at_k']['mean'])} % of the adapter "
-                f"({points(versus['mean'])} points, 95 % interval {points(versus['low'])} to {points(versus['high'])})"
+                f"({points(versus['mean'])} points{f', 95 % interval {ends}' if ends else ''})"
             )
-            says = VERDICTS.get(row["verdict"], "not told apart from the adapter")
+            says = VERDICTS.get(row["verdict"], "not significantly different from the adapter")
             statements.append(f"{where}, gated is {says}: {size}.")
             if not cooler:
                 statements += [f"{where}, {line}" for line in _beside(row, adapter, rows)]
@@ -173,3 +176,43 @@ def _beside(gated: Record, adapter: Record, rows: list[Record]) -> list[str]:
             line += ": the gates make more answers run on"
         lines.append(f"{line}.")
     return lines
+
+
+def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
+    """(what to do about the gates, what they score, what the alternatives score, the table of these scores) of an evaluation.
+
+    It follows the verdicts on the averages of suites, or on the tasks where there is none. The rest is named and not recommended:
+    what was found the best on a test is not known to be the best elsewhere.
+    """
+    suites = [(title, rows, "average") for title, rows in suites_of(record)]
+    every = suites or [(task["name"], rows_of(record, task["name"]), "avg_at_k") for task in record["tasks"]]
+    title, rows, key = every[0]
+    table = score_tables(record)[len(record["tasks"]) if suites else 0]
+    own = {row["variant"]: row for row in rows if row["control"] is None}
+    verdicts = {
+        where: row["verdict"]
+        for where, found, _ in every
+        for row in found
+        if row["variant"] == "gated" and row["control"] is None and row["verdict"]
+    }
+    helped, hurt = ([where for where, said in verdicts.items() if said == verdict] for verdict in ("better", "worse"))
+    if not verdicts:
+        advice = "The gates were not compared with the adapter"
+    elif helped and hurt:
+        advice = f"Use the gates for {', '.join(helped)}, and the plain adapter for {', '.join(hurt)}"
+    elif helped:
+        advice = "Use the gates: significantly better than the adapter"
+    elif hurt:
+        advice = "Use the plain adapter: the gates are significantly worse"
+    else:
+        advice = "Use the plain adapter: the gates are not significantly different from it"
+    first = own.get("gated" if helped else "adapter") or rows[0]
+    score = f"{title}: {row_name(first)} {joined(share_cell(first[key]))} %"
+    others = sorted((row for row in rows if row is not first), key=lambda row: -row[key]["mean"])
+    listed = ", ".join(f"{row_name(row)} {percent(row[key]['mean'])} %" for row in others[:5])
+    more = [f"Alternatives: {listed}."] if listed else []
+    if others and others[0][key]["mean"] > first[key]["mean"]:
+        more.append(
+            f"{row_name(others[0])} scores higher here; whether to use it, a dev set says (loragate calibrate)."
+        )
+    return advice, score, more, table

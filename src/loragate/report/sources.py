@@ -19,8 +19,8 @@ T = TypeVar("T")
 BROKEN = "was it written to its end?"
 KINDS = {
     "results*.json": "evaluation",
-    "sweep_results.json": "sweep",
-    "cells_*.json": "sweep",
+    "selection.json": "selection",
+    "cells_*.json": "selection",
     "gate_config.json": "artifact",
     "entropy.json": "diagnosis",
     "gates.json": "diagnosis",
@@ -32,8 +32,8 @@ KINDS = {
 """{pattern of a file's name: what it is a record of}, in the order in which a page shows those of one kind"""
 DEPTHS = ("", "*/", "*/*/", "*/*/*/")
 KNOWN = (
-    "an artifact (gate_config.json), an evaluation (results.json), a sweep (sweep_results.json) or its "
-    "evaluation (cells_*.json), a training (run/metrics.jsonl), a diagnosis (entropy.json, gates.json, interventions.json, "
+    "an artifact (gate_config.json), an evaluation (results.json), a selection (selection.json, "
+    "cells_*.json), a training (run/metrics.jsonl), a diagnosis (entropy.json, gates.json, interventions.json, "
     "alignment.json, tokens.json)"
 )
 
@@ -43,7 +43,7 @@ class Source:
     """One record found.
 
     Attributes:
-        kind: artifact, evaluation, sweep, training, diagnosis or traces.
+        kind: artifact, evaluation, selection, training, diagnosis or traces.
         path: the file it came from.
         record: its content; for a training {"run": run.json or {}, "history": [log records]}.
         name: what to call it.
@@ -123,8 +123,6 @@ def _file(file: Path, name: str) -> Source | None:
         return Source(kind, file, record, name.removesuffix("/run"))
     record = read_value(file, BROKEN)
     keys = set(record) if isinstance(record, dict) else set()
-    if kind == "evaluation" and {"table", "calibrations"} <= keys:
-        raise DataError(f"{file} was written by a quickstart of an earlier version; run loragate quickstart again")
     # other programs write files of these names too
     wanted = {"evaluation": {"results", "tasks", "suites"}, "diagnosis": {"kind", "conclusion"}}
     of_sweep = kind == "artifact" and file.parent.parent.parent.name == "trials"

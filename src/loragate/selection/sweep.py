@@ -1,7 +1,7 @@
 """A grid of ranges, objectives and seeds: the path of `calibrate` with many trials, on Ray or one after the other.
 
     <folder>/          a `SelectionRun` (`compare.py`): run.json, trials/, dev/, selection.json
-    <folder>/sweep_results.json, .md, heatmap*.png
+    <folder>/selection.md, heatmap*.png
     <folder>/best/     the recommended variant as a gated adapter
 
 A `Sweep` can be sent to another process, because it holds names and settings, not weights. Without a dev set the trials are
@@ -22,20 +22,18 @@ import numpy as np
 from loragate.data import Rows
 from loragate.errors import ConfigError, DataError, DivergenceError, LoragateError
 from loragate.evaluation.evaluate import Evaluation, in_memory
-from loragate.evaluation.results import EvaluationRecord, TaskResult
+from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.session import Request, Session
-from loragate.evaluation.statistics import average_at_k, compare, compare_suites, holm, suite_average
+from loragate.evaluation.statistics import compare_suites, holm, suite_average
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import ModelVariant
-from loragate.files import RunFolder, read_json, require_new, write_json
+from loragate.files import RunFolder, read_json, require_new
 from loragate.gates import GateConfig
-from loragate.gates.schema import read_gate_config
+from loragate.gates.schema import CONFIG, read_gate_config
 from loragate.models import Loading, ModelSource, explained, load_adapter, open_base, open_tokenizer, resolve
-from loragate.selection.calibrate import Calibrated, read_questions, write_recommended
+from loragate.selection.calibrate import read_questions, write_recommended
 from loragate.selection.compare import (
-    BASELINE,
     TRIALS,
-    Compared,
     OnEvent,
     SelectionRun,
     failed_in,
@@ -47,7 +45,6 @@ from loragate.selection.trials import OnStep, Trial, TrialContext
 from loragate.training import GateTrainingSettings
 
 LEVEL = 0.05  # of the cells that are said to differ from the adapter
-RESULTS = "sweep_results.json"
 
 
 @dataclass
@@ -198,13 +195,13 @@ class Swept:
     """What a sweep came to.
 
     Attributes:
-        summary: content of `sweep_results.json`; None where nothing was chosen: without a dev set, or with trials that failed.
-        best: the recommended variant's folder and evidence; None where nothing was chosen.
+        selection: content of `selection.json`; None where nothing was chosen: without a dev set, or with trials that failed.
+        best: the recommended variant's folder; None where nothing was chosen.
         failures: {trial: why} of trials whose last attempt failed, for another reason than a training that diverged.
     """
 
-    summary: dict[str, Any] | None
-    best: Calibrated | None
+    selection: dict[str, Any] | None
+    best: Path | None
     failures: Mapping[str, str]
 
 
@@ -218,7 +215,7 @@ def run_sweep(
     on_trial: OnTrial = no_trial,
     on_event: OnEvent = no_event,
 ) -> Swept:
-    """Train what is not trained, evaluate, choose, and write `sweep_results.json` and the recommended variant.
+    """Train what is not trained, evaluate, choose, and write `selection.json` and the recommended variant.
 
     Args:
         trials: of `trials.grid`.
@@ -255,70 +252,10 @@ def run_sweep(
             )
         if run.dev is None:
             return Swept(None, None, {})
-        record = run.choose()
-        summary = summarise(run, record)
-        write_json(folder / RESULTS, summary)
-        best = folder / "best"
-        if (best / "gate_config.json").is_file():  # of this very choice, as the folder is that of the same sweep
-            return Swept(summary, None, {})
-        return Swept(summary, write_recommended(run, record, best), {})
-
-
-def summarise(run: SelectionRun, record: dict[str, Any]) -> dict[str, Any]:
-    """The content of `sweep_results.json`: every cell, decoded greedily, beside the adapter, and the selection."""
-    every = {one.label: one.at(0) for one in run.compared()}
-    asked = [one for one in every.values() if one.trials or one == BASELINE]
-    rows = run.results(asked)
-    own = BASELINE.scores(rows)
-    cells = [_cell(run, one, rows, own) for one in asked if one.trials]
-    _tell_apart(cells)
-    picked = record["recommendation"]["trial"]
-    return {
-        "format": "loragate sweep results",
-        "version": 1,
-        "adapter": label_of(run),
-        "seeds": list(dict.fromkeys(one.seed for one in run.trials)),
-        "questions": len(own),
-        "samples": 1,
-        "comparisons": len(cells),
-        "adapter_score": asdict(average_at_k(own)),
-        "picked": next((cell["name"] for cell in cells if picked in cell["trials"]), ""),
-        "cells": cells,
-        "selection": record,
-        "diverged": run.diverged,
-    }
-
-
-def label_of(run: SelectionRun) -> str:
-    """The adapter's name for titles: the end of its place."""
-    return Path(str(run.context.origin.get("adapter_source") or "adapter")).name
-
-
-def _cell(run: SelectionRun, one: Compared, rows: Mapping[str, TaskResult], own: np.ndarray) -> dict[str, Any]:
-    """A cell of the grid, its seeds averaged within each question."""
-    scores, found = one.scores(rows), [rows[variant.label] for variant in one.variants]
-    trained = [read_gate_config(run.gated[trial]).get("training") or {} for trial in one.trials]
-
-    def mean(key: str) -> float | None:
-        values = [record[key] for record in trained if isinstance(record.get(key), float)]
-        return float(np.mean(values)) if values else None
-
-    gates = [record.get("gates") or {} for record in trained]
-    return {
-        **_head(one.trials),
-        "trials": [trial.slug for trial in one.trials],
-        "score": asdict(average_at_k(scores)),
-        "by_seed": [row.avg_at_k.mean for row in found],
-        "difference": asdict(compare(scores, own)),
-        "ended": 1 - float(np.mean([row.no_eos for row in found])),
-        "entropy_before": mean("entropy_before"),
-        "entropy_after": mean("entropy_after"),
-        "gates": {
-            key: float(np.mean([table[key] for table in gates]))
-            for key in ("below_zero", "above_one")
-            if all(key in table for table in gates)
-        },
-    }
+        record, best = run.choose(), folder / "best"
+        if not (best / CONFIG).is_file():  # else it is of this very choice, as the folder is that of the same sweep
+            write_recommended(run, record, best)
+        return Swept(record, best, {})
 
 
 def _head(trials: Sequence[Trial]) -> dict[str, Any]:
@@ -383,8 +320,10 @@ class SweptCells:
         if asked := [task.name for task in tasks if task.harness is not None]:
             raise ConfigError(f"--sweep: {', '.join(asked)} are retention suites, which are scored one model at a time")
         endings = tuple(gates.get("stop_token_ids") or ())
+        chosen = read_json(sweep / "selection.json").get("recommendation") or {}
+        picked = next((one.cell for one in every if one.slug == chosen.get("trial")), "")
         left = tuple(one for one in every if one not in trials)
-        return cls(trials, left, own, tasks, endings, str(read_json(sweep / RESULTS).get("picked") or ""))
+        return cls(trials, left, own, tasks, endings, picked)
 
     def evaluation(self, session: Session) -> Evaluation:
         """The adapter and a variant for each cell."""
@@ -420,8 +359,6 @@ class SweptCells:
             alike = {"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
             regret = alike if best == self.picked else asdict(compare_suites(tables[best], tables[self.picked]))
         return {
-            "format": "loragate sweep evaluation",
-            "version": 1,
             "suite": suite,
             "tasks": tasks,
             "adapter": Path(self.request.model).parent.name,

@@ -35,7 +35,7 @@ from loragate.gates.range import Range
 from loragate.gates.schema import ADAPTER, CARD, CONFIG, GATES, read_gate_config
 from loragate.training import GateTrainingSettings, train_gates, training_rows
 from loragate.training.callbacks import StepReport
-from loragate.training.checks import check_start
+from loragate.training.gate_training import check_start
 from loragate.training.settings import GATE_OBJECTIVES
 
 GATED, RUN, FAILED = "gated", "run", "failed.json"

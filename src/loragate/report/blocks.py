@@ -1,31 +1,28 @@
-"""What a page shows of trainings, of how a range was chosen, and of diagnoses, as blocks.
+"""What a page is made of, and what it shows of trainings, selections and diagnoses, from their records (plain data).
 
-From their records, which are plain data; `docs/diagnostics.md` has those of `loragate diagnose`.
+A block is a `Table`, or one of these by kind: text ([paragraph]), list ([item]), chart (what draws it, or its SVG), tokens
+({"traces", "left_out"}, see `tokens_block`). `docs/diagnostics.md` has the records of `loragate diagnose`.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from io import StringIO
 from typing import Any
 
-from loragate.display import percent, stopped_notes
-from loragate.report.figures import (
-    Curve,
-    History,
-    column_chart,
-    curve_of,
-    lambda_map,
-    line_chart,
-    thinned,
-)
-from loragate.report.page.build import Block, chart, text
-from loragate.report.sweep import heat_maps, selection_sentence, suite_table, sweep_tables
+from markupsafe import Markup
+
+from loragate.display import percent
+from loragate.report.figures import INK, Curve, Draw, History, column_chart, curve_of, lambda_map, line_chart, thinned
+from loragate.report.selection import heat_maps, read_selection, selection_table
 from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Table, difference_cell, or_absent, share_cell
 
 Record = Mapping[str, Any]
-Blocks = list[Block | Table]
+TRACE_BYTES = 2_300_000
 ROWS = 24  # of the table below a curve
 CURVES = {
     "topk_entropy": "top-k entropy / log k",
@@ -33,6 +30,90 @@ CURVES = {
     "gate_mean": "mean λ",
 }
 SHARES = {"gate_below_zero": "λ < 0", "gate_above_one": "λ > 1", "gate_saturated": "at a bound"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Something that the page shows other than a table.
+
+    Attributes:
+        kind, data: see the module.
+        title: heading above it; empty for none.
+    """
+
+    kind: str
+    data: Any
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with an entry in its contents."""
+
+    anchor: str
+    title: str
+    blocks: Sequence[Block | Table] = ()
+
+
+def text(*paragraphs: str) -> Block:
+    """Paragraphs."""
+    return Block("text", paragraphs)
+
+
+def chart(draw: Draw, title: str) -> Block:
+    """A figure, drawn where it is shown."""
+    return Block("chart", draw, title)
+
+
+def drawn(block: Block | Table) -> Block | Table:
+    """The block with its chart as SVG: the ink is the page's own, and text stays text in the page's letters."""
+    if not isinstance(block, Block) or block.kind != "chart" or isinstance(block.data, Markup):
+        return block
+    buffer = StringIO()
+    block.data(buffer)
+    # a whole document, with an XML head that cannot stand inside HTML: of its root only the size is kept
+    root, _, inside = buffer.getvalue().partition("<svg ")[2].partition(">")
+    box = re.search(r'viewBox="[^"]*"', root)
+    assert box is not None
+    inside = re.sub(r"<metadata>.*?</metadata>", "", inside, flags=re.DOTALL)
+    inside = re.sub(r' id="[\w.]+_\d+"', "", inside)  # every figure on the page would have them
+    inside = re.sub(r"; font-family: [^;\"]*", "", inside)
+    inside = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", inside)  # as matplotlib before 3.10 has it
+    inside = inside.replace(INK, "currentColor")
+    head = Markup('<svg {} role="img" aria-label="{}" class="chart">').format(Markup(box[0]), block.title)
+    return replace(block, data=head + Markup(inside))
+
+
+def tokens_block(traces: Mapping[str, Any], limit: int = TRACE_BYTES) -> Block:
+    """The token view of a record of `loragate diagnose tokens`; a page can show one.
+
+    Questions are left out from the end until the rest fits `limit`. The first stays even where it alone passes it; the report
+    then refuses by its own limit.
+    """
+    head = {key: traces[key] for key in ("lower", "upper", "modules")}
+    size = len(safe_json(head).encode())
+    kept: list[dict[str, Any]] = []
+    for question in traces["questions"]:
+        size += len(safe_json(question).encode()) + 1
+        if kept and size > limit:
+            break
+        kept.append(question)
+    left_out = len(traces["questions"]) - len(kept)
+    return Block("tokens", {"traces": {**head, "questions": kept}, "left_out": left_out})
+
+
+def safe_json(data: Any) -> str:
+    """JSON that can stand inside a script element whatever strings it holds.
+
+    Raises ValueError for a number that is not finite.
+    """
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+Blocks = list[Block | Table]
 
 
 def training_blocks(histories: Mapping[str, History]) -> Blocks:
@@ -63,35 +144,22 @@ def _curves(curves: Mapping[str, Curve], label: str, title: str) -> Blocks:
     return [chart(partial(line_chart, curves, label), title), numbers]
 
 
-def selection_blocks(selection: Record | None) -> Blocks:
-    """The evidence on which a range was chosen, as the artifact's record keeps it: scores of candidates, or a sentence."""
-    if not selection:
+def selection_blocks(record: Record | None) -> Blocks:
+    """What was selected of how many, maps of the ranges, and the scores; of a record without scores what it says."""
+    if not record:
         return []
-    evidence = selection.get("evidence") or {}
-    sentences = [f"Method: {selection.get('method', 'not recorded')}."]
-    if isinstance(evidence, str):
-        sentences.append(f"Evidence: {evidence}.")
-        evidence = {}
-    sentences += [f"{note}." for note in stopped_notes(selection)]
-    # of a sweep and of earlier records the name, else the setting with its temperature
-    chosen = (selection.get("recommendation") or {}).get("setting", selection.get("picked"))
-    lines = []
-    for name, value in evidence.items():
-        if isinstance(value, Mapping) and {"mean", "low", "high"} <= set(value):
-            group = "baseline" if name.startswith("adapter") else "scale"
-            lines.append(Line(name + (" (chosen)" if name == chosen else ""), [share_cell(value)], group, value))
-    scored = [Table("", ("Setting", "Score %"), lines, "On the probe; the chosen one is optimistic.")] if lines else []
-    return [text(*sentences), *scored]
-
-
-def sweep_blocks(record: Record) -> Blocks:
-    """What was chosen of a sweep's cells, heat maps of them, and their numbers."""
-    blocks: Blocks = [text(selection_sentence(record))]
-    for name, draw in heat_maps(record).items():
-        of = name.removeprefix("heatmap").replace("_", ", ")
-        blocks.append(chart(draw, f"Scores by range{of}"))
-    tables = [suite_table(record)] if "suite" in record else sweep_tables(record, None)
-    return [*blocks, *(replace(table, folded="The numbers") for table in tables)]
+    views = read_selection(record)
+    if not views:
+        evidence = record.get("evidence")
+        told = [f"Method: {record.get('method', 'not recorded')}."]
+        told += [f"Evidence: {evidence}."] if isinstance(evidence, str) else []
+        return [text(*told)]
+    blocks: Blocks = [text(*(view.sentence() for view in views))]
+    blocks += [
+        chart(draw, f"Scores by range{name.removeprefix('heatmap').replace('_', ' ')}")
+        for name, draw in heat_maps(record).items()
+    ]
+    return [*blocks, *(selection_table(view, most=None) for view in views)]
 
 
 def diagnosis_blocks(record: Record) -> Blocks:
@@ -189,9 +257,7 @@ def _scores(rows: Sequence[Record], versus: str) -> Blocks:
     lines: dict[str, list[Line]] = {}
     for row in rows:
         off = f": off at {percent(row['suppressed'])} % of the tokens" if "suppressed" in row else ""
-        # the p that the verdict was made with
-        versus_row = row["difference"] and {**row["difference"], "p": row["adjusted_p"]}
-        cells = [share_cell(row["score"]), difference_cell(versus_row, row["verdict"])]
+        cells = [share_cell(row["score"]), difference_cell(row["difference"], row["verdict"], row["adjusted_p"])]
         line = Line(row["name"] + off, cells, GROUP_OF.get(row["name"], "intervention"), row["score"])
         lines.setdefault(row["task"], []).append(line)
     return [Table(task, ("row", "score %", versus), found) for task, found in lines.items()]

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from loragate.analysis import subject as room
+from loragate.analysis import context as room
+from loragate.analysis.context import DiagnosticContext
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import DiagnosticContext
 from loragate.errors import ConfigError
 from loragate.evaluation.session import Request
 from loragate.evaluation.settings import TaskSettings

@@ -1,4 +1,4 @@
-"""The heat map of a sweep shows every cell, marks the right ones, and takes any set of ranges; so do its tables."""
+"""The map of a selection shows every range, marks the right ones, and takes any set of ranges; so do its tables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from loragate.report.sweep import choice_sentence, heat_maps, sweep_markdown, sweep_tables
-from pages import sweep_record
+from loragate.report.selection import heat_maps, read_selection, selection_table, write_selection
+from pages import selection_record, sweep_record
 
 GRID = [(lower, upper) for upper in range(1, 7) for lower in range(-6, 1)]
 
@@ -34,13 +34,14 @@ def test_the_papers_grid(tmp_path: Path, drawn: list[Any]) -> None:
     chosen = next(patch for style, patch in frames.items() if style in ("-", "solid"))
     assert (round(chosen.get_x() + 0.44), round(chosen.get_y() + 0.44)) == (3, 5)
     dots = [line for line in axes.lines if line.get_marker() == "o"]
-    assert len(dots) == sum(not cell["differs"] for cell in sweep_record(GRID)["cells"])
+    differences = [cell["difference"] for cell in sweep_record(GRID)["cells"]]
+    assert len(dots) == sum(one["low"] <= 0 <= one["high"] for one in differences)
     image = axes.images[0]
     assert image.norm.vmin == -image.norm.vmax
     assert "35.0 (30.0–40.0) %" in axes.get_title(loc="left")
     caption = " ".join(drawn[0].get_supxlabel().split())
-    assert "n = 512 answers per cell (64 questions × 4 samples × 2 seeds)" in caption
-    assert "Holm's adjustment over 42 cells" in caption
+    assert "Score on the dev set (64 questions)" in caption
+    assert "paired difference to the adapter contains 0" in caption
 
 
 def test_nothing_overlaps_or_is_cut_off(tmp_path: Path, drawn: list[Any]) -> None:
@@ -80,12 +81,13 @@ def test_where_the_adapter_remains_nothing_is_framed(tmp_path: Path, drawn: list
     assert "Frame" not in drawn[0].get_supxlabel()
 
 
-def test_one_map_per_objective() -> None:
+def test_variants_that_differ_in_more_than_the_range_have_maps_of_their_own() -> None:
     data = sweep_record([(-3, 1), (0, 1)])
     assert list(heat_maps(data)) == ["heatmap"]
-    other = [{**cell, "objective": "anchored", "name": cell["name"] + " anchored"} for cell in data["cells"]]
-    assert list(heat_maps({**data, "cells": [*data["cells"], *other]})) == ["heatmap_entropy", "heatmap_anchored"]
+    other = [{**cell, "name": cell["name"] + " ce"} for cell in data["cells"]]
+    assert list(heat_maps({**data, "cells": [*data["cells"], *other]})) == ["heatmap", "heatmap_ce"]
     assert heat_maps({**data, "choices": []}) == {}
+    assert list(heat_maps(selection_record())) == ["heatmap"]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -95,22 +97,43 @@ def test_equal_data_give_equal_files(tmp_path: Path, suffix: str) -> None:
     assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"other.{suffix}").read_bytes()
 
 
-def test_tables_and_sentences() -> None:
+def test_tables_and_sentences(tmp_path: Path) -> None:
     data = sweep_record(GRID)
+    (view,) = read_selection(data)
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    for table in sweep_tables(data):
-        console.print(table)
+    console.print(selection_table(view))
     text = console.export_text()
-    assert "27 cells below are in the files" in " ".join(text.split())
+    assert "27 more are in the files" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-    markdown = sweep_markdown({**data, "failures": {"x_seed0": "no disk"}})
+    assert write_selection(data, tmp_path) == ["heatmap"]
+    markdown = (tmp_path / "sweep_results.md").read_text()
     assert markdown.count("\n| [") == 42
-    assert "| [-3,1] |" in markdown
-    assert "- `x_seed0`: no disk" in markdown
-    sentence = choice_sentence(data, data["choices"][0])
-    assert sentence.startswith("chosen: [-3,1], ")
-    assert "optimistic" in sentence or "may be luck" in sentence
-    assert "a regret of 2.0 points (-1.0 to +5.0)" in sentence
-    remains = sweep_record(GRID, picked="adapter")
-    assert choice_sentence(remains, remains["choices"][0]).startswith("the adapter remains: none of 42 cells")
+    assert "| [-3,1] (recommended) |" in markdown
+    assert view.sentence().startswith("Use [-3,1]: ")
+    assert "Alternatives: [0,6] 90.0 %, [-1,6] 88.0 %" in view.sentence()
+    assert "adapter 35.0 %, and 37 more." in view.sentence(), "the adapter is always named"
+    assert "an oracle that was not used to choose" in view.sentence()
+    (remains,) = read_selection(sweep_record(GRID, picked="adapter"))
+    assert remains.advice() == "Use adapter"
+
+
+def test_the_record_of_a_selection() -> None:
+    (view,) = read_selection(selection_record())
+    assert view.chosen is not None
+    assert (view.label, view.chosen.range, view.questions) == ("gated [-6,3] greedy", (-6.0, 3.0), 64)
+    (adapter, best, *_) = selection_table(view).lines
+    assert adapter.cells[1] == ("–",)
+    assert best.cells == [("48.0", "43.0–53.0"), ("+8.0", "+3.0 to +13.0", "z = 2.7")], "no retention was measured"
+    assert "z of 1.28" in selection_table(view).caption
+    kept = {**selection_record(), "variants": [{**one, "retention": 0.5} for one in selection_record()["variants"]]}
+    (kept_view,) = read_selection(kept)
+    assert selection_table(kept_view).columns[-1] == "Retention %"
+    assert read_selection({"selection": None}) == read_selection(None) == []
+
+
+def test_scores_by_name_are_read_too() -> None:
+    """The evidence of an artifact."""
+    evidence = {"adapter": {"mean": 0.4, "low": 0.3, "high": 0.5}, "[-3,1]": {"mean": 0.5, "low": 0.4, "high": 0.6}}
+    (view,) = read_selection({"method": "best of 2", "picked": "[-3,1]", "evidence": evidence})
+    assert view.sentence().startswith("Use [-3,1]: 50.0 (40.0–60.0) % on the dev set. Alternatives: adapter 40.0 %.")

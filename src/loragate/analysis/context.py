@@ -1,9 +1,9 @@
 """What every diagnosis is given, a model and how it is read, and what every one leaves behind, a JSON record.
 
-A diagnosis is a function of a `DiagnosticContext` in a file of its own. It first refuses what cannot work, then takes
-`subject.loaded`, which loads the model; its answers are those of a stored evaluation, or are drawn now by an evaluation in
-the same folder. Records are frozen dataclasses with the fields `about`, `conclusion`, `kind` and `schema`;
-`loragate.records.read` reads them as strictly as they are written.
+A diagnosis is a function of a `DiagnosticContext`. It first refuses what cannot work, then takes `context.loaded`, which loads
+the model; its answers are those of a stored evaluation, or are drawn now by an evaluation in the same folder.
+Records are frozen dataclasses with the fields `about`, `conclusion`, `kind` and `schema`; `loragate.records.read` reads them as
+strictly as they are written.
 """
 
 from __future__ import annotations

@@ -1,19 +1,23 @@
-"""What is installed, on what it can run, which optional parts are present, and what is missing."""
+"""`loragate env`: what is installed, on what it can run, which optional parts are present, and what is missing."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
 import statistics
+import sys
 import time
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-import torch
 from packaging.requirements import Requirement
 
+from loragate.cli.arguments import Command
 from loragate.evaluation.sandbox import TIERS, probe
+from loragate.training.strategy import launch_file
 from loragate.version import __version__
 
 OPTIONAL = {
@@ -31,8 +35,52 @@ OPTIONAL = {
 }
 
 
+@dataclass(frozen=True)
+class EnvOptions:
+    """Settings of `loragate env`.
+
+    Attributes:
+        json: print the findings as JSON.
+    """
+
+    json: bool = False
+
+
+def run(options: EnvOptions) -> int:
+    """Print the findings; status 1 if something required is missing or too old."""
+    found = findings()
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return 1 if found["problems"] else 0
+    print(f"loragate {found['loragate']}, Python {found['python']} on {found['platform']} ({sys.executable})")
+    for name, version in found["versions"].items():
+        print(f"  {name:<18} {version or 'missing'}")
+    print("devices: " + ", ".join(found["devices"]))
+    speeds = found["cpu_gflops"]
+    faster = max(speeds, key=lambda dtype: speeds[dtype])
+    print(
+        f"processor: {', '.join(found['instructions'])}; matrix products: {speeds['bfloat16']} GFLOP/s in bfloat16, "
+        f"{speeds['float32']} in float32, so --dtype {faster} is likely faster on it"
+    )
+    print("optional parts:")
+    for name, purpose in OPTIONAL.items():
+        print(f"  {name:<18} {found['optional'][name] or 'not installed'}: {purpose}")
+    print(f"sandbox for programs: {', '.join(found['sandbox']) or 'none'}")
+    if found["sandbox_problem"]:
+        print(f"  bubblewrap, which runs programs of models safely, does not work: {found['sandbox_problem']}")
+    hub = "offline" if found["offline"] else "reachable if the network is"
+    print(f"disk: {found['free_disk_gib']} GiB free; hub: {hub}")
+    print(f"configurations for accelerate launch: {launch_file('*')}")
+    for problem in found["problems"]:
+        print(f"problem: {problem}")
+    print("next: loragate quickstart" if not found["problems"] else "mend the problems above first")
+    return 1 if found["problems"] else 0
+
+
 def findings() -> dict[str, Any]:
     """Versions, devices, optional parts and problems as plain data."""
+    import torch
+
     versions: dict[str, str | None] = {}
     problems = []
     try:
@@ -56,11 +104,8 @@ def findings() -> dict[str, Any]:
             devices.append(f"cuda:{index} ({torch.cuda.get_device_name(index)}, {memory:.0f} GiB)")
     if torch.backends.mps.is_available():
         devices.append("mps")
-    # what decides which kernels run on the CPU; torch.cpu.get_capabilities() is younger than the lowest torch
-    extensions = {
-        "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
-        "AMX": torch.cpu._is_amx_tile_supported(),
-    }
+    # torch.cpu.get_capabilities() is younger than the lowest torch
+    extensions = {"AVX512-BF16": torch.cpu._is_avx512_bf16_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
     free = shutil.disk_usage(os.getcwd()).free / 2**30
     if free < 1:
         problems.append(f"only {free:.1f} GiB free on the disk of the current folder")
@@ -70,11 +115,8 @@ def findings() -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": versions,
         "devices": devices,
-        "instructions": [
-            torch.backends.cpu.get_cpu_capability(),
-            *(name for name, there in extensions.items() if there),
-        ],
-        "cpu_gflops": _products(),
+        "instructions": [torch.backends.cpu.get_cpu_capability(), *(name for name, has in extensions.items() if has)],
+        "cpu_gflops": cpu_gflops(),
         "optional": {name: _version(name) for name in OPTIONAL},
         "sandbox": [tier for tier in TIERS if probe(tier) is None],
         "sandbox_problem": probe("bubblewrap"),
@@ -84,27 +126,13 @@ def findings() -> dict[str, Any]:
     }
 
 
-def consequences(found: dict[str, Any]) -> list[str]:
-    """What follows from the CPU's "instructions" and "cpu_gflops" for a run on the CPU, a sentence each."""
-    if "AVX512-BF16" in found["instructions"]:
-        four_bit = (
-            "4-bit bases: bitsandbytes would pack their weights here at the first forward; loragate keeps them unpacked, so "
-            "that training, evaluation and other processors compute the same"
-        )
-    else:
-        four_bit = "4-bit bases: bitsandbytes does not pack their weights here"
-    speeds = found["cpu_gflops"]
-    ratio = speeds["bfloat16"] / speeds["float32"]
-    faster = "--precision bf16 and --dtype bfloat16" if ratio > 1 else "--precision fp32 and --dtype float32"
-    products = f"matrix products on the CPU: {speeds['bfloat16']} GFLOP/s in bfloat16, {speeds['float32']} in float32"
-    return [four_bit, f"{products}, so {faster} are likely faster"]
-
-
-def _products(size: int = 768, rounds: int = 7) -> dict[str, int]:
-    """10⁹ operations a second in square matrix products, by dtype; instruction sets alone do not tell which dtype is faster.
+def cpu_gflops(size: int = 768, rounds: int = 7) -> dict[str, int]:
+    """10⁹ operations a second in square matrix products, by dtype; instruction sets alone do not tell which is faster.
 
     The dtypes take turns, and a median passes over what else the machine does.
     """
+    import torch
+
     pairs = {name: torch.randn(2, size, size).to(getattr(torch, name)) for name in ("float32", "bfloat16")}
     seconds: dict[str, list[float]] = {name: [] for name in pairs}
     for _ in range(rounds):
@@ -120,3 +148,11 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+COMMAND = Command(
+    name="env",
+    options=EnvOptions,
+    run=run,
+    examples=("loragate env", "loragate env --json"),
+)

@@ -1,0 +1,246 @@
+"""The report: one self-contained HTML file out of plain records. First a banner (what to do, its score, what the alternatives
+score) with one chart, then the details, and last where everything came from.
+
+The script is named in the content security policy by its hash; data for it lies in a JSON block whose "<" is escaped, so that no
+text in it can end the block.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cache, partial
+from importlib import resources
+from typing import Any
+
+from markupsafe import Markup
+
+from loragate.errors import ConfigError, LoragateError
+from loragate.report.blocks import (
+    CURVES,
+    DIAGNOSES,
+    SHARES,
+    Block,
+    Section,
+    chart,
+    diagnosis_blocks,
+    drawn,
+    safe_json,
+    selection_blocks,
+    text,
+    tokens_block,
+    training_blocks,
+)
+from loragate.report.figures import accuracy_bars, curve_of
+from loragate.report.scores import advice_of, caption, evaluation_statements, score_tables
+from loragate.report.selection import SelectionView, read_selection, selection_table
+from loragate.report.sources import Source
+from loragate.report.table import Line, Table, joined
+from loragate.version import __version__
+
+Record = Mapping[str, Any]
+Make = Callable[[Any], Sequence[Block | Table]]
+PAGE_LIMIT = 3_000_000
+"""Bytes that a report stays below, so that it can be mailed and opened on a phone."""
+BARS = 8  # of the banner's chart
+SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Make], ...] = (
+    ("evaluation", "scores", "Scores", lambda record: [*score_tables(record), text(*caption(record).split("\n"))]),
+    ("selection", "selection", "How it was selected", selection_blocks),
+    ("artifact", "selection", "How it was selected", lambda record: selection_blocks(record.get("selection"))),
+    ("diagnosis", "diagnosis", lambda record: DIAGNOSES[record["kind"]][0], diagnosis_blocks),
+)
+"""(kind of source, anchor, heading, its blocks) in the order of the page; a section without blocks is left out."""
+
+
+@dataclass(frozen=True)
+class Banner:
+    """What a report opens with.
+
+    Attributes:
+        advice: what to do.
+        score: what that scores, and on what.
+        more: the alternatives' scores and the reason, sentences.
+        chart: of these scores; None where nothing was scored.
+    """
+
+    advice: str
+    score: str = ""
+    more: Sequence[str] = ()
+    chart: Block | Table | None = None
+
+
+def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str:
+    """The HTML of some sources; `more` are statements that follow those of their records.
+
+    Raises:
+        LoragateError: if it would pass `PAGE_LIMIT`.
+    """
+    banner = banner_of(sources)
+    said = [line for line in [*statements(sources), *more] if line not in banner.more]
+    sections = [Section("findings", "Findings", (Block("list", list(dict.fromkeys(said))),))] if said else []
+    of: dict[str, list[Source]] = {}
+    for source in sources:
+        of.setdefault(source.kind, []).append(source)
+    several = len({source.name.split("/")[0] for source in sources}) > 1
+    for kind, anchor, heading, make in SECTIONS:
+        if kind == "artifact" and "selection" in of:  # the same, from its own record
+            continue
+        for source in of.get(kind, []):
+            # charts are drawn here and not by `build_page`, so that a fault is that of this file
+            blocks = source.read(partial(_drawn, make))
+            titled = heading if isinstance(heading, str) else source.read(heading)
+            titled = f"{titled}: {source.name}" if several or len(of[kind]) > 1 else titled
+            sections += [Section(f"{anchor}-{len(sections)}", titled, blocks)] if blocks else []
+    if shown := of.get("traces", []):
+        if len(shown) > 1:
+            raise ConfigError(
+                f"{shown[1].path}: a report shows the tokens of one run; {shown[0].path} is there already"
+            )
+        sections.append(Section("tokens", "Token by token", (shown[0].read(tokens_block),)))
+    if trained := of.get("training"):
+        for source in trained:  # so that a fault is that of one file
+            source.read(lambda record: [curve_of(record["history"], key) for key in (*CURVES, *SHARES)])
+        histories = {source.name: source.record["history"] for source in trained}
+        sections.append(Section("trainings", "Training runs", training_blocks(histories)))
+    facts = [
+        Line(f"{source.name}: {what}", [(value,)])
+        for source in sources
+        for what, value in source.read(partial(_facts, source))
+    ]
+    where = Table("", ("What", "Value"), facts)
+    sections.append(Section("provenance", "Where this comes from", (where,)))
+    footer = f"Written by loragate {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from {len(sources)} records."
+    whole = build_page(title, banner, sections, footer)
+    size = len(whole.encode())
+    if size > PAGE_LIMIT:
+        raise LoragateError(
+            f"the report would be {size / 1e6:.1f} MB, more than {PAGE_LIMIT / 1e6:g} MB; give it fewer runs, or fewer "
+            "token traces (diagnose tokens --limit)"
+        )
+    return whole
+
+
+def _drawn(make: Make, record: Any) -> list[Block | Table]:
+    return [drawn(block) for block in make(record)]
+
+
+def banner_of(sources: Sequence[Source]) -> Banner:
+    """From the one selection among the sources, else from the first evaluation, else from the first selection."""
+    found: list[tuple[Source, SelectionView]] = []
+    for source in sources:
+        views = source.read(lambda record: read_selection(_selection(record)))
+        found += [(source, view) for view in views if view not in [known for _, known in found]]
+    evaluations = [source for source in sources if source.kind == "evaluation"]
+    if found and (len(found) == 1 or not evaluations):
+        source, view = found[0]
+        tested = [line for one in evaluations[:1] for line in one.read(evaluation_statements)[:1]]
+        more = [line for line in (view.alternatives(), view.reason, *tested) if line]
+        bars = chart(partial(accuracy_bars, selection_table(view, BARS).lines), f"Scores on {view.size}")
+        return Banner(view.advice(), view.score_sentence(), more, drawn(bars))
+    for source in evaluations[:1]:
+        advice, score, more, table = source.read(advice_of)
+        bars = chart(partial(accuracy_bars, table.lines[:BARS]), table.title)
+        return Banner(advice, score, more, drawn(bars))
+    return Banner("No scores were given to this report", more=["It shows what was trained, not whether it helps."])
+
+
+def _selection(record: Any) -> Any:
+    """What may tell of a selection: the record itself, or what an artifact's says of it."""
+    return record.get("selection") if "gate" in record else record
+
+
+def statements(sources: Sequence[Source]) -> list[str]:
+    """Verdicts first, then what training did, then what diagnoses found."""
+    lines: list[str] = []
+    for kind, said in (
+        ("evaluation", evaluation_statements),
+        ("artifact", _artifact),
+        ("diagnosis", lambda record: record["conclusion"][:1]),
+    ):
+        for source in (one for one in sources if one.kind == kind):
+            name = "" if kind in ("evaluation", "diagnosis") else f"{source.name}: "
+            lines += [name + line for line in source.read(said)]
+    return lines
+
+
+def _artifact(record: Record) -> list[str]:
+    """Range, choice and what training did, of one artifact."""
+    gate, selection, training = record["gate"], record.get("selection") or {}, record.get("training") or {}
+    range_ = f"range [{gate['lower']:g}, {gate['upper']:g}]"
+    if not selection:
+        lines = [f"{range_}; how it was selected is not recorded."]
+    elif views := read_selection(selection):
+        lines = [f"{range_}; recommended: {view.label}." for view in views]
+    elif selection.get("accepted") is False:
+        lines = [f"{range_}; nothing is significantly better than the adapter, which therefore remains."]
+    else:
+        lines = [f"{range_}, chosen by: {selection.get('method', 'not recorded')}."]
+        lines += [f"{selection['note']}."] if "note" in selection else []
+    if {"entropy_before", "entropy_after"} <= set(training):
+        lines.append(
+            f"training brought the top-k entropy from {training['entropy_before']:.3f} to "
+            f"{training['entropy_after']:.3f} in {training['steps']} steps; that alone does not show better answers."
+        )
+    return lines
+
+
+def _facts(source: Source, record: Any) -> list[tuple[str, str]]:
+    """Files, models, data and versions, as the record states them."""
+    found = [(source.kind, source.path.name)]
+    if source.kind == "artifact":
+        found += [
+            ("base", str(record["base"]["id"])),
+            ("adapter sha256", record["adapter"]["sha256"][:16]),
+            ("gates sha256", str(record.get("gates_sha256", ""))[:16]),
+        ]
+        if parity := record.get("parity"):  # zero gates were not trained
+            found.append(("parity before training", f"{parity['initial']:.2g} in logits"))
+    elif source.kind == "evaluation":
+        found += [(key, str(value)) for key, value in record["models"].items() if value]
+        for task in record["tasks"]:
+            found.append((task["name"], f"{task['dataset']} @ {task['dataset_revision'] or 'no revision'}"))
+    if versions := record.get("versions") if isinstance(record, dict) else None:
+        found.append(("versions", ", ".join(f"{key} {value}" for key, value in versions.items())))
+    return found
+
+
+def build_page(title: str, banner: Banner | None, sections: Sequence[Section], footer: str = "") -> str:
+    """The whole HTML text.
+
+    Args:
+        title: heading and window title.
+        banner: what it opens with; None leaves out heading and contents, too, for a page inside another.
+        sections: what follows it, in order.
+        footer: one line on what wrote the report, and when.
+    """
+    assets = resources.files("loragate.report") / "templates"
+    script = (assets / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page: str = _template().render(
+        title=title,
+        banner=banner,
+        sections=[replace(section, blocks=[drawn(block) for block in section.blocks]) for section in sections],
+        style=Markup((assets / "page.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=digest,
+        footer=footer,
+    )
+    return page
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("loragate.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"joined": joined, "safe_json": lambda data: Markup(safe_json(data))}
+    return environment.get_template("page.html")

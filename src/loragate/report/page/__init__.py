@@ -1,1 +1,0 @@
-"""The report as one self-contained HTML file: no network, no dependency, opens from disk."""
