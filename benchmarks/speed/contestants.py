@@ -12,16 +12,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from fake import build_fake, gates_stay_put, known_rows, under_fake_mode
+from fake import build_fake, gates_stay_put, under_fake_mode
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import loragate as lg
 from loragate.losses import StatisticsRequest, add_statistics_forward
-from loragate.training.last_layer import LastLayer
 from loragate.training.model_state import start_recomputing
-from loragate.training.sharding import decoder_layers
 
 Step = tuple[nn.Module, Callable[[], torch.Tensor]]
 DEVICE = "cpu"
@@ -86,11 +84,6 @@ class Shape:
     def labelled(self) -> int:
         """Response tokens of the batch: positions that the head has to project."""
         return self.rows * (self.sequence - max(1, self.prompt))
-
-    @property
-    def read(self) -> int:
-        """Positions of the batch whose last hidden state predicts a label or that carry one."""
-        return self.rows * min(self.sequence, self.sequence - self.prompt + 1)
 
 
 def adapter(shape: Shape, **lora: Any) -> Any:
@@ -181,7 +174,7 @@ def gates_naive(shape: Shape) -> Step:
 
 
 def gates_loragate(shape: Shape) -> Step:
-    """This package's gates, token-statistics head and narrowed last layer, put together as its trainer does."""
+    """This package's gates and token-statistics head, put together as its trainer does."""
     model, data = adapter(shape), batch(shape)
     chosen = None if shape.gated == ALL_KINDS else list(shape.gated)
     config = lg.GateConfig(-6, 3) if chosen is None else lg.GateConfig(-6, 3, target_modules=chosen)
@@ -189,15 +182,10 @@ def gates_loragate(shape: Shape) -> Step:
         lg.attach_gates(model, config)
     # a fake model has no logits to compare the head with
     add_statistics_forward(model.get_base_model(), verified=True if under_fake_mode() else None)
-    last = LastLayer()
-    last.install(decoder_layers(model.get_base_model())[-1])
-    if last.reason is not None:
-        raise RuntimeError(f"the last layer would run whole: {last.reason}")
     request = StatisticsRequest(shape.k, ("topk_entropy",), ("topk_entropy",))
 
     def loss() -> torch.Tensor:
-        with known_rows(shape.read), last.reading(data["labels"]):
-            stats = model(**data, statistics=request)
+        stats = model(**data, statistics=request)
         return stats.topk_entropy.sum() / stats.mask.sum()
 
     return model, loss

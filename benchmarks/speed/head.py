@@ -28,11 +28,10 @@ from unittest.mock import patch
 
 import torch
 from common import MORE, alternate, begin, count, finish, options, ratios, spread, stopwatch, target
-from fake import without_data
+from fake import StorageTracker, without_data
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
-from loragate.analysis.plan_step import StorageTracker
 from loragate.losses import token_statistics, topk_entropy
 from loragate.losses.tiling import preferred_tokens
 
