@@ -1,7 +1,7 @@
 """Load test of `loragate serve` on loopback: many clients at once, every reply compared with its single-client reply.
 
-    python benchmarks/serving/load_test.py --engine vllm [--clients 200] [--rounds 8] [--per-client 4] [--out FILE]
-    python benchmarks/serving/load_test.py --engine vllm --gated FOLDER --clients 32 --speed-rounds 6 [--out FILE]
+    python benchmarks/serving/load_test.py [--clients 200] [--rounds 8] [--per-client 4] [--out FILE]
+    python benchmarks/serving/load_test.py --gated FOLDER --clients 32 --speed-rounds 6 [--out FILE]
 
 Clients ask greedily for base, plain adapter and two gated adapters (and one virtual adapter), in an order of their own. First
 each request is sent alone and its reply kept; then `clients` threads send requests at once, for `rounds` rounds. Counted
@@ -45,21 +45,15 @@ REAL_NAMES = ("base", "adapter", "gated", "gated@unit", "gated@constant=0.5")
 class Server:
     """`loragate serve` as a child, ready when it prints its client lines."""
 
-    def __init__(
-        self, gated: Path, second: Path | None, engine: str, port: int, blocks: int, base: Path | None = None
-    ) -> None:
-        command = [sys.executable, "-m", "loragate", "serve", str(gated), "--engine", engine]
+    def __init__(self, gated: Path, second: Path | None, port: int, blocks: int, base: Path | None = None) -> None:
+        command = [sys.executable, "-m", "loragate", "serve", str(gated)]
         command += ["--adapters", f"second={second}"] if second else []
         command += ["--base", str(base)] if base else []
         command += ["--dtype", "float32", "--port", str(port)]
-        if engine == "vllm":
-            overrides = "unit" if second else "unit,constant=0.5"
-            command += ["--overrides", overrides, f"--vllm-args=--num-gpu-blocks-override {blocks}"]
-        else:
-            command += ["--device", "cpu"]
+        overrides = "unit" if second else "unit,constant=0.5"
+        command += ["--overrides", overrides, f"--vllm-args=--num-gpu-blocks-override {blocks}"]
         settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         self.url = f"http://127.0.0.1:{port}"
-        self.engine = engine
         self.process = subprocess.Popen(
             command, env={**settings, **os.environ}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -79,9 +73,9 @@ class Server:
             raise SystemExit("the server did not start:\n" + "".join(self.lines))
 
     def ask(self, name: str, prompt: str, tokens: int, whole: bool = False) -> tuple[str, int]:
-        """The answer and its length in tokens; with `whole` vLLM goes on past the end of the answer."""
+        """The answer and its length in tokens; with `whole` the server goes on past the end of the answer."""
         body = {"model": name, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        if whole and self.engine == "vllm":
+        if whole:
             body["ignore_eos"] = True
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -233,7 +227,6 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--per-client", type=int, default=4)
@@ -253,7 +246,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         gated, second = (options.gated, None) if options.gated else (make_models(place) / "gated", place / "second")
-        server = Server(gated, second, options.engine, options.port, options.blocks, options.base)
+        server = Server(gated, second, options.port, options.blocks, options.base)
         try:
             found = measure(server, names, prompts, options.clients, options.rounds, options.per_client, options.tokens)
             if options.speed_rounds:
@@ -262,9 +255,8 @@ def main() -> None:
                 )
         finally:
             server.stop()
-    cache = {"kv_cache_blocks": options.blocks} if options.engine == "vllm" else {}
     machine = f"{os.cpu_count()} {platform.machine()} CPU cores, {processor()}"
-    record = {"engine": options.engine, **cache, **found, "machine": machine}
+    record = {"engine": "vllm", "kv_cache_blocks": options.blocks, **found, "machine": machine}
     print(json.dumps(record, indent=2))
     if options.out:
         options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
