@@ -151,7 +151,6 @@ class Cell:
         precision: bf16 or fp32, of training and answers.
         smoke: two steps and four questions, to see that everything runs.
         device: where answers are drawn, as `Loading` has it; training takes a GPU where there is one.
-        judges: verdicts are kept with the answers; `judged` adds them later otherwise.
     """
 
     def __init__(
@@ -164,10 +163,9 @@ class Cell:
         precision: str,
         smoke: bool,
         device: str = "cpu",
-        judges: bool = True,
     ) -> None:
         self.design, self.seed, self.base, self.precision, self.smoke = design, seed, base, precision, smoke
-        self.device, self.judges = device, judges
+        self.device = device
         self.settings = design["situations"][situation]
         self.name = f"{situation}-{seed}"
         self.folder = out / self.name
@@ -338,7 +336,7 @@ class Cell:
             began = time.monotonic()
             with budget.spent(one.what):
                 found = self.retention(loaded, own) if one.split == "retention" else self.answers(loaded, drawing, one)
-                if self.judges and "texts" in found and one.split != "retention":
+                if "texts" in found and one.split != "retention":
                     found = self.judged(one.split, found)
             seconds = round(time.monotonic() - began, 1)
             by = {
