@@ -40,6 +40,7 @@ FORMULA, OPERATION = re.compile(r"\\boxed\{(.*?)\}"), re.compile(r"[-+*/]")
 
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
+ON_GPU = Path(__file__).with_name("records-gpu")  # trained again on an H200
 AGAIN = Path(__file__).with_name("records-again")  # adapters trained again on a CPU for methods that came later
 TITLE = """# All results of the study on real models
 
