@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 COPIES = "repository"
 # pages that say more about a command
 PAGES = {
-    "quickstart": "tiny-world.md",
+    "quickstart": "evidence.md",
     "inspect": "five-minutes.md",
     "sft": "methods.md",
     "mask": "methods.md",

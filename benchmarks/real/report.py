@@ -7,55 +7,46 @@ scored by flatters whoever has more of them, so it is picked on one half of the 
 the reverse; stories are not torn apart by the halves, as the questions are in the order of their stories. Differences are
 paired by question; intervals are over questions (95 %), not over trainings. A method with fewer temperatures than the
 adapter's is not compared. Fixes are questions that the adapter's greedy answer gets wrong and the method's right, breaks
-the reverse. `--write` writes RESULTS.md beside this file and the table of docs/real-study.md, `--check` tells whether both
-are those of the records.
+the reverse. `--write` writes RESULTS.md beside this file, `--check` tells whether it is that of the
+records.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kinds import (
-    ADAPTER,
-    GREEDY,
-    REST,
-    Lines,
-    are_longer,
-    interval,
-    lacking,
-    longer_and_right,
-    points,
-    scores,
-    side_by_side,
-    sign_of,
-    weighed,
-)
-from measure import RECORDS, Asked, asked_of, read_design, records_of, situation_of
+from measure import RECORDS, Asked, asked_of, demonstrations, read_design, records_of, situation_of
+from measure import REST as OF_REST
 from scipy import stats
 
 from loragate.evaluation import average_at_k, compare
+from loragate.evaluation.statistics import Difference, compare_suites
 from loragate.files import write_text
-from loragate.gates.range import Range
-from loragate.selection.candidate import Candidate
-from loragate.selection.recommend import recommend
 
-DEVELOPMENT = Asked("dev").what
-DOCS = Path(__file__).parents[2] / "docs" / "real-study.md"
+Lines = Mapping[tuple[str, str], Mapping[str, Any]]
+"""The lines of one cell's record: {(method, what): line}."""
+
+ADAPTER = "LoRA"
+GREEDY = Asked("test").what
+REST = OF_REST[0].what
+FORMULA, OPERATION = re.compile(r"\\boxed\{(.*?)\}"), re.compile(r"[-+*/]")
+
+
 RESULTS = Path(__file__).with_name("RESULTS.md")
-ON_GPU = Path(__file__).with_name("records-gpu")  # by `at_once.py`
+ON_GPU = Path(__file__).with_name("records-gpu")  # trained again on an H200
 AGAIN = Path(__file__).with_name("records-again")  # adapters trained again on a CPU for methods that came later
 TITLE = """# All results of the study on real models
 
-Made by `report.py` from `records/` and `records-gpu/`; [docs/real-study.md](../../docs/real-study.md) says what they mean.
+Made by `report.py` from `records/` and `records-gpu/`; [README.md](README.md) says what they mean.
 Scores are percents with 95 % intervals over questions, differences are points. "not run" stands where a temperature was not
 asked."""
-LOST = 5  # points, of a method that the sign should have marked
 HEAD = (
     "method",
     "T = 1",
@@ -68,6 +59,75 @@ HEAD = (
     "λ < 0 / > 1, %",
     "retention",
 )
+
+
+def scores(line: Mapping[str, Any]) -> np.ndarray:
+    """The verdicts of a line, [questions, samples], 0 or 1."""
+    return np.array([int(one) for one in line["correct"]], dtype=float).reshape(-1, line["samples"])
+
+
+def is_longer(text: str) -> bool:
+    """Whether the formula in the box has two operations or more; not, if there is none."""
+    formula = FORMULA.search(text)
+    return formula is not None and len(OPERATION.findall(formula[1])) > 1
+
+
+def are_longer(line: Mapping[str, Any]) -> np.ndarray:
+    """`is_longer` of the first answers, [Q]."""
+    return np.array([is_longer(texts[0]) for texts in line["texts"]])
+
+
+def longer_and_right(line: Mapping[str, Any]) -> str:
+    """Share of the first answers whose formula has two operations or more, and of the others those that are right; percents."""
+    long_Q = are_longer(line)
+    others = scores(line)[~long_Q, 0]
+    return f"{100 * long_Q.mean():.0f} / {100 * others.mean():.0f}" if len(others) else "100 / –"
+
+
+@cache
+def rows_of(cell: str) -> dict[str, list[dict[str, str]]]:
+    """The rows that a cell deals to adapters and gates: `measure.demonstrations`."""
+    return demonstrations(situation_of(cell, read_design()), int(cell.rsplit("-", 1)[1]))
+
+
+def share_of_longer_rows(cell: str) -> float:
+    """Of the rows that a cell deals to adapters and gates."""
+    return float(np.mean([is_longer(row["response"]) for rows in rows_of(cell).values() for row in rows]))
+
+
+def weighed(cells: Mapping[str, Lines], method: str) -> Difference:
+    """A method's greedy answers against the adapter's, test and rest weighed as the cells' rows are.
+
+    Several cells ask the same questions; of each question the mean over them.
+    """
+    share = float(np.mean([share_of_longer_rows(cell) for cell in cells]))
+    own, other = (
+        [np.mean([scores(lines[who, what]) for lines in cells.values()], axis=0) for what in (GREEDY, REST)]
+        for who in (method, ADAPTER)
+    )
+    return compare_suites(own, other, weights=(1 - share, share))
+
+
+def against_adapter(cell: str, lines: Lines, method: str) -> tuple[Difference, Difference, Difference]:
+    """A method's greedy answers against the adapter's: on the test, on the rest, and weighed."""
+    test, rest = (compare(*(scores(lines[who, what]) for who in (method, ADAPTER))) for what in (GREEDY, REST))
+    return test, rest, weighed({cell: lines}, method)
+
+
+def side_by_side(cell: str, lines: Lines, method: str) -> list[str]:
+    """Right and longer on the test, the same on the rest, and what `against_adapter` says of the rest and weighed."""
+    both = [lines[method, what] for what in (GREEDY, REST)]
+    cells = [f"{100 * of(one).mean():.{digits}f}" for one in both for of, digits in ((scores, 1), (are_longer, 0))]
+    return [*cells, *(["", ""] if method == ADAPTER else map(interval, against_adapter(cell, lines, method)[1:]))]
+
+
+def points(value: float) -> str:
+    return f"{100 * value:+.1f}"
+
+
+def interval(gap: Difference) -> str:
+    """A difference in points, with its interval."""
+    return f"{points(gap.mean)} ({points(gap.low)} to {points(gap.high)})"
 
 
 def heats(design: dict[str, Any], split: str = "test") -> list[Asked]:
@@ -91,26 +151,6 @@ def ledger(lines: Lines, method: str, what: str = GREEDY) -> tuple[int, int] | N
         return None
     own, other = scores(lines[method, what])[:, 0], scores(lines[ADAPTER, what])[:, 0]
     return int(((own == 1) & (other == 0)).sum()), int(((own == 0) & (other == 1)).sum())
-
-
-def agreement_of_forms(records: Mapping[str, Lines]) -> str:
-    """How far the greedy scores go with the share of longer formulas, over cells and methods; the base writes no formula."""
-    greedy = [
-        line
-        for lines in records.values()
-        for (method, what), line in lines.items()
-        if what == GREEDY and method != "base"
-    ]
-    shares, right = ([float(of(line).mean()) for line in greedy] for of in (are_longer, scores))
-    if len(greedy) < 3 or min(np.ptp(shares), np.ptp(right)) == 0:
-        return ""
-    others = [float(scores(line)[~long_Q, 0].mean()) for line in greedy if (long_Q := are_longer(line)).mean() < 0.7]
-    low, middle, high = (100 * np.quantile(others, at) for at in (0.1, 0.5, 0.9))
-    return (
-        f"Over {len(greedy)} sets of greedy answers (cells and methods), the score and the share of longer formulas correlate "
-        f"at {np.corrcoef(shares, right)[0, 1]:.2f}. Of the other answers {middle:.0f} % are right in the median set "
-        f"({low:.0f} to {high:.0f} % in the middle 80 % of the sets, without those that have 70 % longer formulas or more)."
-    )
 
 
 def perplexity(line: Mapping[str, Any]) -> float:
@@ -144,57 +184,6 @@ def row(lines: Lines, method: str, asked: list[Asked]) -> list[str]:
     return cells
 
 
-def recommended(name: str, lines: Lines, design: dict[str, Any], probe: Mapping[Candidate, np.ndarray]) -> Candidate:
-    """What `calibrate` recommends with the development questions as its probe, which may lack kinds of the cell's rows."""
-    while (found := recommend(probe).setting).kind in ("constant", "gates"):
-        method = next(one for one in design["methods"] if model_of(one, design) == found.model)
-        if not {(ADAPTER, DEVELOPMENT), (method, DEVELOPMENT)} <= set(lines):
-            break
-        if not (lacking(name, lines, DEVELOPMENT).get("told") and sign_of(lines, method, DEVELOPMENT).get("told")):
-            break
-        probe = {one: values for one, values in probe.items() if one.model != found.model}
-    return found
-
-
-def automatic(name: str, lines: Lines, design: dict[str, Any]) -> str:
-    """What the former rule and the recommendation pick by the development answers, and what each gives up on the test."""
-    probe, test = (settings(lines, design, split) for split in ("dev", "test"))
-    if not {Candidate(None, temperature=1.0, objective="adapter")} <= set(probe) <= set(test):
-        return "The automatic choice: not run."
-    warm = {one: found for one, found in probe.items() if one.temperature == 1 and one.kind in ("adapter", "gates")}
-    former = max(warm, key=lambda one: warm[one].mean())  # the adapter comes first and wins ties
-    now, cold = recommended(name, lines, design, probe), Candidate(None, temperature=0.0, objective="adapter")
-    scored = {one: float(found.mean()) for one, found in test.items()}
-    top = max(scored, key=lambda one: scored[one])
-    said = [
-        f"{rule} {one.cell}, {points(scored[one] - scored[top])} points from the best of {len(test)} settings on the test"
-        for rule, one in (("by the answers at T = 1 alone (the former rule)", former), ("as recommended now,", now))
-    ]
-    said += [f"without asking anything, {cold.cell}, {points(scored[cold] - scored[top])} points"]
-    return f"The automatic choice by the development answers: {'; '.join(said)} ({top.cell})."
-
-
-def settings(lines: Lines, design: dict[str, Any], split: str) -> dict[Candidate, np.ndarray]:
-    """{setting: verdicts [questions, samples]} of what `calibrate` chooses from, at all temperatures that were asked."""
-    return {
-        replace(model, temperature=one.temperature): scores(lines[name, one.what])
-        for name in design["methods"]
-        if (model := model_of(name, design))
-        for one in heats(design, split)
-        if (name, one.what) in lines
-    }
-
-
-def model_of(method: str, design: dict[str, Any]) -> Candidate | None:
-    """What a method is to `calibrate`; None for what it does not choose from."""
-    spec = design["methods"][method]
-    if method in (ADAPTER, "base"):
-        return Candidate(None, "adapter" if method == ADAPTER else method)
-    if "constant" in spec:
-        return Candidate(None, "constant", scale=spec["constant"])
-    return Candidate(Range.parse(spec["calibrate"]["range"])) if method in design["automatic"] else None
-
-
 def development(lines: Lines, design: dict[str, Any]) -> str:
     """The adapter on the development questions: is the situation fit to tell anything apart?"""
     found = {
@@ -222,7 +211,6 @@ def cell_part(name: str, lines: Lines, design: dict[str, Any]) -> str:
     parts = [
         f"**{name}.** {development(lines, design)}",
         of_methods(lines, design),
-        automatic(name, lines, design),
         rest_part(lines, design),
     ]
     return "\n\n".join(filter(None, parts))
@@ -254,46 +242,6 @@ def rest_part(lines: Lines, design: dict[str, Any]) -> str:
         "|---|---:|---:|---:|---:|",
     ]
     return "\n".join([*head, *rows])
-
-
-def marked(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
-    """Where both kinds of questions were asked: does the sign that `calibrate` prints go with a loss on one of them?
-
-    The sign is read from the greedy test answers.
-    """
-    rows: list[str] = []
-    lost: dict[bool, list[bool]] = {True: [], False: []}
-    for name, lines in records.items():
-        both = [method for method in design["methods"] if {(method, GREEDY), (method, REST)} <= set(lines)]
-        for method in both if ADAPTER in both else ():
-            found = sign_of(lines, method)
-            if method in (ADAPTER, "base") or not found:  # nothing is said of answers in prose
-                continue
-            gaps = [
-                float((scores(lines[method, what]) - scores(lines[ADAPTER, what])).mean()) for what in (GREEDY, REST)
-            ]
-            lost[found["told"]].append(100 * min(gaps) <= -LOST)
-            cells = [
-                f"{name}: {method}",
-                f"{100 * found['shifted']:.0f}",
-                f"{found['spread']:.1f} / {found['adapter_spread']:.1f}",
-                "marked" if found["told"] else "",
-                *map(points, gaps),
-            ]
-            rows.append(f"| {' | '.join(cells)} |")
-    if not rows:
-        return ""
-    head = [
-        "**The sign of other forms of answers** against what was lost, where both kinds of questions were asked:",
-        "",
-        "| | shifted, % | forms / the adapter's | | test, points | rest, points |",
-        "|---|---:|---:|---|---:|---:|",
-    ]
-    said = (
-        f"Of {len(lost[True])} that are marked {sum(lost[True])} lose {LOST} points or more on one of the two kinds, of "
-        f"{len(lost[False])} that are not {sum(lost[False])}."
-    )
-    return "\n".join([*head, *rows, "", said])
 
 
 def both_kinds(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
@@ -380,49 +328,10 @@ def two_machines(here: Mapping[str, Lines], there: Mapping[str, Lines]) -> str:
 
 def on_gpu(here: Mapping[str, Lines], there: Mapping[str, Lines], design: dict[str, Any]) -> str:
     """Everything of the GPU's records."""
-    parts = ["## Trained again on a GPU", both_kinds(there, design), two_machines(here, there), marked(there, design)]
+    parts = ["## Trained again on a GPU", both_kinds(there, design), two_machines(here, there)]
     for name, lines in there.items():
         parts += [f"**{name}.**", of_methods(lines, design)]
     return "\n\n".join(filter(None, parts))
-
-
-def narrow(records: Mapping[str, Lines]) -> str:
-    """Would `calibrate` say that these questions lack kinds of the rows? Of the development questions, and of the rest."""
-    sets, rows = {"development questions": DEVELOPMENT, "rest of the pool": REST}, []
-    told: dict[str, list[bool]] = {name: [] for name in sets}
-    for cell, lines in records.items():
-        cells = []
-        for name, what in sets.items():
-            found = lacking(cell, lines, what) if (ADAPTER, what) in lines else {}
-            cells.append(f"{found['spread']:.1f} / {found['rows_spread']:.1f}" if found else "")
-            told[name] += [found["told"]] if found else []
-            cells.append("told" if found.get("told") else "")
-        rows += [f"| {' | '.join([cell, *cells])} |"] if any(cells) else []
-    if not rows:
-        return ""
-    said = "; ".join(f"of the {name} it is told in {sum(one)} of {len(one)} cells" for name, one in told.items() if one)
-    head = [
-        "**Does a probe lack kinds of questions?** Forms of the adapter's greedy answers / of as many responses of its rows:",
-        "",
-        "| | development questions | | rest of the pool | |",
-        "|---|---:|---|---:|---|",
-    ]
-    return "\n".join([*head, *rows, "", f"{said[0].upper()}{said[1:]}."])
-
-
-def over_seeds(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
-    """Best against best of every situation that has several seeds: the mean of the cells and each cell's own."""
-    asked, rows = heats(design), []
-    for situation in design["situations"]:
-        cells = [lines for name, lines in records.items() if name.rsplit("-", 1)[0] == situation]
-        for method in design["methods"]:
-            pairs = [(at_its_best(lines, method, asked), at_its_best(lines, ADAPTER, asked)) for lines in cells]
-            gaps = [float((own - other).mean()) for own, other in pairs if own is not None and other is not None]
-            if method != ADAPTER and len(gaps) > 1:
-                each = ", ".join(map(points, gaps))
-                rows.append(f"| {situation} | {method} | {points(float(np.mean(gaps)))} | {each} |")
-    head = ["| situation | method | mean of the seeds | each seed |", "|---|---|---:|---|"]
-    return "\n".join([*head, *rows]) if rows else "No situation has two seeds yet."
 
 
 def over_cells(records: Mapping[str, Lines], design: dict[str, Any], which: str = "the cells") -> str:
@@ -461,20 +370,15 @@ def over_cells(records: Mapping[str, Lines], design: dict[str, Any], which: str 
 def tables(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     """All tables but that of both kinds."""
     planned = [f"{one['situation']}-{one['seed']}" for one in design["cells"]]
-    lacking = [name for name in planned if name not in records]
-    parts = []
     # another base's cell stands for itself
     alike = {name: records[name] for name in records if "base" not in situation_of(name, design)}
-    parts += [part] if (part := over_cells(alike, design)) else []
-    parts += [part] if (part := agreement_of_forms(alike)) else []
-    parts += [part] if (part := marked(records, design)) else []
-    parts += [part] if (part := narrow(records)) else []
     later = {name: lines for name, lines in alike.items() if not name.endswith("-0")}  # whose predictions knew seed 0
-    parts += [part] if (part := over_cells(later, design, "the cells of later seeds alone")) else []
-    parts.append(over_seeds(records, design) if records else "No answer to a test question has been drawn yet.")
-    parts += [cell_part(name, records[name], design) for name in planned if name in records]
-    parts.append(f"Not begun: {', '.join(lacking)}." if lacking else "Every cell was begun.")
-    return "\n\n".join(parts)
+    parts = [
+        over_cells(alike, design),
+        over_cells(later, design, "the cells of later seeds alone"),
+        *(cell_part(name, records[name], design) for name in planned if name in records),
+    ]
+    return "\n\n".join(filter(None, parts))
 
 
 def read(folder: Path, design: dict[str, Any]) -> dict[str, Lines]:
@@ -488,19 +392,19 @@ def read(folder: Path, design: dict[str, Any]) -> dict[str, Lines]:
     return found
 
 
-def pages(records: Mapping[str, Lines], there: Mapping[str, Lines], design: dict[str, Any]) -> dict[Path, str]:
-    """What the two pages are to hold; `there` are the GPU's records."""
-    page = DOCS.read_text(encoding="utf-8")
-    made = {
-        "kinds": both_kinds(records, design),
-        "trainings": over_trainings({"CPU": {**records, **read(AGAIN, design)}, "GPU": there}, design),
-    }
-    for name, table in made.items():
-        before, rest = page.split(f"<!-- {name}: begin -->")
-        _, after = rest.split(f"<!-- {name}: end -->")
-        page = f"{before}<!-- {name}: begin -->\n\n{table}\n\n<!-- {name}: end -->{after}"
-    parts = [TITLE, tables(records, design), *([on_gpu(records, there, design)] if there else [])]
-    return {DOCS: page, RESULTS: "\n\n".join(parts) + "\n"}
+def page(records: Mapping[str, Lines], there: Mapping[str, Lines], design: dict[str, Any]) -> str:
+    """RESULTS.md; `there` are the GPU's records."""
+    parts = [
+        TITLE,
+        "## Both kinds of questions, greedily",
+        both_kinds(records, design),
+        "## Over trainings",
+        over_trainings({"CPU": {**records, **read(AGAIN, design)}, "GPU": there}, design),
+        "## At every temperature",
+        tables(records, design),
+        on_gpu(records, there, design),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def main() -> None:
@@ -511,14 +415,13 @@ def main() -> None:
     given = parser.parse_args()
     design = read_design()
     records = read(given.records, design)
-    if not (given.write or given.check):
-        print(both_kinds(records, design), tables(records, design), sep="\n\n")
-        return
-    found = pages(records, read(ON_GPU, design), design)
+    found = page(records, read(ON_GPU, design), design)
     if given.check:
-        sys.exit(any(path.read_text(encoding="utf-8") != text for path, text in found.items()))
-    for path, text in found.items():
-        write_text(path, text)
+        sys.exit(RESULTS.read_text(encoding="utf-8") != found)
+    if given.write:
+        write_text(RESULTS, found)
+    else:
+        print(found)
 
 
 if __name__ == "__main__":

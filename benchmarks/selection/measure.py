@@ -1,317 +1,551 @@
-"""Measure every candidate on every situation, so that selectors can be compared afterwards without a model.
+"""How good is what the selection rule takes, how often is it worse than the adapter at its best temperature, what does it cost?
 
-    python benchmarks/selection/measure.py --cache CACHE [--situations a,b] [--candidates …]
+    python benchmarks/selection/measure.py [--seed 29] [--worlds 120]
 
-For each situation (`benchmarks/worlds/situations.py`) the adapter is trained, then each candidate: gates for a range, anchored
-gates, gates of one training clipped to a narrower range, one λ for all modules, lower temperatures, DFT in place of SFT,
-and the gate-free ensemble of base and adapter. Every candidate answers a pool of development questions (from which
-probes are drawn) and a set of test questions. Answers and verdicts go to CACHE/answers/<situation>/<candidate>.json, one
-file each, so a stopped run goes on where it was. Costs are CPU seconds of one thread.
+No model is loaded. In every cell a dev set is dealt, each rule picks by its scores, and the pick is judged by other questions:
+
+- *simulated*: worlds with a known truth. Questions differ in difficulty, models in what they are good at, cooler sampling helps
+  or does not; 40 labels (adapter, base, three scales, five gates, at T = 1, 0.6, 0.3 and greedily), 4 samples a question.
+- *real*: the cells of benchmarks/real with gates, 128 of 428 questions as dev set, 200 times. One kind of questions.
+- *small*, *objectives*: small models, all labels at all temperatures: 128 of 256 dev questions and 160 test questions; 128 of 528.
+- *fine-tunes*: the 49 cells of benchmarks/study, half of 120 questions as dev set. Gates and base were sampled at T = 1 alone.
+- *T = 1*: 18 situations of small models, and one made so that the adapter's majority is wrong, in which all labels have T = 1.
+- *other kind*: real cells that were also asked another kind of questions, greedily. The rule sees a dev set without it, or with
+  it in the share of the rows that the adapter was trained on.
+
+Regret is what the best label has more than the pick, in points; *worst* is the largest of a deal. A pick is *harmful* if it is no
+form of the adapter alone and more than a point below the adapter at its best temperature. *Cost* is in whole variants: all
+questions of the dev set, four samples. Everything depends on --seed alone. Writes benchmarks/results/selection.json and the
+tables of README.md beside this file.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import sys
-import time
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+import gzip
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/, which holds worlds/
-
 import numpy as np
-import torch
-from peft import PeftModel
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from rule import ADAPTER, Label, second_stage, select
+from scipy.special import expit, ndtr
 
-from loragate.data import load_rows, render_prompt
-from loragate.files import write_json
-from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override, record_gates
-from loragate.generation import SamplingConfig, SeededSampler, TransformersEngine
-from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter, train_gates
-from loragate.world.problems import Problem, apply_operator, expression, verify
-from loragate.world.tokenizer import DIGITS
-from worlds.commands import apply_command, programme
-from worlds.situations import SITUATIONS, Situation, base_for, demonstration_rows, questions
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "results"
+RECORDS = HERE.parent / "real" / "records"
+HEATS = (0.0, 0.3, 0.6, 1.0)
+COOL: Label = (ADAPTER, 0.0)
+DEALS, DEV = 200, 128
+LONGER = 0.6  # share of the real study's training rows that are of the other kind
+Scores = dict[Label, np.ndarray]
+"""{label: verdicts [questions, samples]}"""
+Found = dict[str, list[tuple[Label, float, float, float]]]
+"""{rule: (pick, regret, harmful, cost) of each deal}"""
 
-DEV, DEV_SAMPLES = 192, 4
-TEST, TEST_SAMPLES = 160, 8
-MAX_NEW_TOKENS = 72
-BATCH = 512
-STEPS, ROWS, GATE_RATE = 157, 2048, 5e-4
-RANGES = ((-3, 1), (0, 1), (-6, 3), (-1, 2), (0, 3), (0, 6), (-4, 4))
-ANCHORED = (((-6, 3), "base"), ((-6, 3), "product"))
-# with --extra: the objectives on sampled answers, varied one setting at a time
-EXTRA: dict[str, tuple[tuple[float, float], dict[str, Any]]] = {
-    "[-6,3] anchored adapter": ((-6, 3), {"objective": "anchored", "anchor": "adapter"}),
-    "[-6,3] anchored mixture": ((-6, 3), {"objective": "anchored", "anchor": "mixture"}),
-    "[-6,3] anchored product beta 0.3": ((-6, 3), {"objective": "anchored", "anchor": "product", "beta": 0.3}),
-    "[-6,3] anchored product beta 3": ((-6, 3), {"objective": "anchored", "anchor": "product", "beta": 3.0}),
-    "[0,6] anchored product": ((0, 6), {"objective": "anchored", "anchor": "product"}),
-    "[-6,3] reward": ((-6, 3), {"objective": "reward"}),
-    "[-6,3] anchored product refresh 5": ((-6, 3), {"objective": "anchored", "anchor": "product", "refresh": 5}),
-    "[-6,3] anchored product refresh 80": ((-6, 3), {"objective": "anchored", "anchor": "product", "refresh": 80}),
+
+# rules: scores of everything to the pick and what had to be evaluated for it
+
+
+def staged(scores: Scores) -> tuple[Label, list[Label]]:
+    """The rule of the package; a variant that has no greedy answers counts as it was sampled."""
+    coolest = {name: min(heat for who, heat in scores if who == name) for name, _ in scores}
+    first = list(coolest.items())
+    later = [label for label in second_stage({one: scores[one] for one in first}) if label in scores]
+    asked = list(dict.fromkeys([*first, *later]))
+    return select({one: scores[one] for one in asked}), asked
+
+
+def greedy_only(scores: Scores) -> tuple[Label, list[Label]]:
+    asked = [label for label in scores if label[1] == 0]
+    return select({one: scores[one] for one in asked}), asked
+
+
+def everything(scores: Scores) -> tuple[Label, list[Label]]:
+    return select(scores), list(scores)
+
+
+def highest(scores: Scores) -> tuple[Label, list[Label]]:
+    return max(scores, key=lambda label: scores[label].mean()), list(scores)
+
+
+def highest_hot(scores: Scores) -> tuple[Label, list[Label]]:
+    hot = [label for label in scores if label[1] == 1]
+    return max(hot, key=lambda label: scores[label].mean()), hot
+
+
+def adapter_cooled(scores: Scores) -> tuple[Label, list[Label]]:
+    alone = [label for label in scores if label[0] == ADAPTER]
+    return max(alone, key=lambda label: scores[label].mean()), alone
+
+
+RULES: dict[str, Callable[[Scores], tuple[Label, list[Label]]]] = {
+    "staged (the rule)": staged,
+    "greedy answers only, z ≥ 1.28": greedy_only,
+    "everything evaluated, z ≥ 1.28": everything,
+    "adapter, greedily": lambda scores: (COOL, []),
+    "adapter at its best temperature": adapter_cooled,
+    "highest mean of everything": highest,
+    "highest mean at T = 1": highest_hot,
 }
-CLIPS = {"no reversal": (0.0, None), "no extrapolation": (None, 1.0), "unit": (0.0, 1.0)}
-CONSTANTS = (-0.5, 0.5, 1.5, 2.0)
 
 
-class Bench:
-    """One situation with its trained adapter."""
+def judged(found: Found, dev: Scores, truth: Mapping[Label, float]) -> None:
+    """Add what every rule picks by `dev`, judged by `truth`."""
+    questions = len(dev[COOL])
+    alone = max(value for (name, _), value in truth.items() if name == ADAPTER)
+    best = max(truth.values())
+    for name, rule in RULES.items():
+        pick, asked = rule(dev)
+        harm = pick[0] != ADAPTER and alone - truth[pick] > 0.01
+        cost = sum(dev[one].size for one in asked) / (4 * questions)
+        found.setdefault(name, []).append((pick, best - truth[pick], float(harm), cost))
 
-    def __init__(self, situation: Situation, cache: Path) -> None:
-        self.situation, self.cache = situation, cache
-        self.folder = cache / "answers" / situation.name
-        self.base, self.tokenizer = base_for(situation, cache / "bases")
-        self.rows = demonstration_rows(situation)
-        self.dev, self.test = questions(situation, "dev", DEV), questions(situation, "test", TEST)
-        self.model: Any = self.adapter("sft")
 
-    def adapter(self, objective: str) -> Any:
-        """The adapter trained with an objective, from the cache or now."""
-        place = self.cache / "adapters" / f"{self.situation.name}-{objective}"
-        if not (place / "adapter_config.json").is_file():
-            s = self.situation
-            settings = FineTuningSettings(
-                objective=objective,
-                learning_rate=s.learning_rate,
-                batch_size=32,
-                per_device_train_batch_size=32,
-                max_length=128,
-                seed=s.sft_seed,
-                logging_steps=64,
-            )
-            began = time.process_time()
-            result = train_adapter(copy.deepcopy(self.base), self.tokenizer, load_rows(self.rows), settings)
-            result.model.save_pretrained(str(place))
-            write_json(place / "cost.json", {"cpu_seconds": time.process_time() - began})
-        model = PeftModel.from_pretrained(copy.deepcopy(self.base), str(place))
-        return model.eval()
+def summary(found: Found) -> dict[str, Any]:
+    """Means over deals: regret in points, harm in percent, cost in whole variants; how often the pick is not the adapter."""
+    result = {}
+    for name, rows in found.items():
+        _, regret, harm, cost = zip(*rows, strict=True)
+        kinds = Counter(kind_of(pick[0]) for pick, *_ in rows)
+        result[name] = {
+            "regret": round(100 * float(np.mean(regret)), 2),
+            "worst": round(100 * max(regret), 1),
+            "harmful_percent": round(100 * float(np.mean(harm)), 1),
+            "cost": round(float(np.mean(cost)), 1),
+            "taken_percent": {kind: round(100 * count / len(rows), 1) for kind, count in sorted(kinds.items())},
+        }
+    return result
 
-    def ask(self, model: Any, *, temperature: float = 1.0, ensemble: bool = False) -> dict[str, Any]:
-        """Answers and verdicts on both sets, with what they cost."""
-        record: dict[str, Any] = {}
-        for name, asked, samples, seed in (
-            ("dev", self.dev, DEV_SAMPLES, 1),
-            ("test", self.test, TEST_SAMPLES, 2),
-        ):
-            began = time.process_time()
-            prompts = [render_prompt(prompt, self.tokenizer) for prompt in asked.prompts]
-            config = SamplingConfig(temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, samples=samples, seed=seed)
-            if ensemble:
-                drawn = ensemble_answers(model, self.tokenizer, prompts, config)
-            else:
-                drawn = [
-                    (s.question, s.sample, s.text, s.finish_reason == "stop", len(s.token_ids))
-                    for s in TransformersEngine(model, self.tokenizer, batch_size=BATCH).generate(prompts, config)
+
+def averaged(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Mean over cells that count the same; worst of all."""
+    result = {}
+    for name in next(iter(parts.values())):
+        rows = [part[name] for part in parts.values()]
+        means = {
+            key: round(float(np.mean([row[key] for row in rows])), 2) for key in ("regret", "harmful_percent", "cost")
+        }
+        result[name] = {**means, "worst": max(row["worst"] for row in rows)}
+    return result
+
+
+def kind_of(name: str) -> str:
+    return name if name in (ADAPTER, "base") else "scale" if name.startswith("λ") else "gates"
+
+
+def dealt(count: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(dev set, other questions) of `count` questions, `DEALS` times."""
+    generator = np.random.default_rng((seed, count))
+    for order in [generator.permutation(count) for _ in range(DEALS)]:
+        yield order[:DEV], order[DEV:]
+
+
+def of_split(scores: Scores, seed: int, truth: Scores | None = None) -> dict[str, Any]:
+    """One cell: dev sets dealt from `scores`; the truth is the other questions, or `truth`."""
+    found: Found = {}
+    for dev, test in dealt(len(scores[COOL]), seed):
+        others = {label: scores[label][test] for label in scores} if truth is None else truth
+        judged(
+            found,
+            {label: rows[dev] for label, rows in scores.items()},
+            {label: float(rows.mean()) for label, rows in others.items()},
+        )
+    return summary(found)
+
+
+# simulated worlds
+
+SITUATIONS = {  # log-odds of base, constants and gates beside the adapter's; how far models are apart
+    "all alike": (0.0, 0.0, 0.0, 0.0),
+    "gates help": (-1.0, -0.2, 0.8, 0.4),
+    "open": (-1.0, -0.2, 0.0, 0.4),
+    "gates harm": (-1.0, -0.2, -0.5, 0.4),
+}
+COOLING = {1.0: 0.0, 0.6: 0.5, 0.3: 0.8, 0.0: 0.9}
+DIFFICULTY = (-0.5, 1.6)  # mean and standard deviation over questions, in log-odds
+OF_MODEL, OF_LABEL = 0.6, 0.7  # standard deviations of how a model, and a label, gets along with a question
+
+
+def world(situation: str, generator: np.random.Generator) -> dict[Label, float]:
+    """{label: its log-odds beside the adapter's at T = 1}."""
+    base, constant, gates, apart = SITUATIONS[situation]
+    slope = generator.normal(0.8, 0.6)
+    models = [(ADAPTER, 0.0, slope), ("base", base + 2 * apart * generator.normal(), slope)]
+    models += [(f"λ={value:g}", constant + apart * generator.normal(), slope) for value in (0.5, 0.75, 1.5)]
+    shared = gates + apart * generator.normal()
+    for upper in range(2, 7):  # gates by entropy have had their cooling already
+        lost = abs(generator.normal(0.5, 0.3)) if apart else 0.0
+        models.append((f"[0,{upper}]", shared + apart * generator.normal(), slope - lost))
+    return {(name, heat): offset + own * COOLING[heat] for name, offset, own in models for heat in reversed(HEATS)}
+
+
+def truth_of(offsets: Mapping[Label, float]) -> dict[Label, float]:
+    """Each label's chance of being right, over all questions."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    mean, spread = DIFFICULTY[0], math.hypot(DIFFICULTY[1], OF_MODEL, OF_LABEL)
+    return {
+        label: float(expit(mean + offset + spread * nodes) @ weights / weights.sum())
+        if label[1]
+        else float(ndtr((mean + offset) / spread))
+        for label, offset in offsets.items()
+    }
+
+
+def draw(offsets: Mapping[Label, float], questions: int, generator: np.random.Generator) -> Scores:
+    """Verdicts of every label on new questions, the same ones for all."""
+    difficulty = generator.normal(*DIFFICULTY, questions)
+    of_model = {name: generator.normal(0, OF_MODEL, questions) for name in dict.fromkeys(name for name, _ in offsets)}
+    found = {}
+    for (name, heat), offset in offsets.items():
+        odds = difficulty + of_model[name] + offset + generator.normal(0, OF_LABEL, questions)
+        chance = expit(odds) if heat else (odds > 0).astype(float)
+        found[name, heat] = (generator.random((questions, 4 if heat else 1)) < chance[:, None]).astype(float)
+    return found
+
+
+def simulated(worlds: int, questions: int, seed: int) -> dict[str, Any]:
+    """{situation: summary} with a known truth."""
+    result = {}
+    for number, situation in enumerate(SITUATIONS):
+        found: Found = {}
+        for index in range(worlds):
+            generator = np.random.default_rng((seed, number, index))
+            offsets = world(situation, generator)
+            judged(found, draw(offsets, questions, generator), truth_of(offsets))
+        result[situation] = summary(found)
+    return result
+
+
+# committed answers
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def verdicts(text: str, samples: int) -> np.ndarray:
+    return np.array([int(mark) for mark in text], dtype=float).reshape(-1, samples)
+
+
+def of_name(method: str) -> str | None:
+    """The variant that a method of the real study is; None for what the package does not choose from."""
+    if method == "LoRA":
+        return ADAPTER
+    if method in ("gates [0,1]", "gates [-6,3]", "gates [0,6]"):
+        return method.removeprefix("gates ")
+    return method if method == "base" or re.fullmatch(r"λ=[\d.]+", method) else None
+
+
+def real_cells() -> dict[str, dict[str, Scores]]:
+    """{cell: {"dev", "test" or "rest": verdicts}} of models asked at all temperatures, in cells with gates."""
+    cells = {}
+    for path in sorted(RECORDS.glob("*-?.jsonl.gz")):
+        base = "gemma-48" if path.name.startswith("gemma") else "base-48"
+        rows = [*lines_of(path), *([] if path.name.startswith("worked") else lines_of(RECORDS / f"{base}.jsonl.gz"))]
+        cell: dict[str, Scores] = {"dev": {}, "test": {}, "rest": {}}
+        for row in rows:
+            split, _, heat = row["what"].partition(" T=")
+            if heat and (name := of_name(row["method"])):
+                cell[split][name, float(heat)] = verdicts(row["correct"], row["samples"])
+        whole = [
+            name for name in {name for name, _ in cell["dev"]} if all((name, heat) in cell["dev"] for heat in HEATS)
+        ]
+        if any(kind_of(name) == "gates" for name in whole):
+            for split in ("dev", "test"):
+                kept = {label: rows for label, rows in cell[split].items() if label[0] in whole}
+                cell[split] = dict(sorted(kept.items(), key=lambda item: (item[0][0] != ADAPTER, item[0])))
+            cells[path.name.removesuffix(".jsonl.gz")] = cell
+    return cells
+
+
+def real(cells: Mapping[str, Mapping[str, Scores]], seed: int) -> dict[str, Any]:
+    return {name: of_split(both(cell), seed) for name, cell in cells.items()}
+
+
+def both(cell: Mapping[str, Scores]) -> Scores:
+    """Dev and test questions together."""
+    return {label: np.concatenate([rows, cell["test"][label]]) for label, rows in cell["dev"].items()}
+
+
+def own_dev(cells: Mapping[str, Mapping[str, Scores]]) -> dict[str, Any]:
+    """What the rule takes by a cell's own 128 dev questions, and what that gives up on its 300 test questions."""
+    result = {}
+    for name, cell in cells.items():
+        pick, _ = staged(cell["dev"])
+        truth = {label: float(rows.mean()) for label, rows in cell["test"].items()}
+        best = max(truth, key=lambda label: truth[label])
+        result[name] = {
+            "taken": shown(pick),
+            "regret": round(100 * (truth[best] - truth[pick]), 1),
+            "best": shown(best),
+            "regret_of_adapter_greedily": round(100 * (truth[best] - truth[COOL]), 1),
+        }
+    return result
+
+
+def other_kind(cells: Mapping[str, Mapping[str, Scores]], seed: int) -> dict[str, Any]:
+    """Greedy picks by dev sets without and with the other kind of questions, judged on either kind and weighed."""
+    result = {}
+    for name, cell in cells.items():
+        rest = cell["rest"]
+        scores = {label: rows for label, rows in both(cell).items() if label in rest}
+        if COOL not in rest or len(scores) < 2:
+            continue
+        generator = np.random.default_rng((seed, len(rest[COOL])))
+        taken: dict[str, list[tuple[Label, np.ndarray]]] = {"narrow": [], "whole": []}
+        for dev, test in dealt(len(scores[COOL]), seed):
+            order = generator.permutation(len(rest[COOL]))
+            share = round(LONGER * DEV)
+            seen, unseen = order[:share], order[share:]
+            own = dev[: DEV - share]
+            mixed = {label: np.concatenate([rows[own], rest[label][seen]]) for label, rows in scores.items()}
+            narrow = {label: rows[dev] for label, rows in scores.items()}
+            for way, given in (("narrow", narrow), ("whole", mixed)):
+                pick = select(given)
+                gaps = [
+                    float(table[pick][rows].mean() - table[COOL][rows].mean())
+                    for table, rows in ((scores, test), (rest, unseen))
                 ]
-            correct = np.zeros((len(prompts), samples), dtype=int)
-            answers: list[list[str | None]] = [[None] * samples for _ in prompts]
-            for question, sample, text, finished, _ in drawn:
-                correct[question, sample] = asked.verify(question, text, finished)
-                words = text.split()
-                answers[question][sample] = words[-1] if finished and words[-2:-1] == ["answer"] else None
-            record[name] = {
-                "correct": correct.tolist(),
-                "answers": answers,
-                "ended": float(np.mean([row[3] for row in drawn])),
-                "tokens": float(np.mean([row[4] for row in drawn])),
-                "cpu_seconds": time.process_time() - began,
+                taken[way].append((pick, np.array([*gaps, (1 - LONGER) * gaps[0] + LONGER * gaps[1]])))
+        result[name] = {"labels": [shown(label) for label in scores]}
+        for way, rows in taken.items():
+            gains = 100 * np.mean([gain for _, gain in rows], axis=0)
+            result[name][way] = {
+                "taken_percent": {
+                    label: round(100 * count / DEALS, 1)
+                    for label, count in Counter(shown(pick) for pick, _ in rows).most_common()
+                },
+                "against_adapter_greedily": dict(
+                    zip(("same_kind", "other_kind", "weighed"), [round(float(gain), 2) for gain in gains])
+                ),
             }
-        return record
+    return result
 
-    def keep(self, name: str, record: dict[str, Any], **more: Any) -> None:
-        """Write a candidate's answers and say so."""
-        write_json(self.folder / f"{name}.json", {"candidate": name, **more, **record})
-        score = 100 * np.mean(record["test"]["correct"])
-        print(f"{self.situation.name:16} {name:28} test {score:5.1f}", flush=True)
 
-    def done(self, name: str) -> bool:
-        return (self.folder / f"{name}.json").is_file()
+def staged_other_kind(cells: Mapping[str, Mapping[str, Scores]], seed: int) -> dict[str, Any]:
+    """What the whole rule takes by dev sets without the other kind, and what the variant has of that kind, greedily."""
+    result = {}
+    for name, cell in cells.items():
+        if COOL not in cell["rest"]:
+            continue
+        scores, picks = both(cell), Counter[str]()
+        for dev, _ in dealt(len(scores[COOL]), seed):
+            picks[staged({label: rows[dev] for label, rows in scores.items()})[0][0]] += 1
+        right = {who: round(100 * float(rows.mean()), 1) for (who, _), rows in cell["rest"].items()}
+        result[name] = {
+            "taken_percent": {who: round(100 * count / DEALS, 1) for who, count in picks.most_common()},
+            "right_of_the_other_kind": {who: right[who] for who in picks if who in right},
+        }
+    return result
 
-    def settings(self, **more: Any) -> GateTrainingSettings:
-        return GateTrainingSettings(
-            learning_rate=GATE_RATE,
-            batch_size=32,
-            per_device_train_batch_size=32,
-            max_steps=STEPS,
-            max_length=128,
-            max_rows=ROWS,
-            seed=self.situation.sft_seed,
-            logging_steps=40,
-            **more,
+
+def small(seed: int) -> dict[str, Any]:
+    """Situations of which every label has 256 dev and 160 test questions."""
+    cells: dict[str, tuple[Scores, Scores]] = {}
+    for row in lines_of(RESULTS / "selection_stopping.jsonl.gz"):
+        if row.get("share") != 1:
+            continue
+        about = row["setting"]
+        lower, upper, kind = about["lower"], about["upper"], about["objective"]
+        name = {"adapter": ADAPTER, "base": "base", "constant": f"λ={lower:g}"}.get(kind, f"[{lower:g},{upper:g}]")
+        heat = about["temperature"]
+        for scores, split in zip(cells.setdefault(row["situation"], ({}, {})), ("dev", "test"), strict=True):
+            scores[name, heat] = verdicts(row[split], 4 if heat else 1)
+    return {name: of_split(dev, seed, test) for name, (dev, test) in cells.items()}
+
+
+def objectives(seed: int) -> dict[str, Any]:
+    """Nine small cells with gates by entropy and by cross-entropy, 528 questions, two samples."""
+    names = {
+        ADAPTER: ADAPTER,
+        "base": "base",
+        "gates, entropy": "[entropy]",
+        "gates, CE": "[cross-entropy]",
+        "λ=0.5": "λ=0.5",
+        "λ=1.5": "λ=1.5",
+    }
+    cells: dict[str, Scores] = {}
+    for row in lines_of(RESULTS / "objectives_verdicts.jsonl.gz"):
+        if name := names.get(row["contender"]):
+            for heat in HEATS:
+                text = row["verdicts"][f"dev T={heat:g}"] + row["verdicts"][f"test T={heat:g}"]
+                cells.setdefault(row["cell"], {})[name, heat] = verdicts(text, 2 if heat else 1)
+    return {name: of_split(scores, seed) for name, scores in cells.items()}
+
+
+def fine_tunes(seed: int) -> dict[str, Any]:
+    """The study's 49 cells: one half of the questions as dev set and the other as truth, and back."""
+    labels = {
+        "LoRA": (ADAPTER, 1.0),
+        "LoRA T=0.6": (ADAPTER, 0.6),
+        "LoRA T=0.3": (ADAPTER, 0.3),
+        "LoRA greedy": COOL,
+        "base": ("base", 1.0),
+    }
+    labels |= {f"λ={value:g}": (f"λ={value:g}", 1.0) for value in (-0.5, 0.5, 1.5)}
+    labels |= {f"SCALE {bounds}": (bounds, 1.0) for bounds in ("[-3,1]", "[-6,3]", "[0,1]", "[0,6]")}
+    cells: dict[str, Scores] = {}
+    for row in lines_of(RESULTS / "study_verdicts.jsonl.gz"):
+        if label := labels.get(row["method"]):
+            cells.setdefault(row["cell"], {})[label] = verdicts(row["verdicts"]["test"], row["samples"]["test"])
+    found: Found = {}
+    for scores in cells.values():
+        order = np.random.default_rng((seed, len(scores[COOL]))).permutation(len(scores[COOL]))
+        for dev, test in (halves := (order[: len(order) // 2], order[len(order) // 2 :]), halves[::-1]):
+            truth = {label: float(rows[test].mean()) for label, rows in scores.items()}
+            judged(found, {label: rows[dev] for label, rows in scores.items()}, truth)
+    del found["greedy answers only, z ≥ 1.28"]  # only the adapter has greedy answers here
+    return summary(found)
+
+
+def hot(seed: int) -> dict[str, Any]:
+    """Where everything is used at T = 1: the paired test against the adapter at T = 1, and the highest mean."""
+    cells: dict[str, tuple[Scores, Scores]] = {}
+    plain = re.compile(r"adapter|base|λ=-?[\d.]+|\[-?\d,\d\]")
+    for row in lines_of(RESULTS / "selection_verdicts.jsonl.gz"):
+        if plain.fullmatch(row["candidate"]):
+            for scores, split in zip(cells.setdefault(row["situation"], ({}, {})), ("dev", "test"), strict=True):
+                scores[row["candidate"], 1.0] = verdicts(row[split], row["samples"][split])
+    for row in lines_of(RESULTS / "selection_answers.jsonl.gz"):
+        if "test" in row:
+            gold = np.array(list(row["gold"]))[:, None]
+            dev = {(who, 1.0): np.array(list(text)).reshape(len(gold), -1) == gold for who, text in row["warm"].items()}
+            cells[row["situation"]] = (
+                {label: rows.astype(float) for label, rows in dev.items()},
+                {(who, 1.0): np.array([[*map(float, bits)] for bits in table]) for who, table in row["test"].items()},
+            )
+    adapter: Label = (ADAPTER, 1.0)
+    rules: dict[str, Callable[[Scores], Label]] = {
+        "z ≥ 1.28": lambda scores: select(scores, adapter),
+        "highest mean": lambda scores: max(scores, key=lambda label: scores[label].mean()),
+        "adapter": lambda scores: adapter,
+    }
+    parts: dict[str, Any] = {}
+    for name, (pool, test) in cells.items():
+        truth = {label: float(rows.mean()) for label, rows in test.items()}
+        found: Found = {}
+        for dev, _ in dealt(len(pool[adapter]), seed):
+            given = {label: rows[dev] for label, rows in pool.items()}
+            for rule, pick in ((rule, choose(given)) for rule, choose in rules.items()):
+                harm = pick[0] != ADAPTER and truth[adapter] - truth[pick] > 0.01
+                found.setdefault(rule, []).append((pick, max(truth.values()) - truth[pick], float(harm), len(pool)))
+        parts[name] = summary(found)
+    return parts
+
+
+def shown(label: Label) -> str:
+    return f"{label[0]} {f'T={label[1]:g}' if label[1] else 'greedy'}"
+
+
+# tables
+
+
+def of_rules(columns: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown: a row for each rule; regret / worst / harmful, % of each column, and the cost in simulated worlds."""
+    cost = "simulated"
+    head = ["rule", "cost", *columns]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for name in RULES:
+        cells = [f"{columns[cost][name]['cost']:.1f}"]
+        for found in columns.values():
+            row = found.get(name)
+            cells.append(f"{row['regret']:.2f} / {row['worst']:.1f} / {row['harmful_percent']:.1f} %" if row else "–")
+        rows.append([name, *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def of_cells(result: Mapping[str, Any]) -> str:
+    """Markdown: the rule in each real cell."""
+    rows = [["cell", "regret / worst / harmful", "adapter greedily", "by its own dev set", "points below the best"]]
+    rows.append(["---", "---:", "---:", "---", "---:"])
+    for name, found in result["real"].items():
+        row, own = found["staged (the rule)"], result["own_dev"][name]
+        rows.append(
+            [
+                name,
+                f"{row['regret']:.2f} / {row['worst']:.1f} / {row['harmful_percent']:.1f} %",
+                f"{found['adapter, greedily']['regret']:.2f}",
+                own["taken"],
+                f"{own['regret']:.1f} ({own['best']})",
+            ]
         )
-
-    @contextmanager
-    def gated(self, lower: float, upper: float, settings: GateTrainingSettings, **options: Any) -> Any:
-        """The adapter with gates trained now; yields what the training says of itself."""
-        began = time.process_time()
-        config = GateConfig(lower, upper, seed=self.situation.sft_seed)
-        result = train_gates(self.model, self.tokenizer, load_rows(self.rows), config, settings, **options)
-        try:
-            yield {
-                "training_cpu_seconds": time.process_time() - began,
-                "entropy": [result.entropy_before, result.entropy_after],
-                "gates": result.gates_total,
-                "stopped": result.stopped,
-            }
-        finally:
-            detach_gates(self.model)
-
-    def run_extra(self, only: str = "") -> None:
-        """The varied objectives; the reward is the world's own verdict on training problems."""
-
-        def reward(row: Any, text: str, finished: bool) -> float:
-            return float(verify(solved(row["messages"][0]["content"]), text, finished))
-
-        for name, ((lower, upper), more) in EXTRA.items():
-            if (not only or any(part in name for part in only.split(","))) and not self.done(name):
-                settings = self.settings(max_new_tokens=MAX_NEW_TOKENS, sampling_batch_size=BATCH, **more)
-                options = {"reward": reward} if settings.objective == "reward" else {}
-                with self.gated(lower, upper, settings, **options) as training:
-                    self.keep(name, self.ask(self.model), training=training)
-
-    def run(self, only: str = "") -> None:
-        """Everything that is not on file yet."""
-
-        def wanted(name: str) -> bool:
-            return (not only or any(part in name for part in only.split(","))) and not self.done(name)
-
-        if wanted("adapter"):
-            self.keep("adapter", self.ask(self.model))
-        for heat in (0.6, 0.3):
-            if wanted(f"adapter T={heat:g}"):
-                self.keep(f"adapter T={heat:g}", self.ask(self.model, temperature=heat))
-        if wanted("base"):
-            self.keep("base", self.ask(self.base))
-        for lower, upper in RANGES:
-            name = f"[{lower:g},{upper:g}]"
-            clips = {f"{name} {kind}": limits for kind, limits in CLIPS.items()} if (lower, upper) == (-6, 3) else {}
-            if wanted(name) or any(wanted(clip) for clip in clips):
-                with self.gated(lower, upper, self.settings()) as training:
-                    with record_gates(self.model) as recording:
-                        record = self.ask(self.model)
-                    self.keep(name, record, training=training, realised=recording.total())
-                    for clip, (minimum, maximum) in clips.items():
-                        with gate_override(self.model, minimum, maximum):
-                            self.keep(clip, self.ask(self.model), training={**training, "shared_with": name})
-        for (lower, upper), anchor in ANCHORED:
-            name = f"[{lower:g},{upper:g}] anchored {anchor}"
-            if wanted(name):
-                settings = self.settings(objective="anchored", anchor=anchor, max_new_tokens=MAX_NEW_TOKENS)
-                with self.gated(lower, upper, replace(settings, sampling_batch_size=BATCH)) as training:
-                    self.keep(name, self.ask(self.model), training=training)
-        for value in CONSTANTS:
-            name = f"λ={value:g}"
-            if wanted(name):
-                attach_gates(self.model, GateConfig(min(value, -1.0), max(value, 2.0)))
-                try:
-                    with gate_override(self.model, constant=value):
-                        self.keep(name, self.ask(self.model))
-                finally:
-                    detach_gates(self.model)
-        if wanted("ensemble"):
-            self.keep("ensemble", self.ask(self.model, ensemble=True))
-        for who in ("adapter", "base"):
-            if wanted(f"{who} majority"):
-                self.keep_majority(who)
-        if wanted("dft"):
-            self.keep("dft", self.ask(self.adapter("dft")))
-
-    def keep_majority(self, who: str) -> None:
-        """The cool answers of adapter or base to the development pool, for selection without labels."""
-        model = self.model if who == "adapter" else self.base
-        prompts = [render_prompt(prompt, self.tokenizer) for prompt in self.dev.prompts]
-        config = SamplingConfig(temperature=0.3, max_new_tokens=MAX_NEW_TOKENS, samples=8, seed=3)
-        answers: list[list[str | None]] = [[None] * 8 for _ in prompts]
-        for s in TransformersEngine(model, self.tokenizer, batch_size=BATCH).generate(prompts, config):
-            words = s.text.split()
-            ended = s.finish_reason == "stop" and words[-2:-1] == ["answer"]
-            answers[s.question][s.sample] = words[-1] if ended else None
-        gold = [item.answer for item in self.dev.items]
-        write_json(self.folder / f"{who} majority.json", {"answers": answers, "gold": gold})
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def solved(prompt: str) -> Problem:
-    """The problem of a training prompt, worked out again, as demonstrations keep no clean answer."""
-    if prompt.startswith("solve"):
-        value, steps = expression(prompt)
-        for operator, operand in steps:
-            value = apply_operator(value, operator, operand)
-        return Problem(prompt, DIGITS[value], "arithmetic", len(steps))
-    letter, commands = programme(prompt)
-    for command in commands:
-        letter = apply_command(letter, command)
-    return Problem(prompt, letter, "commands", len(commands))
+def of_kinds(result: Mapping[str, Any]) -> str:
+    """Markdown: what a dev set without the other kind of questions costs."""
+    rows = [["cell", "dev set", "taken, %", "same kind", "other kind", "weighed"], ["---", "---", "---", *["---:"] * 3]]
+    for name, found in result["other_kind"].items():
+        for way, said in (("narrow", "one kind"), ("whole", "both kinds")):
+            taken = ", ".join(f"{label} {share:g}" for label, share in found[way]["taken_percent"].items())
+            gains = [f"{gain:+.1f}" for gain in found[way]["against_adapter_greedily"].values()]
+            rows.append([name, said, taken, *gains])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-class _Mixed(LogitsProcessor):
-    """p_adapter^w · p_base^(1 − w), normalised where it is drawn from: first half adapter rows, second half base rows."""
-
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        adapter, base = scores.float().log_softmax(dim=-1).chunk(2)
-        return (self.weight * adapter + (1 - self.weight) * base).repeat(2, 1)
-
-
-@torch.no_grad()
-def ensemble_answers(
-    model: Any, tokenizer: Any, prompts: list[str], config: SamplingConfig, weight: float = 0.5
-) -> list[tuple[Any, ...]]:
-    """Answers of a product of base and adapter, or with weight > 1 of their contrast: both in one batch, on the same tokens."""
-    stop = {tokenizer.eos_token_id}
-    pairs = [(question, sample) for question in range(len(prompts)) for sample in range(config.samples)]
-    drawn = []
-    for at in range(0, len(pairs), BATCH // 2):
-        part = pairs[at : at + BATCH // 2]
-        ids = [tokenizer(prompts[question], add_special_tokens=False)["input_ids"] for question, _ in part]
-        width = max(map(len, ids))
-        rows = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in ids]).repeat(2, 1)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids]).repeat(2, 1)
-        counters = torch.tensor(part).repeat(2, 1)
-        sampler = SeededSampler(config, counters[:, 0], counters[:, 1], width, stop)
-        output = model.generate(
-            input_ids=rows,
-            attention_mask=mask,
-            adapter_names=["default"] * len(part) + ["__base__"] * len(part),
-            logits_processor=LogitsProcessorList([_Mixed(weight), sampler]),
-            generation_config=GenerationConfig(
-                do_sample=False,
-                max_new_tokens=config.max_new_tokens,
-                eos_token_id=sorted(stop),
-                pad_token_id=tokenizer.pad_token_id,
-            ),
-        )
-        assert torch.equal(output[: len(part), width:], output[len(part) :, width:]), "the two halves went apart"
-        counts, stopped = sampler.tokens_B.tolist(), sampler.stopped_B.tolist()
-        new = [row[:count] for row, count in zip(output[: len(part), width:].tolist(), counts)]
-        for pair, row, ended in zip(part, new, stopped):
-            text = tokenizer.decode(row[:-1] if ended else row, skip_special_tokens=True)
-            drawn.append((*pair, text, ended, len(row)))
-    return drawn
+def compact(result: Any, depth: int = 0) -> str:
+    """JSON with a line for each innermost record."""
+    if not isinstance(result, dict) or not any(isinstance(value, dict) for value in result.values()) or depth > 3:
+        return json.dumps(result, ensure_ascii=False)
+    pad = " " * (depth + 1)
+    lines = [
+        f"{pad}{json.dumps(key, ensure_ascii=False)}: {compact(value, depth + 1)}" for key, value in result.items()
+    ]
+    return "{\n" + ",\n".join(lines) + f"\n{pad[:-1]}}}" + ("" if depth else "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, required=True)
-    parser.add_argument("--situations", default="", help="names separated by commas; all otherwise")
-    parser.add_argument("--extra", action="store_true", help="the objectives on sampled answers, varied")
-    parser.add_argument("--candidates", default="", help="only candidates whose name holds one of these")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for situation in SITUATIONS:
-        if not options.situations or situation.name in options.situations.split(","):
-            bench = Bench(situation, options.cache)
-            write_json(bench.folder / "situation.json", asdict(situation))
-            if options.extra:
-                bench.run_extra(options.candidates)
-            else:
-                bench.run(options.candidates)
+    parser.add_argument("--worlds", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=29)
+    given = parser.parse_args()
+    cells = real_cells()
+    result: dict[str, Any] = {
+        "seed": given.seed,
+        "worlds": given.worlds,
+        "deals": DEALS,
+        "dev_questions": DEV,
+        "simulated": {str(count): simulated(given.worlds, count, given.seed) for count in (64, 128, 256)},
+        "real": real(cells, given.seed),
+        "own_dev": own_dev(cells),
+        "other_kind": other_kind(cells, given.seed),
+        "staged_other_kind": staged_other_kind(cells, given.seed),
+        "small": small(given.seed),
+        "objectives": objectives(given.seed),
+        "fine_tunes": fine_tunes(given.seed),
+        "hot": hot(given.seed),
+    }
+    nine = {name: found for name, found in result["real"].items() if name != "gemma-0"}
+    result["means"] = {
+        **{f"simulated, {count}": averaged(found) for count, found in result["simulated"].items()},
+        "real": averaged(nine),
+        "small": averaged(result["small"]),
+        "objectives": averaged(result["objectives"]),
+        "hot": averaged(result["hot"]),
+    }
+    (RESULTS / "selection.json").write_text(compact(result), encoding="utf-8")
+    columns = {
+        "nine real cells": result["means"]["real"],
+        "simulated": result["means"]["simulated, 128"],
+        "eight small models": result["means"]["small"],
+        "nine of objectives": result["means"]["objectives"],
+        "49 fine-tunes": result["fine_tunes"],
+    }
+    tables = {"rules": of_rules(columns), "cells": of_cells(result), "kinds": of_kinds(result)}
+    page = HERE / "README.md"
+    text = page.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        print(table, end="\n\n")
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Server:
             raise SystemExit("the server did not start:\n" + "".join(self.lines))
 
     def ask(self, name: str, prompt: str, tokens: int, whole: bool = False) -> tuple[str, int]:
-        """The answer and its length in tokens; with `whole` vLLM goes on past the end of the answer."""
+        """The answer and its length in tokens; with `whole` the server goes on past the end of the answer."""
         body = {"model": name, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         if whole:
             body["ignore_eos"] = True

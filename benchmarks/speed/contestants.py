@@ -85,11 +85,6 @@ class Shape:
         """Response tokens of the batch: positions that the head has to project."""
         return self.rows * (self.sequence - max(1, self.prompt))
 
-    @property
-    def read(self) -> int:
-        """Positions of the batch whose last hidden state predicts a label or that carry one."""
-        return self.rows * min(self.sequence, self.sequence - self.prompt + 1)
-
 
 def adapter(shape: Shape, **lora: Any) -> Any:
     """A PeftModel with random factors, in training mode."""
@@ -179,7 +174,7 @@ def gates_naive(shape: Shape) -> Step:
 
 
 def gates_loragate(shape: Shape) -> Step:
-    """This package's gates, token-statistics head and narrowed last layer, put together as its trainer does."""
+    """This package's gates and token-statistics head, put together as its trainer does."""
     model, data = adapter(shape), batch(shape)
     chosen = None if shape.gated == ALL_KINDS else list(shape.gated)
     config = lg.GateConfig(-6, 3) if chosen is None else lg.GateConfig(-6, 3, target_modules=chosen)

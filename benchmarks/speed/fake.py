@@ -35,7 +35,16 @@ def build_fake(build: Callable[[], Any]) -> Any:
     """A model built on the meta device, its tensors then made fake ones that look like CPU memory, which autograd takes."""
     with unset_fake_temporarily(), torch.device("meta"):
         model = build()
-    materialise(model)
+    made: dict[int, nn.Parameter] = {}  # shared parameters stay shared
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                fake = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made.setdefault(id(parameter), fake)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
     return model
 
 
@@ -49,18 +58,18 @@ def gates_stay_put() -> Iterator[None]:
         yield
 
 
-def materialise(model: nn.Module) -> None:
-    """Meta parameters and buffers become fake ones that look like CPU memory, which autocast and autograd accept."""
-    made: dict[int, nn.Parameter] = {}  # shared parameters stay shared
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                fake = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made.setdefault(id(parameter), fake)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+class KnownSelection(TorchFunctionMode):
+    """`tensor[mask]` with a mask that selects a known number of positions: fake tensors cannot count them."""
+
+    def __init__(self, selected: int) -> None:
+        super().__init__()
+        self.selected = selected
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
+            flat = args[0].flatten(0, args[1].dim() - 1)
+            return flat.index_select(0, torch.empty(min(self.selected, flat.shape[0]), dtype=torch.int64))
+        return function(*args, **(kwargs or {}))
 
 
 class StorageTracker(TorchDispatchMode):
@@ -86,17 +95,3 @@ class StorageTracker(TorchDispatchMode):
 
     def _drop(self, key: int) -> None:
         self.live -= self.sizes.pop(key, 0)
-
-
-class KnownSelection(TorchFunctionMode):
-    """`tensor[mask]` with a mask that selects a known number of positions: fake tensors cannot count them."""
-
-    def __init__(self, selected: int) -> None:
-        super().__init__()
-        self.selected = selected
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
-            flat = args[0].flatten(0, args[1].dim() - 1)
-            return flat.index_select(0, torch.empty(min(self.selected, flat.shape[0]), dtype=torch.int64))
-        return function(*args, **(kwargs or {}))

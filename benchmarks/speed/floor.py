@@ -3,8 +3,7 @@
 The floor is counted by running it, not by a formula: the adapted model with everything frozen, forward; the gradient of
 the activations from the last hidden state back to the first place where a gate can act, the outputs of the first layer's
 queries, keys and values; and one projection of the response positions through the output head. What a gate step adds:
-gate logits and their gradients, and the sparse backward of the head. What no step of this kind can leave out is in it,
-except what can be skipped at prompt positions of the last layer, whose outputs nothing reads; so a step may lie under 1.
+gate logits and their gradients, and the sparse backward of the head.
 """
 
 from __future__ import annotations

@@ -133,13 +133,6 @@ def scaling(found: dict[str, Any]) -> str:
     return table([*head, "bend: FLOPs without attention", "bend: saved bytes"], rows, left=2) + "\n" + made_on(found)
 
 
-def quickstart(found: dict[str, Any]) -> str:
-    rows = [[row["stage"], f"{row['wall']:.1f}", f"{row['cpu']:.1f}"] for row in found["stages"]]
-    rows.append(["**whole**", f"{found['whole']['wall']:.1f}", f"{found['whole']['cpu']:.1f}"])
-    share = f"\nThe data pipeline takes {100 * found['data_share_of_training']:.1f} % of the training's CPU time."
-    return table(["stage", "wall s", "CPU s"], rows) + "\n" + share + "\n" + made_on(found)
-
-
 def own_targets(found: dict[str, Any]) -> str:
     """The target lines of a result as they stand."""
     rows = [
@@ -173,7 +166,7 @@ def attention(found: dict[str, Any]) -> str:
 
 
 def gpu(part: str) -> str:
-    """A part of `make gpu`'s record: parity, kernels or decode."""
+    """A part of `make gpu`'s record: parity or decode."""
     found = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["parts"].get(part, {}).get("result")
     return GPU[part](found) if found else "Not measured yet: run `make gpu`."
 
@@ -187,41 +180,24 @@ def parity(found: dict[str, Any]) -> str:
     return table(["", *(f"{family}: {what}" for family in found for what in ("logits", "gradients"))], rows)
 
 
-def kernels(found: dict[str, Any]) -> str:
-    sides = {"torch": "torch", "auto": "auto", "triton": "triton", "peft": "PEFT, no gate"}
-    rows = []
-    for name, row in found.items():
-        spent = row["milliseconds"]
-        worst = max(found / twin for setting in ("auto", "triton") for found, twin in _pairs(row["errors"], setting))
-        cells = [f"{spent[side][kind]:.2f}" for kind in ("step", "decode") for side in sides]
-        rows.append([name, *cells, f"{worst:.2f}"])
-    head = [f"{kind}: {word}" for kind in ("step", "16 tokens") for word in sides.values()]
-    return table(["milliseconds of a module", *head, "largest error ÷ twin's"], rows)
-
-
-def _pairs(errors: dict[str, dict[str, float]], setting: str) -> list[tuple[float, float]]:
-    return [(errors[setting][what], errors["torch"][what]) for what in errors["torch"]]
-
-
 def decoding(found: dict[str, Any]) -> str:
-    sides = ["base", "adapter", "gated, torch", "gated, auto", "gated, triton"]
+    sides = ["base", "adapter", "gated"]
     rows = []
     for name, row in sorted(found.items(), key=lambda one: int(one[0].split()[1])):
-        spent, slower = row["tokens_per_second"], row["time_to_adapter"]
-        cells = [f"{spent[side]['median']:.0f}" if side in spent else "" for side in sides]
-        ratio = [f"{slower[side]['median']:.2f}" if side in slower else "" for side in sides[2:]]
-        rows.append([name, *cells, " / ".join(filter(None, ratio))])
+        spent = row["tokens_per_second"]
+        rows.append(
+            [name, *(f"{spent[side]['median']:.0f}" for side in sides), f"{row['time_to_adapter']['median']:.2f}"]
+        )
     return table(["tokens per second", *sides, "time, gated ÷ adapter"], rows)
 
 
-GPU = {"parity": parity, "kernels": kernels, "decode": decoding}
+GPU = {"parity": parity, "decode": decoding}
 OTHERS: dict[str, Callable[[], str]] = {"serving": serving, **{f"gpu {part}": partial(gpu, part) for part in GPU}}
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "step": ("step", step),
     "step targets": ("step", step_targets),
     "true shapes": ("true_shapes", true_shapes),
     "scaling": ("scaling", scaling),
-    "quickstart": ("quickstart", quickstart),
     "attention": ("attention", attention),
     "head": ("head", own_targets),
     "decode": ("decode", own_targets),
@@ -233,6 +209,8 @@ def filled(text: str) -> str:
     """The page with every marked table made again."""
 
     def fill(found: re.Match[str]) -> str:
+        if found[2] not in OTHERS and found[2] not in TABLES:
+            return found[0]  # of another script
         if found[2] in OTHERS:
             return f"{found[1]}\n{OTHERS[found[2]]()}\n\n{found[3]}"
         source, make = TABLES[found[2]]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # cheapest first
-SCRIPTS = ("true_shapes", "startup", "attention", "head", "step", "scaling", "decode", "quickstart")
+SCRIPTS = ("true_shapes", "startup", "attention", "head", "step", "scaling", "decode")
 
 
 def main() -> int:

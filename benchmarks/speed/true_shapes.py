@@ -25,7 +25,7 @@ SHAPES = {
     "Qwen3-4B": Shape(2560, 9728, 36, 32, 8, head_size=128, vocabulary=151936, family="qwen3", rows=1, sequence=2048),
 }
 TO_FLOOR = 1.02
-TO_LORA = {"Qwen2.5-1.5B": 0.92, "Qwen2.5-7B": 0.96, "Qwen3-4B": 0.94}
+TO_LORA = {"Qwen2.5-1.5B": 0.92, "Qwen2.5-7B": 0.96, "Qwen3-4B": 0.95}
 JUDGED = 2048  # tokens of the row that the targets are read at
 
 

@@ -118,8 +118,6 @@ def cells(world: str) -> list[Situation]:
             numbers.learning_rate,
             numbers.noise,
             numbers.rows,
-            False,
-            "test2",
         )
         for seed in TRAINING_SEEDS
         for base in WORLDS[world]
@@ -309,17 +307,7 @@ def stage_one(cell: Cell) -> None:
 
 
 def controls(cell: Cell) -> None:
-    """What else, given the same rows and steps, might have done what the gates do; and the anchored objective."""
-    name = "SCALE [0,6] anchored product"
-    if not cell.has(name):
-        settings = cell.settings(
-            objective="anchored",
-            anchor="product",
-            max_new_tokens=cell.numbers.max_new_tokens,
-            sampling_batch_size=BATCH,
-        )
-        with cell.gated(cell.lora, cell.config(0, 6), settings) as training:
-            cell.keep(name, cell.lora, dev=True, training=training)
+    """What else, given the same rows and steps, might have done what the gates do."""
     gates: dict[str, Callable[[], tuple[GateConfig, GateTrainingSettings]]] = {
         "one λ per module [0,1]": lambda: (cell.config(0, 1, granularity="module"), cell.settings()),
         "CE gates [-6,3]": lambda: (cell.config(-6, 3), cell.settings(objective="ce")),

@@ -1,12 +1,12 @@
 """The study's tables, from the verdicts that `measure.py` kept; no model is loaded.
 
-    python benchmarks/study/report.py [--cache CACHE [CACHE …] --pack FILE] [--out FILE.json] [--docs docs/study.md]
+    python benchmarks/study/report.py [--cache CACHE [CACHE …] --pack FILE] [--out FILE.json] [--write]
 
 reads the committed verdicts, benchmarks/results/study_verdicts.jsonl.gz. A cell is one base and one training seed. Every
 difference is paired within the cell and on the same questions. Cells of one base are not independent, so intervals are
 Student's over bases: the cells of a base are averaged first, and five bases give four degrees of freedom. A method is
-compared only on cells where it was measured, and the table says how many these are. `--docs` puts the tables between the
-two markers of a page.
+compared only on cells where it was measured, and the table says how many these are. `--write` puts the tables
+into README.md and RESULTS.md.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import false_discovery_control as bh
 from scipy.stats import t as student
-from tables import FEWEST_BASES, glance, markdown
 
+from loragate.evaluation import holm
 from loragate.files import write_json, write_text
-from loragate.selection import choose
 
 VERDICTS = Path(__file__).parents[1] / "results" / "study_verdicts.jsonl.gz"
 WORLD_ORDER = ("arithmetic", "commands", "larger", "english")
-TABLES = ("<!-- tables: begin -->", "<!-- tables: end -->")
+HERE = Path(__file__).parent
 GLANCE = ("<!-- glance: begin -->", "<!-- glance: end -->")
+TITLES = {"english": "English"}
+FEWEST_BASES = 3
+SCORES = ("base", "LoRA", "LoRA T=0.3", "DFT", "SCALE [0,1]", "SCALE [-6,3]", "SCALE [0,6]")
 ORDER = (
     "base",
     "LoRA",
@@ -64,18 +67,6 @@ ORDER = (
     "LoRA interleaved",
 )
 PLAIN = ("SCALE [0,1]", "SCALE [-6,3]", "SCALE [0,6]", "SCALE [-3,1]")
-RULES: dict[str, tuple[str, ...]] = {
-    "always LoRA": ("LoRA",),
-    "always [-6,3]": ("SCALE [-6,3]",),
-    "always [-3,1]": ("SCALE [-3,1]",),
-    "always [0,1]": ("SCALE [0,1]",),
-    "always [0,6]": ("SCALE [0,6]",),
-    "automatic: [0,1] [-6,3] [0,6]": ("LoRA", "SCALE [0,1]", "SCALE [-6,3]", "SCALE [0,6]"),
-    "automatic: [0,6] and anchored": ("LoRA", "SCALE [0,6]", "SCALE [0,6] anchored product"),
-    "automatic: all four ranges": ("LoRA", *PLAIN),
-    "automatic: one λ for all": ("LoRA", "λ=-0.5", "λ=0.5", "λ=1.5"),
-    "automatic: adapter on or off": ("LoRA", "base"),
-}
 CLAIMS: tuple[tuple[str, str, str], ...] = (
     ("gates in [-6,3] beat the LoRA", "SCALE [-6,3]", "LoRA"),
     ("gates in [0,1] beat the LoRA", "SCALE [0,1]", "LoRA"),
@@ -253,51 +244,6 @@ def verdict(difference: dict[str, Any]) -> str:
     return "opposite" if difference["high"] < 0 else "not shown"
 
 
-def rules(cells: list[Cell]) -> dict[str, dict[str, Any]]:
-    """Automatic choice on 64 development questions against fixed ranges and the best on the test questions."""
-    found = {}
-    for name, candidates in RULES.items():
-        having = [cell for cell in cells if cell.has("base", "LoRA", *PLAIN, *candidates)]
-        if not having:
-            continue
-        picks = {cell.name: pick(cell, candidates) for cell in having}
-
-        gains = [cell.score(picks[cell.name]) - cell.score("LoRA") for cell in having]
-        best = [max(cell.score(one) for one in ("LoRA", *PLAIN)) for cell in having]
-        regrets = [top - cell.score(picks[cell.name]) for top, cell in zip(best, having, strict=True)]
-        counts: dict[str, int] = {}
-        for one in picks.values():
-            counts[one] = counts.get(one, 0) + 1
-        found[name] = {
-            "gain": over_bases(having, gains),
-            "versus_base": over_bases(having, [cell.score(picks[cell.name]) - cell.score("base") for cell in having]),
-            "regret": over_bases(having, regrets),
-            "regret_fair": over_bases(having, [fair_regret(cell, picks[cell.name]) for cell in having]),
-            "harmed": int(sum(gain < 0 for gain in gains)),
-            "cells": len(having),
-            "picks": dict(sorted(counts.items(), key=lambda item: -item[1])),
-        }
-    return found
-
-
-def pick(cell: Cell, candidates: tuple[str, ...]) -> str:
-    """A single candidate is taken as it is; of several, what `loragate.selection.choose` picks."""
-    if len(candidates) == 1:
-        return candidates[0]
-    return choose({name: cell.verdicts[name]["dev"] for name in candidates}, "LoRA").name
-
-
-def fair_regret(cell: Cell, picked: str) -> float:
-    """Regret against a best that was chosen on one half of the test questions and is compared on the other; 400 halves."""
-    names = list(dict.fromkeys(("LoRA", *PLAIN, picked)))
-    scores = np.stack([cell.verdicts[name]["test"].mean(axis=1) for name in names])
-    generator = np.random.default_rng(0)
-    half = np.stack([generator.permutation(scores.shape[1]) < scores.shape[1] // 2 for _ in range(400)])
-    first, second = (scores @ half.T) / half.sum(axis=1), (scores @ ~half.T) / (~half).sum(axis=1)
-    best = first[: len(PLAIN) + 1].argmax(axis=0)
-    return 100 * float(np.mean(second[best, np.arange(len(best))] - second[names.index(picked)]))
-
-
 def cooler_above_all(cells: list[Cell]) -> dict[str, int]:
     """In how many cells the LoRA at T = 0.3 scores more than gates in any range at T = 1."""
     having = [cell for cell in cells if cell.has("LoRA T=0.3", *PLAIN)]
@@ -313,20 +259,112 @@ def study(cells: list[Cell]) -> dict[str, Any]:
         results[world] = {
             "methods": methods(of_world),
             "claims": claims(of_world),
-            "rules": rules(of_world),
             "cooler": cooler_above_all(of_world),
         }
     return results
 
 
-def filled(page: str, results: dict[str, Any]) -> str:
-    """The page with its tables in place of what stood between the markers."""
-    everything = "\n".join(line for world, result in results.items() for line in markdown(world, result))
-    for (begin, end), tables in ((GLANCE, "\n".join(glance(results))), (TABLES, everything)):
-        before, rest = page.split(begin)
-        _, after = rest.split(end)
-        page = f"{before}{begin}\n\n{tables.strip()}\n\n{end}{after}"
-    return page
+def glance(results: dict[str, Any]) -> list[str]:
+    """Scores, claims and the automatic choice of every world, a column each; what an interval over bases shows is bold."""
+    worlds = list(results)
+    header = ["", *(TITLES.get(world, world) for world in worlds)]
+    counted = ["bases (cells)", *(_bases(results[world]) for world in worlds)]
+    lines = [_row(header), "|---|" + "---:|" * len(worlds), _row(counted)]
+    for method in SCORES:
+        entries = [results[world]["methods"].get(method) for world in worlds]
+        lines.append(_row([f"score of {method}", *(f"{e['score']['mean']:.1f}" if e else "–" for e in entries)]))
+    for said in results[worlds[0]]["claims"]:
+        if said.startswith("gates in [0,1] beat") and not said.endswith(("LoRA", "0.3")):
+            continue  # in RESULTS.md
+        found = [results[world]["claims"].get(said) for world in worlds]
+        lines.append(_row([said, *(_shown(gap) if gap else "–" for gap in found)]))
+    cooler = (f"{one['cooler']['above']} of {one['cooler']['cells']}" for one in results.values())
+    lines.append(_row(["cells in which the LoRA at T = 0.3 beats every range", *cooler]))
+    return [*lines, "", adjusted(results)]
+
+
+def adjusted(results: dict[str, Any]) -> str:
+    """How many of the claims' intervals leave zero out, and how many would after adjustment for their number."""
+    p = [gap["p"] for one in results.values() for gap in one["claims"].values() if gap["bases"] >= FEWEST_BASES]
+    alone, after_holm, controlled = (
+        sum(value <= 0.05 for value in values) for values in (p, holm(p), bh(p, method="bh"))
+    )
+    return (
+        f"Of the {len(p)} claims with an interval over bases, {alone} leave zero out. After Holm's adjustment for {len(p)} "
+        f"comparisons {after_holm} would, at a false discovery rate of 5 % (Benjamini and Hochberg) {controlled}."
+    )
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _bases(result: dict[str, Any]) -> str:
+    lora = result["methods"]["LoRA"]["score"]
+    return f"{lora['bases']} ({lora['cells']})"
+
+
+def _shown(gap: dict[str, Any]) -> str:
+    decided = gap["bases"] >= FEWEST_BASES and (gap["low"] > 0 or gap["high"] < 0)
+    return f"**{interval(gap)}**" if decided else interval(gap)
+
+
+def markdown(name: str, result: dict[str, Any]) -> list[str]:
+    """The tables of one world."""
+    retained = any("retention" in entry for entry in result["methods"].values())
+    lines = [
+        f"### The {TITLES.get(name, name)} world",
+        "",
+        "| method | score | versus LoRA | cells above LoRA | worst cell | "
+        + ("retention | " if retained else "")
+        + "tokens | cut off |",
+        "|---|---:|---:|---:|---:|" + ("---:|" if retained else "") + "---:|---:|",
+    ]
+    for method, entry in result["methods"].items():
+        gap = entry["versus_lora"]
+        cells = [
+            method,
+            f"{entry['score']['mean']:.1f}",
+            "–" if method == "LoRA" else interval(gap),
+            "–" if method == "LoRA" else f"{gap['above']} of {gap['cells']}",
+            "–" if method == "LoRA" else f"{gap['worst']:+.1f}",
+        ]
+        if retained:
+            cells.append(f"{entry['retention']['mean']:.1f}" if "retention" in entry else "–")
+        cells += [f"{entry['tokens']:.1f}", f"{entry['cut_off']:.1f} %"]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| claim | difference | cells | verdict |", "|---|---:|---:|---|"]
+    for said, gap in result["claims"].items():
+        lines.append(f"| {said} | {interval(gap)} | {gap['above']} of {gap['cells']} | {gap['verdict']} |")
+    gates = {method: entry["gates"] for method, entry in result["methods"].items() if "gates" in entry}
+    entropies = {method: entry["entropy"] for method, entry in result["methods"].items() if "entropy" in entry}
+    lines += ["", "| gates | λ < 0 | 0 to 1 | λ > 1 | training entropy |", "|---|---:|---:|---:|---:|"]
+    for method, shares in gates.items():
+        before, after = entropies[method]
+        parts = " | ".join(f"{100 * share:.0f} %" for share in shares.values())
+        lines.append(f"| {method} | {parts} | {before:.3f} → {after:.3f} |")
+    return [*lines, ""]
+
+
+def interval(gap: dict[str, Any]) -> str:
+    """Mean and interval, in points; of one or two bases the extremes of their cells, in square brackets."""
+    if gap["bases"] < FEWEST_BASES:
+        return f"{gap['mean']:+.1f} [{gap['worst']:+.1f}, {gap['best']:+.1f}]"
+    return f"{gap['mean']:+.1f} ({gap['low']:+.1f} to {gap['high']:+.1f})"
+
+
+def pages(results: dict[str, Any]) -> dict[Path, str]:
+    """README.md with its table at a glance, and RESULTS.md with all tables."""
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
+    before, rest = readme.split(GLANCE[0])
+    _, after = rest.split(GLANCE[1])
+    table = "\n".join(glance(results)).strip()
+    everything = "\n".join(line for world, result in results.items() for line in markdown(world, result)).strip()
+    head = "# All results of the study\n\nMade by `report.py`; [README.md](README.md) reads them."
+    return {
+        HERE / "README.md": f"{before}{GLANCE[0]}\n\n{table}\n\n{GLANCE[1]}{after}",
+        HERE / "RESULTS.md": f"{head}\n\n{everything}\n",
+    }
 
 
 def main() -> None:
@@ -340,7 +378,9 @@ def main() -> None:
     parser.add_argument("--pack", type=Path, help="write the verdicts of --cache to this .jsonl.gz file")
     parser.add_argument("--add", action="store_true", help="join the verdicts of --cache to those that are committed")
     parser.add_argument("--out", type=Path, help="write every number as JSON")
-    parser.add_argument("--docs", type=Path, help="a page whose tables between the markers are replaced")
+    parser.add_argument(
+        "--write", action="store_true", help="write the tables of README.md and RESULTS.md beside this file"
+    )
     options = parser.parse_args()
     verdicts = VERDICTS
     if options.cache:
@@ -350,8 +390,9 @@ def main() -> None:
         parser.error("--pack and --add take the verdicts of a --cache; give one")
     results = study(load(verdicts))
     print("\n".join(glance(results)), *(line for item in results.items() for line in markdown(*item)), sep="\n")
-    if options.docs:
-        write_text(options.docs, filled(options.docs.read_text(encoding="utf-8"), results))
+    if options.write:
+        for path, text in pages(results).items():
+            write_text(path, text)
     if options.out:
         write_json(options.out, results)
 

@@ -211,7 +211,7 @@ def _batches(
 
 def _learning_rate_factor(step: int, recipe: TinyBaseRecipe) -> float:
     """Linear warm-up, then a cosine to zero; `step` counts the optimiser steps already done."""
-    warmup_steps = max(1, round(recipe.warmup * recipe.steps))
+    warmup_steps = max(1, round(recipe.warmup_ratio * recipe.steps))
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, recipe.steps - warmup_steps)
