@@ -44,7 +44,7 @@ def steps(out: str, precision: str) -> dict[str, tuple[str, str]]:
             "adapter_model.safetensors",
         ),
         "gated": (
-            f"loragate calibrate --adapter {out}/adapter {trains} --probe {ROWS}/probe.jsonl --exclude {ROWS}/test.jsonl "
+            f"loragate calibrate --adapter {out}/adapter {trains} --dev-data {ROWS}/dev.jsonl --exclude {ROWS}/test.jsonl "
             f"--ranges='0,1;-6,3'{samples} --out {out}/gated",
             "gate_config.json",
         ),
@@ -62,7 +62,7 @@ def steps(out: str, precision: str) -> dict[str, tuple[str, str]]:
 # what makes every step short, to see that the chain holds
 SMOKE = {
     "adapter": "--max-steps 3 --max-rows 16",
-    "gated": "--max-steps 3 --max-rows 16 --probe-samples 1",
+    "gated": "--max-steps 3 --max-rows 16 --dev-samples 1",
     "eval": "--limit 4 --samples 1 --max-new-tokens 8",
     "report.html": "",
 }

@@ -7,12 +7,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
 from rich.console import Console
 
 from loragate import display
 from loragate.cli import generate
-from loragate.cli.calibrate import news
+from loragate.cli.calibrate import advance
 from loragate.display import FILE_WIDTH, Display, console, time_left
 from loragate.generation import Sample, TransformersEngine
 from loragate.printable import printable
@@ -63,24 +62,20 @@ def test_what_was_done_before_a_resume_gives_no_pace(clock, monkeypatch):
         assert job.left(0.5) == "50", "a tenth in 10 s"
 
 
-def test_a_choice_of_ranges_says_which_step_of_which_range(clock):
+def test_a_calibration_says_what_it_is_at(clock):
     out = io.StringIO()
-    tried = parse_candidates("0,1;-6,3", "entropy", 0)
     with Display(out=Console(file=out, width=200)).job("trying 2 ranges") as job:
-        told = news(Console(file=out, width=200), job, tried, 1.25)
-        told(Candidate(None, ADAPTER), "planned", 0, 2400, None)
-        for one, stage, total in [
-            (tried[0], "training", 150),
-            (Candidate(None, ADAPTER, temperature=0.3), "probing", 40),
+        told = advance(job, answers=80, trainings=2)
+        for stage, what, total, note in [
+            ("training", "[0,1]", 150, "entropy 0.050"),
+            ("evaluating", "adapter T=0.3", 40, ""),
         ]:
-            told(one, "loading", 0, 0, None)
             for done in range(0, total + 1, 10):
                 clock.now += 11
-                told(one, stage, done, total, 0.05 if stage == "training" else None)
+                told(stage, what, done, total, note)
     lines = out.getvalue().splitlines()
-    assert lines[0].startswith("at most 2,400 answers will be asked, of all settings together")
-    assert lines[1] == "trying 2 ranges: range 1 of 2, [0,1]: training, step 0 of 150 · entropy 0.050"
-    assert "trying 2 ranges: 1 settings asked; adapter T=0.3: answer 40 of 40" in lines
+    assert lines[0].startswith("trying 2 ranges: training [0,1]: 0 of 150 · entropy 0.050")
+    assert any(line.startswith("trying 2 ranges: evaluating adapter T=0.3: 40 of 40") for line in lines)
 
 
 @pytest.mark.parametrize(("columns", "width"), [(None, FILE_WIDTH), ("200", 200)])

@@ -59,7 +59,7 @@ def test_a_setting_that_nothing_reads_is_refused(options, words):
 
 
 def test_flags_are_named_as_typed():
-    with pytest.raises(ConfigError, match="--probe-samples has no effect without --probe"):
+    with pytest.raises(ConfigError, match="--dev-samples has no effect without --dev-data"):
         require_effect("test", Options(probe_samples=2), flags=True)
 
 

@@ -20,7 +20,7 @@ def maker():
 
 @pytest.fixture(scope="module")
 def rows():
-    names = ("train", "probe", "test")
+    names = ("train", "dev", "test")
     return {name: [json.loads(line) for line in (FOLDER / f"{name}.jsonl").open(encoding="utf-8")] for name in names}
 
 
@@ -30,12 +30,12 @@ def test_no_two_files_tell_one_story(maker, rows):
     words = {
         name: [maker.content(row["prompt"].replace(maker.ASK, "")) for row in file] for name, file in svamp.items()
     }
-    for one, other in (("test", "train"), ("test", "probe"), ("probe", "train")):
+    for one, other in (("test", "train"), ("test", "dev"), ("dev", "train")):
         shared = [len(a & b) / len(a | b) for a in words[one] for b in words[other]]
         assert max(shared) < maker.SAME_STORY, (one, other)
     ids = [row["id"] for file in rows.values() for row in file]
     assert len(ids) == len(set(ids))
-    assert (len(rows["probe"]), len(rows["test"])) == (maker.PROBE, maker.TEST)
+    assert (len(rows["dev"]), len(rows["test"])) == (maker.PROBE, maker.TEST)
 
 
 def test_the_formula_of_a_training_row_is_read_by_the_grader(maker, rows):

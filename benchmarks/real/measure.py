@@ -215,7 +215,7 @@ class Cell:
                 words += ["--adapter", str(self.made(spec["from"], budget))]
         else:
             options = {**common, **self.design["gates"], **spec["calibrate"]}
-            words += ["--adapter", str(self.made("LoRA", budget)), "--unverified"]
+            words += ["--adapter", str(self.made("LoRA", budget)), "--skip-selection"]
         if self.smoke:
             options |= {"max_steps": 2}
         words += [flag for key, value in options.items() if (flag := as_flag(key, value))]

@@ -5,7 +5,7 @@ models choose an operation far better than they calculate, and the graders calcu
 
 SVAMP's 1,000 questions are variations of about a hundred stories: the same peaches with other numbers or another question.
 A random split would put variations of one story on both sides, so whole stories are dealt out: a story is for the test,
-for the probe or for the training. GSM8K's questions fill the training up. The same sources always give the same files.
+for the dev set or for the training. GSM8K's questions fill the training up. The same sources always give the same files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-TEST, PROBE, TRAIN = 300, 128, 400  # rows
+TEST, DEV, TRAIN = 300, 128, 400  # rows
 SAME_STORY = 0.4  # share of common content words from which two SVAMP questions tell one story
 ASK = "Put the formula that gives the answer in \\boxed{}."
 # words that any story may have
@@ -28,20 +28,20 @@ all other one two who which would will when into by as not but so get got you yo
 
 
 def main() -> None:
-    """Write train.jsonl, probe.jsonl and test.jsonl beside this file."""
+    """Write train.jsonl, dev.jsonl and test.jsonl beside this file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--svamp", required=True, help="SVAMP.json of arkilpatel/SVAMP")
     parser.add_argument("--gsm8k", required=True, help="train.jsonl of openai/grade-school-math")
     given = parser.parse_args()
     stories = by_story(read_svamp(Path(given.svamp)))
     test, rest = dealt(stories, TEST)
-    probe, rest = dealt(rest, PROBE)
+    dev, rest = dealt(rest, DEV)
     train = [row for story in rest for row in story]
     others = sorted(read_gsm8k(Path(given.gsm8k)), key=shuffle_key)
     train = sorted([*train, *others[: TRAIN - len(train)]], key=shuffle_key)
     here = Path(__file__).parent
     write(here / "train.jsonl", train, ("id", "prompt", "response"))
-    write(here / "probe.jsonl", probe, ("id", "prompt", "answer"))
+    write(here / "dev.jsonl", dev, ("id", "prompt", "answer"))
     write(here / "test.jsonl", test, ("id", "prompt", "answer"))
 
 

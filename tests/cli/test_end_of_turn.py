@@ -28,7 +28,7 @@ from tiny import (
 )
 
 EOS, LIMIT = 1, "60"
-PROBE = ["--probe-grader", "exact", "--probe-samples", "2", "--probe-max-new-tokens", LIMIT]
+PROBE = ["--dev-grader", "exact", "--dev-samples", "2", "--dev-max-new-tokens", LIMIT]
 
 
 def build(place, tokenizer, **shape):
@@ -89,11 +89,21 @@ COMMANDS = {
     },
     "eval": ["eval", "--model", "gated", "--tasks", "words.yaml", "--limit", "4", "--out", "out"],
     "calibrate by probe, with rollouts": [
-        *("calibrate", "--adapter", "adapter", "--data", "train.jsonl", "--probe", "words.jsonl", *PROBE, *TRAINING),
-        *("--range=0,1", "--objective", "anchored", "--max-new-tokens", LIMIT, "--out", "out"),
+        *("calibrate", "--adapter", "adapter", "--data", "train.jsonl", "--dev-data", "words.jsonl", *PROBE, *TRAINING),
+        *("--ranges=0,1", "--objective", "anchored", "--max-new-tokens", LIMIT, "--out", "out"),
     ],
     "sweep": [
-        *("sweep", "--adapter", "adapter", "--data", "train.jsonl", "--probe", "words.jsonl", *PROBE, "--ranges=0,1"),
+        *(
+            "sweep",
+            "--adapter",
+            "adapter",
+            "--data",
+            "train.jsonl",
+            "--dev-data",
+            "words.jsonl",
+            *PROBE,
+            "--ranges=0,1",
+        ),
         *("--seeds", "0", "--batch-size", "16", "--k", "20", "--runner", "sequential", "--out", "out"),
     ],
     "diagnose interventions": [
@@ -163,7 +173,7 @@ def test_a_template_given_on_the_command_line_decides_and_the_artifact_keeps_it(
     (tmp_path / "bare").mkdir()
     build(tmp_path / "bare", bare)
     calibrate = ["calibrate", "--adapter", tmp_path / "bare" / "adapter", "--data", place / "train.jsonl", *TRAINING]
-    calibrate += ["--range=0,1", "--unverified", "--chat-template", template, "--out", tmp_path / "gated"]
+    calibrate += ["--ranges=0,1", "--skip-selection", "--chat-template", template, "--out", tmp_path / "gated"]
     run(*calibrate)
     assert json.loads((tmp_path / "gated" / "gate_config.json").read_text())["stop_token_ids"] == [EOS, TURN_END]
     assert lg.load_gated(tmp_path / "gated").generation_config.eos_token_id == [EOS, TURN_END]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.selection import transaction
+from loragate.selection import trials
 from tiny import run, tiny_base, tiny_tokenizer, write_adapter, write_base, write_rows
 
 
@@ -46,14 +46,23 @@ def test_what_sft_and_calibrate_leave(place):
 
 def test_what_calibrate_says(place, tmp_path, capsys):
     data = ["--data", place / "alpaca.json", "--batch-size", 20, "--per-device-train-batch-size", 20]
-    run("calibrate", "--adapter", place / "adapter", "--range=0,1", "--unverified", *data, "--out", tmp_path / "g")
+    run("calibrate", "--adapter", place / "adapter", "--ranges=0,1", "--skip-selection", *data, "--out", tmp_path / "g")
     text = capsys.readouterr().out
     assert "20 rows" in text
     assert "⟦" in text, "the response mask is shown before training"
     assert "next: loragate eval" in text
     (tmp_path / "odd.jsonl").write_text(json.dumps({"prompt": "w1", "completion": "never seen words"}) + "\n")
     data[1] = tmp_path / "odd.jsonl"
-    run("calibrate", "--adapter", place / "adapter", "--range=0,1", "--unverified", *data, "--out", tmp_path / "odd")
+    run(
+        "calibrate",
+        "--adapter",
+        place / "adapter",
+        "--ranges=0,1",
+        "--skip-selection",
+        *data,
+        "--out",
+        tmp_path / "odd",
+    )
     text = " ".join(capsys.readouterr().out.split())
     assert "without the chat template" in text
     assert "unknown to the tokenizer" in text
@@ -101,7 +110,7 @@ def test_inspect(place, tmp_path, capsys, fails):
     said = " ".join(capsys.readouterr().out.split())
     assert "delta on the output head (lm_head)" in said
     assert "next: this adapter cannot be gated as it is" in said
-    line = ["--data", place / "messages.jsonl", "--range=0,1", "--unverified", "--out", tmp_path / "out"]
+    line = ["--data", place / "messages.jsonl", "--ranges=0,1", "--skip-selection", "--out", tmp_path / "out"]
     assert "delta on the output head" in fails("calibrate", "--adapter", head, *line, status=1)
     assert not (tmp_path / "out").exists()
     for how, words in (
@@ -113,18 +122,18 @@ def test_inspect(place, tmp_path, capsys, fails):
 
 
 def test_evidence_that_cannot_be_had_is_missed_before_anything_is_tokenised(place, tmp_path, fails, monkeypatch):
-    monkeypatch.setattr(transaction, "training_rows", None)
+    monkeypatch.setattr(trials, "training_rows", None)
     options = ["--adapter", place / "adapter", "--data", place / "messages.jsonl", "--out", tmp_path / "out"]
-    probe = tmp_path / "probe.jsonl"
-    assert "found no file" in fails("calibrate", *options, "--probe", probe, status=1)
+    probe = tmp_path / "dev.jsonl"
+    assert "found no file" in fails("calibrate", *options, "--dev-data", probe, status=1)
     probe.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    assert "math answers need math-verify" in fails("calibrate", *options, "--probe", probe)
+    assert "math answers need math-verify" in fails("calibrate", *options, "--dev-data", probe)
     assert not (tmp_path / "out").exists()
 
 
 def test_wrong_paths(place, tmp_path, fails):
-    options = ["--data", place / "messages.jsonl", "--range=-3,1", "--unverified", "--out", tmp_path / "out"]
+    options = ["--data", place / "messages.jsonl", "--ranges=-3,1", "--skip-selection", "--out", tmp_path / "out"]
     for adapter, words in (
         (tmp_path / "none", "does not exist"),
         (place / "gated", "is already a gated adapter"),
@@ -144,7 +153,15 @@ def test_a_tokenizer_without_a_chat_template(place, tmp_path, fails):
     for folder in ("base", "adapter"):
         shutil.copytree(place / folder, tmp_path / folder)
         (tmp_path / folder / "chat_template.jinja").unlink()
-    line = ["calibrate", "--adapter", tmp_path / "adapter", "--base", tmp_path / "base", "--range=-3,1", "--unverified"]
+    line = [
+        "calibrate",
+        "--adapter",
+        tmp_path / "adapter",
+        "--base",
+        tmp_path / "base",
+        "--ranges=-3,1",
+        "--skip-selection",
+    ]
     line += ["--out", tmp_path / "out", "--data", place / "messages.jsonl"]
     assert "--chat-template" in fails(*line, status=1)
     template = tmp_path / "template.jinja"
@@ -156,9 +173,9 @@ def test_resume_through_the_command(place, tmp_path, fails, monkeypatch):
     from loragate.training import run as run_module
 
     out = tmp_path / "gated"
-    line = ["calibrate", "--adapter", place / "adapter", "--data", place / "messages.jsonl", "--range=-3,2"]
+    line = ["calibrate", "--adapter", place / "adapter", "--data", place / "messages.jsonl", "--ranges=-3,2"]
     line += [
-        "--unverified",
+        "--skip-selection",
         "--batch-size",
         4,
         "--per-device-train-batch-size",
@@ -210,8 +227,8 @@ def test_a_training_stopped_while_the_model_loaded_is_resumed_from_the_start(pla
 def test_a_folder_that_is_not_empty_is_left_alone(place, tmp_path, fails):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "README.md").write_text("mine")
-    calibrate = ["calibrate", "--adapter", place / "adapter", "--data", place / "messages.jsonl", "--range=-3,1"]
-    calibrate.append("--unverified")
+    calibrate = ["calibrate", "--adapter", place / "adapter", "--data", place / "messages.jsonl", "--ranges=-3,1"]
+    calibrate.append("--skip-selection")
     for out, words in (
         (tmp_path / "full", "is not empty"),
         (place / "adapter", "is not empty"),
@@ -247,7 +264,7 @@ def test_rows_longer_than_the_model_are_refused(tmp_path, fails):
     write_adapter(tmp_path / "adapter", tmp_path / "base")
     write_rows(tmp_path / "long.jsonl", [{"prompt": "w1", "completion": " ".join(["w2"] * 30)}])
     data = ["--data", tmp_path / "long.jsonl", "--out", tmp_path / "out"]
-    calibrate = ["calibrate", "--adapter", tmp_path / "adapter", "--range=0,1", "--unverified"]
+    calibrate = ["calibrate", "--adapter", tmp_path / "adapter", "--ranges=0,1", "--skip-selection"]
     for line in (["sft", "--model", tmp_path / "base"], calibrate):
         assert "long.jsonl:1 has 32 tokens, but the model has 16 positions" in fails(*line, *data, status=1)
 

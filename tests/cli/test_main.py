@@ -67,7 +67,7 @@ def test_help_says_what_is_required_first_and_nothing_of_what_is_off(capsys):
     assert main(["calibrate", "--help"]) == 0
     text = capsys.readouterr().out
     assert options_of(text)[:3] == ["--adapter", "--data", "--out"]
-    assert text.index("required") < text.index("--adapter") < text.index("options ─") < text.index("--range")
+    assert text.index("required") < text.index("--adapter") < text.index("options ─") < text.index("--ranges")
     assert "[default: False]" not in text
     assert "--no-resume" not in text
     assert main(["calibrate", "--help-all"]) == 0
@@ -96,7 +96,7 @@ def test_mistakes_on_the_command_line(fails):
     assert "more" in fails("inspect", "adapter", "more")
 
 
-@pytest.mark.parametrize("words", [["--range", "-3,1"], ["--range=-3,1"]])
+@pytest.mark.parametrize("words", [["--ranges", "-3,1"], ["--ranges=-3,1"]])
 def test_ranges_that_begin_with_a_minus(words):
     options, _ = parse(CALIBRATE, [*words, "--adapter", "a"])
     assert options.range == "-3,1"

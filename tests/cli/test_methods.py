@@ -30,7 +30,7 @@ def sft(place, out, *more):
 
 def calibrate(place, out, *more):
     data = ("--adapter", place / "adapter", "--data", place / "rows.jsonl", *COMMON, "--learning-rate", "0.05")
-    return ("calibrate", *data, "--range=-3,2", "--unverified", "--out", out, *more)
+    return ("calibrate", *data, "--ranges=-3,2", "--skip-selection", "--out", out, *more)
 
 
 def identity(folder):
@@ -87,8 +87,8 @@ def test_dora_says_what_can_be_done_with_it(place, tmp_path, capsys, fails):
     assert "next: loragate eval" in text
     assert "loragate calibrate" not in text
     said = fails(
-        "calibrate", "--adapter", tmp_path / "dora", "--data", place / "rows.jsonl", *COMMON, "--range=0,1",
-        "--unverified", "--out", tmp_path / "g", status=1,
+        "calibrate", "--adapter", tmp_path / "dora", "--data", place / "rows.jsonl", *COMMON, "--ranges=0,1",
+        "--skip-selection", "--out", tmp_path / "g", status=1,
     )  # fmt: skip
     assert "Dora variant of LoRA" in said
     assert "Gate a plain LoRA adapter" in said

@@ -10,7 +10,7 @@ import torch
 from loragate.cli.main import main
 from loragate.errors import ConfigError
 from loragate.gates.eligibility import quantization_of
-from loragate.models import Loading, ModelRef, bases, open_base
+from loragate.models import Loading, ModelRef, loading, open_base
 from tiny import is_packed, write_base
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -40,7 +40,7 @@ def test_all_the_way(storage, place, tmp_path, monkeypatch):
     flag = ["--quantization", storage]
     data = ["--data", str(place / "rows.jsonl"), *COMMON, *flag]
     assert main(["sft", "--model", str(place / "base"), *data, "--out", str(tmp_path / "adapter")]) == 0
-    calibrate = ["calibrate", "--adapter", str(tmp_path / "adapter"), *data, "--range=-3,2", "--unverified"]
+    calibrate = ["calibrate", "--adapter", str(tmp_path / "adapter"), *data, "--ranges=-3,2", "--skip-selection"]
     assert main([*calibrate, "--k", "20", "--out", str(tmp_path / "gated")]) == 0
     record = json.loads((tmp_path / "gated" / "gate_config.json").read_text())
     assert record["base"]["quantization"] == storage
@@ -62,7 +62,7 @@ def test_bases_and_stored_checkpoints(storage, place, tmp_path):
     how = Loading(device="cpu", quantization=storage)
     model = open_base(ModelRef(str(place / "base")), how)
     assert quantization_of(model) == storage
-    assert model.model.norm.weight.dtype == bases.torch_dtype(how)
+    assert model.model.norm.weight.dtype == loading.torch_dtype(how)
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4, 5]]))
     assert not any(is_packed(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear))
@@ -75,10 +75,10 @@ def test_bases_and_stored_checkpoints(storage, place, tmp_path):
 
 @needs_bitsandbytes
 def test_dtypes():
-    assert bases.torch_dtype(Loading(device="cpu")) == torch.float32
-    assert bases.torch_dtype(Loading(device="cpu", quantization="4bit")) == torch.float32
-    assert bases.torch_dtype(Loading(device="cpu", quantization="8bit")) == torch.bfloat16
-    assert bases.torch_dtype(Loading("float16", "cpu", "8bit")) == torch.float16
+    assert loading.torch_dtype(Loading(device="cpu")) == torch.float32
+    assert loading.torch_dtype(Loading(device="cpu", quantization="4bit")) == torch.float32
+    assert loading.torch_dtype(Loading(device="cpu", quantization="8bit")) == torch.bfloat16
+    assert loading.torch_dtype(Loading("float16", "cpu", "8bit")) == torch.float16
     arguments = bases._bitsandbytes(Loading("bfloat16", "cpu", "4bit"))
     assert arguments.bnb_4bit_quant_type == "nf4"
     assert arguments.bnb_4bit_use_double_quant
@@ -89,7 +89,7 @@ def commands(place, out):
     run = ["--data", place / "rows.jsonl", "--out", out]
     return {
         "sft": ["sft", "--model", place / "base", *run],
-        "calibrate": ["calibrate", "--adapter", place / "absent", "--range=0,1", "--unverified", *run],
+        "calibrate": ["calibrate", "--adapter", place / "absent", "--ranges=0,1", "--skip-selection", *run],
         "mask": ["mask", "--model", place / "base", "--reference", place / "absent", *run[:-1], f"{out}.jsonl"],
         "generate": ["generate", "--model", place / "base", "--prompt", "w1"],
         "eval": ["eval", "--model", place / "base", "--suite", "tiny", "--out", out],

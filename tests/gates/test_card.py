@@ -127,9 +127,9 @@ def test_gates_that_are_off_and_a_choice_of_the_user_are_called_so():
     assert "answers exactly as the plain adapter" in card
     assert "nothing beat the adapter" in card
     assert "flattered" not in card
-    selection = {"accepted": True, "reason": "given with --unverified", "evidence": "none: not compared"}
+    selection = {"accepted": True, "reason": "given with --skip-selection", "evidence": "none: not compared"}
     card = render_card("given", a_record(selection=selection))
-    assert "| how the range was chosen | given with --unverified |" in card
+    assert "| how the range was chosen | given with --skip-selection |" in card
 
 
 @pytest.mark.parametrize("base", ["/home/me/base", "", "../base", "a/b/c", *HOSTILE])

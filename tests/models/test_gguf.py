@@ -93,7 +93,7 @@ def gated(file, rows, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     short = ["--learning-rate", "0.05", "--batch-size", "8", "--max-steps", "2", "--data", str(rows)]
     assert main(["sft", "--model", str(file), "--rank", "4", "--out", str(folder / "adapter"), *short]) == 0
-    calibrate = ["calibrate", "--adapter", str(folder / "adapter"), "--range=-1,2", "--unverified"]
+    calibrate = ["calibrate", "--adapter", str(folder / "adapter"), "--ranges=-1,2", "--skip-selection"]
     assert main([*calibrate, "--out", str(folder / "gated"), *short]) == 0
     return folder / "gated"
 

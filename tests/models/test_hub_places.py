@@ -135,7 +135,7 @@ def test_a_tokenizer_comes_from_the_revision(place, hub, tmp_path):
 
 
 def test_calibrate_records_both_commits(place, hub, tmp_path, capsys):
-    command = ["calibrate", "--data", str(place / "rows.jsonl"), "--range=-1,1", "--unverified", *TRAIN]
+    command = ["calibrate", "--data", str(place / "rows.jsonl"), "--ranges=-1,1", "--skip-selection", *TRAIN]
     assert main([*command, "--adapter", "user/plain@v1", "--base", "user/base@v1", "--out", str(tmp_path / "a")]) == 0
     record = json.loads((tmp_path / "a" / "gate_config.json").read_text())
     assert (record["base"]["id"], record["base"]["revision"]) == ("user/base", BASE_OLD)

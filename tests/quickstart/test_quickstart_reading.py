@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from loragate.gates import GateConfig
-from loragate.quickstart.run import AGAIN, DFT, RANDOM, control_statements, rows_of
+from loragate.gates.range import parse_ranges
+from loragate.quickstart.run import AGAIN, DFT, RANDOM, control_statements, widest_of
+from loragate.selection import Trial
 
 
 def test_the_gates_are_compared_with_every_control():
@@ -18,7 +19,7 @@ def test_the_gates_are_compared_with_every_control():
         "[0,1]": [0.0] * 10,
         None: [0.5] * 10,
     }
-    rows = [SimpleNamespace(task="t", control=name, name=name, question_scores=each) for name, each in scores.items()]
+    rows = [SimpleNamespace(task="t", control=name, label=name, question_scores=each) for name, each in scores.items()]
     said = control_statements(SimpleNamespace(results=rows, find=lambda task: gated))
     stands = ("below", "above", "not told apart from")
     assert [line.split(" (")[0] for line in said] == [
@@ -28,18 +29,11 @@ def test_the_gates_are_compared_with_every_control():
 
 
 @pytest.mark.parametrize(
-    ("picked", "taken"),
-    [("[0,8]", "[-3,3]"), ("[-2,2]", "[-2,2]")],
-    ids=["one that reverses and extrapolates", "the picked one if it does"],
+    ("best", "taken"),
+    [("0,8", "-3,3"), ("-2,2", "-2,2")],
+    ids=["one that reverses and extrapolates", "the best one if it does"],
 )
-def test_interventions_take_a_range_that_they_change(picked, taken):
-    ranges = {"[0,8]": (0, 8), "[-3,3]": (-3, 3), "[-2,2]": (-2, 2)}
-    made = SimpleNamespace(
-        models=dict.fromkeys(("adapter", DFT, *ranges)),
-        calibrations={name: SimpleNamespace(config=GateConfig(*ends)) for name, ends in ranges.items()},
-        seed=0,
-    )
-    rows = rows_of(made, list(ranges), picked, 0.5, [])
-    assert [row.control for row in rows if row.override] == [
-        f"{taken} {name}" for name in ("noreverse", "noextrapolate", "unit")
-    ]
+def test_interventions_take_a_range_that_they_change(best, taken):
+    trials = [Trial(one) for one in parse_ranges("0,8;-3,3;-2,2")]
+    (found,) = [trial for trial in trials if trial.range == parse_ranges(best)[0]]
+    assert widest_of(trials, found).range == parse_ranges(taken)[0]

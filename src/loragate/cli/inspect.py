@@ -102,7 +102,7 @@ def _print(found: dict[str, Any], hopeless: bool) -> None:
         out.print(next_evaluation(gates["source"], "DIR"), markup=False)
     else:
         adapter = found["adapter"]
-        out.print(f"next: loragate calibrate --adapter {adapter} --data FILE --probe FILE --out DIR", markup=False)
+        out.print(f"next: loragate calibrate --adapter {adapter} --data FILE --dev-data FILE --out DIR", markup=False)
 
 
 COMMAND = Command(

@@ -104,7 +104,7 @@ def overview() -> str:
         "examples:\n"
         "  loragate quickstart\n"
         "  loragate inspect path/to/adapter\n"
-        "  loragate calibrate --adapter path/to/adapter --data train.jsonl --probe probe.jsonl --out gated\n\n"
+        "  loragate calibrate --adapter path/to/adapter --data train.jsonl --dev-data dev.jsonl --out gated\n\n"
         "loragate COMMAND --help describes a command; every option is also a key of its --config FILE."
     )
 

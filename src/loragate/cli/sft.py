@@ -96,7 +96,9 @@ def run(options: SftOptions) -> int:
         fall = f"; log loss per token {logged[0]:.3f} → {logged[-1]:.3f}" if logged else ""
         out.print(f"done in {duration(result.seconds)}: {result.steps} steps of {settings.objective}{fall}")
         out.print(f"written to {folder}")
-        gating = f"next: loragate calibrate --adapter {folder} --data {options.data} --probe FILE --out {folder}-gated"
+        gating = (
+            f"next: loragate calibrate --adapter {folder} --data {options.data} --dev-data FILE --out {folder}-gated"
+        )
         # a DoRA adapter cannot be gated
         out.print(next_evaluation(folder, f"runs/{folder.name}") if settings.dora else gating, markup=False)
     return 0

@@ -220,7 +220,7 @@ def trained_controls(loaded: Loaded) -> list[str]:
     if loaded.kind == "base":
         return []
     base, adapter = loaded.names["base"], loaded.names["adapter"]
-    gates = f"loragate calibrate --adapter {adapter} --data ROWS --range=L,U --unverified"
+    gates = f"loragate calibrate --adapter {adapter} --data ROWS --ranges=L,U --skip-selection"
     more = f"loragate sft --model {base} --adapter {adapter} --data ROWS"
     of_gates = [
         f"  one λ per module            {gates} --granularity module --out OUT",

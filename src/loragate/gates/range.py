@@ -40,7 +40,7 @@ class Range:
         lower, upper = self.lower, self.upper
         if lower > upper:
             raise GateError(
-                f"the range {lower:g},{upper:g} is the wrong way round: write the lower bound first, --range={upper:g},{lower:g}"
+                f"the range {lower:g},{upper:g} is the wrong way round: write the lower bound first, --ranges={upper:g},{lower:g}"
             )
         if lower > 0:
             raise GateError(f"the lower bound must be ≤ 0 so that a gate can switch a delta off, found {lower:g}")
@@ -59,7 +59,7 @@ class Range:
         try:
             lower, upper = (float(part) for part in text.strip("[]() ").split(","))  # two, or a ValueError
         except ValueError:
-            raise ConfigError(f"a range is two numbers L,U, such as --range=-3,1; found {text!r}") from None
+            raise ConfigError(f"a range is two numbers L,U, such as --ranges=-3,1; found {text!r}") from None
         try:
             return cls(lower, upper)
         except GateError as error:

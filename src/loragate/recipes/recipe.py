@@ -32,10 +32,10 @@ KINDS = ("domain", "backbone", "method")
 WORDS = ("model", "data", "revision", "chat_template")
 TOP = (*KINDS, *WORDS, "title", "about", "stages", "evaluations", "tables", "paper", "machine", "architecture", "for")
 """Keys at the top of a file that are no blocks of options, and so no names of stages."""
-COMMANDS = ("sft", "extract", "mask", "calibrate", "sweep", "eval", "diagnose")
+COMMANDS = ("sft", "mask", "calibrate", "sweep", "eval", "diagnose")
 """What a recipe may start, and nothing else."""
-TRAINS = ("sft", "extract", "calibrate", "sweep")
-GUARDED = {"trust_remote_code": False, "sandbox": "bubblewrap", "dev_sandbox": "bubblewrap"}
+TRAINS = ("sft", "calibrate", "sweep")
+GUARDED = {"trust_remote_code": False, "sandbox": "bubblewrap"}
 """Options that let code of others run with less protection, with the safe value. Recipe files are passed on like data, so that a
 file may not set them; --set may."""
 REFERENCE = re.compile(r"\{([A-Za-z][\w.-]*)\}")

@@ -155,7 +155,7 @@ def missing(stages: Sequence[Stage], folder: Path) -> Iterator[str]:
         for key in ("dev_data", "retention_data"):
             if key in given and not Path(given[key]).is_file():
                 yield f"{stage.name}: found no file {given[key]} ({key})"
-        if programs and given.get("range") == "auto" and "dev_data" not in given:
+        if programs and not given.get("skip_selection") and "dev_data" not in given:
             yield (
                 f"{stage.name}: questions with tests, as programs have no answer that could agree: "
                 f"--set {stage.name}.dev_data=FILE --set {stage.name}.dev_task=NAME"

@@ -79,7 +79,7 @@ def _replaced(stage: Stage, base: Path, domain: str) -> dict[str, Any]:
             new |= {"heldout": str(MATERIALS / f"{domain}-heldout.jsonl"), "heldout_split": None}
     if given.get("ranges") == "grid":
         new["ranges"] = RANGES
-    if given.get("range") == "auto" or given.get("dev_data"):
+    if stage.command == "calibrate" and not given.get("skip_selection"):
         # the whole text is the answer, as no other grader reads anything in random characters
         new |= {"dev_data": str(MATERIALS / "dev.jsonl"), "dev_task": None, "dev_grader": "exact"}
     if given.get("engine"):

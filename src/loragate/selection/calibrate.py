@@ -46,7 +46,7 @@ SKIPPED = "taken by the user without a dev set; not compared with the plain adap
 NO_DEV = (
     "without a dev set nothing can be shown to be better than the adapter: use it as it is, decoded greedily. To compare gates, "
     "one λ and temperatures, give --dev-data FILE with at least 32 prompts and answers (better 128, of every kind that will be "
-    "asked); to take the gates of one range as they come, give --range=L,U --skip-selection"
+    "asked); to take the gates of one range as they come, give --ranges=L,U --skip-selection"
 )
 
 

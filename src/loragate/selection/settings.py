@@ -43,5 +43,5 @@ def require_one_process(asked: int = 0) -> None:
     if (processes := max(asked, launch_of().processes)) > 1:
         raise ConfigError(
             f"variants are chosen in one process, not in {processes}; leave out --processes and any distributed launcher, or "
-            "train one range on all of them with --range=L,U --skip-selection"
+            "train one range on all of them with --ranges=L,U --skip-selection"
         )
