@@ -35,7 +35,7 @@ def test_no_two_files_tell_one_story(maker, rows):
         assert max(shared) < maker.SAME_STORY, (one, other)
     ids = [row["id"] for file in rows.values() for row in file]
     assert len(ids) == len(set(ids))
-    assert (len(rows["dev"]), len(rows["test"])) == (maker.PROBE, maker.TEST)
+    assert (len(rows["dev"]), len(rows["test"])) == (maker.DEV, maker.TEST)
 
 
 def test_the_formula_of_a_training_row_is_read_by_the_grader(maker, rows):

@@ -79,7 +79,7 @@ def test_dtypes():
     assert loading.torch_dtype(Loading(device="cpu", quantization="4bit")) == torch.float32
     assert loading.torch_dtype(Loading(device="cpu", quantization="8bit")) == torch.bfloat16
     assert loading.torch_dtype(Loading("float16", "cpu", "8bit")) == torch.float16
-    arguments = bases._bitsandbytes(Loading("bfloat16", "cpu", "4bit"))
+    arguments = loading._bitsandbytes(Loading("bfloat16", "cpu", "4bit"))
     assert arguments.bnb_4bit_quant_type == "nf4"
     assert arguments.bnb_4bit_use_double_quant
     assert arguments.bnb_4bit_compute_dtype == torch.bfloat16
