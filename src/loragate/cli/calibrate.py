@@ -49,11 +49,13 @@ class CalibrateOptions(AdapterOptions):
     Attributes:
         base_id: hub id of the base to record in the artifact, if the base was loaded from a local folder.
         eval_data: examples that nothing trains on, a file or hub id: entropy is measured on them too, before and after.
+        eval_split: split of --eval-data, or of --data, with those examples.
         skip_selection: take the gates of the one range in --ranges as they come, without a dev set.
     """
 
     base_id: str = ""
     eval_data: str = ""
+    eval_split: str = ""
     skip_selection: bool = False
 
 
@@ -123,7 +125,13 @@ def choose(
     display, folder, dev = Display(), Path(options.out), taken_from(options, DevSettings)
     if options.dev_data:  # first of all, as examples may be many, and on the hub
         read_dev(options.dev_data, dev)
-    tokenizer = models.open_tokenizer(source, options)
+    tokenizer, heldout = models.open_tokenizer(source, options), None
+    if options.eval_data or options.eval_split:
+        # a split alone is one of --data, at its revision; all of its examples are taken
+        data, revision = (options.eval_data, "") if options.eval_data else (options.data, options.revision)
+        heldout = read_rows(
+            replace(options, data=data, revision=revision, split=options.eval_split, select_seed=None), 0
+        )
     context = TrialContext(
         None,
         tokenizer,
@@ -131,7 +139,7 @@ def choose(
         options.gate_config(),
         settings,
         options.system,
-        heldout_of(options.eval_data or None, tokenizer, settings, options.system),
+        heldout_of(heldout, tokenizer, settings, options.system),
         origin_of(source, options.base_id),
     )
     dev_set, retention = None, None

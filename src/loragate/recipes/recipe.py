@@ -250,7 +250,7 @@ def _stages(name: str, merged: dict[str, Any]) -> dict[str, Stage]:
                     f"not. Where you trust it, leave it out and give --set {stage}.{option}={json.dumps(options[option])}"
                 )
         if Path(words["data"]).exists() and options.get("data") == words["data"]:
-            options |= dict.fromkeys(("revision", "split", "heldout_split"))  # they are the hub's
+            options |= dict.fromkeys(("revision", "split", "eval_split"))  # they are the hub's
         stages[stage] = Stage(stage, kind, _set(options))
     return stages
 
