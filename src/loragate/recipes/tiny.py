@@ -75,8 +75,8 @@ def _replaced(stage: Stage, base: Path, domain: str) -> dict[str, Any]:
         new["model"] = str(base)
     if stage.command not in ("eval", "diagnose") and "{" not in given.get("data", "{"):
         new |= {"data": str(MATERIALS / f"{domain}.jsonl"), "revision": None, "split": None}
-        if given.get("eval_data"):
-            new["eval_data"] = str(MATERIALS / f"{domain}-heldout.jsonl")
+        if given.get("eval_data") or given.get("eval_split"):
+            new |= {"eval_data": str(MATERIALS / f"{domain}-heldout.jsonl"), "eval_split": None}
     if given.get("ranges") == "grid":
         new["ranges"] = RANGES
     if stage.command == "calibrate" and not given.get("skip_selection"):
