@@ -405,7 +405,7 @@ def interrupt(writer):
 def test_a_full_disk_and_ctrl_c_leave_a_resumable_run(place, whole, tmp_path, capsys, monkeypatch, stop, status, told):
     more = (*FEW, "--batch-size", "6")
     with monkeypatch.context() as patch:
-        patch.setattr("loragate.generation.samples.SampleWriter", stopped_after(6, stop))
+        patch.setattr("loragate.generation.engine.SampleWriter", stopped_after(6, stop))
         assert run(place, "gated", tmp_path / "run", *more) == status
     captured = capsys.readouterr()
     text = " ".join((captured.out + captured.err).split())

@@ -8,7 +8,7 @@ from chat_tokenizers import CHATML, CHATML_DEFAULT, THINKING, byte_level, decode
 
 from loragate.data import encoding
 from loragate.data.encoding import Collator, EncodedRows, encode_rows
-from loragate.data.loading import load_rows
+from loragate.data.rows import load_rows
 from loragate.errors import ConfigError, DataError
 
 

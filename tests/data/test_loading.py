@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loragate.data.loading import load_rows
-from loragate.data.rows import Rows
+from loragate.data.rows import Rows, load_rows
 from loragate.errors import ConfigError, DataError
 
 ROWS = [

@@ -19,9 +19,8 @@ from chat_tokenizers import (
 )
 from rich.console import Console
 
-from loragate.data.encoding import Encoder, Summary, encode_rows
+from loragate.data.encoding import Encoder, SegmentTokenizer, Summary, encode_rows, preview, prompt_ids, render_prompt
 from loragate.data.formats import Turns, normalize
-from loragate.data.rendering import SegmentTokenizer, preview, prompt_ids, render_prompt
 from loragate.errors import ConfigError, DataError
 
 TOKENIZERS = {

@@ -22,7 +22,7 @@ from loragate.evaluation.tasks import load_questions, load_task
 from loragate.evaluation.tasks.questions import CHECKS
 from loragate.evaluation.variants import ModelVariant
 from loragate.generation import Sample, TransformersEngine
-from loragate.generation.samples import draw_samples, read_samples
+from loragate.generation.engine import draw_samples, read_samples
 from loragate.recipes import QUESTIONS
 from loragate.records import to_json
 from loragate.report.scores import suites_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loragate.data.chat import Chat
-from loragate.data.rendering import IGNORED, SegmentTokenizer
+from loragate.data.encoding import IGNORED, SegmentTokenizer
 from loragate.errors import ConfigError
 from loragate.printable import escape_controls
 

@@ -57,7 +57,7 @@ from loragate.files import RunFolder, file_sha256, folder_sha256, require_same, 
 from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.schema import GATES
 from loragate.generation import Engine, Sample, TransformersEngine
-from loragate.generation.samples import draw_samples, read_samples
+from loragate.generation.engine import draw_samples, read_samples
 from loragate.models.source import Kind
 from loragate.records import package_versions, read, read_object, to_json
 from loragate.validate import STRICT, validate

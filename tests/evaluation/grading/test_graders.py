@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from loragate.errors import ConfigError
 from loragate.evaluation.grading import MATH_GRADERS, grade_math, last_boxed
 from loragate.evaluation.grading.default import UnjudgedError, decide
-from loragate.evaluation.grading.dft import extract, strip_string
-from loragate.evaluation.grading.dft_equality import python_expression
-from loragate.evaluation.grading.notation import normalise, read_unit, split_unit
+from loragate.evaluation.grading.dft import extract, python_expression, strip_string
+from loragate.evaluation.grading.notation import name_of, normalise, read_unit, split_unit
 from loragate.evaluation.grading.numbers import read_number
-from loragate.evaluation.grading.shapes import name_of
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks" / "grading"))

@@ -17,11 +17,12 @@ from fractions import Fraction
 from typing import Any
 
 import sympy
+import sympy.parsing.latex  # `dft.math_equal` reads with it: loaded before a job's memory and time count
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 from loragate.evaluation.grading.default import UnjudgedError, Verdict, decide
-from loragate.evaluation.grading.dft_equality import math_equal
+from loragate.evaluation.grading.dft import math_equal
 from loragate.evaluation.grading.numbers import Number, read_number, same_number
 
 _DIGITS = 40  # carried, so that 15 of them are right after cancellation

@@ -1,7 +1,6 @@
 """Tasks: what is asked, where the questions come from, how an answer is read and judged.
 
-    task         the frozen description of one task, its fingerprint, and YAML files to tasks
-    columns      types of a data set's columns, and templates over them
+    task         the frozen description of one task, its fingerprint, YAML files to tasks; types of columns, and templates
     questions    rows from a file, the hub or a generator to questions
     arithmetic   a generated suite that no model can have seen
 

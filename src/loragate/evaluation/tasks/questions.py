@@ -22,7 +22,9 @@ from loragate.data import Chat, Rows, load_rows
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import LETTERS
 from loragate.evaluation.tasks import arithmetic
-from loragate.evaluation.tasks.columns import (
+from loragate.evaluation.tasks.task import (
+    Dataset,
+    Task,
     check_row,
     describe_schema,
     found_columns,
@@ -31,7 +33,6 @@ from loragate.evaluation.tasks.columns import (
     shown,
     variables,
 )
-from loragate.evaluation.tasks.task import Dataset, Task
 from loragate.generation import prepend_bos
 from loragate.world.problems import problems, retention_items
 
