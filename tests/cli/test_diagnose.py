@@ -17,8 +17,8 @@ from loragate.analysis.delta_entropy import EntropyRecord, diagnose_entropy
 from loragate.analysis.gates import GatesRecord, InterventionsRecord, diagnose_gates, diagnose_interventions
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.cli.main import main
+from loragate.evaluation.prepared import Request
 from loragate.evaluation.results import read_record
-from loragate.evaluation.session import Request
 from loragate.evaluation.settings import TaskSettings
 from tiny import tiny_rows, write_rows
 

@@ -283,7 +283,7 @@ def drawn(folder):
 def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch):
     """The executor is this process; that Ray deals out the same is the engine's own test."""
     assert run(place, "gated", tmp_path / "one") == 0
-    monkeypatch.setattr("loragate.evaluation.session.require_ray", lambda: None)
+    monkeypatch.setattr("loragate.evaluation.prepared.require_ray", lambda: None)
 
     def here(self, prompts, config, parts):
         engines = [self.make_engine() for _ in range(self.shards)]

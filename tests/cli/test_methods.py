@@ -154,7 +154,7 @@ def test_random_gates_stand_in_for_trained_ones_and_leave_them():
 
 
 def test_eval_names_the_controls_that_it_cannot_make():
-    from loragate.evaluation.session import trained_controls
+    from loragate.evaluation.engines import trained_controls
     from loragate.models import Loaded, Loading, ModelRef, ModelSource
 
     place = ModelSource(ModelRef("G"), "gated", Path("G"), ModelRef("B"))

@@ -1,26 +1,28 @@
-"""Where the answers of a row come from: the model in memory, vLLM, or several copies of either as replicas on Ray."""
+"""Which variants a loaded model can be, and where their answers come from: the model in memory, vLLM, or replicas on Ray."""
 
 from __future__ import annotations
 
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from loragate.errors import ConfigError
 from loragate.evaluation.settings import EngineSettings
-from loragate.evaluation.variants import ModelVariant, acting
+from loragate.evaluation.variants import ModelVariant, acting, variants_for
 from loragate.generation import Engine, ShardedEngine, TransformersEngine, VllmEngine
 from loragate.generation.vllm_engine import require_gate_plugin
 from loragate.models import Loaded, Loading, open_model, open_without_weights, resolve
 from loragate.models.loading import USUAL
 from loragate.models.merge import merge_adapter
+from loragate.models.source import Kind
 
 MERGED = "merged"
 """Folder, in that of the run, of a DoRA adapter merged into its base."""
@@ -58,6 +60,50 @@ def why_not(loaded: Loaded, variant: ModelVariant) -> str:
     except ConfigError:
         return "this vLLM serves no gates"
     return ""
+
+
+def side_by_side(
+    loaded: Loaded, controls: str = "cheap", constants: Sequence[float] = (0.5,), recommended: float | None = None
+) -> tuple[list[ModelVariant], dict[str, str]]:
+    """(variants of the model that are scored side by side, {label of a variant that it cannot be: why}); see `variants_for`."""
+    wanted = variants_for(loaded.kind, controls, constants, recommended)
+    left_out = {variant.label: why for variant in wanted if (why := why_not(loaded, variant))}
+    return [variant for variant in wanted if variant.label not in left_out], left_out
+
+
+def trained_controls(loaded: Loaded) -> list[str]:
+    """The controls that an evaluation cannot make, each with the command that trains it."""
+    if loaded.kind == "base":
+        return []
+    base, adapter = loaded.names["base"], loaded.names["adapter"]
+    gates = f"loragate calibrate --adapter {adapter} --data ROWS --ranges=L,U --skip-selection"
+    more = f"loragate sft --model {base} --adapter {adapter} --data ROWS"
+    of_gates = [
+        f"  one λ per module            {gates} --granularity module --out OUT",
+        f"  gates trained with CE       {gates} --objective ce --out OUT",
+    ]
+    return [
+        "not run: controls that are trainings of their own. Make them on the gates' rows and score each like this model:",
+        *([] if loaded.place.is_dora else of_gates),
+        f"  LoRA, same rows again       {more} --out OUT",
+        f"  LoRA trained with entropy   {more} --objective entropy --out OUT",
+    ]
+
+
+EngineFor = Callable[[ModelVariant], AbstractContextManager[Engine]]
+"""The context in which an engine answers as a variant."""
+
+
+def in_memory(model: Any, tokenizer: Any, kind: Kind, batch_size: int = 64) -> EngineFor:
+    """An `EngineFor` on a model in memory, of which every variant is a context; the model is left as it was found."""
+    engine = TransformersEngine(model, tokenizer, batch_size=batch_size)
+
+    @contextmanager
+    def engine_for(variant: ModelVariant) -> Iterator[Engine]:
+        with acting(model, variant, kind):
+            yield engine
+
+    return engine_for
 
 
 class Engines:

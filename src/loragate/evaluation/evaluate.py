@@ -10,25 +10,36 @@
       results.json                      the record (`results.py`)
 
 This is the only scorer of the package: `loragate eval`, the dev set of `calibrate` and `sweep`, `quickstart` and the diagnostics
-all run an `Evaluation`, and `evaluate` is the call for a model in memory. Engines arrive as a callable, so this file neither loads
-models nor knows which program generates. Judging again needs neither the model nor the data set: questions, prompts, tasks and
-samples lie in the folder.
+all run an `Evaluation`. `evaluate` makes one of a model in memory; `Evaluation.of` makes one of a request:
+
+    request = Request("gated", Path("runs/math"), TaskSettings(suite="math"))
+    tasks = request.check()                                # refuses what could not be judged, before anything is loaded
+    loaded = load("gated")
+    variants, left_out = side_by_side(loaded, "cheap")
+    evaluation = Evaluation.of(request, request.prepare(tasks, loaded), loaded, variants, left_out=left_out)
+    evaluation.begin()
+    record = evaluation.run()
+
+Judging again (`open_evaluation`) needs neither the model nor the data set: questions, prompts, tasks and samples lie in the
+folder.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from loragate.data import template_hash
 from loragate.display import Job
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.answers import Grade
+from loragate.evaluation.engines import EngineFor, Engines, in_memory
 from loragate.evaluation.harness import draw_likelihoods
 from loragate.evaluation.judging import (
     CODE,
@@ -39,7 +50,7 @@ from loragate.evaluation.judging import (
     require_graders,
     write_grades,
 )
-from loragate.evaluation.prepared import Prepared, read_questions, write_questions
+from loragate.evaluation.prepared import Prepared, Request, read_questions, write_questions
 from loragate.evaluation.results import (
     EvaluationRecord,
     SuiteResult,
@@ -52,23 +63,27 @@ from loragate.evaluation.results import (
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.statistics import compare_suites, suite_average
 from loragate.evaluation.tasks import load_task
-from loragate.evaluation.variants import ModelVariant, acting, canary
+from loragate.evaluation.variants import ModelVariant, canary
 from loragate.files import RunFolder, file_sha256, folder_sha256, require_same, write_json, write_text
 from loragate.gates.attach import active_adapter, is_gated
+from loragate.gates.eligibility import trains_biases
 from loragate.gates.schema import GATES
-from loragate.generation import Engine, Sample, TransformersEngine
+from loragate.generation import Sample
 from loragate.generation.engine import draw_samples, read_samples
+from loragate.models import Loaded
 from loragate.models.source import Kind
 from loragate.records import package_versions, read, read_object, to_json
 from loragate.validate import STRICT, validate
 
-EngineFor = Callable[[ModelVariant], AbstractContextManager[Engine]]
-"""The context in which an engine answers as a variant."""
 OnEvent = Callable[[str, ModelVariant, str, int, int], None]
 """Called with (stage, variant, task, done, total); stages are "sampling" and "grading"."""
 Results = dict[tuple[str, str], TaskResult]
-"""By (row, task)."""
+"""By (variant, task)."""
 KIND, VARIANTS = "evaluation", "variants.json"
+BIASES = (
+    "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off: the row of the base has "
+    "them too"
+)
 
 
 def no_progress(stage: str, variant: ModelVariant, task: str, done: int, total: int) -> None:
@@ -102,7 +117,9 @@ class Evaluation:
         facts: what a resumed run must share beside models, tasks and rows (engine, dtype, …).
         grading: how answers are judged.
         notes: what a reader of all scores should know; kept in the folder, and no part of what a resumed run must share.
-        left_out: {name of a row: why the model cannot be it}; shown in its place, and kept like the notes.
+        left_out: {label of a variant: why the model cannot be it}; shown in its place, and kept like the notes.
+        engine_for: answers as a variant; None for an evaluation that is only judged.
+        seconds: {(variant, task): seconds of sampling}, of this run.
     """
 
     folder: Path
@@ -115,7 +132,60 @@ class Evaluation:
     grading: GradingSettings = field(default_factory=GradingSettings)
     notes: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    engine_for: EngineFor | None = None
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        tasks: Sequence[Prepared],
+        loaded: Loaded,
+        variants: Sequence[ModelVariant],
+        *,
+        notes: Sequence[str] = (),
+        left_out: dict[str, str] | None = None,
+        **identity: Any,
+    ) -> Evaluation:
+        """The evaluation of variants of a loaded model, after the canary has shown that adapter and gates act.
+
+        Args:
+            tasks: what `request.prepare` gave.
+            identity: what a resumed run must share beside the model, the tasks and how they are answered.
+
+        Raises:
+            GateError: where adapter or gates do not act.
+        """
+        figures: dict[str, float] = {}
+        notes = list(notes)
+        if loaded.model is not None:  # vLLM has the weights elsewhere
+            figures = canary(loaded.model, loaded.tokenizer, tasks[0].prompts, loaded.kind)
+            with_base = any(variant.weights == "base" for variant in variants)
+            if with_base and loaded.kind != "base" and trains_biases(loaded.model, active_adapter(loaded.model)):
+                notes.append(BIASES)
+        return cls(
+            request.out,
+            list(tasks),
+            list(variants),
+            models=loaded.sources,
+            canary=figures,
+            seed=request.tasks.seed,
+            facts={
+                "engine": request.engine.engine,
+                "dtype": loaded.dtype,
+                "limit": request.tasks.limit,
+                "max_new_tokens": request.tasks.max_new_tokens,
+                "system": request.system,
+                "chat_template": template_hash(loaded.tokenizer),
+                **identity,
+                # nothing where the chat template adds no end to those that are declared
+                **({"end_of_turn": added} if (added := loaded.endings.added) else {}),
+            },
+            grading=request.grading,
+            notes=notes,
+            left_out=left_out or {},
+            engine_for=Engines(request.engine, request.model, request.base, loaded, request.out),
+        )
 
     def begin(self, resume: bool = False) -> None:
         """Write down what is being run, or check that a resumed run is the same; it may have more variants.
@@ -166,18 +236,21 @@ class Evaluation:
         require_same(path, before, now, "repeat the command with the same gates, or choose another --out")
         write_json(path, {**known, **wanted})
 
-    def run(self, engine_for: EngineFor, on_event: OnEvent = no_progress) -> EvaluationRecord:
+    def run(self, on_event: OnEvent = no_progress) -> EvaluationRecord:
         """Sample and judge everything that is not on file yet; writes the record to results.json and returns it.
 
         Raises:
             LoragateError: if another process is at it in the same folder.
         """
-        with RunFolder(self.folder).locked():
+        engines = self.engine_for
+        with RunFolder(self.folder).locked(), closing(engines) if isinstance(engines, Engines) else nullcontext():
             # variants with the same weights follow one another, as changing them can mean loading them
             for variant in sorted(self.variants, key=lambda variant: variant.weights):
-                self.sample(engine_for, variant, on_event)
+                self.sample(variant, on_event)
             record = self.judge(on_event)
         write_record(record, self.folder / "results.json")
+        if isinstance(engines, Engines):
+            engines.finish()  # last: a run that is stopped before goes on with what it removes
         return record
 
     def judge(self, on_event: OnEvent = no_progress) -> EvaluationRecord:
@@ -284,7 +357,7 @@ class Evaluation:
     def _grader(self, prepared: Prepared) -> str:
         return grader_for(prepared.task, self.grading.grader)
 
-    def sample(self, engine_for: EngineFor, variant: ModelVariant, on_event: OnEvent = no_progress) -> None:
+    def sample(self, variant: ModelVariant, on_event: OnEvent = no_progress) -> None:
         """Draw what is missing of one variant's answers."""
         missing = []
         for prepared in self.tasks:
@@ -296,7 +369,8 @@ class Evaluation:
                 missing.append(prepared)
         if not missing:
             return
-        with engine_for(variant) as engine:
+        assert self.engine_for is not None, "an evaluation that is only judged draws no answers"
+        with self.engine_for(variant) as engine:
             for prepared in missing:
                 began, name = time.monotonic(), prepared.task.name
                 path, report = self._samples_path(variant, name), partial(on_event, "sampling", variant, name)
@@ -435,18 +509,6 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
     )
 
 
-def in_memory(model: Any, tokenizer: Any, kind: Kind, batch_size: int = 64) -> EngineFor:
-    """An `EngineFor` on a model in memory, of which every variant is a context; the model is left as it was found."""
-    engine = TransformersEngine(model, tokenizer, batch_size=batch_size)
-
-    @contextmanager
-    def engine_for(variant: ModelVariant) -> Iterator[Engine]:
-        with acting(model, variant, kind):
-            yield engine
-
-    return engine_for
-
-
 def evaluate(
     model: Any,
     tokenizer: Any,
@@ -496,6 +558,7 @@ def evaluate(
         seed=seed,
         facts=facts or {},
         grading=grading or GradingSettings(),
+        engine_for=in_memory(model, tokenizer, kind, batch_size),
     )
     one.begin(resume)
-    return one.run(in_memory(model, tokenizer, kind, batch_size), on_event)
+    return one.run(on_event)

@@ -1,12 +1,12 @@
-"""Which tasks are asked, and a task made ready for one model: prompts rendered, limits settled, and written down so that
-grading can be repeated."""
+"""What is evaluated: tasks by name, their questions rendered for one model, the file of them that makes grading repeatable, and
+the `Request` for all of it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.harness import options_of, with_prompts
-from loragate.evaluation.judging import grader_version
+from loragate.evaluation.judging import grader_version, require_graders
 from loragate.evaluation.results import TaskInfo
-from loragate.evaluation.settings import TaskSettings
+from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 from loragate.evaluation.tasks import (
     Question,
     Questions,
@@ -28,9 +28,13 @@ from loragate.evaluation.tasks import (
 )
 from loragate.evaluation.tasks.questions import files_in, render_questions
 from loragate.evaluation.variants import ModelVariant
-from loragate.files import write_text
+from loragate.files import RunFolder, require_new, write_text
+from loragate.gates.recommended import at, sampling_note
 from loragate.generation import SamplingConfig
 from loragate.generation.engine import Continuation
+from loragate.generation.sharded import require_ray
+from loragate.generation.vllm_engine import require_vllm
+from loragate.models import Loaded
 from loragate.records import read_lines
 from loragate.validate import comma_list, validate
 
@@ -259,3 +263,98 @@ def read_questions(folder: Path, task: str) -> list[Question]:
         replace(validate(Question, row, where, DataError, remedy), place=where)
         for where, row in read_lines(path, remedy)
     ]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an evaluation is asked for; refused where it could not be judged, before anything is loaded.
+
+    Attributes:
+        model: gated folder, adapter or base, or a hub id.
+        out: folder of the evaluation; new or empty, or that of the evaluation to resume.
+        tasks: which tasks, on which examples.
+        engine: what answers.
+        grading: how answers are judged.
+        base: where the base is, instead of the recorded one.
+        system: "none" leaves out a system message that the template would slip in, "keep" leaves the template alone.
+        resume: whether the folder holds an evaluation that goes on.
+    """
+
+    model: str
+    out: Path
+    tasks: TaskSettings
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    grading: GradingSettings = field(default_factory=GradingSettings)
+    base: str = ""
+    system: str = "none"
+    resume: bool = False
+
+    def check(self) -> list[Task]:
+        """The tasks, after all that can be refused before a model is loaded.
+
+        Raises:
+            ConfigError: for a folder that is not free, unknown tasks, and graders, sandboxes or engines that do not work here.
+        """
+        require_run_folder(self.out, self.resume)
+        tasks = chosen_tasks(self.tasks)
+        require_graders(tasks, self.grading)
+        if self.engine.engine == "vllm":
+            require_vllm()
+        if self.engine.replicas > 1:
+            require_ray()
+        if all(task.harness for task in tasks) and (
+            self.tasks.samples is not None or self.tasks.temperature is not None
+        ):
+            names = ", ".join(task.name for task in tasks)
+            raise ConfigError(
+                f"--samples and --temperature have no effect: {names} are answered greedily, or not generated at all"
+            )
+        return tasks
+
+    def prepare(self, tasks: Sequence[Task], loaded: Loaded) -> list[Prepared]:
+        """The questions of the tasks that `check` returned, rendered for a model; raises as `questions_of` and `prepare`."""
+        return [
+            prepare(
+                task,
+                questions_of(self.tasks, task, tasks),
+                loaded.tokenizer,
+                self.tasks,
+                loaded.positions,
+                self.system,
+            )
+            for task in tasks
+        ]
+
+    def recommended(self, prepared: Sequence[Prepared], loaded: Loaded) -> float | None:
+        """The recommended temperature, where variants are added for it: the tasks sample at another, and none was asked for."""
+        temperature = loaded.place.recommended_temperature  # None where the folder recommends none
+        elsewhere = any(one.sampling.temperature != temperature for one in prepared if one.task.harness is None)
+        return temperature if elsewhere and self.tasks.temperature is None else None
+
+    def sampling_note(self, prepared: Sequence[Prepared], loaded: Loaded) -> str:
+        """One sentence on the sampling that the folder recommends and what has it; empty where it recommends none."""
+        if all(one.task.harness for one in prepared):  # suites of the harness are answered greedily
+            return ""
+        if (temperature := self.recommended(prepared, loaded)) is None:
+            return sampling_note(self.model, loaded.place.sampling, self.tasks.temperature)
+        return (
+            f"{self.model} recommends sampling {at(temperature)}: variants at that temperature are among the controls; the first "
+            "ones are sampled as their tasks say"
+        )
+
+
+def require_run_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder that holds anything but the evaluation to resume.
+
+    Raises:
+        ConfigError: naming the folder and what to do.
+    """
+    begun = (folder / RunFolder.RECORD).is_file()
+    if resume and not begun:
+        raise ConfigError(f"--resume: there is no evaluation in {folder}; run the command without --resume")
+    if not resume and begun:
+        raise ConfigError(
+            f"--out {folder} holds an evaluation already; go on with it with --resume, or give another folder"
+        )
+    if not resume:
+        require_new(folder)
