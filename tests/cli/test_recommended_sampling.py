@@ -180,7 +180,7 @@ def test_rows_of_an_evaluation():
     ]
     assert variants_for("gated", "alone", recommended=0.0)[1:] == [ModelVariant("gated", "greedy", temperature=0.0)]
     assert variants_for("gated", "cheap", recommended=0.3) == variants_for("gated", "cheap")
-    names = [row.name for row in variants_for("adapter", "cheap", [], recommended=0.8)]
+    names = [row.label for row in variants_for("adapter", "cheap", [], recommended=0.8)]
     assert names == ["adapter", "base", "adapter T=0.6", "adapter T=0.3", "adapter greedy", "adapter T=0.8"]
 
 

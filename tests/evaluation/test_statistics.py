@@ -24,7 +24,6 @@ from loragate.evaluation.statistics import (
     majority_at_k,
     out_of_fold,
     pass_at_k,
-    pass_where_greedy_fails,
     suite_average,
     t_interval,
 )
@@ -245,19 +244,6 @@ def test_pass_at_k_equals_enumeration(table: list[list[int]]) -> None:
         assert estimate.mean == pytest.approx(np.mean(every))
         assert estimate.stderr == pytest.approx(np.std(every, ddof=1) / math.sqrt(len(table)), abs=1e-9)
         assert (estimate.questions, estimate.samples) == (len(table), 5)
-
-
-def test_pass_where_greedy_fails_counts_only_questions_that_greedy_decoding_gets_wrong() -> None:
-    greedy = np.array([[1], [0], [0], [0], [0], [1]])
-    scores = np.array([[0, 0], [0, 1], [0, 0], [1, 1], [0, 0], [1, 1]])
-    found = pass_where_greedy_fails(greedy, scores)
-    assert found is not None
-    assert (found.mean, found.questions, found.samples) == (0.5, 4, 2)
-    # t(3) = 3.182 and a standard error of sqrt(1 / 12): 3.675 to either side of the log-odds 0
-    assert (found.low, found.high) == pytest.approx((0.02473, 0.97527), abs=1e-4)
-    assert pass_where_greedy_fails(np.ones((2, 1)), np.zeros((2, 3))) is None
-    with pytest.raises(DataError, match="greedy answers to 6 questions and sampled ones to 5"):
-        pass_where_greedy_fails(greedy, scores[:5])
 
 
 def test_pass_at_one_is_the_average() -> None:

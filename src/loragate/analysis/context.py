@@ -222,8 +222,7 @@ class DiagnosticContext:
         """
         with self.job("reading the questions"):
             prepared = self.request.prepare(self.tasks, self.loaded)
-        kind = self.loaded.kind
-        evaluation = Evaluation.of(self.request, prepared, self.loaded, variants, kind=kind, diagnose=identity)
+        evaluation = Evaluation.of(self.request, prepared, self.loaded, variants, diagnose=identity)
         evaluation.engine_for = engine_for or evaluation.engine_for
         return self.score(evaluation)
 

@@ -88,7 +88,7 @@ def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float
     with display.job("reading the questions"):
         prepared = request.prepare(tasks, loaded)
     variants, left_out = side_by_side(loaded, controls, constants, request.recommended(prepared, loaded))
-    evaluation = Evaluation.of(request, prepared, loaded, variants, left_out=left_out, kind=loaded.kind)
+    evaluation = Evaluation.of(request, prepared, loaded, variants, left_out=left_out)
     if note := request.sampling_note(prepared, loaded):
         out.print(note, markup=False)
     rows = ", ".join(variant.label for variant in evaluation.variants)

@@ -46,7 +46,7 @@ def load(model: str, base: str = "", how: Loading = USUAL, engine: str = "transf
 
 
 def why_not(loaded: Loaded, variant: ModelVariant) -> str:
-    """Why the model cannot be this row, in a few words; empty where it can."""
+    """Why the model cannot be this variant, in a few words; empty where it can."""
     if variant.scale is None and variant.random is None:
         return ""
     if loaded.place.is_dora:
@@ -76,16 +76,16 @@ def trained_controls(loaded: Loaded) -> list[str]:
     if loaded.kind == "base":
         return []
     base, adapter = loaded.names["base"], loaded.names["adapter"]
-    gates = f"loragate calibrate --adapter {adapter} --data ROWS --ranges=L,U --skip-selection"
-    more = f"loragate sft --model {base} --adapter {adapter} --data ROWS"
+    gates = f"loragate calibrate --adapter {adapter} --data EXAMPLES --ranges=L,U --skip-selection"
+    more = f"loragate sft --model {base} --adapter {adapter} --data EXAMPLES"
     of_gates = [
         f"  one λ per module            {gates} --granularity module --out OUT",
         f"  gates trained with CE       {gates} --objective ce --out OUT",
     ]
     return [
-        "not run: controls that are trainings of their own. Make them on the gates' rows and score each like this model:",
+        "not run: controls that are trainings of their own. Train them on the gates' examples and score each like this model:",
         *([] if loaded.place.is_dora else of_gates),
-        f"  LoRA, same rows again       {more} --out OUT",
+        f"  LoRA, same examples again   {more} --out OUT",
         f"  LoRA trained with entropy   {more} --objective entropy --out OUT",
     ]
 
@@ -107,7 +107,7 @@ def in_memory(model: Any, tokenizer: Any, kind: Kind, batch_size: int = 64) -> E
 
 
 class Engines:
-    """Called with a row, the context in which an engine answers as this row.
+    """Called with a variant, the context in which an engine answers as it.
 
     Args:
         settings: which engine, and how much it may use.
@@ -127,18 +127,18 @@ class Engines:
         """The engine that answers as `variant`."""
         loaded, size = self.loaded, self.settings.batch_size
         if self.settings.replicas > 1:
-            # of each replica; asked here, where the devices are seen, as Ray hides those that were not asked for
+            # of each replica; counted here, where the devices are seen, as Ray hides those that were not asked for
             gpus = 0
             if torch.cuda.is_available() and loaded.how.device != "cpu":
                 gpus = self.settings.tensor_parallel if self.settings.engine == "vllm" else 1
             yield ShardedEngine(self.maker(variant), self.settings.replicas, gpus=gpus, batch_size=size)
         elif loaded.model is None:
             base, adapter, override = self._served(variant)
-            # adapters, gates and λ are told with each request; only other weights need another engine
+            # adapters, gates and λ go with each request; only other weights need another engine
             if self._kept is None or self._kept[0] != base:
                 self.close()  # one model in memory at a time
                 names = loaded.names
-                # made for an adapter also where the first row is the base: the rows share its loaded weights
+                # made for an adapter also where the first variant is the base: all share its loaded weights
                 room = adapter or (None if loaded.place.is_dora else names.get("gated") or names.get("adapter"))
                 self._kept = base, self._vllm_of(base, room)()
             yield self._kept[1].acting_as(adapter, override)
@@ -148,11 +148,12 @@ class Engines:
                 yield engine
 
     def maker(self, variant: ModelVariant) -> Callable[[], Engine]:
-        """Makes the engine of a row from names alone, so that another process can."""
+        """Makes the engine of a variant from names alone, so that another process can."""
         if self.settings.engine == "vllm":
             return self._vllm_of(*self._served(variant))
-        row = variant if variant.gates is None else replace(variant, gates=_anywhere(variant.gates))
-        return partial(row_engine, _anywhere(self.model), self.base, self.loaded.how, row, self.settings.batch_size)
+        if variant.gates is not None:
+            variant = replace(variant, gates=_anywhere(variant.gates))
+        return partial(replica, _anywhere(self.model), self.base, self.loaded.how, variant, self.settings.batch_size)
 
     def close(self) -> None:
         """End vLLM, where it runs, and forget what was kept."""
@@ -166,7 +167,7 @@ class Engines:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _served(self, variant: ModelVariant) -> tuple[str, str | None, str | None]:
-        """(base, adapter or None, override or None) by which vLLM is the row."""
+        """(base, adapter or None, override or None) by which vLLM is the variant."""
         names, how = self.loaded.names, self.loaded.how
         base = _anywhere(names["base"])
         if variant.weights == "base":
@@ -204,15 +205,15 @@ class Engines:
         )
 
 
-def row_engine(model: str, base: str, how: Loading, variant: ModelVariant, batch_size: int) -> TransformersEngine:
+def replica(model: str, base: str, how: Loading, variant: ModelVariant, batch_size: int) -> TransformersEngine:
     """A model of its own that answers as `variant` for as long as it lives; what a replica makes from names alone."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     loaded = load(model, base, how)
     engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=batch_size)
-    as_row = acting(loaded.model, variant, loaded.kind)
-    as_row.__enter__()  # and left with the engine: a replica is this row for life
-    weakref.finalize(engine, as_row.__exit__, None, None, None)  # which also keeps the context from being collected
+    context = acting(loaded.model, variant, loaded.kind)
+    context.__enter__()  # and left with the engine: a replica is this variant for life
+    weakref.finalize(engine, context.__exit__, None, None, None)  # which also keeps the context from being collected
     return engine
 
 

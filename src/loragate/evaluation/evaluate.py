@@ -81,7 +81,7 @@ Results = dict[tuple[str, str], TaskResult]
 """By (variant, task)."""
 KIND, VARIANTS = "evaluation", "variants.json"
 BIASES = (
-    "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off: the row of the base has "
+    "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off: the base has "
     "them too"
 )
 
@@ -91,7 +91,7 @@ def no_progress(stage: str, variant: ModelVariant, task: str, done: int, total: 
 
 
 def counted(job: Job, *stages: str) -> OnEvent:
-    """An `OnEvent` that draws one bar over all rows and tasks: the answers that are through the latest of `stages`."""
+    """An `OnEvent` that draws one bar over all variants and tasks: the answers that are through the latest of `stages`."""
     through: dict[tuple[str, str], int] = {}
 
     def on_event(stage: str, variant: ModelVariant, task: str, done: int, total: int) -> None:
@@ -110,11 +110,11 @@ class Evaluation:
     Attributes:
         folder: run folder.
         tasks: prepared tasks.
-        variants: rows; the plain adapter first where there is one.
+        variants: what is scored; the plain adapter first where there is one.
         models: {"base": …, "adapter": …, "gated": …} for the record.
         canary: figures of `canary`.
         seed: of sampling.
-        facts: what a resumed run must share beside models, tasks and rows (engine, dtype, …).
+        facts: what a resumed run must share beside models, tasks and variants (engine, dtype, …).
         grading: how answers are judged.
         notes: what a reader of all scores should know; kept in the folder, and no part of what a resumed run must share.
         left_out: {label of a variant: why the model cannot be it}; shown in its place, and kept like the notes.
@@ -171,6 +171,7 @@ class Evaluation:
             canary=figures,
             seed=request.tasks.seed,
             facts={
+                "loaded": loaded.kind,
                 "engine": request.engine.engine,
                 "dtype": loaded.dtype,
                 "limit": request.tasks.limit,
@@ -194,10 +195,10 @@ class Evaluation:
             ConfigError: naming the first difference.
         """
         identity = {
+            **self.facts,
             "kind": KIND,
             "models": self.models,
             "seed": self.seed,
-            **self.facts,
             "tasks": to_json([one.info() for one in self.tasks]),
             "task_files": {one.task.name: one.task.fingerprint for one in self.tasks},
             # folders by what they hold, hub ids (which do not exist here) by their name alone
@@ -227,11 +228,11 @@ class Evaluation:
         # gates are known by what they hold, so that folders can be moved
         before, now = (
             {
-                label: {key: value for key, value in rows[label].items() if key != "gates"}
+                label: {key: value for key, value in found[label].items() if key != "gates"}
                 for label in wanted
                 if label in known
             }
-            for rows in (known, wanted)
+            for found in (known, wanted)
         )
         require_same(path, before, now, "repeat the command with the same gates, or choose another --out")
         write_json(path, {**known, **wanted})
@@ -258,7 +259,7 @@ class Evaluation:
         found: Results = {}
         for variant, prepared in self._cells():
             name = prepared.task.name
-            adapter = found.get((variant.compared_with, name))  # judged before the rows that refer to it
+            adapter = found.get((variant.compared_with, name))  # judged before the variants that refer to it
             found[variant.label, name] = self._judge(variant, prepared, adapter, on_event)
         return (
             EvaluationRecord(
@@ -339,7 +340,7 @@ class Evaluation:
         return sum(prepared.samples(variant) for variant, prepared in self._cells())
 
     def answers(self, variant: ModelVariant, task: str, grader: str) -> tuple[list[Sample], list[Grade] | None]:
-        """The stored answers of a row to a task, and a grader's verdicts on them where there are any."""
+        """The stored answers of a variant to a task, and a grader's verdicts on them where there are any."""
         samples = read_samples(self._samples_path(variant, task))
         return samples, read_grades(self._grades_path(variant, task, grader), samples)
 
@@ -383,7 +384,7 @@ class Evaluation:
     def _judge(
         self, variant: ModelVariant, prepared: Prepared, adapter: TaskResult | None, on_event: OnEvent
     ) -> TaskResult:
-        """One row's result on one task, compared with the adapter's."""
+        """One variant's result on one task, compared with the adapter's."""
         began = time.monotonic()
         name, grader, questions = prepared.task.name, self._grader(prepared), prepared.questions
         samples = read_samples(self._samples_path(variant, name))
@@ -413,7 +414,7 @@ class Evaluation:
         )
 
     def _averages(self, found: Results) -> list[SuiteResult]:
-        """The averages of each row: over the subsets of a task that counts by them, and over the tasks of a suite.
+        """The averages of each variant: over the subsets of a task that counts by them, and over the tasks of a suite.
 
         A mean over unlike tasks would say nothing. In a suite every task counts the same, by its questions or its subsets.
         """
@@ -423,12 +424,12 @@ class Evaluation:
             suites.setdefault(prepared.task.suite, []).append(prepared.task.name)
         averaged = {f"{name}/subsets": [name] for name, parts in strata.items() if len(parts) > 1}
         averaged |= {suite: names for suite, names in suites.items() if len(names) > 1}
-        rows = []
+        averages = []
         for title, names in averaged.items():
             # every task has the same share, and within it every stratum; without subsets a task is one stratum
             weights = [1 / len(names) / len(strata[name]) for name in names for _ in strata[name]]
             count = len(names) if len(names) > 1 else len(weights)  # tasks, or the subsets of the one task
-            # of each row that answered all these tasks: no suite of the harness asks for controls
+            # of each variant that answered all these tasks: no suite of the harness asks for controls
             tables = {
                 one.label: [found[one.label, name].means_Q1[places] for name in names for places in strata[name]]
                 for one in self.variants
@@ -440,8 +441,8 @@ class Evaluation:
                 ours, adapter = tables[variant.label], tables.get(variant.compared_with)
                 comparison = None if adapter is None else compare_suites(ours, adapter, weights=weights)
                 average = replace(suite_average(ours, weights=weights), tasks=count)
-                rows.append(SuiteResult(variant.weights, average, title, variant.control, comparison))
-        return rows
+                averages.append(SuiteResult(variant.weights, average, title, variant.control, comparison))
+        return averages
 
 
 def _gates_sha256(folder: str | None) -> str | None:
@@ -481,10 +482,10 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
         raise DataError(f"{folder} is not the folder of an evaluation: it has no {path.name}")
     begun = read(StoredEvaluation, path, remedy)
     names = {one.name for one in fields(ModelVariant)}
-    rows = read_object(folder / VARIANTS, remedy).values()
+    records = read_object(folder / VARIANTS, remedy).values()
     variants = [
-        validate(ModelVariant, {k: v for k, v in row.items() if k in names}, str(folder / VARIANTS), DataError, remedy)
-        for row in rows
+        validate(ModelVariant, {k: v for k, v in one.items() if k in names}, str(folder / VARIANTS), DataError, remedy)
+        for one in records
     ]
     # verdicts are written into a folder of that name
     if any(set(one.slug) & set("/\\\0") or not one.slug.strip(".") for one in variants):
@@ -492,8 +493,10 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
     prepared = []
     for info in begun.tasks:
         task = load_task(folder / "tasks" / f"{info.name}.yaml")
-        asked, revision = read_questions(folder, info.name), info.dataset_revision
-        prepared.append(Prepared(asked, info.dataset, revision, info.fingerprint, task=task, sampling=info.sampling))
+        questions, revision = read_questions(folder, info.name), info.dataset_revision
+        prepared.append(
+            Prepared(questions, info.dataset, revision, info.fingerprint, task=task, sampling=info.sampling)
+        )
     kept = folder / "results.json"
     return Evaluation(
         folder,
@@ -537,7 +540,7 @@ def evaluate(
         seed: of the record; sampling has its own in each task's settings.
         facts: JSON-able; what else the scores depend on.
         resume: go on with what the folder holds; nothing on file is drawn again.
-        on_event: told of every batch of answers.
+        on_event: called after every batch of answers.
 
     Returns:
         The record, which is also in `out`/results.json. Scores are shares of 1.

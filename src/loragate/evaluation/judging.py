@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,6 @@ TEXT = (*READERS, "tiny")
 GRADERS = (*MATH, *CODE, *TEXT)
 MEMORY_MB = 2048
 """Of a grading process or a program."""
-NOTHING = "\\text{no answer}"
-"""A gold that no answer equals, for when only the extracted answers matter."""
 
 
 def grader_for(task: Task, name: str = "") -> str:
@@ -159,11 +157,6 @@ def judged_by(grader: str, settings: GradingSettings, samples: Sequence[Sample])
     for sample in samples:
         seen.update(json.dumps([sample.question, sample.sample, sample.text, sample.finish_reason]).encode())
     return kept | {"answers": seen.hexdigest()}
-
-
-def with_answer(question: Question, answer: str) -> Question:
-    """The question with another reference answer, for graders that read it from the gold or from the row."""
-    return replace(question, gold=answer, row={**question.row, "answer": answer})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,7 +148,7 @@ class Prepared(Questions):
         )
 
     def samples(self, variant: ModelVariant) -> int:
-        """How many answers a row gives to the task; a suite of the harness is asked for no controls."""
+        """How many answers a variant gives to the task; a suite of the harness is asked for no controls."""
         if self.task.harness is not None and variant.control is not None:
             return 0
         return len(self.questions) * variant.sampling(self.sampling).samples
@@ -183,16 +183,16 @@ def prepare(
         ConfigError: for settings that cannot be used, such as several greedy samples.
         DataError: if a prompt leaves no room for an answer.
     """
-    own, suite, asked = task.generation, task.harness is not None, questions.questions
+    own, suite, given = task.generation, task.harness is not None, questions.questions
     if suite:
-        asked = with_prompts(task, asked, tokenizer.chat_template is not None)
-    prompts, warnings = render_questions(task, asked, tokenizer, system), list(questions.warnings)
-    by_likelihood = any(one.options for one in asked)  # then nothing is generated
+        given = with_prompts(task, given, tokenizer.chat_template is not None)
+    prompts, warnings = render_questions(task, given, tokenizer, system), list(questions.warnings)
+    by_likelihood = any(one.options for one in given)  # then nothing is generated
     limit = own.max_new_tokens if by_likelihood else settings.max_new_tokens or own.max_new_tokens
     compared: tuple[tuple[Continuation, ...], ...] = ()
     cut, room_left = 0, list[int]()
     if by_likelihood:
-        compared, cut = options_of(tokenizer, prompts, asked, positions)
+        compared, cut = options_of(tokenizer, prompts, given, positions)
     elif positions is not None:
         token_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
         if suite:
@@ -205,7 +205,7 @@ def prepare(
             cut = len(long)
         lengths = list(map(len, token_ids))
         if max(lengths) >= positions:
-            place = asked[lengths.index(max(lengths))].place
+            place = given[lengths.index(max(lengths))].place
             raise DataError(f"{place}: the prompt has {max(lengths)} tokens, the model only {positions} positions")
         room_left = [positions - length for length in lengths if length + limit > positions]
     if cut:
@@ -217,18 +217,18 @@ def prepare(
             f"{task.name}: the prompts of {len(room_left)} of {len(prompts)} questions leave fewer than {limit} tokens of the "
             f"model's {positions} positions; their answers end there, the shortest after {min(room_left)} tokens"
         )
-    heat = own.temperature if suite or settings.temperature is None else settings.temperature
+    temperature = own.temperature if suite or settings.temperature is None else settings.temperature
     sampling = SamplingConfig(
-        temperature=heat,
+        temperature=temperature,
         top_p=own.top_p,
         max_new_tokens=limit,
         # greedy decoding draws one answer; where several were asked of it, SamplingConfig refuses them
-        samples=(not suite and settings.samples) or (1 if heat == 0 else own.samples),
+        samples=(not suite and settings.samples) or (1 if temperature == 0 else own.samples),
         seed=settings.seed,
         stop=own.stop,
     )
     return Prepared(
-        [replace(one, prompt=prompt) for one, prompt in zip(asked, prompts, strict=True)],
+        [replace(one, prompt=prompt) for one, prompt in zip(given, prompts, strict=True)],
         questions.source,
         questions.revision,
         questions.fingerprint,
@@ -240,7 +240,7 @@ def prepare(
 
 
 def write_questions(folder: Path, prepared: Prepared) -> None:
-    """What was asked, so that samples can be judged again without the data set or the tokenizer."""
+    """Write down the questions, so that samples can be judged again without the data set or the tokenizer."""
     lines = []
     for question in prepared.questions:
         record = asdict(question)

@@ -280,21 +280,6 @@ def pass_at_k(scores: ArrayLike, k: int) -> Estimate:
     return replace(average_at_k(chance[array.sum(axis=1).astype(int)][:, None]), samples=samples)
 
 
-def pass_where_greedy_fails(greedy: ArrayLike, scores: ArrayLike) -> Estimate | None:
-    """Return pass@K of `scores` [Q, K] over those questions whose greedy answer, in `greedy` [Q, 1], is wrong; None where none is.
-
-    It says how often a model can give a right answer that it does not think likeliest, and so what training on its own
-    answers could at most correct. The estimate's `questions` are those with a wrong greedy answer.
-
-    Raises `DataError` for scores that are not 0 or 1, and when the numbers of questions differ.
-    """
-    wrong = _verdicts(greedy)[:, 0] == 0
-    array = _verdicts(scores)
-    if len(wrong) != len(array):
-        raise DataError(f"there are greedy answers to {len(wrong)} questions and sampled ones to {len(array)}.")
-    return pass_at_k(array[wrong], array.shape[1]) if wrong.any() else None
-
-
 def majority_at_k(answers: Sequence[Sequence[Hashable | None]], scores: ArrayLike) -> Estimate:
     """Return majority@K: how often the most frequent answer of a question's K samples is right.
 
