@@ -131,7 +131,7 @@ def test_stage_two_methods_are_on_record(place, tmp_path, capsys, flags, gate, s
 def test_random_gates_stand_in_for_trained_ones_and_leave_them():
     from loragate.evaluation.variants import ModelVariant, acting, variants_for
 
-    assert [v.name for v in variants_for("gated", "full", [])] == [
+    assert [v.label for v in variants_for("gated", "full", [])] == [
         "adapter", "base", "gated", "gated random gates", "adapter T=0.6", "adapter T=0.3", "adapter greedy",
         "gated T=0.6", "gated T=0.3", "gated greedy",
     ]  # fmt: skip

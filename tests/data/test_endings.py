@@ -69,13 +69,6 @@ def test_the_token_that_ends_a_turn_is_found(template, ends):
     assert not find_endings(tokenizer).texts
 
 
-def test_a_template_given_in_place_of_the_tokenizers_decides():
-    tokenizer = byte_level(CHATML)
-    tokenizer.chat_template = GEMMA
-    assert find_endings(byte_level(None)).token_ids == {0}
-    assert find_endings(tokenizer).token_ids == {0, tokenizer.convert_tokens_to_ids("<end_of_turn>")}
-
-
 def test_tokenizer_and_generation_config_count_both():
     tokenizer = byte_level(CHATML, eos="<|im_end|>")
     assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]) == [0, 2]

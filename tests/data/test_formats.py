@@ -85,10 +85,6 @@ def test_tools_and_further_message_keys_are_carried_to_the_template():
     assert turns.messages[1] == {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
 
 
-def test_keep_mask_is_carried():
-    assert turns_of({"messages": [ASK, ANSWER], "keep_mask": [1, 0, True]}).keep_mask == (1, 0, 1)
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [

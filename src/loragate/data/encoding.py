@@ -27,7 +27,6 @@ from loragate.data.formats import EmptyResponse, Turns, detect_format, normalize
 from loragate.data.rows import Rows, load_rows
 from loragate.errors import ConfigError, DataError
 from loragate.printable import escape_controls
-from loragate.validate import check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -264,7 +263,7 @@ class EncodedRows(Sequence[dict[str, Any]]):
     """
 
     def __init__(self, items: Iterable[dict[str, Any]], summary: Summary | None = None) -> None:
-        """The labels of an item are the token itself or -100. A keep_mask on some items and not on others is a DataError."""
+        """The labels of an item are the token itself or -100."""
         self.summary = Summary("", 0) if summary is None else summary
         # 4 bytes a token id, one a label and one a mask; a Python list of small integers takes 8 for each alone
         ids, learned, kept, lengths, rows = array("i"), bytearray(), bytearray(), array("q"), array("q")
@@ -276,9 +275,7 @@ class EncodedRows(Sequence[dict[str, Any]]):
             rows.append(item["row"])
         self.arrays = {"ids": np.array(ids), "learned": np.array(learned, bool)}
         self.arrays |= {"lengths": np.array(lengths), "rows": np.array(rows)}
-        if len(kept) not in (0, len(ids)):
-            raise DataError("found a keep_mask on some items; give it on every one or on none")
-        if kept:
+        if kept:  # `encode_rows` has refused a mask on some rows alone
             self.arrays["kept"] = np.array(kept, bool)
         # item i lies between _ends[i] and _ends[i + 1]
         self._ends = np.concatenate([[0], np.cumsum(self.arrays["lengths"])])
@@ -391,9 +388,6 @@ class Collator:
 
     pad_token_id: int
 
-    def __post_init__(self) -> None:
-        check(self)
-
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return input_ids, attention_mask, labels [B,S] and row [B] as int64, and keep_mask [B,S] bool when present."""
         length = max(len(row["input_ids"]) for row in rows)
@@ -407,11 +401,6 @@ class Collator:
             "labels": pad((row["labels"] for row in rows), IGNORED),
             "row": torch.tensor([row["row"] for row in rows], dtype=torch.int64),
         }
-        masked = [row["row"] for row in rows if "keep_mask" in row]
-        if masked and len(masked) < len(rows):
-            raise DataError(
-                f"found keep_mask on rows {masked} of a batch of {len(rows)}; give it on every row or on none"
-            )
-        if masked:
+        if "keep_mask" in rows[0]:
             batch["keep_mask"] = pad((row["keep_mask"] for row in rows), 0).bool()
         return batch

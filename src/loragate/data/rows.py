@@ -78,7 +78,7 @@ class Rows(Sequence[dict[str, Any]]):
 
     def take(self, n: int) -> Rows:
         """The first `n` rows, or all when there are fewer."""
-        return self._view(self._order[: check_limit(n)])
+        return self._view(self._order[:n])
 
     @property
     def fingerprint(self) -> str:
@@ -128,13 +128,6 @@ class Rows(Sequence[dict[str, Any]]):
         return f"Rows({len(self)} from {self.source})"
 
 
-def check_limit(limit: int) -> int:
-    """Return `limit`, or raise ConfigError unless it is at least 1."""
-    if limit < 1:
-        raise ConfigError(f"found limit={limit!r}, expected a whole number of rows, at least 1")
-    return limit
-
-
 def _canonical(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _canonical(item) for key, item in value.items() if item is not None}
@@ -176,10 +169,8 @@ def load_rows(
 
     Raises:
         DataError: for anything that cannot be read; the message names the file and line.
-        ConfigError: for a split or revision that would have no effect, or a limit below 1.
+        ConfigError: for a split or revision that would have no effect.
     """
-    if limit is not None:
-        check_limit(limit)
     if not isinstance(source, str | Path):
         _refuse_without_effect("rows in memory", split=split, revision=revision)
         return _from_memory(source, limit)
@@ -202,17 +193,12 @@ def load_rows(
 def _from_memory(source: Any, limit: int | None) -> Rows:
     if isinstance(source, Rows):
         return source if limit is None else source.take(limit)
-    if isinstance(source, Mapping) or not hasattr(source, "__iter__"):
-        hint = f"; choose one of its entries ({', '.join(map(str, source))})" if isinstance(source, Mapping) else ""
-        raise DataError(f"found {type(source).__name__}, expected a path, a hub id or a list of rows{hint}")
+    if isinstance(source, Mapping):  # a `DatasetDict` looks like a data set
+        raise DataError(f"found {type(source).__name__}, expected a list of rows: one of {', '.join(map(str, source))}")
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         source = list(source)  # an iterator, read once
     if len(source) == 0:
         raise DataError("found an empty list of rows, expected at least one row")
-    if isinstance(source, list | tuple):
-        for number, row in enumerate(source):
-            if not isinstance(row, Mapping):
-                raise DataError(f"row {number}: found {type(row).__name__}, expected a dict")
     rows = Rows(source, source="rows in memory", place="row ")
     return rows if limit is None else rows.take(limit)
 

@@ -111,10 +111,8 @@ def load_questions(
     Raises:
         DataError: naming file and line for a row that does not fit, or the local file that would do where the hub cannot
             be reached.
-        ConfigError: for a revision without effect, or a limit below 1.
+        ConfigError: for a revision without effect.
     """
-    if limit is not None and limit < 1:  # rows are taken by subset below, where none would be no error
-        raise ConfigError(f"{task.name}: found limit={limit}, expected at least 1")
     # the task itself stays as it is pinned: its fingerprint does not follow `revision`
     dataset, warnings = task.dataset, []
     local = file if isinstance(file, Rows) else _local_file(task, file)

@@ -10,7 +10,7 @@ import yaml
 
 from loragate.errors import ConfigError
 from loragate.evaluation.tasks import load_questions, load_task, suite, task_names
-from loragate.evaluation.tasks.task import SUITES, Generation, Harness
+from loragate.evaluation.tasks.task import SUITES, Generation
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "tasks.md"
 TASK = """\
@@ -92,15 +92,6 @@ def test_what_every_built_in_task_promises(name, tmp_path):
     assert task.variant_of is None or load_task(task.variant_of).suite == task.suite
 
 
-def test_a_task_of_ones_own(task_file):
-    task = load_task(task_file())
-    assert (task.name, task.version, task.system, task.raw) == ("sums", 2, None, False)
-    assert task.generation == Generation(4, 1.0, 1.0, 64)
-    assert task.columns == {"question": ("question",), "gold": ("answer",)}
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        task.name = "other"
-
-
 def test_fingerprint_follows_content_not_prose_or_place(task_file, tmp_path):
     first = load_task(task_file()).fingerprint
     other = tmp_path / "elsewhere.yml"
@@ -112,12 +103,6 @@ def test_fingerprint_follows_content_not_prose_or_place(task_file, tmp_path):
     task = load_task("aime24")
     moved = dataclasses.replace(task, dataset=dataclasses.replace(task.dataset, revision="main"))
     assert moved.fingerprint != task.fingerprint
-
-
-def test_the_harness_runs_its_own_tasks(task_file):
-    task = load_task(task_file(HARNESS))
-    assert task.harness == Harness("letters.yaml", "acc,none")
-    assert (task.grader, task.prompt) == ("lm-eval", "")
 
 
 MISTAKES = [
