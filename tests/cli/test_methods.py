@@ -160,5 +160,5 @@ def test_eval_names_the_controls_that_it_cannot_make():
     place = ModelSource(ModelRef("G"), "gated", Path("G"), ModelRef("B"))
     lines = trained_controls(Loaded(place, Loading(), None, None))
     assert len(lines) == 5
-    assert "--adapter G/adapter --data ROWS --objective entropy" in lines[-1]
+    assert "--adapter G/adapter --data EXAMPLES --objective entropy" in lines[-1]
     assert trained_controls(Loaded(replace(place, kind="base"), Loading(), None, None)) == []

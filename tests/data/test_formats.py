@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loragate.data.formats import FORMATS, Turns, detect_format, normalize
-from loragate.errors import ConfigError, DataError
+from loragate.errors import DataError
 
 ASK = {"role": "user", "content": "2+2?"}
 ANSWER = {"role": "assistant", "content": "4"}
@@ -142,8 +142,6 @@ def test_a_row_of_two_formats_is_ambiguous_unless_it_is_a_conversation():
 def test_a_row_of_another_format_than_named_is_an_error():
     with pytest.raises(DataError, match="f:4: found the keys instruction, output, expected the format messages"):
         normalize({"instruction": "a", "output": "b"}, "messages", "f:4")
-    with pytest.raises(ConfigError, match=r"unknown row format 'alpacca'.*did you mean 'alpaca'"):
-        normalize({}, "alpacca")
 
 
 JSON = st.recursive(

@@ -161,9 +161,6 @@ def test_holm() -> None:
     assert holm([0.5, 0.9]) == [1, 1]
     assert holm([0.02]) == [0.02]
     assert holm([]) == []
-    for bad in ([1.2], [-0.1], [math.nan], [[0.1]]):
-        with pytest.raises(DataError, match="needs a flat list of p-values"):
-            holm(bad)  # type: ignore[arg-type]
 
 
 # suites, pass@k, majority votes

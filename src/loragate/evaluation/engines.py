@@ -120,7 +120,7 @@ class Engines:
         self.settings, self.model, self.base, self.loaded = settings, model, base, loaded
         self.folder = folder.resolve() / MERGED
         self._kept: tuple[str, VllmEngine] | None = None  # what vLLM has loaded, and the engine
-        self._in_memory: TransformersEngine | None = None
+        self._in_memory: EngineFor | None = None
 
     @contextmanager
     def __call__(self, variant: ModelVariant) -> Iterator[Engine]:
@@ -139,12 +139,12 @@ class Engines:
                 self.close()  # one model in memory at a time
                 names = loaded.names
                 # made for an adapter also where the first variant is the base: all share its loaded weights
-                room = adapter or (None if loaded.place.is_dora else names.get("gated") or names.get("adapter"))
-                self._kept = base, self._vllm_of(base, room)()
+                largest = adapter or (None if loaded.place.is_dora else names.get("gated") or names.get("adapter"))
+                self._kept = base, self._vllm_of(base, largest)()
             yield self._kept[1].acting_as(adapter, override)
         else:
-            engine = self._in_memory = self._in_memory or TransformersEngine(loaded.model, loaded.tokenizer, size)
-            with acting(loaded.model, variant, loaded.kind):
+            self._in_memory = self._in_memory or in_memory(loaded.model, loaded.tokenizer, loaded.kind, size)
+            with self._in_memory(variant) as engine:
                 yield engine
 
     def maker(self, variant: ModelVariant) -> Callable[[], Engine]:

@@ -480,7 +480,7 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
     path, remedy = folder / RunFolder.RECORD, "if an earlier version wrote it, run the evaluation again"
     if not path.is_file():
         raise DataError(f"{folder} is not the folder of an evaluation: it has no {path.name}")
-    begun = read(StoredEvaluation, path, remedy)
+    stored = read(StoredEvaluation, path, remedy)
     names = {one.name for one in fields(ModelVariant)}
     records = read_object(folder / VARIANTS, remedy).values()
     variants = [
@@ -491,7 +491,7 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
     if any(set(one.slug) & set("/\\\0") or not one.slug.strip(".") for one in variants):
         raise DataError(f"{folder / VARIANTS}: the label of a variant is a path")
     prepared = []
-    for info in begun.tasks:
+    for info in stored.tasks:
         task = load_task(folder / "tasks" / f"{info.name}.yaml")
         questions, revision = read_questions(folder, info.name), info.dataset_revision
         prepared.append(
@@ -502,13 +502,13 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
         folder,
         prepared,
         variants,
-        models=begun.models,
+        models=stored.models,
         # a record holds the canary; a run that was stopped before its end has none yet
         canary=read_record(kept).canary if kept.is_file() else {},
-        seed=begun.seed,
+        seed=stored.seed,
         grading=grading or GradingSettings(),
-        notes=list(begun.notes.warnings),
-        left_out=begun.notes.left_out,
+        notes=list(stored.notes.warnings),
+        left_out=stored.notes.left_out,
     )
 
 

@@ -63,22 +63,22 @@ def judge(
         ConfigError: if the sandbox tier is not available here.
     """
     settings = settings or GradingSettings()
-    asked = [questions[sample.question] for sample in samples]
+    theirs = [questions[sample.question] for sample in samples]
     texts = [sample.text for sample in samples]
     if grader in MATH:
-        pairs = [(text, question.gold) for text, question in zip(texts, asked)]
-        tolerances = list(map(_tolerance, asked))
+        pairs = [(text, question.gold) for text, question in zip(texts, theirs)]
+        tolerances = list(map(_tolerance, theirs))
         with GradingPool(grader, settings.workers, settings.timeout, MEMORY_MB) as pool:
             return pool.grade(pairs, on_progress, tolerances=tolerances)
     if grader in CODE:
-        rows, limits = [question.row for question in asked], Limits(settings.timeout, MEMORY_MB)
+        rows, limits = [question.row for question in theirs], Limits(settings.timeout, MEMORY_MB)
         return grade_codes(grader, rows, texts, settings.workers, settings.sandbox, limits, on_progress)
     if grader == "tiny":
         ended = [sample.finish_reason == "stop" for sample in samples]
-        return [grade_tiny(question.row, text, end) for question, text, end in zip(asked, texts, ended)]
+        return [grade_tiny(question.row, text, end) for question, text, end in zip(theirs, texts, ended)]
     if grader == "lm-eval":
         return grade_by_harness(task, questions, samples)
-    return [grade_text(text, question.gold, grader) for question, text in zip(asked, texts)]
+    return [grade_text(text, question.gold, grader) for question, text in zip(theirs, texts)]
 
 
 def _tolerance(question: Question) -> float | None:

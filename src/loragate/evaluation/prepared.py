@@ -133,7 +133,7 @@ class Prepared(Questions):
         return tuple(question.prompt for question in self.questions)
 
     def info(self, grader: str = "") -> TaskInfo:
-        """What the task is, judged by `grader`, for records; "" before that is said."""
+        """What the task is, judged by `grader`, for records; "" before that is known."""
         return TaskInfo(
             name=self.task.name,
             version=str(self.task.version),
@@ -148,7 +148,7 @@ class Prepared(Questions):
         )
 
     def samples(self, variant: ModelVariant) -> int:
-        """How many answers a variant gives to the task; a suite of the harness is asked for no controls."""
+        """How many answers a variant gives to the task; a suite of the harness has no controls."""
         if self.task.harness is not None and variant.control is not None:
             return 0
         return len(self.questions) * variant.sampling(self.sampling).samples
@@ -222,7 +222,7 @@ def prepare(
         temperature=temperature,
         top_p=own.top_p,
         max_new_tokens=limit,
-        # greedy decoding draws one answer; where several were asked of it, SamplingConfig refuses them
+        # greedy decoding draws one answer; where several are wanted, SamplingConfig refuses them
         samples=(not suite and settings.samples) or (1 if temperature == 0 else own.samples),
         seed=settings.seed,
         stop=own.stop,
@@ -326,7 +326,7 @@ class Request:
         ]
 
     def recommended(self, prepared: Sequence[Prepared], loaded: Loaded) -> float | None:
-        """The recommended temperature, where variants are added for it: the tasks sample at another, and none was asked for."""
+        """The recommended temperature, where variants are added for it: the tasks sample at another, and none was given."""
         temperature = loaded.place.recommended_temperature  # None where the folder recommends none
         elsewhere = any(one.sampling.temperature != temperature for one in prepared if one.task.harness is None)
         return temperature if elsewhere and self.tasks.temperature is None else None

@@ -1,4 +1,4 @@
-"""The record of an evaluation: what was measured, on what, with what, and what may be said about it.
+"""The record of an evaluation: what was measured, on what, with what, and what follows from it.
 
 One JSON file holds everything that a report, a comparison or a later regrade needs, except the samples themselves. It is
 read strictly: an unknown key, a missing one or a value of the wrong kind is an error that names it, because a record that

@@ -1,9 +1,9 @@
 """Means with honest intervals.
 
 Samples of one question resemble one another, so the question, not the sample, is the unit: standard errors are clustered
-by question and comparisons are paired by it. This room is arithmetic on arrays of scores; it knows neither tasks nor
-models, and says nothing about other bases or training seeds, which no interval over questions can cover. Of an average over
-several tasks these are strata: their questions are drawn apart, so nothing is pooled across them and each task counts the same.
+by question and comparisons are paired by it. No interval over questions covers other bases or training seeds. In an average
+over several tasks, the tasks are strata: their questions are drawn apart, so nothing is pooled across them and each task counts
+the same. All is arithmetic on arrays of scores; tasks and models are not known here.
 
 Shapes: B tasks, Q questions (of each task its own), K samples per question.
 """
@@ -130,8 +130,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Reject where the adjusted value is at most the level: the chance of any false rejection then stays below it.
     """
     values = np.asarray(p_values, dtype=np.float64)
-    if values.ndim != 1 or not ((values >= 0) & (values <= 1)).all():
-        raise DataError(f"holm was given {p_values!r}; it needs a flat list of p-values, each in [0, 1].")
     # the smallest of m times m, the next times m - 1, …, and none below one before it
     order = np.argsort(values, kind="stable")
     scaled = values[order] * np.arange(len(values), 0, -1)

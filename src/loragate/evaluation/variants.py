@@ -1,7 +1,7 @@
 """What is scored side by side: base, adapter, gated adapter, and the controls that need no training.
 
 All of them are one model in memory under different context managers, so they share prompts, random streams and weights.
-A variant says nothing about tasks; it is a name, a temperature and what must be done to the model. The canary proves, on the
+A variant is independent of tasks: a label, a temperature and what must be done to the model. The canary proves, on the
 evaluation's own prompts, that adapter and gates act: a comparison of models that are secretly one is the cheapest way to be wrong.
 """
 

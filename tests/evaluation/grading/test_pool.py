@@ -133,8 +133,6 @@ def test_most_answers_need_no_worker():
 def test_settings_and_broken_graders_are_explained():
     with pytest.raises(ConfigError, match="did you mean 'default'"):
         GradingPool("defualt")
-    with pytest.raises(ConfigError, match="workers is 0"):
-        GradingPool(workers=0)
     missing = replace(BAD, judge="no_such_module:judge")
     with pytest.raises(LoragateError, match=r"cannot run.*no_such_module"), GradingPool(missing, workers=1) as pool:
         pool.grade([("1", "1")])

@@ -246,7 +246,7 @@ def test_the_commit_of_a_branch_is_recorded(monkeypatch):
     loaded = load_questions(load_task("aime24"), limit=3, revision="main")
     assert loaded.revision is None
     assert loaded.warnings == (
-        "aime24: the commit of HuggingFaceH4/aime_2024 could not be told; pin one with --revision to make this repeatable",
+        "aime24: the commit of HuggingFaceH4/aime_2024 is not known; pin one with --revision to make this repeatable",
     )
     with pytest.raises(ConfigError, match=r"revision='main', which has no effect without a hub data set"):
         load_questions(load_task("aime24"), file=QUESTIONS, revision="main")

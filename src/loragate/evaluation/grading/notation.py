@@ -9,7 +9,7 @@ known here ("apples") are dropped: the question fixes what is counted. A letter 
 `\mathrm{}` or after a blank, never as a factor such as the m of `5m`.
 
 `read_shape` takes an answer apart (list, tuple, set, interval, union, matrix, inequality, or one plain item) by brackets and
-separators at the top level only; the parts stay text. `(0,1)` may be a point or an open interval and need not be told apart, as
+separators at the top level only; the parts stay text. `(0,1)` may be a point or an open interval and need not be distinguished, as
 both compare part by part and bracket by bracket.
 """
 

@@ -4,8 +4,8 @@
     questions    rows from a file, the hub or a generator to questions
     arithmetic   a generated suite that no model can have seen
 
-A task is one file in `definitions/`, or one of the user's own. This room asks and reads; it neither samples nor grades
-mathematics or programs, and it needs no torch.
+A task is one file in `definitions/`, or one of the user's own. Nothing here samples, grades
+mathematics or programs, or needs torch.
 """
 
 from loragate.evaluation.tasks.questions import Question, Questions, load_questions
