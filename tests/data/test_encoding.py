@@ -27,7 +27,6 @@ from rich.console import Console
 from loragate.data import encoding
 from loragate.data.encoding import (
     Collator,
-    EncodedRows,
     Encoder,
     SegmentTokenizer,
     Summary,
@@ -166,11 +165,6 @@ def test_nothing_comes_between_prompt_and_response():
     tokenizer = space_adding()
     encoded = encode(Turns(prompt="two plus", completion="two"), tokenizer)
     assert decoded(encoded, tokenizer).replace("<s> ", "<s>") == "<s>two plustwo</s>"
-
-
-def test_an_empty_prompt_is_fine_after_bos():
-    tokenizer = byte_level(bos="<bos>", adds_bos=True)
-    assert encode(Turns(prompt="", completion="b"), tokenizer).input_ids[0] == tokenizer.bos_token_id
 
 
 def test_truncation_cuts_on_the_right(talk):
@@ -314,15 +308,6 @@ def test_progress_is_told_batch_by_batch(rows, monkeypatch):
     assert [item["row"] for item in encoded] == list(range(10))
 
 
-def test_rows_of_which_only_the_last_turn_is_learned_are_counted(talk):
-    rows = [
-        {"messages": talk("a", "<think>x</think>b", "c", "d")},
-        {"messages": talk("a", "b", "c", "d")},
-        {"messages": talk("a", "<think>x</think>b")},
-    ]
-    assert encode_rows(rows, byte_level(THINKING), max_length=None).summary.last_turn_only == 1
-
-
 def test_the_first_bad_row_is_named_by_line(write, talk):
     good, bad = {"messages": talk("a", "b")}, {"messages": talk("a")}
     path = write("rows.jsonl", [good, bad, good])
@@ -377,17 +362,6 @@ ITEMS = [
     {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 0},
     {"input_ids": [0, 0], "labels": [-100, 0], "row": 4},
 ]
-
-
-def test_packing_changes_nothing():
-    masks = [{**item, "keep_mask": [0] * (len(item["labels"]) - 1) + [1]} for item in ITEMS]
-    for items in (ITEMS, masks):
-        packed = EncodedRows(items)
-        assert list(packed) == items
-        assert packed[-1] == items[-1]
-        assert packed[0:2] == items
-    with pytest.raises(IndexError):
-        EncodedRows(ITEMS)[2]
 
 
 def test_rows_without_a_response_are_counted(talk, write):

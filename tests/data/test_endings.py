@@ -91,20 +91,6 @@ def test_the_share_of_rows_that_end_in_a_stop_token():
     )
 
 
-def test_plain_rows_that_stop_are_healthy_whatever_the_template_says():
-    tokenizer = byte_level(CHATML)
-    encoded = encode_rows([{"prompt": "two", "completion": " four"}], tokenizer, max_length=None)
-    report = ending_health(tokenizer, encoded)
-    assert report.problems == []
-
-
-def test_a_template_without_an_end_of_turn_is_told():
-    report = ending_health(byte_level(NO_END))
-    assert report.end_tokens == ()
-    assert len(report.problems) == 1
-    assert "writes no token after an assistant turn" in report.problems[0]
-
-
 def test_an_end_of_turn_in_ordinary_tokens_is_a_text_to_stop_at():
     tokenizer = byte_level(CHATML.replace("<|im_end|>", "<|fin|>"))
     found = find_endings(tokenizer)

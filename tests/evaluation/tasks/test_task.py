@@ -107,10 +107,7 @@ def test_fingerprint_follows_content_not_prose_or_place(task_file, tmp_path):
 
 MISTAKES = [
     (changed("prompt:", "promt:"), r"sums.yaml: unknown key 'promt'; did you mean 'prompt'\? known are name, version"),
-    (changed("  gold:", "  target:"), r"columns.target must be one of 'id', 'question' or 'gold'"),
     (changed('prompt: "{{ question }} Use \\\\boxed{}."\n', ""), "sums.yaml: missing prompt"),
-    (changed("grader: default\n", ""), "the key 'grader' is missing"),
-    (changed("  gold: answer\n", ""), "missing columns.gold"),
     (
         changed("suite: math", "suite: maths"),
         r"suite must be one of 'math', 'code'.*found 'maths'; did you mean 'math'\?",
@@ -122,25 +119,16 @@ MISTAKES = [
     ),
     (changed("{{ question }}", "{{ gold }}"), "prompt uses 'gold'"),
     (changed("{{ question }}", "{{ question"), "sums.yaml: prompt: line 1 of the template"),
-    (changed("{{ question }}", "{{ question | bxed }}"), "prompt: line 1 of the template: No filter named 'bxed'"),
     (
         changed("gold: answer", "gold: anser"),
         r"columns.gold names the column 'anser', which dataset.schema does not have; did you mean 'answer'\?",
     ),
-    (changed("gold: answer", 'gold: "{{ anser }}"'), r"columns.gold uses 'anser'.*did you mean 'answer'\?"),
-    (changed("gold: answer", "gold: []"), r"columns.gold must be a list of at least 1"),
     (
         changed("    answer: text|number", "    answer: txt|number"),
         r"column 'answer' has the unknown type 'txt'; did you mean 'text'\?",
     ),
-    (changed("    answer: text|number", "    answer: 3"), "dataset.schema.answer must be text, found 3"),
     (changed("  file: sums.jsonl\n", ""), "exactly one of hub, file and generator; found none"),
-    (changed("  rows: 2", "  hub: a/b"), "exactly one of hub, file and generator; found hub and file"),
     (changed("  rows: 2", "  split: test"), "split has no effect without hub"),
-    (
-        changed("  file: sums.jsonl", "  generator: tinny"),
-        r"dataset.generator must be .*found 'tinny'; did you mean 'tiny'\?",
-    ),
     (changed("temperature: 1", "temperature: 0"), "samples is 4, but greedy samples are all the same"),
     (changed("samples: 4", "samples: 4, stop: ['\\n']"), "generation.stop is for raw: true"),
     (changed("version: 2", "version: 2\nraw: true\nsystem: hi"), "system has no effect with raw True"),
@@ -149,11 +137,8 @@ MISTAKES = [
         "harness has no effect with grader default, only with lm-eval",
     ),
     (changed("version: 2", "version: 2\nversion: 3"), "not valid YAML .*the key 'version' appears twice"),
-    (changed("version: 2", "version: {{question}}"), "not valid YAML .*unhashable key"),
-    (changed("version: 2", "version: 2\npath: /"), "unknown key 'path'"),
     (HARNESS + "prompt: hi\n", "prompt has no effect with grader lm-eval"),
     (changed(', metric: "acc,none"', "", HARNESS), "the key 'harness.metric' is missing"),
-    (changed("harness:", "harnes:", HARNESS), r"unknown key 'harnes'; did you mean 'harness'\?"),
 ]
 
 
