@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from loragate.errors import ConfigError
 from loragate.evaluation.grading import MATH_GRADERS, grade_math, last_boxed
 from loragate.evaluation.grading.default import UnjudgedError, decide
-from loragate.evaluation.grading.dft import extract, python_expression, strip_string
+from loragate.evaluation.grading.dft import extract, strip_string
 from loragate.evaluation.grading.notation import name_of, normalise
 from loragate.evaluation.grading.numbers import read_number
+from loragate.evaluation.grading.symbolic import python_expression
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks" / "grading"))

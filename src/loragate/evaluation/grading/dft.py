@@ -9,15 +9,15 @@ Python-like expressions are read by a small evaluator instead of sympy's `parse_
 answers; sympy is the installed version, not 1.12; the time limit is the pool's, not three seconds; the list of unit
 words was compiled from its description and is not the original's to the last word.
 
-`extract` and `strip_string` run in the caller's process, `math_equal` in a worker: sympy is imported by what needs it.
+`extract` and `strip_string` run in the caller's process, `math_equal` in a worker, where its last step is
+`symbolic.dft_algebra`.
 """
 
 from __future__ import annotations
 
-import ast
 import re
+from collections.abc import Callable
 from math import isclose
-from typing import Any
 
 _LETTERS = "a b c d g h k l m n o p s t A C F J K L N V W"
 _WORDS = (
@@ -106,8 +106,8 @@ def strip_string(text: str) -> str:
     return re.sub(r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}", text)
 
 
-def math_equal(answer: str, gold: str, depth: int = 0) -> bool:
-    """Whether two stripped answers count as equal: text, number, brackets, parts, equation, then algebra."""
+def math_equal(answer: str, gold: str, algebra: Callable[[str, str], bool], depth: int = 0) -> bool:
+    """Whether two stripped answers count as equal: text, number, brackets, parts, equation, then `algebra` on both texts."""
     if answer.strip().lower() == gold.strip().lower():
         return True
     # a choice: the last letter that stands alone
@@ -128,85 +128,22 @@ def math_equal(answer: str, gold: str, depth: int = 0) -> bool:
     if depth < 3:
         if all(re.fullmatch(r"[(\[].+[)\]]", text) for text in (answer, gold)):
             parts, others = answer[1:-1].split(","), gold[1:-1].split(",")
-            if len(parts) == len(others) and all(math_equal(a, b, depth + 1) for a, b in zip(parts, others)):
+            if len(parts) == len(others) and all(math_equal(a, b, algebra, depth + 1) for a, b in zip(parts, others)):
                 return True
         rows = [_matrix(text) for text in (answer, gold)]
         if rows[0] and rows[1] and [len(row) for row in rows[0]] == [len(row) for row in rows[1]]:
             pairs = [pair for row, other in zip(rows[0], rows[1]) for pair in zip(row, other)]
-            if all(math_equal(a, b, depth + 1) for a, b in pairs):
+            if all(math_equal(a, b, algebra, depth + 1) for a, b in pairs):
                 return True
     sides, others = answer.split("="), gold.split("=")
     if len(sides) == len(others) == 2:
         one, two = (f"{pair[0].strip()} - ({pair[1].strip()})" for pair in (sides, others))
-        return symbolic_equal(one, two) or symbolic_equal(f"-({one})", two)
+        return algebra(one, two) or algebra(f"-({one})", two)
     if len(sides) == 2 and len(others) == 1 and len(sides[0].strip()) <= 2:
-        return math_equal(sides[1], gold, depth + 1)
+        return math_equal(sides[1], gold, algebra, depth + 1)
     if len(others) == 2 and len(sides) == 1 and len(others[0].strip()) <= 2:
-        return math_equal(answer, others[1], depth + 1)
-    return symbolic_equal(answer, gold)
-
-
-def symbolic_equal(answer: str, gold: str) -> bool:
-    """Whether sympy reads both and finds no difference after `simplify`, or none beyond 1e-4 in value."""
-    import sympy
-
-    left, right = _parse(answer), _parse(gold)
-    # in turn, as each may fail on what the one before could not read: spelling, value, sides of an equation, number
-    for test in (
-        lambda: str(left) == str(right) or left == right,
-        lambda: left.equals(right) or sympy.simplify(left - right) == 0,
-        lambda: abs(left.lhs - left.rhs).equals(abs(right.lhs - right.rhs)),
-        lambda: isclose(float(sympy.N(left)), float(sympy.N(right)), rel_tol=1e-4),
-    ):
-        try:
-            if test():
-                return True
-        except (Exception, RecursionError):  # whatever sympy raises counts as "not equal", as in the original
-            continue
-    return False
-
-
-def _parse(text: str) -> Any:
-    from latex2sympy2_extended import latex2sympy
-    from sympy.parsing.latex import parse_latex
-
-    for parser in (parse_latex, python_expression, latex2sympy):
-        for spelling in (text.replace("\\\\", "\\"), text):
-            try:
-                return parser(spelling)
-            except (Exception, RecursionError):
-                continue
-    return text  # no parser reads it, so that it equals its own spelling alone
-
-
-def python_expression(text: str) -> Any:
-    """Read `2*sqrt(3)+x**2` (`^` allowed) into sympy: numbers, names, + - * / ** and sqrt only, nothing executed."""
-    import sympy
-
-    def build(node: ast.AST) -> Any:
-        match node:
-            case ast.Expression(body=body):
-                return build(body)
-            case ast.Constant(value=int() | float() as value):
-                return sympy.sympify(value)
-            case ast.Name(id=name):
-                return sympy.pi if name == "pi" else sympy.Symbol(name)
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -build(operand)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in operators:
-                return operators[type(op)](build(left), build(right))
-            case ast.Call(func=ast.Name(id="sqrt"), args=[argument], keywords=[]):
-                return sympy.sqrt(build(argument))
-        raise ValueError(ast.dump(node))
-
-    operators: dict[type, Any] = {
-        ast.Add: lambda a, b: a + b,
-        ast.Sub: lambda a, b: a - b,
-        ast.Mult: lambda a, b: a * b,
-        ast.Div: lambda a, b: a / b,
-        ast.Pow: lambda a, b: a**b,
-    }
-    return build(ast.parse(text.replace("^", "**"), mode="eval"))
+        return math_equal(answer, others[1], algebra, depth + 1)
+    return algebra(answer, gold)
 
 
 def _number(text: str) -> float | None:
