@@ -96,7 +96,7 @@ def test_another_sweep_is_not_resumed(place, swept):
         sweep(arguments(place, swept, *first, "--learning-rate", "0.01"))
     with pytest.raises(ConfigError, match=r"begun with trials"):
         sweep(arguments(place, swept, *first, seeds="0,1,2"))
-    with pytest.raises(ConfigError, match="go on with it with --resume"):
+    with pytest.raises(ConfigError, match="continue it with --resume"):
         sweep(arguments(place, swept, "--runner", "sequential"))
 
 
