@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from loragate import models
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import GateOptions, RunOptions, taken_from
+from loragate.cli.options import GATE_CONFIG_ONLY, GateOptions, RunOptions, taken_from
 from loragate.display import Display, Job, console, next_evaluation
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
@@ -29,9 +29,8 @@ class AdapterOptions(RunOptions, GateTrainingSettings, DevSettings, GateOptions)
         adapter: finished PEFT LoRA adapter, folder or hub id.
         base: base model instead of the one the adapter names.
         ranges: of λ to train gates in, L,U separated by semicolons.
-        dev_data: questions that choose, at least 32 and better 128, of every kind that will be asked: .jsonl, .json or .parquet
-            with prompt and answer.
-        retention_data: questions with answers, of an ability to keep; what clearly loses on them is not recommended.
+        dev_data: dev set that chooses: prompt and answer, 32 questions or better 128, of every kind.
+        retention_data: such a file of an ability to keep; what clearly loses on it is not recommended.
     """
 
     select: Literal["first", "shuffled"] = "shuffled"
@@ -49,8 +48,8 @@ class CalibrateOptions(AdapterOptions):
     Attributes:
         base_id: hub id of the base to record in the artifact, if the base was loaded from a local folder.
         eval_data: examples that nothing trains on, a file or hub id: entropy is measured on them too, before and after.
-        eval_split: split of --eval-data, or of --data, with those examples.
-        skip_selection: take the gates of the one range in --ranges as they come, without a dev set.
+        eval_split: split of eval_data, or of --data, with those examples.
+        skip_selection: take the gates of one range as they come, without a dev set.
     """
 
     base_id: str = ""
@@ -211,7 +210,8 @@ COMMAND = Command(
         "loragate calibrate --config calibrate.yaml --learning-rate 1e-3",
     ),
     common=(
-        "ranges dev_data dev_task dev_grader retention_data skip_selection objective learning_rate num_train_epochs "
-        "batch_size per_device_train_batch_size max_rows precision seed resume"
+        "ranges dev_data dev_task dev_grader retention_data skip_selection learning_rate num_train_epochs "
+        "batch_size max_rows resume"
     ),
+    config_only=GATE_CONFIG_ONLY,
 )

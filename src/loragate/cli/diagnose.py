@@ -59,22 +59,18 @@ def next_command(options: DiagnoseOptions, kind: str) -> str:
     return f"diagnose interventions --model {model} {tasks} --out {out}-interventions"
 
 
-EXAMPLES = (
-    "loragate diagnose entropy --model gated --rows held-out.jsonl --suite math --limit 100 --out runs/entropy",
-    "loragate diagnose gates --model gated --run runs/math --out runs/gates",
-    "loragate diagnose interventions --model gated --suite math --out runs/interventions",
-    "loragate diagnose interventions --model gated --suite math --engine vllm --out runs/interventions",
-    "loragate diagnose alignment --model gated --rows held-out.jsonl --reference base --out runs/alignment",
-    "loragate diagnose tokens --model gated --run runs/math --limit 8 --out runs/tokens",
-    "loragate diagnose alignment --model gated --value rollouts --run runs/math --checkpoints gated --out runs/rollouts",
-)
-
 COMMAND = Command(
     name="diagnose",
     options=DiagnoseOptions,
     run=run,
-    examples=EXAMPLES,
+    examples=(
+        "loragate diagnose entropy --model gated --rows held-out.jsonl --suite math --limit 100 --out entropy",
+        "loragate diagnose gates --model gated --run runs/math --out gates",
+        "loragate diagnose interventions --model gated --suite math --engine vllm --out interventions",
+        "loragate diagnose alignment --model gated --rows held-out.jsonl --reference base --out alignment",
+        "loragate diagnose tokens --model gated --run runs/math --limit 8 --out tokens",
+    ),
     positional="what",
     needs=("what", "model", "out"),
-    common="run rows suite tasks limit samples max_rows of interventions engine value batch_size device resume",
+    common="run rows suite tasks limit samples max_rows of interventions engine value resume",
 )

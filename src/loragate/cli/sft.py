@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import RunOptions, taken_from
+from loragate.cli.options import CONFIG_ONLY, RunOptions, taken_from
 from loragate.display import Display, console, duration, next_evaluation
 from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
 from loragate.training.settings import FineTuningSettings
@@ -115,7 +115,8 @@ COMMAND = Command(
         "loragate sft --model path/to/base --adapter adapter --data gate-rows.jsonl --out adapter-longer",
     ),
     common=(
-        "objective adapter target_modules rank alpha learning_rate epochs "
-        "batch_size per_device_train_batch_size max_rows max_length precision seed resume overwrite"
+        "objective adapter target_modules rank alpha learning_rate num_train_epochs batch_size max_rows "
+        "max_length precision seed resume"
     ),
+    config_only=CONFIG_ONLY,
 )

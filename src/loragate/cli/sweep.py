@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.calibrate import AdapterOptions
-from loragate.cli.options import taken_from
+from loragate.cli.options import GATE_CONFIG_ONLY, taken_from
 from loragate.display import Display, console, next_evaluation
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
@@ -130,15 +130,13 @@ COMMAND = Command(
     run=run,
     needs=("adapter", "data", "out"),
     examples=(
-        'loragate sweep --adapter path/to/adapter --data train.jsonl --ranges="-3,1;0,1;-6,3" --dev-data dev.jsonl '
-        "--out runs/sweep",
-        "loragate sweep --adapter path/to/adapter --data train.jsonl --ranges grid --seeds 0,1,2 --dev-data dev.jsonl "
-        "--gpus-per-trial 0.5 --out runs/grid",
-        "loragate sweep --adapter path/to/adapter --data train.jsonl --ranges grid --seeds 0,1,2 --dev-data dev.jsonl "
-        "--gpus-per-trial 0.5 --out runs/grid --resume",
+        'loragate sweep --adapter adapter --data train.jsonl --ranges="-3,1;0,1" --dev-data dev.jsonl --out runs/few',
+        "loragate sweep --adapter adapter --data train.jsonl --ranges grid --dev-data dev.jsonl --out runs/grid",
+        "loragate sweep --config grid.yaml --seeds 0,1,2 --gpus-per-trial 0.5 --resume",
     ),
     common=(
-        "ranges seeds objectives dev_data dev_task dev_grader retention_data learning_rate "
-        "num_train_epochs batch_size per_device_train_batch_size runner workers resume"
+        "ranges seeds objectives dev_data dev_task dev_grader retention_data learning_rate batch_size runner "
+        "workers resume"
     ),
+    config_only=GATE_CONFIG_ONLY,
 )

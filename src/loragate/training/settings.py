@@ -41,8 +41,8 @@ class RowsSettings:
         data: prompts and responses: .jsonl, .json, .parquet or a hub id; any chat format.
         split: split of a hub data set.
         revision: branch, tag or commit of a hub data set.
-        select: which rows --max-rows takes: the first ones, or a subset drawn with a seed.
-        select_seed: seed of the shuffled subset; by default --seed.
+        select: which rows max_rows takes: the first ones, or a subset drawn with a seed.
+        select_seed: seed of the shuffled subset; by default seed.
     """
 
     data: str = ""
@@ -77,9 +77,9 @@ class TrainSettings:
 
     Attributes:
         learning_rate: peak learning rate of AdamW.
-        batch_size: sequences per optimiser step, over all processes; 0: 128, or fewer for about 150 steps.
+        batch_size: sequences per optimiser step; 0: 128, or fewer for about 150 steps.
         per_device_train_batch_size: sequences per forward pass and process.
-        num_train_epochs: passes over the rows, unless max_steps is set; 0: one, or more for about 150 steps.
+        num_train_epochs: passes over the rows; 0: one, or more for about 150 steps.
         max_steps: optimiser steps, 0 to follow from epochs.
         max_length: token limit of a row; longer rows are cut on the right.
         lr_scheduler_type: how the learning rate falls.
@@ -210,7 +210,7 @@ class GateTrainingSettings(TrainSettings):
 
     Attributes:
         k: support of the entropy objective; 0, or at least the vocabulary size, means the full entropy.
-        max_rows: use at most this many rows after a seeded shuffle (0: all).
+        max_rows: at most this many rows after a seeded shuffle (0: all).
         objective: entropy is the paper's and ce its ablation; random, a control, draws gates and trains nothing.
         random_scale: standard deviation of the gate weights and biases that random draws.
     """
