@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import textwrap
 import typing
@@ -156,8 +157,7 @@ def print_help(command: Command, everything: bool = False) -> None:
         print("settings for a --config FILE.yaml alone, with their defaults:")
         texts, defaults = help_texts(command.options), _defaults(command.options)
         for name in (name for name in field_kinds(command.options) if name in command.config_only.split()):
-            default = defaults[name]
-            line = f"{name}: {'null' if default is None else _shown(default) or repr(default)}  # {texts[name]}"
+            line = f"{name}: {json.dumps(defaults[name])}  # {texts[name]}"
             print(textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    # "))
     print("\n".join(["examples:", *(f"  {line}" for line in command.examples)]))
     if not everything:
@@ -190,15 +190,15 @@ def build_app(command: Command, hidden: bool = False, shown: bool = False) -> Ap
 def _parameters(command: Command, hidden: bool, shown: bool) -> Iterator[inspect.Parameter]:
     """The parameters of a command's signature: the one without a flag first, as Python demands, then the fields."""
     texts, hints, found = help_texts(command.options), field_kinds(command.options), headings(command)
-    defaults = _defaults(command.options)
+    defaults, named = _defaults(command.options), {int: "INT", float: "NUMBER", dict: "JSON"}
+    read_later = {name: named[kind] for name, hint in hints.items() if (kind := _kind(hint)) in named}
     order = ["required", "options", *dict.fromkeys(found.values()), "every command"]
     groups = {heading: Group(heading, sort_key=order.index(heading)) for heading in order}
     first = [command.positional, *command.required, *command.common.split()]
     for name in sorted(found, key=lambda name: first.index(name) if name in first else len(first)):
         without_flag, hint, default = name == command.positional, hints[name], defaults[name]
-        text = texts.get(name, "")
         about = Parameter(
-            help=text,
+            help=texts.get(name, ""),
             group=groups[found[name]],
             show=not (hidden and found[name].startswith("advanced")),
             show_default=_shown if _shown(default) else False,
@@ -208,11 +208,13 @@ def _parameters(command: Command, hidden: bool, shown: bool) -> Iterator[inspect
             # --no-resume is for those whose file says resume
             negative_bool=() if shown and not default else None,
             # texts, bools and choices are cyclopts'; numbers and objects are read as those of a file are
-            converter=_as_text if _kind(hints[name]) in (int, float, dict) else None,
+            converter=_as_text if name in read_later else None,
+            metavar=read_later.get(name),
             accepts_keys=False,
         )
         kind = inspect.Parameter.POSITIONAL_ONLY if without_flag else inspect.Parameter.KEYWORD_ONLY
         # cyclopts holds defaults to their annotation
+        hint = hint | str if name in read_later else hint
         annotation: Any = Annotated[hint | None if default is None else hint, about]
         yield inspect.Parameter(name, kind, default=default, annotation=annotation)
     for name, (hint, text) in GLOBAL.items():

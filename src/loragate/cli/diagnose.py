@@ -72,5 +72,5 @@ COMMAND = Command(
     ),
     positional="what",
     needs=("what", "model", "out"),
-    common="run rows suite tasks limit samples max_rows of interventions engine value resume",
+    common="run rows suite tasks limit samples max_rows interventions engine value resume",
 )

@@ -21,7 +21,7 @@ CONFIG_ONLY = "adam_beta1 adam_beta2 max_grad_norm save_total_limit activation_o
 # the same of calibrate and sweep
 GATE_CONFIG_ONLY = (
     f"{CONFIG_ONLY} weight_decay lr_scheduler_type warmup_ratio logging_steps packing group_by_length select revision tau "
-    "init_scale detach_input gate_modules random_scale dev_batch_size retention_task sandbox base_id eval_data eval_split"
+    "init_scale detach_input gate_modules random_scale dev_batch_size retention_task sandbox trust_remote_code"
 )
 
 

@@ -130,13 +130,10 @@ COMMAND = Command(
     run=run,
     needs=("adapter", "data", "out"),
     examples=(
-        'loragate sweep --adapter adapter --data train.jsonl --ranges="-3,1;0,1" --dev-data dev.jsonl --out runs/few',
+        'loragate sweep --adapter adapter --data train.jsonl --ranges="-3,1;0,1" --dev-data dev.jsonl --out few',
         "loragate sweep --adapter adapter --data train.jsonl --ranges grid --dev-data dev.jsonl --out runs/grid",
         "loragate sweep --config grid.yaml --seeds 0,1,2 --gpus-per-trial 0.5 --resume",
     ),
-    common=(
-        "ranges seeds objectives dev_data dev_task dev_grader retention_data learning_rate batch_size runner "
-        "workers resume"
-    ),
+    common=("ranges seeds objectives dev_data dev_task retention_data learning_rate batch_size runner workers resume"),
     config_only=GATE_CONFIG_ONLY,
 )

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from annotated_types import Ge, Len, Lt
 
-from loragate.effects import acting, require_effect
 from loragate.errors import ConfigError
 from loragate.validate import Amount, Count, Positive, Size, check
 
@@ -23,6 +22,21 @@ GATE_OBJECTIVES: tuple[str, ...] = get_args(GateObjective)
 
 # the paper's batch, its 157 steps rounded, and the smallest batch that is taken in order to have them
 BATCH, STEPS, SMALLEST = 128, 150, 8
+
+# what random gates, which nothing trains, do not read
+OF_TRAINING = (
+    *(
+        "learning_rate",
+        "batch_size",
+        "per_device_train_batch_size",
+        "num_train_epochs",
+        "max_steps",
+        "lr_scheduler_type",
+    ),
+    *("warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "precision", "packing"),
+    *("group_by_length", "gradient_checkpointing", "activation_offload", "logging_steps", "save_steps"),
+    *("save_total_limit", "report_to"),
+)
 
 # they change no number, so that a resumed run may have others
 _UNRECORDED = ("save_total_limit",)
@@ -227,9 +241,9 @@ class GateTrainingSettings(TrainSettings):
         super().__post_init__()
         if self.k == 1:
             raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
-        require_effect("calibration", self)
 
     def as_record(self) -> dict[str, Any]:
         """The settings that the objective reads, for run.json and the artifact."""
-        names = acting("calibration", (field.name for field in fields(self)), objective=self.objective)
-        return recorded({name: getattr(self, name) for name in names})
+        # drawn at random: the settings of a training are kept out, as none took place
+        unread = ("random_scale",) if self.objective != "random" else OF_TRAINING
+        return recorded({field.name: getattr(self, field.name) for field in fields(self) if field.name not in unread})
