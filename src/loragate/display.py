@@ -47,7 +47,7 @@ def console() -> Console:
     """The console that results are printed to; no text that it is given can move the cursor or set a title."""
     terminal = sys.stdout.isatty()
     width = None if terminal or "COLUMNS" in os.environ else FILE_WIDTH  # None: rich asks the terminal, or COLUMNS
-    return _Plain(highlight=False, soft_wrap=not terminal, width=width, quiet=_is_other_process())
+    return _Plain(highlight=False, markup=False, soft_wrap=not terminal, width=width, quiet=_is_other_process())
 
 
 class _ToStderr(logging.Handler):
@@ -135,7 +135,7 @@ class Display:
     """
 
     def __init__(self, out: Console | None = None) -> None:
-        self.out = out or Console(stderr=True, highlight=False, quiet=_is_other_process())
+        self.out = out or Console(stderr=True, highlight=False, markup=False, quiet=_is_other_process())
 
     @contextmanager
     def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[Job]:

@@ -1,7 +1,6 @@
 """The command line as a whole: help at once, one clear message per mistake, settings from flags and files."""
 
 import json
-import logging
 import re
 
 import pytest
@@ -154,17 +153,6 @@ def test_configuration_files(tmp_path, fails):
     assert "cannot be read" in fails("calibrate", "--config", str(tmp_path / "none.yaml"))
 
 
-def test_defaults_are_the_papers():
-    options = CalibrateOptions().fitted(20_000)
-    assert (options.batch_size, options.learning_rate, options.k, options.max_length) == (128, 5e-4, 100, 4096)
-    assert (options.max_rows, options.warmup_ratio, options.lr_scheduler_type, options.num_train_epochs) == (
-        20_000,
-        0.0,
-        "cosine",
-        1.0,
-    )
-
-
 def test_unexpected_errors_show_no_traceback_unless_asked(capsys, fails, monkeypatch):
     def broken():
         raise KeyError("inside")
@@ -183,16 +171,6 @@ def test_env(capsys):
     assert any(device.startswith("cpu") for device in found["devices"])
     assert main(["env"]) == 0
     assert "next: loragate quickstart" in capsys.readouterr().out
-
-
-def test_no_command_speaks_of_a_kernel_that_none_uses(capsys):
-    assert main(["env", "--json"]) == 0
-    speaker = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    records = {
-        text: logging.LogRecord(speaker.name, logging.WARNING, "", 0, text, ("no module",), None)
-        for text in ("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "something else: %s")
-    }
-    assert [text for text, record in records.items() if speaker.filter(record)] == ["something else: %s"]
 
 
 def test_an_error_that_quotes_a_file_does_not_act_on_the_terminal(tmp_path, fails):

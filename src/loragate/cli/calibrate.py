@@ -74,12 +74,12 @@ def run(options: CalibrateOptions) -> int:
         calibrated = choose(replace(options, adapter=source.source), settings, source, trials, out)
     except KeyboardInterrupt as stop:
         if (folder / "run").is_dir():
-            out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}", markup=False)
+            out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}")
         raise
     for line in calibrated.sentences():
-        out.print(line, markup=False)
-    out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with", markup=False)
-    out.print(next_evaluation(folder, f"runs/{folder.name}"), markup=False)
+        out.print(line)
+    out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with")
+    out.print(next_evaluation(folder, f"runs/{folder.name}"))
     return 0
 
 
@@ -164,14 +164,13 @@ def choose(
         with display.job("training gates", unit="step") as shown:
             return take_as_given(context, trials[0], folder, resume=options.resume, on_event=advance(shown))
     questions = len(dev_set.questions.questions)
-    out.print(f"choosing on {questions} dev questions; {EVERY_KIND}", markup=False)
+    out.print(f"choosing on {questions} dev questions; {EVERY_KIND}")
     run = SelectionRun(context, trials, folder / "run", dev_set, retention)
     task = run.tasks["dev"]
     if not options.dev_max_new_tokens:
         out.print(
             f"a dev answer may take {task.sampling.max_new_tokens} tokens, half more than the longest training answers; "
-            "--dev-max-new-tokens sets it",
-            markup=False,
+            "--dev-max-new-tokens sets it"
         )
     with display.job(f"trying {len(trials)} range{'s' * (len(trials) > 1)}") as shown:
         run.on_event = advance(shown, run.total_answers(), len(trials))

@@ -62,7 +62,7 @@ def run(options: SftOptions) -> int:
     settings, encoded = training.settings, training.encoded
     show_data(out, encoded, training.tokenizer)
     if "keep_mask" in encoded[0] and "keep_mask" not in training.objective.requires:
-        out.print(f"note: the keep_mask column is not read by the objective {settings.objective}", markup=False)
+        out.print(f"note: the keep_mask column is not read by the objective {settings.objective}")
     if settings.adapter:
         warmup = (
             f"a warm-up of {100 * settings.warmup_ratio:g} % of the steps"
@@ -71,8 +71,7 @@ def run(options: SftOptions) -> int:
         )
         out.print(
             f"going on from {options.adapter}, which is only read: {'DoRA' if settings.dora else 'LoRA'}, rank {settings.rank}, "
-            f"α {settings.alpha:g}; {warmup}",
-            markup=False,
+            f"α {settings.alpha:g}; {warmup}"
         )
     with display.job("loading the model"):
         training.load()
@@ -82,8 +81,7 @@ def run(options: SftOptions) -> int:
     if options.learning_rate == FineTuningSettings.learning_rate:
         out.print(
             f"learning rate {options.learning_rate:g}, the paper's for 1.5B parameters: halve it where the loss jumps or rises, "
-            "double it where it hardly falls",
-            markup=False,
+            "double it where it hardly falls"
         )
     with display.job(f"training ({settings.objective})", unit="step") as job:
         result = training.train(
@@ -100,7 +98,7 @@ def run(options: SftOptions) -> int:
             f"next: loragate calibrate --adapter {folder} --data {options.data} --dev-data FILE --out {folder}-gated"
         )
         # a DoRA adapter cannot be gated
-        out.print(next_evaluation(folder, f"runs/{folder.name}") if settings.dora else gating, markup=False)
+        out.print(next_evaluation(folder, f"runs/{folder.name}") if settings.dora else gating)
     return 0
 
 
