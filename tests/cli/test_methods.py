@@ -117,10 +117,9 @@ def test_gates_are_on_record(place, tmp_path, capsys, monkeypatch, flags, gate, 
     model = lg.load_gated(tmp_path / "g")
     if "--k" in flags:
         assert record["k"] == 160
-        assert "full entropy" in text
         assert "full entropy (SCALE)" in card
     if "random" in flags:
-        assert "drawn at random, nothing trained" in text
+        assert "drawn at random, no training" in text
         assert "none: random gates (a control)" in card
         assert "learning rate" not in card
         assert "learning_rate" not in record["training"]["settings"]
