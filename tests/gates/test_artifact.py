@@ -267,27 +267,6 @@ def test_fuzzed_configurations_give_a_clear_error_or_the_same_gates(gated, loade
     lg.detach_gates(loaded)
 
 
-@FUZZ
-@given(text=st.text(max_size=200) | st.binary(max_size=200))
-def test_arbitrary_text_as_configuration_is_refused(gated, loaded, text):
-    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-    (gated / "gate_config.json").write_bytes(data)
-    with pytest.raises(ArtifactError):
-        lg.load_gates(loaded, gated)
-
-
-def test_a_source_that_is_not_the_loaded_adapter_is_not_copied(tmp_path, folders, caplog, token_ids):
-    model = tiny_adapter(seed=5)
-    model.peft_config["default"].base_model_name_or_path = str(folders[0])
-    lg.attach_gates(model, CONFIG)
-    with caplog.at_level("WARNING", logger="loragate"):
-        lg.save_gates(model, tmp_path / "gated", adapter_source=folders[1])
-        lg.save_gates(model, tmp_path / "other", adapter_source=tmp_path / "nope")
-    assert "does not hold the adapter as it is loaded" in caplog.text
-    assert f"{tmp_path / 'nope'} does not exist; the loaded adapter is written instead" in caplog.text
-    assert torch.equal(logits(lg.load_gated(tmp_path / "gated"), token_ids), logits(model, token_ids))
-
-
 @pytest.mark.parametrize("changed", [{"lora_alpha": 16}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 2}}])
 def test_a_source_of_another_strength_is_not_copied(tmp_path, folders, caplog, token_ids, changed):
     config = PeftConfig.from_pretrained(folders[1])

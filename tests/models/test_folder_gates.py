@@ -48,19 +48,6 @@ def test_the_adapter_is_known_again_from_its_file(tmp_path: Path, lora: dict) ->
     assert all(path.endswith("_proj") for path in gates.biases)
 
 
-@pytest.mark.parametrize("granularity", ["module", "global"])
-def test_gates_without_weights(tmp_path: Path, granularity: str) -> None:
-    gates = read_gates(write(tmp_path / "gated", granularity=granularity))
-    assert gates.weights == {}
-    assert len(gates.biases) == 14
-    assert len({float(bias) for bias in gates.biases.values()}) == (14 if granularity == "module" else 1)
-
-
-def test_gates_on_some_modules(tmp_path: Path) -> None:
-    gates = read_gates(write(tmp_path / "gated", target_modules=["o_proj"]))
-    assert sorted(gates.biases) == [f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)]
-
-
 def test_the_digest_follows_gates_and_adapter(tmp_path: Path) -> None:
     digests = set()
     for name, lora, tau in (("a", {}, 1.0), ("b", {}, 2.0), ("c", {"seed": 1}, 1.0)):

@@ -7,8 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 
 import loragate as lg
-from loragate.errors import ArtifactError, GateError
-from loragate.gates import train_gates_only
+from loragate.errors import ArtifactError
 from loragate.gates.schema import read_gate_config
 from tiny import logits, tiny_adapter, tiny_base
 
@@ -41,13 +40,6 @@ def test_a_base_that_is_not_there_is_named(place, tmp_path, monkeypatch):
         lg.load_gated(place / "dotted", base=tmp_path / "empty")
 
 
-def test_loaded_gates_are_frozen_until_asked_to_train(place, token_ids):
-    model = lg.load_gated(place / "absolute")
-    train_gates_only(model)
-    lg.topk_entropy(model(token_ids).logits, 20).mean().backward()
-    assert all(parameter.grad is not None for parameter in lg.gate_parameters(model).values())
-
-
 def test_the_base_that_was_loaded_is_recorded_where_the_adapter_names_none(place, tmp_path, caplog):
     model = tiny_adapter(base=tf.AutoModelForCausalLM.from_pretrained(place / "base"))
     model.peft_config["default"].base_model_name_or_path = None
@@ -61,16 +53,6 @@ def test_the_base_that_was_loaded_is_recorded_where_the_adapter_names_none(place
     assert "base_id=" in caplog.text
     with pytest.raises(ArtifactError, match=r"key 'base\.id' is empty; say which base with base=…"):
         lg.load_gated(tmp_path / "unnamed")
-
-
-def test_gates_go_onto_a_named_adapter_once(place):
-    model = tiny_adapter(name="mine")
-    with pytest.raises(GateError, match=r"no LoRA adapter named 'zz' \(it has mine\)"):
-        lg.load_gates(model, place / "absolute", adapter_name="zz")
-    lg.load_gates(model, place / "absolute")
-    with pytest.raises(GateError, match=r"'mine' carries gates already.*detach_gates"):
-        lg.load_gates(model, place / "absolute")
-    assert lg.gate_parameters(model)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -130,20 +130,6 @@ def test_masks_and_references_reach_it():
         one(ONE, objective=mine(), reference_model=tiny_base(3))
 
 
-def test_packed_rows_tell_it_their_sequences():
-    seen = []
-
-    def rule(stats, context):
-        seen.append(context.sequence_ids.unique().numel())
-        return torch.ones_like(stats.log_prob)
-
-    objective = mine(rule=rule, requires=frozenset({"sequence_ids"}))
-    packed = one(replace(ONE, packing=True), objective=objective)
-    plain = one(ONE)
-    assert losses(packed)[0] == pytest.approx(losses(plain)[0], rel=1e-5)
-    assert sum(seen[:2]) == 8
-
-
 @pytest.mark.parametrize(("train", "settings"), [(one, ONE), (two, TWO)], ids=["one", "two"])
 def test_another_one_is_refused_on_resume(tmp_path, train, settings):
     run = partial(train, replace(settings, save_steps=1), run_folder=tmp_path / "run")
@@ -176,19 +162,6 @@ def test_what_it_holds_is_checked(changed, told):
     for train, settings in ((one, ONE), (two, TWO)):
         with pytest.raises(ConfigError, match=told):
             train(settings, objective=SimpleNamespace(**{**WHOLE, **changed}))
-
-
-@pytest.mark.parametrize(
-    ("train", "settings", "told"),
-    [
-        (one, replace(ONE, objective="dft"), r"settings\.objective is 'dft'; leave one"),
-        (one, replace(ONE, objective_options={"k": 2}), "'mine' has its own"),
-        (two, replace(TWO, objective="ce"), r"settings\.objective is 'ce'; leave one"),
-    ],
-)
-def test_the_settings_must_not_say_otherwise(train, settings, told):
-    with pytest.raises(ConfigError, match=told):
-        train(settings, objective=mine())
 
 
 @pytest.mark.parametrize(
