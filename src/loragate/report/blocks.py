@@ -150,7 +150,7 @@ def selection_blocks(record: Record | None) -> Blocks:
         return []
     views = read_selection(record)
     if not views:
-        return [text(f"{str(record.get('reason', 'how it was selected is not recorded')).capitalize()}.")]
+        return [text(f"Selection: {record.get('reason', 'not recorded')}.")]
     blocks: Blocks = [text(*(view.sentence() for view in views))]
     blocks += [
         chart(draw, f"Scores by range{name.removeprefix('heatmap').replace('_', ' ')}")
