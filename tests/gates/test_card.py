@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from loragate.gates.card import code, plain, render_card
+from loragate.gates.card import render_card
 
 SCORE = {"mean": 0.5, "low": 0.4, "high": 0.6}
 HOSTILE = [

@@ -95,12 +95,11 @@ def test_every_number_says_where_it_comes_from():
         (SCALE, "calibrate.skip_selection", True),
         ("code/qwen2.5-math-7b/scale", "calibrate.select", "shuffled"),
         ("code/qwen2.5-math-7b/scale", "calibrate.select_seed", 42),
-        (SCALE, "calibrate.range", "-6,3"),
-        ("math/qwen2.5-math-7b/scale", "calibrate.range", "-4,4"),
-        ("math/qwen3-4b-base/scale", "calibrate.range", "-6,1"),
-        ("code/qwen2.5-math-7b/scale", "calibrate.range", "0,6"),
-        ("code/llama-3.1-8b/scale", "calibrate.range", "0,6"),
-        ("math/qwen2.5-math-7b/scale-auto", "calibrate.range", "auto"),
+        (SCALE, "calibrate.ranges", "-6,3"),
+        ("math/qwen2.5-math-7b/scale", "calibrate.ranges", "-4,4"),
+        ("math/qwen3-4b-base/scale", "calibrate.ranges", "-6,1"),
+        ("code/qwen2.5-math-7b/scale", "calibrate.ranges", "0,6"),
+        ("code/llama-3.1-8b/scale", "calibrate.ranges", "0,6"),
         ("math/qwen2.5-math-7b/scale-auto", "calibrate.skip_selection", False),
         ("math/qwen2.5-math-7b/full-entropy", "calibrate.k", 0),
         ("math/qwen2.5-math-7b/complete-gradient", "calibrate.detach_input", False),
@@ -138,7 +137,7 @@ def test_backbones_differ_in_the_model_and_in_memory_alone():
 def test_a_stage_with_a_name_of_its_own_begins_with_its_commands_block():
     stages = {stage.name: stage.options for stage in read_recipe("code/qwen2.5-math-7b/interventions").stages}
     assert list(stages) == ["sft", "calibrate", "diagnose", "wide", "diagnose-wide"]
-    assert stages["wide"] == {**stages["calibrate"], "range": "-3,3"}
+    assert stages["wide"] == {**stages["calibrate"], "ranges": "-3,3"}
     assert stages["diagnose-wide"] == stages["diagnose"]
     assert "suite" not in stages["diagnose"], "null leaves an option to the command"
 

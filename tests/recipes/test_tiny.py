@@ -51,8 +51,8 @@ def test_there_are_questions_for_every_task_that_is_asked(name):
 
 def test_held_out_rows_are_none_of_the_trained(tmp_path):
     options = tiny_recipe(read_recipe(f"math/{BACKBONE}/scale"), tmp_path).stages[1].options
-    assert "heldout_split" not in options, "a split is the hub's, and a file with one is refused"
-    apart, trained = (list(load_rows(options[key])) for key in ("heldout", "data"))
+    assert "eval_split" not in options, "a split is the hub's, and a file with one is refused"
+    apart, trained = (list(load_rows(options[key])) for key in ("eval_data", "data"))
     assert apart
     assert not [row for row in apart if row in trained]
 
