@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import loragate as lg
 from loragate.analysis.context import About
-from loragate.analysis.gates import conclude_gates, histogram_edges, read_gates
+from loragate.analysis.gates import histogram_edges, read_gates
 from loragate.analysis.rows import Reader, TokenClasses, answer_rows
 from loragate.gates import trace_gates
 from loragate.gates.range import Range
@@ -78,11 +78,3 @@ def test_histogram_has_zero_and_one_among_its_edges():
         assert (np.diff(edges) > 0).all()
         assert {0.0, 1.0} <= set(edges.tolist())
         assert (edges[0], edges[-1]) == (lower, upper)
-
-
-def test_saturation_is_counted_at_both_ends():
-    _, record = counted(tiny_gated(-3, 2, 60.0))
-    shares = record.all
-    assert "are saturated" in conclude_gates(record)[-1]
-    assert shares.at_lower > 0.3
-    assert shares.at_upper > 0.3

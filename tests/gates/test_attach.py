@@ -36,29 +36,6 @@ def test_zero_gates_are_the_adapter_and_lambda_zero_the_base_bit_for_bit(adapter
         assert torch.equal(logits(adapter, token_ids), base)
 
 
-def test_query_key_and_value_keep_one_input_between_them():
-    """On a bf16 base with fp32 factors: 2 bytes a value of x, once, and of each layer A x and v in fp32."""
-    tokens, width, rank = 12, 32, 4
-    model = lg.attach_gates(tiny_adapter(base=tiny_base().to(torch.bfloat16)), lg.GateConfig(-3, 2))
-    attention = model.base_model.model.model.layers[0].self_attn
-    layers = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
-    assert {layer.lora_A["default"].weight.dtype for layer in layers} == {torch.float32}
-    x = torch.randn(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs = [layer(x) for layer in layers]
-    assert {output.dtype for output in outputs} == {torch.bfloat16}
-    assert sum(storage.nbytes() for storage in kept.values()) == tokens * (2 * width + 3 * (4 * rank + 4))
-
-
 def test_a_plain_adapter_beside_a_gated_one_still_gets_pefts_cast(token_ids):
     model = tiny_adapter(base=tiny_base().to(torch.bfloat16))
     shake(lg.attach_gates(model, lg.GateConfig(-3, 2)))
@@ -263,29 +240,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(token_ids, use_reentran
         torch.testing.assert_close(plain, again, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    "options", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 3}}]
-)
-def test_pefts_own_scaling_is_used(options, token_ids):
-    model = tiny_adapter(**options)
-    plain = logits(model, token_ids)
-    shake(lg.attach_gates(model, CONFIG), 0)
-    assert torch.equal(logits(model, token_ids), plain)
-    with lg.gate_override(model, constant=2.0):
-        doubled = logits(model, token_ids)
-    twin = tiny_adapter(**options)
-    for layer in twin.modules():
-        if hasattr(layer, "set_scale"):
-            layer.scale_layer(2.0)
-    torch.testing.assert_close(doubled, logits(twin, token_ids), rtol=1e-5, atol=1e-5)
-
-
-def test_lora_dropout_is_off_in_a_gated_layer(token_ids):
-    model = lg.attach_gates(tiny_adapter(lora_dropout=0.5), CONFIG)
-    model.train()
-    assert torch.equal(logits(model, token_ids), logits(model, token_ids))
-
-
 def test_peft_saves_and_restores_gates_with_the_adapter(adapter, tmp_path, token_ids):
     shake(lg.attach_gates(adapter, CONFIG))
     checkpoint = tmp_path / "checkpoint-1"  # as a trainer calls it
@@ -333,24 +287,6 @@ def test_offloaded_adapters_are_refused():
     with pytest.raises(GateError, match="not in memory"):
         lg.attach_gates(model, CONFIG)
     assert not any("lora_gate" in name for name, _ in model.named_modules())
-
-
-def test_no_name_means_the_active_adapter(token_ids):
-    model = tiny_adapter(name="mine")
-    assert {verdict.status for verdict in lg.examine_adapter(model)} == {"gate"}
-    for arguments in ((), (None,), ("mine",)):
-        lg.attach_gates(model, CONFIG, *arguments)
-        assert lg.gate_parameters(model)
-        train_gates_only(model)
-        lg.detach_gates(model, *arguments)
-    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    model.set_adapter("second")
-    lg.attach_gates(model, CONFIG)
-    assert len(lg.gate_parameters(model, "second")) == 4
-    model.base_model.set_adapter(["mine", "second"])
-    for act in (lg.detach_gates, lg.examine_adapter, lambda model: lg.attach_gates(model, CONFIG)):
-        with pytest.raises(GateError, match="2 adapters are active"):
-            act(model)
 
 
 def test_a_base_without_an_adapter_is_told_apart(base):

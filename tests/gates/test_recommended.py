@@ -8,8 +8,6 @@ from transformers import GenerationConfig
 
 import loragate as lg
 from loragate.errors import ArtifactError, ConfigError
-from loragate.gates.card import render_card
-from loragate.gates.push import stage
 from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import read_gate_config
 from loragate.models import resolve
@@ -121,13 +119,3 @@ def test_a_record_that_says_something_else_is_refused(folder):
     (folder / SAMPLING).unlink()
     with pytest.raises(ArtifactError, match=r"generation_config\.json: is missing"):
         resolve(folder)
-
-
-def test_it_is_sent_and_stands_in_the_card(folder, tmp_path):
-    stage(folder, tmp_path / "sent", name="r", base_id="someone/base")
-    assert (tmp_path / "sent" / SAMPLING).read_bytes() == (folder / SAMPLING).read_bytes()
-    assert read_gate_config(tmp_path / "sent")["sampling"] == {"temperature": 0.3}
-    assert "| recommended sampling | at temperature 0.3" in (folder / "README.md").read_text()
-    record = read_gate_config(folder)
-    assert "| recommended sampling | greedily" in render_card("x", {**record, "sampling": {"temperature": 0}})
-    assert "recommended sampling" not in render_card("x", {**record, "sampling": None})

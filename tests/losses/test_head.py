@@ -112,37 +112,6 @@ def test_the_direct_path_of_low_precision_heads(monkeypatch, gradients):
     assert (gradient - exact).norm() <= 0.02 * exact.norm()
 
 
-def test_saves_indices_and_slopes_only():
-    """Stage II keeps k indices and k slopes per response token, nothing of the vocabulary's size but the head itself."""
-    hidden, weight, labels = operands(tokens=50, width=8, vocabulary=400, dtype=torch.float32, ignored=10)
-    saved: list[torch.Tensor] = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t)
-    with hooks:
-        token_statistics(
-            hidden.requires_grad_(), weight, labels, k=6, outputs=("topk_entropy",), gradients=("topk_entropy",)
-        )
-    grown = [tensor for tensor in saved if tensor.numel() > 40 * 6 and tensor.data_ptr() != weight.data_ptr()]
-    assert grown == []
-
-
-def test_bytes_at_a_time_do_not_grow_with_the_vocabulary(monkeypatch):
-    """Real tensors, every storage counted: one tile of logits at a time, and what is kept per token."""
-    tokens, width, vocabulary, k, budget = 512, 32, 8192, 8, 1 << 18
-    monkeypatch.setattr(projection, "BUDGET", budget)
-    hidden, weight, labels = operands(tokens, width, vocabulary, torch.float32, ignored=0)
-    hidden.requires_grad_()
-    for name, tiles in (("topk_entropy", 1.5), ("log_prob", 1.5), ("entropy", 2.5)):
-        tracker = StorageTracker([hidden, weight, labels])
-        with tracker:
-            stats = token_statistics(hidden, weight, labels, k=k, outputs=(name,), gradients=(name,))
-            getattr(stats, name).sum().backward()
-        per_token = 4 * (4 * width + 2 * k + 30)  # hidden states, gradients, indices, slopes, and scalars
-        assert budget < tracker.peak <= tiles * budget + tokens * per_token
-        # a chunk of whole rows: 128 tokens
-        assert tracker.peak < 128 * vocabulary * 4 / 4
-        hidden.grad = None
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_head_of_a_large_model_keeps_to_its_memory(dtype):
     """4096 response tokens × 152k vocabulary, on tensors without data: 0.7 GiB is the limit set, 0.17 what it takes."""

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import loragate as lg
-from loragate.errors import ArtifactError, ConfigError
-from loragate.gates.override import Override
+from loragate.errors import ArtifactError
 from loragate.models import is_gated, read_gates, resolve
 from loragate.models.folder_gates import stamp
 from tiny import shake, tiny_adapter
@@ -71,16 +70,6 @@ def test_a_rewritten_folder_has_another_stamp(folder: Path) -> None:
 def placed(text: str):
     place = resolve(text, overrides=True, base_later=True)
     return read_gates(place.folder, place.override)
-
-
-def test_an_override_stands_behind_the_folder(folder: Path) -> None:
-    gates = placed(f"{folder}@unit")
-    assert gates.override == Override(0.0, 1.0)
-    assert gates.digest == read_gates(folder).digest
-    assert resolve(folder, base_later=True).needs_lambda
-    assert placed(str(folder)).override is None
-    with pytest.raises(ConfigError, match="did you mean 'unit'"):
-        placed(f"{folder}@unnit")
 
 
 def test_a_plain_adapter_takes_one_constant(folder: Path) -> None:

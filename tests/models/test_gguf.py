@@ -13,13 +13,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.errors import ArtifactError, ConfigError, LoragateError
+from loragate.errors import LoragateError
 from loragate.models import (
-    ModelRef,
-    base_config,
     open_model,
     open_without_weights,
-    read_config,
     resolve,
 )
 from tiny import write_rows
@@ -137,29 +134,6 @@ def test_gates_made_on_the_file_act_on_the_plain_folder(gated, file, tmp_path):
     plain, packed = (open_model(resolve(str(place))).tokenizer for place in (tmp_path, file))
     assert plain.chat_template == packed.chat_template == TEMPLATE
     assert plain("he 1<|im_end|>").input_ids == packed("he 1<|im_end|>").input_ids
-
-
-def test_a_folder_with_one_file_is_that_file_and_the_base_of_adapters_too(gated, file, tmp_path):
-    only = tmp_path / "one.gguf"
-    only.symlink_to(file)
-    assert resolve(str(tmp_path), expect="base").base.name == str(only)
-    for place in (gated, gated / "adapter"):
-        assert resolve(place, tmp_path).base.name == str(only)
-    assert torch.equal(logits(lg.load_gated(gated, base=tmp_path)), logits(lg.load_gated(gated)))
-    assert read_config(str(tmp_path)).vocab_size == read_config(str(only)).vocab_size == 260
-    (tmp_path / "two.gguf").symlink_to(file)
-    with pytest.raises(ConfigError, match=r"several GGUF files \(one.gguf, two.gguf\)"):
-        resolve(str(tmp_path), expect="base")
-    with pytest.raises(ConfigError, match="does not exist"):
-        read_config(str(tmp_path / "gone.gguf"))
-
-
-def test_a_file_on_the_hub_is_named_by_its_path_there():
-    ref = ModelRef.parse("owner/name/sub/model.Q4_1.gguf@v1")
-    assert (ref.name, ref.revision, ref.on_hub, ref.gguf) == ("owner/name/sub/model.Q4_1.gguf", "v1", True, True)
-    assert ModelRef.parse("owner/name/model.safetensors").on_hub is False
-    with pytest.raises(ArtifactError, match="could not be fetched"):
-        base_config(ref)
 
 
 @pytest.mark.parametrize(

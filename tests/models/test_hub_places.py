@@ -156,12 +156,3 @@ def test_calibrate_records_both_commits(place, hub, tmp_path, capsys):
     assert main([*command, "--adapter", "user/plain@nowhere", "--out", str(tmp_path / "b")]) == 1
     assert "no revision 'nowhere'" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "b" / "gate_config.json").exists()
-
-
-def test_sft_goes_on_from_a_revision_and_records_the_base(place, hub, tmp_path):
-    command = ["sft", "--model", "user/base@v1", "--data", str(place / "rows.jsonl"), *TRAIN]
-    assert main([*command, "--adapter", "user/plain@v1", "--out", str(tmp_path / "more")]) == 0
-    record = json.loads((tmp_path / "more" / "adapter_config.json").read_text())
-    assert (record["base_model_name_or_path"], record["revision"]) == ("user/base", BASE_OLD)
-    run = json.loads((tmp_path / "more" / "run" / "run.json").read_text())
-    assert run["settings"]["adapter"] == f"user/plain@{OLD}"

@@ -6,10 +6,8 @@ import os
 import pytest
 
 from loragate.errors import ConfigError
-from loragate.gates import GateConfig, attach_gates, detach_gates
 from loragate.models import require_here, resolve
 from loragate.models.source import _inside
-from tiny import tiny_adapter
 
 
 def adapter(folder, when=0):
@@ -70,15 +68,3 @@ def test_another_kind_than_expected_is_refused(tmp_path):
         resolve(tmp_path / "unfinished")
     with pytest.raises(ConfigError, match=r"override of λ .* has no effect"):
         resolve(f"{tmp_path}@unit")
-
-
-def test_gates_that_peft_lost_are_missed(tmp_path, caplog):
-    model = attach_gates(tiny_adapter(), GateConfig(-1, 2))
-    model.save_pretrained(tmp_path / "checkpoint-1")
-    caplog.clear()
-    resolve(tmp_path / "checkpoint-1", base_later=True)
-    assert "gates that were lost when PEFT saved it" in caplog.text
-    detach_gates(model).save_pretrained(tmp_path / "plain")
-    caplog.clear()
-    resolve(tmp_path / "plain", base_later=True)
-    assert not caplog.text

@@ -88,16 +88,6 @@ def test_a_stage_that_was_not_finished_goes_on_with_what_it_has(recipe, tmp_path
     assert (out / "sft" / "run" / "run.json").exists()
 
 
-def test_a_stage_may_change_until_it_has_begun_and_not_after(recipe, tmp_path, started):
-    out, quiet = tmp_path / "run", lambda text: None
-    run_recipe(recipe, out, only=["sft"], say=quiet)
-    run_recipe(changed(recipe, 1, limit=3), out, resume=True, say=quiet)
-    with pytest.raises(ConfigError, match=r"2-look\.yaml was begun with limit = 3, now it is none"):
-        run_recipe(recipe, out, resume=True, say=quiet)
-    with pytest.raises(ConfigError, match="recipe = 'own', now it is 'other'"):
-        run_recipe(Recipe("other", recipe.stages), out, resume=True, say=quiet)
-
-
 def test_other_folders_are_left_alone(recipe, tmp_path, started):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()

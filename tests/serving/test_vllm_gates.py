@@ -20,7 +20,7 @@ import loragate as lg
 from loragate.gates.attach import gate_modules
 from loragate.gates.override import parse_override
 from loragate.serving.parity import compare, greedy
-from tiny import shake, tiny_adapter, tiny_base, write_adapter, write_base
+from tiny import shake, tiny_adapter, tiny_base, write_base
 
 pytestmark = [
     pytest.mark.slow("vLLM"),
@@ -377,23 +377,6 @@ def test_eval_scores_base_adapter_gated_and_constant_rows(
     rows = ["base", "adapter", "gated", "adapter-lambda-0.5"]
     answers_of(tmp_path, ["eval", "--model", str(folders / "wide"), "--constants=-0.5"], rows)
     assert len(loads) == 1, "all rows share one base"
-
-
-def test_a_dora_adapter_is_served_merged_into_its_base(
-    settings: None, folders: Path, tmp_path: Path, loads: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-
-    write_adapter(
-        tmp_path / "dora", folders / "base", tiny_adapter(base=tiny_base(**SHAPE), use_dora=True, lora_alpha=2)
-    )
-    command = ["eval", "--model", str(tmp_path / "dora")]
-    answers_of(tmp_path, command, ["base", "adapter"])
-    out = tmp_path / "vllm"
-    assert sorted(loads) == sorted([str(folders / "base"), str(out / "merged")])
-    assert not (out / "merged").exists(), "a finished evaluation needs it no more"
-    record = json.loads((out / "results.json").read_text())
-    assert record["left_out"] == {"adapter λ=0.5": "DoRA"}
-    assert (out / "samples" / "adapter-T0.3").is_dir()
 
 
 TWO_RANKS = """

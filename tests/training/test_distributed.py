@@ -193,17 +193,6 @@ def test_a_killed_process_ends_the_others_with_a_sentence(tmp_path, environment)
     assert "--resume to go on from checkpoint-2" in errors
 
 
-@pytest.mark.slow("kills")
-def test_torchrun_ends_when_a_process_is_killed(tmp_path):
-    job = {**JOBS["gates"], "out": str(tmp_path), "save_steps": 1, "kill": {"rank": 0, "step": 1}}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", str(WORKER), json.dumps([job])]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False)
-    assert done.returncode == 1
-    assert "exitcode  : -9" in done.stderr, "torchrun names the process that was killed"
-
-
 @pytest.mark.slow("processes")
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=shards)])
 def test_accelerate_launch_with_the_shipped_configuration(tmp_path, alone, strategy):

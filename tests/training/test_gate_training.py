@@ -214,18 +214,6 @@ def test_an_adapter_on_the_output_head_is_refused(tokenizer, rows):
         lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS)
 
 
-def test_a_second_active_adapter_is_part_of_the_base(tokenizer, rows):
-    model = tiny_adapter()
-    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    model.base_model.set_adapter(["default", "second"])
-    result = lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS, adapter_name="default")
-    assert result.parity.at_zero == 0
-    model.set_adapter("second")
-    lg.detach_gates(model, "default")
-    with pytest.raises(GateError, match="not active"):
-        lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS, adapter_name="default")
-
-
 def test_dropout_is_off_while_gates_train_and_back_afterwards(tokenizer, rows):
     model = tiny_adapter(lora_dropout=0.4)
     dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
@@ -236,17 +224,6 @@ def test_dropout_is_off_while_gates_train_and_back_afterwards(tokenizer, rows):
     assert seen
     assert all(values == {0.0} for values in seen)
     assert {module.p for module in dropouts} == {0.4}
-
-
-def test_autocast_does_not_stay_on_the_model(tokenizer, rows, token_ids):
-    model = tiny_adapter()
-    settings = replace(SETTINGS, per_device_train_batch_size=8, precision="bf16", gradient_checkpointing=True)
-    plain = logits(model, token_ids)
-    lg.train_gates(model, tokenizer, rows, CONFIG, settings)
-    with torch.no_grad(), lg.gate_override(model, constant=1.0):
-        assert torch.equal(model(token_ids).logits, plain)
-    assert not model.is_gradient_checkpointing
-    assert not model.training
 
 
 def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_path):

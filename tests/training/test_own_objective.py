@@ -10,10 +10,8 @@ import torch
 
 import loragate as lg
 from loragate.errors import ConfigError, TrainingError
-from loragate.gates.card import render_card
-from loragate.losses import ObjectiveContext, WeightedCrossEntropy, statistics_of_logits
+from loragate.losses import WeightedCrossEntropy
 from loragate.training import FineTuningSettings, GateTrainingSettings
-from loragate.training.trainer import token_losses
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 SHARED = {
@@ -97,19 +95,6 @@ def test_a_class_of_ones_own_trains_both():
     training = json.loads(json.dumps(result.evidence()))["training"]
     assert (result.objective, training["settings"]["objective"]) == ("margin", "margin")
     assert training["constants"] == {"share": 0.2}
-
-
-@pytest.mark.parametrize(("reads", "k"), [(("topk_entropy",), 7), ((), None)])
-def test_the_artifact_records_its_support_and_not_that_of_the_settings(tmp_path, reads, k):
-    model = tiny_adapter()
-    result = two(TWO, model=model, objective=mine(k=7, reads=reads))
-    lg.save_gates(model, tmp_path / "gated", evidence=result.evidence())
-    record = json.loads((tmp_path / "gated" / "gate_config.json").read_text())
-    assert record["k"] == k
-    assert record["training"]["settings"]["k"] == 20, "entropy was measured with"
-    card = render_card("gated", record)
-    assert "mine" in card
-    assert "SCALE)" not in card
 
 
 def test_masks_and_references_reach_it():
@@ -198,11 +183,3 @@ def test_weights_that_are_none_are_refused():
     nan = mine(rule=lambda stats, _: stats.log_prob * float("nan"))
     with pytest.raises(TrainingError, match=r"not finite at step 1: row \d+"):
         one(ONE, objective=nan)
-
-
-def test_positions_without_a_label_never_count():
-    logits = torch.randn(2, 3, 8, requires_grad=True)
-    stats = statistics_of_logits(logits, torch.tensor([[1, 2, -100], [-100, 3, 4]]), 2)
-    everywhere = SimpleNamespace(**{**WHOLE, "loss": lambda stats, context: 1.0 - stats.log_prob})
-    found = token_losses(everywhere, stats, ObjectiveContext())
-    assert torch.equal(found != 0, stats.mask)

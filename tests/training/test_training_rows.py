@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,18 +54,6 @@ def test_a_resumed_run_names_what_has_changed_in_the_rows(write, tmp_path, conte
     begin(ROWS)
     with pytest.raises(TrainingError, match=change):
         begin(content)
-
-
-def test_which_rows_are_taken(write):
-    asked = write(ROWS)
-    assert list(read_rows(asked, 3)) == ROWS[:3]
-    drawn = replace(asked, select="shuffled")
-    whole = read_rows(drawn, 0)
-    assert list(whole) == list(read_rows(drawn, 3)) == ROWS  # without a seed the subset is left to the caller
-    assert list(read_rows(drawn, 3, seed=5)) == list(whole.shuffled(5).take(3))
-    assert list(read_rows(replace(drawn, select_seed=7), 3, seed=5)) == list(whole.shuffled(7).take(3))
-    with pytest.raises(ConfigError, match="select-seed"):
-        read_rows(replace(drawn, select_seed=7), 0)
 
 
 @pytest.fixture

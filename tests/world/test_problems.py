@@ -45,12 +45,6 @@ def test_splits_never_move():
     assert [p.prompt for p in problems("test", 2)] == ["solve 0 * 8 + 6 * 8 * 9", "solve 9 - 5 - 8 + 1 + 0"]
 
 
-def test_same_seed_same_problems_and_other_seed_others():
-    assert problems("dev", 50, seed=3) == problems("dev", 50, seed=3)
-    assert problems("dev", 50, seed=3) != problems("dev", 50, seed=4)
-    assert problems("dev", 50) == problems("dev", 80)[:50]
-
-
 def test_a_split_that_is_exhausted_says_how_much_it_holds():
     everything = [f"solve {a} {op} {b}" for a in range(10) for op in "+-*" for b in range(10)]
     held = sum(split_of(prompt) == "probe" for prompt in everything)

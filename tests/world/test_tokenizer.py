@@ -28,14 +28,6 @@ def test_prompt_is_a_prefix_in_characters_and_tokens(tokenizer):
     assert tokenizer(whole)["input_ids"][: len(prompt_ids)] == prompt_ids
 
 
-def test_generation_block_marks_the_response_and_its_end(tokenizer):
-    encoded = tokenizer.apply_chat_template(
-        [USER, ASSISTANT, USER, ASSISTANT], return_dict=True, return_assistant_tokens_mask=True
-    )
-    marked = [i for i, m in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if m]
-    assert tokenizer.decode(marked) == " ".join([ASSISTANT["content"], "<eos>"] * 2)
-
-
 def test_auto_tokenizer_beside_a_qwen2_configuration_reads_the_same_ids(tokenizer, tmp_path):
     text = "<q> solve 6 * 0 - 5 <a> answer 5 <eos>"
     for folder in (tmp_path / "saved", tmp_path / "saved-again"):
