@@ -17,7 +17,7 @@ def row(variant, mean, control=None, **more):
         "variant": variant,
         "control": control,
         "temperature": None,
-        "constant": None,
+        "scale": None,
         "avg_at_k": {**estimate(mean), "questions": 10, "samples": 4},
         "comparison": versus,
         "verdict": None if versus is None else "better",
@@ -90,7 +90,7 @@ def selection_record():
     variants = []
     for label, mean in (("adapter", 0.4), ("base", 0.3), ("gated [0,1]", 0.42), ("gated [-6,3]", 0.48)):
         versus = {**estimate(mean - 0.4), "z": (mean - 0.4) / 0.03} if label != "adapter" else None
-        variants.append({"label": f"{label} greedy", **estimate(mean), "n_questions": 64, "difference": versus})
+        variants.append({"label": f"{label} greedy", **estimate(mean), "difference": versus, "retention": None})
     best = variants[-1]
     return {
         "recommendation": {
@@ -98,7 +98,7 @@ def selection_record():
             "weights": "gates",
             "temperature": 0,
             "score": estimate(0.48),
-            "reason": "It beats the greedy adapter with z = 2.7.",
+            "reason": "it beats the greedy adapter with z = 2.7",
         },
         "variants": variants,
         "dev": {"questions": 64},
@@ -106,43 +106,24 @@ def selection_record():
     }
 
 
-def sweep_record(ranges, picked="[-3,1]", **changes):
-    """Cells that score from 10 % to 90 % in this order, on an adapter of 35 %."""
+def sweep_record(ranges, picked="[-3,1]"):
+    """Cells of a sweep on a suite that score from 10 % to 90 % in this order, on an adapter of 35 %."""
     cells = []
     for number, (lower, upper) in enumerate(ranges):
         mean = 0.1 + 0.8 * number / max(1, len(ranges) - 1)
         cells.append(
             {
                 "name": f"[{lower:g},{upper:g}]",
-                "adapter": "lora",
-                "objective": "entropy",
-                "lower": float(lower),
-                "upper": float(upper),
-                "complete": True,
-                "probe": estimate(mean),
-                "by_seed": [mean - 0.01, mean + 0.01],
-                "difference": {**estimate(mean - 0.35), "p": 0.001, "p_holm": 0.04},
-                "differs": abs(mean - 0.35) > 0.2,
-                "signs": {"finished": 0.97},
-                "entropy_before": 0.31,
-                "entropy_after": 0.12,
-                "gates": {"below_zero": 0.2, "above_one": 0.1},
+                "score": estimate(mean),
+                "difference": {**estimate(mean - 0.35), "p": 0.001},
             }
         )
-    choice = {
-        "adapter": "lora",
+    return {
+        "suite": "math",
+        "tasks": ["a", "b"],
+        "questions": 64,
+        "adapter_score": estimate(0.35),
         "picked": picked,
-        "accepted": picked != "adapter",
-        "candidates": len(cells),
-        "adapter_probe": estimate(0.35),
-        "adapter_signs": {"finished": 0.9},
-        "oracle": {
-            "name": "[-2,2]",
-            "test": estimate(0.5),
-            "chosen_test": estimate(0.48),
-            "regret": {"mean": 0.02, "low": -0.01, "high": 0.05, "p": 0.2},
-            "chosen_minus_adapter": {"mean": 0.1, "low": 0.05, "high": 0.15, "p": 0.001},
-        },
+        "oracle": {"name": "[-2,2]", "score": estimate(0.5), "regret": estimate(0.02)},
+        "cells": cells,
     }
-    size = {"seeds": [0, 1], "questions": 64, "samples": 4, "comparisons": len(cells)}
-    return {**size, "cells": cells, "choices": [choice], **changes}

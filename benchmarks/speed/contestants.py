@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import loragate as lg
 from loragate.losses import StatisticsRequest, add_statistics_forward
-from loragate.training.model_state import start_recomputing
 
 Step = tuple[nn.Module, Callable[[], torch.Tensor]]
 DEVICE = "cpu"
@@ -105,7 +104,7 @@ def adapter(shape: Shape, **lora: Any) -> Any:
 
     model = build_fake(build) if under_fake_mode() else build()
     if shape.checkpointing:
-        start_recomputing(model)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     return model
 

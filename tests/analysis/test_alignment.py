@@ -131,19 +131,6 @@ def test_a_value_that_is_the_logits_agrees_everywhere():
     assert agreements([sums])[0].weighted.mean > 0.999
 
 
-def test_the_answer_is_no_prompt_where_only_its_end_is_counted():
-    """Rollouts count a few positions of an answer; a λ before the first of them still belongs to its own class."""
-    reader, (case,) = material(1)
-    prompt, length = case.prompt_length, len(case.row["labels"])
-    late = {**case.row, "labels": [*[-100] * (length - 1), case.row["labels"][-1]]}
-    case = replace(case, row=late, values=reference_values(reader, late))
-    sums = coordinate_sums(reader, case, K, TokenClasses(tiny_tokenizer(), {1}))
-    found = {row.name: row.coordinates for row in agreements([sums])}
-    modules = len(lg.gate_parameters(reader.model)) // 2
-    assert length - prompt > 2
-    assert 0 < found["prompt"] <= modules * (prompt - 1) < found["all"]
-
-
 def test_rows_of_one_question_are_merged():
     reader, cases = material(3, groups=[7, 2, 7])
     apart = [row_directions(reader, case, K) for case in cases]
@@ -205,30 +192,3 @@ def test_rollouts_complete_and_grade_every_branch():
     ended, said = Branch(0, (3, 4), (end,)), lambda found: [answer.finish_reason == "stop" for _, answer in found]
     (stopped,) = rollout_values(engine, [ended], 1, said, sampling, {end})
     assert float(stopped(slice(0, 1), torch.zeros(1, VOCABULARY)).max()) == 1.0
-
-
-def test_a_late_branch_takes_no_room_from_an_early_one():
-    """Each answer may grow to its own limit, whatever the longest branch leaves of the model's positions."""
-    positions, limit = 64, 60
-    early = Branch(0, (3, 4), (7,))
-    late = Branch(1, (3, 4), (*[5] * (limit - 2), 8))
-    last = Branch(2, (3, 4, 5, 6, 7, 8), (*[5] * 57, 9))
-    assert [len(branch.prompt + branch.answer) for branch in (late, last)] == [61, positions]
-
-    class NeverEnds:
-        tokenizer = tiny_tokenizer()
-
-        def generate(self, prompts, config, on_progress):
-            rooms = [min(config.max_new_tokens, positions - len(ids)) for ids in prompts]
-            return [Sample(at, 0, "", (7,) * room, "length", None) for at, room in enumerate(rooms)]
-
-    seen = {}
-
-    def grade(answers):
-        seen.update({row: len(answer.token_ids) for row, answer in answers})
-        return [True] * len(answers)
-
-    config = SamplingConfig(max_new_tokens=limit)
-    values = rollout_values(NeverEnds(), [early, late, last], 1, grade, config, {1}, positions)
-    assert seen == {0: limit, 1: limit, 2: positions - 6}
-    assert len(values) == 3

@@ -1,7 +1,5 @@
 """ΔH on teacher-forced prefixes: against full logits, by class, with records that come back as they went."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -11,9 +9,6 @@ from loragate.analysis.context import About
 from loragate.analysis.delta_entropy import ALL, EntropyRecord, by_class, conclude_entropy, distribution, measure
 from loragate.analysis.rows import Reader, TokenClasses
 from loragate.data import encode_rows
-from loragate.errors import DataError
-from loragate.files import write_json
-from loragate.records import read, to_json
 from tiny import tiny_adapter, tiny_gated, tiny_rows, tiny_tokenizer
 
 
@@ -70,16 +65,3 @@ def test_table():
         record_of(rows=len(rows), tokens=len(found.token_ids), classes=table, distribution=histogram)
     )[0]
     assert "raises the entropy" in said or "lowers the entropy" in said
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"), [({"schema": 9}, "schema must be one of 1"), ({"kind": "alignment"}, "kind must be")]
-)
-def test_a_record_is_of_its_kind_and_version(tmp_path, changed, words):
-    """How strictly records are read in general: tests/evaluation/test_results.py."""
-    path, record = tmp_path / "entropy.json", record_of()
-    write_json(path, to_json(record))
-    assert read(EntropyRecord, path, "run it again") == record
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
-    with pytest.raises(DataError, match=words):
-        read(EntropyRecord, path, "run it again")

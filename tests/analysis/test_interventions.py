@@ -44,7 +44,7 @@ def test_rows_act_as_they_say():
     for variant in (ModelVariant("gated"), *[ModelVariant("gated", name, override=name) for name in chosen]):
         with torch.no_grad(), acting(peft, variant, "gated"), trace_gates(peft) as traced:
             peft(input_ids=ids)
-        seen[variant.name] = torch.cat([values[0].reshape(-1) for values in traced.values()])
+        seen[variant.label] = torch.cat([values[0].reshape(-1) for values in traced.values()])
     assert seen["gated"].min() < 0
     assert seen["gated"].max() > 1
     assert seen["gated noreverse"].min() == 0

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import loragate as lg
 from loragate.analysis.context import About
-from loragate.analysis.gates import conclude_gates, histogram_edges, most, place_of, read_gates
+from loragate.analysis.gates import histogram_edges, read_gates
 from loragate.analysis.rows import Reader, TokenClasses, answer_rows
 from loragate.gates import trace_gates
 from loragate.gates.range import Range
@@ -72,31 +72,9 @@ def test_no_logits_are_made():
     assert seen.found > 0, "the model's own forward makes them"
 
 
-def test_layers_and_types_are_read_off_paths():
-    assert place_of("model.layers.4.mlp.experts.0.up_proj") == (4, "up_proj")
-    assert place_of("blocks2d.router") == (None, "router")
-
-
 def test_histogram_has_zero_and_one_among_its_edges():
     for lower, upper in ((-6, 3), (0, 1), (-0.3, 1), (0, 6)):
         edges = histogram_edges(Range(lower, upper))
         assert (np.diff(edges) > 0).all()
         assert {0.0, 1.0} <= set(edges.tolist())
         assert (edges[0], edges[-1]) == (lower, upper)
-
-
-def test_conclusions_name_the_place():
-    _, record = counted(tiny_gated(-3, 2, 0.4))
-    assert "They reverse most in layer" in " ".join(conclude_gates(record))
-    _, record = counted(tiny_gated(0, 1))
-    assert "They cannot reverse: the range starts at 0." in conclude_gates(record)
-    assert "They cannot extrapolate: the range ends at 1." in conclude_gates(record)
-    assert most(record, "below_zero") is None
-
-
-def test_saturation_is_counted_at_both_ends():
-    _, record = counted(tiny_gated(-3, 2, 60.0))
-    shares = record.all
-    assert "are saturated" in conclude_gates(record)[-1]
-    assert shares.at_lower > 0.3
-    assert shares.at_upper > 0.3

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from loragate.analysis.token_traces import Answer, Question, token_texts, trace_answers
+from loragate.analysis.token_traces import Answer, Question, trace_answers
 from loragate.evaluation.answers import Grade
 from loragate.gates import gates_disabled
 from loragate.generation import Sample
@@ -80,16 +80,3 @@ def test_long_answers_are_cut_and_empty_ones_left_out(gated, tokenizer):
     assert len(answer["tokens"]) == len(answer["log_prob"]) == 4
     assert answer["cut"] == 6
     assert record["questions"][1]["answers"] == []
-
-
-def test_the_model_is_left_as_it_was(gated, tokenizer):
-    trace_answers(gated, tokenizer, [make(tokenizer, [9, 12])])
-    layer = next(module for module in gated.modules() if hasattr(module, "lora_gate"))
-    assert layer.lora_gate["default"].recorder is None
-
-
-def test_texts_join_to_the_answer(tokenizer):
-    ids = tokenizer("one two three", add_special_tokens=False)["input_ids"]
-    texts = token_texts(tokenizer, ids)
-    assert len(texts) == len(ids)
-    assert "".join(texts) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)

@@ -1,7 +1,5 @@
 """What `loragate.gates.eligibility` relies on in bitsandbytes: when and how a 4-bit weight is packed for inference on a CPU."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -57,10 +55,3 @@ def test_an_unpacked_product_is_the_dequantised_one_with_and_without_a_gradient(
         expected = torch.nn.functional.linear(x, weight, layer.bias)
         assert torch.equal(layer(x), expected)
         assert torch.equal(layer(x.clone().requires_grad_()), expected)
-
-
-def test_who_says_that_a_kernel_is_missing():
-    source = Path(bitsandbytes.__file__).parent / "backends" / "cpu" / "ops.py"
-    text = source.read_text(encoding="utf-8")
-    assert "logger = logging.getLogger(__name__)" in text
-    assert '"Failed to load CPU gemm_4bit_forward' in text

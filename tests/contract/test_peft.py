@@ -75,16 +75,6 @@ def test_the_cast_of_the_input_can_be_switched_off_on_an_instance():
     assert layer._cast_input_dtype(x, torch.float32) is x
 
 
-def test_extension_points_exist_on_instances():
-    layer = tiny_adapter().base_model.model.model.layers[0].mlp.up_proj
-    assert layer.lora_variant == {}
-    assert "lora_A" in layer.adapter_layer_names
-    assert layer.frozen_peft_weight_names == {}
-    assert callable(layer._freeze_non_trainable_peft_weights)
-    assert layer.scaling["default"] == 2.0
-    assert layer.lora_bias["default"] is False
-
-
 def test_attachment_leaves_classes_alone():
     before = dict(vars(lora_layer.Linear)), lora_layer.LoraLayer.adapter_layer_names
     lg.attach_gates(tiny_adapter(), lg.GateConfig(-1, 2))

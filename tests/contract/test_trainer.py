@@ -73,20 +73,3 @@ def test_checkpoints_end_with_the_state_file():
     last = source.index("self.state.save_to_json")
     for name in ("self.save_model(", "self._save_optimizer_and_scheduler(", "self._save_rng_state("):
         assert source.index(name) < last, name
-
-
-def test_configuration_fields_exist():
-    fields = trl.SFTConfig.__dataclass_fields__
-    for name in (
-        "activation_offloading",
-        "train_sampling_strategy",
-        "dataset_kwargs",
-        "average_tokens_across_devices",
-        "router_aux_loss_coef",
-    ):
-        assert name in fields, name
-
-
-def test_telemetry_is_off():
-    assert StatisticsTrainer._send_telemetry is not trl.SFTTrainer._send_telemetry
-    assert StatisticsTrainer._send_telemetry(None) is None

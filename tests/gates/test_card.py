@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from loragate.gates.card import code, plain, render_card
+from loragate.gates.card import render_card
 
 SCORE = {"mean": 0.5, "low": 0.4, "high": 0.6}
 HOSTILE = [
@@ -107,14 +107,6 @@ def test_everything_measured_is_said():
     assert {line.count("|") for line in rows} == {3, 8}, "two tables, each with one width"
 
 
-def test_nothing_measured_is_said_too():
-    card = render_card("bare", a_record())
-    assert "| how the range was chosen | not recorded |" in card
-    assert "| training | not recorded |" in card
-    assert "No score was measured" in card
-    assert "## Scores" not in card
-
-
 def test_gates_that_are_off_and_a_choice_of_the_user_are_called_so():
     card = render_card("off", full("adapter greedy", "adapter"))
     assert "answers exactly as the plain adapter" in card
@@ -145,13 +137,6 @@ def test_hostile_names_are_shown_and_not_obeyed(text):
         assert not re.search(r"[\x00-\x08\x1b\u2028]", line)
         if line.startswith("| ") and "|---" not in line:
             assert len(re.findall(r"(?<!\\)\|", line)) in (3, 8), line
-
-
-def test_code_spans_close():
-    assert code("a`b") == "``a`b``"
-    assert code("`a`") == "`` `a` ``"
-    assert code("a|b") == r"`a\|b`"
-    assert plain("snake_case and [-3,1] stay") == "snake_case and [-3,1] stay"
 
 
 @pytest.mark.parametrize("broken", [3, "text", [], {"variants": 3}, {"dev": 4, "variants": [3, {"mean": "x"}]}])

@@ -6,7 +6,7 @@ import torch
 import loragate as lg
 from loragate.errors import ArtifactError
 from loragate.files import write_json
-from loragate.gates import identity, measure_parity
+from loragate.gates import identity
 from loragate.gates.identity import base_weight_samples, compare_base_samples
 from loragate.gates.schema import CONFIG, read_gate_config
 from tiny import tiny_adapter, tiny_base
@@ -62,12 +62,3 @@ def test_a_record_of_other_names_is_compared_by_its_own(tmp_path):
     other = tiny_base(seed=7, num_hidden_layers=24, **NARROW)
     with pytest.raises(ArtifactError, match="another base"):
         lg.load_gates(tiny_adapter(base=other, target_modules=["q_proj"]), folder)
-
-
-def test_every_module_keeps_its_own_mode(adapter, token_ids):
-    lg.attach_gates(adapter, lg.GateConfig(-3, 2)).train()
-    adapter.get_base_model().model.layers[0].eval()
-    before = {name: module.training for name, module in adapter.named_modules()}
-    assert set(before.values()) == {True, False}
-    measure_parity(adapter, token_ids)
-    assert {name: module.training for name, module in adapter.named_modules()} == before

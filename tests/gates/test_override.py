@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loragate.errors import ConfigError
-from loragate.gates.override import Override, parse_override, split_folder, split_name, virtual_place
+from loragate.gates.override import Override, parse_override, split_folder, split_name
 
 KNOWN = {
     "off": Override(constant=1.0),
@@ -44,14 +44,6 @@ def test_what_a_name_means(text: str) -> None:
 def test_what_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_override(text)
-
-
-def test_the_place_of_a_name_that_nobody_has_loaded() -> None:
-    folders = {"math": "/gates/math", "a@b": "/gates/ab"}
-    assert virtual_place("math@unit", folders) == "/gates/math@unit"
-    assert virtual_place("a@b@off", folders) == "/gates/ab@off"
-    for name in ("math", "math@unitt", "other@unit", "@unit", "math@unit@off"):
-        assert virtual_place(name, folders) is None
 
 
 def test_a_folder_may_have_an_at_sign_of_its_own(tmp_path: Path) -> None:

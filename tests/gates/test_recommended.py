@@ -1,7 +1,6 @@
 """The recommended sampling of an artifact: written, read closed, set where the folder is loaded, and said with figures."""
 
 import json
-import logging
 
 import pytest
 import torch
@@ -9,9 +8,6 @@ from transformers import GenerationConfig
 
 import loragate as lg
 from loragate.errors import ArtifactError, ConfigError
-from loragate.gates import recommended
-from loragate.gates.card import render_card
-from loragate.gates.push import stage
 from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import read_gate_config
 from loragate.models import resolve
@@ -123,37 +119,3 @@ def test_a_record_that_says_something_else_is_refused(folder):
     (folder / SAMPLING).unlink()
     with pytest.raises(ArtifactError, match=r"generation_config\.json: is missing"):
         resolve(folder)
-
-
-def test_it_is_sent_and_stands_in_the_card(folder, tmp_path):
-    stage(folder, tmp_path / "sent", name="r", base_id="someone/base")
-    assert (tmp_path / "sent" / SAMPLING).read_bytes() == (folder / SAMPLING).read_bytes()
-    assert read_gate_config(tmp_path / "sent")["sampling"] == {"temperature": 0.3}
-    assert "| recommended sampling | at temperature 0.3" in (folder / "README.md").read_text()
-    record = read_gate_config(folder)
-    assert "| recommended sampling | greedily" in render_card("x", {**record, "sampling": {"temperature": 0}})
-    assert "recommended sampling" not in render_card("x", {**record, "sampling": None})
-
-
-def test_what_is_said(folder):
-    record = read_gate_config(folder)
-    assert recommended.sampling_note("gated", record) == "sampling at temperature 0.3, as gated recommends"
-    assert recommended.sampling_note("gated", record, 0.3) == recommended.sampling_note("gated", record)
-    other = recommended.sampling_note("gated", record, 0.0)
-    assert other.startswith("sampling greedily, but gated is recommended at temperature 0.3")
-    assert recommended.sampling_note("gated", None, 1.0) == ""
-    assert [recommended.chosen_temperature(record, asked) for asked in (None, 0.0, 1.0)] == [0.3, 0.0, 1.0]
-    assert recommended.chosen_temperature({}, None) == 1.0
-
-
-def test_one_warning_for_each_name(folder, caplog, monkeypatch):
-    monkeypatch.setattr(recommended, "_warned", set())
-    record, logger = read_gate_config(folder), logging.getLogger("loragate")
-    recommended.warn_elsewhere("gated", record, 0.3, logger)
-    recommended.warn_elsewhere("gated", {}, 1.0, logger)
-    assert not caplog.messages
-    for asked in (1.0, 0.0, 1.0):
-        recommended.warn_elsewhere("gated", record, asked, logger)
-    assert caplog.messages == [recommended.sampling_note("gated", record, 1.0)]
-    recommended.warn_elsewhere("other", record, 1.0, logger)
-    assert len(caplog.messages) == 2

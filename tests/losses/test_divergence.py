@@ -73,13 +73,6 @@ def test_kl_by_its_definition():
     torch.testing.assert_close(stats.topk_entropy[mask], stats.entropy[mask] / math.log(V))
 
 
-def test_logits_serve_as_a_reference_without_a_head():
-    hidden, head, labels, reference = case()
-    logits = logits_of(reference.states, reference.head)
-    one = reference_statistics(hidden, head, labels, reference).kl
-    torch.testing.assert_close(one, reference_statistics(hidden, head, labels, Reference(logits, None)).kl)
-
-
 def test_no_label_keeps_the_graph_alive():
     hidden, head, labels, reference = case()
     nothing = Reference(reference.states[:0], reference.head)

@@ -9,10 +9,7 @@ from loragate.losses.projection import (
     Head,
     Projection,
     RunningLargest,
-    Tiling,
-    chunks,
     largest,
-    needs_widening,
     tiling,
 )
 
@@ -78,16 +75,6 @@ def test_tiles_keep_to_the_budget(device, widened, vocabulary, width):
     assert max(stop - start for start, stop in spans) <= sizes.columns
     least = min(stop - start for start, stop in spans)
     assert len(spans) == 1 or least > sizes.columns / 4, "no sliver at the end"
-
-
-def test_what_the_caller_asks_for(monkeypatch):
-    sizes = tiling(151936, 1536, "cpu", widened=False, tokens=4096)
-    assert sizes == Tiling(4096, 4096)
-    monkeypatch.setattr(projection, "BUDGET", 1)
-    assert tiling(151936, 1536, "cpu", widened=False) == Tiling(16, 16)
-    assert chunks(5, 2) == [slice(0, 2), slice(2, 4), slice(4, 6)]
-    assert needs_widening(torch.zeros(1, dtype=torch.bfloat16))
-    assert not needs_widening(torch.zeros(1))
 
 
 def rows(width):

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import loragate as lg
-from loragate.errors import ArtifactError, ConfigError
-from loragate.gates.override import Override
+from loragate.errors import ArtifactError
 from loragate.models import is_gated, read_gates, resolve
 from loragate.models.folder_gates import stamp
 from tiny import shake, tiny_adapter
@@ -48,19 +47,6 @@ def test_the_adapter_is_known_again_from_its_file(tmp_path: Path, lora: dict) ->
     assert all(path.endswith("_proj") for path in gates.biases)
 
 
-@pytest.mark.parametrize("granularity", ["module", "global"])
-def test_gates_without_weights(tmp_path: Path, granularity: str) -> None:
-    gates = read_gates(write(tmp_path / "gated", granularity=granularity))
-    assert gates.weights == {}
-    assert len(gates.biases) == 14
-    assert len({float(bias) for bias in gates.biases.values()}) == (14 if granularity == "module" else 1)
-
-
-def test_gates_on_some_modules(tmp_path: Path) -> None:
-    gates = read_gates(write(tmp_path / "gated", target_modules=["o_proj"]))
-    assert sorted(gates.biases) == [f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)]
-
-
 def test_the_digest_follows_gates_and_adapter(tmp_path: Path) -> None:
     digests = set()
     for name, lora, tau in (("a", {}, 1.0), ("b", {}, 2.0), ("c", {"seed": 1}, 1.0)):
@@ -84,16 +70,6 @@ def test_a_rewritten_folder_has_another_stamp(folder: Path) -> None:
 def placed(text: str):
     place = resolve(text, overrides=True, base_later=True)
     return read_gates(place.folder, place.override)
-
-
-def test_an_override_stands_behind_the_folder(folder: Path) -> None:
-    gates = placed(f"{folder}@unit")
-    assert gates.override == Override(0.0, 1.0)
-    assert gates.digest == read_gates(folder).digest
-    assert resolve(folder, base_later=True).needs_lambda
-    assert placed(str(folder)).override is None
-    with pytest.raises(ConfigError, match="did you mean 'unit'"):
-        placed(f"{folder}@unnit")
 
 
 def test_a_plain_adapter_takes_one_constant(folder: Path) -> None:

@@ -13,17 +13,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.errors import ArtifactError, ConfigError, LoragateError
+from loragate.errors import LoragateError
 from loragate.models import (
-    Loading,
-    ModelRef,
-    base_config,
     open_model,
     open_without_weights,
-    read_config,
     resolve,
 )
-from tiny import tiny_base, tiny_tokenizer, write_rows
+from tiny import write_rows
 
 gguf_writer = pytest.importorskip("gguf", reason="gguf is not installed (pip install loragate[gguf])")
 TEMPLATE = (
@@ -140,41 +136,6 @@ def test_gates_made_on_the_file_act_on_the_plain_folder(gated, file, tmp_path):
     assert plain("he 1<|im_end|>").input_ids == packed("he 1<|im_end|>").input_ids
 
 
-def test_a_folder_with_one_file_is_that_file_and_the_base_of_adapters_too(gated, file, tmp_path):
-    only = tmp_path / "one.gguf"
-    only.symlink_to(file)
-    assert resolve(str(tmp_path), expect="base").base.name == str(only)
-    for place in (gated, gated / "adapter"):
-        assert resolve(place, tmp_path).base.name == str(only)
-    assert torch.equal(logits(lg.load_gated(gated, base=tmp_path)), logits(lg.load_gated(gated)))
-    assert read_config(str(tmp_path)).vocab_size == read_config(str(only)).vocab_size == 260
-    (tmp_path / "two.gguf").symlink_to(file)
-    with pytest.raises(ConfigError, match=r"several GGUF files \(one.gguf, two.gguf\)"):
-        resolve(str(tmp_path), expect="base")
-    with pytest.raises(ConfigError, match="does not exist"):
-        read_config(str(tmp_path / "gone.gguf"))
-
-
-def test_nothing_is_taken_from_another_model_beside_the_file(file, tmp_path):
-    tiny_base().save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
-    tiny_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / file.name).symlink_to(file)
-    loaded, alone = open_model(resolve(str(tmp_path / file.name))), open_model(resolve(str(file)))
-    assert torch.equal(logits(loaded.model), logits(alone.model))
-    assert loaded.tokenizer.get_vocab() == alone.tokenizer.get_vocab()
-    assert loaded.tokenizer.chat_template == TEMPLATE
-    assert loaded.endings.token_ids == {2}
-
-
-def test_a_file_on_the_hub_is_named_by_its_path_there():
-    ref = ModelRef.parse("owner/name/sub/model.Q4_1.gguf@v1")
-    assert (ref.name, ref.revision, ref.on_hub, ref.gguf) == ("owner/name/sub/model.Q4_1.gguf", "v1", True, True)
-    assert ModelRef.parse("owner/name/model.safetensors").on_hub is False
-    with pytest.raises(ArtifactError, match="could not be fetched"):
-        base_config(ref)
-
-
 @pytest.mark.parametrize(
     ("made", "words"),
     [({"architecture": "rwkv7"}, "rwkv7"), ({"stored": "I8"}, "I8"), ({"parts": 3}, "weights are missing")],
@@ -191,9 +152,3 @@ def test_a_file_that_was_cut_off_is_refused(file, tmp_path):
         cut.write_bytes(content)
         with pytest.raises(LoragateError, match=r"cannot be (loaded|read)"):
             open_model(resolve(str(cut)))
-
-
-def test_a_file_is_not_quantised_anew(file):
-    pytest.importorskip("bitsandbytes")
-    with pytest.raises(LoragateError, match="another quantisation needs the base as a plain folder"):
-        open_model(resolve(str(file)), Loading(quantization="4bit"))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 
@@ -10,11 +9,9 @@ from hub_server import Hub, turn_to
 from loragate.cli.evaluating import load_inputs
 from loragate.cli.generate import GenerateOptions
 from loragate.cli.main import main
-from loragate.cli.serve import ServeOptions
 from loragate.errors import ArtifactError
 from loragate.hub_names import hub_name, hub_source, is_hub_id, split_revision
 from loragate.models import ModelRef, open_tokenizer, resolve
-from loragate.serving.vllm_server import served_adapters, vllm_arguments
 from tiny import tiny_adapter, tiny_rows, write_adapter, write_base, write_rows
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
@@ -159,49 +156,3 @@ def test_calibrate_records_both_commits(place, hub, tmp_path, capsys):
     assert main([*command, "--adapter", "user/plain@nowhere", "--out", str(tmp_path / "b")]) == 1
     assert "no revision 'nowhere'" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "b" / "gate_config.json").exists()
-
-
-def test_sft_goes_on_from_a_revision_and_records_the_base(place, hub, tmp_path):
-    command = ["sft", "--model", "user/base@v1", "--data", str(place / "rows.jsonl"), *TRAIN]
-    assert main([*command, "--adapter", "user/plain@v1", "--out", str(tmp_path / "more")]) == 0
-    record = json.loads((tmp_path / "more" / "adapter_config.json").read_text())
-    assert (record["base_model_name_or_path"], record["revision"]) == ("user/base", BASE_OLD)
-    run = json.loads((tmp_path / "more" / "run" / "run.json").read_text())
-    assert run["settings"]["adapter"] == f"user/plain@{OLD}"
-
-
-def test_inspect_and_mask(place, hub, tmp_path, capsys):
-    assert main(["inspect", "user/plain@v1", "--base", "user/base@v1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["adapter"], found["base"]) == ("user/plain@v1", "user/base")
-    command = ["mask", "--data", str(place / "rows.jsonl"), "--model", "user/base@v1"]
-    for name, out in (("user/plain@v1", "a"), (str(place / "adapter"), "b")):
-        assert main([*command, "--reference", name, "--out", str(tmp_path / f"{out}.jsonl")]) == 0
-    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
-    record = json.loads((tmp_path / "a.jsonl.record.json").read_text())
-    assert record["reference"]["name"] == f"user/plain@{OLD}"
-
-
-def test_an_evaluation_names_the_commit_of_the_base(place, hub):
-    options = GenerateOptions(model="user/plain@v1", base="user/base@v1", device="cpu")
-    for engine in ("transformers", "vllm"):
-        loaded = load_inputs(options, options.model, engine)
-        assert loaded.names["base"] == "user/base", engine
-        assert loaded.sources["base"] == f"user/base@{BASE_OLD}", engine
-        assert loaded.sources["adapter"] == f"user/plain@{OLD}", engine
-    loaded = load_inputs(replace(options, base=""), "user/base")
-    assert (loaded.kind, loaded.sources) == ("base", {"base": f"user/base@{BASE_NEW}"})
-    loaded = load_inputs(replace(options, base=str(place / "base")), str(place / "adapter"))
-    assert loaded.commit == ""
-    assert loaded.sources["base"] == str(place / "base"), "a folder has no commit"
-
-
-def test_vllm_is_told_the_revision(place, hub, tmp_path):
-    options = ServeOptions(model=str(place / "adapter"), base="user/base@v1", adapters="b=user/plain@v1", system="keep")
-    served, adapters = served_adapters(options)
-    assert (served.base, list(adapters)) == (ModelRef("user/base", "v1"), ["adapter", "b"])
-    assert adapters["b"].source == f"user/plain@{OLD}"
-    arguments = vllm_arguments(
-        options, options, options.system, served, adapters, open_tokenizer(served, options), tmp_path
-    )
-    assert arguments[arguments.index("--revision") + 1] == "v1"

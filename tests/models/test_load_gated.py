@@ -4,11 +4,9 @@ import pytest
 import torch
 import transformers as tf
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 
 import loragate as lg
-from loragate.errors import ArtifactError, GateError
-from loragate.gates import train_gates_only
+from loragate.errors import ArtifactError
 from loragate.gates.schema import read_gate_config
 from tiny import logits, tiny_adapter, tiny_base
 
@@ -41,13 +39,6 @@ def test_a_base_that_is_not_there_is_named(place, tmp_path, monkeypatch):
         lg.load_gated(place / "dotted", base=tmp_path / "empty")
 
 
-def test_loaded_gates_are_frozen_until_asked_to_train(place, token_ids):
-    model = lg.load_gated(place / "absolute")
-    train_gates_only(model)
-    lg.topk_entropy(model(token_ids).logits, 20).mean().backward()
-    assert all(parameter.grad is not None for parameter in lg.gate_parameters(model).values())
-
-
 def test_the_base_that_was_loaded_is_recorded_where_the_adapter_names_none(place, tmp_path, caplog):
     model = tiny_adapter(base=tf.AutoModelForCausalLM.from_pretrained(place / "base"))
     model.peft_config["default"].base_model_name_or_path = None
@@ -61,16 +52,6 @@ def test_the_base_that_was_loaded_is_recorded_where_the_adapter_names_none(place
     assert "base_id=" in caplog.text
     with pytest.raises(ArtifactError, match=r"key 'base\.id' is empty; say which base with base=…"):
         lg.load_gated(tmp_path / "unnamed")
-
-
-def test_gates_go_onto_a_named_adapter_once(place):
-    model = tiny_adapter(name="mine")
-    with pytest.raises(GateError, match=r"no LoRA adapter named 'zz' \(it has mine\)"):
-        lg.load_gates(model, place / "absolute", adapter_name="zz")
-    lg.load_gates(model, place / "absolute")
-    with pytest.raises(GateError, match=r"'mine' carries gates already.*detach_gates"):
-        lg.load_gates(model, place / "absolute")
-    assert lg.gate_parameters(model)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -106,37 +87,6 @@ def test_models_of_another_class_are_told_how_to_load(tmp_path, token_ids):
         more = {"decoder_input_ids": token_ids} if kind is tf.T5ForConditionalGeneration else {}
         with torch.no_grad():
             assert torch.equal(again(input_ids=token_ids, **more).logits, model(input_ids=token_ids, **more).logits)
-
-
-def test_weights_that_are_offloaded_are_left_out_of_the_record(place, tmp_path):
-    model = lg.attach_gates(tiny_adapter(base=tiny_base(tie_word_embeddings=False)), lg.GateConfig(-1, 2))
-    head = model.get_base_model().lm_head
-    # as accelerate leaves the weights of an offloaded module between two forward passes
-    head.weight = torch.nn.Parameter(head.weight.to("meta"), requires_grad=False)
-    folder = lg.save_gates(model, tmp_path / "gated", base_id="somewhere")
-    assert "lm_head.weight" not in read_gate_config(folder)["base"]["weights"]["values"]
-    lg.detach_gates(model)
-    assert lg.load_gates(model, folder) is model
-
-
-def test_a_strength_that_no_file_records_is_told(place, tmp_path, caplog):
-    options = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.up_proj": 3}, "use_rslora": True}
-    model = lg.attach_gates(tiny_adapter(**options), lg.GateConfig(-1, 2))
-    with caplog.at_level("WARNING", logger="loragate"):
-        lg.save_gates(model, tmp_path / "unchanged", base_id=str(place / "base"))
-        assert caplog.text == ""
-        assert lg.load_gated(tmp_path / "unchanged") is not None
-        model.get_base_model().model.layers[1].mlp.down_proj.set_scale("default", 0.5)
-        lg.save_gates(model, tmp_path / "scaled", base_id=str(place / "base"))
-        assert "load_gated will refuse" in caplog.text
-        assert "model.layers.1.mlp.down_proj is the first" in caplog.text
-        caplog.clear()
-        padded = lg.attach_gates(tiny_adapter(), lg.GateConfig(-1, 2))
-        prepare_model_for_compiled_hotswap(padded, target_rank=8)
-        lg.save_gates(padded, tmp_path / "padded", base_id=str(place / "base"))
-        assert "load_gated will refuse" in caplog.text
-    with pytest.raises(ArtifactError, match="another adapter"):
-        lg.load_gated(tmp_path / "scaled")
 
 
 @pytest.mark.parametrize("whole", [None, ["embed_tokens", "lm_head"]])

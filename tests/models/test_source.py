@@ -6,10 +6,8 @@ import os
 import pytest
 
 from loragate.errors import ConfigError
-from loragate.gates import GateConfig, attach_gates, detach_gates
 from loragate.models import require_here, resolve
-from loragate.models.source import _beside, _inside
-from tiny import tiny_adapter
+from loragate.models.source import _inside
 
 
 def adapter(folder, when=0):
@@ -18,14 +16,6 @@ def adapter(folder, when=0):
     file.write_text("{}")
     os.utime(file, (when, when))
     return folder
-
-
-def test_the_folder_that_was_meant_is_named(tmp_path):
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adaptar.txt").write_text("a file is no candidate")
-    assert _beside(str(tmp_path / "adaptr")) == f"; did you mean '{tmp_path / 'adapter'}'?"
-    assert _beside(str(tmp_path / "quite-another")) == ""
-    assert _beside(str(tmp_path / "gone" / "adapter")) == f"; its folder {tmp_path / 'gone'} does not exist either"
 
 
 def test_an_adapter_below_the_folder_is_named_the_newest_first(tmp_path):
@@ -78,22 +68,3 @@ def test_another_kind_than_expected_is_refused(tmp_path):
         resolve(tmp_path / "unfinished")
     with pytest.raises(ConfigError, match=r"override of λ .* has no effect"):
         resolve(f"{tmp_path}@unit")
-
-
-def test_an_adapter_inside_a_snapshot_of_the_hub_is_named_by_its_folder(tmp_path):
-    inside = adapter(tmp_path / "models--owner--name" / "snapshots" / ("a" * 40) / "adapter")
-    (inside / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    found = resolve(inside, expect="adapter", base_later=True)
-    assert resolve(found.source, expect="adapter", base_later=True).folder == inside
-
-
-def test_gates_that_peft_lost_are_missed(tmp_path, caplog):
-    model = attach_gates(tiny_adapter(), GateConfig(-1, 2))
-    model.save_pretrained(tmp_path / "checkpoint-1")
-    caplog.clear()
-    resolve(tmp_path / "checkpoint-1", base_later=True)
-    assert "gates that were lost when PEFT saved it" in caplog.text
-    detach_gates(model).save_pretrained(tmp_path / "plain")
-    caplog.clear()
-    resolve(tmp_path / "plain", base_later=True)
-    assert not caplog.text

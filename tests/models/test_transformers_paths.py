@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BitsAndBytesConfig, pipeline
 
 import loragate as lg
-from loragate.gates.eligibility import lora_layers
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer
 
 PROMPTS = ["w5 w9 w20", "w7 w7 w30 w31 w32"]
@@ -86,17 +84,6 @@ def test_a_padded_batch_equals_its_rows(model: Any) -> None:
         assert row == generate(model, ids(prompt))
 
 
-def test_pipeline(model: Any) -> None:
-    pipe = pipeline("text-generation", model=model, tokenizer=tiny_tokenizer())
-    settings = {"max_new_tokens": 16, "do_sample": False, "return_full_text": False}
-    text = pipe(PROMPTS[0], **settings)[0]["generated_text"]
-    end = by_hand(model)
-    end = end[: end.index(1)] if 1 in end else end
-    assert text.split() == tiny_tokenizer().decode(end).split()
-    chat = pipe([{"role": "user", "content": PROMPTS[0]}], **settings)[0]["generated_text"]
-    assert isinstance(chat, str)
-
-
 def other_folder(place: Path) -> Path:
     """Another adapter with gates of another range."""
     adapter = lg.attach_gates(tiny_adapter(seed=8), lg.GateConfig(lower=-1, upper=3, granularity="module"))
@@ -127,31 +114,3 @@ def test_adapters_with_gates_of_their_own_are_hot_swapped(model: Any, folder: Pa
             torch.testing.assert_close(mixed[row], model(**ids()).logits[0], rtol=1e-5, atol=1e-5)
     model.delete_adapter("default")
     assert generate(model) == alone[1]
-
-
-def test_a_quantised_base_in_eight_bits(folder: Path) -> None:
-    """The gates act on LLM.int8() layers as on the weights that these stand for."""
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    try:
-        model = lg.load_gated(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True), dtype=torch.float32)
-        found = model(**ids()).logits
-    except (RuntimeError, ImportError, NotImplementedError) as error:
-        pytest.skip(f"bitsandbytes has no 8-bit kernels here: {error}")
-    reference = lg.load_gated(folder, dtype=torch.float32)
-    quantised = dict(lora_layers(model, "default"))
-    assert len(quantised) == 14
-    for path, layer in lora_layers(reference, "default"):
-        linear = quantised[path].base_layer
-        assert linear.weight.dtype == torch.int8
-        scale = linear.state.SCB  # a first forward pass has moved it there
-        weight = linear.weight.data.float() * scale.float().unsqueeze(1) / 127
-        assert 0 < (layer.base_layer.weight - weight).abs().max() < 0.02
-        layer.base_layer.weight.data.copy_(weight)
-    with torch.no_grad():
-        expected = reference(**ids()).logits
-        with lg.gates_disabled(reference):
-            plain = reference(**ids()).logits
-    # activations are rounded to 8 bits as well, the gates' input is not
-    assert (found - expected).abs().mean() < 0.1 * (plain - expected).abs().mean()
-    with lg.gates_disabled(model):
-        assert (model(**ids()).logits - expected).abs().mean() > 5 * (found - expected).abs().mean()

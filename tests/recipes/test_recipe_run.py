@@ -12,17 +12,13 @@ import pytest
 import yaml
 
 import loragate as lg
-from loragate.cli.calibrate import CalibrateOptions
 from loragate.cli.main import main
 from loragate.errors import ConfigError, LoragateError
 from loragate.files import read_json
-from loragate.recipes import Recipe, Stage, read_recipe, run, run_recipe, tiny_recipe
+from loragate.recipes import Recipe, Stage, run, run_recipe
 from tiny import write_adapter, write_base, write_rows
 
 SCALE = "math/qwen2.5-math-1.5b/scale"
-needs_new_names = pytest.mark.skipif(
-    not hasattr(CalibrateOptions, "skip_selection"), reason="calibrate has no --skip-selection yet"
-)
 
 
 @pytest.fixture
@@ -92,16 +88,6 @@ def test_a_stage_that_was_not_finished_goes_on_with_what_it_has(recipe, tmp_path
     assert (out / "sft" / "run" / "run.json").exists()
 
 
-def test_a_stage_may_change_until_it_has_begun_and_not_after(recipe, tmp_path, started):
-    out, quiet = tmp_path / "run", lambda text: None
-    run_recipe(recipe, out, only=["sft"], say=quiet)
-    run_recipe(changed(recipe, 1, limit=3), out, resume=True, say=quiet)
-    with pytest.raises(ConfigError, match=r"2-look\.yaml was begun with limit = 3, now it is none"):
-        run_recipe(recipe, out, resume=True, say=quiet)
-    with pytest.raises(ConfigError, match="recipe = 'own', now it is 'other'"):
-        run_recipe(Recipe("other", recipe.stages), out, resume=True, say=quiet)
-
-
 def test_other_folders_are_left_alone(recipe, tmp_path, started):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
@@ -155,16 +141,6 @@ def test_what_a_stage_reads_must_be_there(recipe, tmp_path, started):
     assert started.commands, "an adapter from elsewhere does as well"
 
 
-@needs_new_names
-def test_questions_that_choose_are_looked_for(tmp_path, monkeypatch, started):
-    monkeypatch.setattr(run, "resolve", lambda *_, **__: None)
-    name = "code/qwen2.5-math-1.5b/scale-auto"
-    with pytest.raises(ConfigError, match=r"--set calibrate\.dev_data=FILE"):
-        run_recipe(read_recipe(name), tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"calibrate: found no file nowhere\.jsonl \(dev_data\)"):
-        run_recipe(read_recipe(name, {"calibrate.dev_data": "nowhere.jsonl"}), tmp_path / "run")
-
-
 def test_a_process_that_fails_or_is_stopped(monkeypatch):
     with pytest.raises(LoragateError, match=r"\[1/1\] sft ended with status 3.*--resume goes on"):
         run.start([sys.executable, "-c", "raise SystemExit(3)"], "[1/1] sft", offline=False)
@@ -186,7 +162,6 @@ def killed_at(words, there, environment):
     process.wait()
 
 
-@needs_new_names
 @pytest.mark.slow("kills")
 def test_run_killed_resumed_and_used(tmp_path):
     """Both trainings of a recipe as typed, killed with SIGKILL in the first; the gates are then loaded."""
@@ -210,15 +185,3 @@ def test_run_killed_resumed_and_used(tmp_path):
     assert main([*words[3:-4], "--stages", "sft", "--out", str(out), "--resume"]) == 0
     weights = "adapter_model.safetensors"
     assert (out / "sft" / weights).read_bytes() == (tmp_path / "sft" / weights).read_bytes()
-
-
-def test_a_tiny_recipe_writes_its_base_once_and_not_into_other_folders(tmp_path):
-    recipe = read_recipe("math/qwen2.5-math-1.5b/lora")
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match=r"it holds thesis\.tex"):
-        tiny_recipe(recipe, tmp_path)
-    (tmp_path / "thesis.tex").unlink()
-    tiny_recipe(recipe, tmp_path)
-    before = (tmp_path / "tiny-base" / "config.json").stat().st_mtime_ns
-    tiny_recipe(recipe, tmp_path)
-    assert (tmp_path / "tiny-base" / "config.json").stat().st_mtime_ns == before

@@ -105,19 +105,3 @@ def test_each_kind_has_its_section(kind):
     }[kind]
     for text in shown:
         assert text in page, text
-
-
-def test_means_of_too_few_rows_stand_without_an_interval():
-    """A class of tokens that only one row has: the record's ends are null."""
-
-    def without_ends(value):
-        if isinstance(value, dict):
-            ends = {"low": None, "high": None} if {"mean", "low", "high"} == set(value) else {}
-            return {key: without_ends(item) for key, item in value.items()} | ends
-        return [without_ends(item) for item in value] if isinstance(value, list) else value
-
-    for kind, mean in (("alignment", "0.50"), ("delta entropy", "0.500")):
-        record = {**without_ends(RECORDS[kind]), "kind": kind, "conclusion": []}
-        page = build_page("t", None, [Section("d", DIAGNOSES[kind][0], diagnosis_blocks(record))])
-        assert f"{mean} (too few rows for an interval)" in page
-        assert "None" not in page

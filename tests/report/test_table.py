@@ -6,8 +6,7 @@ import io
 
 from rich.console import Console
 
-from loragate.display import percent, points
-from loragate.report.table import BEST, Line, Table, difference_cell, p_value, share_cell, with_best_scores
+from loragate.report.table import BEST, Line, Table, difference_cell, share_cell, with_best_scores
 
 VERSUS = {"mean": 0.354, "low": -0.0001, "high": 0.4285, "p": 0.00009}
 LINES = [
@@ -27,12 +26,6 @@ def rendered(sheet: Table, width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     console.print(sheet)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
-
-
-def test_numbers() -> None:
-    assert [percent(share) for share in (0, 0.0004, 0.5, 0.9996, 1)] == ["0.0", "0.0", "50.0", "100.0", "100.0"]
-    assert [points(share) for share in (0.354, -0.2, 0.0001, -0.0001)] == ["+35.4", "-20.0", "0.0", "0.0"]
-    assert [p_value(p) for p in (0.00099, 0.001, 0.0315, 1)] == ["<0.001", "=0.001", "=0.032", "=1.000"]
 
 
 def test_no_figure_is_cut_in_eighty_columns() -> None:
@@ -64,13 +57,6 @@ def test_markdown() -> None:
         r"| SCALE [/red] a\|b | 100.0 (98.1–100.0) | +35.4, p<0.001 (0.0 to +42.9) | 50.0 (40.0–60.0; greedy) |",
     ]
     assert lines[-1] == "What it means."
-
-
-def test_a_terminal_leaves_wide_columns_out_and_breaks_lines() -> None:
-    sheet = Table("", ("name", "a b, %", "wide"), [Line("x", [("1.0", "0.5\nto 1.5"), ("seen elsewhere",)])], wide=(2,))
-    words = [word for word in " ".join(rendered(sheet)).split() if "─" not in word]
-    assert words == ["a", "b", "name", "%", "x", "1.0", "0.5", "to", "1.5"]
-    assert "| x | 1.0 (0.5 to 1.5) | seen elsewhere |" in sheet.markdown()
 
 
 def test_what_stands_beside_a_verdict_agrees_with_it() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -17,7 +15,6 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,14 +27,10 @@ from loragate.errors import ConfigError
 from loragate.gates.override import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.serving.vllm_server import (
-    address,
     free_port,
-    print_clients,
     served_adapters,
     server_command,
     template_for_vllm,
-    unserved_heads,
-    usual_share,
     without_secrets,
 )
 from tiny import chatml_tokenizer, ending_base, shake, tiny_adapter, tiny_base, tiny_tokenizer, write_base
@@ -359,21 +352,6 @@ def test_the_template_for_vllm() -> None:
             assert wrapped.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) == expected
 
 
-@pytest.mark.parametrize(("chat", "path"), [(True, "chat/completions"), (False, "completions")])
-def test_what_is_printed_to_paste_fits_the_tokenizer(capsys: pytest.CaptureFixture[str], chat: bool, path: str) -> None:
-    print_clients(address("0.0.0.0", 8000), ["base", "gated"], chat=chat)
-    printed = capsys.readouterr().out
-    words = shlex.split(next(line for line in printed.splitlines() if line.startswith("curl")))
-    assert words[1] == f"http://127.0.0.1:8000/v1/{path}"
-    asked = json.loads(words[-1])
-    assert asked.pop("model") == "gated"
-    assert asked == {"max_tokens": 64} | (
-        {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
-    )
-    call = ast.parse(printed[printed.index("print(") :])
-    assert f"client.{path.replace('/', '.')}.create(" in ast.unparse(call)
-
-
 def test_a_port_in_use_is_named_before_vllm_starts() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -384,24 +362,6 @@ def test_a_port_in_use_is_named_before_vllm_starts() -> None:
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1: it cannot be served from"):
         free_port("192.0.2.1", 0)  # an address of documents, which no machine has
     assert free_port("127.0.0.1", 0) > 0
-
-
-def test_the_share_of_memory_and_the_heads_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM for a CPU does not start where less than its share is free, and ends at the first request of other heads."""
-    versions = {"0.32.0": 0.9, "0.32.0+cpu": 0.37}
-    memory, attention = ModuleType("vllm.utils.cpu_resource_utils"), ModuleType("vllm.v1.attention.backends.cpu_attn")
-    memory.get_memory_node_info = lambda: SimpleNamespace(total_memory=1000, available_memory=755)  # type: ignore[attr-defined]
-    attention.CPUAttentionBackend = SimpleNamespace(get_supported_head_sizes=lambda: [32, 64])  # type: ignore[attr-defined]
-    for module in (memory, attention):
-        parts = module.__name__.split(".")
-        for end in range(1, len(parts)):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    for version, share in versions.items():
-        monkeypatch.setattr("loragate.serving.vllm_server.vllm_version", lambda version=version: version)
-        assert usual_share() == share
-    assert unserved_heads(tiny_base(**SHAPE).config) is None
-    assert "heads have 8 features" in str(unserved_heads(tiny_base().config))
 
 
 def test_no_key_is_shown() -> None:

@@ -16,7 +16,7 @@ import torch
 import loragate as lg
 from loragate.errors import ConfigError, TrainingError
 from loragate.training import GateTrainingSettings
-from loragate.training.checkpoints import TrainingFolder, explain_full_disk, is_complete, last_checkpoint
+from loragate.training.checkpoints import TrainingFolder, is_complete, last_checkpoint
 from tiny import gate_values, same, tiny_adapter, tiny_rows, tiny_tokenizer
 
 CONFIG = lg.GateConfig(-3, 2)
@@ -116,33 +116,6 @@ def test_the_end_is_the_same_after_a_torn_checkpoint(finished, damaged):
     assert is_complete(damaged / "checkpoint-3")
 
 
-def test_a_checkpoint_holds_what_trains_and_where_the_run_stands_never_the_base(finished):
-    folder, trained = finished
-    files = {path.name: path.stat().st_size for path in (folder / "checkpoint-3").iterdir()}
-    assert {"trained.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= set(files)
-    assert not {"model.safetensors", "adapter_model.safetensors", "pytorch_model.bin"} & set(files)
-    numbers = sum(value.numel() for value in trained.values())
-    # three fp32 numbers for each that trains, and the fixed size of a random state and of headers
-    assert files["trained.safetensors"] < 4 * numbers + 8000
-    assert sum(files.values()) < 12 * numbers + 60_000
-
-
-def test_another_version_another_stage_other_settings_and_a_run_that_is_not_there_are_named(tmp_path):
-    identity = {"stage": "sft", "settings": {"learning_rate": 1e-3, "rank": 16}}
-    with pytest.raises(TrainingError, match=r"no run to resume .*leave out --resume"):
-        begin(identity, tmp_path, resume=True)
-    begin(identity, tmp_path)
-    assert begin(identity, tmp_path, resume=True) is None
-    with pytest.raises(TrainingError, match="begun with stage = 'sft', now it is 'gates'"):
-        begin({**identity, "stage": "gates"}, tmp_path, resume=True)
-    with pytest.raises(TrainingError, match=r"settings\.rank = 16, now it is 8"):
-        begin({**identity, "settings": {"learning_rate": 1e-3, "rank": 8}}, tmp_path, resume=True)
-    record = json.loads((tmp_path / "run.json").read_text())
-    (tmp_path / "run.json").write_text(json.dumps({**record, "loragate": "0.0.7"}))
-    with pytest.raises(TrainingError, match=r"begun with loragate 0\.0\.7, .*pip install 'loragate==0\.0\.7'"):
-        begin(identity, tmp_path, resume=True)
-
-
 def test_a_second_training_may_begin_anew(finished, damaged):
     """It removes what the first one wrote, finished or not, and nothing else."""
     (damaged / "mine.txt").write_text("mine")
@@ -236,36 +209,6 @@ def test_half_a_checkpoint_does_not_push_a_newer_whole_one_out(tmp_path):
     assert same(train(folder, settings, resume=True)[1], train(None, settings)[1])
 
 
-def test_folders_that_only_look_like_checkpoints_are_left_alone(tmp_path):
-    # the trainer itself counts every folder called checkpoint-* where few are to be kept
-    settings = replace(SETTINGS, save_total_limit=0)
-    kept = [tmp_path / name / "mine.txt" for name in ("checkpoint-good-1", "checkpoint-notes-9", "checkpoint-notes")]
-    for file in kept:
-        file.parent.mkdir()
-        file.write_text("mine")
-    for resume in (False, True):
-        train(tmp_path, settings, resume=resume)
-        assert all(file.is_file() for file in kept)
-    with pytest.raises(TrainingError, match="the disk that holds"), explain_full_disk(tmp_path):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    assert all(file.is_file() for file in kept)
-
-
-def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_torn_one(damaged, monkeypatch):
-    whole = Path.read_text
-
-    def stale(path, *args, **kwargs):
-        if path.parent.name == "checkpoint-3":
-            raise OSError(errno.ESTALE, "Stale file handle", str(path))
-        return whole(path, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "read_text", stale)
-    with pytest.raises(OSError, match="Stale file handle"):
-        train(damaged, resume=True)
-    monkeypatch.undo()
-    assert is_complete(damaged / "checkpoint-3")
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 200 KB."""
@@ -297,22 +240,6 @@ def test_a_disk_that_is_really_full_leaves_the_last_good_state(finished, small_d
     result, found = train(folder, resume=True)
     assert result.steps == 3
     assert same(found, finished[1])
-
-
-def test_a_record_is_written_once_every_process_has_looked_for_an_earlier_one(tmp_path, monkeypatch):
-    """A run of random gates is finished once it is on record, and another process may be a little behind."""
-    looked = []
-
-    class Main:
-        is_main_process = True
-
-        def wait_for_everyone(self):
-            looked.append((tmp_path / "run.json").exists())
-
-    monkeypatch.setattr("loragate.training.checkpoints.process_state", Main)
-    begin({"settings": {"objective": "random"}}, tmp_path)
-    assert looked == [False, False]
-    assert (tmp_path / "run.json").exists()
 
 
 @pytest.mark.slow("kills")

@@ -20,9 +20,9 @@ import transformers
 
 from loragate.errors import TrainingError
 from loragate.training.checkpoints import explain_lost_process, is_lost
-from loragate.training.sharding import average_gradients, decoder_layers, fsdp_copy
-from loragate.training.strategy import STRATEGIES, Launch, launch_file
-from tiny import load_script, tiny_adapter, tiny_base
+from loragate.training.sharding import average_gradients, fsdp_copy
+from loragate.training.strategy import Launch, launch_file
+from tiny import load_script, tiny_adapter
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -193,17 +193,6 @@ def test_a_killed_process_ends_the_others_with_a_sentence(tmp_path, environment)
     assert "--resume to go on from checkpoint-2" in errors
 
 
-@pytest.mark.slow("kills")
-def test_torchrun_ends_when_a_process_is_killed(tmp_path):
-    job = {**JOBS["gates"], "out": str(tmp_path), "save_steps": 1, "kill": {"rank": 0, "step": 1}}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", str(WORKER), json.dumps([job])]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False)
-    assert done.returncode == 1
-    assert "exitcode  : -9" in done.stderr, "torchrun names the process that was killed"
-
-
 @pytest.mark.slow("processes")
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=shards)])
 def test_accelerate_launch_with_the_shipped_configuration(tmp_path, alone, strategy):
@@ -242,19 +231,6 @@ def test_zero3_follows_one_process(tmp_path, alone):
         assert torch.equal(read(tmp_path / "resumed")[1][key], values), key
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_shipped_configurations_say_what_their_name_says(strategy):
-    import yaml
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    config = load_config_from_file(str(launch_file(strategy)))
-    kinds = {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED"}
-    assert str(config.distributed_type).rpartition(".")[2] == kinds[strategy]
-    loaded = yaml.safe_load(launch_file(strategy).read_text())
-    assert loaded.get("fsdp_config", {}).get("fsdp_version", 2) == 2
-    assert loaded.get("deepspeed_config", {}).get("zero_stage", 3) == 3
-
-
 def test_a_twin_shares_memory_and_gates_but_no_parameter():
     import loragate as lg
 
@@ -271,13 +247,6 @@ def test_a_twin_shares_memory_and_gates_but_no_parameter():
     ids = torch.arange(5, 15)[None]
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, twin(input_ids=ids).logits)
-
-
-def test_decoder_layers_are_found():
-    assert [type(layer).__name__ for layer in decoder_layers(tiny_base())] == ["Qwen2DecoderLayer"] * 2
-    model = tiny_base()
-    model._no_split_modules = None
-    assert len(decoder_layers(model)) == 2
 
 
 def test_only_errors_between_processes_are_explained():

@@ -1,8 +1,6 @@
 """Stage II through the trainer: the plain loop's trajectory, guards, logs, resume, interruption."""
 
 import math
-import os
-import signal
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +14,6 @@ from loragate.data import Collator, encode_rows, load_rows
 from loragate.errors import ConfigError, DivergenceError, GateError, LoragateError, TrainingError
 from loragate.files import held
 from loragate.gates import Parity, measure_parity, weights_checksum
-from loragate.gates.attach import gate_modules
 from loragate.training import GateTrainingSettings, gate_training, training_rows
 from loragate.training.gate_training import check_parity, check_start
 from loragate.training.reference import reference_loop, response_entropies
@@ -64,14 +61,6 @@ def test_heldout_rows_are_measured_and_change_nothing(tokenizer, rows):
     assert 0 < result.training_seconds < result.seconds
 
 
-def test_heldout_rows_that_the_model_cannot_hold_are_refused(tokenizer, rows):
-    longest = [{"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 " * 60}]}]
-    heldout = encode_rows(load_rows(longest), tokenizer, max_length=80)
-    model = tiny_adapter(base=tiny_base(max_position_embeddings=60))
-    with pytest.raises(TrainingError, match=r"held-out row 0 has .* positions"):
-        lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS, heldout=heldout)
-
-
 def test_entropy_falls_and_only_gates_change(tokenizer):
     model = tiny_adapter()
     before = weights_checksum(model.named_parameters())
@@ -90,18 +79,6 @@ def test_entropy_falls_and_only_gates_change(tokenizer):
     assert sum(result.gates_total[key.removeprefix("gate_")] for key in shares) == pytest.approx(1)
     assert result.parity.at_one == result.parity.at_zero == 0
     assert 0 < result.parity.initial < 1e-3
-
-
-def test_checksum_sees_a_single_bit():
-    tensor = torch.randn(1000)
-    before = weights_checksum([("a", tensor)])
-    changed = tensor.clone()
-    changed.view(torch.int32)[777] ^= 1
-    assert weights_checksum([("a", changed)]) != before
-    swapped = tensor.clone()
-    swapped[[3, 4]] = swapped[[4, 3]]
-    assert weights_checksum([("a", swapped)]) != before
-    assert weights_checksum([("a", tensor.clone())]) == before
 
 
 def test_a_changed_frozen_weight_is_noticed(tokenizer, rows):
@@ -193,41 +170,6 @@ def test_steps_that_loss_scaling_skips_do_not_pass_in_silence(tokenizer, skippin
         lg.train_gates(tiny_adapter(), tokenizer, tiny_rows(40), CONFIG, settings)
 
 
-def test_a_run_whose_steps_were_all_skipped_does_not_resume_into_success(tokenizer, skipping, tmp_path):
-    run = partial(lg.train_gates, tokenizer=tokenizer, rows=tiny_rows(32), config=CONFIG, run_folder=tmp_path / "run")
-    for resume, left in ((False, 4), (True, 2)):
-        settings = replace(skipping([True] * left), max_steps=4)
-        with pytest.raises(DivergenceError, match="skipped all 4 steps"):
-            run(tiny_adapter(), settings=settings, resume=resume)
-
-
-def test_ctrl_c_in_skipped_steps_is_ctrl_c(tokenizer, skipping, tmp_path):
-    told = []
-
-    def interrupt(step):
-        if not told:
-            told.append(step.step)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    settings = skipping([True] * 5)
-    with pytest.raises(TrainingError, match=r"stopped by Ctrl-C at step [12] of 5"):
-        lg.train_gates(
-            tiny_adapter(), tokenizer, tiny_rows(40), CONFIG, settings, run_folder=tmp_path / "run", on_step=interrupt
-        )
-
-
-def test_tensorboard_gets_the_same_record(tokenizer, rows, tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed (pip install loragate[tensorboard])")
-    settings = replace(SETTINGS, per_device_train_batch_size=8, report_to="tensorboard")
-    lg.train_gates(tiny_adapter(), tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "run")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = next((tmp_path / "run").rglob("events.out.tfevents*"))
-    accumulator = EventAccumulator(str(events))
-    accumulator.Reload()
-    assert {"train/topk_entropy", "train/gate_below_zero", "train/loss"} <= set(accumulator.Tags()["scalars"])
-
-
 def test_bf16_keeps_gates_in_fp32_and_serves_a_second_training_of_one_model(tokenizer, rows):
     """A choice trains its ranges one after the other on the same model."""
     settings, model, runs = replace(SETTINGS, per_device_train_batch_size=8), tiny_adapter(), []
@@ -272,18 +214,6 @@ def test_an_adapter_on_the_output_head_is_refused(tokenizer, rows):
         lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS)
 
 
-def test_a_second_active_adapter_is_part_of_the_base(tokenizer, rows):
-    model = tiny_adapter()
-    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    model.base_model.set_adapter(["default", "second"])
-    result = lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS, adapter_name="default")
-    assert result.parity.at_zero == 0
-    model.set_adapter("second")
-    lg.detach_gates(model, "default")
-    with pytest.raises(GateError, match="not active"):
-        lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS, adapter_name="default")
-
-
 def test_dropout_is_off_while_gates_train_and_back_afterwards(tokenizer, rows):
     model = tiny_adapter(lora_dropout=0.4)
     dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
@@ -294,37 +224,6 @@ def test_dropout_is_off_while_gates_train_and_back_afterwards(tokenizer, rows):
     assert seen
     assert all(values == {0.0} for values in seen)
     assert {module.p for module in dropouts} == {0.4}
-
-
-def test_every_module_keeps_its_own_mode(tokenizer, rows):
-    model = tiny_adapter()
-    own = {module: module.training for module in model.modules()}
-    model.get_base_model().model.layers[0].train()
-    own |= dict.fromkeys(model.get_base_model().model.layers[0].modules(), True)
-    lg.train_gates(model, tokenizer, rows, CONFIG, SETTINGS)
-    assert {module: module.training for module in own} == own
-    gates = [gate for gate in gate_modules(model).values() if gate.training]
-    assert len(gates) == 7, "as the layers that they are on"
-
-
-def test_autocast_does_not_stay_on_the_model(tokenizer, rows, token_ids):
-    model = tiny_adapter()
-    settings = replace(SETTINGS, per_device_train_batch_size=8, precision="bf16", gradient_checkpointing=True)
-    plain = logits(model, token_ids)
-    lg.train_gates(model, tokenizer, rows, CONFIG, settings)
-    with torch.no_grad(), lg.gate_override(model, constant=1.0):
-        assert torch.equal(model(token_ids).logits, plain)
-    assert not model.is_gradient_checkpointing
-    assert not model.training
-
-
-def test_checkpointing_that_was_on_stays_on(tokenizer, rows):
-    model = tiny_adapter()
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable()
-    settings = replace(SETTINGS, per_device_train_batch_size=8, max_steps=1, gradient_checkpointing=True)
-    lg.train_gates(model, tokenizer, rows, CONFIG, settings)
-    assert model.is_gradient_checkpointing
 
 
 def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_path):

@@ -10,10 +10,8 @@ import torch
 
 import loragate as lg
 from loragate.errors import ConfigError, TrainingError
-from loragate.gates.card import render_card
-from loragate.losses import ObjectiveContext, WeightedCrossEntropy, statistics_of_logits
+from loragate.losses import WeightedCrossEntropy
 from loragate.training import FineTuningSettings, GateTrainingSettings
-from loragate.training.trainer import token_losses
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 SHARED = {
@@ -99,19 +97,6 @@ def test_a_class_of_ones_own_trains_both():
     assert training["constants"] == {"share": 0.2}
 
 
-@pytest.mark.parametrize(("reads", "k"), [(("topk_entropy",), 7), ((), None)])
-def test_the_artifact_records_its_support_and_not_that_of_the_settings(tmp_path, reads, k):
-    model = tiny_adapter()
-    result = two(TWO, model=model, objective=mine(k=7, reads=reads))
-    lg.save_gates(model, tmp_path / "gated", evidence=result.evidence())
-    record = json.loads((tmp_path / "gated" / "gate_config.json").read_text())
-    assert record["k"] == k
-    assert record["training"]["settings"]["k"] == 20, "entropy was measured with"
-    card = render_card("gated", record)
-    assert "mine" in card
-    assert "SCALE)" not in card
-
-
 def test_masks_and_references_reach_it():
     rows = masked_rows()
     rule = lambda stats, context: context.keep_mask.float()  # noqa: E731
@@ -128,20 +113,6 @@ def test_masks_and_references_reach_it():
         two(TWO, rows=rows, objective=near)
     with pytest.raises(ConfigError, match="no effect on the objective 'mine'"):
         one(ONE, objective=mine(), reference_model=tiny_base(3))
-
-
-def test_packed_rows_tell_it_their_sequences():
-    seen = []
-
-    def rule(stats, context):
-        seen.append(context.sequence_ids.unique().numel())
-        return torch.ones_like(stats.log_prob)
-
-    objective = mine(rule=rule, requires=frozenset({"sequence_ids"}))
-    packed = one(replace(ONE, packing=True), objective=objective)
-    plain = one(ONE)
-    assert losses(packed)[0] == pytest.approx(losses(plain)[0], rel=1e-5)
-    assert sum(seen[:2]) == 8
 
 
 @pytest.mark.parametrize(("train", "settings"), [(one, ONE), (two, TWO)], ids=["one", "two"])
@@ -179,19 +150,6 @@ def test_what_it_holds_is_checked(changed, told):
 
 
 @pytest.mark.parametrize(
-    ("train", "settings", "told"),
-    [
-        (one, replace(ONE, objective="dft"), r"settings\.objective is 'dft'; leave one"),
-        (one, replace(ONE, objective_options={"k": 2}), "'mine' has its own"),
-        (two, replace(TWO, objective="ce"), r"settings\.objective is 'ce'; leave one"),
-    ],
-)
-def test_the_settings_must_not_say_otherwise(train, settings, told):
-    with pytest.raises(ConfigError, match=told):
-        train(settings, objective=mine())
-
-
-@pytest.mark.parametrize(
     ("loss", "told"),
     [
         (lambda stats, context: -stats.log_prob.sum(), r"returned \[\], expected one value per token, \[4, \d+\]"),
@@ -225,11 +183,3 @@ def test_weights_that_are_none_are_refused():
     nan = mine(rule=lambda stats, _: stats.log_prob * float("nan"))
     with pytest.raises(TrainingError, match=r"not finite at step 1: row \d+"):
         one(ONE, objective=nan)
-
-
-def test_positions_without_a_label_never_count():
-    logits = torch.randn(2, 3, 8, requires_grad=True)
-    stats = statistics_of_logits(logits, torch.tensor([[1, 2, -100], [-100, 3, 4]]), 2)
-    everywhere = SimpleNamespace(**{**WHOLE, "loss": lambda stats, context: 1.0 - stats.log_prob})
-    found = token_losses(everywhere, stats, ObjectiveContext())
-    assert torch.equal(found != 0, stats.mask)

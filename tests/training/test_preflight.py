@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loragate.cli.main import main
 from loragate.errors import ConfigError
 from loragate.models import Loading
 from loragate.training import GateTrainingSettings, preflight
@@ -93,14 +92,6 @@ def test_what_does_not_fit_is_refused(monkeypatch, given, environment, words):
 def test_a_strategy_needs_a_number_of_processes_where_there_are_no_gpus():
     with pytest.raises(ConfigError, match="--processes"):
         begin(strategy="ddp")
-
-
-def test_the_commands_refuse_before_they_look_for_a_model(capsys):
-    arguments = ["--data", "none.jsonl", "--out", "nowhere", "--device", "cpu", "--packing", "--group-by-length"]
-    assert main(["sft", "--model", "nothing/here", *arguments]) == 2
-    assert "leave one of them out" in capsys.readouterr().err
-    assert main(["calibrate", "--adapter", "nothing", "--precision", "fp16", *arguments[:6]]) == 2
-    assert "fp16 needs CUDA" in capsys.readouterr().err
 
 
 CHILD = """

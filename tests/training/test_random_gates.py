@@ -98,12 +98,3 @@ def test_the_complete_gradient_is_that_of_autograd_and_not_the_semi_gradient(tok
     scale = found[:6].abs().max()
     assert (gradients[False][:6] - found[:6]).abs().max() < 0.03 * scale
     assert (gradients[True][:6] - found[:6]).abs().max() > 0.1 * scale
-
-
-@pytest.mark.parametrize(("granularity", "count"), [("token", 28), ("module", 14), ("global", 1)])
-@pytest.mark.parametrize("objective", ["entropy", "ce", "random"])
-def test_granularity_with_every_objective(adapter, tokenizer, rows, granularity, count, objective):
-    config = lg.GateConfig(-3, 2, granularity=granularity, detach_input=False)
-    result = lg.train_gates(adapter, tokenizer, rows, config, settings(objective=objective, max_steps=2))
-    assert len(lg.gate_parameters(adapter)) == count
-    assert result.evidence()["training"]["settings"]["objective"] == objective

@@ -4,7 +4,7 @@ import pytest
 
 import loragate as lg
 from loragate.errors import ConfigError
-from loragate.training import FineTuningSettings, GateTrainingSettings, trainer
+from loragate.training import GateTrainingSettings, trainer
 from loragate.training.strategy import RULES, Launch, Plan, impossible, launch_of, refuse_impossible
 from tiny import tiny_adapter, tiny_rows
 
@@ -28,10 +28,6 @@ FORBIDDEN = [
     ("packing × grouping", Plan(packing=True, group_by_length=True), "leave one of them out"),
     ("quantised base × mps", Plan(device="mps", quantization="8bit"), "use cuda or cpu"),
 ]
-
-
-def test_every_rule_is_tried():
-    assert {name for name, _, _ in FORBIDDEN} == set(RULES)
 
 
 @pytest.mark.parametrize(
@@ -58,21 +54,6 @@ def test_a_rule_refuses_with_its_advice(name, plan, words):
 )
 def test_what_works_is_let_through(plan):
     assert impossible(plan) == []
-
-
-def test_everything_wrong_is_said_at_once():
-    plan = Plan(launch=FSDP2, quantization="4bit", dora=True, device="cpu", activation_offload=True)
-    assert len(impossible(plan)) == 3
-
-
-def test_a_plan_is_read_from_the_settings():
-    plan = Plan.of_settings(GateTrainingSettings(packing=True, precision="bf16"), DDP, "cuda", sampling=True)
-    assert (plan.objective, plan.packing, plan.precision) == ("entropy", True, "bf16")
-    assert plan.launch is DDP
-    assert plan.device == "cuda"
-    assert plan.sampling
-    plan = Plan.of_settings(FineTuningSettings(objective="dft", dora=True), Launch(), "cpu", quantization="8bit")
-    assert (plan.objective, plan.dora, plan.quantization) == ("dft", True, "8bit")
 
 
 def test_the_trainer_reads_how_the_base_is_stored(tokenizer, monkeypatch):

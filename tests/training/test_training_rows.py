@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +12,10 @@ from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.errors import ConfigError, DataError, TrainingError
 from loragate.losses.head import IGNORED
 from loragate.training import FineTuningSettings, GateTrainingSettings
-from loragate.training import rows as training_rows
 from loragate.training.checkpoints import TrainingFolder
 from loragate.training.rows import (
     PassCollator,
     arranged_steps,
-    as_dataset,
-    balanced,
     encoded_fingerprint,
     packed,
     read_rows,
@@ -92,13 +88,6 @@ def test_tokens_of_another_base_are_named(tokenizer, encoded):
         )
 
 
-def test_rows_longer_than_the_model_are_named(encoded):
-    rows, tokens = encoded
-    longest = max(tokens, key=lambda row: len(row["input_ids"]))
-    with pytest.raises(TrainingError, match=f"row {longest['row']} has {len(longest['input_ids'])} tokens"):
-        require_short_enough(tiny_base(max_position_embeddings=8), tokens, rows.where)
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_fingerprint_covers_tokens_labels_and_masks_in_their_order(masked):
     rows, plain = [], hashlib.sha256()
@@ -133,15 +122,6 @@ def steps_of(arranged, size=4):
     return [set(rows[at : at + size]) for at in range(0, len(rows), size)]
 
 
-def test_plain_rows_keep_their_order():
-    rows = rows_of(*LENGTHS)
-    assert arrange(rows) == rows
-    filled = arrange(rows, 2)
-    assert filled[:11] == rows
-    assert len(filled) == 12
-    assert set(filled[11]["labels"]) == {IGNORED}
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_grouping_sorts_within_a_step_only(processes):
     rows = rows_of(*LENGTHS)
@@ -166,12 +146,6 @@ def test_packing_makes_as_many_passes_of_the_same_rows(processes):
     assert [len(p["row"]) for p in passes[:2]] == [9, 9], "passes of a step are of like length"
 
 
-def test_a_pass_without_rows_is_filled_without_labels():
-    passes = arrange(rows_of(3), 2, packing=True)
-    assert len(passes) == 2
-    assert sum(label != IGNORED for p in passes for label in p["labels"]) == 2
-
-
 def test_packed_rows_lie_end_to_end():
     item = packed([{**row, "keep_mask": [1] * len(row["labels"])} for row in rows_of(2, 3)])
     assert item["input_ids"] == [0, 1, 10, 11, 12]
@@ -182,16 +156,6 @@ def test_packed_rows_lie_end_to_end():
     assert batch["input_ids"].shape == (1, 5)
     assert "attention_mask" not in batch
     assert batch["keep_mask"].dtype == torch.bool
-
-
-def test_balanced_parts_are_nearly_equal_and_complete():
-    rows = rows_of(*LENGTHS)
-    parts = balanced(rows, 3)
-    sums = [sum(len(row["input_ids"]) for row in part) for part in parts]
-    assert sum(sums) == sum(LENGTHS)
-    assert max(sums) - min(sums) <= 2
-    assert sorted(row["row"] for part in parts for row in part) == list(range(11))
-    assert all([row["row"] for row in part] == sorted(row["row"] for row in part) for part in parts)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -211,11 +175,3 @@ def test_a_model_that_ignores_the_boundaries_is_refused(monkeypatch):
     monkeypatch.setattr(model, "forward", deaf)
     with pytest.raises(ConfigError, match="packed sequences read each other"):
         require_separate_sequences(model, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("how", [{}, {"packing": True}], ids=["plain", "packed"])
-def test_a_data_set_that_is_made_in_parts_is_the_same(monkeypatch, how):
-    rows = [{**row, "keep_mask": [1] * len(row["labels"])} for row in rows_of(*LENGTHS)]
-    for size in (1, 5, 100):
-        monkeypatch.setattr(training_rows, "ROWS_AT_A_TIME", size)
-        assert as_dataset(arranged_steps(rows, 4, 2, 2, **how)).to_list() == arrange(rows, 2, **how)

@@ -1,8 +1,6 @@
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from loragate.errors import DataError
 from loragate.world.base import load_base, save_base, shipped_base_folder
 from loragate.world.problems import problems, retention_items, verify
 
@@ -41,15 +39,6 @@ def test_shipped_base_is_small_and_of_the_promised_shape(shipped):
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id == 0
 
 
-def test_auto_classes_load_the_shipped_folder(shipped):
-    model, tokenizer = shipped
-    auto_model = AutoModelForCausalLM.from_pretrained(shipped_base_folder())
-    encoded = AutoTokenizer.from_pretrained(shipped_base_folder())("<q> solve 1 + 1 <a>", return_tensors="pt")
-    assert encoded["input_ids"].tolist() == [tokenizer("<q> solve 1 + 1 <a>")["input_ids"]]
-    with torch.inference_mode():
-        assert torch.equal(auto_model(**encoded).logits, model(**encoded).logits)
-
-
 def test_shipped_base_works_problems_out_greedily(shipped):
     assert greedy_share(*shipped, problems("dev", 40)) >= 0.9
 
@@ -67,9 +56,3 @@ def test_saved_base_loads_with_the_same_bits(shipped, tmp_path):
     assert sorted(path.suffix for path in (tmp_path / "base").iterdir()) == [
         ".jinja", ".json", ".json", ".json", ".json", ".safetensors"
     ]  # fmt: skip
-
-
-def test_folder_without_a_base_is_refused_with_what_is_missing(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(DataError, match=r"found no model\.safetensors, tokenizer\.json in .*expected the folder"):
-        load_base(tmp_path)

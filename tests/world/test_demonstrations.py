@@ -52,11 +52,6 @@ def test_the_world_never_moves(rows):
     assert hashlib.sha256(texts.encode()).hexdigest()[:12] == "1647e1d98808"
 
 
-def test_seeds(rows):
-    assert demonstrations(100) == rows[:100]
-    assert demonstrations(100, seed=1) != rows[:100]
-
-
 def test_one_step_in_five_is_wrong_and_is_continued_from(rows):
     responses = [response for _, response in split_rows(rows)]
     assert wrong_share(responses) == pytest.approx(0.20, abs=0.015)

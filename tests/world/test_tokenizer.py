@@ -1,4 +1,3 @@
-import jinja2
 import pytest
 from transformers import AutoTokenizer, Qwen2Config
 
@@ -11,12 +10,6 @@ ASSISTANT = {"role": "assistant", "content": "6 * 0 = 0 0 - 5 = 5 answer 5"}
 @pytest.fixture(scope="module")
 def tokenizer():
     return build_tokenizer()
-
-
-def test_vocabulary_is_144_words_in_order(tokenizer):
-    assert len(tokenizer) == tokenizer.vocab_size == 144
-    assert tokenizer.convert_ids_to_tokens(list(range(144))) == words()
-    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.padding_side) == ("<pad>", "<eos>", "left")
 
 
 def test_every_word_survives_a_round_trip(tokenizer):
@@ -33,19 +26,6 @@ def test_prompt_is_a_prefix_in_characters_and_tokens(tokenizer):
     assert whole == f"{prompt} {ASSISTANT['content']} <eos>"
     prompt_ids = tokenizer(prompt)["input_ids"]
     assert tokenizer(whole)["input_ids"][: len(prompt_ids)] == prompt_ids
-
-
-def test_generation_block_marks_the_response_and_its_end(tokenizer):
-    encoded = tokenizer.apply_chat_template(
-        [USER, ASSISTANT, USER, ASSISTANT], return_dict=True, return_assistant_tokens_mask=True
-    )
-    marked = [i for i, m in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if m]
-    assert tokenizer.decode(marked) == " ".join([ASSISTANT["content"], "<eos>"] * 2)
-
-
-def test_other_roles_are_refused_with_a_reason(tokenizer):
-    with pytest.raises(jinja2.exceptions.TemplateError, match=r"'system'.*'user' and 'assistant' only"):
-        tokenizer.apply_chat_template([{"role": "system", "content": "solve"}, USER], tokenize=False)
 
 
 def test_auto_tokenizer_beside_a_qwen2_configuration_reads_the_same_ids(tokenizer, tmp_path):

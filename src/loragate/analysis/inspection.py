@@ -46,12 +46,11 @@ def inspect_adapter(
     if place.kind == "gated":
         stored: Any = place.gates
         read_tensors(place.folder, stored)
-        selection = stored.get("selection") or {}
         gates = {
             "source": place.source,
             **{key: stored["gate"][key] for key in ("lower", "upper", "granularity")},
             "modules": len(stored["modules"]),
-            "accepted": selection.get("accepted") if isinstance(selection, dict) else None,
+            "off": bool(place.gates_off),
             "temperature": place.recommended_temperature,
         }
     place = place.plain

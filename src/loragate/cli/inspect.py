@@ -55,7 +55,7 @@ def _print(found: dict[str, Any], hopeless: bool) -> None:
     out, gates, cost = console(), found.get("gates"), found.get("cost")
     out.print(f"adapter {found['adapter']} (r {found['rank']}, α {found['alpha']:g}) on {found['base']}")
     if gates:
-        off = "; they are off: the folder answers as its plain adapter" if gates["accepted"] is False else ""
+        off = "; they are off: the folder answers as its plain adapter" if gates["off"] else ""
         out.print(
             f"gates: {gates['modules']} modules, λ in [{gates['lower']:g}, {gates['upper']:g}], one for each "
             f"{gates['granularity']}{off}"

@@ -150,10 +150,7 @@ def selection_blocks(record: Record | None) -> Blocks:
         return []
     views = read_selection(record)
     if not views:
-        evidence = record.get("evidence")
-        told = [f"Method: {record.get('method', 'not recorded')}."]
-        told += [f"Evidence: {evidence}."] if isinstance(evidence, str) else []
-        return [text(*told)]
+        return [text(f"Selection: {record.get('reason', 'not recorded')}.")]
     blocks: Blocks = [text(*(view.sentence() for view in views))]
     blocks += [
         chart(draw, f"Scores by range{name.removeprefix('heatmap').replace('_', ' ')}")

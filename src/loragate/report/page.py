@@ -174,11 +174,8 @@ def _artifact(record: Record) -> list[str]:
         lines = [f"{range_}; how it was selected is not recorded."]
     elif views := read_selection(selection):
         lines = [f"{range_}; recommended: {view.label}." for view in views]
-    elif selection.get("accepted") is False:
-        lines = [f"{range_}; nothing is significantly better than the adapter, which therefore remains."]
     else:
-        lines = [f"{range_}, chosen by: {selection.get('method', 'not recorded')}."]
-        lines += [f"{selection['note']}."] if "note" in selection else []
+        lines = [f"{range_}: {selection.get('reason', 'how it was selected is not recorded')}."]
     if {"entropy_before", "entropy_after"} <= set(training):
         lines.append(
             f"training brought the top-k entropy from {training['entropy_before']:.3f} to "

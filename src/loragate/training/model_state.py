@@ -45,7 +45,8 @@ def restore_state(model: Any, checkpointing: bool) -> Iterator[None]:
             if value is not None:
                 model.__dict__[name] = value
         if added:
-            getattr(model, f"{_known(model, 'disable')}_disable")()
+            name = f"{_NEW}_disable"
+            getattr(model, name if hasattr(model, name) else f"{_OLD}_disable")()
             if hasattr(model, "disable_input_require_grads"):
                 model.disable_input_require_grads()
 
@@ -135,17 +136,7 @@ def recomputes(model: Any) -> bool:
     return bool(getattr(model, name, False))
 
 
-def start_recomputing(model: Any) -> None:
-    """Recompute activations in the backward pass, without reentrant autograd."""
-    name = _known(model, "enable")
-    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
-
-
 def recomputation_argument(arguments: type, wanted: bool) -> dict[str, bool]:
     """The keyword by which a class of training arguments is told."""
     names = {field.name for field in dataclasses.fields(arguments)}
     return {_NEW if _NEW in names else _OLD: wanted}
-
-
-def _known(model: Any, what: str) -> str:
-    return _NEW if hasattr(model, f"{_NEW}_{what}") else _OLD
