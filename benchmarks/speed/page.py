@@ -46,14 +46,10 @@ def verdict(met: bool) -> str:
 
 
 def made_on(found: dict[str, Any]) -> str:
-    """One line: machine and versions of a result."""
-    machine, versions = found["machine"], found["versions"]
-    parts = [f"{machine['cores']} {machine['architecture']} cores ({machine['instructions']})"]
-    parts += [f"on {machine['gpu']}"] if "gpu" in machine else []
-    parts += [f"threads {machine['threads']}", f"repeats {found.get('repeats', '')}".rstrip(), machine["clock"]]
-    parts += [f"{name} {version}" for name, version in versions.items() if name != "loragate"]
+    """One line on the machine of a result; the file has the versions."""
+    machine = found["machine"]
     kind = "A quick run, to be replaced" if found.get("quick") else "Measured"
-    return f"\n{kind}: " + ", ".join(parts) + "."
+    return f"\n{kind} on {machine['cores']} {machine['architecture']} cores ({machine['instructions']}), {found['repeats']} repeats."
 
 
 def step(found: dict[str, Any]) -> str:
