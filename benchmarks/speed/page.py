@@ -49,7 +49,8 @@ def made_on(found: dict[str, Any]) -> str:
     """One line on the machine of a result; the file has the versions."""
     machine = found["machine"]
     kind = "A quick run, to be replaced" if found.get("quick") else "Measured"
-    return f"\n{kind} on {machine['cores']} {machine['architecture']} cores ({machine['instructions']}), {found['repeats']} repeats."
+    place = f"{machine['cores']} {machine['architecture']} cores ({machine['instructions']})"
+    return f"\n{kind} on {place}, {found['repeats']} repeats."
 
 
 def step(found: dict[str, Any]) -> str:
