@@ -2,7 +2,7 @@
 
     python benchmarks/grading/compare_graders.py
 
-writes `benchmarks/results/grading.json` and prints the table of `docs/grading.md`. `--show NAME` lists the pairs that a
+writes `benchmarks/results/grading.json` and prints a table by difficulty. `--show NAME` lists the pairs that a
 grader judges wrongly (`--split dev` leaves the held-out ones unseen).
 """
 
