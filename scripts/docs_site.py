@@ -37,7 +37,6 @@ PAGES = {
     "serve": "serving.md",
     "export": "serving.md",
     "env": "install.md",
-    "completion": "install.md",
 }
 LINK = re.compile(r"(\]\()(\.\./[^)\s#]+)(#[^)\s]*)?(\))")
 

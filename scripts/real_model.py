@@ -133,9 +133,7 @@ def fetch_gguf(path: Path, packages: list[str], sha256: str) -> None:
 
 def is_begun(place: Path) -> bool:
     """Whether a run was stopped here that its command can go on with."""
-    return (place / "eval.json").is_file() or any(
-        (place / "run" / name).is_file() for name in ("run.json", "config.yaml")
-    )
+    return any((folder / "run.json").is_file() for folder in (place, place / "run"))
 
 
 def has_bf16() -> bool:

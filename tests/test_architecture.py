@@ -110,7 +110,7 @@ def test_imports_stand_at_the_top():
 # what is imported, one after the other, and what must not have come with it
 LIGHT = {
     "loragate loragate.cli.main loragate.cli.serve": "torch transformers trl yaml",
-    "loragate.gates.range loragate.selection.candidate": "torch",
+    "loragate.gates.range loragate.selection.select loragate.selection.settings": "torch",
     "loragate.validate loragate.training.settings": "pydantic",  # which is imported with the first value
     "loragate.serving.plugin": "peft transformers vllm",  # inside vLLM, which does without PEFT
 }

@@ -56,7 +56,7 @@ def test_every_option_exists(script, capsys):
 def test_a_second_run_goes_on(script, monkeypatch, tmp_path, capsys):
     first = commands_run(script, monkeypatch, tmp_path, fails_at="calibrate")
     assert [words[1] for words in first] == ["sft", "calibrate"]
-    for file in ("adapter/adapter_model.safetensors", "adapter/run/run.json", "gated/run/config.yaml"):
+    for file in ("adapter/adapter_model.safetensors", "adapter/run/run.json", "gated/run/run.json"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     second = commands_run(script, monkeypatch, tmp_path, "--smoke")

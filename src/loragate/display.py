@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,22 +110,6 @@ def points(share: float) -> str:
     """A difference of shares in percentage points, signed."""
     value = _tenths(share)
     return f"{value:+.1f}" if value else "0.0"
-
-
-def stopped_notes(selection: Mapping[str, Any]) -> list[str]:
-    """What became of ranges whose training was stopped after a part of it: a free-form record of a choice in sentences."""
-    notes, stopped = [], selection.get("stopped")
-    for name, found in stopped.items() if isinstance(stopped, dict) else ():
-        found = found if isinstance(found, dict) else {}
-        text = f"{name} was stopped after {found.get('steps', '?')} steps"
-        share = {key: f"{percent(value)} %" for key, value in found.items() if isinstance(value, float)}
-        if {"expected", "adapter", "chance"} <= share.keys():
-            text += f": {share['expected']} expected then, the adapter {share['adapter']}, "
-            text += f"better with a probability of {share['chance']}"
-        elif {"score", "weakest_kept"} <= share.keys():
-            text += f": {share['score']} then, the others at least {share['weakest_kept']}"
-        notes.append(text)
-    return notes
 
 
 def _tenths(share: float) -> float:

@@ -245,8 +245,8 @@ class RunFolder:
         if not resume:
             if holds := holds or ("an earlier run" if self.record.exists() else ""):
                 raise self.error(
-                    f"{self.path} holds {holds}, which is not overwritten; go on with it with --resume (resume=True), or choose "
-                    "another --out"
+                    f"{self.path} holds {holds}, which is not overwritten; continue it with --resume (resume=True), or "
+                    "choose another --out"
                 )
             write_json(self.record, {**identity, self.VERSION: __version__, self.NOTES: dict(notes or {})})
             return

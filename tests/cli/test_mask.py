@@ -117,7 +117,7 @@ def test_resume_scores_only_what_is_missing(place, tmp_path, fails, monkeypatch)
     assert not (tmp_path / "m.jsonl").exists()
     assert (tmp_path / "m.jsonl.partial" / "base.f32").stat().st_size > 0
     given = ("--model", place / "base", "--reference", place / "adapter", "--data", place / "rows.jsonl")
-    assert "go on with it with --resume" in fails("mask", *given, "--out", tmp_path / "m.jsonl")
+    assert "continue it with --resume" in fails("mask", *given, "--out", tmp_path / "m.jsonl")
     assert mask(place, tmp_path / "m.jsonl", *one, "--resume") == 0
     assert (tmp_path / "m.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
 

@@ -37,7 +37,7 @@ def a_record(base="owner/base", **evidence):
     }
 
 
-def full(**changes):
+def full(label="gated [-3,1] greedy", weights="gates", why="forgets"):
     training = {
         "settings": {"objective": "entropy", "batch_size": 128, "learning_rate": 5e-4},
         "entropy_before": 0.31234,
@@ -49,26 +49,21 @@ def full(**changes):
         "response_tokens": 4_000_000,
         "data": {"source": "train.jsonl"},
     }
+    kept = {"mean": 0.7, "low": 0.6, "high": 0.8}
     selection = {
-        "method": "best of 1 on a labelled probe, the adapter among the candidates",
-        "accepted": True,
-        "picked": "[-3,1]",
-        "probe": {"kind": "labelled", "questions": 100, "samples": 4},
-        "evidence": {"adapter": SCORE, "[-3,1]": {**SCORE, "mean": 0.55}},
-        "signs": {"adapter": {"finished": 0.97, "tokens": 210.4}},
-        "warnings": {"[-3,1]": ["answers are longer"]},
-        "vetoed": {"[-6,3]": "forgets"},
-        "failed": {"[0,6]": "the loss is not finite"},
-        "stopped": {"[0,1]": {"steps": 40, "score": 0.4, "weakest_kept": 0.5}},
-        "confirmation": {
-            "questions": 256,
-            "setting": "[-3,1] T=0.3",
-            "against": "adapter greedy",
-            "difference": {**SCORE, "mean": 0.021, "low": -0.004, "high": 0.046},
-        },
-        "retention": {"evidence": {"adapter": SCORE, "[-3,1]": {"mean": 0.7, "low": 0.6, "high": 0.8}}},
+        "rule": "all variants greedily, then more",
+        "recommendation": {"label": label, "weights": weights, "temperature": 0.0, "reason": "it beats the adapter"},
+        "baseline": "adapter greedy",
+        "variants": [
+            {"label": "adapter greedy", **SCORE, "no_eos": 0.03, "tokens": 210.4, "retention": SCORE},
+            {"label": label, **SCORE, "mean": 0.55, "retention": kept},
+        ],
+        "dev": {"questions": 100},
+        "retention": {"vetoed": {"gated [-6,3] greedy": why}},
+        "left_out": {"base": "the adapter changes embed_tokens"},
+        "diverged": {"[0,6], seed 42": "the loss is not finite"},
     }
-    return a_record(training=training, selection={**selection, **changes})
+    return a_record(training=training, selection=selection)
 
 
 def front(card):
@@ -90,19 +85,17 @@ def test_everything_measured_is_said():
         "λ in [-3, 1]",
         "rank 16, α 16, sha256 `ffffffffffff`…",
         "1,234 parameters",
-        "picked [-3,1]; best of 1 on a labelled probe",
+        "recommended on a dev set: gated [-3,1] greedy; it beats the adapter",
         "train.jsonl, 20,000 rows, 4,000,000 response tokens",
         "top-100 entropy (SCALE)",
         "157 of batch 128, learning rate 0.0005",
         "0.312 before, 0.200 after",
-        "100 probe questions × 4 samples",
-        "| adapter | 50.0 | 40.0–60.0 | 97 | 210 | 50.0 | 40.0–60.0 |",
-        "| [-3,1] | 55.0 | 40.0–60.0 |  |  | 70.0 | 60.0–80.0 |",
-        "- [-6,3] was not eligible: it forgets.",
-        "- [0,6] could not be trained: the loss is not finite.",
-        "- Warning on [-3,1]: answers are longer.",
-        "- [0,1] was stopped after 40 steps: 40.0 % then, the others at least 50.0 %.",
-        "256 questions that chose nothing, [-3,1] T=0.3 was +2.1 points from adapter greedy (95 % interval -0.4 to +4.6).",
+        "On 100 dev questions; all variants greedily, then more.",
+        "| adapter greedy | 50.0 | 40.0–60.0 | 97 | 210 | 50.0 | 40.0–60.0 |",
+        "| gated [-3,1] greedy | 55.0 | 40.0–60.0 |  |  | 70.0 | 60.0–80.0 |",
+        "- gated [-6,3] greedy was not taken: it forgets.",
+        "- base is left out: the adapter changes embed_tokens.",
+        "- The training of [0,6], seed 42 diverged: the loss is not finite.",
         "no evidence of better answers",
         "flattered by the choice",
         "arXiv:2609.33463",
@@ -123,12 +116,10 @@ def test_nothing_measured_is_said_too():
 
 
 def test_gates_that_are_off_and_a_choice_of_the_user_are_called_so():
-    card = render_card("off", full(accepted=False, picked="adapter"))
+    card = render_card("off", full("adapter greedy", "adapter"))
     assert "answers exactly as the plain adapter" in card
-    assert "nothing beat the adapter" in card
     assert "flattered" not in card
-    selection = {"accepted": True, "reason": "given with --skip-selection", "evidence": "none: not compared"}
-    card = render_card("given", a_record(selection=selection))
+    card = render_card("given", a_record(selection={"reason": "given with --skip-selection"}))
     assert "| how the range was chosen | given with --skip-selection |" in card
 
 
@@ -141,7 +132,7 @@ def test_a_base_that_is_no_hub_id_stays_out_of_the_front_matter(base):
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_names_are_shown_and_not_obeyed(text):
-    record = full(picked=text, evidence={text: SCORE}, vetoed={text: text}, why=text)
+    record = full(text, why=text)
     record["training"]["data"]["source"] = text
     record["adapter"]["id"] = text
     card = render_card(text, record)
@@ -163,6 +154,6 @@ def test_code_spans_close():
     assert plain("snake_case and [-3,1] stay") == "snake_case and [-3,1] stay"
 
 
-@pytest.mark.parametrize("broken", [3, "text", [], {"evidence": 3}, {"probe": 4, "evidence": {"a": {"mean": "x"}}}])
+@pytest.mark.parametrize("broken", [3, "text", [], {"variants": 3}, {"dev": 4, "variants": [3, {"mean": "x"}]}])
 def test_evidence_of_another_kind_is_left_out(broken):
     assert "## Limits" in render_card("x", a_record(selection=broken, training=broken))

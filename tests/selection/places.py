@@ -76,9 +76,7 @@ def numbers(out: Path) -> dict[str, object]:
     if results.is_file():
         rows = json.loads(results.read_text())["results"]
         found["scores"] = {f"{row['variant']} {row['control']}": row["question_scores"] for row in rows}
-        summary = json.loads((out / "sweep_results.json").read_text())
-        found["cells"] = [{**cell, "gates": None} for cell in summary["cells"]]
-        found["recommendation"] = summary["selection"]["recommendation"]
+        found["selection"] = json.loads((out / "selection.json").read_text())
     return found
 
 

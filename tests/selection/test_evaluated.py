@@ -82,7 +82,8 @@ def test_the_map_is_the_mean_over_tasks_with_seeds_averaged(swept, evaluated):
     )
     assert found["oracle"]["name"] == best[0]
     assert (found["samples"], found["questions"], found["seeds"], found["tasks"]) == (3, 53, [0, 1], ["many", "few"])
-    assert found["picked"] == json.loads((swept / "sweep_results.json").read_text())["picked"]
+    chosen = json.loads((swept / "selection.json").read_text())["recommendation"]
+    assert (found["picked"] or None) == (chosen["range"] and f"[{chosen['range'][0]:g},{chosen['range'][1]:g}]")
     assert (evaluated / "heatmap_math.png").stat().st_size > 1000
 
 

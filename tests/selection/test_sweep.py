@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 
+import numpy as np
 import pytest
 from places import arguments, numbers, stamps, sweep
 
@@ -21,26 +22,26 @@ SLUGS = {f"entropy_{bounds}_seed{seed}" for bounds in ("-3_2", "0_1") for seed i
 
 def test_a_finished_sweep_is_complete(swept):
     assert {path.name for path in (swept / "trials").iterdir() if path.name != "adapter"} == SLUGS
-    summary = json.loads((swept / "sweep_results.json").read_text())
-    assert [(cell["name"], cell["seeds"]) for cell in summary["cells"]] == [("[-3,2]", [0, 1]), ("[0,1]", [0, 1])]
-    assert (summary["questions"], summary["comparisons"]) == (33, 2)
-    for cell in summary["cells"]:
-        assert cell["score"]["mean"] == pytest.approx(sum(cell["by_seed"]) / 2)
-        assert cell["entropy_after"] < cell["entropy_before"]
+    selection = json.loads((swept / "selection.json").read_text())
+    rows = {row["label"]: row for row in selection["variants"]}
+    assert {"gated [-3,2] greedy", "gated [0,1] greedy", "adapter greedy", "base greedy"} <= rows.keys()
+    assert selection["dev"]["questions"] == 33
     scores = numbers(swept)["scores"]
     cells = [name for name in scores if name.startswith("gated [") and name.endswith("greedy")]
+    for cell in ("[-3,2]", "[0,1]"):
+        seeds = [np.mean(scores[f"gated {cell}, seed {seed} greedy"]) for seed in (0, 1)]
+        assert rows[f"gated {cell} greedy"]["mean"] == pytest.approx(np.mean(seeds)), "the seeds of a cell are one"
     assert len({tuple(scores[name]) for name in [*cells, "adapter greedy", "base greedy"]}) > 2, "or nothing is shown"
     assert (swept / "heatmap.png").read_bytes().startswith(b"\x89PNG")
     assert (swept / "heatmap.svg").exists()
-    assert "recommended: " in (swept / "sweep_results.md").read_text()
+    assert "(recommended)" in (swept / "selection.md").read_text()
     config = json.loads((swept / "trials" / "entropy_-3_2_seed1" / "gated" / "gate_config.json").read_text())
     assert (config["training"]["settings"]["seed"], config["training"]["steps"]) == (1, 3)
 
 
 def test_the_recommended_variant_is_written_and_can_be_loaded(swept):
     record = json.loads((swept / "best" / "gate_config.json").read_text())
-    summary = json.loads((swept / "sweep_results.json").read_text())
-    assert record["selection"] == summary["selection"] == json.loads((swept / "selection.json").read_text())
+    assert record["selection"] == json.loads((swept / "selection.json").read_text())
     found = record["selection"]["recommendation"]
     assert record["sampling"]["temperature"] == found["temperature"]
     lg.load_gated(swept / "best")
@@ -96,7 +97,7 @@ def test_another_sweep_is_not_resumed(place, swept):
         sweep(arguments(place, swept, *first, "--learning-rate", "0.01"))
     with pytest.raises(ConfigError, match=r"begun with trials"):
         sweep(arguments(place, swept, *first, seeds="0,1,2"))
-    with pytest.raises(ConfigError, match="go on with it with --resume"):
+    with pytest.raises(ConfigError, match="continue it with --resume"):
         sweep(arguments(place, swept, "--runner", "sequential"))
 
 
@@ -169,10 +170,11 @@ def test_a_cell_that_diverged_takes_no_part_and_the_others_are_compared(place, t
     out = tmp_path / "out"
     argv = arguments(place, out, "--runner", "sequential")
     assert sweep(argv) == 0
-    record = json.loads((out / "sweep_results.json").read_text())
+    record = json.loads((out / "selection.json").read_text())
     assert record["diverged"] == {"[-3,2], seed 1": "the loss is not finite at step 1"}
-    assert [cell["name"] for cell in record["cells"]] == ["[0,1]"], "a cell that lacks a seed is not compared"
-    assert "Diverged, and out of the comparison:\n\n- [-3,2], seed 1" in (out / "sweep_results.md").read_text()
+    cells = {row["label"] for row in record["variants"] if row["weights"] == "gates" and not row["temperature"]}
+    assert cells == {"gated [0,1] greedy"}, "a cell that lacks a seed is not compared"
+    assert "Diverged, and out of the comparison:\n\n- `[-3,2], seed 1`" in (out / "selection.md").read_text()
     assert len(tried) == 4
     assert sweep([*argv, "--resume"]) == 0
     assert len(tried) == 4, "what diverged would diverge again"

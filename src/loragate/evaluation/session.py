@@ -209,7 +209,7 @@ def require_run_folder(folder: Path, resume: bool) -> None:
         raise ConfigError(f"--resume: there is no evaluation in {folder}; run the command without --resume")
     if not resume and begun:
         raise ConfigError(
-            f"--out {folder} holds an evaluation already; go on with it with --resume, or give another folder"
+            f"--out {folder} holds an evaluation already; continue it with --resume, or give another folder"
         )
     if not resume:
         require_new(folder)

@@ -12,7 +12,6 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from loragate.display import stopped_notes
 from loragate.gates.recommended import at, is_number, mapping, recommended_temperature
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
@@ -53,7 +52,8 @@ def render_card(name: str, record: dict[str, Any]) -> str:
         modules=len(record["modules"]),
         sampling=None if temperature is None else at(temperature),
         selection=selection,
-        probe=mapping(selection.get("probe")),
+        chosen=mapping(selection.get("recommendation")),
+        dev=mapping(selection.get("dev")),
         training=training,
         settings=settings,
         data=mapping(training.get("data")),
@@ -62,7 +62,7 @@ def render_card(name: str, record: dict[str, Any]) -> str:
         k=settings["k"] if is_number(settings.get("k")) else record["k"],
         scores=scores,
         retained=any(len(row) > 5 for row in scores),
-        notes=_notes(selection, training),
+        notes=_notes(selection),
         version=__version__,
         plain=plain,
         code=code,
@@ -89,48 +89,29 @@ def code(text: Any) -> str:
 
 
 def _scores(selection: dict[str, Any]) -> list[list[str]]:
-    """Rows of the table of scores; columns for retained skills only where they were measured."""
-    retained = mapping(mapping(selection.get("retention")).get("evidence"))
-    signs = mapping(selection.get("signs"))
-    found = {name: row for name, row in mapping(selection.get("evidence")).items() if _is_score(row)}
-    found.pop("difference", None)  # a sweep keeps the difference of two rows beside them
+    """Rows of the table of scores on the dev set; columns for the retention set only where it was evaluated."""
+    variants = selection.get("variants")
+    found = [row for row in (variants if isinstance(variants, list) else []) if _is_score(row)]
+    retained = any(_is_score(row.get("retention")) for row in found)
     rows = []
-    for name, row in found.items():
-        sign = mapping(signs.get(name))
-        ended = f"{100 * sign['finished']:.0f}" if is_number(sign.get("finished")) else ""
-        tokens = f"{sign['tokens']:.0f}" if is_number(sign.get("tokens")) else ""
-        line = [plain(name), *_interval(row), ended, tokens]
+    for row in found:
+        ended = f"{100 * (1 - row['no_eos']):.0f}" if is_number(row.get("no_eos")) else ""
+        tokens = f"{row['tokens']:.0f}" if is_number(row.get("tokens")) else ""
+        line = [plain(row.get("label", "?")), *_interval(row), ended, tokens]
         if retained:
-            line += _interval(retained[name]) if _is_score(retained.get(name)) else ["", ""]
+            line += _interval(row["retention"]) if _is_score(row.get("retention")) else ["", ""]
         rows.append(line)
     return rows
 
 
-def _notes(selection: dict[str, Any], training: dict[str, Any]) -> list[str]:
-    vetoed, warnings = mapping(selection.get("vetoed")), mapping(selection.get("warnings"))
-    notes = [
-        f"{plain(name)} could not be trained: {plain(reason)}."
-        for name, reason in mapping(selection.get("failed")).items()
+def _notes(selection: dict[str, Any]) -> list[str]:
+    vetoed = mapping(mapping(selection.get("retention")).get("vetoed"))
+    notes = [f"{plain(name)} was not taken: it {plain(why)}." for name, why in vetoed.items()]
+    notes += [f"{plain(name)} is left out: {plain(why)}." for name, why in mapping(selection.get("left_out")).items()]
+    return notes + [
+        f"The training of {plain(name)} diverged: {plain(why)}."
+        for name, why in mapping(selection.get("diverged")).items()
     ]
-    notes += [f"{plain(note)}." for note in stopped_notes(selection)]
-    confirmed = mapping(selection.get("confirmation"))
-    difference = mapping(confirmed.get("difference"))
-    if _is_score(difference):
-        gain, low, high = (100 * difference[end] for end in ("mean", "low", "high"))
-        notes.append(
-            f"On {plain(confirmed.get('questions', '?'))} questions that chose nothing, {plain(confirmed.get('setting', '?'))} "
-            f"was {gain:+.1f} points from {plain(confirmed.get('against', 'the adapter'))} (95 % interval {low:+.1f} "
-            f"to {high:+.1f})."
-        )
-    notes += [f"{plain(name)} was not eligible: it {plain(reason)}." for name, reason in vetoed.items()]
-    for name in dict.fromkeys(("adapter", selection.get("picked"))):
-        found = warnings.get(name) if isinstance(name, str) else None
-        notes += [f"Warning on {plain(name)}: {plain(phrase)}." for phrase in found or ()]
-    if training.get("stopped"):
-        notes.append(f"Training was stopped: {plain(training['stopped'])}.")
-    if selection.get("note"):
-        notes.append(f"{plain(selection['note'])}.")
-    return notes
 
 
 def _interval(row: dict[str, Any]) -> list[str]:

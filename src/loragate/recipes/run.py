@@ -34,7 +34,7 @@ from loragate.training.preflight import wait_for
 
 TINY_BASE = "tiny-base"
 """Where the base of a tiny recipe lies, beside the stages."""
-RECORDS = ("run.json", "sweep.json", "eval.json")
+RECORDS = ("run.json",)
 """What a command writes first, and resumes from."""
 AS_IT_WAS = "run the recipe as it was, or choose another --out"
 
