@@ -1,15 +1,14 @@
-"""Published suites in their published files: every question read and judged, and a few of each answered by a real model.
+"""Published suites in their published files: every question read and judged.
 
     python benchmarks/real_suites.py check DATA
-    python benchmarks/real_suites.py sample DATA --model FOLDER --engine transformers [--limit 4] [--samples 2]
     python benchmarks/real_suites.py page [--check]
 
 DATA holds `math/<task>.jsonl` for the five mathematics suites, `code/HumanEval.jsonl.gz`, and `retention/` with
 `bbh_<subset>.json` (BIG-Bench Hard as published) and `mmlu_stem.jsonl` (question, choices, the number of the right choice).
 `check` builds every prompt, reads every gold, judges each gold as an answer, and the reference solutions where a set has
-them; HumanEval's canonical programs run in the sandbox. `sample` runs `loragate eval` on the first questions of each suite.
-BBH and MMLU's STEM questions are first written with the columns of the retention suites `bbh_zeroshot` and `mmlu_pro`.
-Both add what they found to results/real_suites.json; `page` writes the tables of docs/evaluation.md from it.
+them; HumanEval's canonical programs run in the sandbox. BBH and MMLU's STEM questions are first written with the columns of
+the retention suites `bbh_zeroshot` and `mmlu_pro`. It writes results/real_suites.json, and `page` the table of
+docs/evaluation.md from it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "real_suites.json"
 PAGE = ROOT / "docs" / "evaluation.md"
-MARKS = re.compile(r"(<!-- real suites: (\w+) -->\n).*?(<!-- /real suites -->)", re.S)
+MARKS = re.compile(r"(<!-- real suites: checks -->\n).*?(<!-- /real suites -->)", re.S)
 WITH_SOLUTIONS = ("math500", "minerva")
 """Their solutions end in a box."""
 
@@ -134,39 +132,6 @@ def retention_checks(data: Path) -> dict[str, Any]:
     }
 
 
-def sample(data: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """{suite: questions, samples, mean score and share of answers cut off} of one `loragate eval`."""
-    from loragate.cli.main import main as command
-
-    with tempfile.TemporaryDirectory() as scratch:
-        files = write_retention(data, Path(scratch)) | {"humaneval": data / "code" / "HumanEval.jsonl.gz"}
-        names = ("--suite", "math", "--tasks", ",".join(files))
-        files |= {file.stem: file for file in (data / "math").glob("*.jsonl")}
-        out = Path(scratch) / "out"
-        arguments = ["eval", "--model", options.model, "--engine", options.engine, *names]
-        arguments += ["--data", ",".join(f"{name}={file}" for name, file in files.items()), "--out", str(out)]
-        arguments += ["--limit", str(options.limit), "--samples", str(options.samples)]
-        arguments += ["--max-new-tokens", str(options.max_new_tokens), "--dtype", "float32", "--device", "cpu"]
-        if status := command(arguments):
-            raise SystemExit(f"loragate eval ended with {status}")
-        record = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    rows = {
-        one["task"]: {
-            "questions": one["avg_at_k"]["questions"],
-            "samples": one["avg_at_k"]["samples"],
-            "score": one["avg_at_k"]["mean"],
-            "cut_off": one["truncated"],
-        }
-        for one in record["results"]
-    }
-    return {
-        "model": Path(options.model).name,
-        "limit": options.limit,
-        "max_new_tokens": options.max_new_tokens,
-        "rows": rows,
-    }
-
-
 def checks_table() -> str:
     found = json.loads(RESULTS.read_text(encoding="utf-8"))["checks"]
     rows = []
@@ -183,60 +148,28 @@ def checks_table() -> str:
     return table(head, rows)
 
 
-def samples_table() -> str:
-    found = json.loads(RESULTS.read_text(encoding="utf-8"))["samples"]
-    rows = []
-    for engine, run in found.items():
-        for name, one in run["rows"].items():
-            score = f"{100 * one['score']:.1f}"
-            rows.append(
-                [engine, name, str(one["questions"]), str(one["samples"]), score, f"{100 * one['cut_off']:.0f}"]
-            )
-    return table(["engine", "suite", "n", "k", "score, %", "cut off, %"], rows, left=2)
-
-
-def table(head: list[str], rows: list[list[str]], left: int = 1) -> str:
-    rule = ["---"] * left + ["---:"] * (len(head) - left)
+def table(head: list[str], rows: list[list[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
-PARTS: dict[str, Callable[[], str]] = {"checks": checks_table, "samples": samples_table}
-
-
 def filled(text: str) -> str:
-    """The page with every table as the results have it."""
-    return MARKS.sub(lambda mark: f"{mark[1]}{PARTS[mark[2]]()}\n{mark[3]}", text)
-
-
-def add(part: str, value: Any) -> None:
-    """Write one part of the results; the other parts stay."""
-    record = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    kept = record.get(part, {}) if part == "samples" else {}
-    record[part] = {**kept, **value}
-    record["machine"] = f"{os.cpu_count()} {platform.machine()} CPU cores"
-    RESULTS.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    """The page with its table as the results have it."""
+    return MARKS.sub(lambda mark: f"{mark[1]}{checks_table()}\n{mark[2]}", text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
-    check = parts.add_parser("check")
-    draw = parts.add_parser("sample")
-    for one in (check, draw):
-        one.add_argument("data", type=Path)
-    draw.add_argument("--model", required=True)
-    draw.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    draw.add_argument("--limit", type=int, default=4)
-    draw.add_argument("--samples", type=int, default=2)
-    draw.add_argument("--max-new-tokens", type=int, default=64)
+    parts.add_parser("check").add_argument("data", type=Path)
     page = parts.add_parser("page")
     page.add_argument("--check", action="store_true", help="change nothing; the exit status tells")
     options = parser.parse_args()
     if options.part == "check":
         found = {"math": math_checks(options.data), "code": code_checks(options.data)}
-        add("checks", found | {"retention": retention_checks(options.data)})
-    elif options.part == "sample":
-        add("samples", {options.engine: sample(options.data, options)})
+        checks = {"checks": found | {"retention": retention_checks(options.data)}}
+        record = {**checks, "machine": f"{os.cpu_count()} {platform.machine()} CPU cores"}
+        RESULTS.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     else:
         text = PAGE.read_text(encoding="utf-8")
         if options.check:

@@ -29,7 +29,7 @@ PAGES = {
     "recipes": "recipes.md",
     "generate": "five-minutes.md",
     "eval": "evaluation.md",
-    "regrade": "grading.md",
+    "regrade": "tasks.md",
     "push": "artifact.md",
     "diagnose": "diagnostics.md",
     "report": "report.md",

@@ -27,18 +27,23 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rule import ADAPTER, Label, second_stage, select
 from scipy.special import expit, ndtr
+
+from loragate.selection.select import TEMPERATURES, select
+
+Label = tuple[str, float]
+"""(variant, temperature); 0.0 is greedy."""
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results"
 RECORDS = HERE.parent / "real" / "records"
-HEATS = (0.0, 0.3, 0.6, 1.0)
+ADAPTER = "adapter"
+HEATS = (0.0, *reversed(TEMPERATURES))
 COOL: Label = (ADAPTER, 0.0)
 DEALS, DEV = 200, 128
 LONGER = 0.6  # share of the real study's training rows that are of the other kind
@@ -51,22 +56,28 @@ Found = dict[str, list[tuple[Label, float, float, float]]]
 # rules: scores of everything to the pick and what had to be evaluated for it
 
 
+def picked(scores: Scores, asked: Iterable[Label], baseline: Label = COOL) -> Label:
+    """What the package's `select` takes by the scores of what was asked."""
+    by_name = {shown(label): label for label in asked}
+    return by_name[select({name: scores[label] for name, label in by_name.items()}, shown(baseline)).label]
+
+
 def staged(scores: Scores) -> tuple[Label, list[Label]]:
     """The rule of the package; a variant that has no greedy answers counts as it was sampled."""
     coolest = {name: min(heat for who, heat in scores if who == name) for name, _ in scores}
-    first = list(coolest.items())
-    later = [label for label in second_stage({one: scores[one] for one in first}) if label in scores]
-    asked = list(dict.fromkeys([*first, *later]))
-    return select({one: scores[one] for one in asked}), asked
+    best = max(coolest.items(), key=lambda label: float(scores[label].mean()))[0]
+    later = [(name, heat) for name in (best, ADAPTER) for heat in TEMPERATURES if (name, heat) in scores]
+    asked = list(dict.fromkeys([*coolest.items(), *later]))
+    return picked(scores, asked), asked
 
 
 def greedy_only(scores: Scores) -> tuple[Label, list[Label]]:
     asked = [label for label in scores if label[1] == 0]
-    return select({one: scores[one] for one in asked}), asked
+    return picked(scores, asked), asked
 
 
 def everything(scores: Scores) -> tuple[Label, list[Label]]:
-    return select(scores), list(scores)
+    return picked(scores, scores), list(scores)
 
 
 def highest(scores: Scores) -> tuple[Label, list[Label]]:
@@ -307,7 +318,7 @@ def other_kind(cells: Mapping[str, Mapping[str, Scores]], seed: int) -> dict[str
             mixed = {label: np.concatenate([rows[own], rest[label][seen]]) for label, rows in scores.items()}
             narrow = {label: rows[dev] for label, rows in scores.items()}
             for way, given in (("narrow", narrow), ("whole", mixed)):
-                pick = select(given)
+                pick = picked(given, given)
                 gaps = [
                     float(table[pick][rows].mean() - table[COOL][rows].mean())
                     for table, rows in ((scores, test), (rest, unseen))
@@ -422,7 +433,7 @@ def hot(seed: int) -> dict[str, Any]:
             )
     adapter: Label = (ADAPTER, 1.0)
     rules: dict[str, Callable[[Scores], Label]] = {
-        "z ≥ 1.28": lambda scores: select(scores, adapter),
+        "z ≥ 1.28": lambda scores: picked(scores, scores, adapter),
         "highest mean": lambda scores: max(scores, key=lambda label: scores[label].mean()),
         "adapter": lambda scores: adapter,
     }

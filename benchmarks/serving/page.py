@@ -15,19 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "serving.md"
-FAQ = ROOT / "docs" / "faq.md"
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.S)
-ROWS = {
-    "base": "base",
-    "plain": "plain",
-    "wide": "gated, [−6, 3]",
-    "narrow": "gated, [−1, 2], τ 0.5",
-    "module": "gated by module, [−3, 2]",
-    "global": "one gate for all, [−3, 2]",
-    "some": "gates on three modules, [−3, 2]",
-    "strong": "gated, [−6, 3]",
-}
 CASES = {
     "all slots filled": "base, plain, two gated; all slots filled",
     "prefix cache": "the same from the prefix cache",
@@ -51,13 +40,15 @@ def table(head: list[str], rows: list[list[str]], left: int = 1) -> str:
 
 
 def agreement() -> str:
+    """The largest difference of each batch, over prompts and generated tokens; all gated adapters of a batch in one column."""
     rows = []
     for case, found in load("agreement")["largest_difference_of_a_log_prob"].items():
-        for place, (name, one) in enumerate(found.items()):
-            prompt = "" if one["prompt"] is None else f"{one['prompt']:.1e}"
-            other = f"{one['other_greedy_choices']} of {one['tokens']}"
-            rows.append([CASES[case] if place == 0 else "", ROWS[name], prompt, f"{one['generated']:.1e}", other])
-    return table(["batch", "row", "prompt", "generated", "other greedy choices"], rows, left=2)
+        sides: dict[str, list[float]] = {"base": [], "plain": [], "gated": []}
+        for name, one in found.items():
+            sides.get(name, sides["gated"]).append(max(one["prompt"] or 0.0, one["generated"]))
+        other = f"{sum(one['other_greedy_choices'] for one in found.values())} of {sum(one['tokens'] for one in found.values())}"
+        rows.append([CASES[case], *(f"{max(side):.1e}" if side else "" for side in sides.values()), other])
+    return table(["batch", "base", "plain adapter", "gated", "other greedy choices"], rows)
 
 
 def rounding() -> str:
@@ -67,17 +58,6 @@ def rounding() -> str:
         "transformers differs from itself, token by token with its cache against one pass over the same tokens, by "
         f"{found['base']:.1e} for the base, by at most {others:.1e} for these adapters and by {found['strong']:.1e} for the "
         "one four times as strong."
-    )
-
-
-def largest_difference() -> float:
-    """Over all cases but the one that shows how rounding grows."""
-    cases = load("agreement")["largest_difference_of_a_log_prob"]
-    return max(
-        max(one["prompt"] or 0.0, one["generated"])
-        for case, found in cases.items()
-        if case != "adapter four times as strong"
-        for one in found.values()
     )
 
 

@@ -27,7 +27,6 @@ NAMES = {
     "gates_naive": "gates done naively",
     "gates_loragate": "**gates, loragate**",
 }
-WORDS = {"flops": "FLOPs", "saved": "saved activations", "time": "time"}
 SERIES = {"flops": "FLOPs", "flops_without_attention": "FLOPs without attention", "saved_bytes": "saved bytes"}
 
 
@@ -47,51 +46,35 @@ def verdict(met: bool) -> str:
 
 
 def made_on(found: dict[str, Any]) -> str:
-    """One line: machine and versions of a result."""
-    machine, versions = found["machine"], found["versions"]
-    parts = [f"{machine['cores']} {machine['architecture']} cores ({machine['instructions']})"]
-    parts += [f"on {machine['gpu']}"] if "gpu" in machine else []
-    parts += [f"threads {machine['threads']}", f"repeats {found.get('repeats', '')}".rstrip(), machine["clock"]]
-    parts += [f"{name} {version}" for name, version in versions.items() if name != "loragate"]
+    """One line on the machine of a result; the file has the versions."""
+    machine = found["machine"]
     kind = "A quick run, to be replaced" if found.get("quick") else "Measured"
-    return f"\n{kind}: " + ", ".join(parts) + "."
+    return f"\n{kind} on {machine['cores']} {machine['architecture']} cores ({machine['instructions']}), {found['repeats']} repeats."
 
 
 def step(found: dict[str, Any]) -> str:
-    """All contestants, one table for each shape."""
-    parts = []
-    for case in found["cases"]:
-        rows = []
-        for name, row in case["rows"].items():
-            to, seconds = row["to_lora"], row["seconds"]
+    """All contestants: FLOPs, saved bytes and time as shares of a LoRA step, a column for each shape."""
+    rows = []
+    for name in found["cases"][0]["rows"]:
+        cells = []
+        for case in found["cases"]:
+            to = case["rows"][name]["to_lora"]
             low, high = to["time"]["quartiles"]
-            rows.append(
-                [
-                    NAMES[name],
-                    f"{row['flops'] / 1e9:.1f}",
-                    f"{to['flops']:.3f}",
-                    f"{to['flops_without_attention']:.3f}",
-                    f"{row['saved_bytes'] / 2**20:.0f}",
-                    f"{to['saved']:.3f}",
-                    f"{seconds['median']:.2f}",
-                    f"{to['time']['median']:.2f} ({low:.2f}–{high:.2f})",
-                ]
-            )
-        head = ["", "GFLOP", "÷ LoRA", "without attention", "saved MiB", "÷ LoRA", "seconds", "÷ LoRA (quartiles)"]
-        parts += [f"Vocabulary {case['vocabulary']:,}, MLP {case['intermediate']}:", "", table(head, rows), ""]
-    return "\n".join(parts) + made_on(found)
+            cells.append(f"{to['flops']:.3f} / {to['saved']:.3f} / {to['time']['median']:.2f} ({low:.2f}–{high:.2f})")
+        rows.append([NAMES[name], *cells])
+    shapes = (f"vocabulary {case['vocabulary']:,}, MLP {case['intermediate']}" for case in found["cases"])
+    return table(["FLOPs / saved bytes / time ÷ LoRA", *shapes], rows) + "\n" + made_on(found)
 
 
 def step_targets(found: dict[str, Any]) -> str:
-    """Targets against what was found, the two MLP widths side by side."""
-    widths = sorted({case["intermediate"] for case in found["cases"]}, reverse=True)
-    lines: dict[str, dict[str, str]] = {}
-    for row in found["targets"]:
-        figure, width = row["figure"].rsplit(", MLP ", 1)
-        line = lines.setdefault(f"{figure} | {row['target']}", {})
-        line[width] = f"{row['measured']:g} {verdict(row['met'])}"
-    rows = [[*words.split(" | "), *(line.get(str(width), "") for width in widths)] for words, line in lines.items()]
-    return table(["loragate's step", "target", *(f"MLP {width}" for width in widths)], rows, left=2)
+    """Targets and what was found with the wider and the narrower MLP; bold where it was missed."""
+    lines: dict[str, dict[str, list[str]]] = {}
+    for row in found["targets"]:  # "time to LoRA, full logits; vocabulary 32k, MLP 2048"
+        what, _, against = row["figure"].rsplit(", MLP ", 1)[0].partition(" to ")
+        cells = lines.setdefault(against, {}).setdefault(what, [f"{row['target']}:"])
+        cells.append(f"{row['measured']:g}" if row["met"] else f"**{row['measured']:g}**")
+    rows = [[against, *(f"{cells[0]} {', '.join(cells[1:])}" for cells in line.values())] for against, line in lines.items()]
+    return table(["loragate's step to", "FLOPs", "saved activations", "time"], rows)
 
 
 def true_shapes(found: dict[str, Any]) -> str:
@@ -118,51 +101,33 @@ def true_shapes(found: dict[str, Any]) -> str:
 def scaling(found: dict[str, Any]) -> str:
     rows = []
     for name, curve in found["curves"].items():
-        slope, bend, values = curve["slope"], curve["bend"], curve["values"]
-        rows.append(
-            [
-                name,
-                f"{values[0]:,} … {values[-1]:,}",
-                *(f"{slope[key]:.2f}" for key in SERIES),
-                f"{slope['seconds']:.2f}",
-                f"{100 * bend['flops_without_attention']:.2f} %",
-                f"{100 * bend['saved_bytes']:.2f} %",
-            ]
-        )
-    head = ["grows", "from … to", *(f"slope: {word}" for word in SERIES.values()), "slope: time"]
-    return table([*head, "bend: FLOPs without attention", "bend: saved bytes"], rows, left=2) + "\n" + made_on(found)
+        slope, values = curve["slope"], curve["values"]
+        rows.append([name, f"{values[0]:,} … {values[-1]:,}", *(f"{slope[key]:.2f}" for key in (*SERIES, "seconds"))])
+    head = ["slope of the cost when this grows", "from … to", *SERIES.values(), "time"]
+    return table(head, rows, left=2) + "\n" + made_on(found)
 
 
-def own_targets(found: dict[str, Any]) -> str:
-    """The target lines of a result as they stand."""
-    rows = [
-        [row["figure"], row["target"], f"{row['measured']:g}", verdict(row["met"])] for row in found.get("targets", ())
-    ]
-    if not rows:
-        return "No target is set for these figures.\n" + made_on(found)
-    return table(["figure", "target", "measured", ""], rows, left=2) + "\n" + made_on(found)
-
-
-def serving() -> str:
-    """vLLM, from its own benchmark."""
-    cases = json.loads((RESULTS / "serving_throughput.json").read_text(encoding="utf-8"))["cases"]
-    rows = []
-    for name, case in cases.items():
-        ratio = case["gated_to_adapter"]
-        low, high = ratio["quartiles"]
-        rows.append([name, "≥ 0.95", f"{ratio['median']:.3f} ({low:.3f}–{high:.3f})", verdict(ratio["median"] >= 0.95)])
-    return table(["gated ÷ plain adapter in vLLM, tokens/s", "target", "median (quartiles)", ""], rows, left=2)
+def targets_by(found: dict[str, Any], row: int, column: int) -> str:
+    """The target lines of a result as a table; `row` and `column` say which parts of a figure's name are where."""
+    cells: dict[str, dict[str, str]] = {}
+    for one in found["targets"]:
+        parts = one["figure"].split(", ")
+        cells.setdefault(parts[row], {})[parts[column]] = f"{one['measured']:.3g}" if one["met"] else f"**{one['measured']:.3g}**"
+    heads = dict.fromkeys(name for line in cells.values() for name in line)
+    rows = [[name, *(line.get(head, "") for head in heads)] for name, line in cells.items()]
+    figure, target = found["targets"][0]["figure"].split(", ")[0], found["targets"][0]["target"]
+    return table([f"{figure} ({target})", *heads], rows) + "\n" + made_on(found)
 
 
 def attention(found: dict[str, Any]) -> str:
-    """Milliseconds of both, and their ratio."""
-    rows = []
+    """Plain attention's time as a share of the fused one's."""
+    lines: dict[str, dict[str, str]] = {}
     for case in found["cases"]:
-        plain, fused = (f"{1000 * case['seconds'][side]['median']:.1f}" for side in ("eager", "sdpa"))
         low, high = case["eager_to_sdpa"]["quartiles"]
         ratio = f"{case['eager_to_sdpa']['median']:.2f} ({low:.2f}–{high:.2f})"
-        rows.append([case["dtype"], str(case["tokens"]), plain, fused, ratio])
-    return table(["", "tokens a row", "plain, ms", "fused, ms", "ratio (quartiles)"], rows) + "\n" + made_on(found)
+        lines.setdefault(case["dtype"], {})[f"{case['tokens']} tokens"] = ratio
+    rows = [[dtype, *line.values()] for dtype, line in lines.items()]
+    return table(["time, plain ÷ fused attention", *next(iter(lines.values()))], rows) + "\n" + made_on(found)
 
 
 def gpu(part: str) -> str:
@@ -192,16 +157,15 @@ def decoding(found: dict[str, Any]) -> str:
 
 
 GPU = {"parity": parity, "decode": decoding}
-OTHERS: dict[str, Callable[[], str]] = {"serving": serving, **{f"gpu {part}": partial(gpu, part) for part in GPU}}
+OTHERS: dict[str, Callable[[], str]] = {f"gpu {part}": partial(gpu, part) for part in GPU}
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "step": ("step", step),
     "step targets": ("step", step_targets),
     "true shapes": ("true_shapes", true_shapes),
     "scaling": ("scaling", scaling),
     "attention": ("attention", attention),
-    "head": ("head", own_targets),
-    "decode": ("decode", own_targets),
-    "startup": ("startup", own_targets),
+    "head": ("head", partial(targets_by, row=1, column=2)),
+    "decode": ("decode", partial(targets_by, row=1, column=2)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Every speed benchmark, one after the other, each in a process of its own; then the plots and the tables of docs/speed.md.
+"""Every speed benchmark, one after the other, each in a process of its own; then the tables of docs/speed.md.
 
     python benchmarks/speed/run.py [--quick] [--only step scaling] [--threads 1] [--repeats 5]
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # cheapest first
-SCRIPTS = ("true_shapes", "startup", "attention", "head", "step", "scaling", "decode")
+SCRIPTS = ("true_shapes", "attention", "head", "step", "scaling", "decode")
 
 
 def main() -> int:
@@ -38,8 +38,7 @@ def main() -> int:
         if done.returncode:
             failed.append(name)
     if not chosen.quick and not failed:
-        for name in ("plots", "page"):
-            failed += [name] if subprocess.run([sys.executable, str(HERE / f"{name}.py")]).returncode else []
+        failed += ["page"] if subprocess.run([sys.executable, str(HERE / "page.py")]).returncode else []
     print("== seconds: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in taken.items()))
     if failed:
         print(f"== failed: {', '.join(failed)}")

@@ -1,6 +1,6 @@
 """The command line answers at once: help, version and typing errors import none of the heavy libraries.
 
-What is imported is counted, not timed; `benchmarks/speed/startup.py` measures the times.
+What is imported is counted, not timed.
 """
 
 import json

@@ -231,10 +231,10 @@ def test_a_tier_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(run, "_tried", run._tried.__wrapped__)
     monkeypatch.setattr(run, "_missing", lambda tier: None)
     monkeypatch.setattr(run, "_run", lambda *_: failed)
-    with pytest.raises(SandboxError, match=r"uid map: Permission denied; docs/sandbox.md") as refused:
+    with pytest.raises(SandboxError, match=r"uid map: Permission denied; docs/tasks.md") as refused:
         run_program("pass")
     assert '"Where it does not start"' in str(refused.value)
-    page = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text(encoding="utf-8")
     assert "## Where it does not start\n" in page
 
 

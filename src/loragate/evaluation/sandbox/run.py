@@ -191,7 +191,7 @@ def _tried(tier: str) -> tuple[str | None, bool]:
             return None, drop
         reasons.append(f"a program that does nothing ended with {result.reason}: {result.detail}")
     if tier == "bubblewrap":
-        reasons.append('docs/sandbox.md, "Where it does not start", has the ways out')
+        reasons.append('docs/tasks.md, "Where it does not start", has the ways out')
     return "; ".join(dict.fromkeys(reasons)), False
 
 
