@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +61,23 @@ def test_what_was_done_before_a_resume_gives_no_pace(clock, monkeypatch):
         assert job.left(0.4) == "", "the first news says how far it was"
         clock.now += 10
         assert job.left(0.5) == "50", "a tenth in 10 s"
+
+
+def test_a_log_is_never_silent_for_long(monkeypatch):
+    """A job that reports nothing, as the loading of a large model does."""
+    out, spoken = io.StringIO(), threading.Event()
+    monkeypatch.setattr(display, "SILENT_SECONDS", 0.01)
+    shown = Display(out=Console(file=out, width=80))
+    say = shown.out.print
+
+    def heard(*words, **how):
+        say(*words, **how)
+        spoken.set()
+
+    monkeypatch.setattr(shown.out, "print", heard)
+    with shown.job("loading the model"):
+        assert spoken.wait(60)
+    assert out.getvalue().splitlines()[0].startswith("loading the model: running for ")
 
 
 def test_a_calibration_says_what_it_is_at(clock):

@@ -1,6 +1,5 @@
 """Progress for people: a live display on a terminal, plain lines in a log.
 
-A `Display` is told which jobs will come and roughly how long each takes, so that it can say how long is left altogether.
 Low, so that the rooms that do a command's work can show how far they are.
 """
 
@@ -11,9 +10,10 @@ import math
 import os
 import shlex
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,10 @@ from rich.text import Text
 
 from loragate.printable import printable
 
-PLAIN_SECONDS = 10.0
+PLAIN_SECONDS = 10.0  # between two lines of a job in a log
+SILENT_SECONDS = (
+    60.0  # after which a job that reports nothing, such as the loading of a large model, is said to run still
+)
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers shows none then, either
@@ -44,7 +47,7 @@ def console() -> Console:
     """The console that results are printed to; no text that it is given can move the cursor or set a title."""
     terminal = sys.stdout.isatty()
     width = None if terminal or "COLUMNS" in os.environ else FILE_WIDTH  # None: rich asks the terminal, or COLUMNS
-    return _Plain(highlight=False, soft_wrap=not terminal, width=width, quiet=_is_other_process())
+    return _Plain(highlight=False, markup=False, soft_wrap=not terminal, width=width, quiet=_is_other_process())
 
 
 class _ToStderr(logging.Handler):
@@ -125,30 +128,20 @@ def time_left(seconds: float) -> str:
 
 
 class Display:
-    """Shows one job after the other.
+    """Shows one job after the other: a bar on a terminal, and in a log a line now and then.
 
     Args:
-        plan: (job name, expected seconds or any weight) in order; unknown jobs may still be shown.
         out: console to draw on; stderr by default, so that results on stdout stay clean.
     """
 
-    def __init__(self, plan: Sequence[tuple[str, float]] = (), out: Console | None = None) -> None:
-        self.out = out or Console(stderr=True, highlight=False, quiet=_is_other_process())
-        self.weights = dict(plan)  # in whatever unit: only shares of their sum count
-        self.total = sum(self.weights.values())
-        self.done = 0.0
-        self.began = time.monotonic()
-        self.count = 0
-        self.live = self.out.is_terminal
+    def __init__(self, out: Console | None = None) -> None:
+        self.out = out or Console(stderr=True, highlight=False, markup=False, quiet=_is_other_process())
 
     @contextmanager
     def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[Job]:
         """Show a job; the yielded `Job` takes `advance_to(done, note=...)`, and `unit` is what it counts ("step", "answer")."""
-        self.count += 1
-        weight = self.weights.get(name, 0.0)
-        numbered = f"[{self.count}/{len(self.weights)}] {name}" if name in self.weights else name
-        job = Job(self, numbered, weight, total, unit)
-        if self.live:
+        job, ended = Job(self.out, name, total, unit), threading.Event()
+        if self.out.is_terminal:
             columns = (
                 SpinnerColumn(),
                 TextColumn("{task.description}"),
@@ -157,33 +150,25 @@ class Display:
             )
             with Progress(*columns, TimeElapsedColumn(), console=self.out, transient=True) as progress:
                 job.progress = progress
-                job.task = progress.add_task(numbered, total=total or None, note="")
+                job.task = progress.add_task(name, total=total or None, note="")
                 yield job
         else:
-            yield job
-        self.done += weight
-        self.out.print(
-            f"{numbered}: {duration(time.monotonic() - job.began)}{job.closing}", markup=False, soft_wrap=True
-        )
-
-    def left(self, share: float, weight: float) -> str:
-        """How long all planned jobs will still take, judged from the pace so far; empty before that is known."""
-        done = self.done + share * weight
-        elapsed = time.monotonic() - self.began
-        if self.total <= 0 or done < 0.04 * self.total or elapsed < 2:  # too early to tell the pace
-            return ""
-        return time_left(elapsed / done * (self.total - done))
+            threading.Thread(target=job.keep_talking, args=(ended,), daemon=True).start()
+            try:
+                yield job
+            finally:
+                ended.set()
+        self.out.print(f"{name}: {duration(time.monotonic() - job.began)}", markup=False, soft_wrap=True)
 
 
 class Job:
     """One running job of a `Display`."""
 
-    def __init__(self, display: Display, name: str, weight: float, total: int, unit: str) -> None:
-        self.display, self.name, self.weight, self.total, self.unit = display, name, weight, total, unit
+    def __init__(self, out: Console, name: str, total: int, unit: str) -> None:
+        self.out, self.name, self.total, self.unit = out, name, total, unit
         self.progress: Progress | None = None
         self.task: int | None = None
         self.first: tuple[float, float] | None = None  # when the job was first heard of, and its share then
-        self.closing = ""
         self.began = self.printed = time.monotonic()
 
     def advance_to(self, done: int, total: int | None = None, note: str = "") -> None:
@@ -191,7 +176,7 @@ class Job:
         self.total = total or self.total
         share = done / self.total if self.total else 0.0
         count = f"{self.unit} {done:,}".lstrip() + (f" of {self.total:,}" if self.total else "")
-        self.show(share, count, note, self.display.left(share, self.weight) or self.left(share))
+        self.show(share, count, note, self.left(share))
 
     def left(self, share: float) -> str:
         """How long the job will still take at its pace so far; empty before that is known.
@@ -211,8 +196,12 @@ class Job:
             self.progress.update(self.task, completed=share, total=1.0 if share else None, note=text)  # type: ignore[arg-type]
         elif time.monotonic() - self.printed >= PLAIN_SECONDS:
             self.printed = time.monotonic()
-            self.display.out.print(f"{self.name}: {text}", markup=False, soft_wrap=True)
+            self.out.print(f"{self.name}: {text}", markup=False, soft_wrap=True)
 
-    def close_with(self, text: str) -> None:
-        """Text for the line that stays when the job ends."""
-        self.closing = f" · {text}" if text else ""
+    def keep_talking(self, ended: threading.Event) -> None:
+        """Say in a log that the job still runs, where nothing else was said for a while, until it has ended."""
+        while not ended.wait(SILENT_SECONDS / 4):
+            now = time.monotonic()
+            if now - self.printed >= SILENT_SECONDS:
+                self.printed = now
+                self.out.print(f"{self.name}: running for {duration(now - self.began)}", markup=False, soft_wrap=True)

@@ -1,8 +1,8 @@
 """Settings that act only beside others: one table, and one refusal of a setting that would have no effect.
 
-A row says which settings are read where another setting has certain values. A setting that is not read and is not at its
-default either was set by somebody who expects something of it, so that it is an error. What only a loaded model can tell
-(a gate override on a model without gates) is refused where the model is.
+A row says which settings are read where another setting has certain values. Only those stand here whose silence would mislead
+somebody who set them. What only a loaded model can tell (a gate override on a model without gates) is refused where the
+model is.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ class Acts:
     """One row: `settings` act only where the setting `when` has one of `values`."""
 
     settings: tuple[str, ...]
-    when: str  # the setting that decides, or a fact that the caller gives to `require_effect`
+    when: str  # the setting that decides
     values: tuple[Any, ...] = ()  # with which they act; empty for anything that was given, (None,) for nothing given
-    # whether others than the defaults are an error elsewhere; else they are only left out of records
-    refused: bool = True
 
     def allows(self, found: Any) -> bool:
         """Whether the settings act where `when` is `found`."""
@@ -32,55 +30,15 @@ class Acts:
         return found in self.values or (None in self.values and not found)
 
 
-_TRAINED = ("entropy", "ce")
-_ANSWERS = ("gates", "alignment", "tokens")
+_CHOOSING = (
+    Acts(("dev_samples", "dev_max_new_tokens", "retention_data", "exclude"), "dev_data"),
+    Acts(("dev_grader",), "dev_task", (None,)),  # a task has a grader of its own
+)
 _GRADERS = ("default", "math_verify", "dft", "choice", "exact", "boxed", "humaneval", "mbpp", "tiny")
 
 TABLE: dict[str, tuple[Acts, ...]] = {
-    "calibration": (
-        # "random" trains nothing; as a control it may be given the settings of the training it is compared with
-        *(
-            Acts(names, "objective", _TRAINED, refused=False)
-            for names in (
-                (
-                    "learning_rate",
-                    "batch_size",
-                    "per_device_train_batch_size",
-                    "num_train_epochs",
-                    "max_steps",
-                    "lr_scheduler_type",
-                    "warmup_ratio",
-                ),
-                (
-                    "weight_decay",
-                    "adam_beta1",
-                    "adam_beta2",
-                    "max_grad_norm",
-                    "precision",
-                    "packing",
-                    "group_by_length",
-                ),
-                ("gradient_checkpointing", "activation_offload"),
-                ("logging_steps", "save_steps", "save_total_limit", "report_to"),
-            )
-        ),
-        Acts(("random_scale",), "objective", ("random",)),
-    ),
-    "calibrate": (
-        Acts(("dev_task", "dev_samples", "dev_max_new_tokens", "dev_batch_size", "sandbox"), "dev_data"),
-        Acts(("retention_data", "exclude"), "dev_data"),
-        Acts(("retention_task",), "retention_data"),
-        Acts(("dev_grader",), "dev_task", (None,)),
-    ),
-    "sweep": (
-        Acts(("workers", "gpus_per_trial", "cpus_per_trial"), "runner", ("auto", "ray")),
-        Acts(("dev_task", "dev_samples", "dev_max_new_tokens", "dev_batch_size", "sandbox"), "dev_data"),
-        Acts(("retention_data", "exclude"), "dev_data"),
-        Acts(("retention_task",), "retention_data"),
-        Acts(("dev_grader",), "dev_task", (None,)),
-    ),
-    # of every command that trains
-    "rows": (Acts(("select_seed",), "max_rows"), Acts(("select_seed",), "select", ("shuffled",))),
+    "calibrate": _CHOOSING,
+    "sweep": (*_CHOOSING, Acts(("workers", "gpus_per_trial"), "runner", ("auto", "ray"))),
     # a task file; the harness asks and judges in its own way
     "task": (
         Acts(("harness",), "grader", ("lm-eval",)),
@@ -89,17 +47,11 @@ TABLE: dict[str, tuple[Acts, ...]] = {
     ),
     "dataset": (Acts(("config", "split", "revision"), "hub"),),
     "diagnose": (
-        Acts(("rows", "max_rows"), "what", ("entropy", "alignment")),
-        Acts(("max_length",), "what", ("entropy", "alignment", "tokens")),
+        Acts(("rows",), "what", ("entropy", "alignment")),
         Acts(("suppress",), "what", ("entropy",)),
-        Acts(("run",), "what", _ANSWERS),
-        Acts(("of", "answers"), "what", ("gates", "alignment")),
-        Acts(("interventions", "engine", "replicas"), "what", ("interventions",)),
-        Acts(("vllm_memory", "tensor_parallel"), "what", ("interventions",)),
-        Acts(("value", "k", "checkpoints"), "what", ("alignment",)),
-        Acts(("reference", "positions", "actions", "rollouts"), "what", ("alignment",)),
-        Acts(("reference",), "value", ("reference",)),
-        Acts(("positions", "actions", "rollouts"), "value", ("rollouts",)),
+        Acts(("run",), "what", ("gates", "alignment", "tokens")),
+        Acts(("interventions", "engine"), "what", ("interventions",)),
+        Acts(("value", "checkpoints"), "what", ("alignment",)),
         # stored answers are chosen with --tasks, --answers and --limit
         Acts(("suite", "data", "revision", "samples", "temperature", "max_new_tokens"), "run", (None,)),
     ),
@@ -108,14 +60,13 @@ TABLE: dict[str, tuple[Acts, ...]] = {
 }
 
 
-def require_effect(subject: str, options: Any, *, flags: bool = False, **facts: Any) -> None:
+def require_effect(subject: str, options: Any, *, flags: bool = False) -> None:
     """Refuse a setting that is not at its default and would have no effect.
 
     Args:
         subject: whose rows of the table are meant.
         options: a dataclass with the settings.
         flags: whether the settings were given as flags of a command line; only words depend on it.
-        facts: values of `when` that are no settings, or not as typed.
 
     Raises:
         ConfigError: naming the setting, what stands against it and where it acts.
@@ -125,9 +76,8 @@ def require_effect(subject: str, options: Any, *, flags: bool = False, **facts: 
         for field in dataclasses.fields(options)
     }
     for row in TABLE[subject]:
-        # what acts is not always what was typed: "auto" has become something by now
-        found = facts[row.when] if row.when in facts else getattr(options, row.when)
-        if not row.refused or row.allows(found):
+        found = getattr(options, row.when)
+        if row.allows(found):
             continue
         for name in row.settings:
             if getattr(options, name) != defaults[name]:
@@ -144,8 +94,6 @@ def _sentence(row: Acts, name: str, found: Any, flags: bool) -> str:
     shown, needed = (f"--{one.replace('_', '-')}" if flags else one for one in (name, row.when))
     if not row.values:
         return f"{shown} has no effect without {needed}; give that too, or leave {shown} out"
-    if row.values == (False,):
-        return f"{shown} has no effect with {needed}; leave it out"
     # (None,) acts where nothing is given, which is not said
     only = " and ".join(str(value) for value in row.values if value is not None)
     return f"{shown} has no effect with {row.when} {found}{only and f', only with {only}'}; leave it out"

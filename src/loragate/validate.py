@@ -13,6 +13,7 @@ import json
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, NotRequired, TypeVar
 
@@ -79,12 +80,12 @@ def validate(kind: type[T], value: Any, where: str, error: type[LoragateError] =
         raise error(f"{where}: {broken}{remedy and f'; {remedy}'}") from None
 
 
-def typed_values(kind: type, values: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """The fields of a dataclass that a person wrote into a YAML file, as far as there are any.
+def typed_values(kind: type, values: Mapping[Any, Any], where: str = "") -> dict[str, Any]:
+    """The fields of a dataclass that a person wrote into a YAML file or on a command line, as far as there are any.
 
     A dash in a key is an underscore. A number may stand in quotes (YAML 1.1 reads 1e-4 as text) and a text may look like a
-    number. A text that is a list (of names, of ranges) may be written as a YAML list. A key without a value keeps the
-    field's default, or is None where the field can be that.
+    number. A text that is a list (of names, of ranges) may be written as a YAML list, a block of keys as a JSON text. A key
+    without a value keeps the field's default, or is None where the field can be that.
 
     Raises:
         ConfigError: naming the key, what was found and what was expected, and the nearest known key.
@@ -99,7 +100,7 @@ def typed_values(kind: type, values: Mapping[Any, Any], where: str) -> dict[str,
     try:
         return typing.cast(dict[str, Any], _checked(kind, given, partial=True))
     except ConfigError as broken:
-        raise ConfigError(f"{where}: {broken}") from None
+        raise ConfigError(f"{where}: {broken}" if where else str(broken)) from None
 
 
 def comma_list(text: str) -> list[str]:
@@ -181,6 +182,9 @@ def _as_meant(value: Any, kind: Any) -> Any:
             value = float(value)
         except ValueError:
             return value  # pydantic says what is wrong with it
+    if typing.get_origin(kind) is dict and isinstance(value, str):
+        with suppress(ValueError):
+            return json.loads(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if kind is str or typing.get_origin(kind) is typing.Literal:

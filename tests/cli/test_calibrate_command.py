@@ -45,9 +45,9 @@ def place(tmp_path_factory):
     write(root / "train.jsonl", tiny_rows(20))
     (root / "words.yaml").write_text(words_task())
     write(root / "heldout.jsonl", tiny_rows(6, seed=11))
-    assert (
-        calibrate(root, root / "known", "--ranges=-3,1", "--skip-selection", "--eval-data", root / "heldout.jsonl") == 0
-    )
+    (root / "heldout.yaml").write_text(f"eval_data: {root / 'heldout.jsonl'}\n")
+    known = ("--ranges=-3,1", "--skip-selection", "--config", root / "heldout.yaml")
+    assert calibrate(root, root / "known", *known) == 0
     training = json.loads((root / "known" / "gate_config.json").read_text())["training"]
     assert training["heldout"]["rows"] == 6
     assert training["heldout"]["entropy_before"] != training["entropy_before"]
@@ -202,7 +202,6 @@ def test_flags_that_would_be_ignored_or_show_nothing_are_refused(place, tmp_path
         ((*given, "--dev-samples", "2"), "--dev-samples has no effect"),
         ((*given, "--retention-data", "x"), "--retention-data has no effect"),
         ((*dev, "--ranges=0,1;0,1"), "twice"),
-        ((*dev, "--retention-task", "math500"), "--retention-task has no effect"),
         ((*given, "--exclude", "x.jsonl"), "--exclude has no effect"),
         ((*dev, "--dev-task", "math500", "--dev-grader", "exact"), "--dev-grader has no effect"),
     ]
@@ -234,7 +233,8 @@ def test_ctrl_c_says_the_step_and_how_to_go_on(place, tmp_path, capsys, monkeypa
 
     monkeypatch.setattr(trials, "train_gates", interrupted)
     dev = ("--dev-data", place / "gated.jsonl", *ONE_WORD, "--ranges=-3,1")
-    more = ("--num-train-epochs", "3", "--logging-steps", "1")
+    (tmp_path / "often.yaml").write_text("logging_steps: 1\n")
+    more = ("--num-train-epochs", "3", "--config", tmp_path / "often.yaml")
     assert calibrate(place, tmp_path / "out", *dev, *more) == 130
     assert "stopped by Ctrl-C at step 2 of 6; run the same command with --resume" in said(capsys)
     monkeypatch.undo()

@@ -11,15 +11,11 @@ from safetensors.torch import save_file
 
 import loragate as lg
 from loragate import records
-from loragate.analysis.alignment import AlignmentRecord, diagnose_alignment
-from loragate.analysis.context import DiagnosticContext
-from loragate.analysis.delta_entropy import EntropyRecord, diagnose_entropy
-from loragate.analysis.gates import GatesRecord, InterventionsRecord, diagnose_gates, diagnose_interventions
-from loragate.analysis.settings import DiagnoseSettings
+from loragate.analysis.alignment import AlignmentRecord
+from loragate.analysis.delta_entropy import EntropyRecord
+from loragate.analysis.gates import GatesRecord, InterventionsRecord
 from loragate.cli.main import main
 from loragate.evaluation.results import read_record
-from loragate.evaluation.session import Request
-from loragate.evaluation.settings import TaskSettings
 from tiny import tiny_rows, write_rows
 
 
@@ -109,26 +105,6 @@ def test_tokens_of_stored_answers(place, tmp_path):
     assert 'id="traces"' in (tmp_path / "report.html").read_text()
 
 
-def test_python_callers_call_what_the_command_does(place, tmp_path):
-    """The calls return the records that they write, and the tasks' answers are drawn and kept as the command does."""
-
-    def subject(name, tasks=""):
-        return DiagnosticContext(Request(str(place / "gated"), tmp_path / name, TaskSettings(tasks=tasks)))
-
-    words = str(place / "words.yaml")
-    found = diagnose_interventions(subject("interventions", words), DiagnoseSettings(interventions="unit,off"))
-    assert read(InterventionsRecord, tmp_path / "interventions" / "interventions.json") == found
-    assert read_record(tmp_path / "interventions" / "results.json").tasks[0].name == "words"
-    run = str(tmp_path / "interventions")
-    gates = diagnose_gates(subject("gates"), DiagnoseSettings(run=run))
-    assert read(GatesRecord, tmp_path / "gates" / "gates.json") == gates
-    entropy = diagnose_entropy(subject("entropy"), DiagnoseSettings(rows=str(place / "rows.jsonl"), max_rows=3))
-    assert read(EntropyRecord, tmp_path / "entropy" / "entropy.json") == entropy
-    reward = diagnose_alignment(subject("reward"), DiagnoseSettings(value="reward", run=run, max_rows=4))
-    assert read(AlignmentRecord, tmp_path / "reward" / "alignment.json") == reward
-    assert (entropy.rows, reward.rows) == (3, 4)
-
-
 @pytest.mark.parametrize(("recorded", "asked", "used"), [(0, (), 160), (20, (), 20), (20, ("--k", 0), 160)])
 def test_alignment_takes_the_support_of_the_training(place, tmp_path, recorded, asked, used):
     shutil.copytree(place / "gated", tmp_path / "gated")
@@ -140,7 +116,12 @@ def test_alignment_takes_the_support_of_the_training(place, tmp_path, recorded, 
 
 
 def test_alignment_with_a_reference(place, tmp_path, capsys, monkeypatch):
+    """--base says where the adapter's base is; it must not turn a whole model as reference into an adapter."""
     monkeypatch.setenv("COLUMNS", "120")
+    more = ["--rows", place / "rows.jsonl", "--max-rows", 2, "--base", place / "base", "--reference", place / "base"]
+    assert diagnose(place, "alignment", tmp_path / "b", *more) == 0
+    whole = read(AlignmentRecord, tmp_path / "b" / "alignment.json")
+    assert whole.value_of == f"log-probability under {place / 'base'}"
     rows = ["--rows", place / "rows.jsonl", "--reference", place / "adapter"]
     assert diagnose(place, "alignment", tmp_path / "a", *rows) == 0
     record = read(AlignmentRecord, tmp_path / "a" / "alignment.json")
@@ -150,15 +131,6 @@ def test_alignment_with_a_reference(place, tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert f"{record.all.total.angle:.0f}°" in shown
     assert record.modules[0].name not in shown, "modules are in the record and in the report"
-
-
-def test_a_whole_model_as_reference_beside_a_base_that_was_moved(place, tmp_path):
-    """--base says where the adapter's base is; it must not turn the reference into an adapter."""
-    more = ["--base", place / "base", "--rows", place / "rows.jsonl", "--max-rows", 2]
-    assert diagnose(place, "alignment", tmp_path / "a", *more, "--reference", place / "base") == 0
-    assert diagnose(place, "alignment", tmp_path / "b", *more, "--reference", place / "adapter") == 0
-    names = [read(AlignmentRecord, tmp_path / name / "alignment.json").value_of for name in ("a", "b")]
-    assert names == [f"log-probability under {place / name}" for name in ("base", "adapter")]
 
 
 def test_checkpoints_that_cannot_be_those_of_the_gates_are_refused(place, tmp_path, fails):
@@ -192,11 +164,8 @@ WITH_ROWS = ("--rows", "{place}/rows.jsonl")
         ("gates", "gated", (), "give --run FOLDER"),
         ("gates", "adapter", ("--run", "r"), "plain adapter; this look needs gates"),
         ("gates", "gated", ("--run", "r", "--suite", "math"), "--suite has no effect with run "),
-        ("gates", "gated", ("--run", "r", "--samples", "2"), "--samples has no effect with run "),
-        ("gates", "gated", ("--run", "r", "--temperature", "0.5"), "--temperature has no effect with run "),
         ("gates", "gated", ("--run", "r", "--resume"), "no task was named"),
         ("tokens", "gated", (), "needs --run"),
-        ("tokens", "gated", ("--run", "r", "--suppress", "negative"), "--suppress has no effect"),
         ("entropy", "gated", (), "needs --rows"),
         ("entropy", "base", WITH_ROWS, "is a base"),
         ("entropy", "gated", (*WITH_ROWS, "--suppress", "up"), "expected one of negative, positive"),

@@ -299,17 +299,6 @@ def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch
     assert rows[0] != rows[1] != rows[2] != rows[0]
 
 
-def test_a_replica_finds_the_gates_of_its_row_from_anywhere(tmp_path, monkeypatch):
-    """A process of Ray may start in another folder than the command did."""
-    loaded = SimpleNamespace(how=Loading())
-    engines = Engines(EngineSettings(), "owner/adapter", "", loaded, tmp_path)
-    (tmp_path / "cell").mkdir()
-    monkeypatch.chdir(tmp_path)
-    make = engines.maker(ModelVariant("gated", "[0,1]", gates="cell"))
-    row = ModelVariant("gated", "[0,1]", gates=str(tmp_path / "cell"))
-    assert make.args == ("owner/adapter", "", Loading(), row, 64)
-
-
 @pytest.fixture(scope="module")
 def whole(place, tmp_path_factory):
     """A finished evaluation of the three rows; a test damages a copy."""
@@ -482,17 +471,7 @@ def test_one_question_one_sample(place, tmp_path, capsys):
     assert "(no difference shown)" in (tmp_path / "run" / "results.md").read_text().replace("; no", " (no")
 
 
-def test_another_grader_without_generating(whole, tmp_path, capsys):
-    folder = shutil.copytree(whole, tmp_path / "run")
-    (folder / "tasks" / "words.yaml").write_text(TASK.replace("grader: exact", "grader: choice"))
-    assert main(["regrade", str(folder)]) == 0
-    assert "verdicts differ" in capsys.readouterr().out
-    again = read_record(folder / "results-regraded.json")
-    assert set(again.find("words", "gated").reasons) == {"no_answer"}
-    assert read_record(folder / "results.json").tasks[0].grader == "exact", "the first record stays"
-
-
-def test_judging_again_is_compared_with_what_was_judged_before(whole, tmp_path, capsys):
+def test_answers_are_judged_again_without_generating(whole, tmp_path, capsys):
     folder = shutil.copytree(whole, tmp_path / "run")
     path = folder / "grades" / "exact" / "base" / "words.jsonl"
     text = path.read_text()
@@ -503,6 +482,11 @@ def test_judging_again_is_compared_with_what_was_judged_before(whole, tmp_path, 
         assert f"{differ} of 72 verdicts differ" in capsys.readouterr().out, "verdicts on file are used again"
     (change,) = map(json.loads, (folder / "results-regraded-changes.jsonl").read_text().splitlines())
     assert (change["before"]["correct"], change["now"]["correct"]) == (True, False)
+    (folder / "tasks" / "words.yaml").write_text(TASK.replace("grader: exact", "grader: choice"))
+    assert main(["regrade", str(folder)]) == 0
+    again = read_record(folder / "results-regraded.json")
+    assert set(again.find("words", "gated").reasons) == {"no_answer"}
+    assert read_record(folder / "results.json").tasks[0].grader == "exact", "the first record stays"
 
 
 def test_bad_input(place, tmp_path, fails):
@@ -511,17 +495,12 @@ def test_bad_input(place, tmp_path, fails):
     model = ("--model", place / "gated")
     known = ("eval", *model, *task, "--out", out)
     assert "say what to evaluate" in fails("eval", *model, "--out", out)
-    assert "did you mean 'math'" in fails("eval", *model, "--out", out, "--suite", "maths")
     assert "'math500'" in fails("eval", *model, "--out", out, "--tasks", "math50")
-    assert '"all" for --controls' in fails(*known, "--controls", "all")
     assert "has no effect" in fails(*known, "--grader", "dft")
     assert "unknown grader" in fails(*known, "--grader", "mathverify")
     assert "is not among the tasks" in fails(*known, "--data", "wrods=a.jsonl")
-    assert '"vlm" for --engine' in fails(*known, "--engine", "vlm")
     assert "so all 3 samples" in fails(*known, "--temperature", "0", "--samples", "3")
-    assert "samples must be at least 1" in fails(*known, "--samples", "0")
-    assert "--replicas must be at least 1" in fails(*known, "--replicas", "0")
-    assert "--vllm-memory must be at most 1" in fails(*known, "--vllm-memory", "2")
+    assert "--samples must be at least 1" in fails(*known, "--samples", "0")
     if importlib.util.find_spec("vllm") is None:
         assert "vLLM is not installed" in fails(*known, "--engine", "vllm")
     retention = fails("eval", *model, "--out", out, "--tasks", "openbookqa", "--samples", "3")

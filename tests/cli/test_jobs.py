@@ -35,7 +35,7 @@ def test_what_sft_and_calibrate_leave(place):
     record = json.loads((gated / "gate_config.json").read_text())
     assert (record["gate"]["lower"], record["k"], record["training"]["steps"]) == (-3, 20, 5)
     assert record["parity"]["at_zero"] == 0
-    assert record["selection"]["evidence"].startswith("none")
+    assert "without a dev set" in record["selection"]["reason"]
     assert "adapter_config.json" not in [path.name for path in gated.iterdir()]
     original = (place / "adapter" / "adapter_model.safetensors").read_bytes()
     assert (gated / "adapter" / "adapter_model.safetensors").read_bytes() == original
@@ -82,17 +82,6 @@ def test_generate(place, capsys, fails):
         records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [record["text"] for record in records] == texts[name]
     assert "plain adapter has no gates" in fails("generate", "--model", f"{place / 'adapter'}@unit", *prompt)
-
-
-def test_generate_from_a_file_and_greedily(place, tmp_path, capsys):
-    (tmp_path / "prompts.txt").write_text("w1 w2\n\nw3 w4 w5\n")
-    line = ["generate", "--model", place / "gated", "--prompts", tmp_path / "prompts.txt"]
-    line += ["--temperature", 0, "--max-new-tokens", 5]
-    run(*line)
-    first = capsys.readouterr().out
-    assert len(first.splitlines()) == 2
-    run(*line, "--batch-size", 1)
-    assert capsys.readouterr().out == first
 
 
 def test_inspect(place, tmp_path, capsys, fails):
@@ -288,15 +277,9 @@ def test_quickstart(tmp_path, capsys):
     assert [row.name for row in record.results if row.task == "tiny_retention"] == names
     assert not any("not run" in line for line in record.warnings)
     selection = json.loads((out / "gated" / "gate_config.json").read_text())["selection"]
-    accepted = selection.get("accepted", False)  # it says False of zero gates alone, and these are kept to be looked at
-    assert selection["picked"] == "[-3,1]"
-    assert ("scored as well or better" in selection.get("note", "")) != accepted
-    assert set(selection["evidence"]) == {"adapter", "[-3,1]"}
-    assert "picked nothing" not in (out / "gated" / "README.md").read_text()
+    assert selection["recommendation"]["label"] in {row["label"] for row in selection["variants"]}
     reading = (out / "results.md").read_text()
-    assert "On tiny, gated is" in reading
     assert reading.count("the control") == 2 * (1 + len(CONTROLS)), "each, on both tasks"
-    assert ("so the choice is to keep the adapter" in reading) != accepted
     assert "questions: 10" in (out / "config.yaml").read_text()
     assert (out / "report.html").read_text().count("<svg ") >= 4
     run("regrade", out)

@@ -45,7 +45,7 @@ def identity(folder):
         (["--objective", "talr"], {"tau": "median", "floor": 0.01}),
     ],
 )
-def test_stage_one_methods_are_on_record(place, tmp_path, flags, constants):
+def test_objectives_are_on_record(place, tmp_path, flags, constants):
     run(*sft(place, tmp_path / "a", *flags))
     record = identity(tmp_path / "a")
     assert record["settings"]["objective"] == flags[1]
@@ -100,10 +100,12 @@ def test_dora_says_what_can_be_done_with_it(place, tmp_path, capsys, fails):
         (["--k", "0"], {}, {"k": 0, "objective": "entropy"}),
         (["--granularity", "global"], {"granularity": "global"}, {}),
         (["--objective", "ce"], {}, {"objective": "ce"}),
-        (["--objective", "random", "--random-scale", "0.2", "--seed", "3"], {}, {"random_scale": 0.2, "seed": 3}),
+        (["--objective", "random", "--seed", "3", "--config", "random.yaml"], {}, {"random_scale": 0.2, "seed": 3}),
     ],
 )
-def test_stage_two_methods_are_on_record(place, tmp_path, capsys, flags, gate, settings):
+def test_gates_are_on_record(place, tmp_path, capsys, monkeypatch, flags, gate, settings):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "random.yaml").write_text("random_scale: 0.2\n")
     run(*calibrate(place, tmp_path / "g", *flags))
     text = capsys.readouterr().out
     record = read_gate_config(tmp_path / "g")
@@ -115,10 +117,9 @@ def test_stage_two_methods_are_on_record(place, tmp_path, capsys, flags, gate, s
     model = lg.load_gated(tmp_path / "g")
     if "--k" in flags:
         assert record["k"] == 160
-        assert "full entropy" in text
         assert "full entropy (SCALE)" in card
     if "random" in flags:
-        assert "drawn at random, nothing trained" in text
+        assert "drawn at random, no training" in text
         assert "none: random gates (a control)" in card
         assert "learning rate" not in card
         assert "learning_rate" not in record["training"]["settings"]

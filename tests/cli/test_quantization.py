@@ -73,18 +73,6 @@ def test_bases_and_stored_checkpoints(storage, place, tmp_path):
         open_base(ModelRef(str(tmp_path / "stored")), Loading(device="cpu", quantization="4bit"))
 
 
-@needs_bitsandbytes
-def test_dtypes():
-    assert loading.torch_dtype(Loading(device="cpu")) == torch.float32
-    assert loading.torch_dtype(Loading(device="cpu", quantization="4bit")) == torch.float32
-    assert loading.torch_dtype(Loading(device="cpu", quantization="8bit")) == torch.bfloat16
-    assert loading.torch_dtype(Loading("float16", "cpu", "8bit")) == torch.float16
-    arguments = loading._bitsandbytes(Loading("bfloat16", "cpu", "4bit"))
-    assert arguments.bnb_4bit_quant_type == "nf4"
-    assert arguments.bnb_4bit_use_double_quant
-    assert arguments.bnb_4bit_compute_dtype == torch.bfloat16
-
-
 def commands(place, out):
     run = ["--data", place / "rows.jsonl", "--out", out]
     return {

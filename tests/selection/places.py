@@ -22,6 +22,7 @@ def make_place(root: Path) -> Path:
     model.peft_config["default"].base_model_name_or_path = str(root / "base")
     model.save_pretrained(root / "one")
     write_questions(root / "dev.jsonl", tokenizer, 1)
+    (root / "sweep.yaml").write_text("logging_steps: 1\n")
     return root
 
 
@@ -56,7 +57,7 @@ def arguments(place: Path, out: Path, *more: str, ranges: str = "-3,2;0,1", seed
         *("--batch-size", "8"),
         *("--k", "20"),
         *("--save-steps", "2"),
-        *("--logging-steps", "1"),
+        *("--config", str(place / "sweep.yaml")),
         *("--out", str(out)),
     ]
     for flag in more:

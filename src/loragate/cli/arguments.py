@@ -1,8 +1,8 @@
-"""From a frozen dataclass to a command line: every field is a flag, and a key of the `--config` file.
+"""From a frozen dataclass to a command line: every field is a key of the `--config` file, and nearly every one a flag.
 
-Precedence: flag, then configuration file, then the field's default. cyclopts splits and types the command line, suggests the
-nearest flag, draws the help and writes the completion scripts; help texts come from the "Attributes:" part of the class
-docstrings, so that a setting is described once. Knows no command.
+Precedence: flag, then configuration file, then the field's default. cyclopts splits the command line, suggests the nearest
+flag and draws the help; values are read as those of a file are, by `loragate.validate`. Help texts come from the
+"Attributes:" part of the class docstrings, so that a setting is described once. Knows no command.
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import math
 import re
+import textwrap
 import typing
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError
 from docstring_parser.google import parse as parse_docstring
 from rich.console import Console
 
 from loragate.errors import ConfigError
-from loragate.validate import check, typed_values
+from loragate.validate import typed_values
 
 # what every command takes beside its own settings
 GLOBAL: dict[str, tuple[Any, str]] = {
@@ -34,7 +33,19 @@ GLOBAL: dict[str, tuple[Any, str]] = {
     "debug": (bool | None, "show the traceback of an error."),
 }
 WIDTH = 100
-View = Literal["common", "all", "completion"]
+TRIED: dict[str, tuple[str, ...]] = {
+    "lr": ("learning_rate",),
+    **dict.fromkeys(("bs", "batch", "per_device_batch_size"), ("batch_size", "per_device_train_batch_size")),
+    "epochs": ("num_train_epochs",),
+    **dict.fromkeys(("probe", "dev", "dev_set", "validation_data"), ("dev_data",)),
+    **dict.fromkeys(("range", "bounds"), ("ranges",)),
+    **dict.fromkeys(("model", "lora", "peft_model"), ("adapter", "model")),
+    "adapter": ("model",),
+    "base_model": ("base", "model"),
+    **dict.fromkeys(("output", "output_dir", "save_dir"), ("out",)),
+    **dict.fromkeys(("train_data", "train_dataset", "dataset"), ("data",)),
+}
+"""Names that people bring along, and what they may be called here: the first that the command has is meant."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class Command:
         positional: name of the field that is given without a flag, or None; a field of type tuple takes several.
         needs: fields that have a default, so that a file can give them, without which the command still refuses.
         common: names, between spaces, of the fields that `--help` shows beside the required ones; empty for all.
+        config_only: names, between spaces, of the fields that only a --config file sets, as hardly anybody changes them.
         summary: one line for the overview and the help; `loragate.cli.main` has it, as it is read before this room.
     """
 
@@ -59,6 +71,7 @@ class Command:
     positional: str | None = None
     needs: tuple[str, ...] = ()
     common: str = ""
+    config_only: str = ""
     summary: str = ""
 
     @property
@@ -79,11 +92,13 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
         ConfigError: naming the flag, or the file and key, what was found and what is known.
     """
     try:
-        _, bound, _ = build_app([command]).parse_args(
+        _, bound, _ = build_app(command).parse_args(
             [command.name, *argv], exit_on_error=False, print_error=False, help_on_error=False
         )
     except CycloptsError as error:
         said = " ".join(str(error).split()).rstrip(".")
+        if isinstance(error, UnknownOptionError):
+            said = _meant(command, str(error.token.keyword or error.token.value)) or said
         raise ConfigError(f"loragate {command.name}: {said} (loragate {command.name} --help-all lists all)") from error
     values = dict(bound.arguments)  # what was typed alone, as the application has no defaults
     known = {flag_of(name) for name in (*field_kinds(command.options), *GLOBAL)}
@@ -91,17 +106,31 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
         if isinstance(value, str) and value in known:  # --out --resume
             raise ConfigError(f"loragate {command.name}: {flag_of(name)} expects a value, found the flag {value}")
     given = {name: values.pop(name) for name in GLOBAL if name in values}
-    if "config" in given:  # what was typed wins
-        values = read_config(given["config"], command) | values
-    _refuse_missing(command, [name for name in command.required if name not in command.needs and name not in values])
+    read = read_config(given["config"], command) if "config" in given else {}
     try:
-        options = command.options(**values)
-        check(options)
+        values = read | typed_values(command.options, values)  # what was typed wins
+        _refuse_missing(
+            command, [name for name in command.required if name not in command.needs and name not in values]
+        )
+        return command.options(**values), given
     except ConfigError as error:
         name = re.split(r"[ .\[]", str(error), maxsplit=1)[0]  # a setting that is refused opens the sentence
         named = name in field_kinds(command.options)
         raise ConfigError(f"{flag_of(name)}{str(error).removeprefix(name)}" if named else str(error)) from None
-    return options, given
+
+
+def _meant(command: Command, flag: str) -> str:
+    """What to say to a flag that is a key of a file here, or has another name; empty for any other."""
+    name = flag.partition("=")[0].removeprefix("--").replace("-", "_")
+    if name in command.config_only.split():
+        return f"{flag_of(name)} is a setting for a --config file alone, as in {name}: VALUE"
+    other = other_name(command, name)
+    return other and f"unknown option {flag_of(name)}; did you mean {flag_of(other)}?"
+
+
+def other_name(command: Command, name: str) -> str:
+    """The field of a command that a name of `TRIED` stands for; empty where there is none."""
+    return next((field for field in TRIED.get(name, ()) if field in field_kinds(command.options)), "")
 
 
 def require_given(command: Command, options: Any) -> None:
@@ -123,75 +152,81 @@ def print_help(command: Command, everything: bool = False) -> None:
     """Print the help of one command: a screen of options, or all of them under the headings that they belong to."""
     console = Console(highlight=False)
     console.width = min(console.width, WIDTH)
-    build_app([command], "all" if everything else "common").help_print([command.name], console=console)
+    build_app(command, hidden=not everything, shown=True).help_print([command.name], console=console)
+    if everything and command.config_only:
+        print("settings for a --config FILE.yaml alone, with their defaults:")
+        texts, defaults = help_texts(command.options), _defaults(command.options)
+        for name in (name for name in field_kinds(command.options) if name in command.config_only.split()):
+            line = f"{name}: {json.dumps(defaults[name])}  # {texts[name]}"
+            print(textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    # "))
     print("\n".join(["examples:", *(f"  {line}" for line in command.examples)]))
     if not everything:
-        hidden = sum(heading.startswith("advanced") for heading in headings(command).values())
-        more = f"{hidden} more options: " if hidden else ""
+        hidden = len(field_kinds(command.options)) - sum(
+            not heading.startswith("advanced") for heading in headings(command).values()
+        )
+        more = f"{hidden} more settings: " if hidden else ""
         print(
-            f"\nEvery command takes --config FILE.yaml, --print-config and --debug. {more}loragate {command.name} --help-all"
+            f"every command takes --config FILE.yaml, --print-config, --debug; {more}loragate {command.name} --help-all"
         )
 
 
-def build_app(commands: Iterable[Command], view: View | None = None) -> App:
-    """The cyclopts application of some commands. What it parses is what was given, without the defaults.
+def build_app(command: Command, hidden: bool = False, shown: bool = False) -> App:
+    """The cyclopts application of a command. What it parses is what was given, without the defaults.
 
     Args:
-        view: what the application is made for, where that is not parsing: a help, or a completion script, in which every
-            text may be a file.
+        hidden: leave what is advanced out of the help.
+        shown: whether it is made for a help, which has no room for --no-resume.
     """
+
+    def taken(*_: Any, **__: Any) -> None:
+        """Stands for the command: only its signature is used."""
+
     app = App(name="loragate", version_flags=[], help_flags=["--help", "-h", "--help-all"], help_format="plaintext")
-    for command in commands:
-
-        def taken(*_: Any, **__: Any) -> None:
-            """Stands for the command: only its signature is used."""
-
-        taken.__signature__ = inspect.Signature(list(_parameters(command, view)))  # type: ignore[attr-defined]
-        app.command(taken, name=command.name, help=command.summary)
+    taken.__signature__ = inspect.Signature(list(_parameters(command, hidden, shown)))  # type: ignore[attr-defined]
+    app.command(taken, name=command.name, help=command.summary)
     return app
 
 
-def _parameters(command: Command, view: View | None) -> Iterator[inspect.Parameter]:
+def _parameters(command: Command, hidden: bool, shown: bool) -> Iterator[inspect.Parameter]:
     """The parameters of a command's signature: the one without a flag first, as Python demands, then the fields."""
     texts, hints, found = help_texts(command.options), field_kinds(command.options), headings(command)
-    defaults = {field.name: field.default for field in dataclasses.fields(command.options)}
+    defaults, named = _defaults(command.options), {int: "INT", float: "NUMBER", dict: "JSON"}
+    read_later = {name: named[kind] for name, hint in hints.items() if (kind := _kind(hint)) in named}
     order = ["required", "options", *dict.fromkeys(found.values()), "every command"]
     groups = {heading: Group(heading, sort_key=order.index(heading)) for heading in order}
     first = [command.positional, *command.required, *command.common.split()]
-    for name in sorted(hints, key=lambda name: first.index(name) if name in first else len(first)):
-        without_flag, hint = name == command.positional, hints[name]
-        if view == "completion":
-            hint = {str: Path, tuple[str, ...]: tuple[Path, ...]}.get(hint, hint)
-        default = None if defaults[name] is dataclasses.MISSING else defaults[name]
+    for name in sorted(found, key=lambda name: first.index(name) if name in first else len(first)):
+        without_flag, hint, default = name == command.positional, hints[name], defaults[name]
         about = Parameter(
             help=texts.get(name, ""),
             group=groups[found[name]],
-            show=view != "common" or not found[name].startswith("advanced"),
+            show=not (hidden and found[name].startswith("advanced")),
             show_default=_shown if _shown(default) else False,
             required=False,  # a file may give it
-            allow_leading_hyphen=not without_flag,  # --range -3,1
+            allow_leading_hyphen=not without_flag,  # --ranges -3,1
             negative_iterable=(),
-            # --no-resume is for those whose file says resume, and takes no room in a help
-            negative_bool=() if view in ("common", "all") and not default else None,
-            converter=_converter(hints[name]),
+            # --no-resume is for those whose file says resume
+            negative_bool=() if shown and not default else None,
+            # texts, bools and choices are cyclopts'; numbers and objects are read as those of a file are
+            converter=_as_text if name in read_later else None,
+            metavar=read_later.get(name),
             accepts_keys=False,
         )
         kind = inspect.Parameter.POSITIONAL_ONLY if without_flag else inspect.Parameter.KEYWORD_ONLY
         # cyclopts holds defaults to their annotation
+        hint = hint | str if name in read_later else hint
         annotation: Any = Annotated[hint | None if default is None else hint, about]
         yield inspect.Parameter(name, kind, default=default, annotation=annotation)
     for name, (hint, text) in GLOBAL.items():
-        about = Parameter(
-            help=text, group=groups["every command"], show=view != "common", negative=(), show_default=False
-        )
+        about = Parameter(help=text, group=groups["every command"], show=not hidden, negative=(), show_default=False)
         kind = inspect.Parameter.KEYWORD_ONLY
         yield inspect.Parameter(name, kind, default=None, annotation=Annotated[hint, about])
 
 
 def headings(command: Command) -> dict[str, str]:
-    """{field: heading of the help under which it stands}; an advanced one is named after the class that has the field."""
+    """{flag's field: heading of the help under which it stands}; an advanced one is named after the class that has the field."""
     found = {}
-    for name in field_kinds(command.options):
+    for name in (name for name in field_kinds(command.options) if name not in command.config_only.split()):
         if name in command.required:
             found[name] = "required"
         elif not command.common or name in command.common.split() or name == command.positional:
@@ -243,6 +278,8 @@ def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict
             raise ConfigError(f"{where}: '{seen[name]}' and '{key}' are one key")
         if name in _withheld(command.options):
             raise ConfigError(f"{where}: loragate {command.name} has no key '{key}'")
+        if name not in field_kinds(command.options) and (other := other_name(command, name)):
+            raise ConfigError(f"{where}: unknown key '{key}'; did you mean '{other}'?")
         seen[name] = key
     return typed_values(command.options, loaded, where)
 
@@ -269,30 +306,24 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _converter(hint: Any) -> Callable[[Any, Any], Any] | None:
-    """How cyclopts reads a value where its own reading is too kind (1.5 as an integer, nan) or has no rule (JSON)."""
-    # `int | None` has another origin than `Optional[int]`; either way the type that is not None decides
+def _kind(hint: Any) -> Any:
+    """The type of a field without its arguments; of a union with None, of its other member."""
+    # `int | None` has another origin than `Optional[int]`
     if typing.get_origin(hint) in (typing.Union, UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    kind = typing.get_origin(hint) or hint
+    return typing.get_origin(hint) or hint
 
-    def number(_: Any, tokens: Any) -> Any:
-        with suppress(ValueError):
-            found = float(tokens[0].value)
-            if math.isfinite(found) and (kind is float or found == int(found)):
-                return kind(found)
-        raise ValueError(f"expected {'a whole number' if kind is int else 'a number'}, found {tokens[0].value!r}")
 
-    def mapping(_: Any, tokens: Any) -> Any:
-        try:
-            value = json.loads(tokens[0].value)
-        except json.JSONDecodeError:
-            value = None
-        if not isinstance(value, dict):
-            raise ValueError(f"expected a JSON object such as '{{\"threshold\": 0.1}}', found {tokens[0].value!r}")
-        return value
+def _as_text(_: Any, tokens: Any) -> str:
+    return str(tokens[0].value)
 
-    return {int: number, float: number, dict: mapping}.get(kind)
+
+def _defaults(options: type) -> dict[str, Any]:
+    """{field: its default}; None where it has none."""
+    return {
+        field.name: None if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(options)
+    }
 
 
 def _withheld(options: Any) -> frozenset[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from loragate import models
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import GateOptions, RunOptions, taken_from
+from loragate.cli.options import GATE_CONFIG_ONLY, GateOptions, RunOptions, taken_from
 from loragate.display import Display, Job, console, next_evaluation
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
@@ -29,9 +29,8 @@ class AdapterOptions(RunOptions, GateTrainingSettings, DevSettings, GateOptions)
         adapter: finished PEFT LoRA adapter, folder or hub id.
         base: base model instead of the one the adapter names.
         ranges: of λ to train gates in, L,U separated by semicolons.
-        dev_data: questions that choose, at least 32 and better 128, of every kind that will be asked: .jsonl, .json or .parquet
-            with prompt and answer.
-        retention_data: questions with answers, of an ability to keep; what clearly loses on them is not recommended.
+        dev_data: dev set that chooses: prompt and answer, 32 questions or better 128, of every kind.
+        retention_data: such a file of an ability to keep; what clearly loses on it is not recommended.
     """
 
     select: Literal["first", "shuffled"] = "shuffled"
@@ -49,8 +48,8 @@ class CalibrateOptions(AdapterOptions):
     Attributes:
         base_id: hub id of the base to record in the artifact, if the base was loaded from a local folder.
         eval_data: examples that nothing trains on, a file or hub id: entropy is measured on them too, before and after.
-        eval_split: split of --eval-data, or of --data, with those examples.
-        skip_selection: take the gates of the one range in --ranges as they come, without a dev set.
+        eval_split: split of eval_data, or of --data, with those examples.
+        skip_selection: take the gates of one range as they come, without a dev set.
     """
 
     base_id: str = ""
@@ -75,12 +74,12 @@ def run(options: CalibrateOptions) -> int:
         calibrated = choose(replace(options, adapter=source.source), settings, source, trials, out)
     except KeyboardInterrupt as stop:
         if (folder / "run").is_dir():
-            out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}", markup=False)
+            out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}")
         raise
     for line in calibrated.sentences():
-        out.print(line, markup=False)
-    out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with", markup=False)
-    out.print(next_evaluation(folder, f"runs/{folder.name}"), markup=False)
+        out.print(line)
+    out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with")
+    out.print(next_evaluation(folder, f"runs/{folder.name}"))
     return 0
 
 
@@ -165,14 +164,13 @@ def choose(
         with display.job("training gates", unit="step") as shown:
             return take_as_given(context, trials[0], folder, resume=options.resume, on_event=advance(shown))
     questions = len(dev_set.questions.questions)
-    out.print(f"choosing on {questions} dev questions; {EVERY_KIND}", markup=False)
+    out.print(f"choosing on {questions} dev questions; {EVERY_KIND}")
     run = SelectionRun(context, trials, folder / "run", dev_set, retention)
     task = run.tasks["dev"]
     if not options.dev_max_new_tokens:
         out.print(
             f"a dev answer may take {task.sampling.max_new_tokens} tokens, half more than the longest training answers; "
-            "--dev-max-new-tokens sets it",
-            markup=False,
+            "--dev-max-new-tokens sets it"
         )
     with display.job(f"trying {len(trials)} range{'s' * (len(trials) > 1)}") as shown:
         run.on_event = advance(shown, run.total_answers(), len(trials))
@@ -211,7 +209,8 @@ COMMAND = Command(
         "loragate calibrate --config calibrate.yaml --learning-rate 1e-3",
     ),
     common=(
-        "ranges dev_data dev_task dev_grader retention_data skip_selection objective learning_rate num_train_epochs "
-        "batch_size per_device_train_batch_size max_rows precision seed resume"
+        "ranges dev_data dev_task dev_grader retention_data skip_selection learning_rate num_train_epochs "
+        "batch_size max_rows resume"
     ),
+    config_only=f"{GATE_CONFIG_ONLY} base_id eval_data eval_split",
 )

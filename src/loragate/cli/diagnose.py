@@ -38,43 +38,24 @@ def run(options: DiagnoseOptions) -> int:
     check_loading(options, options.engine)
     from loragate.cli.evaluating import diagnose
 
-    kind = diagnose(str(options.what), options, options)
-    console().print(f"next: loragate {next_command(options, kind)}", markup=False)
+    diagnose(str(options.what), options, options)
+    with_answers = f"{options.run} " if options.run else ""
+    console().print(f"next: loragate report {with_answers}{options.out}")
     return 0
 
-
-def next_command(options: DiagnoseOptions, kind: str) -> str:
-    """The look that goes on from this one, after a model of this kind."""
-    model, out = options.model, options.out
-    if options.what == "tokens":
-        return f"report {options.run} {out}"
-    if options.what == "interventions":
-        return f"diagnose gates --model {model} --run {out} --out {out}-gates"
-    if options.what == "entropy":
-        gates = f"diagnose gates --model {model} --tasks … --out {out}-gates"
-        return gates if kind == "gated" else f"diagnose entropy --model {model} --suite … --out …"
-    tasks = "--suite …"
-    if options.what == "gates" and not options.run:
-        tasks = f"--suite {options.suite}" if options.suite else f"--tasks {options.tasks}"
-    return f"diagnose interventions --model {model} {tasks} --out {out}-interventions"
-
-
-EXAMPLES = (
-    "loragate diagnose entropy --model gated --rows held-out.jsonl --suite math --limit 100 --out runs/entropy",
-    "loragate diagnose gates --model gated --run runs/math --out runs/gates",
-    "loragate diagnose interventions --model gated --suite math --out runs/interventions",
-    "loragate diagnose interventions --model gated --suite math --engine vllm --out runs/interventions",
-    "loragate diagnose alignment --model gated --rows held-out.jsonl --reference base --out runs/alignment",
-    "loragate diagnose tokens --model gated --run runs/math --limit 8 --out runs/tokens",
-    "loragate diagnose alignment --model gated --value rollouts --run runs/math --checkpoints gated --out runs/rollouts",
-)
 
 COMMAND = Command(
     name="diagnose",
     options=DiagnoseOptions,
     run=run,
-    examples=EXAMPLES,
+    examples=(
+        "loragate diagnose entropy --model gated --rows held-out.jsonl --suite math --limit 100 --out entropy",
+        "loragate diagnose gates --model gated --run runs/math --out gates",
+        "loragate diagnose interventions --model gated --suite math --engine vllm --out interventions",
+        "loragate diagnose alignment --model gated --rows held-out.jsonl --reference base --out alignment",
+        "loragate diagnose tokens --model gated --run runs/math --limit 8 --out tokens",
+    ),
     positional="what",
     needs=("what", "model", "out"),
-    common="run rows suite tasks limit samples max_rows of interventions engine value batch_size device resume",
+    common="run rows suite tasks limit samples max_rows interventions engine value resume",
 )

@@ -6,9 +6,7 @@ import json
 import os
 import platform
 import shutil
-import statistics
 import sys
-import time
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -56,12 +54,6 @@ def run(options: EnvOptions) -> int:
     for name, version in found["versions"].items():
         print(f"  {name:<18} {version or 'missing'}")
     print("devices: " + ", ".join(found["devices"]))
-    speeds = found["cpu_gflops"]
-    faster = max(speeds, key=lambda dtype: speeds[dtype])
-    print(
-        f"processor: {', '.join(found['instructions'])}; matrix products: {speeds['bfloat16']} GFLOP/s in bfloat16, "
-        f"{speeds['float32']} in float32, so --dtype {faster} is likely faster on it"
-    )
     print("optional parts:")
     for name, purpose in OPTIONAL.items():
         print(f"  {name:<18} {found['optional'][name] or 'not installed'}: {purpose}")
@@ -104,8 +96,6 @@ def findings() -> dict[str, Any]:
             devices.append(f"cuda:{index} ({torch.cuda.get_device_name(index)}, {memory:.0f} GiB)")
     if torch.backends.mps.is_available():
         devices.append("mps")
-    # torch.cpu.get_capabilities() is younger than the lowest torch
-    extensions = {"AVX512-BF16": torch.cpu._is_avx512_bf16_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
     free = shutil.disk_usage(os.getcwd()).free / 2**30
     if free < 1:
         problems.append(f"only {free:.1f} GiB free on the disk of the current folder")
@@ -115,8 +105,6 @@ def findings() -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": versions,
         "devices": devices,
-        "instructions": [torch.backends.cpu.get_cpu_capability(), *(name for name, has in extensions.items() if has)],
-        "cpu_gflops": cpu_gflops(),
         "optional": {name: _version(name) for name in OPTIONAL},
         "sandbox": [tier for tier in TIERS if probe(tier) is None],
         "sandbox_problem": probe("bubblewrap"),
@@ -124,23 +112,6 @@ def findings() -> dict[str, Any]:
         "offline": os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"),
         "problems": problems,
     }
-
-
-def cpu_gflops(size: int = 768, rounds: int = 7) -> dict[str, int]:
-    """10⁹ operations a second in square matrix products, by dtype; instruction sets alone do not tell which is faster.
-
-    The dtypes take turns, and a median passes over what else the machine does.
-    """
-    import torch
-
-    pairs = {name: torch.randn(2, size, size).to(getattr(torch, name)) for name in ("float32", "bfloat16")}
-    seconds: dict[str, list[float]] = {name: [] for name in pairs}
-    for _ in range(rounds):
-        for name, (left, right) in pairs.items():
-            began = time.perf_counter()
-            left @ right.T
-            seconds[name].append(time.perf_counter() - began)
-    return {name: max(1, round(2e-9 * size**3 / statistics.median(taken))) for name, taken in seconds.items()}
 
 
 def _version(name: str) -> str | None:

@@ -59,12 +59,8 @@ COMMAND = Command(
     needs=("model", "out"),
     examples=(
         "loragate eval --model gated --suite math --out runs/math",
-        "loragate eval --model gated --tasks math500 --data math500=test.jsonl --limit 100 --samples 4 --out runs/quick",
-        "loragate eval --model gated --suite math --out runs/math --resume",
+        "loragate eval --model gated --tasks math500 --data math500=test.jsonl --limit 100 --out runs/quick",
         "loragate eval --sweep runs/grid --suite math --engine vllm --out runs/grid-math",
     ),
-    common=(
-        "suite tasks data limit samples temperature max_new_tokens "
-        "seed controls sweep engine batch_size base device resume"
-    ),
+    common="suite tasks data limit samples temperature max_new_tokens seed controls sweep engine batch_size base resume",
 )

@@ -84,20 +84,20 @@ def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float
     with display.job("loading the model"):
         loaded = load_inputs(options, options.model, options.engine)
     if loaded.note:
-        out.print(loaded.note, markup=False)
+        out.print(loaded.note)
     with display.job("reading the questions"):
         session = Session(request, tasks, loaded)
     evaluation = session.side_by_side(controls, constants)
     if note := session.sampling_note:
-        out.print(note, markup=False)
+        out.print(note)
     rows = ", ".join(variant.label for variant in evaluation.variants)
     begin(options, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
     if controls == "full":
         for line in trained_controls(loaded):
-            out.print(line, markup=False)
+            out.print(line)
     record = sample(session, evaluation, out, display)
     show(out, request.out / "results", record)
-    out.print(next_line(request.out, record), markup=False)
+    out.print(next_line(request.out, record))
     return 0
 
 
@@ -126,21 +126,21 @@ def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
                 draw(folder / f"{name}_{suite}.{suffix}")
         for view in read_selection(maps):
             out.print(selection_table(view))
-            out.print(view.sentence(), markup=False)
+            out.print(view.sentence())
     took = duration(record.seconds)
-    out.print(f"written to {folder / 'results.json'}, .md, cells_*.json and heatmap_*.png in {took}", markup=False)
-    out.print(f"next: loragate report {folder} --figures {folder}/figures", markup=False)
+    out.print(f"written to {folder / 'results.json'}, .md, cells_*.json and heatmap_*.png in {took}")
+    out.print(f"next: loragate report {folder} --figures {folder}/figures")
     return 0
 
 
 def begin(options: EvaluationInputs, evaluation: Evaluation, out: Console, rows: str) -> None:
     """Say what a reader should know, write down what is being run, and say which rows come."""
     for warning in evaluation.warnings:
-        out.print(f"warning: {warning}", markup=False)
-    out.print(describe(evaluation.canary), markup=False)
+        out.print(f"warning: {warning}")
+    out.print(describe(evaluation.canary))
     evaluation.begin(options.resume)
     write_text(evaluation.folder / "config.yaml", resolved_yaml(options))
-    out.print(rows, markup=False)
+    out.print(rows)
 
 
 def sample(
@@ -152,7 +152,7 @@ def sample(
             return session.run(evaluation, counted(job, "sampling"), engine_for)
     except KeyboardInterrupt:
         where = evaluation.folder
-        out.print(f"stopped; every answer so far is in {where}. The same command with --resume goes on", markup=False)
+        out.print(f"stopped; every answer so far is in {where}. The same command with --resume goes on")
         raise
 
 
@@ -163,8 +163,8 @@ def show(out: Console, place: Path, record: EvaluationRecord) -> None:
     for table in score_tables(plain):
         out.print(table)
         out.print()
-    out.print(caption(plain), markup=False)
-    out.print(f"written to {place}.json and .md in {duration(record.seconds)}", markup=False)
+    out.print(caption(plain))
+    out.print(f"written to {place}.json and .md in {duration(record.seconds)}")
 
 
 def next_line(folder: Path, record: EvaluationRecord) -> str:
@@ -186,7 +186,7 @@ class Shown(DiagnosticContext):
         self.options, self.display, self.out = options, Display(), console()
 
     def say(self, line: str) -> None:
-        self.out.print(line, markup=False)
+        self.out.print(line)
 
     @contextmanager
     def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress]:
@@ -203,8 +203,8 @@ class Shown(DiagnosticContext):
         return record
 
 
-def diagnose(what: str, options: EvaluationInputs, settings: DiagnoseSettings) -> str:
-    """Take one of the `LOOKS`, and print its tables and its conclusion; what was looked at: "base", "adapter" or "gated"."""
+def diagnose(what: str, options: EvaluationInputs, settings: DiagnoseSettings) -> None:
+    """Take one of the `LOOKS`, and print its tables and its conclusion."""
     context, folder = Shown(options), Path(options.out)
     record = LOOKS[what](context, settings)
     if what == "tokens":
@@ -217,4 +217,3 @@ def diagnose(what: str, options: EvaluationInputs, settings: DiagnoseSettings) -
         for line in record.conclusion:
             context.say(f"• {line}")
         context.say(f"written to {folder / what}.json in {duration(time.monotonic() - context.began)}")
-    return context.loaded.kind

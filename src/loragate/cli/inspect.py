@@ -53,16 +53,15 @@ def run(options: InspectOptions) -> int:
 
 def _print(found: dict[str, Any], hopeless: bool) -> None:
     out, gates, cost = console(), found.get("gates"), found.get("cost")
-    out.print(f"adapter {found['adapter']} (r {found['rank']}, α {found['alpha']:g}) on {found['base']}", markup=False)
+    out.print(f"adapter {found['adapter']} (r {found['rank']}, α {found['alpha']:g}) on {found['base']}")
     if gates:
         off = "; they are off: the folder answers as its plain adapter" if gates["accepted"] is False else ""
         out.print(
             f"gates: {gates['modules']} modules, λ in [{gates['lower']:g}, {gates['upper']:g}], one for each "
-            f"{gates['granularity']}{off}",
-            markup=False,
+            f"{gates['granularity']}{off}"
         )
         if gates["temperature"] is not None:
-            out.print(f"recommended sampling: {at(gates['temperature'])}", markup=False)
+            out.print(f"recommended sampling: {at(gates['temperature'])}")
     for status, words in (("gate", "can be gated"), ("leave", "left at full strength"), ("refuse", "cannot be gated")):
         chosen = [module for module in found["modules"] if module["status"] == status]
         if not chosen:
@@ -70,13 +69,12 @@ def _print(found: dict[str, Any], hopeless: bool) -> None:
         # the last part of a path is what people call a kind of module: q_proj, up_proj
         kinds = Counter(module["path"].rsplit(".", 1)[-1] for module in chosen)
         listed = ", ".join(f"{name} ×{count}" for name, count in kinds.items())
-        out.print(f"  {len(chosen):>4} module{'s' if len(chosen) > 1 else ''} {words}: {listed}", markup=False)
+        out.print(f"  {len(chosen):>4} module{'s' if len(chosen) > 1 else ''} {words}: {listed}")
         for reason in sorted({module["reason"] for module in chosen if module["reason"]}):
-            out.print(f"       because {reason}", markup=False)
+            out.print(f"       because {reason}")
     if found["whole_copies"]:
         out.print(
-            f"  whole copies of {', '.join(found['whole_copies'])} (modules_to_save) come with the adapter: no gate acts on them",
-            markup=False,
+            f"  whole copies of {', '.join(found['whole_copies'])} (modules_to_save) come with the adapter: no gate acts on them"
         )
     if cost:
         out.print(
@@ -91,18 +89,17 @@ def _print(found: dict[str, Any], hopeless: bool) -> None:
     if "stops" in endings:
         ends = " ".join(endings["end_tokens"]) or "nothing"
         out.print(
-            f"endings: a turn ends with {ends}; generation {'stops' if endings['stops'] else 'does NOT stop'} there",
-            markup=False,
+            f"endings: a turn ends with {ends}; generation {'stops' if endings['stops'] else 'does NOT stop'} there"
         )
     for problem in found["problems"]:
-        out.print(f"problem: {problem}", markup=False)
+        out.print(f"problem: {problem}")
     if hopeless:
         out.print("next: this adapter cannot be gated as it is; see the reasons above")
     elif gates:
-        out.print(next_evaluation(gates["source"], "DIR"), markup=False)
+        out.print(next_evaluation(gates["source"], "DIR"))
     else:
         adapter = found["adapter"]
-        out.print(f"next: loragate calibrate --adapter {adapter} --data FILE --dev-data FILE --out DIR", markup=False)
+        out.print(f"next: loragate calibrate --adapter {adapter} --data FILE --dev-data FILE --out DIR")
 
 
 COMMAND = Command(

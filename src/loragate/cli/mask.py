@@ -80,10 +80,8 @@ def run(options: MaskOptions) -> int:
         out.print(f"{summary['rows_without_a_kept_token']} rows keep no token")
     pair = [f"{value:+.3f}" for value in (summary["influence_kept"], summary["influence_dropped"]) if value is not None]
     out.print(f"mean gain of the reference in nats per token, kept and dropped: {' and '.join(pair)}")
-    out.print(f"written to {options.out} in {duration(time.monotonic() - began)}", markup=False)
-    out.print(
-        f"next: loragate sft --model {options.model} --data {options.out} --objective mask --out adapter", markup=False
-    )
+    out.print(f"written to {options.out} in {duration(time.monotonic() - began)}")
+    out.print(f"next: loragate sft --model {options.model} --data {options.out} --objective mask --out adapter")
     return 0
 
 

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 
 Settings = TypeVar("Settings", bound="DataclassInstance")
 
+# what every training leaves to a --config file: recipes state it, people hardly ever change it
+CONFIG_ONLY = "adam_beta1 adam_beta2 max_grad_norm save_total_limit activation_offload select_seed system"
+# the same of calibrate and sweep
+GATE_CONFIG_ONLY = (
+    f"{CONFIG_ONLY} weight_decay lr_scheduler_type warmup_ratio logging_steps packing group_by_length select revision tau "
+    "init_scale detach_input gate_modules random_scale dev_batch_size retention_task sandbox trust_remote_code"
+)
+
 
 @dataclass(frozen=True)
 class OutputOptions:
@@ -55,8 +63,8 @@ class GateOptions:
         init_scale: size of the initial perturbation of the gate weights; above 0 where an upper bound is 1.
         granularity: unit that has its own λ: token (each token in each module), module (each module, whatever the
             token) or global (one λ for all).
-        detach_input: the gate reads its input without a gradient (the paper's semi-gradient); --no-detach-input gives the
-            complete gradient, a variant.
+        detach_input: the gate reads its input without a gradient (the paper's semi-gradient); false gives the complete
+            gradient, a variant.
         gate_modules: gate only these modules (names separated by commas); by default all LoRA linears.
     """
 

@@ -40,19 +40,19 @@ def run(options: RegradeOptions) -> int:
     if changes is not None:  # None where no earlier verdicts are there to compare with
         path = place.with_name(f"{place.name}-changes.jsonl")
         write_text(path, "".join(json.dumps(change, ensure_ascii=False) + "\n" for change in changes))
-        out.print(f"{len(changes)} of {count} verdicts differ from {folder / 'results.json'}", markup=False)
+        out.print(f"{len(changes)} of {count} verdicts differ from {folder / 'results.json'}")
         for change in changes[:5]:
             said = "; ".join(
                 f"{found['grader']}: {'right' if found['correct'] else found['reason']} ({found['extracted']!r:.60})"
                 for found in (change["before"], change["now"])
             )
             where = f"{change['task']} {change['question']} [{change['variant']}], gold {change['gold']!r:.60}"
-            out.print(f"  {where}: {said}", markup=False)
+            out.print(f"  {where}: {said}")
         if changes:
-            out.print(f"all of them: {path}", markup=False)
+            out.print(f"all of them: {path}")
     write_record(record, place.with_name(f"{place.name}.json"))
     show(out, place, record)
-    out.print(next_line(folder, record), markup=False)
+    out.print(next_line(folder, record))
     return 0
 
 

@@ -46,13 +46,13 @@ def run(options: ReportOptions) -> int:
     sources, out = all_sources(options.runs), console()
     if options.figures:
         for path in draw_figures(sources, Path(options.figures), overwrite=options.overwrite):
-            out.print(f"written {path}", markup=False)
+            out.print(f"written {path}")
         return 0
     text = page(sources, options.title or f"loragate report: {Path(options.runs[0]).resolve().name}")
     write_text(path, text)
     for source in sources:
-        out.print(f"• {source.kind}: {source.path}", markup=False)
-    out.print(f"{path} ({len(text.encode()) / 1e6:.2f} MB) opens in any browser, without a network", markup=False)
+        out.print(f"• {source.kind}: {source.path}")
+    out.print(f"{path} ({len(text.encode()) / 1e6:.2f} MB) opens in any browser, without a network")
     return 0
 
 

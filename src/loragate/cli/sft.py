@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import RunOptions, taken_from
+from loragate.cli.options import CONFIG_ONLY, RunOptions, taken_from
 from loragate.display import Display, console, duration, next_evaluation
 from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
 from loragate.training.settings import FineTuningSettings
@@ -62,7 +62,7 @@ def run(options: SftOptions) -> int:
     settings, encoded = training.settings, training.encoded
     show_data(out, encoded, training.tokenizer)
     if "keep_mask" in encoded[0] and "keep_mask" not in training.objective.requires:
-        out.print(f"note: the keep_mask column is not read by the objective {settings.objective}", markup=False)
+        out.print(f"note: the keep_mask column is not read by the objective {settings.objective}")
     if settings.adapter:
         warmup = (
             f"a warm-up of {100 * settings.warmup_ratio:g} % of the steps"
@@ -71,8 +71,7 @@ def run(options: SftOptions) -> int:
         )
         out.print(
             f"going on from {options.adapter}, which is only read: {'DoRA' if settings.dora else 'LoRA'}, rank {settings.rank}, "
-            f"α {settings.alpha:g}; {warmup}",
-            markup=False,
+            f"α {settings.alpha:g}; {warmup}"
         )
     with display.job("loading the model"):
         training.load()
@@ -82,8 +81,7 @@ def run(options: SftOptions) -> int:
     if options.learning_rate == FineTuningSettings.learning_rate:
         out.print(
             f"learning rate {options.learning_rate:g}, the paper's for 1.5B parameters: halve it where the loss jumps or rises, "
-            "double it where it hardly falls",
-            markup=False,
+            "double it where it hardly falls"
         )
     with display.job(f"training ({settings.objective})", unit="step") as job:
         result = training.train(
@@ -100,7 +98,7 @@ def run(options: SftOptions) -> int:
             f"next: loragate calibrate --adapter {folder} --data {options.data} --dev-data FILE --out {folder}-gated"
         )
         # a DoRA adapter cannot be gated
-        out.print(next_evaluation(folder, f"runs/{folder.name}") if settings.dora else gating, markup=False)
+        out.print(next_evaluation(folder, f"runs/{folder.name}") if settings.dora else gating)
     return 0
 
 
@@ -115,7 +113,8 @@ COMMAND = Command(
         "loragate sft --model path/to/base --adapter adapter --data gate-rows.jsonl --out adapter-longer",
     ),
     common=(
-        "objective adapter target_modules rank alpha learning_rate epochs "
-        "batch_size per_device_train_batch_size max_rows max_length precision seed resume overwrite"
+        "objective adapter target_modules rank alpha learning_rate num_train_epochs batch_size max_rows "
+        "max_length precision seed resume"
     ),
+    config_only=CONFIG_ONLY,
 )

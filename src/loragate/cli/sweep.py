@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.calibrate import AdapterOptions
-from loragate.cli.options import taken_from
+from loragate.cli.options import GATE_CONFIG_ONLY, taken_from
 from loragate.display import Display, console, next_evaluation
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
@@ -83,7 +83,7 @@ def run(options: SweepOptions) -> int:
         options.runner, options.workers, options.cpus_per_trial, options.gpus_per_trial, options.device
     )
     folder, out, display = Path(options.out), console(), Display()
-    out.print(f"{len(trials)} trials, {where}", markup=False)
+    out.print(f"{len(trials)} trials, {where}")
     ended = {"finished": 0, "failed": 0}
     with display.job("trials and dev set") as job:
 
@@ -102,25 +102,23 @@ def run(options: SweepOptions) -> int:
             how = {"resume": options.resume, "runner": runner, "on_trial": on_trial, "on_event": on_event}
             swept = run_sweep(sweep, trials, folder, **how)  # type: ignore[arg-type]
         except KeyboardInterrupt:
-            out.print(f"stopped; the same command with --resume goes on in {folder}", markup=False)
+            out.print(f"stopped; the same command with --resume goes on in {folder}")
             raise
     write_text(folder / "config.yaml", resolved_yaml(options))
     for name, why in list(swept.failures.items())[:3]:
-        out.print(f"failed: {name}: {why}", markup=False)
+        out.print(f"failed: {name}: {why}")
     raise_failures(swept, len(trials))
     if swept.selection is None:
-        out.print(
-            "nothing was chosen, as there was no --dev-data; every trial's gates are in trials/*/gated", markup=False
-        )
-        out.print(f"next: loragate eval --sweep {folder} --suite math --engine vllm --out {folder}-eval", markup=False)
+        out.print("nothing was chosen, as there was no --dev-data; every trial's gates are in trials/*/gated")
+        out.print(f"next: loragate eval --sweep {folder} --suite math --engine vllm --out {folder}-eval")
         return 0
     maps = write_selection(swept.selection, folder)
     for view in read_selection(swept.selection):
-        out.print(view.sentence(), markup=False)
+        out.print(view.sentence())
         out.print(selection_table(view))
     drawn = " and heatmap*.png" if maps else ""
-    out.print(f"written to {folder}: best/, selection.json, .md{drawn}", markup=False)
-    out.print(next_evaluation(folder / "best", "runs/best"), markup=False)
+    out.print(f"written to {folder}: best/, selection.json, .md{drawn}")
+    out.print(next_evaluation(folder / "best", "runs/best"))
     return 0
 
 
@@ -130,15 +128,10 @@ COMMAND = Command(
     run=run,
     needs=("adapter", "data", "out"),
     examples=(
-        'loragate sweep --adapter path/to/adapter --data train.jsonl --ranges="-3,1;0,1;-6,3" --dev-data dev.jsonl '
-        "--out runs/sweep",
-        "loragate sweep --adapter path/to/adapter --data train.jsonl --ranges grid --seeds 0,1,2 --dev-data dev.jsonl "
-        "--gpus-per-trial 0.5 --out runs/grid",
-        "loragate sweep --adapter path/to/adapter --data train.jsonl --ranges grid --seeds 0,1,2 --dev-data dev.jsonl "
-        "--gpus-per-trial 0.5 --out runs/grid --resume",
+        'loragate sweep --adapter adapter --data train.jsonl --ranges="-3,1;0,1" --dev-data dev.jsonl --out few',
+        "loragate sweep --adapter adapter --data train.jsonl --ranges grid --dev-data dev.jsonl --out runs/grid",
+        "loragate sweep --config grid.yaml --seeds 0,1,2 --gpus-per-trial 0.5 --resume",
     ),
-    common=(
-        "ranges seeds objectives dev_data dev_task dev_grader retention_data learning_rate "
-        "num_train_epochs batch_size per_device_train_batch_size runner workers resume"
-    ),
+    common=("ranges seeds objectives dev_data dev_task retention_data learning_rate batch_size runner workers resume"),
+    config_only=GATE_CONFIG_ONLY,
 )

@@ -28,12 +28,11 @@ def say_steps(out: Console, asked: TrainSettings, rows: int, of: str = "") -> No
     elif not asked.batch_size:
         set_by = "--batch-size" if asked.num_train_epochs else "--batch-size and --num-train-epochs"
         text += f" (chosen for about {STEPS} steps or more; {set_by} change it)"
-    out.print(text, markup=False)
+    out.print(text)
     if steps < FEW_STEPS:
         out.print(
             f"note: fewer than {FEW_STEPS} steps hardly change a model; more examples, more --num-train-epochs or a smaller "
-            "--batch-size help",
-            markup=False,
+            "--batch-size help"
         )
 
 
@@ -71,7 +70,7 @@ def show_data(out: Console, encoded: EncodedRows, tokenizer: Any) -> None:
 def warn_about_endings(out: Console, tokenizer: Any, encoded: EncodedRows, base: Any) -> None:
     """Say so if trained turns end where generation would not stop."""
     for problem in ending_health(tokenizer, list(encoded), base.generation_config).problems:
-        out.print(f"warning: {problem}", markup=False)
+        out.print(f"warning: {problem}")
 
 
 def keep_configuration(options: RunOptions, folder: Path) -> None:

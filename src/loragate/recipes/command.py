@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from loragate import recipes
 from loragate.cli.arguments import Command, flag_of
 from loragate.display import console
@@ -89,6 +87,8 @@ def run(options: RecipesOptions) -> int:
 
 def changes(texts: tuple[str, ...]) -> dict[str, Any]:
     """{key: value} of --set key=value; the value is read as YAML, and an empty one leaves the option to the command."""
+    import yaml  # not at the top: `--help` does without it
+
     found = {}
     for text in texts:
         key, sign, value = text.partition("=")

@@ -15,8 +15,8 @@ class DevSettings:
     """How the questions that choose are asked and judged.
 
     Attributes:
-        dev_task: task (name or file) whose prompt, columns and grader the dev set has.
-        dev_grader: how answers are judged without a task: default (math), math_verify, dft, choice, exact, boxed or tiny.
+        dev_task: task (name or file) whose prompt, columns and grader it has.
+        dev_grader: grader without a task: default (math), math_verify, dft, choice, exact, boxed, tiny.
         dev_samples: samples per question where a variant is sampled at a temperature above 0.
         dev_max_new_tokens: token limit of an answer; 0 takes what the training examples' answers need.
         dev_batch_size: sequences generated at a time.

@@ -18,7 +18,6 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 from loragate.data import Collator, EncodedRows, Rows, load_rows
-from loragate.effects import require_effect
 from loragate.errors import ConfigError, DataError, TrainingError
 from loragate.losses.causal_head import causal_model
 from loragate.losses.head import IGNORED
@@ -37,10 +36,8 @@ def read_rows(asked: RowsSettings, max_rows: int, seed: int | None = None) -> Ro
         seed: of the shuffle where `select_seed` names none; None leaves that subset to the caller.
 
     Raises:
-        ConfigError: for a select_seed without effect.
         DataError: for data that cannot be read.
     """
-    require_effect("rows", asked, flags=True, max_rows=max_rows)
     first = max_rows if asked.select == "first" else 0
     rows = load_rows(asked.data, split=asked.split or None, revision=asked.revision or None, limit=first or None)
     chosen_by = seed if asked.select_seed is None else asked.select_seed

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from annotated_types import Ge, Len, Lt
 
-from loragate.effects import acting, require_effect
 from loragate.errors import ConfigError
 from loragate.validate import Amount, Count, Positive, Size, check
 
@@ -23,6 +22,21 @@ GATE_OBJECTIVES: tuple[str, ...] = get_args(GateObjective)
 
 # the paper's batch, its 157 steps rounded, and the smallest batch that is taken in order to have them
 BATCH, STEPS, SMALLEST = 128, 150, 8
+
+# what random gates, which nothing trains, do not read
+OF_TRAINING = (
+    *(
+        "learning_rate",
+        "batch_size",
+        "per_device_train_batch_size",
+        "num_train_epochs",
+        "max_steps",
+        "lr_scheduler_type",
+    ),
+    *("warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "precision", "packing"),
+    *("group_by_length", "gradient_checkpointing", "activation_offload", "logging_steps", "save_steps"),
+    *("save_total_limit", "report_to"),
+)
 
 # they change no number, so that a resumed run may have others
 _UNRECORDED = ("save_total_limit",)
@@ -41,8 +55,8 @@ class RowsSettings:
         data: prompts and responses: .jsonl, .json, .parquet or a hub id; any chat format.
         split: split of a hub data set.
         revision: branch, tag or commit of a hub data set.
-        select: which rows --max-rows takes: the first ones, or a subset drawn with a seed.
-        select_seed: seed of the shuffled subset; by default --seed.
+        select: which rows max_rows takes: the first ones, or a subset drawn with a seed.
+        select_seed: seed of the shuffled subset; by default seed.
     """
 
     data: str = ""
@@ -77,9 +91,9 @@ class TrainSettings:
 
     Attributes:
         learning_rate: peak learning rate of AdamW.
-        batch_size: sequences per optimiser step, over all processes; 0: 128, or fewer for about 150 steps.
+        batch_size: sequences per optimiser step; 0: 128, or fewer for about 150 steps.
         per_device_train_batch_size: sequences per forward pass and process.
-        num_train_epochs: passes over the rows, unless max_steps is set; 0: one, or more for about 150 steps.
+        num_train_epochs: passes over the rows; 0: one, or more for about 150 steps.
         max_steps: optimiser steps, 0 to follow from epochs.
         max_length: token limit of a row; longer rows are cut on the right.
         lr_scheduler_type: how the learning rate falls.
@@ -210,7 +224,7 @@ class GateTrainingSettings(TrainSettings):
 
     Attributes:
         k: support of the entropy objective; 0, or at least the vocabulary size, means the full entropy.
-        max_rows: use at most this many rows after a seeded shuffle (0: all).
+        max_rows: at most this many rows after a seeded shuffle (0: all).
         objective: entropy is the paper's and ce its ablation; random, a control, draws gates and trains nothing.
         random_scale: standard deviation of the gate weights and biases that random draws.
     """
@@ -227,9 +241,9 @@ class GateTrainingSettings(TrainSettings):
         super().__post_init__()
         if self.k == 1:
             raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
-        require_effect("calibration", self)
 
     def as_record(self) -> dict[str, Any]:
         """The settings that the objective reads, for run.json and the artifact."""
-        names = acting("calibration", (field.name for field in fields(self)), objective=self.objective)
-        return recorded({name: getattr(self, name) for name in names})
+        # drawn at random: the settings of a training are kept out, as none took place
+        unread = ("random_scale",) if self.objective != "random" else OF_TRAINING
+        return recorded({field.name: getattr(self, field.name) for field in fields(self) if field.name not in unread})
