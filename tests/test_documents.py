@@ -84,7 +84,7 @@ def command(name):
 
 @functools.cache
 def flags_of(name):
-    arguments = build_app([command(name)])[name].assemble_argument_collection()
+    arguments = build_app(command(name))[name].assemble_argument_collection()
     return {"--help", "-h", "--help-all"} | {
         flag for found in arguments for flag in found.names if flag.startswith("-")
     }
@@ -130,8 +130,8 @@ def in_a_folder_with_configs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (example,) = [fence.text for fence in fences(DOCS / "data.md") if fence.language == "yaml"]
     Path("calibrate.yaml").write_text(example, encoding="utf-8")
-    for name in ("sft.yaml", "wide.yaml"):
-        Path(name).write_text("seed: 1\n")
+    for name in ("sft.yaml", "wide.yaml", "grid.yaml"):
+        Path(name).write_text("max_rows: 100\n")
     return tmp_path
 
 
@@ -221,7 +221,7 @@ PAGES_WITH_PYTHON = [path for path in DOCUMENTS if any(fence.language == "python
 
 @pytest.mark.parametrize("path", PAGES_WITH_PYTHON, ids=lambda path: path.name)
 def test_python_snippets_run(path, tmp_path, monkeypatch):
-    problem = probe_sandbox("bubblewrap") if path.name == "sandbox.md" else None
+    problem = probe_sandbox("bubblewrap") if path.name == "tasks.md" else None
     if problem:
         pytest.skip(f"bubblewrap: {problem}")
     monkeypatch.chdir(tmp_path)
