@@ -230,7 +230,8 @@ def test_python_snippets_run(path, tmp_path, monkeypatch):
     write_adapter("path/to/adapter", "path/to/base")
     Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(24)))
     namespace = {"__name__": "snippet"}
-    for fence in (fence for fence in fences(path) if fence.language == "python"):
+    # the snippets of the walk need what its commands make, and run there
+    for fence in (fence for fence in fences(path) if fence.language == "python" and fence.comment != "walk"):
         reason = re.match(r"not run:(.*)", fence.comment)
         assert reason is None or len(reason[1].split()) >= 3, f"{path.name}:{fence.line}: say why it is not run"
         code = compile(fence.text, f"{path.name}:{fence.line}", "exec")
