@@ -93,7 +93,6 @@ def test_inspect(place, tmp_path, capsys, fails):
     run("inspect", place / "adapter")
     text = capsys.readouterr().out
     assert "14 modules can be gated" in text
-    assert "next: loragate calibrate" in text
     head = adapter_in(tmp_path / "head", place, target_modules=["q_proj", "lm_head"])
     assert main(["inspect", str(head)]) == 1
     said = " ".join(capsys.readouterr().out.split())
@@ -268,13 +267,13 @@ def test_quickstart(tmp_path, capsys):
     run("quickstart", "--out", out, "--questions", 10, "--samples", 2, "--ranges=-3,1", "--controls", "full")
     assert "next: loragate generate" in capsys.readouterr().out
     record = read_record(out / "results.json")
-    names = [row.name for row in record.results if row.task == "tiny"]
+    names = [row.label for row in record.results if row.task == "tiny"]
     assert names[:6] == ["adapter", "base", "adapter T=0.6", "adapter T=0.3", "adapter greedy", names[5]]
     assert names[5].startswith("adapter λ=")
     assert names[6:12] == [f"adapter {DFT}", *(f"{acts} {name}" for name, acts in CONTROLS.items())]
     assert names[12:16] == ["gated", "gated T=0.6", "gated T=0.3", "gated greedy"]
     assert names[16:] == [f"gated [-3,1] {name}" for name in ("noreverse", "noextrapolate", "unit")]
-    assert [row.name for row in record.results if row.task == "tiny_retention"] == names
+    assert [row.label for row in record.results if row.task == "tiny_retention"] == names
     assert not any("not run" in line for line in record.warnings)
     selection = json.loads((out / "gated" / "gate_config.json").read_text())["selection"]
     assert selection["recommendation"]["label"] in {row["label"] for row in selection["variants"]}

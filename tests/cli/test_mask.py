@@ -75,16 +75,6 @@ def test_the_global_mask_is_its_definition(place, tmp_path, reference, capsys):
     assert not (tmp_path / "m.jsonl.partial").exists()
 
 
-def test_row_scope_and_cut_rows(place, tmp_path, capsys):
-    assert mask(place, tmp_path / "m.jsonl", "--scope", "row", "--max-length", "9") == 0
-    assert "beyond --max-length and are not kept" in capsys.readouterr().out
-    whole = gains(place, "adapter")
-    for row, values in zip(read(tmp_path / "m.jsonl"), whole, strict=True):
-        assert len(row["keep_mask"]) == len(values)
-    kept = sum(sum(row["keep_mask"]) for row in read(tmp_path / "m.jsonl"))
-    assert 0 < kept < 0.6 * sum(map(len, whole))
-
-
 @pytest.mark.parametrize("objective", ["mask", "forgetting"])
 def test_sft_reads_what_mask_wrote(place, tmp_path, capsys, fails, objective):
     assert mask(place, tmp_path / "m.jsonl") == 0
@@ -130,8 +120,6 @@ def test_what_cannot_work_is_refused(place, tmp_path, fails):
     assert "the base itself" in fails(*common, "--reference", place / "base", *out)
     assert "ends in .jsonl" in fails(*good, "--out", tmp_path / "m.parquet")
     assert "share of the tokens" in fails(*good, *out, "--keep", "1.5")
-    assert 'Did you mean "row"?' in fails(*good, *out, "--scope", "rows")
-    assert "does not exist" in fails(*common, "--reference", tmp_path / "nothing", *out)
     shutil.copytree(place / "tuned", tmp_path / "other")
     words = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
     vocabulary = words["model"]["vocab"]
@@ -148,5 +136,10 @@ def test_what_cannot_work_is_refused(place, tmp_path, fails):
     assert not (tmp_path / "m.jsonl.partial").exists(), "nothing was scored"
     assert mask(place, tmp_path / "m.jsonl") == 0
     assert "exists already" in fails(*good, *out)
+    run(*good, "--out", tmp_path / "rows.jsonl", "--scope", "row", "--max-length", "9")
+    whole = gains(place, "adapter")
+    kept = [row["keep_mask"] for row in read(tmp_path / "rows.jsonl")]
+    assert [len(bits) for bits in kept] == [len(values) for values in whole], "tokens beyond the limit are not kept"
+    assert 0 < sum(map(sum, kept)) < 0.6 * sum(map(len, whole))
     again = [*common[:-1], tmp_path / "m.jsonl", *reference, "--out", tmp_path / "n.jsonl"]
     assert "carry a keep_mask already" in fails(*again, status=1)
