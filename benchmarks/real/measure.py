@@ -38,7 +38,7 @@ from loragate.files import held, write_atomically
 from loragate.gates import draw_gates, gate_parameters, sizes_of
 from loragate.gates.control import constant_gate
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from loragate.models import Loaded, Loading, open_model, resolve
+from loragate.models import Loaded, Loading, open_base, open_model, open_tokenizer, resolve
 from loragate.records import package_versions
 
 HERE = Path(__file__).parent
@@ -508,9 +508,12 @@ def fetched_base(out: Path, name: str | None = None) -> Path:
         else:
             gguf = out / real_model.GGUF
             real_model.fetch(out)
-        run(["convert-base", str(gguf), "--out", str(folder)])
+        source, how = resolve(gguf), Loading(dtype="bfloat16", device="cpu")  # as a plain folder, which loads sooner
+        tokenizer = open_tokenizer(source, how)
         if name == "gemma":
-            (folder / "chat_template.jinja").write_text(TURNS, encoding="utf-8")
+            tokenizer.chat_template = TURNS
+        open_base(source.base, how).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -49,7 +49,8 @@ def made_on(found: dict[str, Any]) -> str:
     """One line on the machine of a result; the file has the versions."""
     machine = found["machine"]
     kind = "A quick run, to be replaced" if found.get("quick") else "Measured"
-    return f"\n{kind} on {machine['cores']} {machine['architecture']} cores ({machine['instructions']}), {found['repeats']} repeats."
+    place = f"{machine['cores']} {machine['architecture']} cores ({machine['instructions']})"
+    return f"\n{kind} on {place}, {found['repeats']} repeats."
 
 
 def step(found: dict[str, Any]) -> str:
@@ -73,7 +74,9 @@ def step_targets(found: dict[str, Any]) -> str:
         what, _, against = row["figure"].rsplit(", MLP ", 1)[0].partition(" to ")
         cells = lines.setdefault(against, {}).setdefault(what, [f"{row['target']}:"])
         cells.append(f"{row['measured']:g}" if row["met"] else f"**{row['measured']:g}**")
-    rows = [[against, *(f"{cells[0]} {', '.join(cells[1:])}" for cells in line.values())] for against, line in lines.items()]
+    rows = [
+        [against, *(f"{cells[0]} {', '.join(cells[1:])}" for cells in line.values())] for against, line in lines.items()
+    ]
     return table(["loragate's step to", "FLOPs", "saved activations", "time"], rows)
 
 
@@ -112,7 +115,9 @@ def targets_by(found: dict[str, Any], row: int, column: int) -> str:
     cells: dict[str, dict[str, str]] = {}
     for one in found["targets"]:
         parts = one["figure"].split(", ")
-        cells.setdefault(parts[row], {})[parts[column]] = f"{one['measured']:.3g}" if one["met"] else f"**{one['measured']:.3g}**"
+        cells.setdefault(parts[row], {})[parts[column]] = (
+            f"{one['measured']:.3g}" if one["met"] else f"**{one['measured']:.3g}**"
+        )
     heads = dict.fromkeys(name for line in cells.values() for name in line)
     rows = [[name, *(line.get(head, "") for head in heads)] for name, line in cells.items()]
     figure, target = found["targets"][0]["figure"].split(", ")[0], found["targets"][0]["target"]

@@ -61,10 +61,8 @@ def measure(shape: Shape) -> dict[str, Any]:
 
 def main() -> None:
     parser = options(__doc__, "true_shapes")
-    parser.add_argument("--sequence", type=int, nargs="+", default=[512, 2048, 4096])
+    parser.add_argument("--sequence", type=int, nargs="+", default=[JUDGED])
     chosen = begin(parser)
-    if chosen.quick:
-        chosen.sequence = [JUDGED]
     cases, judged = [], []
     print(f"{'':<16}{'tokens':>7}{'TFLOP':>9}{'to floor':>10}{'to LoRA':>9}")
     for name, shape in list(SHAPES.items())[: 1 if chosen.quick else None]:
