@@ -8,7 +8,7 @@ from loragate.analysis import context as room
 from loragate.analysis.context import DiagnosticContext
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.errors import ConfigError
-from loragate.evaluation.session import Request
+from loragate.evaluation.prepared import Request
 from loragate.evaluation.settings import TaskSettings
 
 

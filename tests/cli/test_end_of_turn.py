@@ -134,13 +134,13 @@ def require_the_same_of_its_evaluation(place, tmp_path, monkeypatch, drawn):
     assert told["end_of_turn"] == {"token_ids": [TURN_END]}
     given = []
 
-    def engines(request, tasks, loaded):
+    def prepare(request, tasks, loaded):
         given.append(loaded.stop_token_ids)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("loragate.evaluation.session.require_vllm", lambda: None)
+    monkeypatch.setattr("loragate.evaluation.prepared.require_vllm", lambda: None)
     monkeypatch.setattr("loragate.cli.evaluating.load_inputs", lambda *_: SimpleNamespace(model=None))
-    monkeypatch.setattr("loragate.cli.evaluating.Session", engines)
+    monkeypatch.setattr("loragate.evaluation.prepared.Request.prepare", prepare)
     assert main([*map(str, words), str(tmp_path / "vllm"), "--engine", "vllm"]) == 2
     assert given == [(EOS, TURN_END)]
 

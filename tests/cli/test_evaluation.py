@@ -79,9 +79,9 @@ def run(place, model, out, *more, tasks=None):
 
 
 def test_rows_of_each_kind():
-    assert [v.name for v in variants_for("base")] == ["base"]
-    assert [v.name for v in variants_for("adapter", "none")] == ["adapter", "base"]
-    names = [v.name for v in variants_for("gated", "cheap", [-0.5, 0.5, 0.5])]  # one row per name
+    assert [v.label for v in variants_for("base")] == ["base"]
+    assert [v.label for v in variants_for("adapter", "none")] == ["adapter", "base"]
+    names = [v.label for v in variants_for("gated", "cheap", [-0.5, 0.5, 0.5])]  # one row per name
     expected = ["adapter", "base", "gated", "adapter T=0.6", "adapter T=0.3", "adapter greedy"]
     assert names == [*expected, "gated T=0.6", "gated T=0.3", "gated greedy", "adapter λ=-0.5", "adapter λ=0.5"]
     with pytest.raises(lg.errors.ConfigError, match="λ = 0 is the base"):
@@ -101,7 +101,7 @@ def test_the_row_of_the_base_is_said_to_keep_trained_biases(place, tmp_path, cap
         flags = ("--controls", "none", "--limit", "2", "--samples", "1")
         capsys.readouterr()
         assert run(place, tmp_path / name, tmp_path / f"eval-{name}", *flags) == 0
-        warned = "the row of the base has them too" in " ".join(capsys.readouterr().out.split())
+        warned = "the base has them too" in " ".join(capsys.readouterr().out.split())
         assert warned == (name == "lora_only")
         (result,) = read_record(tmp_path / f"eval-{name}" / "results.json").warnings or ("",)
         assert ("biases" in result) == (name == "lora_only")
@@ -159,7 +159,7 @@ def test_all_rows_side_by_side(place, tmp_path, capsys):
     for words in ("canary: the adapter moves logits by", "adapter T=0.6", "95 % intervals", "next: loragate"):
         assert words in " ".join(text.split()), words
     record = read_record(tmp_path / "run" / "results.json")
-    names = [row.name for row in record.results]
+    names = [row.label for row in record.results]
     cooler = [f"{acts} {how}" for acts in ("adapter", "gated") for how in ("T=0.6", "T=0.3", "greedy")]
     assert names == ["adapter", "base", "gated", *cooler, "adapter λ=0.5"]
     for how in ("T=0.6", "T=0.3", "greedy"):  # best against best: the gates meet the adapter at their own temperature
@@ -196,7 +196,7 @@ def test_a_dora_adapter_is_scored_and_says_which_controls_it_cannot_have(place, 
     assert run(place, dora, out, "--controls", "full", "--samples", "2", "--limit", "3") == 0
     record = read_record(out / "results.json")
     assert record.left_out == {"adapter λ=0.5": "DoRA"}
-    assert "adapter λ=0.5" not in {row.name for row in record.results}
+    assert "adapter λ=0.5" not in {row.label for row in record.results}
     assert record.find("words", "adapter", "greedy")
     assert "| adapter λ=0.5, not applicable: DoRA | – |" in (out / "results.md").read_text()
     shown = capsys.readouterr().out
@@ -283,7 +283,7 @@ def drawn(folder):
 def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch):
     """The executor is this process; that Ray deals out the same is the engine's own test."""
     assert run(place, "gated", tmp_path / "one") == 0
-    monkeypatch.setattr("loragate.evaluation.session.require_ray", lambda: None)
+    monkeypatch.setattr("loragate.evaluation.prepared.require_ray", lambda: None)
 
     def here(self, prompts, config, parts):
         engines = [self.make_engine() for _ in range(self.shards)]
@@ -310,7 +310,7 @@ def whole(place, tmp_path_factory):
 def require_same(folder, whole):
     rows, expected = (read_record(place / "results.json").results for place in (folder, whole))
     for left, right in zip(rows, expected, strict=True):
-        assert (left.name, left.question_scores, left.reasons) == (right.name, right.question_scores, right.reasons)
+        assert (left.label, left.question_scores, left.reasons) == (right.label, right.question_scores, right.reasons)
         assert left.entropy == pytest.approx(right.entropy, rel=1e-5)
 
 
@@ -394,7 +394,7 @@ def interrupt(writer):
 def test_a_full_disk_and_ctrl_c_leave_a_resumable_run(place, whole, tmp_path, capsys, monkeypatch, stop, status, told):
     more = (*FEW, "--batch-size", "6")
     with monkeypatch.context() as patch:
-        patch.setattr("loragate.generation.samples.SampleWriter", stopped_after(6, stop))
+        patch.setattr("loragate.generation.engine.SampleWriter", stopped_after(6, stop))
         assert run(place, "gated", tmp_path / "run", *more) == status
     captured = capsys.readouterr()
     text = " ".join((captured.out + captured.err).split())
@@ -408,7 +408,7 @@ def test_one_evaluation_at_a_time_writes_to_a_folder(place, tmp_path, fails):
     assert run(place, "gated", tmp_path / "run", *FEW) == 0
     line = ("eval", "--model", place / "gated", "--tasks", place / "words.yaml", "--out", tmp_path / "run", *FEW)
     with held(tmp_path / "run" / "lock", 0.0, "taken"):
-        assert "another evaluation is running in" in fails(*line, "--resume", status=1)
+        assert "another run is writing to" in fails(*line, "--resume", status=1)
 
 
 def test_other_weights_in_the_same_folder_are_not_resumed(place, tmp_path, fails):
@@ -468,7 +468,6 @@ def test_one_question_one_sample(place, tmp_path, capsys):
     assert (row.avg_at_k.low, row.avg_at_k.high) == (0, 1)
     assert row.verdict == "no difference shown"
     assert set(row.pass_at_k) == {1}
-    assert "(no difference shown)" in (tmp_path / "run" / "results.md").read_text().replace("; no", " (no")
 
 
 def test_answers_are_judged_again_without_generating(whole, tmp_path, capsys):
@@ -541,7 +540,7 @@ def test_every_suite_end_to_end(place, tmp_path, capsys, fails):
     names = {task.name for task in record.tasks}
     expected = {"math500", "minerva", "olympiadbench", "aime24", "amc23", "humaneval", "humaneval_plus", "mbpp"}
     assert names == expected | {"mmlu_pro", "bbh", "openbookqa", "arithmetic", "tiny", "tiny_retention"}
-    assert {row.name for row in record.results} == {"base", "adapter", "gated"}
+    assert {row.label for row in record.results} == {"base", "adapter", "gated"}
     assert len(record.results) == 3 * len(names)
     assert record.sandbox == "bubblewrap"
     averaged = {"math": 5, "code": 3, "bbh/subsets": 4, "retention": 3}

@@ -132,7 +132,7 @@ def test_gates_are_on_record(place, tmp_path, capsys, monkeypatch, flags, gate, 
 def test_random_gates_stand_in_for_trained_ones_and_leave_them():
     from loragate.evaluation.variants import ModelVariant, acting, variants_for
 
-    assert [v.name for v in variants_for("gated", "full", [])] == [
+    assert [v.label for v in variants_for("gated", "full", [])] == [
         "adapter", "base", "gated", "gated random gates", "adapter T=0.6", "adapter T=0.3", "adapter greedy",
         "gated T=0.6", "gated T=0.3", "gated greedy",
     ]  # fmt: skip
@@ -155,11 +155,11 @@ def test_random_gates_stand_in_for_trained_ones_and_leave_them():
 
 
 def test_eval_names_the_controls_that_it_cannot_make():
-    from loragate.evaluation.session import trained_controls
+    from loragate.evaluation.engines import trained_controls
     from loragate.models import Loaded, Loading, ModelRef, ModelSource
 
     place = ModelSource(ModelRef("G"), "gated", Path("G"), ModelRef("B"))
     lines = trained_controls(Loaded(place, Loading(), None, None))
     assert len(lines) == 5
-    assert "--adapter G/adapter --data ROWS --objective entropy" in lines[-1]
+    assert "--adapter G/adapter --data EXAMPLES --objective entropy" in lines[-1]
     assert trained_controls(Loaded(replace(place, kind="base"), Loading(), None, None)) == []

@@ -9,7 +9,7 @@ import torch
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.evaluation.session import Request, Session
+from loragate.evaluation.prepared import Request
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.variants import ModelVariant, variants_for
 from loragate.gates import recommended
@@ -180,7 +180,7 @@ def test_rows_of_an_evaluation():
     ]
     assert variants_for("gated", "alone", recommended=0.0)[1:] == [ModelVariant("gated", "greedy", temperature=0.0)]
     assert variants_for("gated", "cheap", recommended=0.3) == variants_for("gated", "cheap")
-    names = [row.name for row in variants_for("adapter", "cheap", [], recommended=0.8)]
+    names = [row.label for row in variants_for("adapter", "cheap", [], recommended=0.8)]
     assert names == ["adapter", "base", "adapter T=0.6", "adapter T=0.3", "adapter greedy", "adapter T=0.8"]
 
 
@@ -198,10 +198,10 @@ def test_rows_of_an_evaluation():
 def test_what_an_evaluation_adds_and_says(place, name, asked, tasks, row, words):
     found = resolve(place / name)
     loaded = SimpleNamespace(place=found, recommended_temperature=found.recommended_temperature)
-    session = object.__new__(Session)
-    session.request = Request(str(place / name), place, TaskSettings(temperature=asked))
-    session.loaded = loaded
-    session.sampled = [SimpleNamespace(sampling=SimpleNamespace(temperature=heat)) for heat in tasks]
-    assert session.recommended == row
-    assert words in session.sampling_note
-    assert bool(words) == bool(session.sampling_note)
+    request = Request(str(place / name), place, TaskSettings(temperature=asked))
+    plain = SimpleNamespace(harness=None)
+    prepared = [SimpleNamespace(task=plain, sampling=SimpleNamespace(temperature=heat)) for heat in tasks]
+    assert request.recommended(prepared, loaded) == row
+    note = request.sampling_note(prepared, loaded)
+    assert words in note
+    assert bool(words) == bool(note)

@@ -91,11 +91,6 @@ def segments(tokenizer, messages, **kwargs):
     return [(text, response) for text, response in pieces], rewritten
 
 
-def test_turns_after_the_last_response_are_left_out(talk):
-    pieces, _ = segments(byte_level(), talk("a", "b", "and now?"))
-    assert "".join(text for text, _ in pieces) == ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>")
-
-
 def test_earlier_turns_without_reasoning_are_all_responses(talk):
     pieces, rewritten = segments(byte_level(THINKING), talk("a", "b", "c", "<think>y</think>d"))
     assert not rewritten
@@ -179,9 +174,3 @@ def test_template_hash_depends_on_the_template_only():
     assert template_hash(byte_level(CHATML)) != template_hash(byte_level(GEMMA))
     assert len(template_hash(byte_level(CHATML))) == 64
     assert template_hash(byte_level(None)) == "none"
-
-
-def test_of_several_named_templates_the_default_is_used():
-    tokenizer = byte_level(None)
-    tokenizer.chat_template = {"default": CHATML, "tool_use": GEMMA}
-    assert template_hash(tokenizer) == template_hash(byte_level(CHATML))

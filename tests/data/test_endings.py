@@ -69,13 +69,6 @@ def test_the_token_that_ends_a_turn_is_found(template, ends):
     assert not find_endings(tokenizer).texts
 
 
-def test_a_template_given_in_place_of_the_tokenizers_decides():
-    tokenizer = byte_level(CHATML)
-    tokenizer.chat_template = GEMMA
-    assert find_endings(byte_level(None)).token_ids == {0}
-    assert find_endings(tokenizer).token_ids == {0, tokenizer.convert_tokens_to_ids("<end_of_turn>")}
-
-
 def test_tokenizer_and_generation_config_count_both():
     tokenizer = byte_level(CHATML, eos="<|im_end|>")
     assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]) == [0, 2]
@@ -96,20 +89,6 @@ def test_the_share_of_rows_that_end_in_a_stop_token():
     assert report.problems[0].startswith(
         "25.0% of the rows have a last response that does not end where generation stops"
     )
-
-
-def test_plain_rows_that_stop_are_healthy_whatever_the_template_says():
-    tokenizer = byte_level(CHATML)
-    encoded = encode_rows([{"prompt": "two", "completion": " four"}], tokenizer, max_length=None)
-    report = ending_health(tokenizer, encoded)
-    assert report.problems == []
-
-
-def test_a_template_without_an_end_of_turn_is_told():
-    report = ending_health(byte_level(NO_END))
-    assert report.end_tokens == ()
-    assert len(report.problems) == 1
-    assert "writes no token after an assistant turn" in report.problems[0]
 
 
 def test_an_end_of_turn_in_ordinary_tokens_is_a_text_to_stop_at():

@@ -1,12 +1,20 @@
+"""Rows know their place, from whatever they are read; what is wrong with a file is told with its line."""
+
 from __future__ import annotations
 
+import gzip
 import hashlib
+import json
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from loragate.data.rows import Rows
-from loragate.errors import DataError
+from loragate.data.rows import Rows, load_rows
+from loragate.errors import ConfigError, DataError
 
 
 def rows_of(items):
@@ -62,3 +70,185 @@ def test_a_column_store_gives_the_same_rows_and_hashes():
     sorted_, shuffled = rows_of(items).as_record(), given.as_record()
     assert sorted_["content_sha256"] == shuffled["content_sha256"] != rows_of(items[1:]).as_record()["content_sha256"]
     assert sorted_["order_sha256"] != shuffled["order_sha256"]
+
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "ä?"}, {"role": "assistant", "content": "ö", "name": "x"}], "score": 1.0},
+    {"messages": [{"role": "user", "content": "b?"}, {"role": "assistant", "content": "b"}], "score": 2.5},
+    {"messages": [{"role": "user", "content": "c?"}, {"role": "assistant", "content": "c"}], "score": None},
+]
+
+
+def bare(rows):
+    """Rows without the nulls that a column store adds."""
+    return json.loads(json.dumps(list(rows)), object_hook=lambda item: {k: v for k, v in item.items() if v is not None})
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=2)
+    return path
+
+
+def test_every_file_format_gives_the_same_rows_and_fingerprint(write, parquet):
+    text = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    files = [
+        write("rows.jsonl", text),
+        write("rows.json", json.dumps(ROWS, indent=1)),
+        write("rows.jsonl.gz", gzip.compress(text, mtime=0)),
+        write("rows.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        parquet,
+    ]
+    loaded = [load_rows(path) for path in files] + [load_rows(ROWS), load_rows(datasets.Dataset.from_list(ROWS))]
+    assert all(bare(rows) == bare(ROWS) for rows in loaded)
+    assert len({rows.fingerprint for rows in loaded}) == 1
+
+
+def test_lines_are_counted_as_an_editor_does(write):
+    path = write("a.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": "x\\ny"}\r\n{"a": 3}')
+    rows = load_rows(str(path))
+    assert list(rows) == [{"a": 1}, {"a": "x\ny"}, {"a": 3}]
+    assert [rows.where(i) for i in range(3)] == [f"{path}:1", f"{path}:4", f"{path}:5"]
+    assert rows.source == str(path)
+
+
+def test_limit_stops_reading(write, parquet):
+    path = write("a.jsonl", b'{"a": 1}\n{"a": 2}\n\xff not even text\n')
+    assert list(load_rows(path, limit=2)) == [{"a": 1}, {"a": 2}]
+    with pytest.raises(DataError):
+        load_rows(path, limit=3)
+    assert len(load_rows(parquet, limit=2)) == 2
+    assert len(load_rows(ROWS, limit=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "a.jsonl is empty: expected at least one row"),
+        (
+            "a.jsonl",
+            b'{"a": 1}\n\n{"a": 1,, "b"}\n',
+            r"a.jsonl:3: malformed JSON at column 9: .*, near '\{\"a\": 1,, \"b\"\}'",
+        ),
+        ("a.jsonl", b'{"a": 1}\n[1, 2]\n', r"a.jsonl:2: found '\[1, 2\]', expected one JSON object per line"),
+        ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', r"a.jsonl:2: byte 8 of the line is b'\\xff', which is not UTF-8"),
+        ("a.jsonl", '{"a": 1}'.encode("utf-16"), "a.jsonl is UTF-16; save it as UTF-8"),
+        ("a.jsonl", b'{"a": ' + b"[" * 200_000, "a.jsonl:1: JSON that cannot be read: .*recursion"),
+        ("a.jsonl", b'{"\x1b[31m": 1\n', r"a.jsonl:1: malformed JSON at column 3: .*near '\{\"\\x1b\[31m\": 1'"),
+        ("a.json", b'[\n{"a": 1},\n{"a": tru}\n]', r"a.json:3: malformed JSON at column 7: .*near '\{\"a\": tru\}'"),
+        (
+            "a.json",
+            b'{"rows": [], "n": 0}',
+            "a.json: found an object with the keys rows, n, expected an array of objects",
+        ),
+        ("a.json", b'{"a": 1}\n{"a": 2}\n', "a.json:2: malformed JSON.*looks like JSON lines: name it .jsonl"),
+        ("a.json", b'[{"a":\n "\xe9"}]', r"a.json:2: byte 3 of the line is b'\\xe9', which is not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "a.jsonl.gz cannot be read: .*complete"),
+        ("a.parquet", b"PAR1 but not really", "a.parquet is not a readable parquet file"),
+        ("a.csv", b"a,b", r"found .*a.csv with the ending .csv; expected .jsonl"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told_with_its_place(write, name, content, message):
+    path = write(name, content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_rows(path)
+    assert str(path) in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_missing_file_names_the_nearest_and_how_a_hub_id_looks(write):
+    path = write("train.jsonl", "{}")
+    write("other.txt", "")
+    with pytest.raises(
+        DataError, match=r"found no file .*trian\.jsonl; did you mean 'train\.jsonl'\? A hub dataset is"
+    ):
+        load_rows(path.parent / "trian.jsonl")
+    with pytest.raises(
+        DataError, match=r"found no file .*nowhere/train\.jsonl, nor a folder .*nowhere\. A hub dataset is"
+    ):
+        load_rows(path.parent / "nowhere" / "train.jsonl")
+
+
+@pytest.mark.parametrize("source", ["train", "data/train.csv", "data/train.jsonl", "a/b/c", "../x/y"])
+def test_what_cannot_be_a_hub_id_is_a_missing_file(source, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=f"found no file {source}"):
+        load_rows(source)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Stand-in for the network call; records its arguments."""
+    calls = []
+
+    def load_dataset(*args, **kwargs):
+        calls.append((args, kwargs))
+        if kwargs["split"] not in ("train", "test"):
+            raise ValueError(f"Unknown split \"{kwargs['split']}\". Should be one of ['train', 'test'].")
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return calls
+
+
+def test_a_hub_id_is_loaded_with_split_and_revision(hub):
+    rows = load_rows("org/some.data-set", limit=2, revision="abc")
+    assert hub == [(("org/some.data-set",), {"split": "train", "revision": "abc"})]
+    assert len(rows) == 2
+    assert rows.where(1) == "org/some.data-set[train] row 1"
+    assert rows.fingerprint == load_rows(ROWS[:2]).fingerprint
+    assert load_rows("org/data:main", split="test").where(0) == "org/data:main[test] row 0"
+    assert hub[1] == (("org/data", "main"), {"split": "test", "revision": None})
+
+
+def test_the_reason_of_a_failing_hub_call_is_told(hub):
+    with pytest.raises(
+        DataError, match=r"org/data\[val\] cannot be loaded: ValueError: .*Unknown split \"val\".*\['train'"
+    ):
+        load_rows("org/data", split="val")
+
+
+def test_a_folder_is_read_as_a_dataset(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(ROWS[:2]), folder / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(ROWS[2:]), folder / "test.parquet")
+    assert load_rows(folder).fingerprint == load_rows(ROWS[:2]).fingerprint
+    assert load_rows(str(folder), split="test").where(0) == f"{folder}[test] row 0"
+    (tmp_path / "void").mkdir()
+    with pytest.raises(DataError, match=r"void\[train\] cannot be loaded"):
+        load_rows(tmp_path / "void")
+
+
+def test_settings_without_effect_are_refused(write, tmp_path):
+    path = write("a.jsonl", "{}")
+    with pytest.raises(ConfigError, match=r"found split='train' for the file .*a.jsonl, where it would have no effect"):
+        load_rows(path, split="train")
+    with pytest.raises(ConfigError, match="found revision='main' for rows in memory"):
+        load_rows(ROWS, revision="main")
+    with pytest.raises(ConfigError, match="found revision='main' for the folder"):
+        load_rows(tmp_path, revision="main")
+
+
+LINES = st.lists(
+    st.binary(max_size=30) | st.sampled_from([b"{}", b'{"a": [1e400, -0.0, "\\ud800"]}', b"[" * 999, b"\xef\xbb\xbf"])
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=LINES, ending=st.sampled_from([b"\n", b"\r\n"]), suffix=st.sampled_from([".jsonl", ".json"]))
+def test_any_bytes_are_rows_or_a_data_error(lines, ending, suffix, tmp_path):
+    path = tmp_path / f"any{suffix}"
+    path.write_bytes(ending.join(lines))
+    try:
+        outcome = load_rows(path)
+    except DataError as error:
+        outcome = error
+    if isinstance(outcome, Rows):
+        assert len(outcome) > 0
+        assert all(isinstance(row, dict) for row in outcome)
+        assert len(outcome.fingerprint) == 64
+    else:
+        assert str(path) in str(outcome)

@@ -72,10 +72,10 @@ def test_no_letter(response):
 @pytest.mark.parametrize("filler", ["\n", " ", "*", "_", "(", "$", "answer is ", "** "])
 def test_a_response_stuck_on_filler_costs_no_time(filler):
     """What a model that never stops writes: read in the caller's process, where no limit holds."""
-    began = time.perf_counter()
+    began = time.process_time()
     for beginning in ("The answer is", "answer: option", "**", "\\boxed{"):
         assert choice_letter(f"{beginning}{filler * 8000}7") is None
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_exact():

@@ -22,7 +22,7 @@ from loragate.evaluation.tasks import load_questions, load_task
 from loragate.evaluation.tasks.questions import CHECKS
 from loragate.evaluation.variants import ModelVariant
 from loragate.generation import Sample, TransformersEngine
-from loragate.generation.samples import draw_samples, read_samples
+from loragate.generation.engine import draw_samples, read_samples
 from loragate.recipes import QUESTIONS
 from loragate.records import to_json
 from loragate.report.scores import suites_of
@@ -62,15 +62,6 @@ def shaken_gates(seed=3):
 
 
 # ----------------------------------------------------------------------------------------------------- rows
-
-
-def test_sample_files_are_read_in_the_order_of_subsets_with_stable_ids():
-    found = load_questions(load_task("bbh"), DATA["bbh"], limit=1)
-    subsets = ["boolean_expressions", "object_counting", "snarks", "word_sorting"]
-    assert [question.id for question in found.questions] == [f"{subset}/0" for subset in subsets]
-    assert "23 of 27 subsets have no question" in found.warnings[0]
-    questions = load_questions(load_task("mmlu_pro"), DATA["mmlu_pro"]).questions
-    assert [question.id for question in questions][:2] == ["9000", "9001"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
@@ -271,20 +262,6 @@ def own_loglikelihood(model, tokenizer, prompt, continuation):
     return sum(float(log_probs[len(before) + place - 1, token]) for place, token in enumerate(after))
 
 
-@pytest.mark.parametrize(("system", "whole"), [("none", False), ("keep", True)])
-def test_a_system_message_that_a_template_slips_in_is_asked_for(harness, tmp_path, ask, system, whole):
-    rows, path = openbook_rows(tmp_path)
-    tokenizer = tiny_tokenizer()
-    own = tokenizer.chat_template
-    slipped = "{% if messages[0]['role'] != 'system' %}be brief {% endif %}"
-    tokenizer.chat_template = slipped + own
-    prepared, _, _ = ask(tiny_base(), tokenizer, "openbookqa", path, limit=1, system=system)
-    tokenizer.chat_template = own
-    question = [{"role": "user", "content": rows[0]["question_stem"]}]
-    rendered = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    assert prepared.prompts == (("be brief " if whole else "") + rendered,)
-
-
 @pytest.mark.parametrize("chat_template", [True, False])
 def test_loglikelihoods_are_the_gated_models_own(harness, gated, tmp_path, ask, chat_template):
     rows, path = openbook_rows(tmp_path)
@@ -339,14 +316,6 @@ def test_a_prompt_with_options_is_cut_only_where_one_does_not_fit(harness, tmp_p
     cut, _, _ = ask(tiny_base(max_position_embeddings=longest - 1), tokenizer, "openbookqa", path, **limit)
     assert max(len(before) + len(after) for before, after in cut.compared[0]) == longest - 1
     assert any("1 prompts were cut at their beginning" in warning for warning in cut.warnings)
-
-
-def test_blanks_around_the_key_of_an_answer_do_not_matter(tmp_path):
-    rows = rehearsal_rows("openbookqa")
-    key = rows[0]["answerKey"]
-    rows[0]["answerKey"] = f" {key} "
-    questions = load_questions(load_task("openbookqa"), write_rows(tmp_path / "rows.jsonl", rows)).questions
-    assert (questions[0].row["answerKey"], questions[0].gold) == (key, key)
 
 
 @pytest.mark.contract
@@ -452,3 +421,12 @@ def test_suites_are_read_at_the_commit_of_their_task(monkeypatch):
         source, revision = asked[-1]
         assert source.split(":")[0] == task.dataset.hub
         assert revision == task.dataset.revision
+
+
+def test_sample_files_are_read_in_the_order_of_subsets_with_stable_ids():
+    found = load_questions(load_task("bbh"), DATA["bbh"], limit=1)
+    subsets = ["boolean_expressions", "object_counting", "snarks", "word_sorting"]
+    assert [question.id for question in found.questions] == [f"{subset}/0" for subset in subsets]
+    assert "23 of 27 subsets have no question" in found.warnings[0]
+    questions = load_questions(load_task("mmlu_pro"), DATA["mmlu_pro"]).questions
+    assert [question.id for question in questions][:2] == ["9000", "9001"]

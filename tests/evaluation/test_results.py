@@ -13,7 +13,7 @@ import pytest
 from records import ADAPTER, GATED, IDS, answered, make_record, make_result
 from rich.console import Console
 
-from loragate.errors import DataError, LoragateError
+from loragate.errors import DataError
 from loragate.evaluation.evaluate import open_evaluation
 from loragate.evaluation.results import (
     SuiteResult,
@@ -24,7 +24,6 @@ from loragate.evaluation.results import (
 )
 from loragate.evaluation.statistics import (
     Difference,
-    SuiteEstimate,
     average_at_k,
     compare,
     compare_suites,
@@ -83,16 +82,6 @@ def test_the_best_temperature_is_scored_where_it_was_not_picked() -> None:
     assert "At its best temperature" in score_markdown(record.to_json())
 
 
-def test_averages_are_adjusted_among_themselves() -> None:
-    average = SuiteEstimate(0.5, 0.1, 0.4, 0.6, 2, 9)
-    rows = [SuiteResult("base", average, "math", None, Difference(0.1, 0.05, 0.15, p)) for p in (0.03, 0.01)]
-    record = dataclasses.replace(
-        make_record(), suites=(SuiteResult("adapter", average, "math"), *rows)
-    ).with_adjusted_p()
-    assert [row.adjusted_p for row in record.suites] == [None, 0.03, 0.02]
-    assert [row.verdict for row in record.suites] == [None, "better", "better"]
-
-
 @pytest.mark.parametrize(
     ("low", "high", "p", "expected"),
     [
@@ -105,14 +94,6 @@ def test_averages_are_adjusted_among_themselves() -> None:
 )
 def test_verdict(low: float, high: float, p: float, expected: str) -> None:
     assert verdict(Difference((low + high) / 2, low, high, p)) == expected
-
-
-def test_versions_name_what_is_absent() -> None:
-    versions = package_versions(("numpy", "no-such-package"))
-    assert versions["numpy"] == np.__version__
-    assert versions["no-such-package"] == "absent"
-    assert set(versions) == {"python", "platform", "numpy", "no-such-package"}
-    assert set(package_versions()) >= {"loragate", "torch", "transformers", "peft", "math-verify"}
 
 
 @pytest.mark.parametrize("control", ["/../../../../elsewhere/x", "\\..\\x", "T=0.6"])
@@ -153,22 +134,6 @@ def test_a_record_is_read_strictly(tmp_path: Path, change: Callable[[dict], obje
         read_record(path)
 
 
-def test_files_that_are_no_records(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    for text, message in ((None, "cannot be read"), ("{", "is not JSON"), ("[]", "expected a block of keys")):
-        if text is not None:
-            path.write_text(text)
-        with pytest.raises(DataError, match=rf"results\.json.*{message}"):
-            read_record(path)
-
-
-def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
-    record = dataclasses.replace(make_record(), seconds=float("nan"))
-    with pytest.raises(LoragateError, match="must be finite"):
-        write_record(record, tmp_path / "results.json")
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_table_fits_80_columns() -> None:
     record = make_record().with_adjusted_p().to_json()
     record["warnings"] = ["the set is not whole"]
@@ -186,3 +151,11 @@ def test_the_table_fits_80_columns() -> None:
     assert sum("4096" in line for line in lines) == len(record["results"]), "no column is left out"
     assert "warning: the set is not whole" in caption(record)
     assert "warning: the set is not whole" in score_markdown(record)
+
+
+def test_versions_name_what_is_absent() -> None:
+    versions = package_versions(("numpy", "no-such-package"))
+    assert versions["numpy"] == np.__version__
+    assert versions["no-such-package"] == "absent"
+    assert set(versions) == {"python", "platform", "numpy", "no-such-package"}
+    assert set(package_versions()) >= {"loragate", "torch", "transformers", "peft", "math-verify"}

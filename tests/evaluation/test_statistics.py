@@ -24,7 +24,6 @@ from loragate.evaluation.statistics import (
     majority_at_k,
     out_of_fold,
     pass_at_k,
-    pass_where_greedy_fails,
     suite_average,
     t_interval,
 )
@@ -73,14 +72,6 @@ def test_logit_interval_leans_towards_the_middle_and_stays_inside() -> None:
 
 
 @settings(max_examples=60)
-@given(tables(), st.randoms(use_true_random=False))
-def test_order_of_questions_and_samples_does_not_matter(table: list[list[int]], random: Random) -> None:
-    shuffled = [random.sample(row, len(row)) for row in random.sample(table, len(table))]
-    there, back = average_at_k(table), average_at_k(shuffled)
-    assert dataclasses.astuple(back) == pytest.approx(dataclasses.astuple(there), abs=1e-9)
-
-
-@settings(max_examples=60)
 @given(tables())
 def test_intervals_hold_their_mean_and_mirror(table: list[list[int]]) -> None:
     estimate, mirrored = average_at_k(table), average_at_k(1 - np.array(table))
@@ -105,14 +96,6 @@ def test_all_right_or_all_wrong_is_not_certain(questions: int) -> None:
     wrong = average_at_k(np.zeros((questions, 16)))
     assert (wrong.mean, wrong.low) == (0, 0)
     assert wrong.high == pytest.approx(1 - right.low)
-
-
-def test_equal_questions_inside_the_range_and_a_single_question() -> None:
-    level = average_at_k([[1, 0]] * 30)
-    assert level.low < 0.5 < level.high
-    assert level.high - 0.5 == pytest.approx(0.5 - level.low)
-    assert average_at_k([[1, 0, 0]]) == Estimate(pytest.approx(1 / 3), 0, 0, 1, 1, 3)
-    assert average_at_k([[1, 1, 1]]).low == 0
 
 
 def test_rounding_does_not_pass_for_spread() -> None:
@@ -178,9 +161,6 @@ def test_holm() -> None:
     assert holm([0.5, 0.9]) == [1, 1]
     assert holm([0.02]) == [0.02]
     assert holm([]) == []
-    for bad in ([1.2], [-0.1], [math.nan], [[0.1]]):
-        with pytest.raises(DataError, match="needs a flat list of p-values"):
-            holm(bad)  # type: ignore[arg-type]
 
 
 # suites, pass@k, majority votes
@@ -218,24 +198,6 @@ def test_compare_suites_by_hand() -> None:
     assert (difference.low, difference.high) == (pytest.approx(1 - math.hypot(unseen, 2) / 2, rel=1e-5), 1)
 
 
-def test_one_task_is_compared_as_by_compare() -> None:
-    other = np.random.default_rng(1).random((200, 16)) < 0.2
-    suite, single = compare_suites([LONG], [other]), compare(LONG, other)
-    assert (suite.mean, suite.p) == (pytest.approx(single.mean), single.p)
-    assert (suite.low, suite.high) == pytest.approx((single.low, single.high), abs=0.004)
-
-
-def test_compare_suites_cancels_what_both_share() -> None:
-    """A small gain that the spread of difficulties would hide is seen because questions are paired."""
-    difficulty = np.random.default_rng(2).random((100, 1))
-    better = np.minimum(difficulty + 0.02, 1)
-    difference = compare_suites([better, better], [difficulty, difficulty])
-    assert 0 < difference.low < 0.02 == pytest.approx(difference.high, abs=1e-3)
-    same = compare_suites([EASY, LONG], [EASY, LONG])
-    assert (same.mean, same.p) == (0, 1)
-    assert same.low < 0 < same.high
-
-
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=5, max_size=5), min_size=2, max_size=8))
 def test_pass_at_k_equals_enumeration(table: list[list[int]]) -> None:
@@ -245,19 +207,6 @@ def test_pass_at_k_equals_enumeration(table: list[list[int]]) -> None:
         assert estimate.mean == pytest.approx(np.mean(every))
         assert estimate.stderr == pytest.approx(np.std(every, ddof=1) / math.sqrt(len(table)), abs=1e-9)
         assert (estimate.questions, estimate.samples) == (len(table), 5)
-
-
-def test_pass_where_greedy_fails_counts_only_questions_that_greedy_decoding_gets_wrong() -> None:
-    greedy = np.array([[1], [0], [0], [0], [0], [1]])
-    scores = np.array([[0, 0], [0, 1], [0, 0], [1, 1], [0, 0], [1, 1]])
-    found = pass_where_greedy_fails(greedy, scores)
-    assert found is not None
-    assert (found.mean, found.questions, found.samples) == (0.5, 4, 2)
-    # t(3) = 3.182 and a standard error of sqrt(1 / 12): 3.675 to either side of the log-odds 0
-    assert (found.low, found.high) == pytest.approx((0.02473, 0.97527), abs=1e-4)
-    assert pass_where_greedy_fails(np.ones((2, 1)), np.zeros((2, 3))) is None
-    with pytest.raises(DataError, match="greedy answers to 6 questions and sampled ones to 5"):
-        pass_where_greedy_fails(greedy, scores[:5])
 
 
 def test_pass_at_one_is_the_average() -> None:

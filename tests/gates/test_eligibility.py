@@ -33,7 +33,7 @@ def test_an_adapter_without_which_the_model_is_not_the_base_is_refused(start, tm
     with pytest.raises(GateError, match=rf"init_lora_weights='{start}'.*is not the base.*path_initial_model"):
         lg.attach_gates(model, lg.GateConfig(-1, 2))
     assert not any("lora_gate" in name for name, _ in model.named_modules())
-    with pytest.raises(GateError, match="canary: the row of the base would not be the base"):
+    with pytest.raises(GateError, match="canary: the variant of the base would not be the base"):
         canary(model, None, [], "adapter")
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     model.save_pretrained(tmp_path / "adapter")

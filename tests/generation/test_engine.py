@@ -1,9 +1,10 @@
-"""Samples do not depend on how they are batched, and agree with `transformers` and with a teacher-forced forward."""
+"""Samples do not depend on how they are batched, agree with `transformers`, and survive the file."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_decoders import CONFIG, PROMPTS, identities
 
 from loragate.errors import ConfigError, DataError
-from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.generation import Sample, SampleWriter, SamplingConfig, TransformersEngine, read_samples
 
 
 @pytest.mark.parametrize("config", [CONFIG, SamplingConfig(0.7, 0.8, 20, 3, 1), SamplingConfig(0, max_new_tokens=20)])
@@ -24,15 +25,6 @@ def test_samples_do_not_depend_on_the_batch(qwen2: Any, tokenizer: Any, config: 
     ]
     for one, other in zip(runs[0], runs[2]):
         assert one.entropy == pytest.approx(other.entropy, abs=1e-5)
-
-
-def test_samples_of_a_prompt_differ_and_change_with_the_seed(qwen2: Any, tokenizer: Any) -> None:
-    engine = TransformersEngine(qwen2, tokenizer)
-    first, again = engine.generate(PROMPTS, CONFIG), engine.generate(PROMPTS, CONFIG)
-    other = engine.generate(PROMPTS, SamplingConfig(1.0, 1.0, 20, 3, seed=6))
-    assert identities(first) == identities(again)
-    assert len({s.token_ids for s in first if s.question == 0}) == 3
-    assert sum(a.token_ids != b.token_ids for a, b in zip(first, other)) > len(first) / 2
 
 
 def test_a_resumed_run_draws_the_same_samples(qwen2: Any, tokenizer: Any) -> None:
@@ -87,18 +79,6 @@ def test_likelihoods_equal_a_forward_pass_of_each_pair_alone(qwen2: Any, tokeniz
         assert value == pytest.approx(scores.gather(-1, torch.tensor(after)[:, None]).sum().item(), abs=1e-4)
 
 
-def test_finish_reasons_and_truncation_at_the_stop_token(qwen2: Any, tokenizer: Any) -> None:
-    samples = TransformersEngine(qwen2, tokenizer).generate(PROMPTS, CONFIG)
-    assert {s.finish_reason for s in samples} == {"stop", "length"}
-    for sample in samples:
-        assert 1 not in sample.token_ids[:-1]
-        assert (sample.finish_reason == "stop") == (sample.token_ids[-1] == 1)
-        assert sample.finish_reason == "stop" or len(sample.token_ids) == 20
-        words = [token for token in sample.text.split() if token not in ("<unk>", "<stop>")]
-        assert words == [f"w{token}" for token in sample.token_ids if token > 3]
-        assert "<eos>" not in sample.text
-
-
 def test_further_stop_tokens_end_a_row_and_leave_the_text(qwen2: Any, tokenizer: Any) -> None:
     plain = TransformersEngine(qwen2, tokenizer).generate(PROMPTS, CONFIG)
     stop = Counter(token for s in plain for token in s.token_ids if token > 3).most_common(1)[0][0]
@@ -111,14 +91,6 @@ def test_further_stop_tokens_end_a_row_and_leave_the_text(qwen2: Any, tokenizer:
         assert before.token_ids[: len(after.token_ids)] == after.token_ids
         assert f"w{stop}" not in after.text.split()
         assert not set(after.token_ids[:-1]) & engine.endings.token_ids
-
-
-def test_a_tokenizer_without_padding_uses_its_end_token(qwen2: Any, tokenizer: Any, make_tokenizer: Any) -> None:
-    unpadded = make_tokenizer(eos_token="<eos>")
-    samples = TransformersEngine(qwen2, unpadded).generate(PROMPTS, CONFIG)
-    assert unpadded.pad_token_id is None
-    expected = TransformersEngine(qwen2, tokenizer).generate(PROMPTS, CONFIG)
-    assert [s.token_ids for s in samples] == [s.token_ids for s in expected]
 
 
 def test_the_models_own_generation_settings_are_left_out_and_restored(qwen2: Any, tokenizer: Any) -> None:
@@ -240,3 +212,60 @@ def test_a_stop_text_ends_the_answer_and_changes_no_token_before_it(qwen2: Any, 
         assert (ended > 0) == (stop != "no such text")
     with pytest.raises(ConfigError, match="stop"):
         SamplingConfig(stop=("",))
+
+
+SAMPLES = [
+    Sample(0, 0, "answer 7", (4, 5, 1), "stop", 0.25),
+    Sample(0, 1, "zwei\n\u2028Zeilen é \x0b", (6,), "length", 1.0 / 3.0),
+    Sample(1, 0, "", (1,), "stop", 0.0),
+]
+
+
+def write(path: Path, samples: list[Sample]) -> None:
+    with SampleWriter(path) as writer:
+        writer.write(samples)
+
+
+def test_round_trip_is_ordered(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "samples.jsonl"
+    write(path, SAMPLES[::-1])
+    assert read_samples(path) == SAMPLES
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_a_torn_last_line_is_skipped_and_replaced(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "samples.jsonl"
+    write(path, SAMPLES)
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert read_samples(path) == SAMPLES[:2]
+    write(path, SAMPLES[2:])
+    assert read_samples(path) == SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{torn", "line 2: not JSON"),
+        ('{"question": 1}', "line 2: the key 'sample' is missing"),
+        ("[1]", r"line 2: expected a block of keys, found \[1\]"),
+    ],
+)
+def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "samples.jsonl"
+    write(path, SAMPLES[:1])
+    kept = path.read_bytes() + f"{line}\n".encode()
+    path.write_bytes(kept)
+    with pytest.raises(DataError, match=message):
+        read_samples(path)
+    with pytest.raises(DataError, match=message):
+        SampleWriter(path)
+    assert path.read_bytes() == kept
+
+
+def test_repeated_and_absent_samples_are_errors(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    with pytest.raises(DataError, match="There is no sample file"):
+        read_samples(path)
+    write(path, SAMPLES + SAMPLES[1:2])
+    with pytest.raises(DataError, match="lines 2 and 4: both are sample 1 of question 0"):
+        read_samples(path)

@@ -23,12 +23,11 @@ from loragate.analysis.settings import DiagnoseSettings
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, nearest
 from loragate.evaluation.answers import Grade
-from loragate.evaluation.engines import load
-from loragate.evaluation.evaluate import EngineFor, Evaluation, open_evaluation
+from loragate.evaluation.engines import EngineFor, load
+from loragate.evaluation.evaluate import Evaluation, open_evaluation
 from loragate.evaluation.judging import grader_for
-from loragate.evaluation.prepared import Prepared
+from loragate.evaluation.prepared import Prepared, Request, require_run_folder
 from loragate.evaluation.results import EvaluationRecord
-from loragate.evaluation.session import Request, Session, require_run_folder
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import ModelVariant, acting
 from loragate.files import write_json
@@ -135,10 +134,10 @@ class DiagnosticContext:
         """The model of the request, or another that is read beside it."""
         return load(model, base, engine=engine)
 
-    def score(self, session: Session, evaluation: Evaluation, engine_for: EngineFor | None = None) -> EvaluationRecord:
-        """Run an evaluation whose rows are the engines' own, or those of `engine_for`."""
+    def score(self, evaluation: Evaluation) -> EvaluationRecord:
+        """Run an evaluation in the folder."""
         evaluation.begin(self.request.resume)
-        return session.run(evaluation, engine_for=engine_for)
+        return evaluation.run()
 
     def require_answers(self, settings: DiagnoseSettings) -> None:
         """Refuse a diagnosis of answers that has none to read."""
@@ -222,9 +221,10 @@ class DiagnosticContext:
             engine_for: (variant) -> context with an engine that answers as it; None for rows that the request's engine can be.
         """
         with self.job("reading the questions"):
-            session = Session(self.request, self.tasks, self.loaded)
-        evaluation = session.evaluation(variants, kind=self.loaded.kind, diagnose=identity)
-        return self.score(session, evaluation, engine_for)
+            prepared = self.request.prepare(self.tasks, self.loaded)
+        evaluation = Evaluation.of(self.request, prepared, self.loaded, variants, diagnose=identity)
+        evaluation.engine_for = engine_for or evaluation.engine_for
+        return self.score(evaluation)
 
     def answers(self, of: Kind, settings: DiagnoseSettings) -> tuple[list[Answers], str]:
         """(answers of base, adapter or gates by task, where they come from): stored ones of a run, or drawn now.

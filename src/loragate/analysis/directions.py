@@ -49,7 +49,7 @@ from loragate.analysis.context import Answers, DiagnosticContext
 from loragate.analysis.rows import CHUNK, CLASSES, Interval, Reader, Row, TokenClasses, no_progress, ratio
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.supplied import supplied_coefficients
-from loragate.data.rendering import IGNORED
+from loragate.data.encoding import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.judging import grader_for, judge
 from loragate.gates import gate_parameters

@@ -24,10 +24,10 @@ from loragate.analysis.token_traces import diagnose_tokens
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.options import EvaluationInputs
 from loragate.display import Display, console, duration
-from loragate.evaluation.engines import load
-from loragate.evaluation.evaluate import EngineFor, Evaluation, counted
+from loragate.evaluation.engines import load, side_by_side, trained_controls
+from loragate.evaluation.evaluate import Evaluation, counted
+from loragate.evaluation.prepared import Request
 from loragate.evaluation.results import EvaluationRecord
-from loragate.evaluation.session import Request, Session, trained_controls
 from loragate.evaluation.variants import describe
 from loragate.files import write_json, write_text
 from loragate.generation import OnProgress
@@ -86,16 +86,17 @@ def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float
     if loaded.note:
         out.print(loaded.note)
     with display.job("reading the questions"):
-        session = Session(request, tasks, loaded)
-    evaluation = session.side_by_side(controls, constants)
-    if note := session.sampling_note:
+        prepared = request.prepare(tasks, loaded)
+    variants, left_out = side_by_side(loaded, controls, constants, request.recommended(prepared, loaded))
+    evaluation = Evaluation.of(request, prepared, loaded, variants, left_out=left_out)
+    if note := request.sampling_note(prepared, loaded):
         out.print(note)
     rows = ", ".join(variant.label for variant in evaluation.variants)
     begin(options, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
     if controls == "full":
         for line in trained_controls(loaded):
             out.print(line)
-    record = sample(session, evaluation, out, display)
+    record = sample(evaluation, out, display)
     show(out, request.out / "results", record)
     out.print(next_line(request.out, record))
     return 0
@@ -111,11 +112,10 @@ def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
         loaded = load_inputs(told, told.model, options.engine)
         loaded.stop_token_ids = cells.stop_token_ids
     with display.job("reading the questions"):
-        session = Session(cells.request, cells.tasks, loaded)
-    evaluation = cells.evaluation(session)
+        evaluation = cells.evaluation(loaded)
     count = f"{len(cells.trials)} cells, {evaluation.sample_count:,} answers to sample"
     begin(told, evaluation, out, count)
-    record = sample(session, evaluation, out, display)
+    record = sample(evaluation, out, display)
     folder = cells.request.out
     write_text(folder / "results.md", score_markdown(record.to_json()))
     for suite in dict.fromkeys(task.suite for task in cells.tasks):
@@ -143,13 +143,11 @@ def begin(options: EvaluationInputs, evaluation: Evaluation, out: Console, rows:
     out.print(rows)
 
 
-def sample(
-    session: Session, evaluation: Evaluation, out: Console, display: Display, engine_for: EngineFor | None = None
-) -> EvaluationRecord:
+def sample(evaluation: Evaluation, out: Console, display: Display) -> EvaluationRecord:
     """Sample and judge behind one bar; Ctrl-C says how to go on."""
     try:
         with display.job("sampling and grading", evaluation.sample_count, "answer") as job:
-            return session.run(evaluation, counted(job, "sampling"), engine_for)
+            return evaluation.run(counted(job, "sampling"))
     except KeyboardInterrupt:
         where = evaluation.folder
         out.print(f"stopped; every answer so far is in {where}. The same command with --resume goes on")
@@ -196,9 +194,9 @@ class Shown(DiagnosticContext):
     def open(self, model: str, base: str, engine: str) -> Loaded:
         return load_inputs(replace(self.options, base=base), model, engine)
 
-    def score(self, session: Session, evaluation: Evaluation, engine_for: EngineFor | None = None) -> EvaluationRecord:
+    def score(self, evaluation: Evaluation) -> EvaluationRecord:
         begin(self.options, evaluation, self.out, f"{evaluation.sample_count:,} answers to sample")
-        record = sample(session, evaluation, self.out, self.display, engine_for)
+        record = sample(evaluation, self.out, self.display)
         show(self.out, self.folder / "results", record)
         return record
 

@@ -2,20 +2,18 @@
 
 Names in the order in which a row meets them:
 
-- loading: files and the hub to `Rows`; rows: rows that know their place
+- rows: files and the hub to `Rows`, which know their place
 - formats: roles and texts checked, row formats brought to one shape
-- chat: chat templates as text; rendering: texts and prompts to ids, and the mask to look at
-- encoding: turns to ids and labels, a whole dataset with its account, and its padded batches
+- chat: chat templates as text
+- encoding: texts, prompts and turns to ids and labels, a whole dataset with its account, and its padded batches
 - endings: what ends an answer, and will the model stop?
 """
 
 from loragate.data.chat import Chat, template_hash
-from loragate.data.encoding import Collator, EncodedRows, encode_rows
+from loragate.data.encoding import Collator, EncodedRows, encode_rows, preview, prompt_ids, render_prompt
 from loragate.data.endings import Endings, ending_health, find_endings
 from loragate.data.formats import detect_format, normalize
-from loragate.data.loading import load_rows
-from loragate.data.rendering import preview, prompt_ids, render_prompt
-from loragate.data.rows import Rows
+from loragate.data.rows import Rows, load_rows
 
 __all__ = [
     "Chat",

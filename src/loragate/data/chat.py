@@ -2,7 +2,7 @@
 
 `Chat` probes a tokenizer's template once (which text ends a turn, which system message it slips in) and then renders
 conversations and cuts them into prompt and response segments. Training and generation both render here, so they cannot
-drift apart. Tokens are another room's matter.
+drift apart. Tokens are made in `encoding`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""A whole dataset, encoded: turns to token ids with a response mask, the account of what happened to the rows, and their batches.
+"""Text to token ids: prompts, turns with a response mask, whole datasets with an account of their rows, and batches of them.
+
+Prompt and response are tokenised separately, so the prompt's tokens are exactly those that generation feeds, whatever
+the response begins with: joining the ids never depends on what follows. Three habits of tokenizers matter for that:
+adding BOS in front of plain text, adding a space in front of every text (SentencePiece), adding special tokens at all.
 
 Labels follow the convention of transformers: -100 outside of the response, the token itself on it; the shift by one happens in the
 loss. A hundred thousand tokenised rows are small as numbers and large as Python lists; here they stay numbers until a row is asked
-for.
+for. `preview` shows a row's response mask; what it shows comes from data, so every control character is escaped: a row cannot
+move the cursor, recolour the terminal or forge the marks.
 """
 
 from __future__ import annotations
@@ -10,21 +15,123 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
+from rich.text import Text
 
 from loragate.data.chat import Chat, Segment
 from loragate.data.formats import EmptyResponse, Turns, detect_format, normalize
-from loragate.data.loading import load_rows
-from loragate.data.rendering import IGNORED, SegmentTokenizer
-from loragate.data.rows import Rows
+from loragate.data.rows import Rows, load_rows
 from loragate.errors import ConfigError, DataError
-from loragate.validate import check
+from loragate.printable import escape_controls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class SegmentTokenizer:
+    """Tokenises text pieces separately.
+
+    Attributes:
+        leading: ids that the tokenizer puts before plain text (BOS), often empty.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # "a" alone, a newline, and "a" where text comes before it
+        bare, self._newline, after_newline = self._ids(["a", "\n", "\na"])
+        complete = tokenizer("a", add_special_tokens=True)["input_ids"]
+        # what stands before "a" with special tokens; what stands behind it, EOS of some, is left out
+        starts = range(len(complete) - len(bare) + 1)
+        self.leading: list[int] = next((complete[:k] for k in starts if complete[k : k + len(bare)] == bare), [])
+        split = len(self._newline)
+        # ids of "a" after a newline that differ from those of "a" alone: alone, a space was put before it
+        self._adds_space = after_newline[:split] == self._newline and after_newline[split:] != bare
+
+    def __call__(self, texts: Sequence[str], continues: Sequence[bool]) -> list[list[int]]:
+        """Ids of each text without special tokens of the tokenizer's own; `continues[i]`: text i follows other text.
+
+        A text that continues gets no space in front: it is tokenised after a newline, which is then taken off.
+        """
+        lead = [self._adds_space and continuing for continuing in continues]
+        ids = self._ids(["\n" + text if led else text for text, led in zip(texts, lead)])
+        split = len(self._newline)
+        for index, led in enumerate(lead):
+            if led:
+                merged = ids[index][:split] != self._newline  # the newline became one token with the text's own
+                ids[index] = self._ids([texts[index]])[0] if merged else ids[index][split:]
+        return ids
+
+    def plain_prompt(self, ids: list[int]) -> list[int]:
+        """`ids` of a plain prompt with the tokenizer's BOS, unless the text begins with it already."""
+        return ids if ids[: len(self.leading)] == self.leading else self.leading + ids
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+IGNORED = -100  # the label that cross-entropy of PyTorch passes over
+
+
+def render_prompt(
+    prompt: str | Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, *, system: str = "none"
+) -> str:
+    """The text that a response follows: a plain prompt as it is, a conversation with the generation prompt.
+
+    Take the ids from `prompt_ids`. A rendered conversation holds its own special tokens (tokenise it with
+    add_special_tokens=False); a plain text does not.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    return Chat(tokenizer, system).render(prompt, generation_prompt=True)
+
+
+def prompt_ids(
+    prompt: str | Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, *, system: str = "none"
+) -> list[int]:
+    """Token ids to generate from: those that precede the response in `encode`."""
+    tokenise = SegmentTokenizer(tokenizer)
+    ids = tokenise([render_prompt(prompt, tokenizer, system=system)], [False])[0]
+    return tokenise.plain_prompt(ids) if isinstance(prompt, str) else ids
+
+
+OPEN, CLOSE = "⟦", "⟧"
+# the marks themselves, where data holds them, as escapes
+MARKS = str.maketrans({OPEN: f"\\u{ord(OPEN):04x}", CLOSE: f"\\u{ord(CLOSE):04x}"})
+STYLES = {(False, False): "dim", (False, True): "dim cyan", (True, False): "bold green", (True, True): "bold cyan"}
+
+
+def preview(encoded_row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """A row with every response between ⟦ and ⟧; where there is colour, prompt dim, response bold, special tokens cyan."""
+    text = Text()
+    for is_response, pieces in groupby(_pieces(encoded_row, tokenizer), key=lambda piece: piece[0]):
+        text.append(OPEN if is_response else "")
+        for _, is_special, piece in pieces:
+            text.append(piece.translate(MARKS), style=STYLES[is_response, is_special])
+        text.append(CLOSE if is_response else "")
+    return text
+
+
+def _pieces(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[bool, bool, str]]:
+    """(is response, is special, printable text) of runs of tokens alike."""
+    # control tokens of a chat template are often added as special and named nowhere
+    special = set(tokenizer.all_special_ids) | {
+        index for index, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    ids: Sequence[int] = row["input_ids"]
+    # decoded run by run, as a character may lie in several tokens
+    tokens = [(label != IGNORED, token in special, token) for token, label in zip(ids, row["labels"])]
+    for (is_response, is_special), run in groupby(tokens, key=lambda token: token[:2]):
+        text = tokenizer.decode(
+            [token for _, _, token in run], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        yield is_response, is_special, escape_controls(text, keep="\n\t")
+
 
 BATCH = 256  # rows per call of the tokenizer
 
@@ -156,7 +263,7 @@ class EncodedRows(Sequence[dict[str, Any]]):
     """
 
     def __init__(self, items: Iterable[dict[str, Any]], summary: Summary | None = None) -> None:
-        """The labels of an item are the token itself or -100. A keep_mask on some items and not on others is a DataError."""
+        """The labels of an item are the token itself or -100."""
         self.summary = Summary("", 0) if summary is None else summary
         # 4 bytes a token id, one a label and one a mask; a Python list of small integers takes 8 for each alone
         ids, learned, kept, lengths, rows = array("i"), bytearray(), bytearray(), array("q"), array("q")
@@ -168,9 +275,7 @@ class EncodedRows(Sequence[dict[str, Any]]):
             rows.append(item["row"])
         self.arrays = {"ids": np.array(ids), "learned": np.array(learned, bool)}
         self.arrays |= {"lengths": np.array(lengths), "rows": np.array(rows)}
-        if len(kept) not in (0, len(ids)):
-            raise DataError("found a keep_mask on some items; give it on every one or on none")
-        if kept:
+        if kept:  # `encode_rows` has refused a mask on some rows alone
             self.arrays["kept"] = np.array(kept, bool)
         # item i lies between _ends[i] and _ends[i + 1]
         self._ends = np.concatenate([[0], np.cumsum(self.arrays["lengths"])])
@@ -283,9 +388,6 @@ class Collator:
 
     pad_token_id: int
 
-    def __post_init__(self) -> None:
-        check(self)
-
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return input_ids, attention_mask, labels [B,S] and row [B] as int64, and keep_mask [B,S] bool when present."""
         length = max(len(row["input_ids"]) for row in rows)
@@ -299,11 +401,6 @@ class Collator:
             "labels": pad((row["labels"] for row in rows), IGNORED),
             "row": torch.tensor([row["row"] for row in rows], dtype=torch.int64),
         }
-        masked = [row["row"] for row in rows if "keep_mask" in row]
-        if masked and len(masked) < len(rows):
-            raise DataError(
-                f"found keep_mask on rows {masked} of a batch of {len(rows)}; give it on every row or on none"
-            )
-        if masked:
+        if "keep_mask" in rows[0]:
             batch["keep_mask"] = pad((row["keep_mask"] for row in rows), 0).bool()
         return batch

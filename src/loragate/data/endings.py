@@ -2,7 +2,7 @@
 
 A base model's tokenizer may name `<|endoftext|>` as its end of sequence while its chat template ends a turn with
 `<|im_end|>` (Qwen2.5-Math, the base models of Qwen3). An adapter trained on that template learns to write `<|im_end|>`,
-so generation has to stop there as well. `find_endings` is the one place that says where.
+so generation has to stop there as well. `find_endings` is the one place that decides where.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loragate.data.chat import Chat
-from loragate.data.rendering import IGNORED, SegmentTokenizer
+from loragate.data.encoding import IGNORED, SegmentTokenizer
 from loragate.errors import ConfigError
 from loragate.printable import escape_controls
 

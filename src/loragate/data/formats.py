@@ -1,7 +1,7 @@
 """The row formats that people have, checked and brought to one shape.
 
 A row is a dict from a file or the hub; `normalize` turns it into `Turns`: a conversation, or a plain prompt with its
-completion. This room knows keys and roles and nothing of files, templates or tokens.
+completion. Files, templates and tokens are handled elsewhere.
 
 Only `prompt` + `completion` as two strings is raw text, as in TRL. Any other pair of strings (`problem` + `solution`,
 `question` + `answer`, …) is a question and its answer, hence one user turn and one assistant turn: glued together
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from loragate.errors import ConfigError, DataError, nearest
+from loragate.errors import DataError, nearest
 from loragate.printable import escape_controls, excerpt
 
 Row = Mapping[str, Any]
@@ -63,7 +63,7 @@ class Turns:
 
 
 class Format(NamedTuple):
-    """One row format: the keys to tell people about, the test and the conversion."""
+    """One row format: the keys named in messages, the test and the conversion."""
 
     keys: str
     matches: Callable[[Row], bool]
@@ -174,13 +174,8 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
     """Convert `row` of the named format to `Turns`; `where` (file:line) opens every error message.
 
     Raises:
-        ConfigError: for an unknown format name.
         DataError: for a row that does not fit the format or carries no response.
     """
-    if format not in FORMATS:
-        raise ConfigError(
-            f"unknown row format {format!r}, expected one of {', '.join(FORMATS)}{nearest(format, FORMATS)}"
-        )
     chosen = FORMATS[format]
     try:
         if not chosen.matches(row):

@@ -1,20 +1,27 @@
-"""`Rows`: data rows that remember where they came from.
+"""`Rows`, which know their place, and `load_rows`: JSON lines, a JSON array, parquet, a hub dataset, or a list in memory.
 
 A row keeps its place ("train.jsonl:12") through shuffling and taking, so that any later error can name it. The
-fingerprint is over the content alone: equal rows from JSONL and from parquet have the same one. This room knows nothing
-of row formats and does not read files.
+fingerprint is over the content alone: equal rows from JSONL and from parquet have the same one. Every failure of reading names
+the file, the line and what to do. Data is only ever parsed: no pickle, no dataset scripts. The `datasets` library is imported
+only for hub ids and dataset folders. Nothing here knows the formats of rows.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import itertools
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, overload
+from pathlib import Path
+from typing import Any, BinaryIO, cast, overload
 
-from loragate.errors import ConfigError, DataError
+from loragate.errors import ConfigError, DataError, nearest
+from loragate.printable import excerpt
 
 FETCHED = 1000  # rows that are read together out of a column store
 
@@ -71,7 +78,7 @@ class Rows(Sequence[dict[str, Any]]):
 
     def take(self, n: int) -> Rows:
         """The first `n` rows, or all when there are fewer."""
-        return self._view(self._order[: check_limit(n)])
+        return self._view(self._order[:n])
 
     @property
     def fingerprint(self) -> str:
@@ -121,13 +128,6 @@ class Rows(Sequence[dict[str, Any]]):
         return f"Rows({len(self)} from {self.source})"
 
 
-def check_limit(limit: int) -> int:
-    """Return `limit`, or raise ConfigError unless it is at least 1."""
-    if limit < 1:
-        raise ConfigError(f"found limit={limit!r}, expected a whole number of rows, at least 1")
-    return limit
-
-
 def _canonical(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _canonical(item) for key, item in value.items() if item is not None}
@@ -141,3 +141,193 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
     return str(value)
+
+
+RowsGiven = str | Path | Iterable[Mapping[str, Any]]
+Numbered = Iterator[tuple[int, dict[str, Any]]]
+
+HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?")
+HUB_HELP = "A hub dataset is written owner/name, or owner/name:config"
+OTHER_SUFFIXES = {".gz", ".txt", ".csv", ".tsv", ".arrow", ".zip", ".zst", ".bz2", ".xz", ".pkl", ".yaml", ".yml"}
+
+
+def load_rows(
+    source: RowsGiven,
+    *,
+    split: str | None = None,
+    limit: int | None = None,
+    revision: str | None = None,
+) -> Rows:
+    """Read rows from `source`.
+
+    Args:
+        source: path to a .jsonl, .json (array) or .parquet file (.jsonl and .json also gzipped), a folder that
+            `datasets` can read, a hub id "owner/name" or "owner/name:config", or rows in memory: any iterable of dicts.
+        split: split of a hub dataset or folder; "train" when not given.
+        limit: read the first rows only; JSON lines and parquet are read no further.
+        revision: branch, tag or commit of a hub dataset.
+
+    Raises:
+        DataError: for anything that cannot be read; the message names the file and line.
+        ConfigError: for a split or revision that would have no effect.
+    """
+    if not isinstance(source, str | Path):
+        _refuse_without_effect("rows in memory", split=split, revision=revision)
+        return _from_memory(source, limit)
+    path = Path(source).expanduser()
+    if path.is_file():
+        _refuse_without_effect(f"the file {source}", split=split, revision=revision)
+        return _from_file(path, str(source), limit)
+    if path.is_dir():
+        _refuse_without_effect(f"the folder {source}", revision=revision)
+        return _from_datasets(str(path), None, str(source), split, limit, None)
+    hub_id = HUB_ID.fullmatch(str(source))
+    if hub_id and path.suffix.lower() not in OTHER_SUFFIXES | READERS.keys():
+        return _from_datasets(hub_id["repo"], hub_id["config"], str(source), split, limit, revision)
+    folder = path.parent
+    beside = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    near = nearest(path.name, beside) if folder.is_dir() else f", nor a folder {folder}."
+    raise DataError(f"found no file {source}{near or '.'} {HUB_HELP}.")
+
+
+def _from_memory(source: Any, limit: int | None) -> Rows:
+    if isinstance(source, Rows):
+        return source if limit is None else source.take(limit)
+    if isinstance(source, Mapping):  # a `DatasetDict` looks like a data set
+        raise DataError(f"found {type(source).__name__}, expected a list of rows: one of {', '.join(map(str, source))}")
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        source = list(source)  # an iterator, read once
+    if len(source) == 0:
+        raise DataError("found an empty list of rows, expected at least one row")
+    rows = Rows(source, source="rows in memory", place="row ")
+    return rows if limit is None else rows.take(limit)
+
+
+def _from_file(path: Path, name: str, limit: int | None) -> Rows:
+    zipped = path.suffix.lower() == ".gz"
+    suffix = Path(path.stem).suffix.lower() if zipped else path.suffix.lower()
+    if suffix not in READERS or (zipped and suffix == ".parquet"):
+        raise DataError(
+            f"found {name} with the ending {''.join(path.suffixes[-2:]) or '(none)'}; "
+            f"expected {', '.join(READERS)}, the JSON ones also with .gz"
+        )
+    reader, place = READERS[suffix]
+    try:
+        with gzip.open(path) if zipped else path.open("rb") as stream:
+            # readers are generators: with a limit, what lies behind it is neither read nor checked
+            pairs = list(itertools.islice(reader(cast(BinaryIO, stream), name), limit))
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{name} cannot be read: {error}. Check its permissions and that it is complete.") from None
+    if not pairs:
+        raise DataError(f"{name} is empty: expected at least one row")
+    numbers, items = zip(*pairs)  # numbers of lines leave out blank ones
+    return Rows(items, source=name, place=name + place, numbers=numbers)
+
+
+def _read_jsonl(stream: BinaryIO, name: str) -> Numbered:
+    for number, raw in enumerate(stream, start=1):
+        text = _decode(raw, name, number)
+        if text.strip():  # blank lines are passed over, and count
+            value = _parse(text.rstrip("\r\n"), name, number)
+            if not isinstance(value, dict):
+                raise DataError(
+                    f"{name}:{number}: found {excerpt(text)}, expected one JSON object per line. "
+                    "A file that is one JSON array ends in .json."
+                )
+            yield number, value
+
+
+def _read_json(stream: BinaryIO, name: str) -> Numbered:
+    text = _decode(stream.read(), name, 1)
+    if not text.strip():
+        return
+    rows = _parse(text, name, 1)
+    if not isinstance(rows, list):
+        found = f"an object with the keys {', '.join(list(rows)[:8])}" if isinstance(rows, dict) else excerpt(text)
+        raise DataError(f"{name}: found {found}, expected an array of objects. JSON lines end in .jsonl.")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{name} row {number}: found {excerpt(json.dumps(row))}, expected an object")
+        yield number, row
+
+
+def _read_parquet(stream: BinaryIO, name: str) -> Numbered:
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                yield number, row
+                number += 1
+    except (pyarrow.ArrowException, ValueError) as error:
+        raise DataError(f"{name} is not a readable parquet file: {excerpt(str(error))}") from None
+
+
+READERS: dict[str, tuple[Callable[[BinaryIO, str], Numbered], str]] = {
+    ".jsonl": (_read_jsonl, ":"),
+    ".ndjson": (_read_jsonl, ":"),
+    ".json": (_read_json, " row "),
+    ".parquet": (_read_parquet, " row "),
+}
+
+
+def _from_datasets(
+    repo: str, config: str | None, name: str, split: str | None, limit: int | None, revision: str | None
+) -> Rows:
+    """Rows of a hub dataset or a local dataset folder; they stay memory-mapped."""
+    import datasets
+
+    split = split or "train"
+    arguments = (repo,) if config is None else (repo, config)
+    try:
+        dataset = datasets.load_dataset(*arguments, split=split, revision=revision)
+    except Exception as error:  # the hub, the network and every file reader raise their own kinds
+        raise DataError(
+            f"{name}[{split}] cannot be loaded: {type(error).__name__}: {excerpt(str(error), 400)}. Check the id, the "
+            f"split and the connection. {HUB_HELP}."
+        ) from error
+    if len(dataset) == 0:
+        raise DataError(f"{name}[{split}] is empty: expected at least one row")
+    rows = Rows(dataset, source=name, place=f"{name}[{split}] row ")
+    return rows if limit is None else rows.take(limit)
+
+
+def _decode(raw: bytes, name: str, line: int) -> str:
+    if line == 1:
+        if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise DataError(f"{name} is UTF-16; save it as UTF-8")
+        raw = raw.removeprefix(b"\xef\xbb\xbf")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        # of the whole array in .json, of one line in .jsonl: lines before the byte are counted either way
+        line += raw.count(b"\n", 0, error.start)
+        column = error.start - raw.rfind(b"\n", 0, error.start)
+        raise DataError(
+            f"{name}:{line}: byte {column} of the line is {raw[error.start : error.start + 1]!r}, "
+            "which is not UTF-8; save the file as UTF-8"
+        ) from None
+
+
+def _parse(text: str, name: str, line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        broken = text.split("\n")[error.lineno - 1]
+        snippet = broken[max(0, error.colno - 31) : error.colno + 29]
+        # several objects below one another in a .json
+        more_objects = error.msg == "Extra data" and error.lineno > 1 and text[error.pos : error.pos + 1] == "{"
+        hint = " The file looks like JSON lines: name it .jsonl." if more_objects else ""
+        raise DataError(
+            f"{name}:{line + error.lineno - 1}: malformed JSON at column {error.colno}: {error.msg}, "
+            f"near {excerpt(snippet)}.{hint}"
+        ) from None
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; lists in lists in lists
+        raise DataError(f"{name}:{line}: JSON that cannot be read: {excerpt(str(error))}") from None
+
+
+def _refuse_without_effect(what: str, **settings: str | None) -> None:
+    for key, value in settings.items():
+        if value is not None:
+            raise ConfigError(f"found {key}={value!r} for {what}, where it would have no effect; leave it out")

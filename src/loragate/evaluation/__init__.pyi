@@ -6,10 +6,6 @@ from .grading import (
     MATH_GRADERS as MATH_GRADERS,
     grade_math as grade_math,
 )
-from .results import (
-    SuiteScores as SuiteScores,
-    run_suite as run_suite,
-)
 from .sandbox import (
     ProgramResult as ProgramResult,
     run_program as run_program,

@@ -1,4 +1,4 @@
-r"""Finding the answer in a response, and what is said of it: the content of a box, a letter, a text; the verdict.
+r"""The answer in a response (the content of a box, a letter, a text), and the verdict on it.
 
 For mathematics only a box counts. A number that happens to stand last in a response that was cut off is not an answer, so a
 response without a box has none; so has one whose only box was cut off before it closed. Models announce a choice in many

@@ -1,26 +1,28 @@
-"""Where the answers of a row come from: the model in memory, vLLM, or several copies of either as replicas on Ray."""
+"""Which variants a loaded model can be, and where their answers come from: the model in memory, vLLM, or replicas on Ray."""
 
 from __future__ import annotations
 
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from loragate.errors import ConfigError
 from loragate.evaluation.settings import EngineSettings
-from loragate.evaluation.variants import ModelVariant, acting
+from loragate.evaluation.variants import ModelVariant, acting, variants_for
 from loragate.generation import Engine, ShardedEngine, TransformersEngine, VllmEngine
 from loragate.generation.vllm_engine import require_gate_plugin
 from loragate.models import Loaded, Loading, open_model, open_without_weights, resolve
 from loragate.models.loading import USUAL
 from loragate.models.merge import merge_adapter
+from loragate.models.source import Kind
 
 MERGED = "merged"
 """Folder, in that of the run, of a DoRA adapter merged into its base."""
@@ -44,7 +46,7 @@ def load(model: str, base: str = "", how: Loading = USUAL, engine: str = "transf
 
 
 def why_not(loaded: Loaded, variant: ModelVariant) -> str:
-    """Why the model cannot be this row, in a few words; empty where it can."""
+    """Why the model cannot be this variant, in a few words; empty where it can."""
     if variant.scale is None and variant.random is None:
         return ""
     if loaded.place.is_dora:
@@ -60,8 +62,52 @@ def why_not(loaded: Loaded, variant: ModelVariant) -> str:
     return ""
 
 
+def side_by_side(
+    loaded: Loaded, controls: str = "cheap", constants: Sequence[float] = (0.5,), recommended: float | None = None
+) -> tuple[list[ModelVariant], dict[str, str]]:
+    """(variants of the model that are scored side by side, {label of a variant that it cannot be: why}); see `variants_for`."""
+    wanted = variants_for(loaded.kind, controls, constants, recommended)
+    left_out = {variant.label: why for variant in wanted if (why := why_not(loaded, variant))}
+    return [variant for variant in wanted if variant.label not in left_out], left_out
+
+
+def trained_controls(loaded: Loaded) -> list[str]:
+    """The controls that an evaluation cannot make, each with the command that trains it."""
+    if loaded.kind == "base":
+        return []
+    base, adapter = loaded.names["base"], loaded.names["adapter"]
+    gates = f"loragate calibrate --adapter {adapter} --data EXAMPLES --ranges=L,U --skip-selection"
+    more = f"loragate sft --model {base} --adapter {adapter} --data EXAMPLES"
+    of_gates = [
+        f"  one λ per module            {gates} --granularity module --out OUT",
+        f"  gates trained with CE       {gates} --objective ce --out OUT",
+    ]
+    return [
+        "not run: controls that are trainings of their own. Train them on the gates' examples and score each like this model:",
+        *([] if loaded.place.is_dora else of_gates),
+        f"  LoRA, same examples again   {more} --out OUT",
+        f"  LoRA trained with entropy   {more} --objective entropy --out OUT",
+    ]
+
+
+EngineFor = Callable[[ModelVariant], AbstractContextManager[Engine]]
+"""The context in which an engine answers as a variant."""
+
+
+def in_memory(model: Any, tokenizer: Any, kind: Kind, batch_size: int = 64) -> EngineFor:
+    """An `EngineFor` on a model in memory, of which every variant is a context; the model is left as it was found."""
+    engine = TransformersEngine(model, tokenizer, batch_size=batch_size)
+
+    @contextmanager
+    def engine_for(variant: ModelVariant) -> Iterator[Engine]:
+        with acting(model, variant, kind):
+            yield engine
+
+    return engine_for
+
+
 class Engines:
-    """Called with a row, the context in which an engine answers as this row.
+    """Called with a variant, the context in which an engine answers as it.
 
     Args:
         settings: which engine, and how much it may use.
@@ -74,39 +120,40 @@ class Engines:
         self.settings, self.model, self.base, self.loaded = settings, model, base, loaded
         self.folder = folder.resolve() / MERGED
         self._kept: tuple[str, VllmEngine] | None = None  # what vLLM has loaded, and the engine
-        self._in_memory: TransformersEngine | None = None
+        self._in_memory: EngineFor | None = None
 
     @contextmanager
     def __call__(self, variant: ModelVariant) -> Iterator[Engine]:
         """The engine that answers as `variant`."""
         loaded, size = self.loaded, self.settings.batch_size
         if self.settings.replicas > 1:
-            # of each replica; asked here, where the devices are seen, as Ray hides those that were not asked for
+            # of each replica; counted here, where the devices are seen, as Ray hides those that were not asked for
             gpus = 0
             if torch.cuda.is_available() and loaded.how.device != "cpu":
                 gpus = self.settings.tensor_parallel if self.settings.engine == "vllm" else 1
             yield ShardedEngine(self.maker(variant), self.settings.replicas, gpus=gpus, batch_size=size)
         elif loaded.model is None:
             base, adapter, override = self._served(variant)
-            # adapters, gates and λ are told with each request; only other weights need another engine
+            # adapters, gates and λ go with each request; only other weights need another engine
             if self._kept is None or self._kept[0] != base:
                 self.close()  # one model in memory at a time
                 names = loaded.names
-                # made for an adapter also where the first row is the base: the rows share its loaded weights
-                room = adapter or (None if loaded.place.is_dora else names.get("gated") or names.get("adapter"))
-                self._kept = base, self._vllm_of(base, room)()
+                # made for an adapter also where the first variant is the base: all share its loaded weights
+                largest = adapter or (None if loaded.place.is_dora else names.get("gated") or names.get("adapter"))
+                self._kept = base, self._vllm_of(base, largest)()
             yield self._kept[1].acting_as(adapter, override)
         else:
-            engine = self._in_memory = self._in_memory or TransformersEngine(loaded.model, loaded.tokenizer, size)
-            with acting(loaded.model, variant, loaded.kind):
+            self._in_memory = self._in_memory or in_memory(loaded.model, loaded.tokenizer, loaded.kind, size)
+            with self._in_memory(variant) as engine:
                 yield engine
 
     def maker(self, variant: ModelVariant) -> Callable[[], Engine]:
-        """Makes the engine of a row from names alone, so that another process can."""
+        """Makes the engine of a variant from names alone, so that another process can."""
         if self.settings.engine == "vllm":
             return self._vllm_of(*self._served(variant))
-        row = variant if variant.gates is None else replace(variant, gates=_anywhere(variant.gates))
-        return partial(row_engine, _anywhere(self.model), self.base, self.loaded.how, row, self.settings.batch_size)
+        if variant.gates is not None:
+            variant = replace(variant, gates=_anywhere(variant.gates))
+        return partial(replica, _anywhere(self.model), self.base, self.loaded.how, variant, self.settings.batch_size)
 
     def close(self) -> None:
         """End vLLM, where it runs, and forget what was kept."""
@@ -120,7 +167,7 @@ class Engines:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _served(self, variant: ModelVariant) -> tuple[str, str | None, str | None]:
-        """(base, adapter or None, override or None) by which vLLM is the row."""
+        """(base, adapter or None, override or None) by which vLLM is the variant."""
         names, how = self.loaded.names, self.loaded.how
         base = _anywhere(names["base"])
         if variant.weights == "base":
@@ -158,15 +205,15 @@ class Engines:
         )
 
 
-def row_engine(model: str, base: str, how: Loading, variant: ModelVariant, batch_size: int) -> TransformersEngine:
+def replica(model: str, base: str, how: Loading, variant: ModelVariant, batch_size: int) -> TransformersEngine:
     """A model of its own that answers as `variant` for as long as it lives; what a replica makes from names alone."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     loaded = load(model, base, how)
     engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=batch_size)
-    as_row = acting(loaded.model, variant, loaded.kind)
-    as_row.__enter__()  # and left with the engine: a replica is this row for life
-    weakref.finalize(engine, as_row.__exit__, None, None, None)  # which also keeps the context from being collected
+    context = acting(loaded.model, variant, loaded.kind)
+    context.__enter__()  # and left with the engine: a replica is this variant for life
+    weakref.finalize(engine, context.__exit__, None, None, None)  # which also keeps the context from being collected
     return engine
 
 

@@ -10,25 +10,36 @@
       results.json                      the record (`results.py`)
 
 This is the only scorer of the package: `loragate eval`, the dev set of `calibrate` and `sweep`, `quickstart` and the diagnostics
-all run an `Evaluation`, and `evaluate` is the call for a model in memory. Engines arrive as a callable, so this file neither loads
-models nor knows which program generates. Judging again needs neither the model nor the data set: questions, prompts, tasks and
-samples lie in the folder.
+all run an `Evaluation`. `evaluate` makes one of a model in memory; `Evaluation.of` makes one of a request:
+
+    request = Request("gated", Path("runs/math"), TaskSettings(suite="math"))
+    tasks = request.check()                                # refuses what could not be judged, before anything is loaded
+    loaded = load("gated")
+    variants, left_out = side_by_side(loaded, "cheap")
+    evaluation = Evaluation.of(request, request.prepare(tasks, loaded), loaded, variants, left_out=left_out)
+    evaluation.begin()
+    record = evaluation.run()
+
+Judging again (`open_evaluation`) needs neither the model nor the data set: questions, prompts, tasks and samples lie in the
+folder.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from loragate.data import template_hash
 from loragate.display import Job
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.answers import Grade
+from loragate.evaluation.engines import EngineFor, Engines, in_memory
 from loragate.evaluation.harness import draw_likelihoods
 from loragate.evaluation.judging import (
     CODE,
@@ -39,7 +50,7 @@ from loragate.evaluation.judging import (
     require_graders,
     write_grades,
 )
-from loragate.evaluation.prepared import Prepared, read_questions, write_questions
+from loragate.evaluation.prepared import Prepared, Request, read_questions, write_questions
 from loragate.evaluation.results import (
     EvaluationRecord,
     SuiteResult,
@@ -52,23 +63,27 @@ from loragate.evaluation.results import (
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.statistics import compare_suites, suite_average
 from loragate.evaluation.tasks import load_task
-from loragate.evaluation.variants import ModelVariant, acting, canary
+from loragate.evaluation.variants import ModelVariant, canary
 from loragate.files import RunFolder, file_sha256, folder_sha256, require_same, write_json, write_text
 from loragate.gates.attach import active_adapter, is_gated
+from loragate.gates.eligibility import trains_biases
 from loragate.gates.schema import GATES
-from loragate.generation import Engine, Sample, TransformersEngine
-from loragate.generation.samples import draw_samples, read_samples
+from loragate.generation import Sample
+from loragate.generation.engine import draw_samples, read_samples
+from loragate.models import Loaded
 from loragate.models.source import Kind
 from loragate.records import package_versions, read, read_object, to_json
 from loragate.validate import STRICT, validate
 
-EngineFor = Callable[[ModelVariant], AbstractContextManager[Engine]]
-"""The context in which an engine answers as a variant."""
 OnEvent = Callable[[str, ModelVariant, str, int, int], None]
 """Called with (stage, variant, task, done, total); stages are "sampling" and "grading"."""
 Results = dict[tuple[str, str], TaskResult]
-"""By (row, task)."""
+"""By (variant, task)."""
 KIND, VARIANTS = "evaluation", "variants.json"
+BIASES = (
+    "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off: the base has "
+    "them too"
+)
 
 
 def no_progress(stage: str, variant: ModelVariant, task: str, done: int, total: int) -> None:
@@ -76,7 +91,7 @@ def no_progress(stage: str, variant: ModelVariant, task: str, done: int, total: 
 
 
 def counted(job: Job, *stages: str) -> OnEvent:
-    """An `OnEvent` that draws one bar over all rows and tasks: the answers that are through the latest of `stages`."""
+    """An `OnEvent` that draws one bar over all variants and tasks: the answers that are through the latest of `stages`."""
     through: dict[tuple[str, str], int] = {}
 
     def on_event(stage: str, variant: ModelVariant, task: str, done: int, total: int) -> None:
@@ -95,14 +110,16 @@ class Evaluation:
     Attributes:
         folder: run folder.
         tasks: prepared tasks.
-        variants: rows; the plain adapter first where there is one.
+        variants: what is scored; the plain adapter first where there is one.
         models: {"base": …, "adapter": …, "gated": …} for the record.
         canary: figures of `canary`.
         seed: of sampling.
-        facts: what a resumed run must share beside models, tasks and rows (engine, dtype, …).
+        facts: what a resumed run must share beside models, tasks and variants (engine, dtype, …).
         grading: how answers are judged.
         notes: what a reader of all scores should know; kept in the folder, and no part of what a resumed run must share.
-        left_out: {name of a row: why the model cannot be it}; shown in its place, and kept like the notes.
+        left_out: {label of a variant: why the model cannot be it}; shown in its place, and kept like the notes.
+        engine_for: answers as a variant; None for an evaluation that is only judged.
+        seconds: {(variant, task): seconds of sampling}, of this run.
     """
 
     folder: Path
@@ -115,7 +132,61 @@ class Evaluation:
     grading: GradingSettings = field(default_factory=GradingSettings)
     notes: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    engine_for: EngineFor | None = None
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        tasks: Sequence[Prepared],
+        loaded: Loaded,
+        variants: Sequence[ModelVariant],
+        *,
+        notes: Sequence[str] = (),
+        left_out: dict[str, str] | None = None,
+        **identity: Any,
+    ) -> Evaluation:
+        """The evaluation of variants of a loaded model, after the canary has shown that adapter and gates act.
+
+        Args:
+            tasks: what `request.prepare` gave.
+            identity: what a resumed run must share beside the model, the tasks and how they are answered.
+
+        Raises:
+            GateError: where adapter or gates do not act.
+        """
+        figures: dict[str, float] = {}
+        notes = list(notes)
+        if loaded.model is not None:  # vLLM has the weights elsewhere
+            figures = canary(loaded.model, loaded.tokenizer, tasks[0].prompts, loaded.kind)
+            with_base = any(variant.weights == "base" for variant in variants)
+            if with_base and loaded.kind != "base" and trains_biases(loaded.model, active_adapter(loaded.model)):
+                notes.append(BIASES)
+        return cls(
+            request.out,
+            list(tasks),
+            list(variants),
+            models=loaded.sources,
+            canary=figures,
+            seed=request.tasks.seed,
+            facts={
+                "loaded": loaded.kind,
+                "engine": request.engine.engine,
+                "dtype": loaded.dtype,
+                "limit": request.tasks.limit,
+                "max_new_tokens": request.tasks.max_new_tokens,
+                "system": request.system,
+                "chat_template": template_hash(loaded.tokenizer),
+                **identity,
+                # nothing where the chat template adds no end to those that are declared
+                **({"end_of_turn": added} if (added := loaded.endings.added) else {}),
+            },
+            grading=request.grading,
+            notes=notes,
+            left_out=left_out or {},
+            engine_for=Engines(request.engine, request.model, request.base, loaded, request.out),
+        )
 
     def begin(self, resume: bool = False) -> None:
         """Write down what is being run, or check that a resumed run is the same; it may have more variants.
@@ -124,10 +195,10 @@ class Evaluation:
             ConfigError: naming the first difference.
         """
         identity = {
+            **self.facts,
             "kind": KIND,
             "models": self.models,
             "seed": self.seed,
-            **self.facts,
             "tasks": to_json([one.info() for one in self.tasks]),
             "task_files": {one.task.name: one.task.fingerprint for one in self.tasks},
             # folders by what they hold, hub ids (which do not exist here) by their name alone
@@ -157,27 +228,30 @@ class Evaluation:
         # gates are known by what they hold, so that folders can be moved
         before, now = (
             {
-                label: {key: value for key, value in rows[label].items() if key != "gates"}
+                label: {key: value for key, value in found[label].items() if key != "gates"}
                 for label in wanted
                 if label in known
             }
-            for rows in (known, wanted)
+            for found in (known, wanted)
         )
         require_same(path, before, now, "repeat the command with the same gates, or choose another --out")
         write_json(path, {**known, **wanted})
 
-    def run(self, engine_for: EngineFor, on_event: OnEvent = no_progress) -> EvaluationRecord:
+    def run(self, on_event: OnEvent = no_progress) -> EvaluationRecord:
         """Sample and judge everything that is not on file yet; writes the record to results.json and returns it.
 
         Raises:
             LoragateError: if another process is at it in the same folder.
         """
-        with RunFolder(self.folder).locked():
+        engines = self.engine_for
+        with RunFolder(self.folder).locked(), closing(engines) if isinstance(engines, Engines) else nullcontext():
             # variants with the same weights follow one another, as changing them can mean loading them
             for variant in sorted(self.variants, key=lambda variant: variant.weights):
-                self.sample(engine_for, variant, on_event)
+                self.sample(variant, on_event)
             record = self.judge(on_event)
         write_record(record, self.folder / "results.json")
+        if isinstance(engines, Engines):
+            engines.finish()  # last: a run that is stopped before goes on with what it removes
         return record
 
     def judge(self, on_event: OnEvent = no_progress) -> EvaluationRecord:
@@ -185,7 +259,7 @@ class Evaluation:
         found: Results = {}
         for variant, prepared in self._cells():
             name = prepared.task.name
-            adapter = found.get((variant.compared_with, name))  # judged before the rows that refer to it
+            adapter = found.get((variant.compared_with, name))  # judged before the variants that refer to it
             found[variant.label, name] = self._judge(variant, prepared, adapter, on_event)
         return (
             EvaluationRecord(
@@ -266,7 +340,7 @@ class Evaluation:
         return sum(prepared.samples(variant) for variant, prepared in self._cells())
 
     def answers(self, variant: ModelVariant, task: str, grader: str) -> tuple[list[Sample], list[Grade] | None]:
-        """The stored answers of a row to a task, and a grader's verdicts on them where there are any."""
+        """The stored answers of a variant to a task, and a grader's verdicts on them where there are any."""
         samples = read_samples(self._samples_path(variant, task))
         return samples, read_grades(self._grades_path(variant, task, grader), samples)
 
@@ -284,7 +358,7 @@ class Evaluation:
     def _grader(self, prepared: Prepared) -> str:
         return grader_for(prepared.task, self.grading.grader)
 
-    def sample(self, engine_for: EngineFor, variant: ModelVariant, on_event: OnEvent = no_progress) -> None:
+    def sample(self, variant: ModelVariant, on_event: OnEvent = no_progress) -> None:
         """Draw what is missing of one variant's answers."""
         missing = []
         for prepared in self.tasks:
@@ -296,7 +370,8 @@ class Evaluation:
                 missing.append(prepared)
         if not missing:
             return
-        with engine_for(variant) as engine:
+        assert self.engine_for is not None, "an evaluation that is only judged draws no answers"
+        with self.engine_for(variant) as engine:
             for prepared in missing:
                 began, name = time.monotonic(), prepared.task.name
                 path, report = self._samples_path(variant, name), partial(on_event, "sampling", variant, name)
@@ -309,7 +384,7 @@ class Evaluation:
     def _judge(
         self, variant: ModelVariant, prepared: Prepared, adapter: TaskResult | None, on_event: OnEvent
     ) -> TaskResult:
-        """One row's result on one task, compared with the adapter's."""
+        """One variant's result on one task, compared with the adapter's."""
         began = time.monotonic()
         name, grader, questions = prepared.task.name, self._grader(prepared), prepared.questions
         samples = read_samples(self._samples_path(variant, name))
@@ -339,7 +414,7 @@ class Evaluation:
         )
 
     def _averages(self, found: Results) -> list[SuiteResult]:
-        """The averages of each row: over the subsets of a task that counts by them, and over the tasks of a suite.
+        """The averages of each variant: over the subsets of a task that counts by them, and over the tasks of a suite.
 
         A mean over unlike tasks would say nothing. In a suite every task counts the same, by its questions or its subsets.
         """
@@ -349,12 +424,12 @@ class Evaluation:
             suites.setdefault(prepared.task.suite, []).append(prepared.task.name)
         averaged = {f"{name}/subsets": [name] for name, parts in strata.items() if len(parts) > 1}
         averaged |= {suite: names for suite, names in suites.items() if len(names) > 1}
-        rows = []
+        averages = []
         for title, names in averaged.items():
             # every task has the same share, and within it every stratum; without subsets a task is one stratum
             weights = [1 / len(names) / len(strata[name]) for name in names for _ in strata[name]]
             count = len(names) if len(names) > 1 else len(weights)  # tasks, or the subsets of the one task
-            # of each row that answered all these tasks: no suite of the harness asks for controls
+            # of each variant that answered all these tasks: no suite of the harness asks for controls
             tables = {
                 one.label: [found[one.label, name].means_Q1[places] for name in names for places in strata[name]]
                 for one in self.variants
@@ -366,8 +441,8 @@ class Evaluation:
                 ours, adapter = tables[variant.label], tables.get(variant.compared_with)
                 comparison = None if adapter is None else compare_suites(ours, adapter, weights=weights)
                 average = replace(suite_average(ours, weights=weights), tasks=count)
-                rows.append(SuiteResult(variant.weights, average, title, variant.control, comparison))
-        return rows
+                averages.append(SuiteResult(variant.weights, average, title, variant.control, comparison))
+        return averages
 
 
 def _gates_sha256(folder: str | None) -> str | None:
@@ -405,46 +480,36 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
     path, remedy = folder / RunFolder.RECORD, "if an earlier version wrote it, run the evaluation again"
     if not path.is_file():
         raise DataError(f"{folder} is not the folder of an evaluation: it has no {path.name}")
-    begun = read(StoredEvaluation, path, remedy)
+    stored = read(StoredEvaluation, path, remedy)
     names = {one.name for one in fields(ModelVariant)}
-    rows = read_object(folder / VARIANTS, remedy).values()
+    records = read_object(folder / VARIANTS, remedy).values()
     variants = [
-        validate(ModelVariant, {k: v for k, v in row.items() if k in names}, str(folder / VARIANTS), DataError, remedy)
-        for row in rows
+        validate(ModelVariant, {k: v for k, v in one.items() if k in names}, str(folder / VARIANTS), DataError, remedy)
+        for one in records
     ]
     # verdicts are written into a folder of that name
     if any(set(one.slug) & set("/\\\0") or not one.slug.strip(".") for one in variants):
         raise DataError(f"{folder / VARIANTS}: the label of a variant is a path")
     prepared = []
-    for info in begun.tasks:
+    for info in stored.tasks:
         task = load_task(folder / "tasks" / f"{info.name}.yaml")
-        asked, revision = read_questions(folder, info.name), info.dataset_revision
-        prepared.append(Prepared(asked, info.dataset, revision, info.fingerprint, task=task, sampling=info.sampling))
+        questions, revision = read_questions(folder, info.name), info.dataset_revision
+        prepared.append(
+            Prepared(questions, info.dataset, revision, info.fingerprint, task=task, sampling=info.sampling)
+        )
     kept = folder / "results.json"
     return Evaluation(
         folder,
         prepared,
         variants,
-        models=begun.models,
+        models=stored.models,
         # a record holds the canary; a run that was stopped before its end has none yet
         canary=read_record(kept).canary if kept.is_file() else {},
-        seed=begun.seed,
+        seed=stored.seed,
         grading=grading or GradingSettings(),
-        notes=list(begun.notes.warnings),
-        left_out=begun.notes.left_out,
+        notes=list(stored.notes.warnings),
+        left_out=stored.notes.left_out,
     )
-
-
-def in_memory(model: Any, tokenizer: Any, kind: Kind, batch_size: int = 64) -> EngineFor:
-    """An `EngineFor` on a model in memory, of which every variant is a context; the model is left as it was found."""
-    engine = TransformersEngine(model, tokenizer, batch_size=batch_size)
-
-    @contextmanager
-    def engine_for(variant: ModelVariant) -> Iterator[Engine]:
-        with acting(model, variant, kind):
-            yield engine
-
-    return engine_for
 
 
 def evaluate(
@@ -475,7 +540,7 @@ def evaluate(
         seed: of the record; sampling has its own in each task's settings.
         facts: JSON-able; what else the scores depend on.
         resume: go on with what the folder holds; nothing on file is drawn again.
-        on_event: told of every batch of answers.
+        on_event: called after every batch of answers.
 
     Returns:
         The record, which is also in `out`/results.json. Scores are shares of 1.
@@ -496,6 +561,7 @@ def evaluate(
         seed=seed,
         facts=facts or {},
         grading=grading or GradingSettings(),
+        engine_for=in_memory(model, tokenizer, kind, batch_size),
     )
     one.begin(resume)
-    return one.run(in_memory(model, tokenizer, kind, batch_size), on_event)
+    return one.run(on_event)

@@ -1,6 +1,6 @@
 """Retention suites: lm-evaluation-harness writes the prompts and judges the answers; all between is as for other tasks.
 
-This is the only importer of `lm_eval`. The rows of a suite are checked by `tasks/questions.py` and handed to the harness's own
+This is the only importer of `lm_eval`. The examples of a suite are checked by `tasks/questions.py` and handed to the harness's own
 task definitions with our changes on top, so that the harness never opens a connection. Programs are not run here.
 
 Some suites compare options by likelihood instead of reading a text. The answer to such a question is the log-likelihoods of its
@@ -26,7 +26,7 @@ from loragate.generation.engine import Continuation
 
 INDEX = "loragate_index"  # the column that carries a question's place through the harness
 INVALID = "[invalid]"  # the harness's own word for an answer in which nothing was found
-Asked = Iterator[tuple[Any, list[tuple[int, list[Any]]]]]
+Requests = Iterator[tuple[Any, list[tuple[int, list[Any]]]]]
 """The harness's task of each subset, with (place, requests) of each of its questions."""
 
 
@@ -43,9 +43,9 @@ def with_prompts(task: Task, questions: Sequence[Question], chat: bool) -> list[
         chat: whether a chat template ends the prompt; without one an option begins with a blank.
     """
     found = list(questions)  # the harness goes subset by subset; places keep ours
-    for one, asked in _asked(task, questions, chat):
+    for one, by_question in _requests(task, questions, chat):
         compares = one.OUTPUT_TYPE == "multiple_choice"
-        for index, requests in asked:
+        for index, requests in by_question:
             options = tuple(request.args[1] for request in requests) if compares else ()
             found[index] = replace(questions[index], prompt=requests[0].args[0], options=options)
     return found
@@ -59,8 +59,8 @@ def grade_by_harness(task: Task, questions: Sequence[Question], samples: Sequenc
     """
     assert task.harness is not None
     metric, found = task.harness.metric, {}
-    for one, asked in _asked(task, questions, chat=False):
-        for index, requests in asked:
+    for one, by_question in _requests(task, questions, chat=False):
+        for index, requests in by_question:
             # one request is a text, several are the options of one question
             answers = [samples[index].text] if len(requests) == 1 else json.loads(samples[index].text)
             for request, answer in zip(requests, answers, strict=True):
@@ -132,7 +132,7 @@ def draw_likelihoods(
         )
 
 
-def _asked(task: Task, questions: Sequence[Question], chat: bool) -> Asked:
+def _requests(task: Task, questions: Sequence[Question], chat: bool) -> Requests:
     harness = task.harness
     assert harness is not None, f"{task.name} is no task of the harness"
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -151,7 +151,7 @@ def _asked(task: Task, questions: Sequence[Question], chat: bool) -> Asked:
             for index, question in enumerate(questions)
             if question.subset == subset
         ]
-        # every subset becomes a data set in memory, which the harness's own task is told to take in place of the hub's
+        # every subset becomes a data set in memory, which the harness's own task takes in place of the hub's
         held = build.datasets.DatasetDict(test=build.datasets.Dataset.from_list(rows))
         content = read.load_yaml(folder / harness.files.format(subset=subset.replace(" ", "_")))
         content |= harness.override | {
@@ -160,10 +160,10 @@ def _asked(task: Task, questions: Sequence[Question], chat: bool) -> Asked:
             "custom_dataset": lambda held=held, **_: held,  # bound now: `held` is another one for the next subset
         }
         one = build.ConfigurableTask(config=content)
-        asked = []
+        by_question = []
         for number, doc in enumerate(one.test_docs()):
             context = one.fewshot_context(doc, num_fewshot=0)
             about = (task.name, number, 1)
             requests = one.construct_requests(doc=doc, ctx=context, metadata=about, apply_chat_template=chat)
-            asked.append((doc[INDEX], requests if isinstance(requests, list) else [requests]))
-        yield one, asked
+            by_question.append((doc[INDEX], requests if isinstance(requests, list) else [requests]))
+        yield one, by_question

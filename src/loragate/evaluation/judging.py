@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,6 @@ TEXT = (*READERS, "tiny")
 GRADERS = (*MATH, *CODE, *TEXT)
 MEMORY_MB = 2048
 """Of a grading process or a program."""
-NOTHING = "\\text{no answer}"
-"""A gold that no answer equals, for when only the extracted answers matter."""
 
 
 def grader_for(task: Task, name: str = "") -> str:
@@ -65,22 +63,22 @@ def judge(
         ConfigError: if the sandbox tier is not available here.
     """
     settings = settings or GradingSettings()
-    asked = [questions[sample.question] for sample in samples]
+    theirs = [questions[sample.question] for sample in samples]
     texts = [sample.text for sample in samples]
     if grader in MATH:
-        pairs = [(text, question.gold) for text, question in zip(texts, asked)]
-        tolerances = list(map(_tolerance, asked))
+        pairs = [(text, question.gold) for text, question in zip(texts, theirs)]
+        tolerances = list(map(_tolerance, theirs))
         with GradingPool(grader, settings.workers, settings.timeout, MEMORY_MB) as pool:
             return pool.grade(pairs, on_progress, tolerances=tolerances)
     if grader in CODE:
-        rows, limits = [question.row for question in asked], Limits(settings.timeout, MEMORY_MB)
+        rows, limits = [question.row for question in theirs], Limits(settings.timeout, MEMORY_MB)
         return grade_codes(grader, rows, texts, settings.workers, settings.sandbox, limits, on_progress)
     if grader == "tiny":
         ended = [sample.finish_reason == "stop" for sample in samples]
-        return [grade_tiny(question.row, text, end) for question, text, end in zip(asked, texts, ended)]
+        return [grade_tiny(question.row, text, end) for question, text, end in zip(theirs, texts, ended)]
     if grader == "lm-eval":
         return grade_by_harness(task, questions, samples)
-    return [grade_text(text, question.gold, grader) for question, text in zip(asked, texts)]
+    return [grade_text(text, question.gold, grader) for question, text in zip(theirs, texts)]
 
 
 def _tolerance(question: Question) -> float | None:
@@ -159,11 +157,6 @@ def judged_by(grader: str, settings: GradingSettings, samples: Sequence[Sample])
     for sample in samples:
         seen.update(json.dumps([sample.question, sample.sample, sample.text, sample.finish_reason]).encode())
     return kept | {"answers": seen.hexdigest()}
-
-
-def with_answer(question: Question, answer: str) -> Question:
-    """The question with another reference answer, for graders that read it from the gold or from the row."""
-    return replace(question, gold=answer, row={**question.row, "answer": answer})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,12 @@
-"""Which tasks are asked, and a task made ready for one model: prompts rendered, limits settled, and written down so that
-grading can be repeated."""
+"""What is evaluated: tasks by name, their questions rendered for one model, the file of them that makes grading repeatable, and
+the `Request` for all of it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.harness import options_of, with_prompts
-from loragate.evaluation.judging import grader_version
+from loragate.evaluation.judging import grader_version, require_graders
 from loragate.evaluation.results import TaskInfo
-from loragate.evaluation.settings import TaskSettings
+from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 from loragate.evaluation.tasks import (
     Question,
     Questions,
@@ -28,9 +28,13 @@ from loragate.evaluation.tasks import (
 )
 from loragate.evaluation.tasks.questions import files_in, render_questions
 from loragate.evaluation.variants import ModelVariant
-from loragate.files import write_text
+from loragate.files import RunFolder, require_new, write_text
+from loragate.gates.recommended import at, sampling_note
 from loragate.generation import SamplingConfig
 from loragate.generation.engine import Continuation
+from loragate.generation.sharded import require_ray
+from loragate.generation.vllm_engine import require_vllm
+from loragate.models import Loaded
 from loragate.records import read_lines
 from loragate.validate import comma_list, validate
 
@@ -129,7 +133,7 @@ class Prepared(Questions):
         return tuple(question.prompt for question in self.questions)
 
     def info(self, grader: str = "") -> TaskInfo:
-        """What the task is, judged by `grader`, for records; "" before that is said."""
+        """What the task is, judged by `grader`, for records; "" before that is known."""
         return TaskInfo(
             name=self.task.name,
             version=str(self.task.version),
@@ -144,7 +148,7 @@ class Prepared(Questions):
         )
 
     def samples(self, variant: ModelVariant) -> int:
-        """How many answers a row gives to the task; a suite of the harness is asked for no controls."""
+        """How many answers a variant gives to the task; a suite of the harness has no controls."""
         if self.task.harness is not None and variant.control is not None:
             return 0
         return len(self.questions) * variant.sampling(self.sampling).samples
@@ -179,16 +183,16 @@ def prepare(
         ConfigError: for settings that cannot be used, such as several greedy samples.
         DataError: if a prompt leaves no room for an answer.
     """
-    own, suite, asked = task.generation, task.harness is not None, questions.questions
+    own, suite, given = task.generation, task.harness is not None, questions.questions
     if suite:
-        asked = with_prompts(task, asked, tokenizer.chat_template is not None)
-    prompts, warnings = render_questions(task, asked, tokenizer, system), list(questions.warnings)
-    by_likelihood = any(one.options for one in asked)  # then nothing is generated
+        given = with_prompts(task, given, tokenizer.chat_template is not None)
+    prompts, warnings = render_questions(task, given, tokenizer, system), list(questions.warnings)
+    by_likelihood = any(one.options for one in given)  # then nothing is generated
     limit = own.max_new_tokens if by_likelihood else settings.max_new_tokens or own.max_new_tokens
     compared: tuple[tuple[Continuation, ...], ...] = ()
     cut, room_left = 0, list[int]()
     if by_likelihood:
-        compared, cut = options_of(tokenizer, prompts, asked, positions)
+        compared, cut = options_of(tokenizer, prompts, given, positions)
     elif positions is not None:
         token_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
         if suite:
@@ -201,7 +205,7 @@ def prepare(
             cut = len(long)
         lengths = list(map(len, token_ids))
         if max(lengths) >= positions:
-            place = asked[lengths.index(max(lengths))].place
+            place = given[lengths.index(max(lengths))].place
             raise DataError(f"{place}: the prompt has {max(lengths)} tokens, the model only {positions} positions")
         room_left = [positions - length for length in lengths if length + limit > positions]
     if cut:
@@ -213,18 +217,18 @@ def prepare(
             f"{task.name}: the prompts of {len(room_left)} of {len(prompts)} questions leave fewer than {limit} tokens of the "
             f"model's {positions} positions; their answers end there, the shortest after {min(room_left)} tokens"
         )
-    heat = own.temperature if suite or settings.temperature is None else settings.temperature
+    temperature = own.temperature if suite or settings.temperature is None else settings.temperature
     sampling = SamplingConfig(
-        temperature=heat,
+        temperature=temperature,
         top_p=own.top_p,
         max_new_tokens=limit,
-        # greedy decoding draws one answer; where several were asked of it, SamplingConfig refuses them
-        samples=(not suite and settings.samples) or (1 if heat == 0 else own.samples),
+        # greedy decoding draws one answer; where several are wanted, SamplingConfig refuses them
+        samples=(not suite and settings.samples) or (1 if temperature == 0 else own.samples),
         seed=settings.seed,
         stop=own.stop,
     )
     return Prepared(
-        [replace(one, prompt=prompt) for one, prompt in zip(asked, prompts, strict=True)],
+        [replace(one, prompt=prompt) for one, prompt in zip(given, prompts, strict=True)],
         questions.source,
         questions.revision,
         questions.fingerprint,
@@ -236,7 +240,7 @@ def prepare(
 
 
 def write_questions(folder: Path, prepared: Prepared) -> None:
-    """What was asked, so that samples can be judged again without the data set or the tokenizer."""
+    """Write down the questions, so that samples can be judged again without the data set or the tokenizer."""
     lines = []
     for question in prepared.questions:
         record = asdict(question)
@@ -259,3 +263,98 @@ def read_questions(folder: Path, task: str) -> list[Question]:
         replace(validate(Question, row, where, DataError, remedy), place=where)
         for where, row in read_lines(path, remedy)
     ]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an evaluation is asked for; refused where it could not be judged, before anything is loaded.
+
+    Attributes:
+        model: gated folder, adapter or base, or a hub id.
+        out: folder of the evaluation; new or empty, or that of the evaluation to resume.
+        tasks: which tasks, on which examples.
+        engine: what answers.
+        grading: how answers are judged.
+        base: where the base is, instead of the recorded one.
+        system: "none" leaves out a system message that the template would slip in, "keep" leaves the template alone.
+        resume: whether the folder holds an evaluation that goes on.
+    """
+
+    model: str
+    out: Path
+    tasks: TaskSettings
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    grading: GradingSettings = field(default_factory=GradingSettings)
+    base: str = ""
+    system: str = "none"
+    resume: bool = False
+
+    def check(self) -> list[Task]:
+        """The tasks, after all that can be refused before a model is loaded.
+
+        Raises:
+            ConfigError: for a folder that is not free, unknown tasks, and graders, sandboxes or engines that do not work here.
+        """
+        require_run_folder(self.out, self.resume)
+        tasks = chosen_tasks(self.tasks)
+        require_graders(tasks, self.grading)
+        if self.engine.engine == "vllm":
+            require_vllm()
+        if self.engine.replicas > 1:
+            require_ray()
+        if all(task.harness for task in tasks) and (
+            self.tasks.samples is not None or self.tasks.temperature is not None
+        ):
+            names = ", ".join(task.name for task in tasks)
+            raise ConfigError(
+                f"--samples and --temperature have no effect: {names} are answered greedily, or not generated at all"
+            )
+        return tasks
+
+    def prepare(self, tasks: Sequence[Task], loaded: Loaded) -> list[Prepared]:
+        """The questions of the tasks that `check` returned, rendered for a model; raises as `questions_of` and `prepare`."""
+        return [
+            prepare(
+                task,
+                questions_of(self.tasks, task, tasks),
+                loaded.tokenizer,
+                self.tasks,
+                loaded.positions,
+                self.system,
+            )
+            for task in tasks
+        ]
+
+    def recommended(self, prepared: Sequence[Prepared], loaded: Loaded) -> float | None:
+        """The recommended temperature, where variants are added for it: the tasks sample at another, and none was given."""
+        temperature = loaded.place.recommended_temperature  # None where the folder recommends none
+        elsewhere = any(one.sampling.temperature != temperature for one in prepared if one.task.harness is None)
+        return temperature if elsewhere and self.tasks.temperature is None else None
+
+    def sampling_note(self, prepared: Sequence[Prepared], loaded: Loaded) -> str:
+        """One sentence on the sampling that the folder recommends and what has it; empty where it recommends none."""
+        if all(one.task.harness for one in prepared):  # suites of the harness are answered greedily
+            return ""
+        if (temperature := self.recommended(prepared, loaded)) is None:
+            return sampling_note(self.model, loaded.place.sampling, self.tasks.temperature)
+        return (
+            f"{self.model} recommends sampling {at(temperature)}: variants at that temperature are among the controls; the first "
+            "ones are sampled as their tasks say"
+        )
+
+
+def require_run_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder that holds anything but the evaluation to resume.
+
+    Raises:
+        ConfigError: naming the folder and what to do.
+    """
+    begun = (folder / RunFolder.RECORD).is_file()
+    if resume and not begun:
+        raise ConfigError(f"--resume: there is no evaluation in {folder}; run the command without --resume")
+    if not resume and begun:
+        raise ConfigError(
+            f"--out {folder} holds an evaluation already; continue it with --resume, or give another folder"
+        )
+    if not resume:
+        require_new(folder)

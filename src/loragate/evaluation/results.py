@@ -1,10 +1,8 @@
-"""The record of an evaluation: what was measured, on what, with what, and what may be said about it.
+"""The record of an evaluation: what was measured, on what, with what, and what follows from it.
 
 One JSON file holds everything that a report, a comparison or a later regrade needs, except the samples themselves. It is
 read strictly: an unknown key, a missing one or a value of the wrong kind is an error that names it, because a record that
 is read halfway gives a table that looks whole. Scores and shares are shares of 1, entropy is in nats per token.
-
-`run_suite` is the small form: sampled scores of one model on one list of questions.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -35,7 +33,7 @@ from loragate.evaluation.statistics import (
     pass_at_k,
 )
 from loragate.files import write_json
-from loragate.generation import Engine, Sample, SamplingConfig
+from loragate.generation import Sample, SamplingConfig
 from loragate.models.source import Kind
 
 Verdict = Literal["better", "worse", "no difference shown"]
@@ -98,7 +96,7 @@ class TaskResult:
         adjusted_p: the comparison's p after Holm's adjustment over all comparisons of the record.
         verdict: what the comparison shows, by `verdict` with the adjusted p.
         seconds: sampling and grading.
-        at_best: the variant at the best of the temperatures that were asked; None for controls, and where one was asked.
+        at_best: the variant at the best of its temperatures; None for controls, and where there is one.
     """
 
     task: str
@@ -169,7 +167,7 @@ class EvaluationRecord:
         seconds: of the whole evaluation.
         canary: differences in logits that show that adapter and gates acted.
         warnings: what a reader of the scores should know, in sentences.
-        left_out: {row: why the model cannot be it}, such as one λ in place of the gates that DoRA does not take.
+        left_out: {variant: why the model cannot be it}, such as one λ in place of the gates that DoRA does not take.
         schema: of this file.
     """
 
@@ -201,22 +199,22 @@ class EvaluationRecord:
         return dataclasses.replace(self, results=_adjusted(self.results), suites=_adjusted(self.suites))
 
     def with_best_temperatures(self) -> EvaluationRecord:
-        """Return the record with what every variant scores at its best temperature, where several were asked."""
-        asked: dict[tuple[str, str], dict[float, TaskResult]] = {}
-        usual = {task.name: task.sampling.temperature for task in self.tasks}
-        for row in self.results:
-            heat = usual[row.task] if row.temperature is None else row.temperature
-            # rows that differ in temperature alone
-            if row.control in (None, f"T={heat:g}", "greedy"):
-                asked.setdefault((row.task, row.variant), {})[heat] = row
+        """Return the record with what every variant scores at its best temperature, where it was scored at several."""
+        own = {task.name: task.sampling.temperature for task in self.tasks}
+        by_temperature: dict[tuple[str, str], dict[float, TaskResult]] = {}
+        for result in self.results:
+            temperature = own[result.task] if result.temperature is None else result.temperature
+            # results that differ in temperature alone
+            if result.control in (None, f"T={temperature:g}", "greedy"):
+                by_temperature.setdefault((result.task, result.variant), {})[temperature] = result
         results = list(self.results)
-        for index, row in enumerate(results):
-            heats = asked.get((row.task, row.variant), {})
-            if row.control is None and len(heats) > 1:
-                means_QS = np.array([one.question_scores for one in heats.values()]).T
-                best = list(heats)[int(np.argmax(means_QS.mean(axis=0)))]
+        for index, result in enumerate(results):
+            found = by_temperature.get((result.task, result.variant), {})
+            if result.control is None and len(found) > 1:
+                means_QS = np.array([one.question_scores for one in found.values()]).T
+                best = list(found)[int(np.argmax(means_QS.mean(axis=0)))]
                 at_best = AtBest(best, average_at_k(out_of_fold(means_QS)[:, None]))
-                results[index] = dataclasses.replace(row, at_best=at_best)
+                results[index] = dataclasses.replace(result, at_best=at_best)
         return dataclasses.replace(self, results=tuple(results))
 
     def to_json(self) -> dict[str, Any]:
@@ -224,7 +222,7 @@ class EvaluationRecord:
         return typing.cast(dict[str, Any], records.to_json(self))
 
 
-Row = TypeVar("Row", TaskResult, SuiteResult)
+Compared = TypeVar("Compared", TaskResult, SuiteResult)
 
 
 def write_record(record: EvaluationRecord, path: str | Path) -> None:
@@ -291,49 +289,13 @@ def verdict(difference: Difference, p: float | None = None) -> Verdict:
     return "better" if difference.low > 0 else "worse" if difference.high < 0 else "no difference shown"
 
 
-def _adjusted(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The rows with p-values adjusted over their comparisons, and what each comparison then shows."""
-    compared = [(index, row.comparison) for index, row in enumerate(rows) if row.comparison is not None]
-    changed = list(rows)
+def _adjusted(results: tuple[Compared, ...]) -> tuple[Compared, ...]:
+    """The results with p-values adjusted over their comparisons, and what each comparison then shows."""
+    compared = [(index, one.comparison) for index, one in enumerate(results) if one.comparison is not None]
+    changed = list(results)
     for (index, difference), p in zip(compared, holm([difference.p for _, difference in compared])):
-        changed[index] = dataclasses.replace(rows[index], adjusted_p=p, verdict=verdict(difference, p=p))
+        changed[index] = dataclasses.replace(results[index], adjusted_p=p, verdict=verdict(difference, p=p))
     return tuple(changed)
-
-
-@dataclass(frozen=True)
-class SuiteScores:
-    """What sampling a suite gave.
-
-    Attributes:
-        scores: float64 [questions, samples], 1.0 where the sample is right.
-        samples: the samples themselves, ordered by (question, sample).
-    """
-
-    scores: np.ndarray
-    samples: list[Sample]
-
-    @property
-    def accuracy(self) -> Estimate:
-        """Avg@k with its question-level interval."""
-        return average_at_k(self.scores)
-
-
-def run_suite(
-    engine: Engine, prompts: Sequence[str], is_right: Callable[[int, Sample], bool], config: SamplingConfig
-) -> SuiteScores:
-    """Sample every prompt `config.samples` times and grade each answer.
-
-    Args:
-        engine: where the samples come from.
-        prompts: rendered prompts.
-        is_right: verdict on (question index, sample).
-        config: sampling settings; their seed makes runs comparable sample by sample.
-    """
-    samples = engine.generate(prompts, config)
-    scores = np.zeros((len(prompts), config.samples))
-    for sample in samples:
-        scores[sample.question, sample.sample] = float(is_right(sample.question, sample))
-    return SuiteScores(scores, samples)
 
 
 def mean_entropy(samples: Sequence[Sample]) -> float | None:

@@ -1,4 +1,4 @@
-"""Settings of an evaluation that a command line offers as they are: which tasks are asked, what answers them, what judges.
+"""Settings of an evaluation that a command line offers as they are: which tasks, what answers them, what judges.
 
 Light: `--help` reads this file, so that nothing here may load a model's libraries.
 """
@@ -13,7 +13,7 @@ from loragate.validate import Count, Positive, Share
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """Which tasks are asked, on which rows, and how their answers are sampled.
+    """Which tasks, on which questions, and how their answers are sampled.
 
     Attributes:
         suite: math, retention, code, arithmetic, tiny, tiny_retention or all.

@@ -1,9 +1,9 @@
 """Means with honest intervals.
 
 Samples of one question resemble one another, so the question, not the sample, is the unit: standard errors are clustered
-by question and comparisons are paired by it. This room is arithmetic on arrays of scores; it knows neither tasks nor
-models, and says nothing about other bases or training seeds, which no interval over questions can cover. Of an average over
-several tasks these are strata: their questions are drawn apart, so nothing is pooled across them and each task counts the same.
+by question and comparisons are paired by it. No interval over questions covers other bases or training seeds. In an average
+over several tasks, the tasks are strata: their questions are drawn apart, so nothing is pooled across them and each task counts
+the same. All is arithmetic on arrays of scores; tasks and models are not known here.
 
 Shapes: B tasks, Q questions (of each task its own), K samples per question.
 """
@@ -130,8 +130,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Reject where the adjusted value is at most the level: the chance of any false rejection then stays below it.
     """
     values = np.asarray(p_values, dtype=np.float64)
-    if values.ndim != 1 or not ((values >= 0) & (values <= 1)).all():
-        raise DataError(f"holm was given {p_values!r}; it needs a flat list of p-values, each in [0, 1].")
     # the smallest of m times m, the next times m - 1, …, and none below one before it
     order = np.argsort(values, kind="stable")
     scaled = values[order] * np.arange(len(values), 0, -1)
@@ -278,21 +276,6 @@ def pass_at_k(scores: ArrayLike, k: int) -> Estimate:
     # by c = 0 … K; whole numbers of Python, as binomials pass a float's range
     chance = np.array([1 - math.comb(samples - right, k) / math.comb(samples, k) for right in range(samples + 1)])
     return replace(average_at_k(chance[array.sum(axis=1).astype(int)][:, None]), samples=samples)
-
-
-def pass_where_greedy_fails(greedy: ArrayLike, scores: ArrayLike) -> Estimate | None:
-    """Return pass@K of `scores` [Q, K] over those questions whose greedy answer, in `greedy` [Q, 1], is wrong; None where none is.
-
-    It says how often a model can give a right answer that it does not think likeliest, and so what training on its own
-    answers could at most correct. The estimate's `questions` are those with a wrong greedy answer.
-
-    Raises `DataError` for scores that are not 0 or 1, and when the numbers of questions differ.
-    """
-    wrong = _verdicts(greedy)[:, 0] == 0
-    array = _verdicts(scores)
-    if len(wrong) != len(array):
-        raise DataError(f"there are greedy answers to {len(wrong)} questions and sampled ones to {len(array)}.")
-    return pass_at_k(array[wrong], array.shape[1]) if wrong.any() else None
 
 
 def majority_at_k(answers: Sequence[Sequence[Hashable | None]], scores: ArrayLike) -> Estimate:

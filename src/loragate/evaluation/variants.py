@@ -1,7 +1,7 @@
 """What is scored side by side: base, adapter, gated adapter, and the controls that need no training.
 
 All of them are one model in memory under different context managers, so they share prompts, random streams and weights.
-A variant says nothing about tasks; it is a name, a temperature and what must be done to the model. The canary proves, on the
+A variant is independent of tasks: a label, a temperature and what must be done to the model. The canary proves, on the
 evaluation's own prompts, that adapter and gates act: a comparison of models that are secretly one is the cheapest way to be wrong.
 """
 
@@ -86,9 +86,9 @@ class ModelVariant:
 
     def at(self, temperature: float) -> ModelVariant:
         """The same at another temperature than the task's, 0 for greedy."""
-        heat = f"T={temperature:g}" if temperature else "greedy"
+        suffix = f"T={temperature:g}" if temperature else "greedy"
         return replace(
-            self, control=heat if self.control is None else f"{self.control} {heat}", temperature=temperature
+            self, control=suffix if self.control is None else f"{self.control} {suffix}", temperature=temperature
         )
 
     def sampling(self, config: SamplingConfig) -> SamplingConfig:
@@ -102,7 +102,7 @@ class ModelVariant:
 def variants_for(
     kind: Kind, controls: str = "cheap", constants: Sequence[float] = (0.5,), recommended: float | None = None
 ) -> list[ModelVariant]:
-    """The rows for a base model, a plain adapter or a gated adapter; the adapter comes first, as others refer to it.
+    """The variants of a base model, a plain adapter or a gated adapter; the adapter comes first, as others refer to it.
 
     Args:
         kind: what was loaded.
@@ -114,27 +114,27 @@ def variants_for(
             of the tasks alone.
 
     Raises:
-        ConfigError: for an unknown set of controls, or a constant that is a row of its own.
+        ConfigError: for an unknown set of controls, or a constant that is the base or the adapter.
     """
     if controls not in CONTROLS:
         raise ConfigError(f"--controls {controls}: expected one of {', '.join(CONTROLS)}{nearest(controls, CONTROLS)}")
-    heats = [] if recommended is None else [recommended]
+    added = [] if recommended is None else [recommended]
     if kind == "base" or controls == "alone":
-        return [ModelVariant(kind), *(ModelVariant(kind).at(heat) for heat in heats)]
-    rows = [ModelVariant("adapter"), ModelVariant("base")]
+        return [ModelVariant(kind), *(ModelVariant(kind).at(temperature) for temperature in added)]
+    variants = [ModelVariant("adapter"), ModelVariant("base")]
     if kind == "gated":
-        rows.append(ModelVariant("gated"))
+        variants.append(ModelVariant("gated"))
     if controls == "full" and kind == "gated":
-        rows.append(ModelVariant("gated", "random gates", random=0))
-    cooler = dict.fromkeys([*(COOLER if controls != "none" else ()), *heats])
+        variants.append(ModelVariant("gated", "random gates", random=0))
+    cooler = dict.fromkeys([*(COOLER if controls != "none" else ()), *added])
     for weights in ("adapter", "gated") if kind == "gated" else ("adapter",):
-        rows += [ModelVariant(weights).at(heat) for heat in cooler]
+        variants += [ModelVariant(weights).at(temperature) for temperature in cooler]
     if controls != "none":
-        for value in dict.fromkeys(constants):  # each once, in order: a row is known by its name
+        for value in dict.fromkeys(constants):  # each once, in order: a variant is known by its label
             if value in (0, 1) or not math.isfinite(value):
                 raise ConfigError(f"--constants {value:g}: λ = 0 is the base and λ = 1 the adapter; give other numbers")
-            rows.append(ModelVariant("adapter", f"λ={value:g}", scale=value))
-    return rows
+            variants.append(ModelVariant("adapter", f"λ={value:g}", scale=value))
+    return variants
 
 
 def acting(model: Any, variant: ModelVariant, kind: Kind) -> AbstractContextManager[Any]:
@@ -201,7 +201,7 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind, *, ba
         return {}
     for name in model.peft_config if base else ():
         if reason := changed_base_of(model, name):
-            raise GateError(f"canary: the row of the base would not be the base. {reason}")
+            raise GateError(f"canary: the variant of the base would not be the base. {reason}")
     # [prompts, longest], padded on the right, where causal attention does not see the padding
     rows = [ids[-TOKENS:] for ids in tokenizer(list(prompts[:PROMPTS]), add_special_tokens=False)["input_ids"]]
     width, device = max(map(len, rows)), next(model.parameters()).device

@@ -1,7 +1,14 @@
 """Generation: prompts in, samples out, each drawn from its own counted random stream."""
 
-from loragate.generation.engine import Engine, OnProgress, Sample, prepend_bos, tokenize_prompts
-from loragate.generation.samples import SampleWriter, read_samples
+from loragate.generation.engine import (
+    Engine,
+    OnProgress,
+    Sample,
+    SampleWriter,
+    prepend_bos,
+    read_samples,
+    tokenize_prompts,
+)
 from loragate.generation.sampling import SamplingConfig, SeededSampler, uniform
 from loragate.generation.sharded import ShardedEngine
 from loragate.generation.transformers_engine import TransformersEngine

@@ -5,7 +5,7 @@ any number of engines that hold the same model. `ShardedEngine` deals them out t
 or many machines, and collects. Nothing here knows which engine it is.
 
 Ray Data's own stage for vLLM is not used: its rows carry no finish reason, and what one engine draws would take another
-way than what many draw. Ray is imported here and nowhere else in this room.
+way than what many draw. Ray is imported here and nowhere else in generation.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ prompts, stops at the same tokens and decodes with the same tokenizer as `Transf
 are vLLM's: equal seeds give equal samples within an engine, not across the two. It reports no entropy. Texts that end an
 answer are looked for when it is done, as vLLM, given token ids, decodes none: such an answer costs what an unending one does.
 
-`acting_as` answers with another adapter of the same base, or with none, from the same loaded weights: rows of an evaluation
-that share a base load it once. vLLM is imported here and nowhere else in this room. The facts relied upon are those of vLLM 0.32.
+`acting_as` answers with another adapter of the same base, or with none, from the same loaded weights: variants of an evaluation
+that share a base load it once. vLLM is imported here and nowhere else in generation. The facts relied upon are those of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class VllmEngine(Engine):
 def require_gate_plugin(folder: str | Path) -> None:
     """Raise `ConfigError` unless vLLM has loaded loragate's serving plugin, and the plugin supports this vLLM.
 
-    The plugin leaves its verdict on vLLM's own class, so that this room need not know it.
+    The plugin leaves its verdict on vLLM's own class, so that generation need not import it.
     """
     _import_vllm()
     from vllm.lora.worker_manager import WorkerLoRAManager

@@ -28,9 +28,8 @@ from loragate.data import Rows, find_endings, load_rows
 from loragate.display import Display, Job, console, points, quiet_logging
 from loragate.errors import ConfigError
 from loragate.evaluation.evaluate import Evaluation, counted
-from loragate.evaluation.prepared import Prepared, prepare
+from loragate.evaluation.prepared import Prepared, Request, prepare
 from loragate.evaluation.results import EvaluationRecord, verdict
-from loragate.evaluation.session import Request
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.statistics import compare
 from loragate.evaluation.tasks import load_questions, load_task
@@ -284,6 +283,12 @@ def score(made: Trained, variants: dict[ModelVariant, Any], tasks: list[Prepared
     models = {"base": "base", "adapter": "adapters/sft"}
     with acting(made.models["adapter"], gated, "adapter"):
         figures = canary(made.models["adapter"], made.tokenizer, tasks[0].prompts, "gated")
+
+    @contextmanager
+    def engine_for(variant: ModelVariant) -> Iterator[TransformersEngine]:
+        with acting(variants[variant], variant, "adapter"):
+            yield TransformersEngine(variants[variant], made.tokenizer, batch_size=BATCH)
+
     evaluation = Evaluation(
         folder,
         tasks,
@@ -292,16 +297,11 @@ def score(made: Trained, variants: dict[ModelVariant, Any], tasks: list[Prepared
         canary=figures,
         seed=made.seed,
         notes=[CAVEAT, *([f"not run: {absent}; --controls full trains and scores them"] if absent else [])],
+        engine_for=engine_for,
     )
-
-    @contextmanager
-    def engine_for(variant: ModelVariant) -> Iterator[TransformersEngine]:
-        with acting(variants[variant], variant, "adapter"):
-            yield TransformersEngine(variants[variant], made.tokenizer, batch_size=BATCH)
-
     with made.display.job("sampling the test questions", evaluation.sample_count, "answer") as job:
         evaluation.begin()
-        return evaluation.run(engine_for, counted(job, "sampling"))
+        return evaluation.run(counted(job, "sampling"))
 
 
 def control_statements(record: EvaluationRecord) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.data import EncodedRows, encode_rows, load_rows
-from loragate.data.loading import RowsGiven
+from loragate.data.rows import RowsGiven
 from loragate.display import percent
 from loragate.errors import ConfigError
 from loragate.evaluation.variants import ModelVariant

@@ -19,9 +19,9 @@ from typing import Any, cast
 import numpy as np
 
 from loragate.data import EncodedRows, Rows, load_rows
+from loragate.data.encoding import IGNORED
 from loragate.data.formats import conversation
-from loragate.data.loading import RowsGiven
-from loragate.data.rendering import IGNORED
+from loragate.data.rows import RowsGiven
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import why_no_gold
 from loragate.evaluation.judging import MATH, TEXT, require_graders

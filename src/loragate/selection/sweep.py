@@ -21,16 +21,17 @@ import numpy as np
 
 from loragate.data import Rows
 from loragate.errors import ConfigError, DataError, DivergenceError, LoragateError
-from loragate.evaluation.evaluate import Evaluation, in_memory
+from loragate.evaluation.engines import in_memory
+from loragate.evaluation.evaluate import Evaluation
+from loragate.evaluation.prepared import Request
 from loragate.evaluation.results import EvaluationRecord
-from loragate.evaluation.session import Request, Session
 from loragate.evaluation.statistics import compare_suites, holm, suite_average
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import ModelVariant
 from loragate.files import RunFolder, read_json, require_new
 from loragate.gates import GateConfig
 from loragate.gates.schema import CONFIG, read_gate_config
-from loragate.models import Loading, ModelSource, explained, load_adapter, open_base, open_tokenizer, resolve
+from loragate.models import Loaded, Loading, ModelSource, explained, load_adapter, open_base, open_tokenizer, resolve
 from loragate.selection.calibrate import read_questions, write_recommended
 from loragate.selection.compare import (
     TRIALS,
@@ -135,9 +136,8 @@ def run_trial(run: SelectionRun, trial: Trial, on_step: OnStep | None = None) ->
     if run.dev is not None:
         variant, task = run.variant_of(trial).at(0), run.tasks["dev"]
         engines = in_memory(run.context.model, run.context.tokenizer, "adapter", run.dev.settings.dev_batch_size)
-        Evaluation(run.folder / "dev", [task], [variant], models={}, canary={}, seed=task.sampling.seed).sample(
-            engines, variant
-        )
+        seed = task.sampling.seed
+        Evaluation(run.folder / "dev", [task], [variant], {}, {}, seed, engine_for=engines).sample(variant)
 
 
 Open = Callable[[], SelectionRun]
@@ -325,12 +325,13 @@ class SweptCells:
         left = tuple(one for one in every if one not in trials)
         return cls(trials, left, own, tasks, endings, picked)
 
-    def evaluation(self, session: Session) -> Evaluation:
+    def evaluation(self, loaded: Loaded) -> Evaluation:
         """The adapter and a variant for each cell."""
         names = ", ".join(one.name for one in self.left)
         notes = [f"trials that are not finished, and not scored: {names}"] if names else []
         rows = [ModelVariant("gated", trial.name, gates=str(place)) for trial, place in self.trials.items()]
-        return session.evaluation([ModelVariant("adapter"), *rows], notes=notes)
+        prepared = self.request.prepare(self.tasks, loaded)
+        return Evaluation.of(self.request, prepared, loaded, [ModelVariant("adapter"), *rows], notes=notes)
 
     def on_suite(self, record: EvaluationRecord, suite: str) -> dict[str, Any]:
         """The cells on one suite, in the form that `report.sweep` draws, and the best one, an oracle.

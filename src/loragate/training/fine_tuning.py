@@ -21,7 +21,7 @@ from torch import nn
 from trl import SFTConfig
 
 from loragate.data import EncodedRows, encode_rows, load_rows
-from loragate.data.loading import RowsGiven
+from loragate.data.rows import RowsGiven
 from loragate.errors import ConfigError
 from loragate.files import RunFolder
 from loragate.gates.artifact import write_adapter

@@ -21,7 +21,7 @@ from transformers.trainer_utils import TrainOutput
 from trl import SFTConfig
 
 from loragate.data import EncodedRows, Rows, encode_rows, find_endings, load_rows
-from loragate.data.loading import RowsGiven
+from loragate.data.rows import RowsGiven
 from loragate.errors import ConfigError, TrainingError
 from loragate.gates import (
     GateConfig,

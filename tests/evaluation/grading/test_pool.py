@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.evaluation.grading import MATH_GRADERS, Grade, GradingPool, Job, MathGrader, grade_math
+from loragate.evaluation.grading import MATH_GRADERS, Grade, GradingPool, Job, MathGrader
 
 HERE = Path(__file__).parent
 BAD = MathGrader("bad", lambda response, gold, tolerance: Job(gold, response), "badgrader:judge")
@@ -32,7 +31,6 @@ def test_each_bad_answer_costs_one_grade():
     bad = ["hang", "hang in native code", "die", "segfault", "memory"]
     answers = ["1", *bad[:2], "print", "2", *bad[2:], "3", "recurse", "4"]
     seen = []
-    started = time.monotonic()
     with GradingPool(BAD, workers=2, timeout_s=1.5, memory_mb=300) as pool:
         grades = pool.grade([(answer, answer) for answer in answers], lambda done, total: seen.append((done, total)))
     reasons = dict(zip(answers, (grade.reason for grade in grades)))
@@ -48,7 +46,6 @@ def test_each_bad_answer_costs_one_grade():
     assert [grade.correct for grade in grades] == [grade.reason == "ok" for grade in grades]
     assert seen[-1] == (len(answers), len(answers))
     assert seen == sorted(seen)
-    assert time.monotonic() - started < 30
 
 
 def test_a_verdict_that_is_there_counts_however_late_it_is_read():
@@ -133,25 +130,9 @@ def test_most_answers_need_no_worker():
     assert [grade.reason for grade in grades] == ["ok", "no_box", "ok", "wrong"]
 
 
-def test_works_from_threads():
-    results = {}
-
-    def grade(index):
-        results[index] = grade_math(f"\\boxed{{\\sqrt{{{index}}}+x}}", f"x+{index}^{{1/2}}")
-
-    threads = [threading.Thread(target=grade, args=(index,)) for index in (2, 3, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(results[index].correct for index in (2, 3, 5))
-
-
 def test_settings_and_broken_graders_are_explained():
     with pytest.raises(ConfigError, match="did you mean 'default'"):
         GradingPool("defualt")
-    with pytest.raises(ConfigError, match="workers is 0"):
-        GradingPool(workers=0)
     missing = replace(BAD, judge="no_such_module:judge")
     with pytest.raises(LoragateError, match=r"cannot run.*no_such_module"), GradingPool(missing, workers=1) as pool:
         pool.grade([("1", "1")])

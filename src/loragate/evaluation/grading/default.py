@@ -12,16 +12,19 @@ import re
 from collections.abc import Callable, Sequence
 
 from loragate.evaluation.grading.notation import (
+    Shape,
     is_text,
     key,
+    name_of,
     normalise,
+    read_shape,
     read_unit,
+    sides_of,
     split_unit,
     strip_outer_braces,
     unwrap_fonts,
 )
 from loragate.evaluation.grading.numbers import Number, read_number, same_number
-from loragate.evaluation.grading.shapes import Shape, name_of, read_shape, sides_of
 
 Verdict = bool | None
 Algebra = Callable[[str, str, float | None], Verdict]

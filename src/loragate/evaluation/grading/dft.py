@@ -2,18 +2,22 @@ r"""The `dft` grader: the decision procedure behind published numbers, kept for 
 
 Written anew from its description. Extraction, string rules and the order of comparisons follow it, its known faults
 included: units are removed even where they are variables, `\text{…}` is dropped, brackets are ignored, numbers agree
-to 1e-4 relative and also when off by a factor of 100. Do not "fix" this file or `dft_equality.py`, which needs sympy and is
-for workers; the default grader is the place for that.
+to 1e-4 relative and also when off by a factor of 100. Do not "fix" this file; the default grader is the place for that.
 
 What could not be reproduced exactly: the last parser tried is the maintained fork of latex2sympy, not version 1.9;
 Python-like expressions are read by a small evaluator instead of sympy's `parse_expr`, which would run code from
 answers; sympy is the installed version, not 1.12; the time limit is the pool's, not three seconds; the list of unit
 words was compiled from its description and is not the original's to the last word.
+
+`extract` and `strip_string` run in the caller's process, `math_equal` in a worker, where its last step is
+`symbolic.dft_algebra`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from math import isclose
 
 _LETTERS = "a b c d g h k l m n o p s t A C F J K L N V W"
 _WORDS = (
@@ -100,3 +104,66 @@ def strip_string(text: str) -> str:
     text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac(\d)\{", r"\\frac{\1}{", text)
     return re.sub(r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}", text)
+
+
+def math_equal(answer: str, gold: str, algebra: Callable[[str, str], bool], depth: int = 0) -> bool:
+    """Whether two stripped answers count as equal: text, number, brackets, parts, equation, then `algebra` on both texts."""
+    if answer.strip().lower() == gold.strip().lower():
+        return True
+    # a choice: the last letter that stands alone
+    if gold in tuple("ABCDE") and re.findall(r"\b([A-E])\b", answer.upper())[-1:] == [gold]:
+        return True
+    left, right = _number(answer), _number(gold)
+    if left is not None and right is not None:
+        # a percentage and its share are the same, whichever side is which
+        return any(isclose(value, left, rel_tol=1e-4) for value in (right / 100, right, right * 100))
+    if not answer:
+        return False
+    bare_answer, bare_gold = (
+        re.sub(r"[{}()]", "", _unbracket(text, other)) for text, other in ((answer, gold), (gold, answer))
+    )
+    if bare_answer.lower() == bare_gold.lower():
+        return True
+    # part by part, and parts of parts, as far as three deep
+    if depth < 3:
+        if all(re.fullmatch(r"[(\[].+[)\]]", text) for text in (answer, gold)):
+            parts, others = answer[1:-1].split(","), gold[1:-1].split(",")
+            if len(parts) == len(others) and all(math_equal(a, b, algebra, depth + 1) for a, b in zip(parts, others)):
+                return True
+        rows = [_matrix(text) for text in (answer, gold)]
+        if rows[0] and rows[1] and [len(row) for row in rows[0]] == [len(row) for row in rows[1]]:
+            pairs = [pair for row, other in zip(rows[0], rows[1]) for pair in zip(row, other)]
+            if all(math_equal(a, b, algebra, depth + 1) for a, b in pairs):
+                return True
+    sides, others = answer.split("="), gold.split("=")
+    if len(sides) == len(others) == 2:
+        one, two = (f"{pair[0].strip()} - ({pair[1].strip()})" for pair in (sides, others))
+        return algebra(one, two) or algebra(f"-({one})", two)
+    if len(sides) == 2 and len(others) == 1 and len(sides[0].strip()) <= 2:
+        return math_equal(sides[1], gold, algebra, depth + 1)
+    if len(others) == 2 and len(sides) == 1 and len(others[0].strip()) <= 2:
+        return math_equal(answer, others[1], algebra, depth + 1)
+    return algebra(answer, gold)
+
+
+def _number(text: str) -> float | None:
+    text = text.replace(",", "")
+    try:
+        return float(text)
+    except ValueError:
+        try:
+            return float(text.removesuffix("%").removesuffix("\\")) / 100 if text.endswith("%") else None
+        except ValueError:
+            return None
+
+
+def _unbracket(text: str, other: str) -> str:
+    for left, right in ("[]", "()"):
+        if text.startswith(left) and text.endswith(right) and not other.startswith("(" if left == "[" else "["):
+            return text.strip("[]()")
+    return text
+
+
+def _matrix(text: str) -> list[list[str]]:
+    match = re.fullmatch(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}", text)
+    return [row.split("&") for row in match[1].split("\\\\") if row.strip()] if match else []

@@ -117,14 +117,11 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             memory_mb: memory for one answer, on top of what the worker has at start (Linux).
 
         Raises:
-            ConfigError: for an unknown grader or a limit that is not positive.
+            ConfigError: for an unknown grader.
         """
         self.grader = math_grader(grader) if isinstance(grader, str) else grader
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.workers = min(8, cores) if workers is None else workers
-        for name, value in (("workers", self.workers), ("timeout_s", timeout_s), ("memory_mb", memory_mb)):
-            if not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be positive")
         self.timeout_s = timeout_s
         self.memory_mb = memory_mb
         self._known: dict[Job, Grade] = {}
@@ -156,11 +153,11 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             on_progress: called with (answers done, answers in all).
         """
         allowed = [None] * len(pairs) if tolerances is None else tolerances
-        begun = [
+        decided = [
             self.grader.begin(response, gold, tolerance)
             for (response, gold), tolerance in zip(pairs, allowed, strict=True)
         ]
-        waiting = Counter(item for item in begun if isinstance(item, Job) and item not in self._known)
+        waiting = Counter(item for item in decided if isinstance(item, Job) and item not in self._known)
         done = len(pairs) - waiting.total()
 
         def report(job: Job | None = None) -> None:
@@ -171,7 +168,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
 
         report()
         self.run(list(waiting), report)
-        return [item if isinstance(item, Grade) else self._known[item] for item in begun]
+        return [item if isinstance(item, Grade) else self._known[item] for item in decided]
 
     def run(self, jobs: Sequence[Job], on_done: Callable[[Job], None] | None = None) -> list[Grade]:
         """Return the grades of `jobs`, from memory or from workers; concurrent calls take turns."""
@@ -183,9 +180,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                         worker = self._idle.pop() if self._idle else _Worker(self.grader, self.memory_mb)
                         self._busy.append(worker)
                         worker.give(todo.pop(), self.timeout_s)
-                    for worker in _heard(self._busy):
+                    for worker in _due(self._busy):
                         grade = worker.answer()
-                        if grade is None:  # it is ready now, or has said half a line
+                        if grade is None:  # it is ready now, or half a line has come
                             continue
                         self._busy.remove(worker)
                         job, used = worker.job, worker.jobs > 1
@@ -240,7 +237,7 @@ class _Worker:
             LoragateError: for a process that does not become ready.
         """
         message: dict[str, Any] | str = "timeout"
-        if _spoke([self]):  # also where others kept the caller until after its time
+        if _readable([self]):  # also where others kept the caller until after its time
             chunk = os.read(self.output.fileno(), 1 << 16)  # not readline, which would wait for the rest of a line
             self.line += chunk
             if chunk and not self.line.endswith(b"\n"):
@@ -278,7 +275,7 @@ class _Worker:
             self.input.flush()
 
 
-def _spoke(workers: Sequence[_Worker], wait_ms: float = 0.0) -> set[int]:
+def _readable(workers: Sequence[_Worker], wait_ms: float = 0.0) -> set[int]:
     """The descriptors that have something to read, or have been closed."""
     poll = select.poll()  # as select takes no descriptor beyond 1023
     for worker in workers:
@@ -286,12 +283,12 @@ def _spoke(workers: Sequence[_Worker], wait_ms: float = 0.0) -> set[int]:
     return {descriptor for descriptor, _ in poll.poll(wait_ms)}
 
 
-def _heard(workers: Sequence[_Worker]) -> list[_Worker]:
-    """Those that have said something or have ended, or whose time is over; waits until there is one."""
+def _due(workers: Sequence[_Worker]) -> list[_Worker]:
+    """Workers that have written something or have ended, or whose time is over; waits until there is one."""
     wait = min(worker.until for worker in workers) - time.monotonic()
-    spoke = _spoke(workers, max(0.0, wait) * 1000 + 1)  # one more, so that a time is over where nobody spoke
+    readable = _readable(workers, max(0.0, wait) * 1000 + 1)  # one more, so that a time is over where nothing came
     now = time.monotonic()
-    return [worker for worker in workers if worker.output.fileno() in spoke or now >= worker.until]
+    return [worker for worker in workers if worker.output.fileno() in readable or now >= worker.until]
 
 
 _pools: dict[str, GradingPool] = {}
@@ -312,14 +309,14 @@ def grade_math(response: str, gold: str, grader: str = "default", *, tolerance: 
     Raises:
         ConfigError: for an unknown grader.
     """
-    begun = math_grader(grader).begin(response, gold, tolerance)
-    if isinstance(begun, Grade):
-        return begun
+    found = math_grader(grader).begin(response, gold, tolerance)
+    if isinstance(found, Grade):
+        return found
     with _pools_lock:
         if grader not in _pools:
             _pools[grader] = GradingPool(grader, workers=1)
         pool = _pools[grader]
-    return pool.run([begun])[0]
+    return pool.run([found])[0]
 
 
 @atexit.register

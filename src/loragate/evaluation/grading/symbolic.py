@@ -1,4 +1,4 @@
-r"""What a worker calls: one function per grader, and the algebra of the default one, which may hang or eat memory.
+r"""What a worker calls: one function per grader, and all algebra, which may hang or eat memory.
 
 The graders are loaded by name inside the worker process, so that neither sympy nor math-verify is imported by the caller.
 
@@ -11,17 +11,20 @@ to math-verify's own `verify`.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from fractions import Fraction
+from math import isclose
 from typing import Any
 
 import sympy
-from latex2sympy2_extended import NormalizationConfig
+from latex2sympy2_extended import NormalizationConfig, latex2sympy
 from math_verify import LatexExtractionConfig, parse, verify
+from sympy.parsing.latex import parse_latex
 
 from loragate.evaluation.grading.default import UnjudgedError, Verdict, decide
-from loragate.evaluation.grading.dft_equality import math_equal
+from loragate.evaluation.grading.dft import math_equal
 from loragate.evaluation.grading.numbers import Number, read_number, same_number
 
 _DIGITS = 40  # carried, so that 15 of them are right after cancellation
@@ -215,6 +218,63 @@ def _verify(left: Any, right: Any) -> bool:
     return bool(verify(left, right, timeout_seconds=None))
 
 
+def dft_algebra(answer: str, gold: str) -> bool:
+    """The `dft` procedure's algebra: sympy reads both and finds no difference after `simplify`, or none beyond 1e-4 in value."""
+    left, right = _parse(answer), _parse(gold)
+    # in turn, as each may fail on what the one before could not read: spelling, value, sides of an equation, number
+    for test in (
+        lambda: str(left) == str(right) or left == right,
+        lambda: left.equals(right) or sympy.simplify(left - right) == 0,
+        lambda: abs(left.lhs - left.rhs).equals(abs(right.lhs - right.rhs)),
+        lambda: isclose(float(sympy.N(left)), float(sympy.N(right)), rel_tol=1e-4),
+    ):
+        try:
+            if test():
+                return True
+        except (Exception, RecursionError):  # whatever sympy raises counts as "not equal", as in the original
+            continue
+    return False
+
+
+def _parse(text: str) -> Any:
+    for parser in (parse_latex, python_expression, latex2sympy):
+        for spelling in (text.replace("\\\\", "\\"), text):
+            try:
+                return parser(spelling)
+            except (Exception, RecursionError):
+                continue
+    return text  # no parser reads it, so that it equals its own spelling alone
+
+
+def python_expression(text: str) -> Any:
+    """Read `2*sqrt(3)+x**2` (`^` allowed) into sympy: numbers, names, + - * / ** and sqrt only, nothing executed."""
+
+    def build(node: ast.AST) -> Any:
+        match node:
+            case ast.Expression(body=body):
+                return build(body)
+            case ast.Constant(value=int() | float() as value):
+                return sympy.sympify(value)
+            case ast.Name(id=name):
+                return sympy.pi if name == "pi" else sympy.Symbol(name)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -build(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in operators:
+                return operators[type(op)](build(left), build(right))
+            case ast.Call(func=ast.Name(id="sqrt"), args=[argument], keywords=[]):
+                return sympy.sqrt(build(argument))
+        raise ValueError(ast.dump(node))
+
+    operators: dict[type, Any] = {
+        ast.Add: lambda a, b: a + b,
+        ast.Sub: lambda a, b: a - b,
+        ast.Mult: lambda a, b: a * b,
+        ast.Div: lambda a, b: a / b,
+        ast.Pow: lambda a, b: a**b,
+    }
+    return build(ast.parse(text.replace("^", "**"), mode="eval"))
+
+
 Judgement = tuple[bool, str, str | None]
 
 
@@ -231,7 +291,7 @@ def default(gold: str, answer: str, tolerance: float | None) -> Judgement:
 
 def dft(gold: str, answer: str, tolerance: float | None) -> Judgement:
     """The `dft` procedure on an extracted and stripped answer; it knows no tolerance."""
-    correct = math_equal(answer, gold)
+    correct = math_equal(answer, gold, dft_algebra)
     return correct, "ok" if correct else "wrong", answer
 
 

@@ -32,22 +32,22 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
     """`count` different questions: {id, question, answer, kind, level, seed}, the kinds and levels in turn.
 
     Raises:
-        DataError: if a kind has fewer different questions than were asked for.
+        DataError: if a kind has fewer different questions than are wanted.
     """
     cells = [(kind, level) for level in LEVELS for kind in KINDS]
-    # a stream for each: the first rows are the same however many are asked for
+    # a stream for each: the first rows are the same however many are wanted
     streams = {cell: random.Random(f"arithmetic/{seed}/{cell[0]}/{cell[1]}") for cell in cells}
-    asked: set[str] = set()
+    seen: set[str] = set()
     items = []
     for position in range(count):
         kind, level = cell = cells[position % len(cells)]
         for _ in range(_FRUITLESS_DRAWS):
             question, answer = KINDS[kind](streams[cell], level)
-            if question not in asked:
+            if question not in seen:
                 break
         else:
             raise DataError(f"no new '{kind}' question of level {level} after {position}; ask for fewer than {count}")
-        asked.add(question)
+        seen.add(question)
         items.append(
             {
                 "id": f"{kind}-{level}-{seed}-{position}",

@@ -1,8 +1,7 @@
 """Rows to questions (from the hub at a pinned revision, a local file of the same schema, or a generator) and to prompts.
 
-Every row is checked before anything is sampled; of the suites that lm-evaluation-harness asks also what one column says about
-another. A set that cannot be reached says which local file would do instead, so that machines without a connection are
-first-class.
+Every row is checked before anything is sampled; of the suites of lm-evaluation-harness also what one column implies
+about another. The error for a set that cannot be reached names the local file that would do instead.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ from loragate.data import Chat, Rows, load_rows
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import LETTERS
 from loragate.evaluation.tasks import arithmetic
-from loragate.evaluation.tasks.columns import (
+from loragate.evaluation.tasks.task import (
+    Dataset,
+    Task,
     check_row,
     describe_schema,
     found_columns,
@@ -31,7 +32,6 @@ from loragate.evaluation.tasks.columns import (
     shown,
     variables,
 )
-from loragate.evaluation.tasks.task import Dataset, Task
 from loragate.generation import prepend_bos
 from loragate.world.problems import problems, retention_items
 
@@ -77,7 +77,7 @@ class Questions:
     Attributes:
         questions: in the order of the data set.
         source: file, hub id with split, or generator with seed.
-        revision: commit of the hub data set, where it could be told.
+        revision: commit of the hub data set, where it is known.
         fingerprint: SHA-256 over the rows' content; equal for equal rows in any file format.
         warnings: what a reader of the score should know.
     """
@@ -110,10 +110,8 @@ def load_questions(
     Raises:
         DataError: naming file and line for a row that does not fit, or the local file that would do where the hub cannot
             be reached.
-        ConfigError: for a revision without effect, or a limit below 1.
+        ConfigError: for a revision without effect.
     """
-    if limit is not None and limit < 1:  # rows are taken by subset below, where none would be no error
-        raise ConfigError(f"{task.name}: found limit={limit}, expected at least 1")
     # the task itself stays as it is pinned: its fingerprint does not follow `revision`
     dataset, warnings = task.dataset, []
     local = file if isinstance(file, Rows) else _local_file(task, file)
@@ -128,7 +126,7 @@ def load_questions(
         dataset = dataclasses.replace(dataset, revision=commit or dataset.revision)
         if commit is None:
             warnings.append(
-                f"{task.name}: the commit of {dataset.hub} could not be told; pin one with --revision to make this repeatable"
+                f"{task.name}: the commit of {dataset.hub} is not known; pin one with --revision to make this repeatable"
             )
     # the first questions of each subset are known only when all rows are
     parts, source = _parts(task, dataset, local, None if subsets else limit, seed)
@@ -371,4 +369,4 @@ def _openbookqa(row: dict[str, Any], where: str, _: str) -> None:
 
 
 CHECKS = {"mmlu_pro": _mmlu_pro, "bbh": _bbh, "bbh_zeroshot": _bbh, "openbookqa": _openbookqa}
-"""What one column of a suite says about another, checked by (row, place, subset); blanks around an answer's key go."""
+"""What one column of a suite implies about another, checked by (row, place, subset); blanks around an answer's key go."""

@@ -10,7 +10,7 @@ import yaml
 
 from loragate.errors import ConfigError
 from loragate.evaluation.tasks import load_questions, load_task, suite, task_names
-from loragate.evaluation.tasks.task import SUITES, Generation, Harness
+from loragate.evaluation.tasks.task import SUITES, Generation
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "tasks.md"
 TASK = """\
@@ -92,15 +92,6 @@ def test_what_every_built_in_task_promises(name, tmp_path):
     assert task.variant_of is None or load_task(task.variant_of).suite == task.suite
 
 
-def test_a_task_of_ones_own(task_file):
-    task = load_task(task_file())
-    assert (task.name, task.version, task.system, task.raw) == ("sums", 2, None, False)
-    assert task.generation == Generation(4, 1.0, 1.0, 64)
-    assert task.columns == {"question": ("question",), "gold": ("answer",)}
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        task.name = "other"
-
-
 def test_fingerprint_follows_content_not_prose_or_place(task_file, tmp_path):
     first = load_task(task_file()).fingerprint
     other = tmp_path / "elsewhere.yml"
@@ -114,18 +105,9 @@ def test_fingerprint_follows_content_not_prose_or_place(task_file, tmp_path):
     assert moved.fingerprint != task.fingerprint
 
 
-def test_the_harness_runs_its_own_tasks(task_file):
-    task = load_task(task_file(HARNESS))
-    assert task.harness == Harness("letters.yaml", "acc,none")
-    assert (task.grader, task.prompt) == ("lm-eval", "")
-
-
 MISTAKES = [
     (changed("prompt:", "promt:"), r"sums.yaml: unknown key 'promt'; did you mean 'prompt'\? known are name, version"),
-    (changed("  gold:", "  target:"), r"columns.target must be one of 'id', 'question' or 'gold'"),
     (changed('prompt: "{{ question }} Use \\\\boxed{}."\n', ""), "sums.yaml: missing prompt"),
-    (changed("grader: default\n", ""), "the key 'grader' is missing"),
-    (changed("  gold: answer\n", ""), "missing columns.gold"),
     (
         changed("suite: math", "suite: maths"),
         r"suite must be one of 'math', 'code'.*found 'maths'; did you mean 'math'\?",
@@ -137,25 +119,16 @@ MISTAKES = [
     ),
     (changed("{{ question }}", "{{ gold }}"), "prompt uses 'gold'"),
     (changed("{{ question }}", "{{ question"), "sums.yaml: prompt: line 1 of the template"),
-    (changed("{{ question }}", "{{ question | bxed }}"), "prompt: line 1 of the template: No filter named 'bxed'"),
     (
         changed("gold: answer", "gold: anser"),
         r"columns.gold names the column 'anser', which dataset.schema does not have; did you mean 'answer'\?",
     ),
-    (changed("gold: answer", 'gold: "{{ anser }}"'), r"columns.gold uses 'anser'.*did you mean 'answer'\?"),
-    (changed("gold: answer", "gold: []"), r"columns.gold must be a list of at least 1"),
     (
         changed("    answer: text|number", "    answer: txt|number"),
         r"column 'answer' has the unknown type 'txt'; did you mean 'text'\?",
     ),
-    (changed("    answer: text|number", "    answer: 3"), "dataset.schema.answer must be text, found 3"),
     (changed("  file: sums.jsonl\n", ""), "exactly one of hub, file and generator; found none"),
-    (changed("  rows: 2", "  hub: a/b"), "exactly one of hub, file and generator; found hub and file"),
     (changed("  rows: 2", "  split: test"), "split has no effect without hub"),
-    (
-        changed("  file: sums.jsonl", "  generator: tinny"),
-        r"dataset.generator must be .*found 'tinny'; did you mean 'tiny'\?",
-    ),
     (changed("temperature: 1", "temperature: 0"), "samples is 4, but greedy samples are all the same"),
     (changed("samples: 4", "samples: 4, stop: ['\\n']"), "generation.stop is for raw: true"),
     (changed("version: 2", "version: 2\nraw: true\nsystem: hi"), "system has no effect with raw True"),
@@ -164,11 +137,8 @@ MISTAKES = [
         "harness has no effect with grader default, only with lm-eval",
     ),
     (changed("version: 2", "version: 2\nversion: 3"), "not valid YAML .*the key 'version' appears twice"),
-    (changed("version: 2", "version: {{question}}"), "not valid YAML .*unhashable key"),
-    (changed("version: 2", "version: 2\npath: /"), "unknown key 'path'"),
     (HARNESS + "prompt: hi\n", "prompt has no effect with grader lm-eval"),
     (changed(', metric: "acc,none"', "", HARNESS), "the key 'harness.metric' is missing"),
-    (changed("harness:", "harnes:", HARNESS), r"unknown key 'harnes'; did you mean 'harness'\?"),
 ]
 
 
