@@ -22,15 +22,15 @@ COPIES = "repository"
 PAGES = {
     "quickstart": "evidence.md",
     "inspect": "five-minutes.md",
-    "sft": "methods.md",
-    "mask": "methods.md",
+    "sft": "method.md",
+    "mask": "method.md",
     "calibrate": "choosing-a-range.md",
     "sweep": "sweep.md",
     "recipes": "recipes.md",
     "generate": "five-minutes.md",
     "eval": "evaluation.md",
     "regrade": "tasks.md",
-    "push": "hub.md",
+    "push": "artifact.md",
     "diagnose": "diagnostics.md",
     "report": "report.md",
     "explore": "report.md",
@@ -131,7 +131,7 @@ def on_config(config: Any) -> Any:
     notebooks = sorted(path.stem for path in (ROOT / "docs" / "notebooks").glob("*.ipynb"))
     below = {
         "commands.md": [{name: f"commands/{name}.md"} for name in commands()],
-        "notebooks.md": [{_notebook_title(stem): f"notebooks/{stem}.md"} for stem in notebooks],
+        "python.md": [{_notebook_title(stem): f"notebooks/{stem}.md"} for stem in notebooks],
     }
     _nest(config.nav, below)
     return config

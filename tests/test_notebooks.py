@@ -18,7 +18,7 @@ def read(path):
 
 def test_there_are_three_and_the_page_lists_them():
     assert [path.stem for path in NOTEBOOKS] == ["gate-your-adapter", "read-the-report", "tiny-study"]
-    linked = re.findall(r"\(notebooks/([\w-]+)\.ipynb\)", (DOCS / "notebooks.md").read_text(encoding="utf-8"))
+    linked = re.findall(r"\(notebooks/([\w-]+)\.ipynb\)", (DOCS / "python.md").read_text(encoding="utf-8"))
     assert sorted(linked) == [path.stem for path in NOTEBOOKS]
 
 

@@ -161,7 +161,7 @@ def selection_table(view: SelectionView, most: int | None = ROWS) -> Table:
         difference = one.difference
         versus: Cell = (ABSENT,)
         if difference is not None:
-            z = f"z = {difference['z']:.1f}" if "z" in difference else ""
+            z = f"z = {difference['z']:.1f}" if difference.get("z") is not None else ""
             versus = (points(difference["mean"]), f"{points(difference['low'])} to {points(difference['high'])}", z)
         chosen = one.label == view.label
         name = f"{one.label} (recommended)" if chosen else one.label

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -320,7 +321,9 @@ class SelectionRun:
         variants = {}
         for one in asked:
             found, estimate = [rows[variant.label] for variant in one.variants], average_at_k(scores[one.label])
-            versus = {**asdict(compare(scores[one.label], own)), "z": paired_z(scores[one.label], own)}
+            z = paired_z(scores[one.label], own)
+            # infinite where every question differs by as much, which JSON cannot say
+            versus = {**asdict(compare(scores[one.label], own)), "z": z if math.isfinite(z) else None}
             kept = retained.get(one.label)
             variants[one.label] = {
                 "label": one.label,

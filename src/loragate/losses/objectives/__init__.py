@@ -1,4 +1,4 @@
-"""Stage-I token objectives by name, small objects over token statistics; docs/methods.md derives each.
+"""Stage-I token objectives by name, small objects over token statistics; docs/method.md derives each.
 
 weighted   sft, dft, profit, eaft, talr, mask: cross-entropies with a detached weight w_t ≥ 0
 signed     eksft, forgetting: with terms that no nonnegative weight gives; entropy, interleaved: the adapter itself trained
