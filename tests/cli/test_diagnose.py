@@ -54,7 +54,7 @@ def test_entropy_and_interventions_by_its_sign(place, tmp_path, capsys):
     assert all(0 <= row.suppressed <= 1 for row in record.interventions)
     assert all(row.adjusted_p >= row.difference.p for row in record.interventions)
     assert (out / "samples" / "adapter-negative" / "words.jsonl").is_file()
-    scored = [row.name for row in read_record(out / "results.json").results]
+    scored = [row.label for row in read_record(out / "results.json").results]
     assert scored == ["adapter", "base", "gated", "adapter negative", "adapter positive"]
     printed = capsys.readouterr().out
     assert record.conclusion[0] in " ".join(printed.split())

@@ -88,6 +88,11 @@ def test_the_tokenizer_of_the_source_comes_along(tmp_path, folders, where):
     lg.load_gated(gated)
 
 
+def test_plain_programs_find_no_adapter_at_the_top(folders):
+    with pytest.raises((ValueError, OSError)):
+        PeftModel.from_pretrained(tiny_base(), folders[2])
+
+
 def test_nothing_is_overwritten(folders, loaded):
     lg.load_gates(loaded, folders[2])
     before = (folders[2] / "gate_config.json").read_bytes()
@@ -262,6 +267,27 @@ def test_fuzzed_configurations_give_a_clear_error_or_the_same_gates(gated, loade
     lg.detach_gates(loaded)
 
 
+@FUZZ
+@given(text=st.text(max_size=200) | st.binary(max_size=200))
+def test_arbitrary_text_as_configuration_is_refused(gated, loaded, text):
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    (gated / "gate_config.json").write_bytes(data)
+    with pytest.raises(ArtifactError):
+        lg.load_gates(loaded, gated)
+
+
+def test_a_source_that_is_not_the_loaded_adapter_is_not_copied(tmp_path, folders, caplog, token_ids):
+    model = tiny_adapter(seed=5)
+    model.peft_config["default"].base_model_name_or_path = str(folders[0])
+    lg.attach_gates(model, CONFIG)
+    with caplog.at_level("WARNING", logger="loragate"):
+        lg.save_gates(model, tmp_path / "gated", adapter_source=folders[1])
+        lg.save_gates(model, tmp_path / "other", adapter_source=tmp_path / "nope")
+    assert "does not hold the adapter as it is loaded" in caplog.text
+    assert f"{tmp_path / 'nope'} does not exist; the loaded adapter is written instead" in caplog.text
+    assert torch.equal(logits(lg.load_gated(tmp_path / "gated"), token_ids), logits(model, token_ids))
+
+
 @pytest.mark.parametrize("changed", [{"lora_alpha": 16}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 2}}])
 def test_a_source_of_another_strength_is_not_copied(tmp_path, folders, caplog, token_ids, changed):
     config = PeftConfig.from_pretrained(folders[1])
@@ -336,6 +362,34 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_written(adapter, 
     with pytest.raises(ConfigError, match=words):
         lg.save_gates(adapter, tmp_path / "gated", **arguments)
     assert not (tmp_path / "gated").exists()
+
+
+def test_stop_tokens_are_recorded_and_set_where_the_folder_is_loaded(adapter, tmp_path, folders):
+    lg.attach_gates(adapter, CONFIG)
+    lg.save_gates(adapter, tmp_path / "gated", base_id=str(folders[0]), stop_token_ids={9, 1, 4})
+    assert json.loads((tmp_path / "gated" / "gate_config.json").read_text())["stop_token_ids"] == [1, 4, 9]
+    gated = lg.load_gated(tmp_path / "gated")
+    assert gated.generation_config.eos_token_id == [1, 4, 9]
+    assert gated.get_base_model().generation_config is gated.generation_config
+    assert lg.load_gated(folders[2]).generation_config.eos_token_id == 1, "a folder without the record changes nothing"
+    for wrong in (5, ["5"], [True], [-1]):
+        rewrite(tmp_path / "gated", lambda record, wrong=wrong: record.update(stop_token_ids=wrong))
+        with pytest.raises(ArtifactError, match="stop_token_ids"):
+            lg.load_gated(tmp_path / "gated")
+
+
+def test_evidence_is_recorded_as_it_is_given(adapter, tmp_path):
+    lg.attach_gates(adapter, CONFIG)
+    lg.save_gates(
+        adapter, tmp_path / "gated", k=0, base_id="a/b", evidence={"training": {"steps": 3}, "selection": None}
+    )
+    record = read_gate_config(tmp_path / "gated")
+    assert (record["k"], record["parity"], record["selection"], record["training"]) == (0, None, None, {"steps": 3})
+    folder = lg.save_gates(adapter, tmp_path / "other", base_id="a/b", evidence={"training": ["by hand"]})
+    assert (read_gate_config(folder)["training"], read_gate_config(folder)["k"]) == (["by hand"], None)
+    rewrite(tmp_path / "gated", lambda record: record.update(k=-4))
+    with pytest.raises(ArtifactError, match="k must be at least 0, found -4"):
+        read_gate_config(tmp_path / "gated")
 
 
 @pytest.mark.parametrize(

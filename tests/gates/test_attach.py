@@ -36,6 +36,39 @@ def test_zero_gates_are_the_adapter_and_lambda_zero_the_base_bit_for_bit(adapter
         assert torch.equal(logits(adapter, token_ids), base)
 
 
+def test_parameters_have_the_promised_names_and_shapes(adapter):
+    lg.attach_gates(adapter, CONFIG)
+    parameters = lg.gate_parameters(adapter)
+    assert len(parameters) == 2 * 7 * 2
+    assert parameters["model.layers.0.self_attn.q_proj.weight"].shape == (32,)
+    assert parameters["model.layers.1.mlp.down_proj.weight"].shape == (48,)
+    assert parameters["model.layers.1.mlp.down_proj.bias"].shape == (1,)
+    assert all(parameter.dtype == torch.float32 for parameter in parameters.values())
+
+
+def test_query_key_and_value_keep_one_input_between_them():
+    """On a bf16 base with fp32 factors: 2 bytes a value of x, once, and of each layer A x and v in fp32."""
+    tokens, width, rank = 12, 32, 4
+    model = lg.attach_gates(tiny_adapter(base=tiny_base().to(torch.bfloat16)), lg.GateConfig(-3, 2))
+    attention = model.base_model.model.model.layers[0].self_attn
+    layers = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
+    assert {layer.lora_A["default"].weight.dtype for layer in layers} == {torch.float32}
+    x = torch.randn(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = [layer(x) for layer in layers]
+    assert {output.dtype for output in outputs} == {torch.bfloat16}
+    assert sum(storage.nbytes() for storage in kept.values()) == tokens * (2 * width + 3 * (4 * rank + 4))
+
+
 def test_a_plain_adapter_beside_a_gated_one_still_gets_pefts_cast(token_ids):
     model = tiny_adapter(base=tiny_base().to(torch.bfloat16))
     shake(lg.attach_gates(model, lg.GateConfig(-3, 2)))
@@ -85,6 +118,17 @@ def test_no_dead_start(granularity, upper, token_ids):
     lg.topk_entropy(model(token_ids).logits, 20).mean().backward()
     gradients = [parameter.grad for parameter in lg.gate_parameters(model).values()]
     assert any(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
+
+
+@pytest.mark.parametrize("granularity", ["token", "module", "global"])
+def test_a_whole_number_as_the_initial_size_is_a_number(granularity, token_ids):
+    """As JSON gives it."""
+    model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 1, init_scale=0, granularity=granularity))
+    neutral = logits(model, token_ids)
+    with gates_disabled(model):
+        assert torch.equal(logits(model, token_ids), neutral)
+    model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 2, init_scale=1, granularity=granularity))
+    assert {parameter.dtype for parameter in lg.gate_parameters(model).values()} == {torch.float32}
 
 
 def test_initialisation_is_deterministic_and_leaves_the_random_state_alone(token_ids):
@@ -181,6 +225,18 @@ def test_gates_are_attached_once(adapter):
         lg.attach_gates(adapter, CONFIG, adapter_name="defualt")
 
 
+def test_embeddings_keep_full_strength_with_a_verdict(token_ids):
+    base = tiny_base(tie_word_embeddings=False)
+    model = tiny_adapter(base=base, target_modules=["q_proj", "embed_tokens"])
+    verdicts = {verdict.path: verdict for verdict in lg.examine_adapter(model, "default")}
+    assert verdicts["model.embed_tokens"].status == "leave"
+    assert "full strength" in verdicts["model.embed_tokens"].reason
+    plain = logits(model, token_ids)
+    shake(lg.attach_gates(model, CONFIG), 0)
+    assert torch.equal(logits(model, token_ids), plain)
+    assert len(lg.gate_parameters(model)) == 4
+
+
 def test_target_modules(adapter):
     lg.attach_gates(adapter, lg.GateConfig(-1, 2, target_modules=["q_proj", "model.layers.1.mlp.up_proj"]))
     assert {name.rpartition(".")[0] for name in lg.gate_parameters(adapter)} == {
@@ -240,6 +296,40 @@ def test_gradient_checkpointing_gives_the_same_gradients(token_ids, use_reentran
         torch.testing.assert_close(plain, again, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize(
+    "options", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 3}}]
+)
+def test_pefts_own_scaling_is_used(options, token_ids):
+    model = tiny_adapter(**options)
+    plain = logits(model, token_ids)
+    shake(lg.attach_gates(model, CONFIG), 0)
+    assert torch.equal(logits(model, token_ids), plain)
+    with lg.gate_override(model, constant=2.0):
+        doubled = logits(model, token_ids)
+    twin = tiny_adapter(**options)
+    for layer in twin.modules():
+        if hasattr(layer, "set_scale"):
+            layer.scale_layer(2.0)
+    torch.testing.assert_close(doubled, logits(twin, token_ids), rtol=1e-5, atol=1e-5)
+
+
+def test_modules_to_save_stay_frozen_and_in_force(token_ids):
+    base = tiny_base(tie_word_embeddings=False)
+    model = tiny_adapter(base=base, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.5)
+    plain = logits(model, token_ids)
+    shake(lg.attach_gates(model, CONFIG), 0)
+    assert torch.equal(logits(model, token_ids), plain)
+    assert {name for name, p in model.named_parameters() if p.requires_grad and "lora_gate" not in name} == set()
+
+
+def test_lora_dropout_is_off_in_a_gated_layer(token_ids):
+    model = lg.attach_gates(tiny_adapter(lora_dropout=0.5), CONFIG)
+    model.train()
+    assert torch.equal(logits(model, token_ids), logits(model, token_ids))
+
+
 def test_peft_saves_and_restores_gates_with_the_adapter(adapter, tmp_path, token_ids):
     shake(lg.attach_gates(adapter, CONFIG))
     checkpoint = tmp_path / "checkpoint-1"  # as a trainer calls it
@@ -287,6 +377,36 @@ def test_offloaded_adapters_are_refused():
     with pytest.raises(GateError, match="not in memory"):
         lg.attach_gates(model, CONFIG)
     assert not any("lora_gate" in name for name, _ in model.named_modules())
+
+
+def test_no_name_means_the_active_adapter(token_ids):
+    model = tiny_adapter(name="mine")
+    assert {verdict.status for verdict in lg.examine_adapter(model)} == {"gate"}
+    for arguments in ((), (None,), ("mine",)):
+        lg.attach_gates(model, CONFIG, *arguments)
+        assert lg.gate_parameters(model)
+        train_gates_only(model)
+        lg.detach_gates(model, *arguments)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.set_adapter("second")
+    lg.attach_gates(model, CONFIG)
+    assert len(lg.gate_parameters(model, "second")) == 4
+    model.base_model.set_adapter(["mine", "second"])
+    for act in (lg.detach_gates, lg.examine_adapter, lambda model: lg.attach_gates(model, CONFIG)):
+        with pytest.raises(GateError, match="2 adapters are active"):
+            act(model)
+
+
+def test_the_active_adapter_is_found_through_wrappers():
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    model = lg.attach_gates(tiny_adapter(name="mine"), CONFIG)
+    expected = list(lg.gate_parameters(model))
+    assert list(lg.gate_parameters(Wrapper(model))) == expected
+    assert list(lg.gate_parameters(model.base_model.model)) == expected, "a transformers model that knows of no adapter"
 
 
 def test_a_base_without_an_adapter_is_told_apart(base):

@@ -11,13 +11,13 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import loragate as lg
-from loragate.errors import GateError
+from loragate.errors import ArtifactError, GateError
 from loragate.gates.attach import gate_modules
 from loragate.gates.eligibility import keep_unpacked, quantization_of, quantization_of_config
-from loragate.gates.identity import base_weight_samples, compare_base_samples
+from loragate.gates.identity import base_weight_samples, compare_base_samples, weights_checksum
 from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter
 from packed import packed
-from tiny import is_packed, logits, tiny_adapter, tiny_base, tiny_rows, write_adapter
+from tiny import is_packed, logits, shake, tiny_adapter, tiny_base, tiny_rows, write_adapter
 
 SETTINGS = {
     "batch_size": 8,
@@ -111,6 +111,21 @@ def test_parity_and_fp32_gates(case, place, token_ids):
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_a_plain_adapter_is_mixed_into_a_batch_with_a_gated_one(case, place, token_ids):
+    model = loaded(place, case)
+    model.load_adapter(place / "adapter", "plain")
+    shake(lg.attach_gates(model, lg.GateConfig(-3, 2)))
+    gated = logits_of(model, token_ids)
+    with lg.gate_override(model, constant=1.0):
+        plain = logits_of(model, token_ids)
+    with torch.no_grad():
+        mixed = model(token_ids, adapter_names=["default", "plain", "__base__"]).logits.float()
+    # PEFT rounds at other places in a mixed batch
+    for row, own, other in ((0, gated, plain), (1, plain, gated)):
+        assert (mixed[row] - own[row]).abs().mean() < 0.05 * (mixed[row] - other[row]).abs().mean()
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_calibration_moves_only_fp32_gates(case, place, tokenizer, token_ids, tmp_path):
     model = loaded(place, case)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -150,6 +165,13 @@ def test_another_storage_is_told(case, place, tokenizer, tmp_path, caplog):
         caplog.clear()
         lg.load_gated(plain)
         assert caplog.text == ""
+
+
+def test_another_base_is_refused_also_where_it_is_quantised(place, tmp_path):
+    saved(place, "plain", tmp_path / "gated")
+    tiny_base(seed=7, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "other")
+    with pytest.raises(ArtifactError, match="another base"):
+        lg.load_gated(tmp_path / "gated", base=tmp_path / "other", **arguments("4bit-fp32"))
 
 
 @pytest.mark.parametrize("case", QUANTISED)
@@ -265,9 +287,25 @@ def in_fp8(base):
     return base
 
 
+def test_a_base_of_packed_tensors_is_calibrated_and_loaded_again(place, tokenizer, token_ids, tmp_path):
+    model = PeftModel.from_pretrained(packed(tiny_base(hidden_size=64, intermediate_size=128)), place / "adapter")
+    lg.train_gates(model, tokenizer, tiny_rows(24), lg.GateConfig(-6, 3), GateTrainingSettings(**SETTINGS))
+    lg.save_gates(model, tmp_path / "gated")
+    again = PeftModel.from_pretrained(packed(tiny_base(hidden_size=64, intermediate_size=128)), place / "adapter")
+    lg.load_gates(again, tmp_path / "gated")
+    assert torch.equal(logits_of(again.eval(), token_ids), logits_of(model.eval(), token_ids))
+
+
 @pytest.mark.parametrize("pack", [packed, in_fp8])
 def test_a_base_is_known_again_by_its_weights_that_are_not_packed(pack):
     plain = base_weight_samples(tiny_base())
     assert compare_base_samples(pack(tiny_base()), plain) is None
     assert compare_base_samples(tiny_base(), base_weight_samples(pack(tiny_base()))) is None
     assert compare_base_samples(pack(tiny_base(seed=1)), plain) is not None
+
+
+def test_the_checksum_sees_into_packed_tensors():
+    weight = packed(tiny_base()).model.layers[0].self_attn.v_proj.weight
+    before = weights_checksum([("weight", weight)])
+    weight.integers[0, 0] += 1
+    assert weights_checksum([("weight", weight)]) != before

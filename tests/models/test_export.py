@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 import loragate as lg
 from loragate.errors import ArtifactError, GateError
 from loragate.gates import constant_gate
 from loragate.gates.override import Override
+from loragate.models import open_tokenizer, resolve
 from loragate.models.export import constant_coefficients, fold_adapter, needs_uniform
 from test_families import FAMILIES
+from tiny import chatml_tokenizer, run, same, shake, tiny_adapter, tiny_base, write_adapter, write_base
 from tiny import logits as logits_of
-from tiny import run, shake, tiny_adapter, tiny_base
 
 IDS = torch.tensor([[5, 9, 20, 33, 7, 100, 101, 8]])
 
@@ -127,6 +128,19 @@ def test_token_gates_are_refused_and_a_constant_folds(tmp_path: Path, fails: Any
     assert "give one of the two" in fails("export", f"{folder}@off", "--constant", "0.5", "--out", tmp_path / "two")
 
 
+def test_gates_of_zero_fold_to_the_very_adapter(tmp_path: Path) -> None:
+    out = export(shake(lg.attach_gates(tiny_adapter(), lg.GateConfig(-6, 3)), 0), tmp_path)
+    assert same(*(load_file(place / "adapter_model.safetensors") for place in (tmp_path / "gated" / "adapter", out)))
+
+
+def test_a_plain_adapter_is_scaled(tmp_path: Path, fails: Any) -> None:
+    model, line = tiny_adapter(), ("export", tmp_path / "plain", "--out", tmp_path / "out")
+    model.save_pretrained(tmp_path / "plain")
+    assert "a plain PEFT adapter without gates" in fails(*line, status=1)
+    run(*line, "--constant", "0.25")
+    require_constant(lg.attach_gates(model, lg.GateConfig(-1, 2)), tmp_path / "out", constant=0.25)
+
+
 def test_a_head_keeps_its_strength_whatever_it_is_called(tmp_path: Path) -> None:
     def base() -> Any:
         torch.manual_seed(0)
@@ -142,6 +156,30 @@ def test_a_head_keeps_its_strength_whatever_it_is_called(tmp_path: Path) -> None
     shake(lg.attach_gates(model, lg.GateConfig(-3, 2, granularity="module")), 0.7)
     out = export(model, tmp_path)
     torch.testing.assert_close(logits(PeftModel.from_pretrained(base(), str(out)).eval()), logits(model))
+
+
+@pytest.mark.parametrize("kind", ["gated", "plain"])
+def test_the_adapters_tokenizer_comes_along(tmp_path: Path, kind: str) -> None:
+    write_base(tmp_path / "base")
+    model, tokenizer = write_adapter(tmp_path / "plain", tmp_path / "base"), chatml_tokenizer()
+    lg.save_gates(lg.attach_gates(model, lg.GateConfig(-1, 2)), tmp_path / "gated")
+    tokenizer.save_pretrained(tmp_path / {"gated": "gated/adapter/tokenizer", "plain": "plain"}[kind])
+    run("export", tmp_path / kind, "--constant", "0.5", "--out", tmp_path / "out")
+    assert open_tokenizer(resolve(tmp_path / "out")).chat_template == tokenizer.chat_template
+
+
+def test_sixteen_bit_factors_become_fp32_where_λ_acts(tmp_path: Path) -> None:
+    """λ·B rounded to bf16 would be off by a third of a per cent; what λ leaves alone keeps its bits."""
+    base = tiny_base()
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    path = "model.layers.0.self_attn.q_proj"
+    fold_adapter(tmp_path / "half", {path: 0.7}, tmp_path / "out")
+    before = load_file(tmp_path / "half" / "adapter_model.safetensors")
+    after = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    key = f"base_model.model.{path}.lora_B.weight"
+    assert torch.equal(after[key], before[key].float() * 0.7)
+    assert all(torch.equal(before[other], after[other]) for other in before if other != key)
 
 
 def test_what_cannot_be_folded(tmp_path: Path) -> None:

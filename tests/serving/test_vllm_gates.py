@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import loragate as lg
 from loragate.gates.attach import gate_modules
 from loragate.gates.override import parse_override
 from loragate.serving.parity import compare, greedy
-from tiny import shake, tiny_adapter, tiny_base, write_base
+from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
 
 pytestmark = [
     pytest.mark.slow("vLLM"),
@@ -319,6 +321,19 @@ def test_a_folder_written_anew_is_refused_under_its_old_name(folders: Path, llm:
     assert compare(gated_model("narrow"), answers).generated <= TOLERANCE
 
 
+def test_an_id_that_moves_to_another_folder_gets_its_gates(folders: Path, llm: Any) -> None:
+    for name in ("wide", "narrow", "plain", "wide"):
+        (answers,) = greedy(llm, PROMPTS, [request(folders, name, 70)], 24)
+        assert compare(reference(name), answers).generated <= TOLERANCE, name
+
+
+def test_the_compile_cache_knows_the_plugin(llm: Any) -> None:
+    from vllm.config import VllmConfig
+
+    config = llm.llm_engine.vllm_config
+    assert config.compute_hash() != VllmConfig.compute_hash.__wrapped__(config)
+
+
 TASK = """
 name: words
 version: 1
@@ -377,6 +392,108 @@ def test_eval_scores_base_adapter_gated_and_constant_rows(
     rows = ["base", "adapter", "gated", "adapter-lambda-0.5"]
     answers_of(tmp_path, ["eval", "--model", str(folders / "wide"), "--constants=-0.5"], rows)
     assert len(loads) == 1, "all rows share one base"
+
+
+def test_a_dora_adapter_is_served_merged_into_its_base(
+    settings: None, folders: Path, tmp_path: Path, loads: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    write_adapter(
+        tmp_path / "dora", folders / "base", tiny_adapter(base=tiny_base(**SHAPE), use_dora=True, lora_alpha=2)
+    )
+    command = ["eval", "--model", str(tmp_path / "dora")]
+    answers_of(tmp_path, command, ["base", "adapter"])
+    out = tmp_path / "vllm"
+    assert sorted(loads) == sorted([str(folders / "base"), str(out / "merged")])
+    assert not (out / "merged").exists(), "a finished evaluation needs it no more"
+    record = json.loads((out / "results.json").read_text())
+    assert record["left_out"] == {"adapter λ=0.5": "DoRA"}
+    assert (out / "samples" / "adapter-T0.3").is_dir()
+
+
+@pytest.mark.parametrize("name", ["wide", "wide@unit"])
+def test_the_harness_own_vllm_model_scores_with_the_gates(settings: None, folders: Path, name: str) -> None:
+    """Log-likelihoods and greedy answers are those of its transformers model over the gated model in memory."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed beside vllm (pip install lm_eval)")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.vllm_causallms import VLLM
+
+    context, options = "w5 w9 w20 w33", (" w7 w100", " w8", " w101 w12 w13")
+    asked = [Instance("loglikelihood", {}, (context, option), place) for place, option in enumerate(options)]
+    until = Instance("generate_until", {}, (context, {"until": [], "max_gen_toks": 12, "do_sample": False}), 0)
+
+    def answers(model: Any) -> tuple[torch.Tensor, list[str]]:
+        return torch.tensor([one[0] for one in model.loglikelihood(asked)]), model.generate_until([until])[0].split()
+
+    served = VLLM(
+        pretrained=str(folders / "base"),
+        dtype="float32",
+        lora_local_path=str(folders / name),
+        max_lora_rank=8,
+        max_model_len=128,
+        gpu_memory_utilization=0.3,
+    )
+    try:
+        found = answers(served)
+    finally:
+        served.model.llm_engine.engine_core.shutdown()
+        del served
+        gc.collect()
+    how = {"tokenizer": tiny_tokenizer(), "backend": "causal", "batch_size": 1, "max_length": 128}
+    model = reference(name)
+    expected = answers(HFLM(pretrained=model, **how))
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-3)
+    assert found[1] == expected[1]
+    plain = answers(HFLM(pretrained=lg.detach_gates(model), **how))
+    assert (plain[0] - expected[0]).abs().max() > 0.01
+
+
+def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
+    settings: None, folders: Path, tmp_path: Path
+) -> None:
+    """For all three rows: MMLU-Pro and BBH generate, OpenBookQA compares options; long prompts are cut alike."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed beside vllm (scripts/vllm_cpu_env.sh)")
+    from loragate.cli.main import main
+    from loragate.evaluation.evaluate import open_evaluation
+    from loragate.evaluation.results import read_record
+    from loragate.evaluation.variants import ModelVariant
+    from loragate.recipes import QUESTIONS
+
+    suites = ("mmlu_pro", "bbh", "openbookqa")
+    found: dict[str, Any] = {}
+    for engine in ("transformers", "vllm"):
+        out = tmp_path / engine
+        command = ["eval", "--model", str(folders / "wide"), "--suite", "retention", "--data", str(QUESTIONS)]
+        command += ["--out", str(out), "--engine", engine, "--controls", "none", "--max-new-tokens", "12"]
+        assert main([*command, "--limit", "2", "--dtype", "float32", "--device", "cpu"]) == 0
+        evaluation = open_evaluation(out)
+        found[engine] = {
+            (row, suite): evaluation.answers(ModelVariant(row), suite, "lm-eval")
+            for row in ("base", "adapter", "gated")
+            for suite in suites
+        }
+        found[engine]["told"] = ([one.prompts for one in evaluation.tasks], evaluation.warnings), None
+    for key, (ours, verdicts) in found["transformers"].items():
+        theirs, others = found["vllm"][key]
+        if key == "told":
+            assert theirs == ours
+            continue
+        if key[1] != "openbookqa":
+            assert (theirs, others) == ([replace(one, entropy=None) for one in ours], verdicts)
+            continue
+        for one, other in zip(ours, theirs, strict=True):
+            figures = [[value for value, _ in json.loads(sample.text)] for sample in (one, other)]
+            assert figures[0] == pytest.approx(figures[1], abs=1e-3)
+    for suite in suites:
+        distinct = {
+            str([one.text for one in found["transformers"][row, suite][0]]) for row in ("base", "adapter", "gated")
+        }
+        # a weak adapter may leave twelve greedy tokens as they are; likelihoods tell all three apart
+        assert len(distinct) == 3 if suite == "openbookqa" else len(distinct) > 1
+    records = [read_record(tmp_path / engine / "results.json") for engine in found]
+    assert [(row.suite, row.average.tasks) for row in records[0].suites][::3] == [("bbh/subsets", 4), ("retention", 3)]
+    assert records[0].suites == records[1].suites
 
 
 TWO_RANKS = """

@@ -44,10 +44,6 @@ def test_a_path_and_any_iterable_are_rows(tokenizer, tmp_path):
     assert train(tokenizer, iter(tiny_rows(8))).rows == 8
     with pytest.raises(DataError, match="found no file"):
         train(tokenizer, str(tmp_path / "other.jsonl"))
-    with pytest.raises(DataError, match="found NoneType, expected a path"):
-        lg.train_adapter(tiny_base(), tokenizer, None, ONE)
-    with pytest.raises(DataError, match="found NoneType, expected a path"):
-        lg.train_gates(tiny_adapter(), tokenizer, None, CONFIG, TWO)
 
 
 @pytest.mark.parametrize("stage", [train, calibrate])
