@@ -36,7 +36,6 @@ from loragate.report.blocks import diagnosis_blocks
 from loragate.report.scores import caption, score_markdown, score_tables
 from loragate.report.selection import heat_maps, read_selection, selection_table
 from loragate.report.table import Table
-from loragate.selection.sweep import SweptCells
 from loragate.serving.vllm_server import require_served, usual_share
 
 LOOKS: dict[str, Callable[[DiagnosticContext, DiagnoseSettings], Any]] = {
@@ -104,6 +103,8 @@ def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float
 
 def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
     """`loragate eval --sweep`: an evaluation with the finished cells of the sweep as rows; heat maps."""
+    from loragate.selection.sweep import SweptCells  # it trains as well, and an environment of vLLM need not have TRL
+
     cells = SweptCells.of(Path(sweep), request_of(options, ""))
     out, display = console(), Display()
     # nobody names the model of a sweep: it is the adapter of the cells, and stands so in config.yaml
