@@ -24,7 +24,8 @@ import numpy as np
 
 from loragate.display import points
 from loragate.errors import DataError, DivergenceError, GateError
-from loragate.evaluation.evaluate import evaluate
+from loragate.evaluation.engines import in_memory
+from loragate.evaluation.evaluate import Evaluation, evaluate
 from loragate.evaluation.prepared import Prepared
 from loragate.evaluation.results import TaskResult
 from loragate.evaluation.settings import GradingSettings
@@ -210,6 +211,18 @@ class SelectionRun:
                 f"no range's training stayed finite ({next(iter(self.diverged.values()))}); lower --learning-rate or train in fp32"
             )
 
+    def run_trial(self, trial: Trial, on_step: OnStep | None = None) -> None:
+        """Train a trial, and draw its greedy answers to the dev set; what is on file is only looked up.
+
+        The answers are judged by whoever evaluates all variants afterwards, so that several processes can do this at once.
+        """
+        self.context.train(trial, self.folder / TRIALS, on_step)
+        if self.dev is not None:
+            variant, task = self.variant_of(trial).at(0), self.tasks["dev"]
+            engines = in_memory(self.context.model, self.context.tokenizer, "adapter", self.dev.settings.dev_batch_size)
+            seed = task.sampling.seed
+            Evaluation(self.folder / "dev", [task], [variant], {}, {}, seed, engine_for=engines).sample(variant)
+
     def find_trained(self) -> list[Trial]:
         """Look up the trials that are trained or diverged; returns the others."""
         self.gated, self.diverged = (
@@ -393,3 +406,13 @@ def reason_of(chosen: Selection) -> str:
     if chosen.accepted:
         return f"it beats {BASELINE.label} by {size}"
     return f"{chosen.best} is above it by {size}, which may be chance"
+
+
+Open = Callable[[], SelectionRun]
+"""Opens a run in a process of its own; it can be sent there."""
+OnTrial = Callable[[Trial, str, int, int, float | None], None]
+"""Called with (trial, stage, step, steps, entropy); stages are training, finished and failed."""
+
+
+def no_trial(trial: Trial, stage: str, done: int, total: int, entropy: float | None) -> None:
+    """An `OnTrial` for nobody."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.selection.sweep import OnTrial, Open, no_trial, run_trial
+from loragate.selection.compare import OnTrial, Open, no_trial
 from loragate.selection.trials import Trial
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
@@ -83,7 +83,7 @@ class Worker:
     def run(self, trial: Trial) -> tuple[Trial, bool]:
         """Run a whole trial; whether it is finished. What goes wrong is noted in its folder."""
         try:
-            run_trial(self.open_run(), trial)
+            self.open_run().run_trial(trial)
         except LoragateError:
             return trial, False  # another attempt would fail alike
         except Exception:

@@ -21,7 +21,6 @@ import numpy as np
 
 from loragate.data import Rows
 from loragate.errors import ConfigError, DataError, DivergenceError, LoragateError
-from loragate.evaluation.engines import in_memory
 from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.prepared import Request
 from loragate.evaluation.results import EvaluationRecord
@@ -34,15 +33,17 @@ from loragate.gates.schema import CONFIG, read_gate_config
 from loragate.models import Loaded, Loading, ModelSource, explained, load_adapter, open_base, open_tokenizer, resolve
 from loragate.selection.calibrate import read_questions, write_recommended
 from loragate.selection.compare import (
-    TRIALS,
     OnEvent,
+    OnTrial,
+    Open,
     SelectionRun,
     failed_in,
     no_event,
+    no_trial,
     trained_in,
 )
 from loragate.selection.settings import DevSettings
-from loragate.selection.trials import OnStep, Trial, TrialContext
+from loragate.selection.trials import Trial, TrialContext
 from loragate.training import GateTrainingSettings
 
 LEVEL = 0.05  # of the cells that are said to differ from the adapter
@@ -130,33 +131,16 @@ def origin_of(source: ModelSource, base_id: str = "") -> dict[str, Any]:
     }
 
 
-def run_trial(run: SelectionRun, trial: Trial, on_step: OnStep | None = None) -> None:
-    """Train a trial, and draw its greedy answers to the dev set; what is on file is only looked up."""
-    run.context.train(trial, run.folder / TRIALS, on_step)
-    if run.dev is not None:
-        variant, task = run.variant_of(trial).at(0), run.tasks["dev"]
-        engines = in_memory(run.context.model, run.context.tokenizer, "adapter", run.dev.settings.dev_batch_size)
-        seed = task.sampling.seed
-        Evaluation(run.folder / "dev", [task], [variant], {}, {}, seed, engine_for=engines).sample(variant)
-
-
-Open = Callable[[], SelectionRun]
-OnTrial = Callable[[Trial, str, int, int, float | None], None]
-"""Called with (trial, stage, step, steps, entropy); stages are training, finished and failed."""
 Runner = Callable[[Open, Sequence[Trial], OnTrial], None]
 """Called with what opens a run (it can be sent to another process) and the trials that are not trained; runs them. A trial that
 fails is noted in its folder and does not stop the others."""
-
-
-def no_trial(trial: Trial, stage: str, done: int, total: int, entropy: float | None) -> None:
-    """An `OnTrial` for nobody."""
 
 
 def run_in_sequence(open_run: Open, pending: Sequence[Trial], on_trial: OnTrial = no_trial) -> None:
     """Run trials one after the other in this process."""
     for trial in pending:
         try:
-            run_trial(open_run(), trial, functools.partial(on_trial, trial, "training"))
+            open_run().run_trial(trial, functools.partial(on_trial, trial, "training"))
         except Exception:  # noted by the trial, reported by whoever reads the folder
             on_trial(trial, "failed", 0, 0, None)
         else:
