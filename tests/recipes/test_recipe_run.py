@@ -141,6 +141,15 @@ def test_what_a_stage_reads_must_be_there(recipe, tmp_path, started):
     assert started.commands, "an adapter from elsewhere does as well"
 
 
+def test_questions_that_choose_are_looked_for(tmp_path, monkeypatch, started):
+    monkeypatch.setattr(run, "resolve", lambda *_, **__: None)
+    name = "code/qwen2.5-math-1.5b/scale-auto"
+    with pytest.raises(ConfigError, match=r"--set calibrate\.dev_data=FILE"):
+        run_recipe(read_recipe(name), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"calibrate: found no file nowhere\.jsonl \(dev_data\)"):
+        run_recipe(read_recipe(name, {"calibrate.dev_data": "nowhere.jsonl"}), tmp_path / "run")
+
+
 def test_a_process_that_fails_or_is_stopped(monkeypatch):
     with pytest.raises(LoragateError, match=r"\[1/1\] sft ended with status 3.*--resume goes on"):
         run.start([sys.executable, "-c", "raise SystemExit(3)"], "[1/1] sft", offline=False)

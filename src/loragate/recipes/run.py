@@ -133,7 +133,6 @@ def missing(stages: Sequence[Stage], folder: Path) -> Iterator[str]:
     Args:
         stages: placed in `folder`; what lies below it is the work of earlier stages and not looked for.
     """
-    programs = any(stage.options.get("suite") == "code" for stage in stages)
     for stage in stages:
         options = options_of(stage, stage.name)
         given = {key: str(value) for key, value in stage.options.items() if not str(value).startswith(f"{folder}/")}
@@ -155,11 +154,8 @@ def missing(stages: Sequence[Stage], folder: Path) -> Iterator[str]:
         for key in ("dev_data", "retention_data"):
             if key in given and not Path(given[key]).is_file():
                 yield f"{stage.name}: found no file {given[key]} ({key})"
-        if programs and not given.get("skip_selection") and "dev_data" not in given:
-            yield (
-                f"{stage.name}: questions with tests, as programs have no answer that could agree: "
-                f"--set {stage.name}.dev_data=FILE --set {stage.name}.dev_task=NAME"
-            )
+        if stage.command == "calibrate" and not (options.skip_selection or options.dev_data):
+            yield f"{stage.name}: a dev set to choose on: --set {stage.name}.dev_data=FILE --set {stage.name}.dev_task=NAME"
 
 
 def first_row(data: str, split: str, revision: str) -> None:
