@@ -15,7 +15,7 @@ import loragate as lg
 from loragate.cli.main import main
 from loragate.errors import ConfigError, LoragateError
 from loragate.files import read_json
-from loragate.recipes import Recipe, Stage, run, run_recipe
+from loragate.recipes import Recipe, Stage, read_recipe, run, run_recipe
 from tiny import write_adapter, write_base, write_rows
 
 SCALE = "math/qwen2.5-math-1.5b/scale"
