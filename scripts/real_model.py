@@ -62,7 +62,7 @@ def steps(out: str, precision: str) -> dict[str, tuple[str, str]]:
 # what makes every step short, to see that the chain holds
 SMOKE = {
     "adapter": "--max-steps 3 --max-rows 16",
-    "gated": "--max-steps 3 --max-rows 16 --dev-samples 1",
+    "gated": "--max-steps 3 --max-rows 16 --dev-samples 1 --dev-max-new-tokens 8",
     "eval": "--limit 4 --samples 1 --max-new-tokens 8",
     "report.html": "",
 }
