@@ -9,7 +9,7 @@ import yaml
 from loragate.cli.arguments import field_kinds
 from loragate.cli.main import command, main
 from loragate.errors import ConfigError
-from loragate.recipes import every_name, find_recipes, options_of, read_recipe
+from loragate.recipes import every_name, find_recipes, needs, options_of, read_recipe
 from loragate.recipes.recipe import HERE, KINDS, TOP
 
 NAMES = list(every_name())
@@ -240,6 +240,16 @@ def test_mistakes_and_dangers_in_a_file_are_named(tmp_path, text, message):
     assert "own.yaml" in str(caught.value)
 
 
+@pytest.mark.parametrize("backbone", sorted({name.split("/")[1] for name in every_name()}))
+def test_trainings_fit_the_gpu_that_they_are_made_for(backbone):
+    """By the formula of `analysis.plan`, with 4 GiB to spare for what it does not count."""
+    recipe = read_recipe(f"math/{backbone}/scale")
+    found = needs(recipe)
+    assert list(found) == ["sft", "calibrate"]
+    assert recipe.machine == "h100"
+    assert all(need.complete and need.peak < 76 * 2**30 for need in found.values())
+
+
 def test_list_and_show(capsys):
     assert main(["recipes", "list", "math/qwen3-4b-base/scale"]) == 0
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
@@ -248,7 +258,7 @@ def test_list_and_show(capsys):
     assert main(["recipes", "show", LORA, "--set", "sft.rank=8", "--out", "runs/x"]) == 0
     text = capsys.readouterr().out
     assert f"# loragate recipes run {LORA} --out runs/x --set sft.rank=8\n" in text
-    assert "# memory: " in text
+    assert re.search(r"^# sft: about [\d.]+ GiB of GPU memory \(.*\) with every row as long as its limit$", text, re.M)
     assert all(f"{kind}/" in text for kind in KINDS), "where each number comes from"
     shown = yaml.safe_load(text)
     assert shown["stages"] == ["sft", "eval", {"retention": "eval"}]

@@ -3,7 +3,7 @@ from .recipe import (
     Stage as Stage,
     every_name as every_name,
     find_recipes as find_recipes,
-    memory_line as memory_line,
+    needs as needs,
     options_of as options_of,
     read_recipe as read_recipe,
 )

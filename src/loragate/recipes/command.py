@@ -68,7 +68,9 @@ def run(options: RecipesOptions) -> int:
         recipe.placed(folder)  # which refuses what is wrong with it
         line = ["loragate", "recipes", "run", recipe.name, "--out", str(folder)]
         line += [word for text in options.set for word in ("--set", text)]
-        print(f"# {shlex.join(line)}\n# {recipes.memory_line(recipe)}\n{printable(recipe.as_yaml())}", end="")
+        needs = recipes.needs(recipe).items()
+        memory = "".join(f"# {stage}: {need.sentence()} with every row as long as its limit\n" for stage, need in needs)
+        print(f"# {shlex.join(line)}\n{memory}{printable(recipe.as_yaml())}", end="")
         return 0
     if options.tiny:
         recipe = recipes.tiny_recipe(recipe, folder)
