@@ -3,11 +3,11 @@ from .recipe import (
     Stage as Stage,
     every_name as every_name,
     find_recipes as find_recipes,
-    needs as needs,
     options_of as options_of,
     read_recipe as read_recipe,
 )
 from .run import (
+    needs as needs,
     run_recipe as run_recipe,
 )
 from .tiny import (

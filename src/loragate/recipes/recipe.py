@@ -126,34 +126,6 @@ def options_of(stage: Stage, where: str) -> Any:
         raise ConfigError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
 
 
-def needs(recipe: Recipe) -> dict[str, Any]:
-    """{training: `analysis.plan.Estimate`} with every row as long as its limit; empty without an architecture.
-
-    Several processes each need as much, less what FSDP2 shards.
-    """
-    from transformers import AutoConfig  # which takes longer to import than a recipe to show
-
-    from loragate.analysis.plan import estimate
-
-    found = {}
-    for stage in recipe.stages if recipe.architecture else ():
-        if stage.command not in ("sft", "calibrate", "sweep"):
-            continue
-        options, kind = stage.options, "sft" if stage.command == "sft" else "calibrate"
-        named = {key: value for key, value in recipe.architecture.items() if key != "model_type"}
-        quantized = options.get("quantization") or "none"
-        found[stage.name] = estimate(
-            AutoConfig.for_model(recipe.architecture["model_type"], **named),
-            kind,  # type: ignore[arg-type]
-            sequence=int(options["max_length"]),
-            rows=int(options["per_device_train_batch_size"]),
-            adapter=int(options.get("rank") or 16),
-            base=quantized if quantized != "none" else "bfloat16",  # type: ignore[arg-type]
-            gradient_checkpointing=bool(options.get("gradient_checkpointing")),
-        )
-    return found
-
-
 def every_name() -> Iterator[str]:
     """The names of all shipped recipes."""
     for parts in itertools.product(*map(_names, KINDS)):
