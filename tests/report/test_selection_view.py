@@ -90,3 +90,14 @@ def test_the_record_of_a_selection() -> None:
     (kept_view,) = read_selection({**selection_record(), "variants": kept})
     assert selection_table(kept_view).columns[-1] == "Retention %"
     assert read_selection({"selection": None}) == read_selection(None) == []
+
+
+def test_the_best_gates_are_named_however_low_they_score() -> None:
+    record = selection_record()
+    own, *_, gates = record["variants"]
+    scales = [{**own, "label": f"adapter λ=0.{number} greedy", "mean": 0.9} for number in range(1, 9)]
+    record |= {"variants": [own, *scales, {**gates, "mean": 0.1}]}
+    record["recommendation"] = {**record["recommendation"], "label": own["label"]}
+    (view,) = read_selection(record)
+    assert f"{gates['label']} 10.0 %, and 4 more" in view.alternatives()
+    assert selection_table(view, most=4).lines[-1].name == gates["label"]

@@ -98,11 +98,19 @@ class SelectionView:
         """What it scores, where that is known."""
         return f"{interval(self.chosen.score)} % on {self.size}" if self.chosen else ""
 
+    def best_of(self, variants: Sequence[ScoredVariant], most: int | None) -> list[ScoredVariant]:
+        """From the best down, the first `most` of them and the best of every group: adapter, base and gates."""
+        ordered = sorted(variants, key=lambda one: -one.score["mean"])  # of equal ones as in the record
+        if most is None:
+            return ordered
+        best = {one.group: one for one in reversed(ordered)}
+        kept = [*ordered[:most], *(one for one in best.values() if one not in ordered[:most])]
+        return sorted(kept, key=ordered.index)
+
     def alternatives(self) -> str:
-        """What the others score, the best ones first and never without adapter and base; ties keep the record's order."""
-        others = sorted((one for one in self.variants if one.label != self.label), key=lambda one: -one.score["mean"])
-        plain = [one for one in others if one.group != "scale"]
-        shown = sorted([*others[:SHOWN], *(one for one in plain[:2] if one not in others[:SHOWN])], key=others.index)
+        """What the others score, the best ones first."""
+        others = [one for one in self.variants if one.label != self.label]
+        shown = self.best_of(others, SHOWN)
         listed = ", ".join(f"{one.label} {percent(one.score['mean'])} %" for one in shown)
         more = f", and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
         return f"Alternatives: {listed}{more}." if listed else ""
@@ -155,9 +163,10 @@ def _of_cells(record: Record) -> SelectionView:
 
 def selection_table(view: SelectionView, most: int | None = ROWS) -> Table:
     """The adapter, then the others from the best down, the first `most` of them."""
-    others = sorted((one for one in view.variants if one is not view.adapter), key=lambda one: -one.score["mean"])
+    others = [one for one in view.variants if one is not view.adapter]
+    shown = view.best_of(others, most)
     lines = []
-    for one in [*([view.adapter] if view.adapter else []), *others[:most]]:
+    for one in [*([view.adapter] if view.adapter else []), *shown]:
         difference = one.difference
         versus: Cell = (ABSENT,)
         if difference is not None:
@@ -167,7 +176,7 @@ def selection_table(view: SelectionView, most: int | None = ROWS) -> Table:
         name = f"{one.label} (recommended)" if chosen else one.label
         cells = [share_cell(one.score), versus, (or_absent(one.retention, percent),)]
         lines.append(Line(name, cells, one.group, one.score))
-    left = f"{len(others) - most} more are in the files." if most and len(others) > most else ""
+    left = f"{len(others) - len(shown)} more are in the files." if len(others) > len(shown) else ""
     caption = (
         "Ranges are 95 % intervals over questions; vs adapter is paired by question. The best of many is optimistic."
     )
