@@ -114,9 +114,9 @@ def choose(
 ) -> Calibrated:
     """What `loragate.calibrate` does, with what is read shown before the model is loaded, and progress after."""
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
-    from loragate.selection.calibrate import heldout_of, run_calibration, take_as_given
+    from loragate.selection.calibrate import heldout_of, read_questions, run_calibration, take_as_given
     from loragate.selection.compare import SelectionRun, require_adapter
-    from loragate.selection.dev import EVERY_KIND, read_dev, taken_prompts
+    from loragate.selection.dev import EVERY_KIND, read_dev
     from loragate.selection.sweep import origin_of
     from loragate.selection.trials import TrialContext
     from loragate.training.rows import read_rows
@@ -143,10 +143,7 @@ def choose(
     )
     dev_set, retention = None, None
     if options.dev_data:
-        taken = taken_prompts(context.examples, dev)
-        dev_set = read_dev(options.dev_data, dev, "dev", taken)
-        if options.retention_data:
-            retention = read_dev(options.retention_data, dev, "retention", taken)
+        dev_set, retention = read_questions(context, dev, options.dev_data, options.retention_data or None)
     with display.job("reading the data", unit="example") as job:
         context.on_encoding = job.advance_to
         _, encoded = context.encoded(settings.seed)
