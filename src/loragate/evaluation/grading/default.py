@@ -20,7 +20,7 @@ from mpmath import mp
 
 from loragate.evaluation.grading.expression import Node, UnreadError, read_expression, variables, walk
 from loragate.evaluation.grading.notation import (
-    WORD_SEPARATOR,
+    PLAIN_NUMBER,
     Shape,
     is_text,
     key,
@@ -28,10 +28,11 @@ from loragate.evaluation.grading.notation import (
     normalise,
     read_shape,
     sides_of,
+    split_list,
     unwrap_fonts,
 )
 from loragate.evaluation.grading.sets import looks_like_set, read_set, same_set
-from loragate.evaluation.grading.units import Quantity, read_quantity
+from loragate.evaluation.grading.units import Quantity, read_mixed, read_quantity
 from loragate.evaluation.grading.values import (
     NeedsAlgebraError,
     MAX_BITS,
@@ -90,7 +91,7 @@ def decide(gold: str, answer: str, tolerance: float | None = None, mp: Any = Non
         return False
     try:
         return _Decision(tolerance, mp).same(left, right)
-    except (UnreadError, UndecidedError) as error:
+    except (UnreadError, UndecidedError, ArithmeticError, ValueError) as error:
         raise UnjudgedError from error
 
 
@@ -98,7 +99,7 @@ def judge(gold: str, answer: str, tolerance: float | None) -> tuple[bool, str, s
     """What a worker calls: correct, reason and the answer."""
     try:
         verdict = decide(gold, answer, tolerance, mp)
-    except (UnjudgedError, RecursionError, ArithmeticError):
+    except (UnjudgedError, RecursionError, TypeError):  # of mpmath, which got a kind of number that it does not order
         verdict = None
     return bool(verdict), "unparsed" if verdict is None else "ok" if verdict else "wrong", answer
 
@@ -110,6 +111,8 @@ class _Decision:
     def same(self, gold: str, answer: str) -> Verdict:
         if key(gold) == key(answer):
             return True
+        if PLAIN_NUMBER.fullmatch(gold) and PLAIN_NUMBER.fullmatch(answer):
+            return self.same_quantity(gold, answer)
         if _UNJUDGED.search(gold) or _UNJUDGED.search(answer):
             raise UnjudgedError
         special = _same_special(gold, answer)  # None for what it knows nothing of
@@ -123,6 +126,8 @@ class _Decision:
         as_sets = self.same_sets(gold, answer)
         if as_sets != "unread":
             return as_sets  # type: ignore[return-value]
+        if read_mixed(gold) or read_mixed(answer):  # 3 hours and 30 minutes, which are no list
+            return self.same_quantity(gold, answer)
         left, right = read_shape(gold), read_shape(answer)
         if left.kind == right.kind == "item":
             return self.same_item(left.parts[0], right.parts[0])
@@ -211,7 +216,7 @@ class _Decision:
         """`= 10/2 = 5`: the last is the value; what stands before it may be a formula, but no other value."""
         verdict = self.same(gold[-1], answer[-1])
         for value in answer[:-1]:
-            if re.fullmatch(r"[-+]?[\d.]+\s*(?:[A-Za-z]|\\[a-z]+)\s*", value):  # of `p=6 q=8` the first value and next name
+            if re.fullmatch(r"[-+]?[\d.]+(?:\s|\\text\{[^{}]*\})+(?:[A-Za-z]|\\[a-z]+)\s*", value):  # `p=6 q=8` is no chain
                 return False
             if verdict and not self.is_formula(value):
                 before = self.same_or_unread(gold[-1], value)
@@ -408,7 +413,7 @@ def _assignments(shape: Shape) -> list[tuple[str, str]] | None:
     found: list[tuple[str, str]] = []
     for part in shape.parts:
         name, values = name_of(part)
-        if not name and (not found or "=" in part):
+        if len(split_list(part)) > 1 or not name and (not found or "=" in part):
             return None
         found.append((key(name) or found[-1][0], values[-1]))
     return found

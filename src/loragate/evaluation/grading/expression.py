@@ -250,6 +250,8 @@ class _Reader:
         """What a name stands for: a function with its argument, a constant, or a variable with its index and primes."""
         if name in FUNCTIONS:
             return self.function(name)
+        if name == "Delta" and self.at < len(self.tokens) and re.fullmatch("[A-Za-z]", self.peek()):
+            name, self.at = f"Delta {self.peek()}", self.at + 1  # a difference is one quantity
         if name in _CONSTANTS and self.peek() != "_":
             return ("const", _CONSTANTS[name])
         if self.accept("_"):

@@ -76,7 +76,7 @@ _REPLACEMENTS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
         ("array", r"\\begin\{array\}\s*(?:\{[^{}]*\})?", r"\\begin{array}"),
     )
 )
-_PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _FRACTIONS = re.compile("[¼½¾⅐-⅞]")
 _FONT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|mbox|hbox|math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|operatorname)\s*\{"
@@ -94,7 +94,7 @@ _GOES_ON = re.compile(r"(\d*\.\d*?)(\d{1,6}?)(\2{2,}|(?<=\d{2})\2)(?:\\[lcd]?dot
 
 def normalise(answer: str) -> str:
     """Return `answer` without notation that carries no meaning, font commands still in place."""
-    if _PLAIN_NUMBER.fullmatch(answer):
+    if PLAIN_NUMBER.fullmatch(answer):
         return answer
     text = answer if answer.isascii() else _from_unicode(answer)
     if "\\" in text:
@@ -102,6 +102,8 @@ def normalise(answer: str) -> str:
     for needle, pattern, replacement in _REPLACEMENTS:
         if needle in text:
             text = pattern.sub(replacement, text)
+    if "\\\\" in text and r"\begin" not in text:  # lines outside a matrix
+        text = re.sub(r"\\\\(?:\[\w+\])?(?=.*\S)", "; ", text)
     if "\x00" in text:  # between digits it goes, elsewhere `{,}` was a comma after all
         text = re.sub(r"(?<=\d)\x00(?=\d{3})", "", text).replace("\x00", ",")
     text = re.sub(r"\s+", " ", text).strip()
@@ -180,6 +182,8 @@ def is_text(text: str) -> bool:
 
 def key(text: str) -> str:
     """Return the spelling under which equal answers are equal strings: no fonts, no blanks, braces only where needed."""
+    if PLAIN_NUMBER.fullmatch(text):
+        return text
     # digits apart are two numbers, unless in groups of three: 10 000
     # and a command's name ends at a blank: `\pi r` is not `\pir`. Blanks that stay wait as \x00 while the others go
     plain = re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])|(?<=\d) (?=\d)(?!\d{3}(?!\d))", "\\1\x00", unwrap_fonts(text))
@@ -212,11 +216,16 @@ _OPEN, _CLOSE = "([{", ")]}"
 _MATRIX = re.compile(r"\\begin\{([pbvVB]?matrix|smallmatrix|array)\}(.*)\\end\{\1\}", re.S)
 _LINES = re.compile(r"\\begin\{(cases|aligned|gathered)\}(.*)\\end\{\1\}", re.S)
 _ROW = re.compile(r"\\\\(?:\[\w+\])?")
+_OR = re.compile(r"\s*,?\s*(?:\\text\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z]))\s*")
 WORD_SEPARATOR = re.compile(
     r"\s*,?\s*(?:\\(?:text|mathrm|textrm|mbox)\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*,?\s*"
 )
 # a name and a sign of equality that begin a further assignment: `p=6 q=8`
-_NEXT_NAME = re.compile(r"(?<=[\w)}\]!])\s+(?=(?:[A-Za-z]|\\[A-Za-z]+)(?:_\{?\w+\}?)?\s*=)")
+_ALONGSIDE = r"(?:with|when|where|for|at)"
+_NEXT_NAME = re.compile(
+    rf"(?<=[\w)}}\]!])(?:\s*\\text\{{\s*{_ALONGSIDE}\s*\}}\s*|\s+(?:{_ALONGSIDE}\s+)?)"
+    r"(?=(?:[A-Za-z]|\\[A-Za-z]+)(?:_\{?\w+\}?)?\s*=)"
+)
 # possessive throughout: a left side of many words that is no name must not be taken apart in every possible way
 # what may stand to the left of a sign of equality as a name: `x`, `f(x)`, `f^{-1}(x)`, `v_{max}`, `\angle ABC`, `(a,b)`
 _LEFT_SIDE = re.compile(
@@ -276,7 +285,12 @@ def _matrix(rows: list[list[str]], style: str = "") -> Shape:
 
 def split_list(text: str) -> list[str]:
     r"""Split at top-level commas, semicolons, the words "and" and "or", and between assignments; expand `\pm` into both signs."""
-    parts = [part for piece in split_top(WORD_SEPARATOR.sub(",", text), ",") for part in split_top(piece, ";")]
+    if text.count("=") > 2 and "or" in text:  # x=1, y=2 or x=2, y=1: a list of lists
+        answers = split_top(re.sub(_OR, "\x01", text), "\x01")
+        if len(answers) > 1 and all(answer.count("=") > 1 for answer in answers):
+            return answers
+    joined = WORD_SEPARATOR.sub(",", text) if "and" in text or "or" in text else text
+    parts = [part for piece in split_top(joined, ",") for part in split_top(piece, ";")]
     parts = [name for part in parts for name in (_NEXT_NAME.split(part) if part.count("=") > 1 else [part])]
     expanded: list[str] = []
     for part in parts:
@@ -293,6 +307,8 @@ def split_list(text: str) -> list[str]:
 
 def split_top(text: str, separator: str) -> list[str]:
     """Split at `separator` where no bracket is open; half-open intervals count as closed by either bracket."""
+    if separator not in text:
+        return [text.strip()]
     parts, start, next_at = [], 0, 0
     for index, depth in _depths(text):
         if depth == 0 and index >= next_at and text.startswith(separator, index):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loragate.errors import ConfigError, LoragateError, nearest
-from loragate.evaluation.answers import Grade, last_boxed
+from loragate.evaluation.answers import Grade, boxed_answer
 from loragate.evaluation.grading import dft
 from loragate.evaluation.grading.default import UnjudgedError, decide
 
@@ -68,7 +68,7 @@ def math_grader(name: str) -> MathGrader:
 
 
 def _begin_default(response: str, gold: str, tolerance: float | None) -> Grade | Job:
-    answer = last_boxed(response)
+    answer = boxed_answer(response)
     if answer is None:
         return Grade(False, None, "no_box")
     try:

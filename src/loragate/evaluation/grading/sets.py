@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cmp_to_key
-from itertools import islice
 from typing import Any
 
 from loragate.evaluation.grading.expression import Node, UnreadError, read_expression, variables, walk
 from loragate.evaluation.grading.notation import WORD_SEPARATOR, split_list, split_top, unwrap_fonts
-from loragate.evaluation.grading.values import UndecidedError, evaluate, points
+from loragate.evaluation.grading.values import UndecidedError, alike, evaluate, points
 
 _SIGNS = re.compile(r"\\leq(?![A-Za-z])|\\geq(?![A-Za-z])|\\neq(?![A-Za-z])|<|>")
 _LOOKS = re.compile(
@@ -33,7 +32,7 @@ _NOTHING = re.compile(
 _EVERYTHING = re.compile(r"\\mathbb\s*\{R\}|(?:all|any)(?: the)? reals?(?: numbers?)?", re.I)
 _TINY = Fraction(1, 10**25)
 _DIGITS = 50
-_SAMPLES = (0, 1, 2, 3, Fraction(7, 5))
+_SAMPLES = (0, 1, 2, 3, 5)
 _MAX_ABS = 3
 
 Condition = tuple[Any, ...]
@@ -80,8 +79,17 @@ def same_set(gold: RealSet, answer: RealSet, mp: Any = None) -> bool:
     letters = (_letters(gold.condition) | _letters(answer.condition)) - {name}
     if not letters:
         return _agree(gold, answer, name, {}, mp)
-    # at three points: sets of one letter that meet by accident differ at the next
-    return all(_agree(gold, answer, name, dict(point), mp) for point in islice(points(letters, False), 3))
+    agreed = 0
+    for point in points(letters, False):
+        try:  # at some points an end may lie behind the other
+            if not _agree(gold, answer, name, dict(point), mp):
+                return False
+        except UndecidedError:
+            continue
+        agreed += 1
+    if agreed < 2:
+        raise UndecidedError
+    return True
 
 
 def _agree(gold: RealSet, answer: RealSet, name: str, point: dict[str, Any], mp: Any) -> bool:
@@ -101,6 +109,7 @@ def _outline(found: RealSet, name: str, point: dict[str, Any], mp: Any) -> tuple
     for place in sorted(judge.places(found.condition), key=cmp_to_key(lambda a, b: _order(a, b, mp))):
         if not places or _order(places[-1], place, mp):
             places.append(place)
+    places = alike(places, mp)
     between = [
         (low + high) / 2 for low, high in zip([places[0] - 2, *places], [*places, places[-1] + 2])
     ] if places else [Fraction(0)]  # fmt: skip
@@ -117,7 +126,7 @@ def _order(left: Any, right: Any, mp: Any) -> int:
     """-1, 0 or 1 as left is smaller, the same up to rounding, or larger."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return (left > right) - (left < right)
-    one, two = (mp.mpf(side.numerator) / side.denominator if isinstance(side, Fraction) else side for side in (left, right))
+    one, two = alike((left, right), mp)
     if abs(one - two) <= max(abs(one), abs(two)) * mp.mpf(10) ** -25:
         return 0
     return 1 if one > two else -1
@@ -195,7 +204,7 @@ class _Judge:
 
     def polynomial_roots(self, node: Node) -> list[Any]:
         """Real roots of what is at most quadratic, as its values at five points tell."""
-        values = [self.value(node, Fraction(at)) for at in _SAMPLES]
+        values = alike([self.value(node, Fraction(at)) for at in _SAMPLES], self.mp)
         square = (values[2] - 2 * values[1] + values[0]) / 2
         slope = values[1] - values[0] - square
         for at, value in zip(_SAMPLES, values):
@@ -207,12 +216,10 @@ class _Judge:
         if under < 0:
             return []
         if isinstance(under, Fraction):
-            under_node: Node = ("call", "root", ("num", under), ("num", Fraction(2)))
-            root = evaluate(under_node, {}, self.mp)
+            root = evaluate(("call", "root", ("num", under), ("num", Fraction(2))), {}, self.mp)
         else:
             root = self.mp.sqrt(under)
-        if self.mp is not None and not isinstance(root, Fraction):
-            slope, square = (self.mp.mpf(v.numerator) / v.denominator if isinstance(v, Fraction) else v for v in (slope, square))
+        slope, square, root = alike((slope, square, root), self.mp)
         return [(-slope - root) / (2 * square), (-slope + root) / (2 * square)]
 
     def near_zero(self, value: Any) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from loragate.evaluation.grading.expression import FUNCTIONS, GREEK
-from loragate.evaluation.grading.notation import strip_outer_braces, unwrap_fonts
+from loragate.evaluation.grading.notation import PLAIN_NUMBER, strip_outer_braces, unwrap_fonts
 
 # name: (kind, size in the kind's own unit); a kind with no common unit of measure between entries stands alone
 _TABLE: dict[str, tuple[str, str]] = {
@@ -23,7 +23,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "mg": ("mass", "1e-6"), "g": ("mass", "1e-3"), "kg": ("mass", "1"), "lb": ("pound", "1"), "ounce": ("pound", "0.0625"),
     "ton": ("ton", "1"), "ms": ("time", "1e-3"), "s": ("time", "1"), "minute": ("time", "60"), "h": ("time", "3600"),
     "day": ("time", "86400"), "week": ("time", "604800"), "month": ("month", "1"), "year": ("month", "12"),
-    "cent": ("money", "0.01"), "dollar": ("money", "1"), "euro": ("euro", "1"), "sterling": ("sterling", "1"),
+    "cent": ("money", "0.01"), "dollar": ("money", "1"), "euro": ("euro", "1"), "sterling": ("pound", "1"),
     "yen": ("yen", "1"), "rupee": ("rupee", "1"), "degree": ("angle", "1"), "radian": ("radian", "1"),
     "Hz": ("frequency", "1"), "kHz": ("frequency", "1e3"), "MHz": ("frequency", "1e6"), "GHz": ("frequency", "1e9"),
     "J": ("energy", "1"), "kJ": ("energy", "1e3"), "erg": ("energy", "1e-7"), "eV": ("eV", "1"), "keV": ("eV", "1e3"),
@@ -108,6 +108,8 @@ class Quantity:
 
 def read_quantity(text: str) -> Quantity:
     """Take the unit, the percent sign and the number words off `text` (normalised)."""
+    if PLAIN_NUMBER.fullmatch(text):
+        return Quantity(text)
     text = re.sub(r"^\\text\{\s*([\d.,/]+)\s+([A-Za-z ]+)\}$", r"\1\\text{ \2}", text)  # `\text{5 cm}`
     sign = re.match(rf"([+-]?)\s*([{CURRENCIES}])\s*(?=[\d.\\+-])", text)
     if sign is not None:
@@ -115,7 +117,7 @@ def read_quantity(text: str) -> Quantity:
         unit = read_unit(_CURRENCY[sign[2]])
         return Quantity(rest.body, unit if rest.unit is None else rest.unit, rest.percent, bare=False)
     text = text.replace("$", "")
-    mixed = _mixed(text)
+    mixed = read_mixed(text)
     if mixed is not None:
         return mixed
     percent = re.search(r"\s*(?:\\?%|\\text\{\s*\\?%\s*\}|(?:\\text\{)?\s*per\s?cent\s*\}?)$", text)
@@ -157,7 +159,7 @@ def _spelled(text: str) -> int | None:
     return None
 
 
-def _mixed(text: str) -> Quantity | None:
+def read_mixed(text: str) -> Quantity | None:
     r"""`3\text{ hours }30\text{ minutes}` and `5 feet 6 inches`: several numbers, each smaller unit of one kind added."""
     number = r"\d+(?:\.\d+)?"
     part = rf"({number})\s*(?:\\(?:text|mathrm)\{{\s*([A-Za-z]+)\.?,?\s*(?:and)?\s*\}}|([A-Za-z]+)),?\s*(?:and\s+)?"

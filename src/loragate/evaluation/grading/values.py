@@ -12,7 +12,7 @@ same at all points.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from math import ceil, comb, factorial, floor, gcd, isqrt, lcm
 from typing import Any
@@ -24,8 +24,11 @@ MAX_BITS = 100_000  # of a numerator or denominator that is written out, some 30
 MAX_FACTORIAL = 5000
 MAX_STEPS = 20_000  # operations for one value
 MAX_TERMS = 2000  # of a finite sum
+_ROUNDED = 12  # digits that may be lost to rounding
 _MAGNITUDE = 40  # bits of the largest exponent
-_PRECISIONS = ((40, 80), (800, 1600))  # decimal digits; the second where the first loses a term
+# decimal digits at which a difference is seen; the second pair where the first loses a term
+_PRECISIONS = ((40, 160), (800, 2400))
+_OF_SERIES = ((20, 50),)  # whose digits are dear
 # values of up to six variables: awkward fractions, so that no two different expressions meet there by accident; small ones
 # for functions of limited domain; and whole numbers, for sums and the like
 _POINTS = (
@@ -60,7 +63,9 @@ def evaluate(node: Node, point: dict[str, Value], mp: Any = None) -> Value:
 
 def same_value(left: Node, right: Node, mp: Any = None, point: dict[str, Fraction] | None = None) -> bool:
     """Whether two expressions have the same value; raises as `evaluate`."""
-    return _vanishes(lambda run: [(run(left, point or {}), run(right, point or {}))], mp)
+    endless = any(node[0] == "sum" and node[3] == ("const", "inf") for side in (left, right) for node in walk(side))
+    precisions = _OF_SERIES if endless else _PRECISIONS
+    return _vanishes(lambda run: [(run(left, point or {}), run(right, point or {}))], mp, precisions)
 
 
 def same_function(left: Node, right: Node, mp: Any = None) -> bool | None:
@@ -124,11 +129,13 @@ def points(names: set[str], with_negative: bool) -> Iterator[dict[str, Fraction]
 Run = Callable[[Node, dict[str, Any]], Value]
 
 
-def _vanishes(pairs: Callable[[Run], list[tuple[Value, Value]]], mp: Any) -> bool:
+def _vanishes(
+    pairs: Callable[[Run], list[tuple[Value, Value]]], mp: Any, precisions: Sequence[tuple[int, int]] = _PRECISIONS
+) -> bool:
     """Whether both values of every pair are the same, seen at two precisions."""
     if mp is None:
         return all(left == right for left, right in pairs(lambda node, point: evaluate(node, point)))
-    for low, high in _PRECISIONS:
+    for low, high in precisions:
         seen, lost = [], []
         for digits in (low, high):
             with mp.workdps(digits):
@@ -147,12 +154,17 @@ def _vanishes(pairs: Callable[[Run], list[tuple[Value, Value]]], mp: Any) -> boo
         with mp.workdps(high):
             for (first, _, _), (second, size, exact) in zip(*seen):
                 # rounding shrinks as the precision rises, a difference does not
-                shrinks = first > 0 and second <= first * mp.mpf(10) ** -((high - low) // 2)
-                if second and (exact or not (shrinks or second <= size * mp.mpf(10) ** -(high * 3 // 4))):
+                shrinks = first > 0 and second <= first * mp.mpf(10) ** -(high - low - _ROUNDED)
+                if second and (exact or not (shrinks or second <= size * mp.mpf(10) ** -(high - _ROUNDED))):
                     return False
         if not any(abs(one - other) <= 2 for one in lost[0] for other in lost[1]):
             return True
     raise UndecidedError
+
+
+def alike(values: Sequence[Value], mp: Any) -> list[Value]:
+    """The values, all rational or all numbers of mpmath."""
+    return list(values) if all(isinstance(value, Fraction) for value in values) else [_float(value, mp) for value in values]
 
 
 def _float(value: Value, mp: Any) -> Value:
@@ -229,9 +241,9 @@ class _Evaluation:
     def power(self, base: Value, exponent: Value) -> Value:
         exact = isinstance(base, Fraction) and isinstance(exponent, Fraction)
         if base == 0:
-            if not exact or exponent <= 0:
-                raise UndecidedError
-            return Fraction(0)
+            if isinstance(exponent, Fraction) and exponent > 0:
+                return Fraction(0)
+            raise UndecidedError
         if exact and exponent.denominator == 1:
             bits = max(abs(part).bit_length() for part in base.as_integer_ratio())
             if abs(base) == 1:
