@@ -22,13 +22,13 @@ from loragate.evaluation.grading.expression import Node, variables, walk
 Value = Any  # Fraction, or a real or complex number of mpmath
 MAX_BITS = 100_000  # of a numerator or denominator that is written out, some 30,000 digits
 MAX_FACTORIAL = 5000
-MAX_STEPS = 20_000  # operations for one value
+MAX_STEPS = 12_000  # operations for one value
 MAX_TERMS = 2000  # of a finite sum
 _ROUNDED = 12  # digits that may be lost to rounding
 _MAGNITUDE = 40  # bits of the largest exponent
 # decimal digits at which a difference is seen; the second pair where the first loses a term
 _PRECISIONS = ((40, 160), (800, 2400))
-_OF_SERIES = ((20, 50),)  # whose digits are dear
+_OF_SERIES = ((18, 40),)  # whose digits are dear
 # values of up to six variables: awkward fractions, so that no two different expressions meet there by accident; small ones
 # for functions of limited domain; and whole numbers, for sums and the like
 _POINTS = (
@@ -40,6 +40,7 @@ _POINTS = (
     ("6", "2", "5", "3", "8", "4"),
     ("4", "7", "3", "5", "9", "2"),
 )
+_STEPS = 40  # whole numbers at which functions with steps are compared as well
 _NEEDED = 3  # points at which both sides have a value
 
 
@@ -75,8 +76,9 @@ def same_function(left: Node, right: Node, mp: Any = None) -> bool | None:
         NeedsAlgebraError: as `evaluate`.
     """
     agreed = 0
-    has_abs = any(node[:2] == ("call", "abs") for side in (left, right) for node in walk(side))
-    for point in points(variables(left) | variables(right), has_abs):
+    called = {node[1] for side in (left, right) for node in walk(side) if node[0] == "call"}
+    names = variables(left) | variables(right)
+    for point in points(names, "abs" in called, stepped=bool(called & {"floor", "ceil", "gcd", "lcm", "max", "min"})):
         try:
             if not same_value(left, right, mp, point):
                 return False
@@ -117,13 +119,18 @@ def proportional(left: Node, right: Node, mp: Any = None) -> bool | None:
     return not same_value(right, ("num", Fraction(0)), mp, kept)
 
 
-def points(names: set[str], with_negative: bool) -> Iterator[dict[str, Fraction]]:
-    """Where expressions in these variables are compared; a seventh variable begins the row again, one higher."""
+def points(names: set[str], with_negative: bool, stepped: bool = False) -> Iterator[dict[str, Fraction]]:
+    """Where expressions in these variables are compared; a seventh variable begins the row again, one higher.
+
+    Functions that rise in steps agree at many places by accident, so all small whole numbers follow for them.
+    """
     for sign in (1, -1) if with_negative else (1,):
         for row in _POINTS[:: 1 if sign > 0 else 2]:
             yield {
                 name: sign * (Fraction(row[i % len(row)]) + i // len(row)) for i, name in enumerate(sorted(names))
             }
+    for whole in range(1, _STEPS + 1) if stepped else ():
+        yield {name: Fraction(1 + (whole * (2 * i + 1)) % _STEPS) for i, name in enumerate(sorted(names))}
 
 
 Run = Callable[[Node, dict[str, Any]], Value]
