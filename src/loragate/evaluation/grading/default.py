@@ -47,6 +47,7 @@ Verdict = bool | None
 MAX_LENGTH = 1000  # characters in the box; more is a whole solution
 MAX_PARTS = 12  # of a list, as all are compared with all
 RELATIVE = Fraction(1, 10_000)
+_ROUNDED_DIGITS, _ROUNDED_PARTS = 3, 10  # digits and denominator from which a gold may be the rounding of another number
 
 _UNJUDGED = re.compile(r"\\(?:[lcvd]?dots[a-z]?|bmod|pmod|mod|equiv)(?![A-Za-z])|\.\.\.")
 _BASE = re.compile(r"\(?([0-9A-F]+)\)?(?:_\{?\(?|\s*(?:in\s*)?base\s*)([0-9a-z]+)\)?\}?")
@@ -109,6 +110,12 @@ class _Decision:
         self.tolerance, self.mp = tolerance, mp
 
     def same(self, gold: str, answer: str) -> Verdict:
+        try:
+            return self.compare(gold, answer)
+        except NeedsAlgebraError:
+            return None
+
+    def compare(self, gold: str, answer: str) -> Verdict:
         if key(gold) == key(answer):
             return True
         if PLAIN_NUMBER.fullmatch(gold) and PLAIN_NUMBER.fullmatch(answer):
@@ -120,7 +127,7 @@ class _Decision:
             return special
         conditions = [_CONDITION.search(text) for text in (gold, answer)]
         if any(conditions):  # n \in \mathbb{Z} behind a general solution
-            if all(conditions) and key(conditions[0].group()) != key(conditions[1].group()):  # type: ignore[union-attr]
+            if len({_condition_of(found) for found in conditions if found}) > 1:
                 return False
             return self.same(*(text[: found.start()] if found else text for text, found in zip((gold, answer), conditions)))
         as_sets = self.same_sets(gold, answer)
@@ -144,14 +151,14 @@ class _Decision:
             return "unread"
         try:
             return same_set(left, right, self.mp)
-        except NeedsAlgebraError:
-            return None
         except UndecidedError:
             return "unread"
 
     def same_named(self, gold: Shape, answer: Shape) -> Verdict | str:
         """Assignments `x=2, y=5`, against others by name, or against values without names in the order of the names."""
         pairs = [_assignments(shape) for shape in (gold, answer)]
+        if any(pairs) and not all(pairs):  # (a,b)=(1,2) beside a=1, b=2
+            pairs = [found or _assigned_tuple(shape) for found, shape in zip(pairs, (gold, answer))]
         if not any(pairs):
             return self.same_value_named(gold, answer)
         left, right = pairs
@@ -203,7 +210,8 @@ class _Decision:
             return self.same_equation(gold_sides, answer_sides)
         if len(gold_sides) > 1 or len(answer_sides) > 1:
             filled = [[side for side in sides if side] for sides in (gold_sides, answer_sides)]
-            return self.all_same(*zip(*((left, right) for left in filled[0] for right in filled[1])))
+            pairs = [(left, right) for left in filled[0] for right in filled[1]]
+            return bool(pairs) and self.all_same(*zip(*pairs))
         option = _OPTION_TEXT.fullmatch(answer)
         if option is not None and not is_text(option[1]):  # (D) 7
             return self.same(gold, option[1])
@@ -243,14 +251,9 @@ class _Decision:
         if len(gold) > 2:
             return self.all_same(gold, answer)
         left, right = ([read_expression(side) for side in sides] for sides in (gold, answer))
-        try:
-            if not any(variables(side) for side in (*left, *right)):
-                return any(
-                    all(same_value(one, two, self.mp) for one, two in zip(left, other)) for other in (right, right[::-1])
-                )
-            verdict = proportional(*(("+", one, ("neg", two)) for one, two in (left, right)), self.mp)
-        except NeedsAlgebraError:
-            return None
+        if not any(variables(side) for side in (*left, *right)):
+            return any(all(same_value(one, two, self.mp) for one, two in zip(left, other)) for other in (right, right[::-1]))
+        verdict = proportional(*(("+", one, ("neg", two)) for one, two in (left, right)), self.mp)
         if verdict is None:
             raise UndecidedError
         return verdict
@@ -269,19 +272,13 @@ class _Decision:
         hundred: Node = ("num", Fraction(100))
         if left.percent != right.percent:
             # 50% agrees with 50 and with 0.5, but a percentage below one only with the fraction that it is
-            of_percent = trees[0] if left.percent else trees[1]
-            if not self.below_one(of_percent):
-                readings.append((trees[0], trees[1], Fraction(1)))
-            else:
+            if self.below_one(trees[0] if left.percent else trees[1]):
                 readings = []
             if left.percent:
                 readings.append((("/", trees[0], hundred), trees[1], Fraction(1, 100)))
             else:
                 readings.append((trees[0], ("/", trees[1], hundred), Fraction(1)))
-        try:
-            return any(self.same_tree(one, two, left.body, scale) for one, two, scale in readings)
-        except NeedsAlgebraError:
-            return None
+        return any(self.same_tree(one, two, left.body, scale) for one, two, scale in readings)
 
     def below_one(self, node: Node) -> bool:
         if variables(node):
@@ -319,8 +316,9 @@ class _Decision:
             return error <= Fraction(self.tolerance) * Fraction(101, 100)
         assert slack is not None
         half, digits = slack[0] * scale, slack[1]
-        endless = not exact or _endless(found)
-        return error <= (half if endless and digits >= 3 else min(half, RELATIVE * abs(wanted)))
+        # a gold of few parts (0.125 is 1/8) is exact itself
+        endless = _endless(found) and found.denominator <= wanted.denominator if exact else wanted.denominator >= _ROUNDED_PARTS
+        return error <= (half if endless and digits >= _ROUNDED_DIGITS else min(half, RELATIVE * abs(wanted)))
 
     def rational(self, value: Any) -> Fraction:
         mantissa, exponent = self.mp.re(value).man_exp
@@ -362,6 +360,10 @@ class _Decision:
         if _perfect([[verdict is True for verdict in row] for row in table]):
             return True
         return None if _perfect([[verdict is not False for verdict in row] for row in table]) else False
+
+
+def _condition_of(found: re.Match[str]) -> tuple[str, bool]:
+    return found[1] or found[2], r"\mathbb{N}" in found.group()
 
 
 def _same_special(gold: str, answer: str) -> Verdict:
@@ -417,6 +419,15 @@ def _assignments(shape: Shape) -> list[tuple[str, str]] | None:
             return None
         found.append((key(name) or found[-1][0], values[-1]))
     return found
+
+
+def _assigned_tuple(shape: Shape) -> list[tuple[str, str]] | None:
+    """Names and values of `(a,b)=(1,2)`."""
+    name, values = name_of(shape.parts[0]) if shape.kind == "item" else ("", [""])
+    names, inner = read_shape(name), read_shape(values[-1])
+    if names.kind != "group" or inner.kind != "group" or len(names.parts) != len(inner.parts):
+        return None
+    return [(key(one), value) for one, value in zip(names.parts, inner.parts)]
 
 
 def _in_radians(gold: Quantity, answer: Quantity, trees: list[Node]) -> list[Node]:

@@ -27,7 +27,7 @@ _TOKEN = re.compile(
 _TRIGONOMETRY = ("sin", "cos", "tan", "cot", "sec", "csc")
 _UNARY = {
     *_TRIGONOMETRY, *(f"arc{name}" for name in _TRIGONOMETRY), *(f"{name}h" for name in ("sin", "cos", "tan")),
-    "ln", "log", "exp",
+    "ln", "log", "exp", "abs",
 }  # fmt: skip
 _MANY = {"min", "max", "gcd", "lcm"}
 FUNCTIONS = {*_UNARY, *_MANY, "sqrt"}

@@ -42,7 +42,7 @@ _COMMANDS = {
     **dict.fromkeys(("le", "leqslant"), r"\leq "), **dict.fromkeys(("ge", "geqslant"), r"\geq "), "lt": "<", "gt": ">",
     "ne": r"\neq ", "lbrace": r"\{", "rbrace": r"\}", "langle": "(", "rangle": ")", "varnothing": r"\emptyset ",
     **dict.fromkeys(("mid", "vert", "lvert", "rvert"), "|"), **dict.fromkeys(("lor", "vee"), " or "),
-    **dict.fromkeys(("land", "wedge"), " and "), "backslash": r"\setminus ", "colon": ":",
+    **dict.fromkeys(("land", "wedge"), " and "), "backslash": r"\setminus ", "pounds": "£", "euro": "€", "textdollar": r"\$", "colon": ":",
     **dict.fromkeys(("degree", "degrees"), r"^\circ "), "lg": r"\log_{10}", **dict.fromkeys(("R", "Reals"), r"\mathbb{R}"),
     **dict.fromkeys(("quad", "qquad"), " "), **dict.fromkeys(("displaystyle", "textstyle", "limits"), ""),
 }  # fmt: skip
@@ -73,6 +73,9 @@ _REPLACEMENTS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
         ("oo", r"(?<![A-Za-z\\])oo(?![A-Za-z])", r"\\infty "),
         ("C", r"(?<![A-Za-z\\])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
         ("C", r"(?:\{\s*\}\s*)?[_^]\s*\{?\s*(\d+)\s*\}?\s*C\s*_\s*\{?\s*(\d+)\s*\}?", r"\\binom{\1}{\2}"),
+        ("C", r"(?<![\w\\])(\d+)C(\d+)(?!\w)", r"\\binom{\1}{\2}"),
+        ("choose", r"(\d+)\s*(?:\\text\{)?\s*choose\s*\}?\s*(\d+)", r"\\binom{\1}{\2}"),
+        ("circ", r"\^\\circ\s*\\(?:text|mathrm)\{\s*([CFK])\s*\}", r"^\\circ \1"),
         ("array", r"\\begin\{array\}\s*(?:\{[^{}]*\})?", r"\\begin{array}"),
     )
 )
@@ -132,9 +135,7 @@ def _repeating(match: re.Match[str]) -> str:
     r"""`0.1\overline{6}`, `0.1\dot{6}` and `0.1(6)` as the fraction that they are."""
     block = match["bar"] or match["round"] or match["first"] + re.sub(r"\D", "", match["rest"] or "")
     whole, _, decimals = match["head"].partition(".")
-    if not whole:
-        return match.group()
-    value = Fraction(int(whole + decimals)) + Fraction(int(block), 10 ** len(block) - 1)
+    value = Fraction(int("0" + whole + decimals)) + Fraction(int(block), 10 ** len(block) - 1)
     return r"\frac{{{}}}{{{}}}".format(*(value / 10 ** len(decimals)).as_integer_ratio())
 
 

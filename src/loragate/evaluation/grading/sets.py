@@ -44,7 +44,7 @@ class RealSet:
 
     Attributes:
         condition: ("all",), ("none",), ("interval", low, high, brackets), ("points", nodes), ("relation", left, sign, right),
-            ("not", condition), ("and" | "or", conditions).
+            ("not", condition), ("and" | "or" | "comma", conditions).
         names: variables that the text itself names, as in `x > 2` or `x \\in S`; none for a plain interval.
     """
 
@@ -119,6 +119,9 @@ def _outline(found: RealSet, name: str, point: dict[str, Any], mp: Any) -> tuple
         here = judge.holds(found.condition, place)
         if not inside[index] == here == inside[index + 1]:
             steps.append((place, here, inside[index + 1]))
+    if found.condition[0] == "comma" and not steps and not inside[0]:
+        # x < 1, x > 2 has no number in both: either was meant
+        return _outline(RealSet(("or", found.condition[1]), found.names), name, point, mp)
     return inside[0], steps
 
 
@@ -159,7 +162,7 @@ class _Judge:
                 return list(self.roots(("+", left, ("neg", right))))
             case ("not", inner):
                 return self.places(inner)
-            case ("and" | "or", parts):
+            case ("and" | "or" | "comma", parts):
                 return [place for part in parts for place in self.places(part)]
         return []
 
@@ -176,7 +179,7 @@ class _Judge:
             case ("points", nodes):
                 return any(_order(at, self.value(node), self.mp) == 0 for node in nodes)
             case ("relation", left, sign, right):
-                one, two = self.value(left, at), self.value(right, at)
+                one, two = alike((self.value(left, at), self.value(right, at)), self.mp)
                 order = _order(one, two, self.mp)
                 # a root that was rounded leaves a little where nothing is
                 if order and not isinstance(one - two, Fraction) and abs(one - two) < self.mp.mpf(10) ** -25:
@@ -184,7 +187,7 @@ class _Judge:
                 return {"<": order < 0, ">": order > 0, r"\leq": order <= 0, r"\geq": order >= 0, r"\neq": order != 0}[sign]
             case ("not", inner):
                 return not self.holds(inner, at)
-            case ("and", parts):
+            case ("and" | "comma", parts):
                 return all(self.holds(part, at) for part in parts)
             case ("or", parts):
                 return any(self.holds(part, at) for part in parts)
@@ -246,7 +249,7 @@ def _letters(condition: Condition) -> set[str]:
             return variables(left) | variables(right)
         case ("not", inner):
             return _letters(inner)
-        case ("and" | "or", parts):
+        case ("and" | "or" | "comma", parts):
             return set().union(*map(_letters, parts))
     return set()
 
@@ -267,6 +270,9 @@ def _read(text: str, named: frozenset[str]) -> RealSet | None:
         return RealSet(("none",), frozenset())
     if _EVERYTHING.fullmatch(plain):
         return RealSet(("all",), frozenset())
+    text = re.sub(r"^\\mathbb\s*\{R\}\s*[-\\]\s*(?=\\\{)", r"\\mathbb{R} \\setminus ", text)
+    if r"\pm" in text and r"\neq" in text:
+        return _joined("and", split_list(text), named)
     builder = _BUILDER.fullmatch(text)
     if builder is not None and _closes(text):
         return _read(builder[2], named | {_plain_name(builder[1])})
@@ -284,7 +290,7 @@ def _read(text: str, named: frozenset[str]) -> RealSet | None:
     pieces = split_top(text, ",")
     if len(pieces) > 1 and _SIGNS.search(pieces[0]):
         if all(_SIGNS.search(piece) for piece in pieces):
-            return _joined("and", pieces, named)
+            return _joined("comma", pieces, named)
         left, *others = re.split(r"\\neq(?![A-Za-z])", pieces[0])
         if len(others) == 1 and not any(_SIGNS.search(piece) for piece in pieces[1:]):  # x \ne 1, 2
             return _joined("and", [rf"{left} \neq {piece}" for piece in (others[0], *pieces[1:])], named)

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from loragate.evaluation.grading.expression import FUNCTIONS, GREEK
+from loragate.evaluation.grading.expression import FUNCTIONS, GREEK, UnreadError
 from loragate.evaluation.grading.notation import PLAIN_NUMBER, strip_outer_braces, unwrap_fonts
 
 # name: (kind, size in the kind's own unit); a kind with no common unit of measure between entries stands alone
@@ -53,7 +53,11 @@ _TAIL = re.compile(
     rf"\s*(?:(?:(?:{_UNIT_FONT}|{_SUN}){_POWER}[\s/]*(?:\\cdot\s*)?)+|(?<=[\d}})!\s])\s(?:{_WORD}{_POWER}(?:\s*/\s*|\s+|$))+"
     rf"|\^\s*\\circ\s*(?:[CFK])?|(?<=\d)[{CURRENCIES}])\s*$"
 )
-_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12, "score": 20}
+_SCALES = {
+    "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12, "score": 20,
+    "ten": 10, "quadrillion": 10**15, "quintillion": 10**18, "lakh": 10**5, "crore": 10**7, "gross": 144, "grand": 1000,
+    "mil": 10**6, "mln": 10**6, "mn": 10**6, "bn": 10**9,
+}  # fmt: skip
 _PARTS = {
     name: Fraction(1, size)
     for size, names in {
@@ -107,7 +111,11 @@ class Quantity:
 
 
 def read_quantity(text: str) -> Quantity:
-    """Take the unit, the percent sign and the number words off `text` (normalised)."""
+    """Take the unit, the percent sign and the number words off `text` (normalised).
+
+    Raises:
+        UnreadError: where the words make it another number, in a way that is not known here.
+    """
     if PLAIN_NUMBER.fullmatch(text):
         return Quantity(text)
     text = re.sub(r"^\\text\{\s*([\d.,/]+)\s+([A-Za-z ]+)\}$", r"\1\\text{ \2}", text)  # `\text{5 cm}`
@@ -135,21 +143,25 @@ def read_quantity(text: str) -> Quantity:
         singular = word.removesuffix("s")
         if word in _OPERATORS:
             body = f"({body}){_OPERATORS[word]}"
-        elif (factor := _SCALES.get(singular) or _PARTS.get(word) or _PARTS.get(singular)) is not None:
+        elif (factor := _SCALES.get(word) or _SCALES.get(singular) or _PARTS.get(word) or _PARTS.get(singular)) is not None:
             body = f"({body})*({factor})"
         else:
             break
         changed = True
         found.pop(0)
+    if any(word.casefold().removesuffix("s") in _SCALES for word in found):  # parts per million
+        raise UnreadError(text)
     if changed and found[:1] == ["of"]:
         found.pop(0)
     unit = read_unit(" ".join(found)) if found else None
     return Quantity(strip_outer_braces(body), unit, bare=False)
 
 
-def _spelled(text: str) -> int | None:
-    """The number that words spell, up to 99; None for anything else."""
-    words = text.casefold().replace("-", " ").split()
+def _spelled(text: str) -> Fraction | int | None:
+    """The number that words spell, up to 99, or a half or quarter; None for anything else."""
+    words = text.casefold().removeprefix("a ").replace("-", " ").split()
+    if words in (["half"], ["quarter"]):
+        return _PARTS[words[0]]
     values = [_SPELLED.get(word) for word in words]
     if len(values) == 1:
         return values[0]
@@ -201,11 +213,13 @@ def _split(text: str) -> tuple[str, str]:
     lowered = [word.casefold() for word in words]
     if _CHANGING & set(lowered) or (lowered and lowered[-1] in _LAST) or re.search(r"\d", re.sub(_POWER + "|²", "", plain)):
         return text, ""
+    known = read_unit(plain) is not None
+    if not known and any(len(word) == 1 and word not in "aA" for word in words):
+        return text, ""  # 5M and 5k
     if is_words:  # a few bare letters are variables unless they are known to be a unit
-        known = read_unit(plain) is not None
         if not known and (not words or any(len(word) < 3 for word in words if word not in ("of", "in", "on", "a", "an"))):
             return text, ""
-        if any(word in GREEK or _is_function(word) for word in words) or len(words[0]) < 3 and not known:
+        if not known and any(word in GREEK or _is_function(word) for word in words):
             return text, ""
     return body, plain
 
