@@ -246,7 +246,7 @@ def test_what_else_a_template_leaves_out_of_an_answer_is_refused(content, turn, 
 
 def test_a_response_that_is_the_end_of_a_turn_alone_is_refused(talk):
     with pytest.raises(
-        DataError, match=r"f:1: the assistant turn at message 1 is the end of a turn alone, '<\|im_end\|>'"
+        DataError, match=r"f:1: the assistant turn at message 1 is the end of a turn alone, '<\|im_end\|>"
     ):
         segments(byte_level(), talk("a", "<|im_end|>"))
 
