@@ -53,6 +53,7 @@ REFUSE_CALLS = (
     "llava_next",
     "nemotron",
     "phi3",
+    "qwen2_5_vl",
     "smolvlm",
 )
 WRITE_CALLS = ("gemma4", "lfm2_2_5", "lfm2_v2", "llama3_1", "llama3_2")
