@@ -20,7 +20,7 @@ from chat_tokenizers import (
 )
 
 from loragate.data.chat import Chat, template_hash
-from loragate.data.formats import Turns
+from loragate.data.formats import Turns, normalize
 from loragate.errors import DataError
 
 LLAMA3_TOKENS = {"bos": "<|begin_of_text|>", "eos": "<|eot_id|>"}
@@ -129,7 +129,7 @@ def test_white_space_of_a_response_stays_where_no_token_ends_the_turn(talk):
 
 
 def test_context_turns_are_not_responses(talk):
-    pieces, _ = segments(byte_level(), talk("a", "b", "c", "d"), trained_from=3)
+    pieces, _ = segments(byte_level(), talk("a", "b", "c", "d"), trained=(3,))
     assert [text for text, response in pieces if response] == ["d<|im_end|>"]
 
 
@@ -174,3 +174,112 @@ def test_template_hash_depends_on_the_template_only():
     assert template_hash(byte_level(CHATML)) != template_hash(byte_level(GEMMA))
     assert len(template_hash(byte_level(CHATML))) == 64
     assert template_hash(byte_level(None)) == "none"
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "note": "say \\"hi\\"", "big": true}'}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+# how templates write a call: JSON of an object, JSON text as it is, one tag for each argument
+AS_JSON = "{{ c.function.name }} {{ c.function.arguments | tojson }}"
+AS_TEXT = "{{ c.function.name + ' ' + c.function.arguments }}"
+AS_TAGS = "<f={{ c.function.name }}>{% for k, v in c.function.arguments.items() %}<p={{ k }}>{{ v }}</p>{% endfor %}"
+AS_PYTHON = "{{ c.function.name }} {{ c.function.arguments }}"
+NOT_AT_ALL, FIRST_ONLY = "", "{% if loop.first %}" + AS_JSON + "{% endif %}"
+WITHOUT_ARGUMENTS = "{{ c.function.name }}()"
+
+
+def calling(form, content="{{ m.content }}"):
+    calls = "{% for c in m.tool_calls or [] %}" + form + "{% endfor %}"
+    return byte_level(CHATML.replace("{{ m.content }}", content + calls))
+
+
+def called(tokenizer, *answers):
+    row = {"messages": [{"role": "user", "content": "q"}, *answers]}
+    return Chat(tokenizer).segments(normalize(row, "messages", "f:1"), "f:1")[0][-1].text
+
+
+@pytest.mark.parametrize(
+    ("form", "written"),
+    [
+        (AS_JSON, 'add {"a": 2, "note": "say \\"hi\\"", "big": true}'),
+        (AS_TEXT, 'add {"a": 2, "note": "say \\"hi\\"", "big": true}'),
+        (AS_TAGS, '<f=add><p=a>2</p><p=note>say "hi"</p><p=big>True</p>'),
+        (AS_PYTHON, 'add {"a": 2, "note": "say \\"hi\\"", "big": true}'),
+    ],
+)
+def test_a_tool_call_goes_in_as_the_template_reads_it(form, written):
+    assert called(calling(form), CALLED) == written + "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("form", "answers"),
+    [
+        (NOT_AT_ALL, [CALLED]),
+        (WITHOUT_ARGUMENTS, [CALLED]),
+        (FIRST_ONLY, [{**CALLED, "tool_calls": [CALL, CALL]}]),
+        (NOT_AT_ALL, [{**CALLED, "content": "I look it up."}]),
+        (
+            NOT_AT_ALL,
+            [{**CALLED, "train": False}, {"role": "user", "content": "4"}, {"role": "assistant", "content": "4"}],
+        ),
+    ],
+    ids=["no calls", "no arguments", "the first alone", "text alone", "in the context"],
+)
+def test_a_tool_call_that_the_template_leaves_out_is_refused(form, answers):
+    with pytest.raises(DataError, match=r"f:1: the assistant turn at message 1: .* does not write its call of add"):
+        called(calling(form), *answers)
+
+
+@pytest.mark.parametrize(
+    ("content", "turn", "what"),
+    [
+        ("{% if not m.tool_calls %}{{ m.content }}{% endif %}", {**CALLED, "content": "I look."}, "text"),
+        ("{{ m.content }}", {"role": "assistant", "content": "4", "reasoning_content": "half of eight"}, "reasoning"),
+        ("{{ m.content.split('</think>')[-1] }}", {"role": "assistant", "content": "<think>why</think>4"}, "reasoning"),
+    ],
+)
+def test_what_else_a_template_leaves_out_of_an_answer_is_refused(content, turn, what):
+    with pytest.raises(
+        DataError, match=f"f:1: the assistant turn at message 1: .* does not write its {what}; it would"
+    ):
+        called(calling(AS_JSON, content), turn)
+
+
+def test_a_response_that_is_the_end_of_a_turn_alone_is_refused(talk):
+    with pytest.raises(
+        DataError, match=r"f:1: the assistant turn at message 1 is the end of a turn alone, '<\|im_end\|>"
+    ):
+        segments(byte_level(), talk("a", "<|im_end|>"))
+
+
+def test_turns_of_a_role_that_the_template_leaves_out_are_refused(talk):
+    tokenizer = byte_level(CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"))
+    with pytest.raises(DataError, match="f:4: the chat template leaves out turns of the role system"):
+        Chat(tokenizer).render(talk("a", system="s"), where="f:4")
+
+
+def test_an_answer_may_end_in_the_header_of_the_next_turn(talk):
+    """What ends an answer is then no end of a system message, and the text before the first turn stays."""
+    role = "{{ '<|' + m.role + '|>' }}"
+    body = "{% for m in messages %}{% if loop.first or messages[loop.index0 - 1].role != 'assistant' %}" + role
+    body += "{% endif %}{{ '\\n' + m.content }}{% if m.role == 'assistant' %}<|user|>{% endif %}{% endfor %}"
+    body += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    injecting = "{% if messages[0].role != 'system' %}<|system|>{{ '\\n' }}Be helpful.{% endif %}"
+    for template in ("[M]<sop>" + body, "[M]<sop>" + injecting + body):
+        assert (
+            Chat(byte_level(template)).render(talk("hi"), generation_prompt=True) == "[M]<sop><|user|>\nhi<|assistant|>"
+        )
+
+
+def test_variables_of_the_template_are_given_to_every_rendering(talk):
+    chat = Chat(byte_level(QWEN3), template_kwargs={"enable_thinking": False})
+    pieces, _ = chat.segments(Turns(messages=tuple(talk("a", "b"))), "f:1")
+    assert pieces[0].text.endswith("assistant\n<think>\n\n</think>\n\n")
+    assert pieces[1:] == [("b<|im_end|>", True)]
+
+
+def test_a_template_that_thinks_before_the_thoughts_of_a_text_is_refused(talk):
+    template = CHATML.replace(
+        "{{ m.content }}", "{% if m.role == 'assistant' %}<think>\n</think>{% endif %}{{ m.content }}"
+    )
+    with pytest.raises(DataError, match=r"a think block of its own before that of the text.*reasoning_content"):
+        segments(byte_level(template), talk("a", "<think>why</think>b"))

@@ -16,6 +16,7 @@ from chat_tokenizers import (
     GEMMA,
     LLAMA2,
     LLAMA3,
+    QWEN3,
     THINKING,
     byte_level,
     decoded,
@@ -204,7 +205,7 @@ def test_many_rows_at_once_are_as_one_by_one(talk):
     rows = [
         (turns(talk("a", "b", "c", "d")), "f:1"),
         (Turns(prompt="two", completion=" four"), "f:2"),
-        (turns(talk("What?", "\n\n", system="Be brief.")), "f:3"),
+        (turns(talk("What?", "\n\n four", system="Be brief.")), "f:3"),
     ]
     encoder = Encoder(tokenizer, Summary("", 3), max_length=40)
     alone = [encoder.encode([row])[0] for row in rows]
@@ -371,6 +372,32 @@ def test_rows_without_a_response_are_counted(talk, write):
     path = write("rows.jsonl", rows[1:])
     with pytest.raises(DataError, match="the response of every one of 2 rows is empty"):
         encode_rows(load_rows(path), byte_level(), max_length=None)
+
+
+def test_switches_of_turns_and_rows_are_obeyed(talk):
+    tokenizer = byte_level(QWEN3)
+    ask, wrong, again, right = talk("a", "WRONG", "b", "right")
+    rows = [
+        {"messages": [ask, {**wrong, "weight": 0}, again, right]},
+        {"messages": [ask, right], "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": [ask, {**wrong, "train": False}]},
+        {"messages": [ask, right]},
+    ]
+    encoded = encode_rows(rows, tokenizer, max_length=None)
+    assert [learned(item, tokenizer) for item in encoded] == ["right<|im_end|>"] * 3
+    assert "WRONG<|im_end|>" in decoded(encoded[0], tokenizer), "it stays as context"
+    assert ["</think>" in decoded(item, tokenizer) for item in encoded] == [False, True, False]
+    assert (encoded.summary.empty, encoded.summary.template_kwargs) == (1, 1)
+
+
+def test_columns_that_are_not_used_are_named_once(talk, write, monkeypatch):
+    told = []
+    monkeypatch.setattr(encoding.logger, "warning", lambda text, *values: told.append(text % values))
+    path = write("rows.jsonl", [{"messages": talk("a", "b"), name: "x"} for name in ("source", "id", "source")])
+    for _ in range(2):
+        summary = encode_rows(load_rows(path), byte_level(), max_length=None).summary
+    assert summary.unused == ("source", "id")
+    assert told == [f"{path}: columns that are not used: source, id"]
 
 
 TWO = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 4}, {"input_ids": [8], "labels": [-100], "row": 2}]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loragate.data.formats import FORMATS, Turns, detect_format, normalize
+from loragate.data.formats import FORMATS, EmptyResponse, Turns, detect_format, normalize, unused
 from loragate.errors import DataError
 
 ASK = {"role": "user", "content": "2+2?"}
@@ -72,7 +72,7 @@ def test_all_roles_of_sharegpt():
 
 def test_assistant_turns_of_a_conversational_prompt_are_context():
     turns = turns_of({"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER]})
-    assert turns.trained_from == 3
+    assert turns.trained == (3,)
     assert len(turns.messages) == 4
     with pytest.raises(DataError, match="no assistant turn to learn from"):
         turns_of({"prompt": [ASK, ANSWER], "completion": [ASK]})
@@ -90,7 +90,7 @@ def test_tools_and_further_message_keys_are_carried_to_the_template():
     [
         ({"messages": [ASK]}, "f:1: found user, but no assistant turn to learn from"),
         ({"messages": [ASK, {"role": "assistant", "content": " \n"}]}, "f:1: the assistant turn at message 1 is empty"),
-        ({"messages": "hello"}, "f:1: messages is text, expected a list of messages"),
+        ({"messages": "hello"}, "f:1: messages is text that is not JSON .* and not a list"),
         (
             {"messages": [{"role": "asistant", "content": "x"}]},
             r"has as its role 'asistant'; did you mean 'assistant'\?; expected one of system",
@@ -106,12 +106,117 @@ def test_tools_and_further_message_keys_are_carried_to_the_template():
         ({"conversations": [{"from": "human", "value": "a\ud800"}]}, "half of a surrogate pair at character 1"),
         ({"messages": [ASK, ANSWER], "keep_mask": [1, 2]}, "keep_mask must be a list of 0 and 1"),
         ({"messages": [ASK, ANSWER], "tools": "{"}, "tools is text that is not JSON"),
+        ({"messages": [ASK, {**ANSWER, "content": None}]}, r"f:1: the content of messages\[1\] is null, expected text"),
+        ({"messages": [{**ASK, "content": None}, ANSWER]}, r"f:1: the content of messages\[0\] is null, expected text"),
+        (
+            {"messages": [ASK, {**ANSWER, "weight": 0.5}]},
+            r"weight of messages\[1\] is '0.5', expected true, false, 1 or 0",
+        ),
+        ({"messages": [{**ASK, "train": True}, ANSWER]}, "a turn of the role user with train switched on"),
+        ({"messages": [ASK, {**ANSWER, "train": True, "weight": 0}]}, "train and weight, which contradict each other"),
+        ({"messages": [ASK, {**ANSWER, "train_detail": [{"begin_offset": 0}]}]}, "has train_detail, which is not read"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": "x"}]}, r"tool_calls of messages\[1\] is text that is not JSON"),
+        (
+            {"messages": [ASK, ANSWER], "chat_template_kwargs": [1]},
+            "chat_template_kwargs is a list, expected an object",
+        ),
+        (
+            {"messages": [ASK, ANSWER], "chat_template_kwargs": {"tokenize": True}},
+            "holds tokenize, which rendering sets",
+        ),
+        ({"question": "a", "answer": "b", "context": {"title": "c"}}, "f:1: context is an object, expected text"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_told_with_its_place(row, message):
     with pytest.raises(DataError, match=message) as caught:
         turns_of(row)
     assert str(caught.value).startswith("f:1: ")
+
+
+@pytest.mark.parametrize("pair", [("prompt", "completion"), ("question", "answer"), ("instruction", "output")])
+def test_a_null_in_a_pair_is_told_and_no_unknown_format(pair):
+    row = {pair[0]: "a", pair[1]: None}
+    with pytest.raises(DataError, match=f"{pair[1]} is null, expected text"):
+        detect_format(row)
+    with pytest.raises(DataError, match=f"f:2: {pair[1]} is null, expected text"):
+        normalize(row, detect_format({pair[0]: "a", pair[1]: "b"}), "f:2")
+
+
+@pytest.mark.parametrize(
+    ("row", "question"),
+    [
+        ({"instruction": "Who?", "context": "Ann did.", "response": "Ann."}, "Who?\n\nAnn did."),
+        ({"question": "Who?", "passage": "Ann did.", "answer": "Ann."}, "Who?\n\nAnn did."),
+        (
+            {"question": "Who?", "contexts": ["Ann did.", "Bob did not."], "answer": "Ann."},
+            "Who?\n\nAnn did.\n\nBob did not.",
+        ),
+        ({"instruction": "Who?", "input": "Ann did.", "context": " ", "output": "Ann."}, "Who?\n\nAnn did."),
+    ],
+)
+def test_the_context_of_a_question_is_part_of_it(row, question):
+    assert turns_of(row).messages[0] == {"role": "user", "content": question}
+    assert unused(row, detect_format(row)) == []
+
+
+def test_a_system_column_opens_the_conversation():
+    turns = turns_of({"system_prompt": "Be brief.", "question": "2+2?", "response": None, "answer": "4"})
+    assert turns.messages == ({"role": "system", "content": "Be brief."}, *PAIR)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        (
+            {"instruction": "a", "response": "b", "category": "qa", "id": 0, "note": None, "tags": []},
+            ["category", "id"],
+        ),
+        ({"messages": [ASK, ANSWER], "problem": "2+2?", "source": "x"}, ["problem", "source"]),
+        ({"prompt": "a", "completion": "b", "context": "c", "tools": [{"name": "d"}]}, ["context", "tools"]),
+        ({"prompt": [ASK], "completion": [ANSWER], "tools": [{"name": "d"}], "keep_mask": [1]}, []),
+    ],
+)
+def test_columns_that_nothing_reads_are_known(row, columns):
+    assert unused(row, detect_format(row)) == columns
+
+
+@pytest.mark.parametrize(
+    ("off", "on"),
+    [
+        ({"weight": 0}, {"weight": 1}),
+        ({"train": False}, {"train": True}),
+        ({"training": False}, {}),
+        ({"loss": 0.0}, {}),
+    ],
+)
+def test_turns_that_are_switched_off_are_context(off, on):
+    turns = turns_of({"messages": [ASK, {**ANSWER, **off}, {**ASK, **off}, {**ANSWER, **on}]})
+    assert turns.trained == (3,)
+    assert turns.messages == (*PAIR, *PAIR), "no switch is left for the template to read"
+    with pytest.raises(EmptyResponse, match="every assistant turn is switched off"):
+        turns_of({"messages": [ASK, {**ANSWER, **off}]})
+    assert turns_of({"prompt": [ASK, ANSWER, ASK], "completion": [{**ANSWER, **on}]}).trained == (3,)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_arguments_as_json_text_are_the_object(flat):
+    def call(arguments):
+        function = {"name": "add", "arguments": arguments}
+        return function if flat else {"type": "function", "function": function}
+
+    def calls(arguments):
+        return turns_of({"messages": [ASK, {**ANSWER, "tool_calls": [call(arguments)]}]}).messages[1]["tool_calls"]
+
+    assert calls('{"a": [1, 2]}') == calls({"a": [1, 2]}) == [call({"a": [1, 2]})]
+    assert calls("2 and 2") == [call("2 and 2")], "text that is no object stays as it is"
+
+
+def test_lists_as_json_text_are_read():
+    """csv holds no lists, and TRL keeps tools as text in parquet."""
+    row = {"messages": '[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]'}
+    turns = turns_of({**row, "tools": '[{"name": "add"}]', "chat_template_kwargs": '{"enable_thinking": false}'})
+    assert (turns.messages, turns.tools) == (PAIR, ({"name": "add"},))
+    assert turns.template_kwargs == {"enable_thinking": False}
 
 
 def test_unknown_keys_are_told_beside_the_known_ones():
@@ -136,7 +241,11 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "from", "content", "value", "text", "type"]), inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "from", "content", "value", "text", "type", "weight", "tool_calls"]),
+            inner,
+            max_size=3,
+        )
     ),
     max_leaves=8,
 )
@@ -144,7 +253,7 @@ KEYS = ["messages", "conversations", "instruction", "input", "output", "prompt",
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.dictionaries(st.sampled_from([*KEYS, "history", "keep_mask", "tools"]), JSON, max_size=5))
+@given(st.dictionaries(st.sampled_from([*KEYS, "history", "keep_mask", "tools", "context"]), JSON, max_size=5))
 def test_any_json_object_is_turns_or_a_data_error(row):
     try:
         outcome = turns_of(row)

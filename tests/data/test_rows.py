@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import json
 
 import datasets
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -105,6 +107,60 @@ def test_every_file_format_gives_the_same_rows_and_fingerprint(write, parquet):
     assert len({rows.fingerprint for rows in loaded}) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", b'q,a\n2+2?,4\n"say ""a, b""\nnow","a, b"\n,x\n'),
+        ("a.csv", b'\xef\xbb\xbfq,a\r\n2+2?,4\r\n"say ""a, b""\nnow","a, b"\r\n,x\r\n'),
+        ("a.csv", b'q;a\n2+2?;4\n"say ""a, b""\nnow";a, b\n;x\n'),
+        ("a.tsv", b'q\ta\n2+2?\t4\n"say ""a, b""\nnow"\ta, b\n\tx\n'),
+        ("a.csv.gz", gzip.compress(b'q,a\n2+2?,4\n"say ""a, b""\nnow","a, b"\n,x', mtime=0)),
+    ],
+    ids=["csv", "of a spreadsheet", "semicolons", "tabs", "zipped"],
+)
+def test_csv_is_read_with_the_lines_of_its_rows(write, name, content):
+    path = write(name, content)
+    rows = load_rows(path)
+    assert list(rows) == [{"q": "2+2?", "a": "4"}, {"q": 'say "a, b"\nnow', "a": "a, b"}, {"q": "", "a": "x"}]
+    assert [rows.where(i) for i in range(3)] == [f"{path}:2", f"{path}:3", f"{path}:5"]
+
+
+def tables():
+    """Rows in memory as people have them; those of a table in columns have null where a row has no value."""
+    yield pandas.DataFrame(ROWS)
+    yield pa.Table.from_pylist(ROWS)
+    yield datasets.Dataset.from_list(ROWS).with_format("numpy")
+    yield datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+    yield (row for row in ROWS)
+
+
+@pytest.mark.parametrize("table", range(5), ids=["pandas", "pyarrow", "datasets", "iterable", "generator"])
+def test_rows_in_memory_are_read_as_people_have_them(table):
+    rows = load_rows(list(tables())[table])
+    assert bare(rows) == bare(ROWS)
+    assert rows.fingerprint == load_rows(ROWS).fingerprint
+    assert bare(load_rows(list(tables())[table], limit=2)) == bare(ROWS[:2])
+
+
+def test_lists_and_numbers_of_numpy_in_a_table_are_plain(tmp_path):
+    """What pandas reads from parquet."""
+    pq.write_table(
+        pa.Table.from_pylist([{"messages": [{"role": "user"}], "keep_mask": [1, 0], "n": 3}]), tmp_path / "a.parquet"
+    )
+    (row,) = load_rows(pandas.read_parquet(tmp_path / "a.parquet"))
+    assert row == {"messages": [{"role": "user"}], "keep_mask": [1, 0], "n": 3}
+    assert [type(row[key]) for key in row] == [list, list, int]
+
+
+def test_an_endless_iterator_is_read_up_to_the_limit():
+    assert len(load_rows(({"a": index} for index in itertools.count()), limit=3)) == 3
+
+
+def test_a_list_of_something_else_is_told_with_the_row():
+    with pytest.raises(DataError, match="row 1: found a value of type str, expected a row"):
+        list(load_rows([{"a": 1}, "hello"]))
+
+
 def test_lines_are_counted_as_an_editor_does(write):
     path = write("a.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": "x\\ny"}\r\n{"a": 3}')
     rows = load_rows(str(path))
@@ -146,7 +202,31 @@ def test_limit_stops_reading(write, parquet):
         ("a.json", b'[{"a":\n "\xe9"}]', r"a.json:2: byte 3 of the line is b'\\xe9', which is not UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "a.jsonl.gz cannot be read: .*complete"),
         ("a.parquet", b"PAR1 but not really", "a.parquet is not a readable parquet file"),
-        ("a.csv", b"a,b", r"found .*a.csv with the ending .csv; expected .jsonl"),
+        ("a.xlsx", b"PK", r"found .*a.xlsx with the ending .xlsx; expected .jsonl"),
+        ("a.parquet", b"PAR1" + b"0" * 40, "a.parquet is not a readable parquet file: .* cut off"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "a.parquet is not a readable.*git lfs pull"),
+        ("a.csv", b"a,b", r"a.csv is empty: expected at least one row"),
+        ("a.csv", b"a,a\n1,2\n", r"a.csv:1: found 'a,a', expected different names of columns"),
+        ("a.csv", b"a,b\n1,2\n\n1,2,3\n", r"a.csv:4: found 3 values for the 2 columns a, b; text that holds commas"),
+        ("a.csv", b'a,b\n1,2\n1,"x\ny', r"a.csv:3: malformed CSV .* begins here: unexpected end of data. .* cut off"),
+        ("a.csv", b'a,b\n1,"2\n"\n\xe9,2\n', r"a.csv:4: byte 1 of the line is b'\\xe9', which is not UTF-8"),
+        (
+            "a.jsonl",
+            b'[\n  {"a": 1}\n]\n',
+            r"a.jsonl:1: found '\[', expected one JSON object per line. .*ends in .json",
+        ),
+        ("a.jsonl", b'{\n  "a": 1\n}\n', r"a.jsonl:1: malformed JSON .* every row stands on one line"),
+        (
+            "a.jsonl",
+            b'{"a": 1}\n{"a": "so',
+            r"a.jsonl:2: malformed JSON .*near .*so'. The file ends in the middle of a row",
+        ),
+        ("a.jsonl", b'{"a": 1}\n{"a": tr', r"a.jsonl:2: malformed JSON .* The file ends in the middle of a row"),
+        (
+            "a.json",
+            b'[{"a": 1},\n{"a":',
+            r"a.json:2: malformed JSON .* The file ends in the middle of a row: it was cut off",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_told_with_its_place(write, name, content, message):

@@ -98,3 +98,13 @@ def test_what_does_not_fit_is_said_in_one_sentence(place, tmp_path):
         open_model(resolve(place / "base"), Loading(device="cuda:99"))
     with pytest.raises(ConfigError, match="float8"):
         open_model(resolve(place / "base"), Loading(dtype="float8"))
+
+
+@pytest.mark.parametrize("rest", [b"", b"version https://git-lfs.github.com/spec/v1\n"], ids=["cut off", "not fetched"])
+def test_weights_of_a_base_that_cannot_be_read_are_named(tmp_path, rest):
+    tiny_base().save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    weights = tmp_path / "base" / "model.safetensors"
+    weights.write_bytes(rest or weights.read_bytes()[:-100])
+    with pytest.raises(LoragateError, match=r"base/model.safetensors cannot be read .*Fetch it again"):
+        open_model(resolve(tmp_path / "base"), CPU)

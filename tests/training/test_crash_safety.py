@@ -16,6 +16,7 @@ import torch
 import loragate as lg
 from loragate.errors import ConfigError, TrainingError
 from loragate.training import GateTrainingSettings
+from loragate.training import checkpoints as checkpoints_module
 from loragate.training.checkpoints import TrainingFolder, is_complete, last_checkpoint
 from tiny import gate_values, same, tiny_adapter, tiny_rows, tiny_tokenizer
 
@@ -58,6 +59,13 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def flip(path):
+    """Change one bit, as a disk does."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def begin(identity, folder, resume=False):
     return TrainingFolder(folder, True, resume).begin(identity)
 
@@ -98,8 +106,15 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
         lambda folder: truncate(folder / "trainer_state.json"),
         lambda folder: truncate(folder / "trained.safetensors"),
         lambda folder: (folder / "optimizer.pt").unlink(),
+        lambda folder: flip(folder / "optimizer.pt"),
+        lambda folder: flip(folder / "scheduler.pt"),
+        lambda folder: (folder / "checksums.json").write_text("{"),
+        lambda folder: (folder / "checksums.json").unlink(),
     ],
-    ids=["empty state", "no state", "half a state", "half the weights", "no optimiser"],
+    ids=[
+        *("empty state", "no state", "half a state", "half the weights", "no optimiser", "a bit of the optimiser"),
+        *("a bit of the schedule", "half the checksums", "no checksums"),
+    ],
 )
 def test_a_torn_checkpoint_is_passed_over(damaged, damage):
     damage(damaged / "checkpoint-3")
@@ -107,13 +122,38 @@ def test_a_torn_checkpoint_is_passed_over(damaged, damage):
     assert last_checkpoint(damaged) == damaged / "checkpoint-2"
 
 
-def test_the_end_is_the_same_after_a_torn_checkpoint(finished, damaged):
+def test_the_end_is_the_same_after_a_torn_checkpoint(finished, damaged, monkeypatch):
     truncate(damaged / "checkpoint-3" / "trained.safetensors")
-    steps = []
+    steps, told = [], []
+    monkeypatch.setattr(checkpoints_module.logger, "warning", lambda text, *values: told.append(text % values))
     _, found = train(damaged, resume=True, on_step=lambda report: steps.append(report.step))
     assert min(steps) == 3
     assert same(found, finished[1])
     assert is_complete(damaged / "checkpoint-3")
+    assert told == [
+        f"{damaged / 'checkpoint-3'} is passed over: trained.safetensors is not what was written",
+        f"resuming at step 2, from {damaged / 'checkpoint-2'}",
+    ]
+
+
+def test_a_run_with_damaged_checkpoints_alone_is_not_begun_anew_unasked(finished, damaged, monkeypatch):
+    told = []
+    monkeypatch.setattr(checkpoints_module.logger, "warning", lambda text, *values: told.append(text % values))
+    for number in (2, 3):
+        truncate(damaged / f"checkpoint-{number}" / "trained.safetensors")
+    before = (damaged / "metrics.jsonl").read_bytes()
+    with pytest.raises(
+        TrainingError, match=r"checkpoint-3 is damaged \(trained.safetensors is not .*no checkpoint is whole"
+    ):
+        train(damaged, resume=True)
+    assert (damaged / "checkpoint-3").is_dir()
+    assert (damaged / "metrics.jsonl").read_bytes() == before
+    assert told == []
+    for number in (2, 3):  # a kill while they were written leaves them without checksums, and nothing is lost
+        (damaged / f"checkpoint-{number}" / "checksums.json").unlink()
+    assert same(train(damaged, resume=True)[1], finished[1])
+    assert told[-1] == "resuming at step 0: no checkpoint had been written"
+    assert f"{damaged / 'checkpoint-2'} is passed over: it was not written to its end" in told
 
 
 def test_a_second_training_may_begin_anew(finished, damaged):

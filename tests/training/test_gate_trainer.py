@@ -153,6 +153,9 @@ def test_checkpoints_resume_and_the_best_one_is_loaded_as_in_transformers(tmp_pa
     ended = trainer_of(tmp_path / "whole", save_steps=1)
     assert ended.train(resume_from_checkpoint=True).global_step == 3
     assert same(gate_values(ended.model), gate_values(whole.model))
+    (tmp_path / "whole" / "checkpoint-2" / "trained.safetensors").write_bytes(b"torn")
+    with pytest.raises(TrainingError, match=r"checkpoint-2 cannot be resumed: trained.safetensors is not what was"):
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     with pytest.raises(TrainingError, match="holds no checkpoint to resume from"):
         trainer_of(tmp_path / "new").train(resume_from_checkpoint=True)
     best = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}

@@ -31,12 +31,27 @@ def test_batch_and_epochs_follow_the_rows(rows, batch, num_train_epochs):
 
 
 def test_what_is_given_stays():
-    assert FineTuningSettings(batch_size=128).fitted(100) == FineTuningSettings(batch_size=128, num_train_epochs=1)
+    whole = {"batch_size": 128, "per_device_train_batch_size": 8, "num_train_epochs": 1}
+    assert FineTuningSettings(batch_size=128).fitted(100) == FineTuningSettings(**whole)
     given = GateTrainingSettings(num_train_epochs=2).fitted(700)
     assert (given.batch_size, given.num_train_epochs) == (8, 2), "88 steps a pass"
-    assert FineTuningSettings(max_steps=5).fitted(100) == FineTuningSettings(
-        batch_size=128, num_train_epochs=1, max_steps=5
-    )
+    assert FineTuningSettings(max_steps=5).fitted(100) == FineTuningSettings(**whole, max_steps=5)
+
+
+@pytest.mark.parametrize(
+    ("batch", "processes", "per_device"),
+    [(4, 1, 4), (2, 1, 2), (1, 1, 1), (12, 1, 6), (20, 1, 5), (7, 1, 7), (128, 1, 8), (16, 2, 8), (8, 4, 2), (6, 2, 3)],
+)
+def test_a_forward_pass_follows_a_smaller_batch(batch, processes, per_device):
+    fitted = GateTrainingSettings(batch_size=batch).fitted(100, processes)
+    assert (fitted.batch_size, fitted.per_device_train_batch_size) == (batch, per_device)
+    assert GateTrainingSettings(batch_size=batch).accumulation(processes) == batch // (per_device * processes)
+    with pytest.raises(ConfigError, match="not a multiple of per_device_train_batch_size 8 × 1 process"):
+        GateTrainingSettings(batch_size=12, per_device_train_batch_size=8).accumulation(1)  # what is asked for is kept
+    with pytest.raises(
+        ConfigError, match="batch_size 3 is not a multiple of per_device_train_batch_size 1 × 2 processes"
+    ):
+        GateTrainingSettings(batch_size=3).accumulation(2)
 
 
 @pytest.mark.parametrize(("micro", "processes"), [(1, 1), (3, 1), (8, 4), (16, 16), (12, 2)])

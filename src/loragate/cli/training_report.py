@@ -49,6 +49,11 @@ def show_data(out: Console, encoded: EncodedRows, tokenizer: Any) -> None:
         )
         + (f"; {summary.empty} without a response left out" if summary.empty else "")
     )
+    if summary.template_kwargs:
+        out.print(
+            f"note: {summary.template_kwargs} rows give variables to the chat template (chat_template_kwargs); generation is "
+            "not given them: set them at the beginning of a template for --chat-template as well"
+        )
     if summary.last_turn_only:
         out.print(f"in {summary.last_turn_only} rows only the last answer counts: the template rewrites earlier turns")
     if summary.plain and tokenizer.chat_template is not None:

@@ -8,10 +8,13 @@ drift apart. Tokens are made in `encoding`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loragate.data.formats import Message, Turns
+from loragate.data.formats import REASONING, Message, Turns
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.printable import excerpt
 
@@ -24,6 +27,19 @@ SYSTEM_MODES = ("none", "keep")
 _USER, _REPLY, _SYSTEM = "Qprobeuser", "Qprobereply", "Qprobesystem"
 _ASK: Message = {"role": "user", "content": _USER}
 _ANSWER: Message = {"role": "assistant", "content": _REPLY}
+_NAME, _KEY, _VALUE = "Qprobename", "Qprobekey", "Qprobevalue"
+_CALL = {"type": "function", "id": "Qprobe001", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
+_CALLS: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT: Message = {"role": "tool", "name": _NAME, "tool_call_id": "Qprobe001", "content": _SYSTEM}
+# how a role that a template may leave out is tried; users and assistants are in every probe
+_WITH_ROLE: dict[str, list[Message]] = {
+    "system": [{"role": "system", "content": _SYSTEM}, _ASK],
+    "developer": [{"role": "developer", "content": _SYSTEM}, _ASK],
+    "tool": [_ASK, _CALLS, _RESULT, _ANSWER],
+}
+
+
+_WORD = re.compile(r"[^\W_]+")  # letters and digits of any script
 
 
 class Segment(NamedTuple):
@@ -41,17 +57,26 @@ class Chat:
             empty without a template or when the template refuses a plain question and answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str = "none") -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        system: str = "none",
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         """`system="none"` renders without the system message that some templates slip in when a conversation has none;
-        a system message of the conversation itself stays. `"keep"` leaves the template's text alone."""
+        a system message of the conversation itself stays. `"keep"` leaves the template's text alone. `template_kwargs` are
+        variables of the template, such as enable_thinking."""
         if system not in SYSTEM_MODES:
             raise ConfigError(
                 f"found system={system!r}, expected one of {', '.join(SYSTEM_MODES)}{nearest(str(system), SYSTEM_MODES)}"
             )
         self.tokenizer = tokenizer
         self.template = active_template(tokenizer)
+        self.template_kwargs = dict(template_kwargs or {})
         # in this order: every probe after the first renders in the form that the first found
         self._as_blocks, self._loses_text = self._find_content_form()
+        self._as_text = self._wants_json_text()
+        self._left_out: dict[str, bool] = {}  # by role
         self.turn_end = _after_last(self._try([_ASK, _ANSWER]), _REPLY)
         self._opening = self._find_opening()
         self._injected, self._instead = self._find_injected_system() if system == "none" else ("", "")
@@ -84,6 +109,12 @@ class Chat:
             raise DataError(
                 f"{at}the chat template leaves out the text of messages; give another one with --chat-template FILE"
             )
+        for role in {str(message.get("role")) for message in messages} & _WITH_ROLE.keys():
+            if self._leaves_out(role):
+                raise DataError(
+                    f"{at}the chat template leaves out turns of the role {role}. Remove them from the conversation, or give "
+                    "a template that writes them with --chat-template FILE"
+                )
         try:
             text = self._apply(messages, tools, generation_prompt)
         except Exception as error:  # templates are programs that came with the tokenizer; they raise anything
@@ -117,19 +148,19 @@ class Chat:
             turns differently once the conversation goes on (e.g. it removes their reasoning).
 
         Raises:
-            DataError: when no response can be told apart from its prompt.
+            DataError: when no response can be told apart from its prompt, or the template does not write what a turn holds.
         """
         answers = [
             index
             for index, message in enumerate(turns.messages)
             # the first message has no prompt before it
-            if message["role"] == "assistant" and index >= max(turns.trained_from, 1)
+            if message["role"] == "assistant" and index > 0 and (turns.trained is None or index in turns.trained)
         ]
         if not answers:
             raise DataError(f"{where}: the conversation begins with its only assistant turn; a response needs a prompt")
         last = self._span(turns, answers[-1], where)
         full = last.text
-        earlier = [self._span(turns, index, where) for index in answers[:-1]]
+        earlier = [self._while_going_on(self._span(turns, index, where), full) for index in answers[:-1]]
         # a turn stays as it was while the conversation goes on, up to its end; what follows there may be the next header
         rewritten = any(not span.fits or not full.startswith(span.text[: span.end]) for span in earlier)
         if not last.fits:
@@ -139,8 +170,10 @@ class Chat:
                 "told from its prompt; give a template whose answers begin with its generation prompt (--chat-template FILE)."
             )
         # the one text of all turns, cut: what lies between two responses is the prompt of the second
+        spans = dict(zip(answers[-1:], (last,)) if rewritten else zip(answers, (*earlier, last)))
+        self._require_written(turns.messages[: answers[-1] + 1], spans, full, where)
         segments, cursor = [], 0
-        for span in (last,) if rewritten else (*earlier, last):
+        for span in spans.values():
             segments += [
                 Segment(full[cursor : len(span.prompt)], False),
                 Segment(full[len(span.prompt) : span.end], True),
@@ -159,9 +192,75 @@ class Chat:
         # where nothing closes the turn, white space may be the answer's own
         return _Span(prompt, text, len(trimmed) if trimmed.endswith(self._turn_ends) else len(text))
 
+    def _while_going_on(self, span: _Span, full: str) -> _Span:
+        """The span of an earlier turn without what closes a conversation behind the turn's own end (EOS, in Phi-3)."""
+        text = span.text[: span.end]
+        while not full.startswith(text):
+            text = self._without_an_end(text)
+            if not text.endswith(self._turn_ends):
+                return span
+        return span._replace(end=len(text))
+
+    def _without_an_end(self, text: str) -> str:
+        """The text without the last end of a turn and the white space around it; as it is where nothing ends it."""
+        text = text.rstrip()
+        ends = [end for end in self._turn_ends if text.endswith(end)]
+        return text.removesuffix(min(ends, key=len)).rstrip() if ends else text
+
+    def _require_written(self, messages: Sequence[Message], spans: Mapping[int, _Span], full: str, where: str) -> None:
+        """Refuse what the template leaves out: any part of a response, and a tool call of a turn that is context.
+
+        Tool calls are looked for word by word, name and arguments, as every template has a form of its own for them.
+        """
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            at = f"{where}: the assistant turn at message {index}"
+            span = spans.get(index)
+            text = full[len(span.prompt) : span.end] if span else full
+            missing = [f"call of {name}" for name in _lost_calls(message, text)]
+            *thoughts, answer = re.split(r"</?think>", message["content"])
+            if span:
+                parts = [*thoughts, *(str(message.get(key) or "") for key in REASONING)]
+                missing += ["text"] * (not _is_written(text, answer))
+                missing += ["reasoning"] * (not all(_is_written(text, part) for part in parts))
+            if missing:
+                raise DataError(
+                    f"{at}: the chat template does not write its {' and '.join(missing)}; it would become "
+                    f"{excerpt(text, 80)}. Change the turn, or give a template that writes it with --chat-template FILE"
+                )
+            if span and thoughts and 0 < message["content"].count("</think>") < text.count("</think>"):
+                raise DataError(
+                    f"{at}: the chat template writes a think block of its own before that of the text, "
+                    f"{excerpt(text, 80)}. Give the reasoning in the key reasoning_content"
+                )
+            learned = text
+            while (shorter := self._without_an_end(learned)) != learned:
+                learned = shorter
+            if span and not learned:
+                raise DataError(
+                    f"{at} is the end of a turn alone, {excerpt(text)}: there is nothing to learn. Remove the row"
+                )
+
+    def _leaves_out(self, role: str) -> bool:
+        if role not in self._left_out:
+            text = self._try(_WITH_ROLE[role])
+            self._left_out[role] = bool(text) and _SYSTEM not in text
+        return self._left_out[role]
+
+    def _wants_json_text(self) -> bool:
+        """Whether the template writes the arguments of a tool call rightly as JSON text alone; mostly it wants the object."""
+        for self._as_text in (False, True):
+            text = self._try([_ASK, _CALLS])
+            # quoted as Python does it, or twice
+            wrong = f"'{_KEY}'" in text or f'\\"{_KEY}' in text
+            if all(word in text for word in (_NAME, _KEY, _VALUE)) and not wrong:
+                return self._as_text
+        return False
+
     def _find_content_form(self) -> tuple[bool, bool]:
         """(content goes in as a list of blocks, the text is lost either way); vision templates read blocks only."""
-        self._as_blocks = False
+        self._as_blocks, self._as_text = False, False
         as_text = self._try([_ASK, _ANSWER])
         if _REPLY in as_text:
             return False, False
@@ -182,20 +281,27 @@ class Chat:
     def _find_injected_system(self) -> tuple[str, str]:
         """Find the system text that the template adds on its own: (beginning of a rendered text, what to put instead).
 
-        The text of a user turn is what a second user turn adds to a conversation. The rendering of a lone user turn is
-        that text with the injected part inserted. It is a default system message if giving a system message replaces
+        The text of a user turn is what a second user turn adds behind the end of an answer. The rendering of a lone user turn
+        is that text with the injected part inserted. It is a default system message if giving a system message replaces
         it; a beginning that stays is a preamble and belongs to the template.
         """
         alone, answered, again = self._try([_ASK]), self._try([_ASK, _ANSWER]), self._try([_ASK, _ANSWER, _ASK])
-        with_system = self._try([{"role": "system", "content": _SYSTEM}, _ASK])
+        with_system = self._try(_WITH_ROLE["system"])
         # behind the answer: its end and the second user turn; its end alone
         between, end = _after_last(again, _REPLY), _after_last(answered, _REPLY)
         if _SYSTEM not in with_system or not between.startswith(end):
             return "", ""
         user_turn = between[len(end) :]
+        header = user_turn.partition(_USER)[0]
+        if not header.strip():  # GLM: an answer ends in the header of the next turn, "…<|user|>", which is the user's
+            user_turn, header = between, between.partition(_USER)[0]
+        # Before the first turn stands BOS, or what a system message has before its own header ("[gMASK]<sop>" of GLM).
+        start, before = self.tokenizer.bos_token or "", with_system.partition(_SYSTEM)[0]
+        of_system = header.replace("user", "system")
+        if of_system != header and before.endswith(of_system):
+            start = before.removesuffix(of_system)
         # Qwen2.5: alone is "SYSTEM<|im_start|>user\nQ…", bare "<|im_start|>user\nQ…", so the two part at the beginning (kept 0).
         # Llama 2: alone is "<s>[INST] <<SYS>>…<</SYS>>\n\nQ…", bare "<s>[INST] Q…", so "<s>[INST] " is kept.
-        start = self.tokenizer.bos_token or ""
         bare = start + user_turn if alone.startswith(start) and not user_turn.startswith(start) else user_turn
         kept = len(bare) - _common_prefix(bare[::-1], alone[::-1])  # of `bare`, what stands before the common ending
         beginning = alone[: len(alone) - (len(bare) - kept)]
@@ -216,6 +322,9 @@ class Chat:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, generation_prompt: bool
     ) -> str:
         turns = [dict(message) for message in messages]  # templates may write into what they are given
+        for turn in turns:
+            if calls := turn.get("tool_calls"):
+                turn["tool_calls"] = [self._call(call) for call in calls]
         if self._as_blocks:
             turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
         return self.tokenizer.apply_chat_template(
@@ -223,7 +332,16 @@ class Chat:
             tools=[dict(tool) for tool in tools] if tools else None,
             tokenize=False,
             add_generation_prompt=generation_prompt,
+            **self.template_kwargs,
         )
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """A tool call with its arguments in the form that the template writes."""
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": self._call(call["function"])}
+        arguments = call.get("arguments")
+        as_text = self._as_text and isinstance(arguments, Mapping)
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if as_text else dict(call)
 
 
 class _Span(NamedTuple):
@@ -254,6 +372,40 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _after_last(text: str, mark: str) -> str:
     return text.rpartition(mark)[2] if mark in text else ""
+
+
+def _lost_calls(message: Message, text: str) -> list[str]:
+    """The names of a message's tool calls that a text does not hold, or not as often, or not with their arguments."""
+    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    names = Counter(str(function.get("name")) for function in functions)
+    lost = [name for name, count in names.items() if text.count(name) < count]
+    for function in functions:
+        if not all(_is_written(text, leaf) for leaf in _leaves(function.get("arguments"))):
+            lost.append(str(function.get("name")))
+    return list(dict.fromkeys(lost))
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The keys and values of an object at any depth, as text."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield str(key)
+            yield from _leaves(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner)
+    elif value is not None:
+        yield json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+def _is_written(text: str, part: str) -> bool:
+    """Whether a text holds every word of a part, however it quotes, escapes and lays them out."""
+    if part.strip() in text:
+        return True
+    text, words = text.casefold(), set(_WORD.findall(part.casefold()))
+    if not words:
+        return _dense(part) in _dense(text)
+    return all(word in text or json.dumps(word)[1:-1] in text for word in words)
 
 
 def _dense(text: str) -> str:

@@ -12,9 +12,12 @@ move the cursor, recolour the terminal or forge the marks.
 
 from __future__ import annotations
 
+import json
+import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, overload
 
@@ -23,13 +26,15 @@ import torch
 from rich.text import Text
 
 from loragate.data.chat import Chat, Segment
-from loragate.data.formats import EmptyResponse, Turns, detect_format, normalize
+from loragate.data.formats import EmptyResponse, Turns, detect_format, normalize, unused
 from loragate.data.rows import Rows, load_rows
 from loragate.errors import ConfigError, DataError
 from loragate.printable import escape_controls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("loragate")
 
 
 class SegmentTokenizer:
@@ -148,7 +153,9 @@ class Summary:
         response_tokens, prompt_tokens: tokens of the kept rows after truncation, with and without a label.
         plain: rows used as plain text, without the chat template.
         last_turn_only: kept rows of which only the last assistant turn is trained (the template rewrites earlier ones).
-        empty: rows left out because their response is empty.
+        empty: rows left out because their response is empty, or switched off.
+        unused: columns that hold something and that nothing reads.
+        template_kwargs: rows that give variables to the chat template, which generation is not given.
     """
 
     format: str
@@ -160,6 +167,8 @@ class Summary:
     last_turn_only: int = 0
     plain: int = 0
     empty: int = 0
+    unused: tuple[str, ...] = ()
+    template_kwargs: int = 0
 
     @property
     def all_plain(self) -> bool:
@@ -187,7 +196,8 @@ class Encoder:
         self.tokenizer = tokenizer
         self.summary = summary
         self.max_length = max_length
-        self.chat = Chat(tokenizer, system)
+        self._system = system
+        self._chats: dict[str, Chat] = {}  # by the variables of the template that a row gives
         self.tokenise = SegmentTokenizer(tokenizer)
 
     def encode(self, rows: Sequence[tuple[Turns, str]]) -> list[dict[str, Any] | None]:
@@ -203,13 +213,19 @@ class Encoder:
 
     def _segments(self, turns: Turns, where: str) -> tuple[list[Segment], bool]:
         if turns.completion is None:
-            return self.chat.segments(turns, where)
+            return self._chat(turns).segments(turns, where)
         if self.tokenizer.eos_token_id is None:
             raise DataError(
                 f"{where}: the tokenizer {self.tokenizer.name_or_path!r} has no end-of-sequence token, so a plain "
                 "completion would have no end. Set tokenizer.eos_token."
             )
         return [Segment(turns.prompt or "", False), Segment(turns.completion, True)], False
+
+    def _chat(self, turns: Turns) -> Chat:
+        key = json.dumps(turns.template_kwargs, sort_keys=True, default=str)
+        if key not in self._chats:
+            self._chats[key] = Chat(self.tokenizer, self._system, turns.template_kwargs)
+        return self._chats[key]
 
     def _assemble(
         self, turns: Turns, pieces: list[tuple[Segment, list[int]]], rewritten: bool, where: str
@@ -345,7 +361,15 @@ def encode_rows(
             "nothing is left to learn. Raise max_length."
         )
     summary.dropped = len(rows) - len(encoded) - summary.empty
+    if summary.unused:
+        _name_unused(rows.source, summary.unused)
     return encoded
+
+
+@cache
+def _name_unused(source: str, columns: tuple[str, ...]) -> None:
+    """Once for each source and process, as rows are encoded more than once."""
+    logger.warning("%s: columns that are not used: %s", source, escape_controls(", ".join(columns)))
 
 
 def _items(encoder: Encoder, rows: Rows, on_progress: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
@@ -353,12 +377,14 @@ def _items(encoder: Encoder, rows: Rows, on_progress: Callable[[int, int], None]
     summary = encoder.summary
     # of one row, and held against every other: a batch has the column or has it not
     masked = rows[0].get("keep_mask") is not None
+    columns: dict[str, None] = {}  # in the order in which they are met
     for start in range(0, len(rows), BATCH):
         indices = range(start, min(start + BATCH, len(rows)))
         turns: list[tuple[Turns, str]] = []
         places: list[int] = []
         for index, row in zip(indices, rows.fetch(indices), strict=True):
             where = rows.where(index)
+            columns.update(dict.fromkeys(unused(row, summary.format)))
             try:
                 one = normalize(row, summary.format, where)
             except EmptyResponse:
@@ -372,6 +398,8 @@ def _items(encoder: Encoder, rows: Rows, on_progress: Callable[[int, int], None]
             turns.append((one, where))
             places.append(index)
         summary.plain += sum(one.is_plain for one, _ in turns)
+        summary.template_kwargs += sum(one.template_kwargs is not None for one, _ in turns)
+        summary.unused = tuple(columns)
         for index, item in zip(places, encoder.encode(turns), strict=True):
             if item is not None:
                 yield {**item, "row": index}

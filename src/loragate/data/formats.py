@@ -6,12 +6,16 @@ completion. Files, templates and tokens are handled elsewhere.
 Only `prompt` + `completion` as two strings is raw text, as in TRL. Any other pair of strings (`problem` + `solution`,
 `question` + `answer`, …) is a question and its answer, hence one user turn and one assistant turn: glued together
 without a template the answer would follow the question with nothing between them.
+
+What a row holds is used or named: columns with a passage belong to the question, switches of a turn are obeyed, null is no text,
+and `unused` lists the columns that nothing reads.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,6 +34,37 @@ PAIRS = (
     ("instruction", "response"),
 )
 
+# columns that belong to the question of a pair, in the order in which they follow it
+CONTEXT = (
+    "input",
+    "context",
+    "contexts",
+    "passage",
+    "passages",
+    "document",
+    "documents",
+    "article",
+    "paragraph",
+    "story",
+)
+SYSTEM = ("system", "system_prompt")
+# keys of a turn that say whether it is learned: axolotl's, OpenAI's and mistral-finetune's, ms-swift's
+SWITCHES = ("train", "training", "weight", "loss")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+# arguments of rendering, which are no variables of a template
+RENDERING = {
+    "conversation",
+    "messages",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+}
+RENDERING |= {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
+RENDERING |= {"tokenizer_kwargs", "sanitize_control_tokens"}
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool", "ipython": "tool"}
 
@@ -47,7 +82,8 @@ class Turns:
         prompt, completion: the two texts of a plain row; None for a conversation.
         keep_mask: optional 0/1 per response token, all trained assistant turns concatenated.
         tools: optional tool schemas for the chat template.
-        trained_from: assistant turns before this message index are context (the prompt of a prompt/completion row).
+        template_kwargs: optional variables for the chat template, such as enable_thinking.
+        trained: indices of the assistant turns that are learned, the others are context; None for all.
     """
 
     messages: tuple[Message, ...] = ()
@@ -55,7 +91,8 @@ class Turns:
     completion: str | None = None
     keep_mask: tuple[int, ...] | None = None
     tools: tuple[dict[str, Any], ...] | None = None
-    trained_from: int = 0
+    template_kwargs: dict[str, Any] | None = None
+    trained: tuple[int, ...] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -63,37 +100,119 @@ class Turns:
 
 
 class Format(NamedTuple):
-    """One row format: the keys named in messages, the test and the conversion."""
+    """One row format: the keys named in messages, the columns that a row of it is made from, and the conversion.
+
+    Attributes:
+        columns: of these rows; a row fits where it has all of one of the groups.
+        besides: columns that are read where a row has them.
+    """
 
     keys: str
-    matches: Callable[[Row], bool]
+    columns: tuple[tuple[str, ...], ...]
     to_turns: Callable[[Row], Turns]
+    besides: tuple[str, ...] = ()
+
+    def matches(self, row: Row) -> bool:
+        """Whether the row has the columns, none of them null."""
+        return any(_has(row, *group) for group in self.columns)
 
 
 def conversation(entries: Any, key: str) -> tuple[Message, ...]:
-    """Every entry of a list as a message; `key` names the list in errors."""
+    """Every entry of a list, or of that list as JSON text, as a message; `key` names the list in errors."""
+    entries = parsed(entries, key)
     if not isinstance(entries, list | tuple):
         raise DataError(f"{key} is {kind_of(entries)}, expected a list of messages")
     return tuple(message(entry, f"{key}[{index}]") for index, entry in enumerate(entries))
 
 
 def message(entry: Any, place: str) -> Message:
-    """One message with the keys `role` and `content`; other keys (tool_calls, reasoning_content) stay for the template."""
+    """One message with the keys `role` and `content`, and `train` where a switch says whether the turn is learned.
+
+    Other keys (tool_calls, reasoning_content) stay for the template; the arguments of a tool call become an object.
+    """
     if not isinstance(entry, Mapping):
         raise DataError(f"{place} is {kind_of(entry)}, expected an object with role and content")
-    if not {"content", "value", "tool_calls", "reasoning_content"} & entry.keys():
+    if not {"content", "value", "tool_calls", *REASONING} & entry.keys():
         raise DataError(f"{place} has no content; found the keys {', '.join(map(str, entry)) or '(none)'}")
     present: Message = without_nulls(entry)  # a copy, from which the known keys are taken
     role = present.pop("role", None) or present.pop("from", None)
-    content = present.pop("content", None)
-    # absent beside tool calls; "value" is ShareGPT's
-    content = present.pop("value", "") if content is None else content
+    value = present.pop("value", None)  # ShareGPT's
+    content = present.pop("content", value)
+    if content is None:
+        if not says_more(present):
+            raise DataError(f"the content of {place} is null, expected text. Remove the row or the turn")
+        content = ""
     name = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if name not in ROLES:
         known = (*ROLES, *ROLE_ALIASES)
         found = excerpt(role) + nearest(role, known) if isinstance(role, str) else kind_of(role)
         raise DataError(f"{place} has as its role {found}; expected one of {', '.join(known)}")
-    return {"role": name, "content": _content(content, place), **present}
+    if "tool_calls" in present:
+        present["tool_calls"] = _tool_calls(present["tool_calls"], f"tool_calls of {place}")
+    return {"role": name, "content": _content(content, place), **_switched(present, name, place)}
+
+
+def says_more(message: Mapping[str, Any]) -> bool:
+    """Whether a message has something beside its content: a tool call or reasoning."""
+    return any(message.get(key) for key in ("tool_calls", *REASONING))
+
+
+def _switched(present: Message, role: str, place: str) -> Message:
+    """The keys of a message with its switches brought to one, `train`."""
+    if present.pop("train_detail", None):
+        raise DataError(
+            f"{place} has train_detail, which is not read. Switch whole turns with train: true or false, or give the row a "
+            "keep_mask and choose an objective that reads it"
+        )
+    found = {key: present.pop(key) for key in SWITCHES if key in present}
+    for key, value in found.items():
+        if isinstance(value, str | list | dict) or value not in (0, 1):
+            raise DataError(
+                f"{key} of {place} is {excerpt(str(value))}, expected true, false, 1 or 0: a turn is learned or is not"
+            )
+        if value and role != "assistant":
+            raise DataError(
+                f"{place} is a turn of the role {role} with {key} switched on; only assistant turns are learned"
+            )
+    if len(set(map(bool, found.values()))) > 1:
+        raise DataError(f"{place} has {' and '.join(found)}, which contradict each other. Leave one of them out")
+    return {**present, "train": bool(next(iter(found.values())))} if found else present
+
+
+def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Tool calls whose arguments, where they are the JSON text of an object, are that object: templates write it as JSON."""
+    calls = parsed(calls, place)
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise DataError(f"{place} is {kind_of(calls)}, expected a list of tool calls (objects)")
+    return [
+        {**call, "function": _arguments_read(call["function"])}
+        if isinstance(call.get("function"), Mapping)
+        else _arguments_read(call)
+        for call in calls
+    ]
+
+
+def _arguments_read(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            if isinstance(found := json.loads(arguments), dict):
+                return {**function, "arguments": found}
+    return dict(function)
+
+
+def parsed(value: Any, name: str) -> Any:
+    """What JSON text holds, as columns of csv and parquet keep lists; anything else as it is.
+
+    Raises:
+        DataError: for text that is no JSON.
+    """
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name} is text that is not JSON ({excerpt(str(error))}), and not a list") from None
 
 
 def without_nulls(value: Any) -> Any:
@@ -159,6 +278,8 @@ def detect_format(row: Row) -> str:
     fitting = [name for name, format in FORMATS.items() if format.matches(row)]
     if not fitting:
         known = "; ".join(f"{name}: {format.keys}" for name, format in FORMATS.items())
+        for format in FORMATS.values():
+            _refuse_null(row, [group for group in format.columns if any(row.get(key) is not None for key in group)])
         raise DataError(
             f"found the keys {_key_list(row)}, which fit no known row format. Rename them to those of one: {known}."
         )
@@ -170,6 +291,23 @@ def detect_format(row: Row) -> str:
     return fitting[0]
 
 
+def _refuse_null(row: Row, groups: Iterable[tuple[str, ...]]) -> None:
+    """Name the null that keeps a row from fitting, where it has all columns of a group."""
+    null = [key for group in groups if all(key in row for key in group) for key in group if row[key] is None]
+    if null:
+        raise DataError(f"{null[0]} is null, expected text or a list of messages. Remove the row.")
+
+
+def unused(row: Row, format: str) -> list[str]:
+    """The columns of a row that hold something and that nothing reads; empty for a row of another format."""
+    chosen = FORMATS[format]
+    groups = [group for group in chosen.columns if _has(row, *group)]
+    read = {"keep_mask", *(key for group in groups for key in group)}
+    if RAW_PAIR not in groups or not isinstance(row["completion"], str):
+        read |= {*chosen.besides, "tools", "chat_template_kwargs"}
+    return [str(key) for key, value in row.items() if groups and key not in read and value not in (None, "", [], {})]
+
+
 def normalize(row: Row, format: str, where: str = "") -> Turns:
     """Convert `row` of the named format to `Turns`; `where` (file:line) opens every error message.
 
@@ -179,26 +317,40 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
     chosen = FORMATS[format]
     try:
         if not chosen.matches(row):
+            _refuse_null(row, chosen.columns)
             raise DataError(f"found the keys {_key_list(row)}, expected the format {format}: {chosen.keys}")
         turns = replace(chosen.to_turns(row), keep_mask=_keep_mask(row))
         if turns.completion is None:
-            answers = [index for index, message in enumerate(turns.messages) if message["role"] == "assistant"]
-            if not any(index >= turns.trained_from for index in answers):
-                roles = ", ".join(message["role"] for message in turns.messages) or "no messages"
-                raise DataError(f"found {roles}, but no assistant turn to learn from. Remove the row.")
-            for index in answers:  # turns of context are checked as well: an empty one spoils what follows it
-                message = turns.messages[index]
-                if not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
-                    raise EmptyResponse(
-                        f"the assistant turn at message {index} is empty: there is nothing to learn. Remove the row."
-                    )
-            return replace(turns, tools=_tools(row))
+            learned = _learned(turns)
+            messages = tuple({key: value for key, value in one.items() if key != "train"} for one in turns.messages)
+            return replace(
+                turns, messages=messages, trained=learned, tools=_tools(row), template_kwargs=_template_kwargs(row)
+            )
         if not turns.completion.strip():
             raise EmptyResponse("the completion is empty: a row needs a response to learn from. Remove the row.")
         return turns
     except DataError as error:
         # of its own type, as an empty response is counted and not an error
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
+
+
+def _learned(turns: Turns) -> tuple[int, ...]:
+    """The assistant turns that are learned: those of the response that no switch turns off."""
+    answers = [index for index, message in enumerate(turns.messages) if message["role"] == "assistant"]
+    offered = answers if turns.trained is None else [index for index in answers if index in turns.trained]
+    if not offered:
+        roles = ", ".join(message["role"] for message in turns.messages) or "no messages"
+        raise DataError(f"found {roles}, but no assistant turn to learn from. Remove the row.")
+    for index in answers:  # turns of context are checked as well: an empty one spoils what follows it
+        message = turns.messages[index]
+        if not (message["content"].strip() or says_more(message)):
+            raise EmptyResponse(
+                f"the assistant turn at message {index} is empty: there is nothing to learn. Remove the row."
+            )
+    learned = tuple(index for index in offered if turns.messages[index].get("train", True))
+    if not learned:
+        raise EmptyResponse("every assistant turn is switched off: there is nothing to learn. Remove the row.")
+    return learned
 
 
 def _alpaca_row(row: Row) -> Turns:
@@ -210,9 +362,7 @@ def _alpaca_row(row: Row) -> Turns:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise DataError(f"history[{index}] is {kind_of(pair)}, expected a pair [user text, assistant text]")
         messages += pair_messages(text_of(pair[0], f"history[{index}][0]"), text_of(pair[1], f"history[{index}][1]"))
-    parts = [text_of(row["instruction"], "instruction"), text_of(row.get("input") or "", "input")]
-    question = "\n\n".join(part for part in parts if part.strip())
-    messages += pair_messages(question, text_of(row["output"], "output"))
+    messages += pair_messages(_question(row, "instruction"), text_of(row["output"], "output"))
     return Turns(_with_system(row, tuple(messages)))
 
 
@@ -225,14 +375,27 @@ def _pair_row(row: Row) -> Turns:
     prompt, completion = row[pair[0]], row[pair[1]]
     if isinstance(prompt, list) and isinstance(completion, list):  # two parts of one conversation
         before = conversation(prompt, pair[0])
-        return Turns(before + conversation(completion, pair[1]), trained_from=len(before))
+        after = conversation(completion, pair[1])
+        return Turns(before + after, trained=tuple(range(len(before), len(before) + len(after))))
     if isinstance(prompt, list) or isinstance(completion, list):
         raise DataError(
             f"{pair[0]} is {kind_of(prompt)} and {pair[1]} is {kind_of(completion)}; "
             "expected two strings or two lists of messages"
         )
     texts = text_of(prompt, pair[0]), text_of(completion, pair[1])
-    return Turns((), *texts) if pair == RAW_PAIR else Turns(tuple(pair_messages(*texts)))
+    if pair == RAW_PAIR:
+        return Turns((), *texts)
+    return Turns(_with_system(row, tuple(pair_messages(_question(row, pair[0]), texts[1]))))
+
+
+def _question(row: Row, key: str) -> str:
+    """The text of a question's column, and behind it those of the context that the row gives."""
+    parts = [text_of(row[key], key)]
+    for name in CONTEXT:
+        value = row.get(name)
+        texts = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+        parts += [text_of(text, name) for text in texts]
+    return "\n\n".join(part for part in parts if part.strip())
 
 
 def _has(row: Row, *keys: str) -> bool:
@@ -242,33 +405,36 @@ def _has(row: Row, *keys: str) -> bool:
 FORMATS: dict[str, Format] = {
     "messages": Format(
         "messages (a list of role and content)",
-        lambda row: _has(row, "messages"),
+        (("messages",),),
         lambda row: Turns(conversation(row["messages"], "messages")),
     ),
     "sharegpt": Format(
         "conversations (a list of from and value)",
-        lambda row: _has(row, "conversations"),
+        (("conversations",),),
         lambda row: Turns(_with_system(row, conversation(row["conversations"], "conversations"))),
+        SYSTEM,
     ),
     "alpaca": Format(
         "instruction, output and optionally input",
-        lambda row: _has(row, "instruction", "output"),
+        (("instruction", "output"),),
         _alpaca_row,
+        (*SYSTEM, *CONTEXT, "history"),
     ),
     "prompt_completion": Format(
         " or ".join("+".join(pair) for pair in PAIRS),
-        lambda row: any(_has(row, *pair) for pair in PAIRS),
+        PAIRS,
         _pair_row,
+        (*SYSTEM, *CONTEXT),
     ),
 }
 
 
 def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Alpaca and ShareGPT files may keep the system message in a column of its own."""
-    system = text_of(row.get("system") or "", "system")
-    if not system.strip() or any(message["role"] == "system" for message in messages):
+    """The messages behind the system message that a file keeps in a column of its own."""
+    if any(message["role"] == "system" for message in messages):
         return messages
-    return ({"role": "system", "content": system}, *messages)
+    texts = [text for name in SYSTEM if (text := text_of(row.get(name) or "", name)).strip()]
+    return (*({"role": "system", "content": text} for text in texts[:1]), *messages)
 
 
 def _keep_mask(row: Row) -> tuple[int, ...] | None:
@@ -282,17 +448,27 @@ def _keep_mask(row: Row) -> tuple[int, ...] | None:
 
 def _tools(row: Row) -> tuple[dict[str, Any], ...] | None:
     """The `tools` column: a list of JSON schemas, or that list as JSON text (how TRL stores it in parquet)."""
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"tools is text that is not JSON ({error})") from None
+    tools = parsed(row.get("tools"), "tools")
     if not tools:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"tools is {kind_of(tools)}, expected a list of tool schemas (objects)")
     return tuple(without_nulls(tool) for tool in tools)
+
+
+def _template_kwargs(row: Row) -> dict[str, Any] | None:
+    """The `chat_template_kwargs` column: variables for the template, as TRL hands them on."""
+    found = parsed(row.get("chat_template_kwargs"), "chat_template_kwargs")
+    if not found:
+        return None
+    if not isinstance(found, Mapping):
+        raise DataError(f"chat_template_kwargs is {kind_of(found)}, expected an object of the template's variables")
+    if taken := sorted(RENDERING & found.keys()):
+        raise DataError(
+            f"chat_template_kwargs holds {', '.join(taken)}, which rendering sets itself. Leave it out; only variables of the "
+            "template, such as enable_thinking, can be given"
+        )
+    return dict(without_nulls(found))
 
 
 def _key_list(row: Row) -> str:

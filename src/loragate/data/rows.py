@@ -1,4 +1,4 @@
-"""`Rows`, which know their place, and `load_rows`: JSON lines, a JSON array, parquet, a hub dataset, or a list in memory.
+"""`Rows`, which know their place, and `load_rows`: JSON lines, a JSON array, CSV, parquet, a hub dataset, or rows in memory.
 
 A row keeps its place ("train.jsonl:12") through shuffling and taking, so that any later error can name it. The
 fingerprint is over the content alone: equal rows from JSONL and from parquet have the same one. Every failure of reading names
@@ -8,6 +8,7 @@ only for hub ids and dataset folders. Nothing here knows the formats of rows.
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import itertools
@@ -23,6 +24,7 @@ from typing import Any, BinaryIO, cast, overload
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.printable import excerpt
 
+FIELD_LIMIT = 1 << 30  # characters of one value in CSV
 FETCHED = 1000  # rows that are read together out of a column store
 
 
@@ -60,6 +62,10 @@ class Rows(Sequence[dict[str, Any]]):
         if isinstance(index, slice):
             return self._view(self._order[index])
         row = self._items[self._order[index]]
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{self.where(index)}: found a value of type {type(row).__name__}, expected a row (an object)"
+            )
         return row if isinstance(row, dict) else dict(row)
 
     def where(self, index: int) -> str:
@@ -143,12 +149,13 @@ def _canonical(value: Any) -> Any:
     return str(value)
 
 
-RowsGiven = str | Path | Iterable[Mapping[str, Any]]
+RowsGiven = str | Path | Iterable[Mapping[str, Any]] | Any
+"""A file, a folder, a hub id, or rows in memory; Any stands for tables (pandas, polars, pyarrow), which nothing here imports."""
 Numbered = Iterator[tuple[int, dict[str, Any]]]
 
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?")
 HUB_HELP = "A hub dataset is written owner/name, or owner/name:config"
-OTHER_SUFFIXES = {".gz", ".txt", ".csv", ".tsv", ".arrow", ".zip", ".zst", ".bz2", ".xz", ".pkl", ".yaml", ".yml"}
+OTHER_SUFFIXES = {".gz", ".txt", ".xlsx", ".arrow", ".zip", ".zst", ".bz2", ".xz", ".pkl", ".yaml", ".yml"}
 
 
 def load_rows(
@@ -161,8 +168,9 @@ def load_rows(
     """Read rows from `source`.
 
     Args:
-        source: path to a .jsonl, .json (array) or .parquet file (.jsonl and .json also gzipped), a folder that
-            `datasets` can read, a hub id "owner/name" or "owner/name:config", or rows in memory: any iterable of dicts.
+        source: path to a .jsonl, .json (array), .csv, .tsv or .parquet file (all but parquet also gzipped), a folder that
+            `datasets` can read, a hub id "owner/name" or "owner/name:config", or rows in memory: any iterable of dicts, a
+            `Dataset` or `IterableDataset`, a table of pandas, polars or pyarrow.
         split: split of a hub dataset or folder; "train" when not given.
         limit: read the first rows only; JSON lines and parquet are read no further.
         revision: branch, tag or commit of a hub dataset.
@@ -195,12 +203,27 @@ def _from_memory(source: Any, limit: int | None) -> Rows:
         return source if limit is None else source.take(limit)
     if isinstance(source, Mapping):  # a `DatasetDict` looks like a data set
         raise DataError(f"found {type(source).__name__}, expected a list of rows: one of {', '.join(map(str, source))}")
+    if hasattr(source, "iloc"):  # pandas writes NaN for what is missing, and its columns hold numpy's numbers and lists
+        frame = source.astype(object).where(source.notna(), None)
+        source = [_without_numpy(row) for row in frame.to_dict("records")]
+    for tabular in ("to_pylist", "to_dicts"):  # of pyarrow and polars
+        source = getattr(source, tabular)() if hasattr(source, tabular) else source
+    if hasattr(source, "with_format"):  # of `datasets`, whose rows may have been given as tensors
+        source = source.with_format(None)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        source = list(source)  # an iterator, read once
+        source = list(itertools.islice(source, limit))  # an iterator, read once and perhaps without end
     if len(source) == 0:
         raise DataError("found an empty list of rows, expected at least one row")
     rows = Rows(source, source="rows in memory", place="row ")
     return rows if limit is None else rows.take(limit)
+
+
+def _without_numpy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_numpy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_numpy(item) for item in value]
+    return _without_numpy(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def _from_file(path: Path, name: str, limit: int | None) -> Rows:
@@ -209,7 +232,7 @@ def _from_file(path: Path, name: str, limit: int | None) -> Rows:
     if suffix not in READERS or (zipped and suffix == ".parquet"):
         raise DataError(
             f"found {name} with the ending {''.join(path.suffixes[-2:]) or '(none)'}; "
-            f"expected {', '.join(READERS)}, the JSON ones also with .gz"
+            f"expected {', '.join(READERS)}, all but .parquet also with .gz"
         )
     reader, place = READERS[suffix]
     try:
@@ -228,12 +251,14 @@ def _read_jsonl(stream: BinaryIO, name: str) -> Numbered:
     for number, raw in enumerate(stream, start=1):
         text = _decode(raw, name, number)
         if text.strip():  # blank lines are passed over, and count
-            value = _parse(text.rstrip("\r\n"), name, number)
-            if not isinstance(value, dict):
+            if text.lstrip().startswith("["):
                 raise DataError(
                     f"{name}:{number}: found {excerpt(text)}, expected one JSON object per line. "
-                    "A file that is one JSON array ends in .json."
+                    "A file that is one JSON array ends in .json: rename it."
                 )
+            value = _parse(text.rstrip("\r\n"), name, number, per_line=True, last=not raw.endswith(b"\n"))
+            if not isinstance(value, dict):
+                raise DataError(f"{name}:{number}: found {excerpt(text)}, expected one JSON object per line.")
             yield number, value
 
 
@@ -251,6 +276,38 @@ def _read_json(stream: BinaryIO, name: str) -> Numbered:
         yield number, row
 
 
+def _read_csv(stream: BinaryIO, name: str) -> Numbered:
+    """Rows under a line of column names; every value is text. Columns are separated by what separates most names."""
+
+    def lines() -> Iterator[str]:
+        for number, raw in enumerate(stream, start=1):
+            yield _decode(raw, name, number)
+
+    rest = lines()
+    names = next(rest, "")
+    csv.field_size_limit(FIELD_LIMIT)
+    reader = csv.reader(itertools.chain([names], rest), delimiter=max(",;\t", key=names.count), strict=True)
+    header: list[str] = []
+    before = 0  # a row begins on the line behind the one on which the last row ended, and may take several
+    try:
+        for values in reader:
+            number, before = before + 1, reader.line_num
+            if not header:
+                header = values
+                if len(set(header)) < len(header) or not all(key.strip() for key in header):
+                    raise DataError(f"{name}:1: found {excerpt(names)}, expected different names of columns")
+            elif values:
+                if len(values) != len(header):
+                    raise DataError(
+                        f"{name}:{number}: found {len(values)} values for the {len(header)} columns {', '.join(header)}; text "
+                        "that holds commas, quotes or line ends stands between double quotes"
+                    )
+                yield number, dict(zip(header, values, strict=True))
+    except csv.Error as error:
+        cut = " The file may have been cut off." if "unexpected end" in str(error) else ""
+        raise DataError(f"{name}:{before + 1}: malformed CSV in the row that begins here: {error}.{cut}") from None
+
+
 def _read_parquet(stream: BinaryIO, name: str) -> Numbered:
     import pyarrow.parquet
 
@@ -260,14 +317,19 @@ def _read_parquet(stream: BinaryIO, name: str) -> Numbered:
             for row in batch.to_pylist():
                 yield number, row
                 number += 1
-    except (pyarrow.ArrowException, ValueError) as error:
-        raise DataError(f"{name} is not a readable parquet file: {excerpt(str(error))}") from None
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(
+            f"{name} is not a readable parquet file: {excerpt(str(error), 200)}. It may have been cut off, or stand for a large "
+            "file that was not fetched (git lfs pull)."
+        ) from None
 
 
 READERS: dict[str, tuple[Callable[[BinaryIO, str], Numbered], str]] = {
     ".jsonl": (_read_jsonl, ":"),
     ".ndjson": (_read_jsonl, ":"),
     ".json": (_read_json, " row "),
+    ".csv": (_read_csv, ":"),
+    ".tsv": (_read_csv, ":"),
     ".parquet": (_read_parquet, " row "),
 }
 
@@ -310,21 +372,34 @@ def _decode(raw: bytes, name: str, line: int) -> str:
         ) from None
 
 
-def _parse(text: str, name: str, line: int) -> Any:
+def _parse(text: str, name: str, line: int, *, per_line: bool = False, last: bool = True) -> Any:
+    """JSON out of a text that begins on a line of a file; `last`: the file ends with it."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         broken = text.split("\n")[error.lineno - 1]
         snippet = broken[max(0, error.colno - 31) : error.colno + 29]
-        # several objects below one another in a .json
-        more_objects = error.msg == "Extra data" and error.lineno > 1 and text[error.pos : error.pos + 1] == "{"
-        hint = " The file looks like JSON lines: name it .jsonl." if more_objects else ""
         raise DataError(
             f"{name}:{line + error.lineno - 1}: malformed JSON at column {error.colno}: {error.msg}, "
-            f"near {excerpt(snippet)}.{hint}"
+            f"near {excerpt(snippet)}.{_hint(error, per_line, last)}"
         ) from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; lists in lists in lists
         raise DataError(f"{name}:{line}: JSON that cannot be read: {excerpt(str(error))}") from None
+
+
+def _hint(error: json.JSONDecodeError, per_line: bool, last: bool) -> str:
+    """What a JSON error mostly comes from."""
+    text = error.doc
+    # several objects below one another in a .json
+    if not per_line and error.msg == "Extra data" and error.lineno > 1 and text[error.pos : error.pos + 1] == "{":
+        return " The file looks like JSON lines: name it .jsonl."
+    # nothing follows, or half a word or number
+    unfinished = bool(re.fullmatch(r"[\w.+-]*\s*", text[error.pos :])) or error.msg.startswith("Unterminated string")
+    if unfinished and last:
+        return " The file ends in the middle of a row: it was cut off. Fetch or write it again, or remove the last row."
+    if unfinished and per_line:
+        return " In .jsonl every row stands on one line; write the file without indentation."
+    return ""
 
 
 def _refuse_without_effect(what: str, **settings: str | None) -> None:

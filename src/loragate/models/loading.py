@@ -24,6 +24,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 from peft import PeftModel
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -179,10 +180,18 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
     Raises:
         ConfigError: for a GGUF file that is to be quantised anew.
         ArtifactError: for a GGUF file that does not hold all weights.
+        LoragateError: for a weight file that was cut off, by its name.
     """
     name, beside = _pretrained(base)
     if not base.gguf:
-        return AutoModelForCausalLM.from_pretrained(name, **arguments, **beside)
+        try:
+            return AutoModelForCausalLM.from_pretrained(name, **arguments, **beside)
+        except SafetensorError as error:
+            torn = _unreadable_weights(Path(name)) or f"a weight file of {base.name}"
+            raise LoragateError(
+                f"{torn} cannot be read ({error}): it was cut off, or stands for a large file that was not fetched (git lfs pull). "
+                "Fetch it again"
+            ) from error
     if arguments.get("quantization_config") is not None:
         refuse_gguf(base, "another quantisation")
     # weights that stayed in GGUF's blocks could not be fingerprinted as those of another file of the same model
@@ -197,6 +206,17 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
     # transformers would record the folder of the file, or a temporary one
     model.name_or_path = model.config._name_or_path = base.lasting
     return model
+
+
+def _unreadable_weights(folder: Path) -> Path | None:
+    """The first safetensors file of a folder that cannot be opened."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(str(path), framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return path
+    return None
 
 
 def refuse_gguf(base: ModelRef, what: str) -> None:

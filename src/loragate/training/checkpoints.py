@@ -1,15 +1,17 @@
 """The folder of a training: what is being trained on what, and the checkpoint to go on from.
 
-A run that was killed, at any moment, goes on from the last checkpoint that was written to its end; what a kill or a full
-disk left half-written is passed over. The record, the lock and the comparison on resume are those of every job that can be
-resumed (`loragate.files.RunFolder`). What stops a run from outside, a full disk or a lost process, is told with the checkpoint
-that is left.
+A run that was killed, at any moment, goes on from the last checkpoint that was written to its end. The last file of a checkpoint
+holds the checksums of all others: without it a kill or a full disk left the checkpoint half-written, and a file that differs was
+damaged afterwards. Both are passed over aloud, and a run that has damaged checkpoints alone is not begun anew unasked. The record,
+the lock and the comparison on resume are those of every job that can be resumed (`loragate.files.RunFolder`). What stops a run
+from outside, a full disk or a lost process, is told with the checkpoint that is left.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ConfigError, TrainingError
-from loragate.files import RunFolder, read_json
+from loragate.files import RunFolder, file_sha256, read_json, write_json
 from loragate.training.strategy import Launch, launch_of, process_state
 
-STATE, LOG, TRAINED = "trainer_state.json", "metrics.jsonl", "trained.safetensors"
-OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "latest")  # the optimiser's state by the trainer and by DeepSpeed
+logger = logging.getLogger("loragate")
+
+STATE, LOG, TRAINED, CHECKSUMS = "trainer_state.json", "metrics.jsonl", "trained.safetensors", "checksums.json"
 # of an exchange between processes that failed, in the words of gloo, TCP and NCCL
 LOST_SIGNS = (
     "closed by peer",
@@ -44,6 +46,7 @@ LOST_SIGNS = (
 FULL_SIGNS = ("No space left", "disk is full")
 STREAM_SIGNS = ("failed writing file", "file write failed", "iostream error", "unexpected pos")
 LITTLE = 256 << 20  # bytes
+UNFINISHED = "it was not written to its end"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class TrainingFolder:
             The checkpoint to go on from; None to begin.
 
         Raises:
-            TrainingError: if the folder holds a run that is neither to be resumed nor overwritten, or another run.
+            TrainingError: if the folder holds a run that is neither to be resumed nor overwritten, another run, or damaged
+                checkpoints alone.
         """
         if not self.kept:
             return None
@@ -85,13 +89,27 @@ class TrainingFolder:
                 run.begin(identity, holds=holds)
             return None
         run.begin(identity, resume=True)
-        last = last_checkpoint(self.path)
+        last, faults = None, []
+        for checkpoint in reversed(checkpoints(self.path)):
+            if not (fault := fault_of(checkpoint)):
+                last = checkpoint
+                break
+            faults.append((checkpoint, fault))
+        damaged = [f"{torn.name} is damaged ({fault})" for torn, fault in faults if fault != UNFINISHED]
+        if damaged and last is None:
+            raise TrainingError(
+                f"{self.path}: {', '.join(damaged)}, and no checkpoint is whole, so there is nothing to go on from. Bring its "
+                "files back, or remove that folder: --resume then begins this training at step 0"
+            )
+        state.wait_for_everyone()  # until all have looked
         if state.is_main_process:
+            for torn, fault in faults:
+                logger.warning("%s is passed over: %s", torn, fault)
+            where = f"step {_step_of(last)}, from {last}" if last else "step 0: no checkpoint had been written"
+            logger.warning("resuming at %s", where)
             # half a checkpoint beyond the last whole one would count as the newest, and be kept in place of one written now
-            step = 0 if last is None else _step_of(last)
-            for torn in checkpoints(self.path):
-                if _step_of(torn) > step:
-                    shutil.rmtree(torn, ignore_errors=True)
+            for torn, _ in faults:
+                shutil.rmtree(torn, ignore_errors=True)
         return last
 
 
@@ -152,23 +170,39 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end.
+    """Whether a checkpoint was written to its end and is as it was written; raises as `fault_of` does."""
+    return not fault_of(checkpoint)
 
-    The state file is the last to be written, but not at once: a kill can leave it empty. The weights are checked for their
-    length, the optimiser for being there.
+
+def fault_of(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint, in words: `UNFINISHED`, or which file differs; empty where it is whole.
 
     Raises:
         OSError: if a file is there and cannot be read. Such a checkpoint may be whole, and a torn one is removed.
     """
     try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        # opening compares the header's offsets with the file's length, and reads no tensor
-        with safe_open(str(checkpoint / TRAINED), framework="pt") as file:
-            names = list(file.keys())
-    except (FileNotFoundError, NotADirectoryError, ValueError, SafetensorError):
-        return False
-    written = any((checkpoint / name).is_file() for name in OPTIMIZERS) or any(checkpoint.glob("global_step*"))
-    return bool(names) and written and isinstance(state, dict) and state.get("global_step") == _step_of(checkpoint)
+        written = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))
+        for name, checksum in written.items():
+            if file_sha256(checkpoint / name) != checksum:
+                return f"{name} is not what was written"
+    except (FileNotFoundError, NotADirectoryError) as error:
+        name = Path(str(error.filename)).relative_to(checkpoint)
+        return UNFINISHED if str(name) == CHECKSUMS else f"{name} is missing"
+    except (ValueError, AttributeError):
+        return f"{CHECKSUMS} cannot be read"
+    return ""
+
+
+def require_whole(checkpoint: Path) -> None:
+    """Raises TrainingError for a checkpoint that was not written to its end, or has changed since."""
+    if fault := fault_of(checkpoint):
+        raise TrainingError(f"{checkpoint} cannot be resumed: {fault}. Choose an earlier checkpoint, or begin anew")
+
+
+def write_checksums(checkpoint: Path) -> None:
+    """Mark a checkpoint as written to its end: the checksum of every file in it."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    write_json(checkpoint / CHECKSUMS, {path.relative_to(checkpoint).as_posix(): file_sha256(path) for path in files})
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -22,6 +22,7 @@ GATE_OBJECTIVES: tuple[str, ...] = get_args(GateObjective)
 
 # the paper's batch, its 157 steps rounded, and the smallest batch that is taken in order to have them
 BATCH, STEPS, SMALLEST = 128, 150, 8
+PER_PASS = 8
 
 # what random gates, which nothing trains, do not read
 OF_TRAINING = (
@@ -92,7 +93,7 @@ class TrainSettings:
     Attributes:
         learning_rate: peak learning rate of AdamW.
         batch_size: sequences per optimiser step; 0: 128, or fewer for about 150 steps.
-        per_device_train_batch_size: sequences per forward pass and process.
+        per_device_train_batch_size: sequences per forward pass and process; 0: 8, or fewer where batch_size asks for it.
         num_train_epochs: passes over the rows; 0: one, or more for about 150 steps.
         max_steps: optimiser steps, 0 to follow from epochs.
         max_length: token limit of a row; longer rows are cut on the right.
@@ -118,7 +119,7 @@ class TrainSettings:
 
     learning_rate: Positive = 5e-4
     batch_size: Size = 0
-    per_device_train_batch_size: Count = 8
+    per_device_train_batch_size: Size = 0
     num_train_epochs: Amount = 0.0
     max_steps: Size = 0
     max_length: Count = 2048
@@ -148,22 +149,29 @@ class TrainSettings:
         Raises:
             ConfigError: if the batch cannot be split evenly.
         """
-        per_pass = self.per_device_train_batch_size * processes
+        per_device = self._per_device(processes)
+        per_pass = per_device * processes
         if self.batch_size % per_pass:
             raise ConfigError(
                 f"batch_size {self.batch_size} is not a multiple of per_device_train_batch_size "
-                f"{self.per_device_train_batch_size} × {processes} process{'es' if processes > 1 else ''}; change one of them"
+                f"{per_device} × {processes} process{'es' if processes > 1 else ''}; change one of them"
             )
         return self.batch_size // per_pass
 
+    def _per_device(self, processes: int) -> int:
+        """Sequences per forward pass and process: where none were asked for, the most up to `PER_PASS` that make up the batch."""
+        fitting = (size for size in range(PER_PASS, 1, -1) if self.batch_size % (size * processes) == 0)
+        return self.per_device_train_batch_size or next(fitting, 1)
+
     def fitted(self, rows: int, processes: int = 1) -> Self:
-        """The settings with the batch size and the epochs that `rows` rows are given where they were left out (0).
+        """The settings with the batch sizes and the epochs that `rows` rows are given where they were left out (0).
 
         Few steps hardly move anything. Smaller batches come first, down to `SMALLEST` rows; then epochs, up to MOST_EPOCHS.
         """
         batch, num_train_epochs = self.batch_size, self.num_train_epochs or 1.0
+        per_device = self._per_device(processes)
         if not self.batch_size:
-            per_pass = self.per_device_train_batch_size * processes
+            per_pass = per_device * processes
             batch = max(BATCH // per_pass, 1) * per_pass  # the nearest below 128 that can be dealt out
             if not self.max_steps:  # else their number does not follow from the rows
                 # the largest batch, of this one halved again and again, that gives enough steps
@@ -172,7 +180,9 @@ class TrainSettings:
                     batch, half = half, half // 2 // per_pass * per_pass
                 if not self.num_train_epochs:
                     num_train_epochs = float(min(self.MOST_EPOCHS, math.ceil(STEPS / math.ceil(rows / batch))))
-        return replace(self, batch_size=batch, num_train_epochs=num_train_epochs)
+        return replace(
+            self, batch_size=batch, per_device_train_batch_size=per_device, num_train_epochs=num_train_epochs
+        )
 
     def steps(self, rows: int) -> int:
         """Optimiser steps over `rows` rows with `fitted` settings; the last batch of an epoch may be smaller."""

@@ -24,7 +24,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerState
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
 from loragate.data import EncodedRows
@@ -44,22 +44,9 @@ from loragate.losses.head import IGNORED
 from loragate.losses.objectives import Objective
 from loragate.losses.objectives.base import within_batch
 from loragate.modes import evaluation_mode
-from loragate.training.callbacks import (
-    FiniteGradientCheck,
-    FirstGradientCheck,
-    SkippedStepCheck,
-)
-from loragate.training.checkpoints import (
-    STATE,
-    TRAINED,
-    last_checkpoint,
-)
-from loragate.training.model_state import (
-    dropouts,
-    restore_state,
-    short_row_attention,
-    statistics_forward,
-)
+from loragate.training.callbacks import FiniteGradientCheck, FirstGradientCheck, SkippedStepCheck
+from loragate.training.checkpoints import STATE, TRAINED, last_checkpoint, require_whole, write_checksums
+from loragate.training.model_state import dropouts, restore_state, short_row_attention, statistics_forward
 from loragate.training.rows import PassCollator, arranged_steps, as_dataset, require_separate_sequences
 from loragate.training.sharding import (
     assign,
@@ -300,6 +287,7 @@ class StatisticsTrainer(SFTTrainer):
                     f"{self.args.output_dir} holds no checkpoint to resume from; leave out resume_from_checkpoint"
                 )
         if resume_from_checkpoint:
+            require_whole(Path(resume_from_checkpoint))
             state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / STATE))
             # the trainer would take a step more before it looks whether it is to stop
             if state.global_step >= (self.args.max_steps if self.args.max_steps > 0 else state.max_steps):
@@ -522,10 +510,21 @@ class StatisticsTrainer(SFTTrainer):
         folder = Path(output_dir or self.args.output_dir)
         write_atomically(folder / TRAINED, lambda path: save_file(tensors, str(path)))
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As in transformers; checksums are written before older checkpoints go, or a kill between the two would leave none."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            folder = self._get_output_dir(trial=trial)
+            write_checksums(Path(folder) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(folder, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = Path(resume_from_checkpoint) / TRAINED
-        if not path.is_file():
-            raise TrainingError(f"{path} is missing; the checkpoint is incomplete, remove its folder and resume again")
         tensors = load_file(str(path))
         if set(tensors) != set(self.trained):
             raise TrainingError(f"{path} holds other parameters than this run trains; it belongs to another run")
@@ -534,6 +533,7 @@ class StatisticsTrainer(SFTTrainer):
 
     def _load_best_model(self) -> None:
         """`load_best_model_at_end`: from the checkpoint of the best evaluation."""
+        require_whole(Path(str(self.state.best_model_checkpoint)))
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
