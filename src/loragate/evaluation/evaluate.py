@@ -46,6 +46,7 @@ from loragate.evaluation.judging import (
     grader_for,
     judge,
     judged_by,
+    pattern_of,
     read_grades,
     require_graders,
     write_grades,
@@ -265,7 +266,10 @@ class Evaluation:
             EvaluationRecord(
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 models=self.models,
-                tasks=tuple(prepared.info(self._grader(prepared)) for prepared in self.tasks),
+                tasks=tuple(
+                    prepared.info(grader := self._grader(prepared), self._pattern(prepared, grader))
+                    for prepared in self.tasks
+                ),
                 results=tuple(found.values()),
                 suites=tuple(self._averages(found)),
                 seed=self.seed,
@@ -357,6 +361,9 @@ class Evaluation:
 
     def _grader(self, prepared: Prepared) -> str:
         return grader_for(prepared.task, self.grading.grader)
+
+    def _pattern(self, prepared: Prepared, grader: str) -> str:
+        return pattern_of(prepared.task, self.grading) if grader == "regex" else ""
 
     def sample(self, variant: ModelVariant, on_event: OnEvent = no_progress) -> None:
         """Draw what is missing of one variant's answers."""

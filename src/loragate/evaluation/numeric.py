@@ -112,8 +112,8 @@ def compile_pattern(pattern: str, place: str) -> re.Pattern[str]:
         raise ConfigError(f"{place} {pattern!r} is no regular expression: {error}") from None
     if compiled.groups != 1:
         raise ConfigError(
-            f"{place} {pattern!r} has {compiled.groups} groups, expected one around the answer, as in 'answer is (.+)'; write others "
-            "as (?:…)"
+            f"{place} {pattern!r} has {compiled.groups} groups, expected one around the answer, as in 'answer is (.+)'; "
+            "write others as (?:…)"
         )
     return compiled
 

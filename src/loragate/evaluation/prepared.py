@@ -132,8 +132,13 @@ class Prepared(Questions):
         """The rendered prompts, in the order of the questions."""
         return tuple(question.prompt for question in self.questions)
 
-    def info(self, grader: str = "") -> TaskInfo:
-        """What the task is, judged by `grader`, for records; "" before that is known."""
+    def info(self, grader: str = "", pattern: str = "") -> TaskInfo:
+        """What the task is, judged by `grader`, for records; "" before that is known.
+
+        Args:
+            pattern: of the grader regex.
+        """
+        detail = self.task.harness.metric if self.task.harness else pattern
         return TaskInfo(
             name=self.task.name,
             version=str(self.task.version),
@@ -142,7 +147,7 @@ class Prepared(Questions):
             prompt_sha256=hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest(),
             dataset=self.source,
             dataset_revision=self.revision,
-            grader=f"{grader} {self.task.harness.metric}" if grader and self.task.harness else grader,
+            grader=f"{grader} {detail}" if grader and detail else grader,
             grader_version=grader_version(grader) if grader else "",
             sampling=self.sampling,
         )

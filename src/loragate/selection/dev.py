@@ -24,7 +24,8 @@ from loragate.data.formats import conversation
 from loragate.data.rows import RowsGiven
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import why_no_gold
-from loragate.evaluation.judging import MATH, TEXT, require_graders
+from loragate.evaluation.judging import ANSWERS as ANSWER_GRADERS
+from loragate.evaluation.judging import require_graders
 from loragate.evaluation.prepared import Prepared, prepare
 from loragate.evaluation.settings import GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Question, Questions, Task, load_questions, load_task
@@ -33,7 +34,7 @@ from loragate.selection.settings import DevSettings
 
 PROMPTS = ("prompt", "question", "problem", "instruction")
 ANSWERS = ("answer", "gold", "target")
-GRADERS = (*MATH, *TEXT)
+GRADERS = (*ANSWER_GRADERS, "tiny")
 TINY_COLUMNS = ("prompt", "kind", "operations")  # that the grader of the tiny world reads
 MIN_QUESTIONS = 32
 LONG = 60
@@ -111,7 +112,7 @@ def read_dev(
         task = load_task(own)
     else:
         _require_answers(rows, source, name)
-        task = plain_task(name, settings.dev_grader)
+        task = plain_task(name, settings.dev_grader, settings.dev_pattern)
     require_graders([task], GradingSettings(sandbox=settings.sandbox))
     # a data set's full size says nothing about these questions
     found = load_questions(replace(task, dataset=replace(task.dataset, rows=None)), rows)
@@ -130,7 +131,7 @@ def read_dev(
     return DevSet(task, replace(found, questions=questions, source=source), settings)
 
 
-def plain_task(name: str, grader: str) -> Task:
+def plain_task(name: str, grader: str, pattern: str = "") -> Task:
     """The task of a plain file of prompts and answers; the prompt column is the user's turn, as it stands.
 
     A grader that needs more than an answer is a ConfigError.
@@ -150,6 +151,7 @@ def plain_task(name: str, grader: str) -> Task:
         prompt="{{ question }}",
         generation=Generation(samples=4),
         grader=cast(Grader, grader),
+        pattern=pattern,
     )
 
 
