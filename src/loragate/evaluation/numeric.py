@@ -16,7 +16,6 @@ from fractions import Fraction
 
 from loragate.errors import ConfigError
 from loragate.evaluation.answers import Grade
-from loragate.evaluation.grading.numbers import read_number
 from loragate.evaluation.grading.pool import Job, MathGrader
 
 _MARK = re.compile(r"####[^\S\n]*(.*)")
@@ -32,6 +31,11 @@ _DRESS = re.compile(
     r"\*\*|\\boxed|\\[!,;]|\\?\$|[€£¥₹]|\b(?:USD|EUR|GBP|INR|Rs)\b\.?|(?<=\d)[\u00a0\u202f\u2009](?=\d{3}\b)"
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
+_PLAIN = re.compile(
+    r"(?:\d+|\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3})?(?:\.\d+)?"
+)  # commas by threes, or as in India
+_POWER = re.compile(rf"{_B}(?:[eE]([-+]?\d+)|(?:[xX×*]|\\times|\\cdot){_B}10{_B}\^\D*?([-+]?\d+).*)$")
+MAX_EXPONENT, MAX_DIGITS = 1000, 400
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _SCALE = re.compile(rf"(?:[\s-]*({'|'.join(_SCALES)})s?|k)\b", re.I)
 NEAR = 40  # characters around a number that say what it is
@@ -74,12 +78,31 @@ def numbers_in(text: str) -> Iterator[Found]:
             after = after[step.end() :]
         value = None
         if not _PART_BEFORE.search(before + sign) and not _PART_AFTER.match(after):
-            number = read_number(match["body"])
             negative = sign in ("-", "−", "–") or _NEGATIVE.search(before)
-            if number is not None and number.value is not None:
-                value = number.value * scale * (-1 if negative else 1)
+            size = _value(match["body"])
+            value = None if size is None else size * scale * (-1 if negative else 1)
         rest = before + after if start <= NEAR and len(text) - end <= NEAR else "much"
         yield Found(match.group().strip(), value, not re.search(r"[^\W_]", _NEGATIVE.sub("", rest)))
+
+
+def _value(body: str) -> Fraction | None:
+    """The value of 1,234.5, 3/4, 3 3/4, 4.5e3 or 4.5 x 10^3; None for what is none of them, such as 1,00 or 3/0."""
+    if len(body) > MAX_DIGITS:
+        return None
+    power = _POWER.search(body)
+    exponent = int(power[1] or power[2]) if power else 0
+    first, *rest = (body[: power.start()] if power else body).replace("/", " / ").split()
+    if not _PLAIN.fullmatch(first) or abs(exponent) > MAX_EXPONENT:
+        return None
+    whole = Fraction(first.replace(",", "")) * Fraction(10) ** exponent
+    match rest:
+        case []:
+            return whole
+        case ["/", below] if int(below):
+            return whole / int(below)
+        case [above, "/", below] if int(below):
+            return whole + Fraction(int(above), int(below))
+    return None
 
 
 def last_number(response: str) -> Found | None:
