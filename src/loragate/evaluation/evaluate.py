@@ -52,6 +52,7 @@ from loragate.evaluation.judging import (
     write_grades,
 )
 from loragate.evaluation.prepared import Prepared, Request, read_questions, write_questions
+from loragate.evaluation.references import check_references
 from loragate.evaluation.results import (
     EvaluationRecord,
     SuiteResult,
@@ -296,9 +297,11 @@ class Evaluation:
 
         Raises:
             ConfigError: for a grader that does not work here, and for an evaluation that is not finished.
+            DataError: for a grader that does not accept the questions' own right answers.
         """
-
         require_graders([prepared.task for prepared in self.tasks], self.grading)
+        for prepared in self.tasks:
+            check_references(prepared.task, prepared.questions, self._grader(prepared), self.grading)
         earlier = self.folder / "results.json"
         judged = read_record(earlier).tasks if earlier.is_file() else ()
         # of "lm-eval acc,none" the metric is no part of the folder

@@ -14,7 +14,8 @@ import numpy as np
 
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.harness import options_of, with_prompts
-from loragate.evaluation.judging import grader_version, require_graders
+from loragate.evaluation.judging import grader_for, grader_version, require_graders
+from loragate.evaluation.references import check_references
 from loragate.evaluation.results import TaskInfo
 from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 from loragate.evaluation.tasks import (
@@ -317,18 +318,18 @@ class Request:
         return tasks
 
     def prepare(self, tasks: Sequence[Task], loaded: Loaded) -> list[Prepared]:
-        """The questions of the tasks that `check` returned, rendered for a model; raises as `questions_of` and `prepare`."""
-        return [
-            prepare(
-                task,
-                questions_of(self.tasks, task, tasks),
-                loaded.tokenizer,
-                self.tasks,
-                loaded.positions,
-                self.system,
-            )
-            for task in tasks
-        ]
+        """The questions of the tasks that `check` returned, rendered for a model, after their grader was tried on right answers.
+
+        Raises as `questions_of`, `check_references` and `prepare`.
+        """
+        found = []
+        for task in tasks:
+            questions = questions_of(self.tasks, task, tasks)
+            grader = grader_for(task, self.grading.grader)
+            said = check_references(task, questions.questions, grader, self.grading)
+            questions = replace(questions, warnings=(*questions.warnings, *said))
+            found.append(prepare(task, questions, loaded.tokenizer, self.tasks, loaded.positions, self.system))
+        return found
 
     def recommended(self, prepared: Sequence[Prepared], loaded: Loaded) -> float | None:
         """The recommended temperature, where variants are added for it: the tasks sample at another, and none was given."""

@@ -23,10 +23,10 @@ from loragate.data.encoding import IGNORED
 from loragate.data.formats import conversation
 from loragate.data.rows import RowsGiven
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.answers import why_no_gold
 from loragate.evaluation.judging import ANSWERS as ANSWER_GRADERS
 from loragate.evaluation.judging import require_graders
 from loragate.evaluation.prepared import Prepared, prepare
+from loragate.evaluation.references import check_references
 from loragate.evaluation.settings import GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Question, Questions, Task, load_questions, load_task
 from loragate.evaluation.tasks.task import Dataset, Generation, Grader
@@ -126,9 +126,11 @@ def read_dev(
         )
     if why := _why_never_right(task, questions):
         raise DataError(why)
+    warnings = check_references(task, questions, task.grader, GradingSettings(sandbox=settings.sandbox))
     repeated = len(found.questions) - len(questions)
     source += f" ({repeated} repeat another and are left out)" if repeated else ""
-    return DevSet(task, replace(found, questions=questions, source=source), settings)
+    found = replace(found, questions=questions, source=source, warnings=(*found.warnings, *warnings))
+    return DevSet(task, found, settings)
 
 
 def plain_task(name: str, grader: str, pattern: str = "") -> Task:
@@ -242,8 +244,6 @@ def _why_never_right(task: Task, questions: Sequence[Question]) -> str | None:
         missing = [name for name in TINY_COLUMNS if task.grader == "tiny" and name not in question.row]
         if missing:
             return f"{question.place}: the grader tiny reads the column {missing[0]!r}, which this row has not"
-        if task.grader in GRADERS and (why := why_no_gold(question.gold, task.grader)):
-            return f"{question.place}: {why}"
     return None
 
 
