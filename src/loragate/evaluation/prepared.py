@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from loragate.data.rows import is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.harness import options_of, with_prompts
 from loragate.evaluation.judging import grader_for, grader_version, require_graders
@@ -86,7 +87,7 @@ def _files(data: str, names: list[str]) -> dict[str, str]:
     if not data or "=" in data:
         return _assignments(data, "--data", names)
     folder = Path(data)
-    if folder.is_file() and len(names) == 1:
+    if (folder.is_file() or is_saved(folder)) and len(names) == 1:
         return {names[0]: data}
     if not folder.is_dir():
         raise ConfigError(f"--data {data}: expected TASK=FILE, or a folder that holds TASK.jsonl files")

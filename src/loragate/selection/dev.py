@@ -21,7 +21,7 @@ import numpy as np
 from loragate.data import EncodedRows, Rows, load_rows
 from loragate.data.encoding import IGNORED
 from loragate.data.formats import conversation
-from loragate.data.rows import RowsGiven
+from loragate.data.rows import RowsGiven, is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.judging import ANSWERS as ANSWER_GRADERS
 from loragate.evaluation.judging import require_graders
@@ -29,7 +29,7 @@ from loragate.evaluation.prepared import Prepared, prepare
 from loragate.evaluation.references import check_references
 from loragate.evaluation.settings import GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Question, Questions, Task, load_questions, load_task
-from loragate.evaluation.tasks.task import Dataset, Generation, Grader
+from loragate.evaluation.tasks.task import Dataset, Generation, Grader, found_columns
 from loragate.selection.settings import DevSettings
 
 PROMPTS = ("prompt", "question", "problem", "instruction")
@@ -101,7 +101,7 @@ def read_dev(
         DataError: for a file that is not there, a row that cannot be used, a question that is also among those taken, or fewer
             than 32 different questions.
     """
-    if isinstance(given, str | Path) and not (path := Path(given).expanduser()).is_file():
+    if isinstance(given, str | Path) and not (path := Path(given).expanduser()).is_file() and not is_saved(path):
         beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
         raise DataError(
             f"found no file {given}{nearest(path.name, beside)} (a {name} set is a local .jsonl, .json or .parquet file)"
@@ -219,7 +219,8 @@ def _require_answers(rows: Rows, source: str, name: str) -> None:
     if missing and len(missing) == len(rows):
         raise ConfigError(
             f"{source} has no answers (columns {', '.join(ANSWERS)}), so no variant can be shown to be better than another: use "
-            "the adapter as it is, decoded greedily, or give questions with answers"
+            f"the adapter as it is, decoded greedily, or give questions with answers. {found_columns(rows[0])}; where they hold "
+            "the answers, rename them, or name them in a task file for --dev-task"
         )
     if missing:
         raise DataError(f"{rows.where(missing[0])}: no answer, though other questions have one; give all of them one")

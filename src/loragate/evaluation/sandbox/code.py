@@ -10,6 +10,7 @@ from typing import Any
 
 from loragate.errors import DataError
 from loragate.evaluation.answers import Grade
+from loragate.evaluation.evalplus import MBPP_RELEASE, is_release, release_test
 from loragate.evaluation.sandbox.extract import extract_code, top_level_names
 from loragate.evaluation.sandbox.run import Checks, Limits, require_sandbox, run_program
 
@@ -19,10 +20,13 @@ Row = Mapping[str, Any]
 def humaneval_program(row: Row, response: str) -> tuple[str, Checks] | None:
     """The program and the checks for a row of HumanEval or HumanEval+ (prompt, test, entry_point), or None without code.
 
+    A row with EvalPlus's inputs (`base_input`, `plus_input`) is held against all of them.
+
     A response may be a continuation of the prompt or an answer with the whole function; the latter is put behind the
     prompt, whose imports and helper functions it may rely on. Helpers that the checks use come from the prompt.
     """
-    prompt, entry, test = _text(row, "prompt"), _text(row, "entry_point"), _text(row, "test")
+    prompt, entry = _text(row, "prompt"), _text(row, "entry_point")
+    test = release_test(row) if is_release(row) else _text(row, "test")
     code = extract_code(response, entry, prompt)
     if code is None:
         return None
@@ -36,6 +40,8 @@ def humaneval_program(row: Row, response: str) -> tuple[str, Checks] | None:
 def mbpp_program(row: Row, response: str) -> tuple[str, Checks] | None:
     """The program and the checks for a row of MBPP (code, test_list, test_setup_code, test_imports), or None without code.
 
+    A row of MBPP+ has a `test`, which holds all of `test_list` and more, and runs in its place.
+
     The functions under test are those that the reference `code` defines and the tests use. Definitions and imports of
     the set-up code are given to the program too; the rest of it runs on the side of the tests.
     """
@@ -47,7 +53,9 @@ def mbpp_program(row: Row, response: str) -> tuple[str, Checks] | None:
     prepared = _module(setup, row, "test_setup_code").body
     # An object of a class crosses only if the class is the program's.
     kept = "\n".join(ast.unparse(node) for node in prepared if not isinstance(node, ast.ClassDef))
-    source = "\n".join([imports, kept, *tests]) + "\n"
+    if is_release(row):
+        raise DataError(f"MBPP row {row.get('task_id')!r}: {MBPP_RELEASE}")
+    source = "\n".join([imports, kept, *([_text(row, "test")] if row.get("test") else tests)]) + "\n"
     reference = top_level_names(_module(_text(row, "code"), row, "code"))
     tests_tree = _module(source, row, "test_list")
     used = {node.id for node in ast.walk(tests_tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
