@@ -481,11 +481,21 @@ def test_answers_are_judged_again_without_generating(whole, tmp_path, capsys):
         assert f"{differ} of 72 verdicts differ" in capsys.readouterr().out, "verdicts on file are used again"
     (change,) = map(json.loads, (folder / "results-regraded-changes.jsonl").read_text().splitlines())
     assert (change["before"]["correct"], change["now"]["correct"]) == (True, False)
-    (folder / "tasks" / "words.yaml").write_text(TASK.replace("grader: exact", "grader: choice"))
+    (folder / "tasks" / "words.yaml").write_text(TASK.replace("grader: exact", "grader: boxed"))
     assert main(["regrade", str(folder)]) == 0
     again = read_record(folder / "results-regraded.json")
-    assert set(again.find("words", "gated").reasons) == {"no_answer"}
+    assert set(again.find("words", "gated").reasons) == {"no_box"}
     assert read_record(folder / "results.json").tasks[0].grader == "exact", "the first record stays"
+    # another grader of answers, a pattern, and one whose form no right answer has
+    assert main(["regrade", str(folder), "--grader", "regex", "--pattern", r"^(\S+)"]) == 0
+    assert read_record(folder / "results-regex.json").tasks[0].grader == r"regex ^(\S+)"
+    for given, why in (
+        (["--grader", "choice"], "compares letters"),
+        (["--grader", "regex"], "expected one around the answer"),
+        (["--pattern", "(a)"], "--pattern has no effect without --grader regex"),
+    ):
+        assert main(["regrade", str(folder), *given]) in (1, 2)
+        assert why in " ".join(capsys.readouterr().err.split())
 
 
 def test_bad_input(place, tmp_path, fails):

@@ -148,15 +148,6 @@ def letter_of(gold: str) -> str | None:
     return None if found is None else found[1].upper()
 
 
-def why_no_gold(gold: str, grader: str) -> str | None:
-    """Why no answer could ever be found right, or None."""
-    if grader == "choice" and letter_of(gold) is None:
-        return f"the right answer is {gold!r:.60}, and the grader choice compares letters; give the letter, such as B"
-    if grader not in ("exact", "tiny") and "####" in gold:
-        return 'the right answer holds "####", as GSM8K\'s solutions do; give only what follows it (answer.split("####")[-1])'
-    return None
-
-
 def grade_text(response: str, gold: str, grader: str) -> Grade:
     r"""Whether a response chooses the letter `gold` ("choice") or is `gold`: whole ("exact"), or its last \boxed{...} ("boxed").
 

@@ -46,11 +46,13 @@ from loragate.evaluation.judging import (
     grader_for,
     judge,
     judged_by,
+    pattern_of,
     read_grades,
     require_graders,
     write_grades,
 )
 from loragate.evaluation.prepared import Prepared, Request, read_questions, write_questions
+from loragate.evaluation.references import check_references
 from loragate.evaluation.results import (
     EvaluationRecord,
     SuiteResult,
@@ -265,7 +267,10 @@ class Evaluation:
             EvaluationRecord(
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 models=self.models,
-                tasks=tuple(prepared.info(self._grader(prepared)) for prepared in self.tasks),
+                tasks=tuple(
+                    prepared.info(grader := self._grader(prepared), self._pattern(prepared, grader))
+                    for prepared in self.tasks
+                ),
                 results=tuple(found.values()),
                 suites=tuple(self._averages(found)),
                 seed=self.seed,
@@ -292,9 +297,11 @@ class Evaluation:
 
         Raises:
             ConfigError: for a grader that does not work here, and for an evaluation that is not finished.
+            DataError: for a grader that does not accept the questions' own right answers.
         """
-
         require_graders([prepared.task for prepared in self.tasks], self.grading)
+        for prepared in self.tasks:
+            check_references(prepared.task, prepared.questions, self._grader(prepared), self.grading)
         earlier = self.folder / "results.json"
         judged = read_record(earlier).tasks if earlier.is_file() else ()
         # of "lm-eval acc,none" the metric is no part of the folder
@@ -357,6 +364,9 @@ class Evaluation:
 
     def _grader(self, prepared: Prepared) -> str:
         return grader_for(prepared.task, self.grading.grader)
+
+    def _pattern(self, prepared: Prepared, grader: str) -> str:
+        return pattern_of(prepared.task, self.grading) if grader == "regex" else ""
 
     def sample(self, variant: ModelVariant, on_event: OnEvent = no_progress) -> None:
         """Draw what is missing of one variant's answers."""

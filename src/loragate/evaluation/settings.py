@@ -62,13 +62,16 @@ class GradingSettings:
     """How answers are judged.
 
     Attributes:
-        grader: of math answers, in place of the tasks' own: default, math_verify or dft.
+        grader: in place of the tasks' own, where it can judge their answers: default, math_verify, dft, gsm8k, regex, exact,
+            boxed, choice.
+        pattern: regular expression for --grader regex; its one group is the answer, and its last match counts.
         sandbox: where programs run; rlimits isolates nothing.
         workers: grading processes.
         timeout: seconds after which grading an answer is stopped; for a program, seconds of processor time.
     """
 
     grader: str = ""
+    pattern: str = ""
     sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
     workers: Count = 2
     timeout: Positive = 10.0

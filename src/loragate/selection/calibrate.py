@@ -12,7 +12,7 @@ temperature at which it was shown.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.display import percent
 from loragate.errors import ConfigError
+from loragate.evaluation.references import check_responses
+from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.variants import ModelVariant
 from loragate.gates import GateConfig
 from loragate.gates.artifact import require_free
@@ -200,10 +202,14 @@ def heldout_of(
 def read_questions(
     context: TrialContext, dev: DevSettings, dev_dataset: RowsGiven, retention_dataset: RowsGiven | None
 ) -> tuple[DevSet, DevSet | None]:
-    """Dev and retention set, neither of which shares a question with the examples; raises as `read_dev`."""
+    """Dev and retention set, neither of which shares a question with the examples; raises as `read_dev` and `check_responses`."""
     taken = taken_prompts(context.examples, dev)
     retention = None if retention_dataset is None else read_dev(retention_dataset, dev, "retention", taken)
-    return read_dev(dev_dataset, dev, "dev", taken), retention
+    found = read_dev(dev_dataset, dev, "dev", taken)
+    examples, grading = context.examples, GradingSettings(sandbox=dev.sandbox)
+    said = check_responses(found.task, found.questions.questions, examples, grading)
+    warnings = (*found.questions.warnings, *said)
+    return replace(found, questions=replace(found.questions, warnings=warnings)), retention
 
 
 def take_as_given(

@@ -21,19 +21,20 @@ import numpy as np
 from loragate.data import EncodedRows, Rows, load_rows
 from loragate.data.encoding import IGNORED
 from loragate.data.formats import conversation
-from loragate.data.rows import RowsGiven
+from loragate.data.rows import RowsGiven, is_saved
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.answers import why_no_gold
-from loragate.evaluation.judging import MATH, TEXT, require_graders
+from loragate.evaluation.judging import ANSWERS as ANSWER_GRADERS
+from loragate.evaluation.judging import require_graders
 from loragate.evaluation.prepared import Prepared, prepare
+from loragate.evaluation.references import check_references
 from loragate.evaluation.settings import GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Question, Questions, Task, load_questions, load_task
-from loragate.evaluation.tasks.task import Dataset, Generation, Grader
+from loragate.evaluation.tasks.task import Dataset, Generation, Grader, found_columns
 from loragate.selection.settings import DevSettings
 
 PROMPTS = ("prompt", "question", "problem", "instruction")
 ANSWERS = ("answer", "gold", "target")
-GRADERS = (*MATH, *TEXT)
+GRADERS = (*ANSWER_GRADERS, "tiny")
 TINY_COLUMNS = ("prompt", "kind", "operations")  # that the grader of the tiny world reads
 MIN_QUESTIONS = 32
 LONG = 60
@@ -100,7 +101,7 @@ def read_dev(
         DataError: for a file that is not there, a row that cannot be used, a question that is also among those taken, or fewer
             than 32 different questions.
     """
-    if isinstance(given, str | Path) and not (path := Path(given).expanduser()).is_file():
+    if isinstance(given, str | Path) and not (path := Path(given).expanduser()).is_file() and not is_saved(path):
         beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
         raise DataError(
             f"found no file {given}{nearest(path.name, beside)} (a {name} set is a local .jsonl, .json or .parquet file)"
@@ -111,7 +112,7 @@ def read_dev(
         task = load_task(own)
     else:
         _require_answers(rows, source, name)
-        task = plain_task(name, settings.dev_grader)
+        task = plain_task(name, settings.dev_grader, settings.dev_pattern)
     require_graders([task], GradingSettings(sandbox=settings.sandbox))
     # a data set's full size says nothing about these questions
     found = load_questions(replace(task, dataset=replace(task.dataset, rows=None)), rows)
@@ -125,12 +126,14 @@ def read_dev(
         )
     if why := _why_never_right(task, questions):
         raise DataError(why)
+    warnings = check_references(task, questions, task.grader, GradingSettings(sandbox=settings.sandbox))
     repeated = len(found.questions) - len(questions)
     source += f" ({repeated} repeat another and are left out)" if repeated else ""
-    return DevSet(task, replace(found, questions=questions, source=source), settings)
+    found = replace(found, questions=questions, source=source, warnings=(*found.warnings, *warnings))
+    return DevSet(task, found, settings)
 
 
-def plain_task(name: str, grader: str) -> Task:
+def plain_task(name: str, grader: str, pattern: str = "") -> Task:
     """The task of a plain file of prompts and answers; the prompt column is the user's turn, as it stands.
 
     A grader that needs more than an answer is a ConfigError.
@@ -150,6 +153,7 @@ def plain_task(name: str, grader: str) -> Task:
         prompt="{{ question }}",
         generation=Generation(samples=4),
         grader=cast(Grader, grader),
+        pattern=pattern,
     )
 
 
@@ -215,7 +219,8 @@ def _require_answers(rows: Rows, source: str, name: str) -> None:
     if missing and len(missing) == len(rows):
         raise ConfigError(
             f"{source} has no answers (columns {', '.join(ANSWERS)}), so no variant can be shown to be better than another: use "
-            "the adapter as it is, decoded greedily, or give questions with answers"
+            f"the adapter as it is, decoded greedily, or give questions with answers. {found_columns(rows[0])}; where they hold "
+            "the answers, rename them, or name them in a task file for --dev-task"
         )
     if missing:
         raise DataError(f"{rows.where(missing[0])}: no answer, though other questions have one; give all of them one")
@@ -240,8 +245,6 @@ def _why_never_right(task: Task, questions: Sequence[Question]) -> str | None:
         missing = [name for name in TINY_COLUMNS if task.grader == "tiny" and name not in question.row]
         if missing:
             return f"{question.place}: the grader tiny reads the column {missing[0]!r}, which this row has not"
-        if task.grader in GRADERS and (why := why_no_gold(question.gold, task.grader)):
-            return f"{question.place}: {why}"
     return None
 
 

@@ -16,7 +16,9 @@ class DevSettings:
 
     Attributes:
         dev_task: task (name or file) whose prompt, columns and grader it has.
-        dev_grader: grader without a task: default (math), math_verify, dft, choice, exact, boxed, tiny.
+        dev_grader: grader without a task: default (math), math_verify, dft, gsm8k (last number), regex, choice, exact, boxed,
+            tiny.
+        dev_pattern: regular expression of the grader regex; its one group is the answer.
         dev_samples: samples per question where a variant is sampled at a temperature above 0.
         dev_max_new_tokens: token limit of an answer; 0 takes what the training examples' answers need.
         dev_batch_size: sequences generated at a time.
@@ -27,6 +29,7 @@ class DevSettings:
 
     dev_task: str = ""
     dev_grader: str = "default"
+    dev_pattern: str = ""
     dev_samples: Count = 4
     dev_max_new_tokens: Size = 0
     dev_batch_size: Count = 64
