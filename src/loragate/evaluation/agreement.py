@@ -189,12 +189,12 @@ def verify(loaded: Loaded, served: Mapping[ModelVariant, Sequence[Served]], dtyp
         if not answers:
             continue
         own = _against(loaded, variant, answers)
-        others = {
+        others: dict[str, float] = {
             kind: _against(loaded, ModelVariant(kind), answers).mean
             for kind in kinds[loaded.kind]
             if without_sampling(variant) != ModelVariant(kind)
         }
-        nearest = min(others, key=lambda kind: others[kind]) if others else ""
+        nearest = min(others, key=others.__getitem__) if others else ""
         other = bool(others) and others[nearest] * NEARER < own.mean and own.mean > LIMITS["float32"]
         finite = math.isfinite(own.generated)
         found[variant.label] = VariantAgreement(

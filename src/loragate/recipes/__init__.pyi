@@ -1,3 +1,7 @@
+from .costs import (
+    costs as costs,
+    summary as summary,
+)
 from .recipe import (
     Recipe as Recipe,
     Stage as Stage,
@@ -7,7 +11,6 @@ from .recipe import (
     read_recipe as read_recipe,
 )
 from .run import (
-    needs as needs,
     run_recipe as run_recipe,
 )
 from .tiny import (

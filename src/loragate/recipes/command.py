@@ -68,9 +68,10 @@ def run(options: RecipesOptions) -> int:
         recipe.placed(folder)  # which refuses what is wrong with it
         line = ["loragate", "recipes", "run", recipe.name, "--out", str(folder)]
         line += [word for text in options.set for word in ("--set", text)]
-        needs = recipes.needs(recipe).items()
-        memory = "".join(f"# {stage}: {need.sentence()} with every row as long as its limit\n" for stage, need in needs)
-        print(f"# {shlex.join(line)}\n{memory}{printable(recipe.as_yaml())}", end="")
+        found = recipes.costs(recipe)
+        lines = [f"{stage}: {cost.sentence()}" for stage, cost in found.items()] + [recipes.summary(recipe, found)]
+        needs = "".join(f"# {text}\n" for text in lines if text)
+        print(f"# {shlex.join(line)}\n{needs}{printable(recipe.as_yaml())}", end="")
         return 0
     if options.tiny:
         recipe = recipes.tiny_recipe(recipe, folder)
