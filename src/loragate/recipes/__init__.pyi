@@ -13,6 +13,12 @@ from .recipe import (
 from .run import (
     run_recipe as run_recipe,
 )
+from .seeds import (
+    compare_seeds as compare_seeds,
+    folder_of as folder_of,
+    read_seeds as read_seeds,
+    with_seed as with_seed,
+)
 from .tiny import (
     QUESTIONS as QUESTIONS,
     tiny_recipe as tiny_recipe,
