@@ -14,7 +14,9 @@ from places import arguments, numbers, stamps, sweep
 
 import loragate as lg
 from loragate.errors import ConfigError, DivergenceError, LoragateError
+from loragate.gates.range import Range
 from loragate.selection import trials
+from loragate.selection.compare import written_seed
 from tiny import VOCABULARY
 
 SLUGS = {f"entropy_{bounds}_seed{seed}" for bounds in ("-3_2", "0_1") for seed in (0, 1)}
@@ -44,7 +46,15 @@ def test_the_recommended_variant_is_written_and_can_be_loaded(swept):
     assert record["selection"] == json.loads((swept / "selection.json").read_text())
     found = record["selection"]["recommendation"]
     assert record["sampling"]["temperature"] == found["temperature"]
+    assert ("the gates written are those of seed 0" in found["reason"]) == (found["trial"] is not None)
     lg.load_gated(swept / "best")
+
+
+def test_it_is_said_which_seeds_gates_are_written():
+    cell = [trials.Trial(Range(-3, 2), "entropy", seed) for seed in (3407, 42)]
+    said = written_seed(cell)
+    assert said == "Scores are means over the seeds 3407, 42; the gates written are those of seed 3407."
+    assert written_seed(cell[:1]) == written_seed(()) == ""
 
 
 def test_nothing_finished_runs_again_and_what_is_lost_is_made_again(place, swept, tmp_path, capsys, monkeypatch):

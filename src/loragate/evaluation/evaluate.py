@@ -7,6 +7,7 @@
       questions/<task>.jsonl            id, prompt, gold and row of every question
       samples/<variant>/<task>.jsonl    answers, appended as they are drawn
       grades/<grader>/<variant>/<task>.jsonl
+      agreement/<variant>.json          log-probs that vLLM gave to a few answers (`agreement.py`)
       results.json                      the record (`results.py`)
 
 This is the only scorer of the package: `loragate eval`, the dev set of `calibrate` and `sweep`, `quickstart` and the diagnostics
@@ -38,6 +39,7 @@ from typing import Any, ClassVar, Literal
 from loragate.data import template_hash
 from loragate.display import Job
 from loragate.errors import ConfigError, DataError
+from loragate.evaluation.agreement import EngineCheck, require_agreement
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.engines import EngineFor, Engines, in_memory
 from loragate.evaluation.harness import draw_likelihoods
@@ -58,6 +60,7 @@ from loragate.evaluation.results import (
     SuiteResult,
     TaskInfo,
     TaskResult,
+    VariantAgreement,
     read_record,
     task_result,
     write_record,
@@ -121,6 +124,7 @@ class Evaluation:
         notes: what a reader of all scores should know; kept in the folder, and no part of what a resumed run must share.
         left_out: {label of a variant: why the model cannot be it}; shown in its place, and kept like the notes.
         engine_for: answers as a variant; None for an evaluation that is only judged.
+        agreement: of the record; known at the end.
         seconds: {(variant, task): seconds of sampling}, of this run.
     """
 
@@ -135,6 +139,7 @@ class Evaluation:
     notes: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     engine_for: EngineFor | None = None
+    agreement: dict[str, VariantAgreement] = field(default_factory=dict)
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @classmethod
@@ -243,18 +248,25 @@ class Evaluation:
         """Sample and judge everything that is not on file yet; writes the record to results.json and returns it.
 
         Raises:
-            LoragateError: if another process is at it in the same folder.
+            LoragateError: if another process is at it in the same folder; or if vLLM did not compute what transformers computes,
+                after the record with the figures was written.
         """
         engines = self.engine_for
         with RunFolder(self.folder).locked(), closing(engines) if isinstance(engines, Engines) else nullcontext():
             # variants with the same weights follow one another, as changing them can mean loading them
             for variant in sorted(self.variants, key=lambda variant: variant.weights):
                 self.sample(variant, on_event)
+            self.agreement = self._engine_check.verify()
             record = self.judge(on_event)
         write_record(record, self.folder / "results.json")
         if isinstance(engines, Engines):
             engines.finish()  # last: a run that is stopped before goes on with what it removes
+        require_agreement(self.agreement, self.folder)
         return record
+
+    @property
+    def _engine_check(self) -> EngineCheck:
+        return EngineCheck(self.engine_for, self.folder, self.variants)
 
     def judge(self, on_event: OnEvent = no_progress) -> EvaluationRecord:
         """The record of the answers on file, judged where they were not yet."""
@@ -278,6 +290,7 @@ class Evaluation:
                 versions=package_versions(),
                 seconds=sum(self.seconds.values()),
                 canary=self.canary,
+                agreement=self.agreement,
                 warnings=tuple(self.warnings),
                 left_out=self.left_out,
             )
@@ -378,7 +391,8 @@ class Evaluation:
                 on_event("sampling", variant, prepared.task.name, count, count)
             elif count:
                 missing.append(prepared)
-        if not missing:
+        check = self._engine_check
+        if not missing and not check.waits_for(variant):
             return
         assert self.engine_for is not None, "an evaluation that is only judged draws no answers"
         with self.engine_for(variant) as engine:
@@ -390,6 +404,9 @@ class Evaluation:
                 else:
                     draw_samples(engine, prepared.prompts, variant.sampling(prepared.sampling), path, report)
                 self.seconds[variant.label, name] = time.monotonic() - began
+            if check.waits_for(variant):
+                asked = [one for one in self.tasks if one.samples(variant)]
+                check.ask(engine, variant, {self._samples_path(variant, one.task.name): one for one in asked})
 
     def _judge(
         self, variant: ModelVariant, prepared: Prepared, adapter: TaskResult | None, on_event: OnEvent
@@ -513,8 +530,9 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
         prepared,
         variants,
         models=stored.models,
-        # a record holds the canary; a run that was stopped before its end has none yet
+        # a record holds them; a run that was stopped before its end has none yet
         canary=read_record(kept).canary if kept.is_file() else {},
+        agreement=read_record(kept).agreement if kept.is_file() else {},
         seed=stored.seed,
         grading=grading or GradingSettings(),
         notes=list(stored.notes.warnings),

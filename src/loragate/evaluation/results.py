@@ -59,6 +59,26 @@ class TaskInfo:
 
 
 @dataclass(frozen=True)
+class VariantAgreement:
+    """How far the log-probs of an engine, as a variant, lie from transformers'; absolute differences in nats.
+
+    Attributes:
+        mean, largest: over the tokens that were compared; None where one is no number.
+        tokens: how many.
+        limit: of `mean`.
+        nearest: the model that explains what was served: the variant, or "base", "adapter" or "gated" where it is much nearer.
+        agrees: whether `mean` is within the limit, and no other model is much nearer.
+    """
+
+    mean: float | None
+    largest: float | None
+    tokens: int
+    limit: float
+    nearest: str
+    agrees: bool
+
+
+@dataclass(frozen=True)
 class AtBest:
     """A variant at its best temperature.
 
@@ -168,6 +188,7 @@ class EvaluationRecord:
         canary: differences in logits that show that adapter and gates acted.
         warnings: what a reader of the scores should know, in sentences.
         left_out: {variant: why the model cannot be it}, such as one λ in place of the gates that DoRA does not take.
+        agreement: {variant: how far vLLM lies from transformers}, one variant for each model; empty where transformers answered.
         schema: of this file.
     """
 
@@ -183,6 +204,7 @@ class EvaluationRecord:
     suites: tuple[SuiteResult, ...] = ()
     warnings: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
+    agreement: dict[str, VariantAgreement] = field(default_factory=dict)
     schema: Literal[1] = 1
 
     def find(self, task: str, variant: str = "gated", control: str | None = None) -> TaskResult:

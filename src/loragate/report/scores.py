@@ -53,6 +53,17 @@ def caption(record: Record) -> str:
     )
     if record["sandbox"]:
         text += f" Programs ran in the tier {record['sandbox']}."
+    if agreement := record.get("agreement"):
+        # None where a log-prob was no number
+        label, worst = max(agreement.items(), key=lambda pair: (pair[1]["mean"] is None, pair[1]["mean"] or 0.0))
+        mean = "is no number" if worst["mean"] is None else f"is {worst['mean']:.2g} nats a token"
+        wrong = [name for name, one in agreement.items() if not one["agrees"]]
+        text += (
+            f" vLLM's log-probs of {sum(one['tokens'] for one in agreement.values()):,} tokens were compared with transformers: "
+            f"the largest mean difference {mean} ({label}; limit {worst['limit']:g})."
+        )
+        if wrong:
+            text += f" THEY DIFFER, so these are scores of other models: {', '.join(wrong)}."
     return "\n".join([text, *(f"warning: {warning}" for warning in record["warnings"])])
 
 

@@ -30,7 +30,7 @@ KINDS = {
     "metrics.jsonl": "training",
 }
 """{pattern of a file's name: what it is a record of}, in the order in which a page shows those of one kind"""
-DEPTHS = ("", "*/", "*/*/", "*/*/*/")
+DEPTHS = ("", "*/", "*/*/", "*/*/*/", "*/*/*/*/")  # a trial of a sweep in a recipe's run is the deepest
 KNOWN = (
     "an artifact (gate_config.json), an evaluation (results.json), a selection (selection.json, "
     "cells_*.json), a training (run/metrics.jsonl), a diagnosis (entropy.json, gates.json, interventions.json, "
@@ -90,7 +90,7 @@ def all_sources(places: Sequence[str]) -> list[Source]:
 
 
 def find_sources(place: Path, name: str = "") -> list[Source]:
-    """Everything known in a folder and three folders down; or the one file that was named.
+    """Everything known in a folder and four folders down; or the one file that was named.
 
     Args:
         name: of the place in the report; by default its own.

@@ -116,6 +116,14 @@ def base_is_off(model: Any) -> str:
     return f"the adapter changes modules that cannot be gated, such as {others[0]}" if others else ""
 
 
+def written_seed(trials: Sequence[Trial]) -> str:
+    """Which seed's gates are written where a cell has several, the first as no score may choose; empty where it has one."""
+    if len(trials) < 2:
+        return ""
+    seeds = ", ".join(str(one.seed) for one in trials)
+    return f"Scores are means over the seeds {seeds}; the gates written are those of seed {trials[0].seed}."
+
+
 @dataclass
 class SelectionRun:
     """Trials trained, variants evaluated on the dev set, one chosen; all in one folder, resumable at any moment.
@@ -364,7 +372,7 @@ class SelectionRun:
                 "range": None if trial is None else [trial.range.lower, trial.range.upper],
                 "trial": None if trial is None else trial.slug,
                 "score": {key: row[key] for key in ("mean", "low", "high")},
-                "reason": reason_of(chosen),
+                "reason": " ".join(filter(None, (reason_of(chosen), written_seed(picked.trials)))),
             },
             "baseline": BASELINE.label,
             "variants": list(variants.values()),

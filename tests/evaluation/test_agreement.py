@@ -1,15 +1,18 @@
-"""The comparison behind `--verify`: it sees a shifted log-prob, another choice, and what is no number."""
+"""Log-probs of another engine against transformers: what `serve --verify` and every evaluation on vLLM rest upon."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from loragate.serving.parity import Served, compare
-from tiny import tiny_base
+from loragate.evaluation.agreement import Served, compare, verify
+from loragate.evaluation.variants import ModelVariant
+from loragate.models import Loaded, Loading, ModelRef, ModelSource
+from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
 PROMPT = (5, 9, 20, 31)
 
@@ -45,3 +48,21 @@ def test_what_is_no_number_does_not_pass(answer: Served) -> None:
     model.model.norm.weight.data.fill_(math.nan)
     found = compare(model, [answer])
     assert found.prompt == found.generated == math.inf
+
+
+def test_rounding_passes_and_another_model_within_the_limit_does_not(answer: Served) -> None:
+    """In 16 bits, where the limit is wide: the one is a little off, the other is nearer to another model."""
+    adapter, tokenizer = tiny_adapter(), tiny_tokenizer()
+    loaded = Loaded(
+        ModelSource(ModelRef("x"), "adapter", Path("x"), ModelRef("base")), Loading(), tokenizer, None, model=adapter
+    )
+    base = verify(loaded, {ModelVariant("base"): [answer]}, "bfloat16")["base"]
+    assert base.agrees
+    rounded = replace(answer, logprobs=tuple(one + 0.02 for one in answer.logprobs))
+    assert verify(loaded, {ModelVariant("base"): [rounded]}, "bfloat16")["base"].agrees
+    assert not verify(loaded, {ModelVariant("base"): [rounded]}, "float32")["base"].agrees
+    other = verify(loaded, {ModelVariant("adapter"): [answer]}, "bfloat16")["adapter"]
+    assert (other.agrees, other.nearest) == (False, "base")
+    nothing = replace(answer, logprobs=(math.nan, *answer.logprobs[1:]))
+    found = verify(loaded, {ModelVariant("base"): [nothing]}, "bfloat16")["base"]
+    assert (found.mean, found.largest, found.agrees) == (None, None, False)
