@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
-from peft import PeftModel
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -50,12 +49,11 @@ from loragate.gates.eligibility import (
 )
 from loragate.gates.schema import CONFIG
 from loragate.hub_names import hub_source, split_file
+from loragate.models.peft_loading import load_peft
 from loragate.models.settings import Loading
 from loragate.models.source import Kind, ModelRef, ModelSource, resolve
 
 USUAL = Loading()
-# PEFT's names of tasks whose models have another class and other outputs
-_OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
 
 
 def torch_device(how: Loading) -> str:
@@ -351,10 +349,10 @@ def load_adapter(base: Any, place: ModelSource) -> Any:
 
     Raises:
         LoragateError: for an adapter of another base.
-        ArtifactError: as `loragate.load_gates`.
+        ArtifactError: for an adapter that the base takes in part only, and as `loragate.load_gates`.
     """
     with explained("adapter", place.ref.name):
-        model: Any = PeftModel.from_pretrained(base, str(place.adapter))
+        model = load_peft(base, place.adapter)
     if place.kind == "gated":
         load_gates(model, str(place.folder))
     if place.override is not None:
@@ -451,22 +449,29 @@ def explained(what: str, name: str) -> Iterator[None]:
 
 def _base_of_gated(place: ModelSource, load: Callable[[], Any]) -> Any:
     """The base of a gated folder, with errors that say where it was recorded."""
-    if (task := (place.adapter_config or {}).get("task_type")) in _OTHER_TASKS:
-        raise ArtifactError(_other_class(place, f"the adapter's task_type is {task}"))
     name = place.base.name
     try:
         return load()
     except (OSError, ValueError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
-        if said.startswith("Unrecognized configuration class"):  # AutoModelForCausalLM has no class for it
-            found = said.split(" for this kind", 1)[0].removeprefix("Unrecognized configuration class ")
-            raise ArtifactError(_other_class(place, f"{name} has the configuration {found}")) from error
+        if said.startswith(_NO_CLASS):
+            raise ArtifactError(_other_class(place, f"{name} has the configuration {_configuration(said)}")) from error
         if isinstance(error, ValueError) and (Path(name) / "config.json").is_file():
             raise  # about an argument, such as trust_remote_code or quantization_config
         raise ArtifactError(
             f"{place.folder / CONFIG}: the base {name} cannot be loaded ({said}); a relative path counts from the working "
             "folder. Say where the base is with base=… (--base)"
         ) from error
+
+
+_NO_CLASS = (
+    "Unrecognized configuration class "  # how transformers says that AutoModelForCausalLM has no class for a base
+)
+
+
+def _configuration(said: str) -> str:
+    """The class of a configuration in the error that begins with `_NO_CLASS`."""
+    return said.split(" for this kind", 1)[0].removeprefix(_NO_CLASS)
 
 
 def _other_class(place: ModelSource, reason: str) -> str:
@@ -488,8 +493,16 @@ def _sentence(what: str, name: str, error: Exception) -> LoragateError:
             "it, base.resize_token_embeddings(SIZE), PeftModel.from_pretrained and, for gates, loragate.load_gates"
         )
     if isinstance(error, OSError) and not Path(name).exists():
+        elsewhere = (
+            "; where it is on this machine under another name, say so with --base" if what == "base model" else ""
+        )
         return LoragateError(
             f"{what} {name}: no such folder, and it could not be fetched from the hub. Check the spelling, the network "
-            f"(HF_HUB_OFFLINE) and access rights ({first[:200]})"
+            f"(HF_HUB_OFFLINE) and access rights ({first[:200]}){elsewhere}"
+        )
+    if first.startswith(_NO_CLASS):
+        return ConfigError(
+            f"{what} {name}: gates act on causal language models (AutoModelForCausalLM), and it has the configuration "
+            f"{_configuration(first)}; take an adapter of a model that writes text"
         )
     return LoragateError(f"{what} {name} cannot be loaded: {type(error).__name__}: {first[:400]}")
