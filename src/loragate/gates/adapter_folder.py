@@ -318,7 +318,7 @@ def _survey(
             Finding(
                 "weights-zero" if whole else "weights-partly-zero",
                 "warning",
-                f"{path}: {len(zero)} of {factors} modules have B = 0, such as {zero[0]} (never trained): nothing to gate there",
+                f"{path}: {len(zero)} modules have B = 0 (of {factors}; such as {zero[0]}), never trained: nothing to gate there",
                 "take the adapter after its training" if whole else "",
                 {"keys": zero[:8], "count": len(zero), "of": factors},
             )

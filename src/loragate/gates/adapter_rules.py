@@ -85,7 +85,7 @@ class Finding:
         return self.severity == "error" or _FORBIDS.get(self.code) == purpose
 
     def __str__(self) -> str:
-        return f"{self.message}; {self.remedy}" if self.remedy else self.message
+        return f"{self.message}. {self.remedy[0].upper()}{self.remedy[1:]}" if self.remedy else self.message
 
 
 def factor_path(key: str) -> tuple[str, str]:
@@ -128,6 +128,8 @@ def wrong_types(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"key 'target_modules' must be a list of module names or one pattern, found {targets!r:.200}"
     elif targets is not None and not targets and not parameters:
         yield f"key 'target_modules' is empty ({targets!r}), so the adapter would adapt nothing"
+    elif isinstance(targets, str) and re.fullmatch(r"[\w.]+(?:\s*,\s*[\w.]+)+", targets):
+        yield f"key 'target_modules' is one text with commas ({targets!r:.200}), which PEFT reads as a pattern; write it as a list"
     elif isinstance(targets, str) and not _is_pattern(targets):
         yield f"key 'target_modules' is no valid regular expression: {targets!r:.200}"
     for key in ("modules_to_save", "target_parameters"):
@@ -277,7 +279,7 @@ def _of_initialisation(folder: Path, config: Mapping[str, Any], tensors: Tensors
             "base-changing-init",
             severity,
             f"{folder / ADAPTER_CONFIG}: {said}",
-            remedy[:1].lower() + remedy[1:],
+            remedy,
             {"init_lora_weights": recorded},
         )
 

@@ -329,6 +329,8 @@ def open_model(place: ModelSource, how: Loading = USUAL) -> Loaded:
 def open_without_weights(place: ModelSource, how: Loading = USUAL) -> Loaded:
     """Tokenizer and configuration alone, for an engine that loads the weights itself."""
     refuse_gguf(place.base, "vLLM")
+    if place.kind != "base" and not place.is_dora:  # which is merged into its base first
+        place.contents.require_usable("serve")
     with explained("base model", place.base.name):
         config = base_config(place.base, how.trust_remote_code)
     return Loaded(place, how, open_tokenizer(place, how), config, stop_token_ids=place.stop_token_ids)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 
-from loragate.errors import ArtifactError
+from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.adapter_folder import AdapterFolder, read_adapter_folder
 from loragate.gates.adapter_rules import changed_base, factor_path
 from loragate.gates.control import keep_displaced
@@ -44,7 +44,7 @@ def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     names = {base_path(PREFIX + key.removeprefix(PREFIX)) for key in folder.beside_keys}
     own = dict(chain(base.named_parameters(remove_duplicate=False), base.named_buffers(remove_duplicate=False)))
     before = {name: own[name].detach().clone() for name in sorted(names & own.keys())}
-    mapping = {**(getattr(base, "_checkpoint_conversion_mapping", None) or {}), **_old_biases(folder)}
+    mapping = _key_mapping(base, folder)
     model: Any = PeftModel.from_pretrained(
         base, str(folder.path), config=peft_config(folder, trainable), is_trainable=trainable, key_mapping=mapping
     )
@@ -52,6 +52,34 @@ def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     told = set_peft_model_state_dict(model, load_peft_weights(str(folder.path), device="cpu", key_mapping=mapping))
     require_loaded(model, folder, told.unexpected_keys, told.missing_keys)
     keep_displaced(model, {name: old for name, old in before.items() if not torch.equal(old, own[name].to(old.device))})
+    return model
+
+
+def plan_peft(base: Any, path: str | Path) -> Any:
+    """`load_peft` on a base without weights (meta device): whether every key has its place is known from names and shapes.
+
+    Raises:
+        ConfigError: for factors of another shape than those of this base.
+        ArtifactError: as `load_peft`.
+    """
+    folder = read_adapter_folder(path)
+    folder.require_usable()
+    config, mapping = peft_config(folder), _key_mapping(base, folder)
+    start, config.init_lora_weights = config.init_lora_weights, True  # others read the weights of the base
+    with torch.device("meta"):
+        model: Any = get_peft_model(base, config)
+        state = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (dtype, shape) in folder.tensors.items()}
+    config.init_lora_weights = start
+    own = {name.replace(".default.", "."): list(value.shape) for name, value in model.named_parameters()}
+    for key, value in state.items():
+        if own.get(key, list(value.shape)) != list(value.shape):
+            named = getattr(base.config, "_name_or_path", "") or "this base"
+            raise ConfigError(
+                f"{folder.path} was not trained on {named}: its {key} has the shape {list(value.shape)}, and here it would be "
+                f"{own[key]}. Name its own base with --base"
+            )
+    told = set_peft_model_state_dict(model, {_mapped(key, mapping): value for key, value in state.items()})
+    require_loaded(model, folder, told.unexpected_keys, told.missing_keys)
     return model
 
 
@@ -103,6 +131,18 @@ def require_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], mis
     raise ArtifactError(
         f"the keys of {folder.weights} do not fit: {'; '.join(said)}. {_reason(model, unexpected, absent)}"
     )
+
+
+def _key_mapping(base: Any, folder: AdapterFolder) -> dict[str, str]:
+    """What PEFT's loader replaces in keys: patterns of names without its prefix, the first that matches."""
+    return {**(getattr(base, "_checkpoint_conversion_mapping", None) or {}), **_old_biases(folder)}
+
+
+def _mapped(key: str, mapping: dict[str, str]) -> str:
+    """A key as PEFT's loader renames it."""
+    name = key.removeprefix(PREFIX)
+    pattern = next((pattern for pattern in mapping if re.search(pattern, name)), None)
+    return key if pattern is None else PREFIX + re.sub(pattern, mapping[pattern], name)
 
 
 def _old_biases(folder: AdapterFolder) -> dict[str, str]:
