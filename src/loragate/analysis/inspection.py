@@ -39,8 +39,8 @@ def inspect_adapter(
         target_modules: gate only these; all that can be gated where there are none.
 
     Returns:
-        "findings" ({code, severity, message, remedy, evidence, text} each) on the adapter's files and "beside", what it changes beside
-        LoRA's factors. Unless one of them is an error: "modules" ({path, status, reason, …} each), "counts" by status,
+        "findings" on the adapter's files ({code, severity, message, remedy, evidence, text} each) and "beside", what it changes
+        beside LoRA's factors. Unless one of them is an error: "modules" ({path, status, reason, …} each), "counts" by status,
         "trainable", "problems", "endings"; "cost" where something can be gated; "gates" for a gated folder.
 
     Raises:

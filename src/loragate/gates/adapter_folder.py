@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ArtifactError
-from loragate.gates.adapter_rules import OF_LORA, Finding, Purpose, Tensors, factor_path, judge, kind_of, names_of
+from loragate.gates.adapter_rules import Finding, Purpose, Tensors, factor_path, judge, kind_of, names_of
 from loragate.gates.schema import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 PICKLED_WEIGHTS = "adapter_model.bin"
@@ -146,9 +146,9 @@ def read_adapter_folder(path: str | Path) -> AdapterFolder:
     try:
         entries = sorted(folder.iterdir())
         stamps = tuple((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in entries)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         absent = Finding(
-            "weights-absent", "error", f"{folder} cannot be read ({error.strerror})", "give the folder of an adapter"
+            "weights-absent", "error", f"{folder} cannot be read ({error})", "give the folder of an adapter"
         )
         return AdapterFolder(folder, {}, (), None, {}, (), (absent,))
     return _read(folder, stamps)
@@ -323,7 +323,7 @@ def _survey(
                 {"keys": zero[:8], "count": len(zero), "of": factors},
             )
         )
-    if tensors and not any(OF_LORA.search(key) for key in tensors):
+    if tensors and not any(factor_path(key)[1] for key in tensors):
         found.append(_foreign_keys(path, tensors))
     return tensors, found
 

@@ -59,7 +59,7 @@ _OTHER_HEADS = ("score", "classifier", "qa_outputs", "pooler", "v_head", "pre_cl
 _OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 # an adapter's name among its factors, which PEFT leaves out of its files and takes from those of others
 _NAMED = re.compile(r"(?<=\.)(lora_[A-Za-z_]+)\.(?!bias$)[A-Za-z0-9_-]+(?=\.weight$|$)")
-OF_LORA = re.compile(r"\.lora_[A-Za-z_]+(?:\.|$)")
+_OF_LORA = re.compile(r"\.lora_[A-Za-z_]+(?:\.|$)")
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def names_of(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
 def kind_of(key: str, copies: tuple[str, ...]) -> str:
     """factor, copy (modules_to_save), token, bias, embedding, norm, head or other."""
     name = key.removeprefix(PREFIX)
-    if OF_LORA.search(name):
+    if _OF_LORA.search(name):
         return "factor"
     if "trainable_tokens" in name or ".token_adapter." in name:
         return "token"

@@ -178,6 +178,8 @@ def _reason(model: Any, unexpected: list[str], absent: list[str]) -> str:
             "The file was written in part, or adapter_config.json is of another training: take both files of one folder, with the "
             "target_modules of the weights"
         )
+    if all(not key.startswith(PREFIX) for key in unexpected):
+        return f"Its keys do not begin with {PREFIX!r}, as PEFT's do: rename the prefix of its keys"
     if outside := next((path for path in paths if path in modules), ""):
         return (
             f"{outside} is a module of this base that target_modules does not name: adapter_config.json and the weights are of "
