@@ -18,6 +18,7 @@ from loragate.gates.adapter_folder import AdapterFolder, UnusableAdapterError
 from loragate.gates.eligibility import require_trainable
 from loragate.gates.schema import read_tensors
 from loragate.models import Loading, base_config, explained, generation_config, open_tokenizer, require_here, resolve
+from loragate.models.loading import require_causal
 from loragate.models.peft_loading import plan_peft
 
 
@@ -68,6 +69,7 @@ def inspect_adapter(
     place = place.plain
     with explained("base model", place.base.name):
         config = base_config(place.base, trust_remote_code)
+        require_causal(config, place.base.name)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -54,6 +54,8 @@ from loragate.models.settings import Loading
 from loragate.models.source import Kind, ModelRef, ModelSource, resolve
 
 USUAL = Loading()
+# how the names of classes end whose models read a whole text, or judge it
+_OTHER_MODELS = ("ForMaskedLM", "Classification", "ForQuestionAnswering", "ForMultipleChoice", "SentencePrediction")
 
 
 def torch_device(how: Loading) -> str:
@@ -176,17 +178,25 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
 
     Raises:
         ConfigError: for a GGUF file that is to be quantised anew.
-        ArtifactError: for a GGUF file that does not hold all weights.
+        ArtifactError: for a base that does not hold all weights of a causal language model.
     """
     name, beside = _pretrained(base)
+    arguments["output_loading_info"] = True
     if not base.gguf:
-        return AutoModelForCausalLM.from_pretrained(name, **arguments, **beside)
+        model, loaded = AutoModelForCausalLM.from_pretrained(name, **arguments, **beside)
+        own = {key for key, _ in model.named_parameters()}
+        if missing := sorted(own & {*loaded["missing_keys"]}):  # which transformers fills with random numbers
+            raise ArtifactError(
+                f"{name} does not hold {missing[0]} ({len(missing)} of {len(own)} weights are missing): it is no causal language "
+                "model, or its files are incomplete"
+            )
+        return model
     if arguments.get("quantization_config") is not None:
         refuse_gguf(base, "another quantisation")
     # weights that stayed in GGUF's blocks could not be fingerprinted as those of another file of the same model
     arguments["quantization_config"] = GgufConfig(dequantize=True)
     arguments.setdefault("config", base_config(base, bool(arguments.get("trust_remote_code"))))
-    model, loaded = AutoModelForCausalLM.from_pretrained(name, **beside, **arguments, output_loading_info=True)
+    model, loaded = AutoModelForCausalLM.from_pretrained(name, **beside, **arguments)
     if missing := sorted(loaded["missing_keys"]):  # which transformers fills with random numbers
         raise ArtifactError(
             f"{base.name} does not hold {missing[0]} ({len(missing)} weights are missing); it may be one of several parts, which "
@@ -195,6 +205,20 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
     # transformers would record the folder of the file, or a temporary one
     model.name_or_path = model.config._name_or_path = base.lasting
     return model
+
+
+def require_causal(config: Any, name: str) -> None:
+    """Refuse a base whose checkpoint is of an encoder or a classifier, which transformers would load as a causal model.
+
+    Raises:
+        ConfigError: naming its class.
+    """
+    kinds = [str(kind) for kind in getattr(config, "architectures", None) or ()]
+    if kinds and all(kind.endswith(_OTHER_MODELS) for kind in kinds):
+        raise ConfigError(
+            f"base model {name} is a {kinds[0]}: gates act on causal language models (AutoModelForCausalLM); take an adapter of a "
+            "model that writes text"
+        )
 
 
 def refuse_gguf(base: ModelRef, what: str) -> None:
@@ -222,7 +246,9 @@ def open_base(base: ModelRef, how: Loading, host_memory: bool = False) -> Any:
     device = "cpu" if host_memory else torch_device(how)
     if base.gguf and arguments["dtype"] == "auto":
         arguments["dtype"] = torch.bfloat16  # the file names none, and transformers would take fp32
-    stored = quantization_of_config(base_config(base, how.trust_remote_code))
+    config = base_config(base, how.trust_remote_code)
+    require_causal(config, base.name)
+    stored = quantization_of_config(config)
     if stored != NONE and how.quantization != NONE:
         raise ConfigError(f"{base.name} is {describe_storage(stored)} already; leave --quantization out")
     if how.quantization != NONE:
