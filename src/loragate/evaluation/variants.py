@@ -208,9 +208,9 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind, *, ba
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
     if kind == "adapter":
         adapter = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()].float()
-        with as_base(model):
-            base = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()].float()
-        figures = {"adapter_from_base": float((adapter - base).abs().max())}
+        with as_base(model) if base else model.disable_adapter():
+            without = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()].float()
+        figures = {"adapter_from_base": float((adapter - without).abs().max())}
     else:
         parity = measure_parity(model, ids, mask)
         figures = {

@@ -313,8 +313,10 @@ def as_base(model: Any) -> Iterator[None]:
     λ = 0 is less: it leaves trained tokens, whole copies of modules, embeddings, norms and biases of the adapter.
 
     Raises:
-        GateError: where the displaced weights are spread over several devices.
+        GateError: where `why_no_base` says so, or the displaced weights are spread over several devices.
     """
+    if reason := why_no_base(model):
+        raise GateError(f"the model without the adapter would not be its base. {reason}")
     displaced: dict[str, Tensor] = vars(model).get("_displaced_weights", {})
     held = (
         {base_path(name): value for name, value in _tensors(model) if base_path(name) in displaced} if displaced else {}

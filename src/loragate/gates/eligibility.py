@@ -73,8 +73,12 @@ def config_tables(model: nn.Module, adapter_name: str) -> Iterator[dict[str, Any
 
 def changed_base_of(model: nn.Module, adapter_name: str) -> str:
     """`changed_base` of an adapter that is loaded."""
-    reasons = (changed_base(getattr(one, "init_lora_weights", None)) for one in adapter_configs(model, adapter_name))
-    return next(filter(None, reasons), "")
+    for config in adapter_configs(model, adapter_name):
+        if why := changed_base(getattr(config, "init_lora_weights", None)):
+            return why
+        if getattr(config, "kasa_config", None):
+            return "kasa_config takes the smallest singular values out of the base's weights, so λ = 0 is not the base"
+    return ""
 
 
 def trains_biases(model: nn.Module, adapter_name: str) -> bool:

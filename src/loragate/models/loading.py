@@ -522,7 +522,9 @@ def _sentence(what: str, name: str, error: Exception) -> LoragateError:
         )
     if isinstance(error, OSError) and not Path(name).exists():
         elsewhere = (
-            "; where it is on this machine under another name, say so with --base" if what == "base model" else ""
+            "; where it is on this machine under another name, say so with --base"
+            if what in ("base model", "tokenizer")
+            else ""
         )
         return LoragateError(
             f"{what} {name}: no such folder, and it could not be fetched from the hub. Check the spelling, the network "
