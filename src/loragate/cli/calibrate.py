@@ -70,6 +70,7 @@ def run(options: CalibrateOptions) -> int:
     require_free_out(folder, options.resume)
     require_reporters(options.report_to)
     source = models.resolve(options.adapter, options.base, expect="adapter")
+    source.contents.require_usable("gate")
     try:
         calibrated = choose(replace(options, adapter=source.source), settings, source, trials, out)
     except KeyboardInterrupt as stop:

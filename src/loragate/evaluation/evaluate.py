@@ -71,7 +71,6 @@ from loragate.evaluation.tasks import load_task
 from loragate.evaluation.variants import ModelVariant, canary
 from loragate.files import RunFolder, file_sha256, folder_sha256, require_same, write_json, write_text
 from loragate.gates.attach import active_adapter, is_gated
-from loragate.gates.eligibility import trains_biases
 from loragate.gates.schema import GATES
 from loragate.generation import Sample
 from loragate.generation.engine import draw_samples, read_samples
@@ -85,10 +84,6 @@ OnEvent = Callable[[str, ModelVariant, str, int, int], None]
 Results = dict[tuple[str, str], TaskResult]
 """By (variant, task)."""
 KIND, VARIANTS = "evaluation", "variants.json"
-BIASES = (
-    "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off: the base has "
-    "them too"
-)
 
 
 def no_progress(stage: str, variant: ModelVariant, task: str, done: int, total: int) -> None:
@@ -164,12 +159,9 @@ class Evaluation:
             GateError: where adapter or gates do not act.
         """
         figures: dict[str, float] = {}
-        notes = list(notes)
         if loaded.model is not None:  # vLLM has the weights elsewhere
-            figures = canary(loaded.model, loaded.tokenizer, tasks[0].prompts, loaded.kind)
             with_base = any(variant.weights == "base" for variant in variants)
-            if with_base and loaded.kind != "base" and trains_biases(loaded.model, active_adapter(loaded.model)):
-                notes.append(BIASES)
+            figures = canary(loaded.model, loaded.tokenizer, tasks[0].prompts, loaded.kind, base=with_base)
         return cls(
             request.out,
             list(tasks),
@@ -190,7 +182,7 @@ class Evaluation:
                 **({"end_of_turn": added} if (added := loaded.endings.added) else {}),
             },
             grading=request.grading,
-            notes=notes,
+            notes=list(notes),
             left_out=left_out or {},
             engine_for=Engines(request.engine, request.model, request.base, loaded, request.out),
         )

@@ -34,10 +34,8 @@ from loragate.generation.engine import (
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, request_seed
-from loragate.models import ModelRef, generation_config, is_gated, plain_adapter, read_adapter_config
+from loragate.models import LORA_RANKS, ModelRef, generation_config, is_gated, plain_adapter, read_adapter_config
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM takes for `max_lora_rank`."""
 NOT_INSTALLED = (
     'vLLM is not installed; it needs an environment of its own: pip install "loragate[vllm]" there. Without it use transformers: '
     "loragate generate, --engine transformers of an evaluation, or loragate.load_gated in Python"

@@ -34,7 +34,8 @@ from loragate.evaluation.variants import ModelVariant
 from loragate.files import RunFolder, read_json, write_json
 from loragate.gates import adapter_fingerprint
 from loragate.gates.attach import active_adapter, is_gated
-from loragate.gates.eligibility import changed_base_of, examine_adapter, require_gateable, require_trainable
+from loragate.gates.control import why_no_base
+from loragate.gates.eligibility import examine_adapter, require_gateable, require_trainable
 from loragate.gates.identity import base_weight_samples
 from loragate.gates.schema import CONFIG
 from loragate.selection.dev import RETENTION_TOKENS, DevSet, answer_tokens
@@ -107,15 +108,6 @@ def require_adapter(context: TrialContext, trials: Sequence[Trial]) -> int:
     return count
 
 
-def base_is_off(model: Any) -> str:
-    """Why λ = 0 is not the base; empty where gates reach all that the adapter changed."""
-    name = active_adapter(model)
-    if why := changed_base_of(model, name):
-        return why
-    others = [one.path for one in examine_adapter(model, name) if one.status != "gate"]
-    return f"the adapter changes modules that cannot be gated, such as {others[0]}" if others else ""
-
-
 def written_seed(trials: Sequence[Trial]) -> str:
     """Which seed's gates are written where a cell has several, the first as no score may choose; empty where it has one."""
     if len(trials) < 2:
@@ -147,7 +139,7 @@ class SelectionRun:
         require_one_process()
         context = self.context
         self.gateable = require_adapter(context, self.trials)
-        self.base_left_out = base_is_off(context.model)
+        self.base_left_out = why_no_base(context.model)
         self.gated: dict[Trial, Path] = {}
         self.diverged: dict[str, str] = {}
         self._asked: dict[str, dict[ModelVariant, None]] = {"dev": {}, "retention": {}}  # ordered sets

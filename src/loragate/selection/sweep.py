@@ -81,6 +81,7 @@ class Sweep:
 
     def __post_init__(self) -> None:
         found = resolve(absolute(self.adapter), absolute(self.base), expect="adapter")
+        found.contents.require_usable("gate")
         self.adapter, self.base = found.source, str(replace(found.base, name=found.base.lasting))
         self.how = replace(self.how, chat_template=absolute(self.how.chat_template))
         self.dev = replace(
