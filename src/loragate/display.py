@@ -106,17 +106,17 @@ def duration(seconds: float) -> str:
 
 def percent(share: float) -> str:
     """A share of 1 as a percentage with one decimal, without its sign."""
-    return f"{_tenths(share):.1f}"
+    return f"{round(100 * share, 1) + 0.0:.1f}"  # adding zero turns -0.0 into 0.0
 
 
 def points(share: float) -> str:
-    """A difference of shares in percentage points, signed."""
-    value = _tenths(share)
-    return f"{value:+.1f}" if value else "0.0"
+    """A difference of shares in percentage points, signed; what rounds to zero keeps its side of it, which verdicts go by."""
+    return f"{round(100 * share, 1):+.1f}" if share else "0.0"
 
 
-def _tenths(share: float) -> float:
-    return round(100 * share, 1) + 0.0  # adding zero turns -0.0 into 0.0
+def at(temperature: float) -> str:
+    """A sampling temperature as sentences name it; 0 is greedy."""
+    return f"at temperature {temperature:g}" if temperature else "greedily"
 
 
 def time_left(seconds: float) -> str:

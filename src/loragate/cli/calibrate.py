@@ -13,6 +13,7 @@ from loragate.display import Display, Job, console, next_evaluation
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.selection.settings import DevSettings, require_one_process
+from loragate.selection_record import EVERY_KIND
 from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
 from loragate.training.settings import GateTrainingSettings
 from loragate.training.strategy import launch_of
@@ -116,7 +117,7 @@ def choose(
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
     from loragate.selection.calibrate import heldout_of, read_questions, run_calibration, take_as_given
     from loragate.selection.compare import SelectionRun, require_adapter
-    from loragate.selection.dev import EVERY_KIND, read_dev
+    from loragate.selection.dev import read_dev
     from loragate.selection.sweep import origin_of
     from loragate.selection.trials import TrialContext
     from loragate.training.rows import read_rows

@@ -127,7 +127,8 @@ def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
                 draw(folder / f"{name}_{suite}.{suffix}")
         for view in read_selection(maps):
             out.print(selection_table(view))
-            out.print(view.sentence())
+            for line in view.sentences:
+                out.print(line)
     took = duration(record.seconds)
     out.print(f"written to {folder / 'results.json'}, .md, cells_*.json and heatmap_*.png in {took}")
     out.print(f"next: loragate report {folder} --figures {folder}/figures")

@@ -114,7 +114,8 @@ def run(options: SweepOptions) -> int:
         return 0
     maps = write_selection(swept.selection, folder)
     for view in read_selection(swept.selection):
-        out.print(view.sentence())
+        for line in view.sentences:
+            out.print(line)
         out.print(selection_table(view))
     drawn = " and heatmap*.png" if maps else ""
     out.print(f"written to {folder}: best/, selection.json, .md{drawn}")

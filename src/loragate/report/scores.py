@@ -46,10 +46,9 @@ def caption(record: Record) -> str:
     """What the columns mean, and what was done."""
     text = (
         "Ranges are 95 % intervals over questions; vs adapter is paired by question, gates at a lower temperature against "
-        "the adapter there; p and verdict are after Holm's adjustment over all comparisons, and an interval of one "
-        "comparison alone that would say otherwise is left out. Cut off: answers that met the length limit; below it, "
-        "where it differs, no EOS: answers without an end of sequence. No answer: nothing that could be judged was found, for "
-        "whatever reason. Tokens and entropy (nats per token): means over the answers."
+        "the adapter there; its p, interval and verdict are after Holm's adjustment over all comparisons. Cut off: answers that "
+        "met the length limit; below it, where it differs, no EOS: answers without an end of sequence. No answer: nothing that "
+        "could be judged was found, for whatever reason. Tokens and entropy (nats per token): means over the answers."
     )
     if record["sandbox"]:
         text += f" Programs ran in the tier {record['sandbox']}."
@@ -140,10 +139,9 @@ def evaluation_statements(record: Record) -> list[str]:
             if versus is None or adapter is None:
                 statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")
                 continue
-            ends = ends_of(versus, row["verdict"])
             size = (
                 f"{percent(row['avg_at_k']['mean'])} % against {percent(adapter['avg_at_k']['mean'])} % of the adapter "
-                f"({points(versus['mean'])} points{f', 95 % interval {ends}' if ends else ''})"
+                f"({points(versus['mean'])} points, interval {ends_of(versus)})"
             )
             says = VERDICTS.get(row["verdict"], "not significantly different from the adapter")
             statements.append(f"{where}, gated is {says}: {size}.")

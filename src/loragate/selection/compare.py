@@ -41,6 +41,19 @@ from loragate.selection.dev import RETENTION_TOKENS, DevSet, answer_tokens
 from loragate.selection.select import RULE, TEMPERATURES, Selection, paired_z, select
 from loragate.selection.settings import require_one_process
 from loragate.selection.trials import FAILED, GATED, OnStep, Trial, TrialContext
+from loragate.selection_record import (
+    FILE,
+    DevInfo,
+    Gap,
+    Kind,
+    Recommended,
+    Retained,
+    RetentionInfo,
+    Score,
+    SelectionRecord,
+    VariantScore,
+    reason_of,
+)
 from loragate.training.rows import encoded_fingerprint
 
 SCALES = (0.25, 0.5, 0.75, 1.25, 1.5)
@@ -77,8 +90,8 @@ class Compared:
         return Compared(f"{self.label} {heat}", tuple(one.at(temperature) for one in self.variants), self.trials)
 
     @property
-    def kind(self) -> str:
-        """adapter, base, scale or gates."""
+    def kind(self) -> Kind:
+        """What acts."""
         one = self.variants[0]
         if one.scale is not None:
             return "scale"
@@ -285,7 +298,7 @@ class SelectionRun:
         )
         return {row.label: row for row in record.results}
 
-    def choose(self) -> dict[str, Any]:
+    def choose(self) -> SelectionRecord:
         """Evaluate in the two steps of the rule, choose, and return the record, which is also in `selection.json`."""
         greedy = [one.at(0) for one in self.compared()]
         rows = self.results(greedy)
@@ -297,7 +310,7 @@ class SelectionRun:
         scores = {one.label: one.scores(rows) for one in asked}
         chosen, vetoed, retained = self._guarded(scores, {one.label: one for one in asked})
         record = self._record(chosen, asked, rows, scores, vetoed, retained)
-        write_json(self.folder / "selection.json", record)
+        write_json(self.folder / FILE, record.to_json())
         return record
 
     def _guarded(
@@ -328,61 +341,63 @@ class SelectionRun:
         scores: Mapping[str, np.ndarray],
         vetoed: Mapping[str, str],
         retained: Mapping[str, np.ndarray],
-    ) -> dict[str, Any]:
+    ) -> SelectionRecord:
         assert self.dev is not None, "there is a dev set"
         task, own = self.tasks["dev"], scores[BASELINE.label]
-        variants = {}
+        variants: dict[str, VariantScore] = {}
         for one in asked:
             found, estimate = [rows[variant.label] for variant in one.variants], average_at_k(scores[one.label])
-            z = paired_z(scores[one.label], own)
-            # infinite where every question differs by as much, which JSON cannot say
-            versus = {**asdict(compare(scores[one.label], own)), "z": z if math.isfinite(z) else None}
             kept = retained.get(one.label)
-            variants[one.label] = {
-                "label": one.label,
-                "weights": one.kind,
-                "temperature": one.variants[0].temperature,
-                **{key: getattr(estimate, key) for key in ("mean", "low", "high")},
-                "samples": sum(row.avg_at_k.samples for row in found),
-                "difference": None if one.label == BASELINE.label else versus,
-                **{
-                    key: float(np.mean([getattr(row, key) for row in found]))
-                    for key in ("truncated", "no_eos", "tokens")
-                },
-                "retention": None if kept is None else asdict(average_at_k(kept)),
-            }
+            variants[one.label] = VariantScore(
+                estimate.mean,
+                estimate.low,
+                estimate.high,
+                label=one.label,
+                weights=one.kind,
+                temperature=one.variants[0].temperature or 0.0,
+                samples=sum(row.avg_at_k.samples for row in found),
+                difference=None if one.label == BASELINE.label else _gap(scores[one.label], own),
+                truncated=float(np.mean([row.truncated for row in found])),
+                no_eos=float(np.mean([row.no_eos for row in found])),
+                tokens=float(np.mean([row.tokens for row in found])),
+                retention=None if kept is None else Retained(**asdict(average_at_k(kept))),
+            )
         picked, row = next(one for one in asked if one.label == chosen.label), variants[chosen.label]
         trial = picked.trials[0] if picked.trials else None
         reasons = rows[BASELINE.label].reasons
-        return {
-            "rule": RULE,
-            "recommendation": {
-                "label": chosen.label,
-                "weights": picked.kind,
-                "temperature": row["temperature"],
-                "scale": picked.variants[0].scale,
-                "range": None if trial is None else [trial.range.lower, trial.range.upper],
-                "trial": None if trial is None else trial.slug,
-                "score": {key: row[key] for key in ("mean", "low", "high")},
-                "reason": reason_of(chosen),
-            },
-            "baseline": BASELINE.label,
-            "variants": list(variants.values()),
-            "dev": {
-                "source": task.source,
-                "questions": len(task.questions),
-                "samples": self.dev.settings.dev_samples,
-                "max_new_tokens": task.sampling.max_new_tokens,
-                "task": f"{task.task.name} v{task.task.version}",
-                "grader": task.task.grader,
-                "unread": 1 - sum(reasons.get(reason, 0) for reason in READ) / len(task.questions),
-            },
-            "retention": {"source": self.tasks["retention"].source, "vetoed": dict(vetoed)}
-            if "retention" in self.tasks
-            else None,
-            "left_out": {"base": self.base_left_out} if self.base_left_out else {},
-            "diverged": self.diverged,
-        }
+        return SelectionRecord(
+            RULE,
+            Recommended(
+                chosen.label,
+                picked.kind,
+                row.temperature,
+                scale=picked.variants[0].scale,
+                range=None if trial is None else (trial.range.lower, trial.range.upper),
+                trial=None if trial is None else trial.slug,
+                score=Score(row.mean, row.low, row.high),
+                reason=reason_of(chosen.best, BASELINE.label, variants[chosen.best].difference, chosen.accepted),
+            ),
+            BASELINE.label,
+            tuple(variants.values()),
+            DevInfo(
+                task.source,
+                len(task.questions),
+                self.dev.settings.dev_samples,
+                task.sampling.max_new_tokens,
+                f"{task.task.name} v{task.task.version}",
+                task.task.grader,
+                1 - sum(reasons.get(reason, 0) for reason in READ) / len(task.questions),
+            ),
+            RetentionInfo(self.tasks["retention"].source, dict(vetoed)) if "retention" in self.tasks else None,
+            {"base": self.base_left_out} if self.base_left_out else {},
+            self.diverged,
+        )
+
+
+def _gap(scores: np.ndarray, own: np.ndarray) -> Gap:
+    """The paired difference a - b of scores [Q, K]; its z is None where it is infinite, which JSON cannot say."""
+    z = paired_z(scores, own)
+    return Gap(**{**asdict(compare(scores, own)), "z": z if math.isfinite(z) else None})
 
 
 def trained_in(folder: Path, trials: Sequence[Trial]) -> dict[Trial, Path]:
@@ -395,17 +410,6 @@ def failed_in(folder: Path, trials: Sequence[Trial], *, diverged: bool) -> dict[
     """{name: why} of the trials whose training diverged, or of those whose last attempt failed for another reason."""
     notes = {one.name: read_json(folder / TRIALS / one.slug / FAILED) for one in trials}
     return {name: str(note["error"]) for name, note in notes.items() if note and note["diverged"] is diverged}
-
-
-def reason_of(chosen: Selection) -> str:
-    """Why this variant was chosen, in a sentence."""
-    if chosen.difference is None:
-        return f"no variant scored above {BASELINE.label}"
-    gap = chosen.difference
-    size = f"{points(gap.mean)} points (95 % interval {points(gap.low)} to {points(gap.high)}, z = {chosen.z:.2f})"
-    if chosen.accepted:
-        return f"it beats {BASELINE.label} by {size}"
-    return f"{chosen.best} is above it by {size}, which may be chance"
 
 
 Open = Callable[[], SelectionRun]

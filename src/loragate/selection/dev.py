@@ -40,10 +40,6 @@ LONG = 60
 """Characters from which a question is looked for inside other prompts; shorter ones occur by accident."""
 RETENTION_TOKENS = 512  # of an answer to a plain file of retention questions
 MEASURED = 2_000  # training examples whose answers are measured
-EVERY_KIND = (
-    "the dev set must hold every kind of question that the adapter will be asked: what it does not ask, nothing here measures "
-    "(a retention set, --retention-data, guards other abilities)"
-)
 
 
 @dataclass(frozen=True)

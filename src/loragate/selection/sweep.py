@@ -24,10 +24,10 @@ from loragate.errors import ConfigError, DataError, DivergenceError, LoragateErr
 from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.prepared import Request
 from loragate.evaluation.results import EvaluationRecord
-from loragate.evaluation.statistics import compare_suites, holm, suite_average
+from loragate.evaluation.statistics import Difference, compare_suites, simultaneous, suite_average
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import ModelVariant
-from loragate.files import RunFolder, read_json, require_new
+from loragate.files import RunFolder, require_new
 from loragate.gates import GateConfig
 from loragate.gates.schema import CONFIG, read_gate_config
 from loragate.models import Loaded, Loading, ModelSource, explained, load_adapter, open_base, open_tokenizer, resolve
@@ -44,6 +44,7 @@ from loragate.selection.compare import (
 )
 from loragate.selection.settings import DevSettings
 from loragate.selection.trials import Trial, TrialContext
+from loragate.selection_record import FILE, SelectionRecord, read_selection_record
 from loragate.training import GateTrainingSettings
 
 LEVEL = 0.05  # of the cells that are said to differ from the adapter
@@ -179,12 +180,12 @@ class Swept:
     """What a sweep came to.
 
     Attributes:
-        selection: content of `selection.json`; None where nothing was chosen: without a dev set, or with trials that failed.
+        selection: what `selection.json` holds; None where nothing was chosen: without a dev set, or with trials that failed.
         best: the recommended variant's folder; None where nothing was chosen.
         failures: {trial: why} of trials whose last attempt failed, for another reason than a training that diverged.
     """
 
-    selection: dict[str, Any] | None
+    selection: SelectionRecord | None
     best: Path | None
     failures: Mapping[str, str]
 
@@ -253,13 +254,11 @@ def _head(trials: Sequence[Trial]) -> dict[str, Any]:
     }
 
 
-def _tell_apart(cells: Sequence[dict[str, Any]]) -> None:
-    """Say in records of cells which differ from the adapter, by Holm's method over all of them."""
-    adjusted = holm([cell["difference"]["p"] for cell in cells]) if cells else []
-    for cell, p in zip(cells, adjusted, strict=True):
-        versus = cell["difference"]
-        versus["p_holm"] = p
-        cell["differs"] = p <= LEVEL and (versus["low"] > 0 or versus["high"] < 0)
+def _tell_apart(cells: Sequence[dict[str, Any]], differences: Sequence[Difference]) -> None:
+    """Say in records of cells how they differ from the adapter, by Holm's method over all of them."""
+    for cell, versus, p in zip(cells, *simultaneous(differences), strict=True):
+        cell["difference"] = {**asdict(versus), "p_holm": p}
+        cell["differs"] = p <= LEVEL
 
 
 @dataclass(frozen=True)
@@ -304,8 +303,8 @@ class SweptCells:
         if asked := [task.name for task in tasks if task.harness is not None]:
             raise ConfigError(f"--sweep: {', '.join(asked)} are retention suites, which are scored one model at a time")
         endings = tuple(gates.get("stop_token_ids") or ())
-        chosen = read_json(sweep / "selection.json").get("recommendation") or {}
-        picked = next((one.cell for one in every if one.slug == chosen.get("trial")), "")
+        chosen = read_selection_record(sweep / FILE).recommendation.trial if (sweep / FILE).is_file() else None
+        picked = next((one.cell for one in every if one.slug == chosen), "")
         left = tuple(one for one in every if one not in trials)
         return cls(trials, left, own, tasks, endings, picked)
 
@@ -330,14 +329,14 @@ class SweptCells:
             if trial.cell not in incomplete:
                 groups.setdefault(trial.cell, []).append(trial)
         tables: dict[str, list[np.ndarray]] = {"adapter": own}
-        cells: list[dict[str, Any]] = []
+        cells, differences = list[dict[str, Any]](), list[Difference]()
         for name, trials in groups.items():
             tables[name] = [
                 np.mean([rows[task, f"gated {one.name}"].means_Q1 for one in trials], axis=0) for task in tasks
             ]
-            score, versus = suite_average(tables[name]), compare_suites(tables[name], own)
-            cells.append({**_head(trials), "score": asdict(score), "difference": asdict(versus)})
-        _tell_apart(cells)
+            cells.append({**_head(trials), "score": asdict(suite_average(tables[name]))})
+            differences.append(compare_suites(tables[name], own))
+        _tell_apart(cells, differences)
         best, regret = max(tables, key=lambda name: suite_average(tables[name]).mean), None
         if self.picked in tables:
             # a model does not differ from itself, which the test cannot know
