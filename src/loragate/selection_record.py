@@ -127,7 +127,12 @@ class Recommended:
 
 @dataclass(frozen=True)
 class DevInfo:
-    """The dev set and how it was asked; `unread` is the share of the adapter's answers that the grader could not read."""
+    """The dev set and how it was asked.
+
+    Attributes:
+        unread: share of the adapter's answers that the grader could not read.
+        dropped: {what they are also among: number of questions left out for it}.
+    """
 
     source: str
     questions: int
@@ -136,14 +141,16 @@ class DevInfo:
     task: str
     grader: str
     unread: float
+    dropped: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RetentionInfo:
-    """The retention set, and {variant: why it was not taken} of those that lose on it."""
+    """The retention set, {variant: why it was not taken} of those that lose on it, and `dropped` as of `DevInfo`."""
 
     source: str
     vetoed: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -193,6 +200,11 @@ class SelectionRecord:
         said = [f"{found.advice()}: {self.score()}; {found.reason}.", *filter(None, [self.alternatives()])]
         if found.label != self.baseline:
             said.append("The score of what was chosen is flattered by the choice; measure it on other questions.")
+        for name, one in (("dev", self.dev), ("retention", self.retention)):
+            said += [
+                f"{count} {name} questions were left out, as they are also among {what}."
+                for what, count in (one.dropped if one else {}).items()
+            ]
         vetoed = {} if self.retention is None else self.retention.vetoed
         said += [f"{label} was not taken: it {why}." for label, why in vetoed.items()]
         said += [f"{name} is left out: {why}." for name, why in self.left_out.items()]

@@ -224,6 +224,17 @@ def test_what_cannot_be_chosen_is_refused(tmp_path, trained):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_choice_without_the_shared_questions_says_how_many_there_were(tmp_path, engines):
+    engines({"adapter greedy": 20})
+    leaking = [*questions(), {"prompt": ROWS[0]["messages"][0]["content"], "answer": "w1"}]
+    dev = DevSettings(dev_grader="exact", dev_samples=2, drop_overlap=True)
+    chosen = lg.calibrate(
+        tiny_adapter(), tiny_tokenizer(), ROWS, leaking, tmp_path / "out", ranges=(TWO,), settings=SETTINGS, dev=dev
+    )
+    assert record_of(chosen)["dev"]["questions"] == 32
+    assert "1 dev questions were left out, as they are also among the training examples." in chosen.sentences()
+
+
 def test_the_first_sentence_says_what_to_use_and_the_second_what_the_others_scored(tmp_path, engines):
     engines({"adapter greedy": 20, "base greedy": 3, GREEDY: 21, "adapter λ=0.5 greedy": 18})
     _, chosen = calibrate(tmp_path / "out")

@@ -144,7 +144,9 @@ def choose(
     )
     dev_set, retention = None, None
     if options.dev_data:
-        dev_set, retention = read_questions(context, dev, options.dev_data, options.retention_data or None)
+        dev_set, retention = read_questions(
+            context, dev, options.dev_data, options.retention_data or None, folder / "run"
+        )
     with display.job("reading the data", unit="example") as job:
         context.on_encoding = job.advance_to
         _, encoded = context.encoded(settings.seed)

@@ -148,7 +148,7 @@ def calibrate(
         return take_as_given(context, trials[0], Path(out), resume=resume, on_event=on_event)
     if dev_dataset is None:
         raise ConfigError(NO_DEV)
-    questions = read_questions(context, dev, dev_dataset, retention_dataset)
+    questions = read_questions(context, dev, dev_dataset, retention_dataset, Path(out) / "run")
     return run_calibration(SelectionRun(context, trials, Path(out) / "run", *questions, on_event), Path(out), resume)
 
 
@@ -198,12 +198,12 @@ def heldout_of(
 
 
 def read_questions(
-    context: TrialContext, dev: DevSettings, dev_dataset: RowsGiven, retention_dataset: RowsGiven | None
+    context: TrialContext, dev: DevSettings, dev_dataset: RowsGiven, retention_dataset: RowsGiven | None, folder: Path
 ) -> tuple[DevSet, DevSet | None]:
-    """Dev and retention set, neither of which shares a question with the examples; raises as `read_dev`."""
+    """Dev and retention set, neither of which shares a question with the examples; `folder` and errors as of `read_dev`."""
     taken = taken_prompts(context.examples, dev)
-    retention = None if retention_dataset is None else read_dev(retention_dataset, dev, "retention", taken)
-    return read_dev(dev_dataset, dev, "dev", taken), retention
+    retention = None if retention_dataset is None else read_dev(retention_dataset, dev, "retention", taken, folder)
+    return read_dev(dev_dataset, dev, "dev", taken, folder), retention
 
 
 def take_as_given(

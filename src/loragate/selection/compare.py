@@ -387,8 +387,11 @@ class SelectionRun:
                 f"{task.task.name} v{task.task.version}",
                 task.task.grader,
                 1 - sum(reasons.get(reason, 0) for reason in READ) / len(task.questions),
+                self.dev.dropped,
             ),
-            RetentionInfo(self.tasks["retention"].source, dict(vetoed)) if "retention" in self.tasks else None,
+            None
+            if self.retention is None
+            else RetentionInfo(self.tasks["retention"].source, dict(vetoed), self.retention.dropped),
             {"base": self.base_left_out} if self.base_left_out else {},
             self.diverged,
         )

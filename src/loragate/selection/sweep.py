@@ -42,6 +42,7 @@ from loragate.selection.compare import (
     no_trial,
     trained_in,
 )
+from loragate.selection.dev import OVERLAP
 from loragate.selection.settings import DevSettings
 from loragate.selection.trials import Trial, TrialContext
 from loragate.selection_record import FILE, SelectionRecord, read_selection_record
@@ -113,7 +114,7 @@ class Sweep:
         )
         dev, retention = None, None
         if self.dev_data:
-            dev, retention = read_questions(context, self.dev, self.dev_data, self.retention_data or None)
+            dev, retention = read_questions(context, self.dev, self.dev_data, self.retention_data or None, folder)
         return SelectionRun(context, tuple(trials), folder, dev, retention, on_event)
 
 
@@ -215,7 +216,7 @@ def run_sweep(
     """
     folder = Path(folder)
     if not resume and not (folder / RunFolder.RECORD).exists():
-        require_new(folder)
+        require_new(folder, OVERLAP)
     run = sweep.open(trials, folder, on_event)
     with run.begun(resume):
         if run.dev is not None:
