@@ -35,6 +35,8 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
 }
 """What the environment says to libraries, unless it says something else already."""
+TOLD = r".*(missing adapter keys|changes the base weights)"
+"""PEFT's warnings that an adapter was not loaded whole, or that the base is not the base; they are never hidden."""
 FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe: room for names and intervals in one line
 
 
@@ -71,6 +73,9 @@ def quiet_logging() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reads its variable at its import alone
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="(transformers|trl|peft|torch)")
+    warnings.filterwarnings(
+        "default", message=TOLD, category=UserWarning, module="peft"
+    )  # the later filter is asked first
     own = logging.getLogger("loragate")
     if own.handlers:  # tests and notebooks call commands one after the other
         return
@@ -78,9 +83,6 @@ def quiet_logging() -> None:
     handler.setFormatter(logging.Formatter("loragate: %(message)s"))
     own.addHandler(handler)
     own.propagate = False
-    # said at the import of PEFT on processors with AVX512-BF16, of a kernel for packed weights; see gates.keep_unpacked
-    ops = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    ops.addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
 
 
 def next_evaluation(model: object, out: str) -> str:
