@@ -148,8 +148,8 @@ def begin(options: EvaluationInputs, evaluation: Evaluation, out: Console, rows:
 def sample(evaluation: Evaluation, out: Console, display: Display) -> EvaluationRecord:
     """Sample and judge behind one bar; Ctrl-C says how to go on."""
     try:
-        with display.job("sampling and grading", evaluation.sample_count, "answer") as job:
-            return evaluation.run(counted(job, "sampling"))
+        with display.job("sampling and grading") as job:
+            return evaluation.run(counted(job, evaluation.sample_count))
     except KeyboardInterrupt:
         where = evaluation.folder
         out.print(f"stopped; every answer so far is in {where}. The same command with --resume goes on")

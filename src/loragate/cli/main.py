@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 import traceback
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from loragate.errors import DONE, FAILED, INTERRUPTED, WRONG, ConfigError, DataError, LoragateError, nearest
@@ -46,6 +47,8 @@ COMMANDS = {
     "env": ("cli.env", "versions, devices and optional parts of this installation"),
 }
 
+
+SERVERS = ("explore", "serve")  # which are silent while nobody asks
 
 ECHO = re.compile(
     r"^(?:(?:loragate: )?error: )+|(?<!\S)(?P<said>[^\s:]{3,}): (?=(?P=said)(?::\d|[\s:,\[]|$))", re.IGNORECASE
@@ -118,7 +121,7 @@ def _run(name: str, arguments: list[str]) -> int:
         raise ConfigError(f"unknown command {name!r}{nearest(name, COMMANDS)} (loragate --help lists them)")
     # cyclopts and rich take longer to import than the overview to print
     from loragate.cli.arguments import parse, print_help, resolved_yaml
-    from loragate.display import quiet_logging
+    from loragate.display import never_silent, quiet_logging
 
     quiet_logging()
     found = command(name)
@@ -130,7 +133,8 @@ def _run(name: str, arguments: list[str]) -> int:
     if given.get("print_config"):
         print(resolved_yaml(options), end="")
         return 0
-    return found.run(options)
+    with nullcontext() if name in SERVERS else never_silent(f"loragate {name}"):
+        return found.run(options)
 
 
 def _fail(error: LoragateError, debug: bool) -> int:

@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from loragate.display import points
+from loragate.display import Job, points
 from loragate.errors import DataError, DivergenceError, GateError
 from loragate.evaluation.engines import in_memory
 from loragate.evaluation.evaluate import Evaluation, evaluate
+from loragate.evaluation.evaluate import OnEvent as AnswersDone
 from loragate.evaluation.prepared import Prepared
 from loragate.evaluation.results import TaskResult
 from loragate.evaluation.settings import GradingSettings
@@ -63,11 +64,25 @@ READ = ("ok", "wrong")
 """Reasons of verdicts on answers that the grader could read."""
 
 OnEvent = Callable[[str, str, int, int, str], None]
-"""Called with (stage, what, done, total, note): "training" a trial's steps, "evaluating" a variant's answers."""
+"""Called with (stage, what, done, total, note): steps of all trainings, or answers of all variants to the questions.
+
+The stages are the keys of `UNITS`; `what` is the trial or variant that is at work, empty when a run begins.
+"""
+UNITS = {"training": "step", "evaluating": "answer"}
 
 
 def no_event(stage: str, what: str, done: int, total: int, note: str) -> None:
     """An `OnEvent` for nobody."""
+
+
+def counted(job: Job) -> OnEvent:
+    """An `OnEvent` that draws one bar over trainings and answers."""
+
+    def on_event(stage: str, what: str, done: int, total: int, note: str) -> None:
+        doing = f"{stage} {what}" if what else ""
+        job.advance_to(done, total, " · ".join(filter(None, (doing, note))), UNITS[stage])
+
+    return on_event
 
 
 @dataclass(frozen=True)
@@ -156,7 +171,9 @@ class SelectionRun:
         self.gated: dict[Trial, Path] = {}
         self.diverged: dict[str, str] = {}
         self._asked: dict[str, dict[ModelVariant, None]] = {"dev": {}, "retention": {}}  # ordered sets
+        self._done: dict[str, dict[str, int]] = {stage: {} for stage in UNITS}
         _, encoded = context.encoded(context.settings.seed)
+        self._steps = context.settings.fitted(len(encoded)).steps(len(encoded))
         how: dict[str, Any] = {"system": context.system, "raw": encoded.summary.all_plain}
         self.tasks: dict[str, Prepared] = {}
         for name, questions, tokens in (
@@ -193,7 +210,22 @@ class SelectionRun:
         run = RunFolder(self.folder)
         with run.locked():
             run.begin(self.identity, resume=resume)
+            self.announce()
             yield
+
+    def announce(self) -> None:
+        """Report how much there is to do in all, and how much of it is done."""
+        self.report("training", "")
+        if self.dev is not None:
+            self.report("evaluating", "")
+
+    def report(self, stage: str, what: str, done: int = 0, note: str = "") -> None:
+        """Report that `done` steps or answers of a trial or variant are done."""
+        through = self._done[stage]
+        if what:
+            through[what] = done
+        total = self.total_steps() if stage == "training" else self.total_answers()
+        self.on_event(stage, what, sum(through.values()), total, note)
 
     def require_readable(self) -> None:
         """Evaluate the adapter first, and refuse a dev set of whose answers the grader reads none: all scores would be 0."""
@@ -208,33 +240,35 @@ class SelectionRun:
     def train(self) -> None:
         """Train what is not trained yet; gates whose training diverges drop out, and are a DivergenceError where all do."""
 
-        def report(trial: Trial) -> OnStep:
-            def on_step(done: int, total: int, entropy: float | None) -> None:
-                note = "" if entropy is None else f"entropy {entropy:.3f}"
-                self.on_event("training", self.name_of(trial), done, total, note)
-
-            return on_step
-
         for trial in self.trials:
             with suppress(DivergenceError):
-                self.context.train(trial, self.folder / TRIALS, report(trial))
+                self.context.train(trial, self.folder / TRIALS, self.on_step(trial))
         self.find_trained()
         if not self.gated:
             raise DivergenceError(
                 f"no range's training stayed finite ({next(iter(self.diverged.values()))}); lower --learning-rate or train in fp32"
             )
 
-    def run_trial(self, trial: Trial, on_step: OnStep | None = None) -> None:
+    def on_step(self, trial: Trial) -> OnStep:
+        """Reports the steps of a trial's training."""
+
+        def on_step(done: int, total: int, entropy: float | None) -> None:
+            self.report("training", self.name_of(trial), done, "" if entropy is None else f"entropy {entropy:.3f}")
+
+        return on_step
+
+    def run_trial(self, trial: Trial) -> None:
         """Train a trial, and draw its greedy answers to the dev set; what is on file is only looked up.
 
         The answers are judged by whoever evaluates all variants afterwards, so that several processes can do this at once.
         """
-        self.context.train(trial, self.folder / TRIALS, on_step)
+        self.context.train(trial, self.folder / TRIALS, self.on_step(trial))
         if self.dev is not None:
             variant, task = self.variant_of(trial).at(0), self.tasks["dev"]
             engines = in_memory(self.context.model, self.context.tokenizer, "adapter", self.dev.settings.dev_batch_size)
             seed = task.sampling.seed
-            Evaluation(self.folder / "dev", [task], [variant], {}, {}, seed, engine_for=engines).sample(variant)
+            one = Evaluation(self.folder / "dev", [task], [variant], {}, {}, seed, engine_for=engines)
+            one.sample(variant, self._on_answers("dev"))
 
     def find_trained(self) -> list[Trial]:
         """Look up the trials that are trained or diverged; returns the others."""
@@ -242,6 +276,8 @@ class SelectionRun:
             trained_in(self.folder, self.trials),
             failed_in(self.folder, self.trials, diverged=True),
         )
+        ended = [one for one in self.trials if one in self.gated or one.name in self.diverged]
+        self._done["training"] |= {self.name_of(one): self.steps_of(one) for one in ended}
         return [one for one in self.trials if one not in self.gated and one.name not in self.diverged]
 
     def name_of(self, trial: Trial) -> str:
@@ -266,22 +302,41 @@ class SelectionRun:
                 found.append(Compared(f"gated {cell}", tuple(map(self.variant_of, trials)), tuple(trials)))
         return found
 
+    def steps_of(self, trial: Trial) -> int:
+        """Steps of its training; random gates are not trained."""
+        return 0 if trial.objective == "random" else self._steps
+
+    def total_steps(self) -> int:
+        """How many steps all trainings take."""
+        return sum(map(self.steps_of, self.trials))
+
     def total_answers(self) -> int:
-        """How many answers the dev set takes in all, should no training diverge."""
+        """How many answers the dev set takes in all, should no training diverge, and those to the retention set so far."""
         task = self.tasks["dev"]
         models = (2 if self.base_left_out else 3) - 1 + len(SCALES) + len(self.trials)
         sampled = len(TEMPERATURES) * (1 + len({one.seed for one in self.trials})) * task.sampling.samples
-        return len(task.questions) * (models + sampled)
+        kept = sum(self._answers_of("retention", one) for one in self._asked["retention"])
+        return len(task.questions) * (models + sampled) + kept
+
+    def _answers_of(self, name: str, variant: ModelVariant) -> int:
+        task = self.tasks[name]
+        return len(task.questions) * variant.sampling(task.sampling).samples
+
+    def _on_answers(self, name: str) -> AnswersDone:
+        """Reports the answers to the dev or retention set."""
+
+        def on_event(stage: str, variant: ModelVariant, _: str, done: int, total: int) -> None:
+            if stage == "sampling":
+                what = variant.label if name == "dev" else f"{variant.label} on the {name} set"
+                self.report("evaluating", what, done)
+
+        return on_event
 
     def results(self, asked: Sequence[Compared], name: str = "dev") -> dict[str, TaskResult]:
         """{label of a variant: result} on the dev or retention set; what is on file is not drawn again."""
         assert self.dev is not None, "there is a dev set"
         folder, task, variants = self.folder / name, self.tasks[name], self._asked[name]
         variants.update(dict.fromkeys(variant for one in asked for variant in one.variants))
-
-        def on_event(stage: str, variant: ModelVariant, _: str, done: int, total: int) -> None:
-            if stage == "sampling":
-                self.on_event("evaluating", variant.label, done, total, "")
 
         record = evaluate(
             self.context.model,
@@ -294,7 +349,7 @@ class SelectionRun:
             grading=GradingSettings(sandbox=self.dev.settings.sandbox),
             batch_size=self.dev.settings.dev_batch_size,
             resume=RunFolder(folder).record.is_file(),
-            on_event=on_event,
+            on_event=self._on_answers(name),
         )
         return {row.label: row for row in record.results}
 
@@ -417,9 +472,9 @@ def failed_in(folder: Path, trials: Sequence[Trial], *, diverged: bool) -> dict[
 
 Open = Callable[[], SelectionRun]
 """Opens a run in a process of its own; it can be sent there."""
-OnTrial = Callable[[Trial, str, int, int, float | None], None]
-"""Called with (trial, stage, step, steps, entropy); stages are training, finished and failed."""
+OnTrial = Callable[[Trial, str], None]
+"""Called with (trial, "finished" or "failed") when a trial has ended."""
 
 
-def no_trial(trial: Trial, stage: str, done: int, total: int, entropy: float | None) -> None:
+def no_trial(trial: Trial, ended: str) -> None:
     """An `OnTrial` for nobody."""

@@ -142,11 +142,11 @@ def run_in_sequence(open_run: Open, pending: Sequence[Trial], on_trial: OnTrial 
     """Run trials one after the other in this process."""
     for trial in pending:
         try:
-            open_run().run_trial(trial, functools.partial(on_trial, trial, "training"))
+            open_run().run_trial(trial)
         except Exception:  # noted by the trial, reported by whoever reads the folder
-            on_trial(trial, "failed", 0, 0, None)
+            on_trial(trial, "failed")
         else:
-            on_trial(trial, "finished", 0, 0, None)
+            on_trial(trial, "finished")
 
 
 def choose_runner(
@@ -226,7 +226,12 @@ def run_sweep(
                 run_in_sequence(lambda: run, pending, on_trial)
             else:
                 run.context.model = None  # its room is the workers'
-                runner(functools.partial(sweep.open, tuple(trials), folder.resolve()), pending, on_trial)
+
+                def ended(trial: Trial, how: str, run: SelectionRun = run) -> None:
+                    run.report("training", run.name_of(trial), run.steps_of(trial), how)  # a worker reports no step
+                    on_trial(trial, how)
+
+                runner(functools.partial(sweep.open, tuple(trials), folder.resolve()), pending, ended)
                 run = sweep.open(trials, folder, on_event)
         if run.find_trained():
             known = failed_in(folder, trials, diverged=False)
