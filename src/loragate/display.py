@@ -215,7 +215,7 @@ class Count:
         if self.done >= self.total:
             return 0.0
         gone = self.done - self.first
-        known = gone > 0.02 * self.total and self.spent > 2
+        known = gone > 0.02 * self.total and self.spent > 0.5
         return self.spent / gone * (self.total - self.done) if known else None
 
 

@@ -152,6 +152,15 @@ def test_the_summary_names_the_verdict_and_what_else_may_have_done_it():
     assert "not significantly different" in unsure
 
 
+def test_gates_of_a_cell_at_a_temperature_are_told_against_the_adapter_there():
+    greedy = {"temperature": 0.0}
+    rows = [row("adapter", 0.9, "greedy", **greedy), row("gated", 0.1, "[-3,1] greedy", verdict="worse", **greedy)]
+    (said,) = evaluation_statements(evaluation_record(*rows))
+    assert said.startswith("On t, [-3,1] greedy, gated is significantly worse than the adapter: 10.0 % against 90.0 %")
+    alone = evaluation_statements(evaluation_record(rows[1]))
+    assert alone == ["On t, [-3,1] greedy, the adapter was not run, so no verdict on the gates is given."]
+
+
 def test_a_selection_has_its_sentence_its_map_and_its_numbers():
     sentence, chart_, numbers = selection_blocks(selection_record())
     assert sentence.data[0].startswith(

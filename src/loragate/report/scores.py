@@ -128,14 +128,15 @@ def evaluation_statements(record: Record) -> list[str]:
     statements, surer = [], False
     for task in record["tasks"]:
         rows = rows_of(record, task["name"])
-        adapters = {row["control"]: row for row in rows if row["variant"] == "adapter"}
+        # the plain adapter, by its temperature
+        adapters = {row["temperature"]: row for row in rows if row["variant"] == "adapter" and _is_plain(row)}
         for row in rows:
             # at a lower temperature gates are compared with the adapter there; random gates are a control
             cooler = row["temperature"] is not None
             if row["variant"] != "gated" or (row["control"] is not None and not cooler):
                 continue
             where = f"On {task['name']}" + (f", {row['control']}" if cooler else "")
-            versus, adapter = row["comparison"], adapters.get(row["control"])
+            versus, adapter = row["comparison"], adapters.get(row["temperature"])
             if versus is None or adapter is None:
                 statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")
                 continue
@@ -151,6 +152,12 @@ def evaluation_statements(record: Record) -> list[str]:
     if surer:
         statements.append("Gates are trained for low entropy, which does not show that answers are right.")
     return statements
+
+
+def _is_plain(row: Record) -> bool:
+    """Whether nothing but the temperature tells a variant from its weights."""
+    temperature = row["temperature"]
+    return row["control"] == (None if temperature is None else f"T={temperature:g}" if temperature else "greedy")
 
 
 def _beside(gated: Record, adapter: Record, rows: list[Record]) -> list[str]:
