@@ -49,6 +49,12 @@ class TrainingError(LoragateError):
     """A training run that must not continue (parity, frozen weights changed, non-finite loss)."""
 
 
+class SetupError(TrainingError):
+    """A training that cannot begin with these rows, this model or this folder; nothing was begun."""
+
+    exit_status = WRONG
+
+
 class DivergenceError(TrainingError):
     """A loss or gradient that is not finite; nothing of it was applied, and other settings may do."""
 

@@ -60,6 +60,7 @@ def test_every_command_has_a_bad_input_but_the_one_that_reads_none():
         (errors.ArtifactError("x"), 2),
         (FileNotFoundError(2, "No such file or directory", "a.jsonl"), 2),
         (PermissionError(13, "Permission denied", "out"), 2),
+        (errors.SetupError("x"), 2),
         (errors.TrainingError("x"), 1),
         (errors.DivergenceError("x"), 1),
         (errors.LoragateError("x"), 1),

@@ -188,6 +188,10 @@ def test_a_dev_set_of_which_nothing_can_be_read_is_refused_before_any_training(t
     with pytest.raises(DataError, match=r"grader 'exact' reads an answer in none of the adapter's 32 responses"):
         calibrate(tmp_path / "out")
     assert not trained
+    engines({"adapter greedy": 20})
+    assert calibrate(tmp_path / "out", ranges=(TWO,))[1].folder == tmp_path / "out", (
+        "the same folder serves another grader"
+    )
 
 
 def test_gates_can_be_taken_without_a_dev_set(tmp_path, engines):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -228,9 +229,14 @@ class SelectionRun:
         self.on_event(stage, what, sum(through.values()), total, note)
 
     def require_readable(self) -> None:
-        """Evaluate the adapter first, and refuse a dev set of whose answers the grader reads none: all scores would be 0."""
+        """Evaluate the adapter first, and refuse a dev set of whose answers the grader reads none: all scores would be 0.
+
+        What was begun is taken back, so that the same folder serves another grader.
+        """
         reasons, task = self.results([BASELINE])[BASELINE.label].reasons, self.tasks["dev"]
         if not any(reasons.get(reason) for reason in READ):
+            shutil.rmtree(self.folder / "dev")
+            RunFolder(self.folder).record.unlink()
             raise DataError(
                 f"the grader {task.task.grader!r} reads an answer in none of the adapter's {len(task.questions)} responses to "
                 f"{task.source} ({', '.join(reasons)}): does the prompt ask for the form that it reads, or does another "

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from loragate.errors import ConfigError, TrainingError
+from loragate.errors import ConfigError, SetupError, TrainingError
 from loragate.files import RunFolder, read_json
 from loragate.training.strategy import Launch, launch_of, process_state
 
@@ -68,11 +68,11 @@ class TrainingFolder:
             The checkpoint to go on from; None to begin.
 
         Raises:
-            TrainingError: if the folder holds a run that is neither to be resumed nor overwritten, or another run.
+            SetupError: if the folder holds a run that is neither to be resumed nor overwritten, or another run.
         """
         if not self.kept:
             return None
-        run, state = RunFolder(self.path, TrainingError), process_state()
+        run, state = RunFolder(self.path, SetupError), process_state()
         if not self.resume:
             if self.overwrite and state.is_main_process:
                 remove_run(self.path)

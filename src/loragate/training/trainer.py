@@ -28,7 +28,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from trl import SFTConfig, SFTTrainer
 
 from loragate.data import EncodedRows
-from loragate.errors import ConfigError, DivergenceError, TrainingError
+from loragate.errors import ConfigError, DivergenceError, SetupError, TrainingError
 from loragate.files import write_atomically
 from loragate.gates import record_gates
 from loragate.gates.eligibility import quantization_of
@@ -144,7 +144,7 @@ class StatisticsTrainer(SFTTrainer):
         """
         causal = causal_model(model)
         if isinstance(causal.get_output_embeddings(), BaseTunerLayer):
-            raise TrainingError(
+            raise SetupError(
                 "the adapter has a LoRA delta on the output head, which the trainer cannot run: it multiplies by the head's own "
                 "weight. Leave the head out of the adapter's target_modules"
             )
@@ -296,7 +296,7 @@ class StatisticsTrainer(SFTTrainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_checkpoint(Path(self.args.output_dir)) or "")
             if not resume_from_checkpoint:
-                raise TrainingError(
+                raise SetupError(
                     f"{self.args.output_dir} holds no checkpoint to resume from; leave out resume_from_checkpoint"
                 )
         if resume_from_checkpoint:
@@ -525,10 +525,10 @@ class StatisticsTrainer(SFTTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = Path(resume_from_checkpoint) / TRAINED
         if not path.is_file():
-            raise TrainingError(f"{path} is missing; the checkpoint is incomplete, remove its folder and resume again")
+            raise SetupError(f"{path} is missing; the checkpoint is incomplete, remove its folder and resume again")
         tensors = load_file(str(path))
         if set(tensors) != set(self.trained):
-            raise TrainingError(f"{path} holds other parameters than this run trains; it belongs to another run")
+            raise SetupError(f"{path} holds other parameters than this run trains; it belongs to another run")
         for name, parameter in self.trained.items():
             assign(parameter, tensors[name])
 
