@@ -524,17 +524,17 @@ def test_bad_input(place, tmp_path, fails):
     both = f"{place / 'words.yaml'},{place / 'other.yaml'}"
     assert "rename one of them" in fails("eval", *model, "--tasks", both, "--out", out)
     assert not out.exists(), "nothing is left by a command that was refused"
-    missing = fails("eval", *model, "--out", out, "--tasks", "math500", status=1)
+    missing = fails("eval", *model, "--out", out, "--tasks", "math500")
     assert "--data math500=FILE" in missing
     (tmp_path / "bad.jsonl").write_text('{"question": "w1", "answer": "w3"}\n{"question": "w2"}\n')
-    message = fails(*known, "--data", f"words={tmp_path / 'bad.jsonl'}", status=1)
+    message = fails(*known, "--data", f"words={tmp_path / 'bad.jsonl'}")
     assert "bad.jsonl:2" in message
     assert run(place, "gated", out, "--controls", "none") == 0
     assert "holds an evaluation already" in fails(*known)
     changed = fails(*known, "--controls", "none", "--resume", "--seed", "5")
     assert "seed = 0" in changed
     assert "no evaluation" in fails("eval", *model, *task, "--out", tmp_path / "new", "--resume")
-    assert "not the folder of an evaluation" in fails("regrade", tmp_path, status=1)
+    assert "not the folder of an evaluation" in fails("regrade", tmp_path)
 
 
 @pytest.mark.slow("whole commands")

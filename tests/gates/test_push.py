@@ -154,7 +154,7 @@ def test_the_hub_refuses(place, hub, monkeypatch, capsys):
     arguments = ["push", str(place / "gated"), "user/repo", "--base-id", "a/b"]
 
     def refused(words):
-        assert main(arguments) == 1
+        assert main(arguments) == 2
         said = " ".join(capsys.readouterr().err.split())
         assert words in said
         assert "hf auth login" in said

@@ -137,7 +137,7 @@ def test_a_run_that_diverged_is_shown(tmp_path):
 )
 def test_a_record_that_lacks_something_is_named(tmp_path, capsys, file, content):
     (tmp_path / file).write_text(json.dumps(content))
-    assert main(["report", str(tmp_path), "--out", str(tmp_path / "report.html")]) == 1
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "report.html")]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"{tmp_path / file}: not the" in said
     assert "fault of loragate" not in said

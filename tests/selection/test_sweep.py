@@ -184,7 +184,7 @@ def test_a_cell_that_diverged_takes_no_part_and_the_others_are_compared(place, t
     assert record["diverged"] == {"[-3,2], seed 1": "the loss is not finite at step 1"}
     cells = {row["label"] for row in record["variants"] if row["weights"] == "gates" and not row["temperature"]}
     assert cells == {"gated [0,1] greedy"}, "a cell that lacks a seed is not compared"
-    assert "Diverged, and out of the comparison:\n\n- `[-3,2], seed 1`" in (out / "selection.md").read_text()
+    assert "The training of [-3,2], seed 1 diverged and takes no part" in (out / "selection.md").read_text()
     assert len(tried) == 4
     assert sweep([*argv, "--resume"]) == 0
     assert len(tried) == 4, "what diverged would diverge again"

@@ -90,15 +90,14 @@ def no_progress(stage: str, variant: ModelVariant, task: str, done: int, total: 
     """An `OnEvent` for nobody."""
 
 
-def counted(job: Job, *stages: str) -> OnEvent:
-    """An `OnEvent` that draws one bar over all variants and tasks: the answers that are through the latest of `stages`."""
-    through: dict[tuple[str, str], int] = {}
+def counted(job: Job, answers: int) -> OnEvent:
+    """An `OnEvent` that draws one bar over all variants and tasks: which of `answers` are sampled, and which are graded."""
+    units = {"sampling": "answer", "grading": "graded"}
+    through: dict[str, dict[tuple[str, str], int]] = {stage: {} for stage in units}
 
     def on_event(stage: str, variant: ModelVariant, task: str, done: int, total: int) -> None:
-        if stage in stages:
-            through[variant.label, task] = done
-        doing = "" if len(stages) > 1 else f"{stage} "  # where answers are judged again, nothing is sampled
-        job.advance_to(sum(through.values()), note=f"{doing}{variant.label} on {task}")
+        through[stage][variant.label, task] = done
+        job.advance_to(sum(through[stage].values()), answers, f"{stage} {variant.label} on {task}", units[stage])
 
     return on_event
 

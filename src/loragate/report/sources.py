@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loragate.errors import DataError, LoragateError
+from loragate.errors import DataError
 from loragate.records import read_value
 
 T = TypeVar("T")
@@ -62,12 +62,11 @@ class Source:
         """
         try:
             return make(self.record)
-        except LoragateError:
-            raise
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        except (DataError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            why = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
             raise DataError(
-                f"{self.path}: not the {self.kind} record that this version writes ({type(error).__name__}: {error}); make it "
-                "anew with the command that wrote it, or leave it out"
+                f"{self.path}: not the {self.kind} record that this version writes ({why}); make it anew with the command that "
+                "wrote it, or leave it out"
             ) from error
 
 

@@ -24,6 +24,7 @@ class DevSettings:
         dev_batch_size: sequences generated at a time.
         retention_task: task (name or file) of the retention set; without it a file of prompts and answers.
         exclude: file of evaluation questions; a dev set that shares one with it is refused.
+        drop_overlap: leave out of the dev set what is also in --data or --exclude, in place of the refusal.
         sandbox: where the programs of a dev set of code run; rlimits isolates nothing.
     """
 
@@ -35,6 +36,7 @@ class DevSettings:
     dev_batch_size: Count = 64
     retention_task: str = ""
     exclude: str = ""
+    drop_overlap: bool = False
     sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
 
     def __post_init__(self) -> None:
