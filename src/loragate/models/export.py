@@ -20,7 +20,8 @@ from loragate.gates.override import Override
 from loragate.gates.recommended import SAMPLING, at
 from loragate.gates.schema import (
     ADAPTER_CONFIG,
-    copy_tokenizer,
+    adapter_files,
+    copy_file,
     factor_of,
     read_adapter,
     strength_of,
@@ -70,7 +71,9 @@ def export_adapter(
         card = _card(source, base, coefficients, override or Override(), uniform, temperature)
         write_text(folder / "README.md", card)
         write_sampling(folder, temperature)
-        copy_tokenizer(gates.adapter, folder)
+        for name in adapter_files(gates.adapter)[0]:
+            if not (folder / name).exists():  # the configuration, the weights and the card are those of the export
+                copy_file(gates.adapter / name, folder / name)
     return config, coefficients
 
 
