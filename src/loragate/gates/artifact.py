@@ -429,6 +429,7 @@ def _changed_along(model: nn.Module, base: str, revision: str) -> dict[str, torc
             base,
             what,
         )
+    if difference.other:
         return {}
     names = {base_path(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {PREFIX + unwrapped(names[name]).removeprefix(PREFIX): value for name, value in difference.beside.items()}
