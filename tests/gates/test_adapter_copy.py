@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import loragate as lg
 from beside import BESIDE, loaded, make
@@ -134,6 +136,20 @@ def test_names_that_keep_the_adapters_own_name_are_written_as_peft_has_them(tmp_
     again = lg.load_gated(tmp_path / "gated", base=str(base))
     with lg.gate_override(again, constant=1.0):
         assert torch.equal(logits(again, token_ids), expected)
+
+
+def test_a_module_that_is_loaded_in_16_bits_is_written_so_and_the_files_come_along(tmp_path, caplog, token_ids):
+    base, adapter = make(tmp_path, "modules to save")
+    (adapter / "tekken.json").write_text("{}")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="bfloat16"), adapter).eval()
+    expected = logits(model, token_ids)
+    lg.save_gates(lg.attach_gates(model, CONFIG), tmp_path / "gated", adapter_source=adapter)
+    assert "in finer precision than they are loaded in" in caplog.text
+    assert (tmp_path / "gated" / "adapter" / "tekken.json").is_file()
+    again = lg.load_gated(tmp_path / "gated", base=str(base), dtype=torch.bfloat16)
+    with lg.gate_override(again, constant=1.0):
+        assert torch.equal(logits(again, token_ids), expected)
+    lg.load_gated(tmp_path / "gated", base=str(base))
 
 
 def test_a_faulty_disk_is_noticed(tmp_path, monkeypatch):

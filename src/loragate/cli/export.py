@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loragate.cli.arguments import Command
-from loragate.gates.recommended import SAMPLING
+from loragate.files import read_json
+from loragate.gates.recommended import SAMPLING, exported_sampling
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,7 @@ class ExportOptions:
 
 def run(options: ExportOptions) -> int:
     """Fold, write the adapter and its card, and say what was written."""
-    from loragate.models import Loading
     from loragate.models.export import export_adapter, folded_in_words, needs_uniform
-    from loragate.models.source import sampling_of
 
     done = export_adapter(
         options.model,
@@ -44,14 +43,13 @@ def run(options: ExportOptions) -> int:
         uniform=options.uniform,
         base=options.base,
         compare_outputs=not options.skip_comparison,
-        loading=Loading(),
     )
     print(f"{options.out}: a plain LoRA adapter, {folded_in_words(done.coefficients)}")
     if done.agreement is not None:
         print(f"loaded again and compared with {options.model}: {done.agreement}")
     elif not options.skip_comparison:
         print(f"its outputs were not compared: the base {done.base or '(unnamed)'} is not here; name it with --base")
-    if sampling_of(Path(options.out)):
+    if exported_sampling(read_json(Path(options.out) / SAMPLING)):
         print(f"{SAMPLING} holds the recommended sampling")
     if more := needs_uniform(done.config):
         print(f"its adapter_config.json has {', '.join(more)}, which llama.cpp does not read: add --uniform for it")

@@ -80,6 +80,7 @@ from loragate.gates.schema import (
     read_adapter,
     read_gate_config,
     read_tensors,
+    same_bits,
     strength_of,
     tensor_bytes,
     write_factors,
@@ -382,9 +383,10 @@ def write_adapter(
     stored = {} if source is None else _held_by(Path(source), model, adapter_name, state)
     if source is not None and stored:
         if Path(source).resolve() != folder.resolve():
-            names = set(read_adapter(Path(source))[1])
-            as_it_is = names == stored.keys() and (Path(source) / ADAPTER_WEIGHTS).is_file()
-            copy_adapter(Path(source), folder, None if as_it_is else stored)
+            there = read_adapter(Path(source))[1]
+            as_it_is = there.keys() == stored.keys() and all(same_bits(there[key], stored[key]) for key in there)
+            pickled = not (Path(source) / ADAPTER_WEIGHTS).is_file()
+            copy_adapter(Path(source), folder, stored if pickled or not as_it_is else None)
         return
     if source is not None:
         what = "does not hold the adapter as it is loaded" if Path(source).is_dir() else "does not exist"
@@ -438,8 +440,8 @@ def _changed_along(model: nn.Module, base: str, revision: str) -> dict[str, torc
 def _held_by(folder: Path, model: Any, adapter_name: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a folder, by PEFT's names, where it holds exactly the adapter that is loaded; empty where it does not.
 
-    That is: rank, alpha and scaling of each module, the values of what PEFT loads as the adapter's, in fp32, and every other
-    tensor (embeddings, head, norms or biases saved along) as the model holds it, in the model's dtype.
+    That is: rank, alpha and scaling of each module, and every tensor, of what PEFT loads as the adapter's and of what lies in
+    the base (embeddings, head, norms or biases saved along), as the model holds it, in the model's dtype.
     """
     if not (folder / ADAPTER_CONFIG).is_file() or not any(
         (folder / file).is_file() for file in (ADAPTER_WEIGHTS, PICKLED_WEIGHTS)
@@ -457,19 +459,25 @@ def _held_by(folder: Path, model: Any, adapter_name: str, state: dict[str, torch
         PREFIX + unwrapped(name).removeprefix(PREFIX): value
         for name, value in model.named_parameters(remove_duplicate=False)
     }
+    rounded = {}
     for key, value in stored.items():
-        held = state.get(key)
-        other = of_base.get(key) if held is None else None
-        if held is not None:
-            same = held.shape == value.shape and torch.equal(held.float(), value.float())
-        elif other is not None:
-            held = whole(other).detach().cpu()
-            same = held.shape == value.shape and torch.equal(held, value.to(held.dtype))
-        else:
-            same = False
-        if not same:
+        found = state[key] if key in state else of_base.get(key)
+        if found is None:
             return {}
-    return stored if state.keys() <= stored.keys() else {}
+        held = whole(found).detach().cpu()
+        if held.shape != value.shape or not torch.equal(held, value.to(held.dtype)):
+            return {}
+        # by its hash in fp32 the adapter is known again, so what was rounded in loading is written as it is loaded
+        if key in state and not torch.equal(held.float(), value.float()):
+            rounded[key] = held
+    if rounded:
+        logger.warning(
+            "%s holds %d tensors in finer precision than they are loaded in (%s is the first); they are written as loaded",
+            folder,
+            len(rounded),
+            next(iter(rounded)),
+        )
+    return {**stored, **rounded} if state.keys() <= stored.keys() else {}
 
 
 def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | None = None) -> nn.Module:
