@@ -87,7 +87,7 @@ _FONT = re.compile(
 _ROOT = re.compile(r"\\sqrt\s*\(")
 _INFIX = re.compile(r"\\(over|choose)(?![A-Za-z])")
 _JOINING_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*(?:\b(?:and|or)\b|[,;])[^{}]*)\}")
-_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+|(?: \d{3})+)(?![\d,])(?=\.\d|[^.]|$)")
+_THOUSANDS = re.compile(r"(?<![\d.,])(?<!\d )(\d{1,3})((?:,\d{3})+|(?: \d{3})+)(?![\d,])(?=\.\d|[^.]|$)")
 _REPEATING = re.compile(
     r"(?P<head>\d*\.\d*)(?:\\(?:overline|bar)\s*\{?(?P<bar>\d+)\}?|\\dot\s*\{?(?P<first>\d)\}?(?P<rest>\d*\\dot\s*\{?\d\}?)?"
     r"|\((?P<round>\d+)\))(?![\d.])"

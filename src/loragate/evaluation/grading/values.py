@@ -24,6 +24,7 @@ MAX_BITS = 100_000  # of a numerator or denominator that is written out, some 30
 MAX_FACTORIAL = 5000
 MAX_STEPS = 12_000  # operations for one value
 MAX_TERMS = 2000  # of a finite sum
+MAX_EXTRAPOLATED = 200  # terms of an infinite one, from which its limit is extrapolated; what converges needs no more
 _ROUNDED = 12  # digits that may be lost to rounding
 _MAGNITUDE = 40  # bits of the largest exponent
 # decimal digits at which a difference is seen; the second pair where the first loses a term
@@ -190,10 +191,13 @@ class _Evaluation:
         self.point, self.steps = point, 0
         return self
 
-    def of(self, node: Node) -> Value:
-        self.steps += 1
+    def spend(self, steps: int = 1) -> None:
+        self.steps += steps
         if self.steps > MAX_STEPS:
             raise UndecidedError
+
+    def of(self, node: Node) -> Value:
+        self.spend()
         match node:
             case ("num", value):
                 return value
@@ -229,7 +233,9 @@ class _Evaluation:
 
     def exact_or(self, left: Value, right: Value, operation: Callable[[Value, Value], Value]) -> Value:
         if isinstance(left, Fraction) and isinstance(right, Fraction):
-            if sum(abs(part).bit_length() for value in (left, right) for part in value.as_integer_ratio()) <= MAX_BITS:
+            bits = sum(abs(part).bit_length() for value in (left, right) for part in value.as_integer_ratio())
+            if bits <= MAX_BITS:
+                self.spend(bits >> 9)
                 return operation(left, right)
             self.need_algebra()
         value = operation(_float(left, self.mp), _float(right, self.mp))
@@ -257,7 +263,7 @@ class _Evaluation:
                 return base ** (int(exponent) % 2)
             if abs(exponent) * bits <= MAX_BITS:
                 return base ** int(exponent)
-        if exact and base > 0 and exponent.denominator <= 64:
+        if exact and base > 0 and 2 <= exponent.denominator <= 64:
             root = _exact_root(base, exponent.denominator)
             if root is not None:
                 return self.power(root, Fraction(exponent.numerator))
@@ -270,9 +276,13 @@ class _Evaluation:
         return self.mp.power(base, exponent)
 
     def series(self, kind: str, name: str, low: Value, high_node: Node, body: Node) -> Value:
-        outer = self.point
+        outer, terms, most = self.point, 0, MAX_TERMS
 
         def term(index: Value) -> Value:
+            nonlocal terms
+            terms += 1
+            if terms > most:
+                raise UndecidedError
             self.point = {**outer, name: index}
             try:
                 return self.of(body)
@@ -283,6 +293,7 @@ class _Evaluation:
             self.need_algebra()
             if kind == "prod" or not isinstance(low, Fraction) or low.denominator != 1:
                 raise UndecidedError
+            most = MAX_EXTRAPOLATED
             try:
                 return self.mp.nsum(lambda index: _float(term(Fraction(int(index))), self.mp), [int(low), self.mp.inf])
             except (ValueError, ZeroDivisionError, OverflowError, self.mp.NoConvergence) as error:
