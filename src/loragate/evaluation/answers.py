@@ -17,7 +17,9 @@ _BRACE = re.compile(r"\\.|[{}]", re.S)  # an escaped character is consumed, so t
 # what `\boxed 5` without braces holds: a number, a command or word, or one other character
 _BARE = re.compile(r"-?\d[\d.,]*\d|-?\d|\\?[A-Za-z]+|[^\s{}]")
 # between two boxes that are one answer, and the name before a box
-_JOINER = re.compile(r"(?:[\s$]|\\[()\[\]])*+(?:[,;]|(?:\\text\s*\{\s*)?(?:and|or)\b\s*\}?)(?:[\s$,]|\\[()\[\]]|(?:and|or)\b)*+")
+_JOINER = re.compile(
+    r"(?:[\s$]|\\[()\[\]])*+(?:[,;]|(?:\\text\s*\{\s*)?(?:and|or)\b\s*\}?)(?:[\s$,]|\\[()\[\]]|(?:and|or)\b)*+"
+)
 _NAME_BEFORE = re.compile(r"(?<![A-Za-z\\])((?:[A-Za-z]|\\[a-z]{2,8})(?:_\{?\w{1,4}\}?)?)\s*=\s*$")
 LETTERS = "ABCDEFGHIJ"
 # what may stand between the announcement and the letter, and what ends a letter; possessive, as no time limit holds here

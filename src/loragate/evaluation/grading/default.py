@@ -34,8 +34,8 @@ from loragate.evaluation.grading.notation import (
 from loragate.evaluation.grading.sets import looks_like_set, read_set, same_set
 from loragate.evaluation.grading.units import Quantity, read_mixed, read_quantity
 from loragate.evaluation.grading.values import (
-    NeedsAlgebraError,
     MAX_BITS,
+    NeedsAlgebraError,
     UndecidedError,
     evaluate,
     proportional,
@@ -47,12 +47,15 @@ Verdict = bool | None
 MAX_LENGTH = 1000  # characters in the box; more is a whole solution
 MAX_PARTS = 12  # of a list, as all are compared with all
 RELATIVE = Fraction(1, 10_000)
-_ROUNDED_DIGITS, _ROUNDED_PARTS = 3, 10  # digits and denominator from which a gold may be the rounding of another number
+_ROUNDED_DIGITS, _ROUNDED_PARTS = (
+    3,
+    10,
+)  # digits and denominator from which a gold may be the rounding of another number
 
 _UNJUDGED = re.compile(r"\\(?:[lcvd]?dots[a-z]?|bmod|pmod|mod|equiv)(?![A-Za-z])|\.\.\.")
 _BASE = re.compile(r"\(?([0-9A-F]+)\)?(?:_\{?\(?|\s*(?:in\s*)?base\s*)([0-9a-z]+)\)?\}?")
 _BASES = {name: str(size) for size, name in enumerate(
-    "two three four five six seven eight nine ten eleven twelve".split(), start=2
+    ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"], start=2
 )} | {"sixteen": "16"}  # fmt: skip
 # a letter and its option's text; a second letter, or an operator after a bare one, makes it something else
 _CHOICE = re.compile(
@@ -129,7 +132,9 @@ class _Decision:
         if any(conditions):  # n \in \mathbb{Z} behind a general solution
             if len({_condition_of(found) for found in conditions if found}) > 1:
                 return False
-            return self.same(*(text[: found.start()] if found else text for text, found in zip((gold, answer), conditions)))
+            return self.same(
+                *(text[: found.start()] if found else text for text, found in zip((gold, answer), conditions))
+            )
         as_sets = self.same_sets(gold, answer)
         if as_sets != "unread":
             return as_sets  # type: ignore[return-value]
@@ -175,7 +180,8 @@ class _Decision:
         if len(known) != len(other.parts) or other.kind not in ("list", "group", "set"):
             return False
         if len(stems) < len(known) or other.kind == "set":  # x=3 or x=-5: several values of one
-            return other.kind != "group" and self.pair_up(*((values, other.parts) if left else (other.parts, values)), self.same)
+            one, two = (values, other.parts) if left else (other.parts, values)
+            return other.kind != "group" and self.pair_up(one, two, self.same)
         values = [value for _, value in sorted(known, key=lambda pair: (pair[0].startswith("\\"), pair[0]))]
         return self.all_same(*((values, other.parts) if left else (other.parts, values)))
 
@@ -224,7 +230,9 @@ class _Decision:
         """`= 10/2 = 5`: the last is the value; what stands before it may be a formula, but no other value."""
         verdict = self.same(gold[-1], answer[-1])
         for value in answer[:-1]:
-            if re.fullmatch(r"[-+]?[\d.]+(?:\s|\\text\{[^{}]*\})+(?:[A-Za-z]|\\[a-z]+)\s*", value):  # `p=6 q=8` is no chain
+            if re.fullmatch(
+                r"[-+]?[\d.]+(?:\s|\\text\{[^{}]*\})+(?:[A-Za-z]|\\[a-z]+)\s*", value
+            ):  # `p=6 q=8` is no chain
                 return False
             if verdict and not self.is_formula(value):
                 before = self.same_or_unread(gold[-1], value)
@@ -252,8 +260,11 @@ class _Decision:
             return self.all_same(gold, answer)
         left, right = ([read_expression(side) for side in sides] for sides in (gold, answer))
         if not any(variables(side) for side in (*left, *right)):
-            return any(all(same_value(one, two, self.mp) for one, two in zip(left, other)) for other in (right, right[::-1]))
-        verdict = proportional(*(("+", one, ("neg", two)) for one, two in (left, right)), self.mp)
+            return any(
+                all(same_value(one, two, self.mp) for one, two in zip(left, other)) for other in (right, right[::-1])
+            )
+        first, second = (("+", one, ("neg", two)) for one, two in (left, right))
+        verdict = proportional(first, second, self.mp)
         if verdict is None:
             raise UndecidedError
         return verdict
@@ -317,7 +328,11 @@ class _Decision:
         assert slack is not None
         half, digits = slack[0] * scale, slack[1]
         # a gold of few parts (0.125 is 1/8) is exact itself
-        endless = _endless(found) and found.denominator <= wanted.denominator if exact else wanted.denominator >= _ROUNDED_PARTS
+        endless = (
+            _endless(found) and found.denominator <= wanted.denominator
+            if exact
+            else wanted.denominator >= _ROUNDED_PARTS
+        )
         return error <= (half if endless and digits >= _ROUNDED_DIGITS else min(half, RELATIVE * abs(wanted)))
 
     def rational(self, value: Any) -> Fraction:
@@ -415,7 +430,7 @@ def _assignments(shape: Shape) -> list[tuple[str, str]] | None:
     found: list[tuple[str, str]] = []
     for part in shape.parts:
         name, values = name_of(part)
-        if len(split_list(part)) > 1 or not name and (not found or "=" in part):
+        if len(split_list(part)) > 1 or (not name and (not found or "=" in part)):
             return None
         found.append((key(name) or found[-1][0], values[-1]))
     return found

@@ -31,13 +31,26 @@ _UNARY = {
 }  # fmt: skip
 _MANY = {"min", "max", "gcd", "lcm"}
 FUNCTIONS = {*_UNARY, *_MANY, "sqrt"}
-GREEK = set(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho varrho sigma tau upsilon "
-    "phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega".split()
-)
+GREEK = {
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa", "lambda",
+    "mu", "nu", "xi", "rho", "varrho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma", "Delta",
+    "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon", "Phi", "Psi", "Omega",
+}  # fmt: skip
 _SYMBOLS = {*GREEK, "ell", "hbar", "odot", "partial", "nabla", "aleph"}
 _CONSTANTS = {"pi": "pi", "infty": "inf", "infinity": "inf", "e": "e", "i": "i"}
-_ACCENTS = {"overline", "bar", "vec", "hat", "tilde", "dot", "mathcal", "mathbb", "overrightarrow", "widehat", "underline"}
+_ACCENTS = {
+    "overline",
+    "bar",
+    "vec",
+    "hat",
+    "tilde",
+    "dot",
+    "mathcal",
+    "mathbb",
+    "overrightarrow",
+    "widehat",
+    "underline",
+}
 _FONTS = {
     "text", "textbf", "textit", "textrm", "textsf", "texttt", "textnormal", "mbox", "hbox", "mathrm", "mathbf", "mathit",
     "mathsf", "mathtt", "mathnormal", "boldsymbol", "bm", "operatorname",
@@ -179,8 +192,8 @@ class _Reader:
         known = name in _SYMBOLS or name in _CONSTANTS or name in FUNCTIONS or name in _ACCENTS or name in _FONTS
         return known or name in ("frac", "binom", "sum", "prod")
 
-    def power(self) -> Node:
-        node = self.mixed()
+    def power(self, base: Node | None = None) -> Node:
+        node = base or self.mixed()
         while True:
             if self.accept("!"):
                 node = ("call", "factorial", node)
@@ -198,7 +211,7 @@ class _Reader:
         if self.peek() == "{":
             return self.atom()
         # the exponent is a power again, as ^ groups from the right
-        return ("neg", self.exponent()) if self.accept("-") else self.power()
+        return ("neg", self.exponent()) if self.accept("-") else self.power(self.atom())
 
     def mixed(self) -> Node:
         r"""An integer directly before a fraction of integers is added to it: `3\frac{1}{2}`, `3 1/2`."""

@@ -42,7 +42,8 @@ _COMMANDS = {
     **dict.fromkeys(("le", "leqslant"), r"\leq "), **dict.fromkeys(("ge", "geqslant"), r"\geq "), "lt": "<", "gt": ">",
     "ne": r"\neq ", "lbrace": r"\{", "rbrace": r"\}", "langle": "(", "rangle": ")", "varnothing": r"\emptyset ",
     **dict.fromkeys(("mid", "vert", "lvert", "rvert"), "|"), **dict.fromkeys(("lor", "vee"), " or "),
-    **dict.fromkeys(("land", "wedge"), " and "), "backslash": r"\setminus ", "pounds": "£", "euro": "€", "textdollar": r"\$", "colon": ":",
+    **dict.fromkeys(("land", "wedge"), " and "), "backslash": r"\setminus ",
+    "pounds": "£", "euro": "€", "textdollar": r"\$", "colon": ":",
     **dict.fromkeys(("degree", "degrees"), r"^\circ "), "lg": r"\log_{10}", **dict.fromkeys(("R", "Reals"), r"\mathbb{R}"),
     **dict.fromkeys(("quad", "qquad"), " "), **dict.fromkeys(("displaystyle", "textstyle", "limits"), ""),
 }  # fmt: skip
@@ -87,7 +88,7 @@ _FONT = re.compile(
 _ROOT = re.compile(r"\\sqrt\s*\(")
 _INFIX = re.compile(r"\\(over|choose)(?![A-Za-z])")
 _JOINING_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*(?:\b(?:and|or)\b|[,;])[^{}]*)\}")
-_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+|(?: \d{3})+)(?![\d,])(?=\.\d|[^.]|$)")
+_THOUSANDS = re.compile(r"(?<![\d.,])(?<!\d )(\d{1,3})((?:,\d{3})+|(?: \d{3})+)(?![\d,])(?=\.\d|[^.]|$)")
 _REPEATING = re.compile(
     r"(?P<head>\d*\.\d*)(?:\\(?:overline|bar)\s*\{?(?P<bar>\d+)\}?|\\dot\s*\{?(?P<first>\d)\}?(?P<rest>\d*\\dot\s*\{?\d\}?)?"
     r"|\((?P<round>\d+)\))(?![\d.])"
@@ -128,7 +129,9 @@ def _from_unicode(text: str) -> str:
         plain = str.maketrans(characters, "0123456789+-n")
         text = raised.sub(lambda match: f"{mark}{{{match.group().translate(plain)}}}", text)  # noqa: B023
     text = text.translate(_UNICODE)
-    return _FRACTIONS.sub(lambda match: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("\u2044")), text)
+    return _FRACTIONS.sub(
+        lambda match: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("\u2044")), text
+    )
 
 
 def _repeating(match: re.Match[str]) -> str:
@@ -252,6 +255,7 @@ class Shape:
 
 def read_shape(text: str) -> Shape:
     """Return the shape of a normalised answer."""
+    text = re.sub(r"^(?:[A-Za-z]|\\theta)\s*\\in(?![A-Za-z])\s*", "", text)
     lines = _LINES.fullmatch(text)
     if lines is not None:
         rows = [row.replace("&", "").strip(" ,;") for row in _ROW.split(lines[2]) if row.strip()]
@@ -281,7 +285,9 @@ def read_shape(text: str) -> Shape:
 
 
 def _matrix(rows: list[list[str]], style: str = "") -> Shape:
-    return Shape("matrix", tuple(cell.strip() for row in rows for cell in row), style + ",".join(str(len(row)) for row in rows))
+    return Shape(
+        "matrix", tuple(cell.strip() for row in rows for cell in row), style + ",".join(str(len(row)) for row in rows)
+    )
 
 
 def split_list(text: str) -> list[str]:
@@ -325,8 +331,10 @@ def sides_of(text: str) -> list[str]:
 
 
 def name_of(text: str) -> tuple[str, list[str]]:
-    r"""Split `x = 5`, `f(x) = 5`, `\angle ABC = 5` or `A = \pi r^2 = 9\pi` into (name, values); the name is "" where there is none."""
+    r"""Split `x = 5`, `f(x) = 5`, `\angle ABC = 5` or `A = \pi r^2 = 9\pi` into (name, values); the name may be ""."""
     left, *rest = sides_of(text)
+    if len(rest) == 1 and re.search(r"\d", left) and _LEFT_SIDE.fullmatch(rest[0]) and not _LEFT_SIDE.fullmatch(left):
+        left, rest = rest[0], [left]  # 5 = x
     if not rest or not all(rest) or left.count("{") != left.count("}") or not _LEFT_SIDE.fullmatch(left):
         return "", [text]
     return re.sub(r"\s+", "", left), rest

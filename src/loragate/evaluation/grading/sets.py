@@ -16,18 +16,19 @@ from functools import cmp_to_key
 from typing import Any
 
 from loragate.evaluation.grading.expression import Node, UnreadError, read_expression, variables, walk
-from loragate.evaluation.grading.notation import WORD_SEPARATOR, split_list, split_top, unwrap_fonts
+from loragate.evaluation.grading.notation import split_list, split_top, unwrap_fonts
 from loragate.evaluation.grading.values import UndecidedError, alike, evaluate, points
 
-_SIGNS = re.compile(r"\\leq(?![A-Za-z])|\\geq(?![A-Za-z])|\\neq(?![A-Za-z])|<|>")
+_SIGNS = re.compile(r"\\leq(?![A-Za-z])|\\geq(?![A-Za-z])|\\neq(?![A-Za-z])|<|>|=")
 _LOOKS = re.compile(
-    r"\\(?:leq|geq|neq|cup|cap|setminus|emptyset|notin|in|infty)(?![A-Za-z])|<|>|\\mathbb\s*\{R\}|^\[.*\)$|^\(.*\]$"
+    r"\\(?:leq|geq|neq|cup|cap|setminus|emptyset|notin|in|infty)(?![A-Za-z])|<|>|\\mathbb\s*\{R\}|^\\\{[^{}]*[|:]|^\[.*\)$|^\(.*\]$"
 )
 _NAME = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|tau))(?:_\{?\w+\}?)?"
 _MEMBER = re.compile(rf"({_NAME})\s*\\(in|notin)(?![A-Za-z])\s*(.+)", re.S)
 _BUILDER = re.compile(rf"\\\{{\s*({_NAME})\s*(?:\\in\s*\\mathbb\s*\{{R\}})?\s*[|:](.*)\\\}}", re.S)
 _NOTHING = re.compile(
-    r"\\emptyset|(?:there (?:is|are) )?(?:no|none)(?: real| such)?(?: solutions?| values?| roots?)?|(?:the )?(?:empty|null) set", re.I
+    r"\\emptyset|(?:there (?:is|are) )?(?:no|none)(?: real| such)?(?: solutions?| values?| roots?)?|(?:the )?(?:empty|null) set",
+    re.I,
 )
 _EVERYTHING = re.compile(r"\\mathbb\s*\{R\}|(?:all|any)(?: the)? reals?(?: numbers?)?", re.I)
 _TINY = Fraction(1, 10**25)
@@ -153,7 +154,7 @@ class _Judge:
         match condition:
             case ("interval", low, high, _):
                 ends = [self.value(end) for end in (low, high) if not _infinite(end)]
-                if len(ends) == 2 and _order(*ends, self.mp) >= 0:
+                if len(ends) == 2 and _order(ends[0], ends[1], self.mp) >= 0:
                     raise UndecidedError  # a point, with its coordinates
                 return ends
             case ("points", nodes):
@@ -184,7 +185,14 @@ class _Judge:
                 # a root that was rounded leaves a little where nothing is
                 if order and not isinstance(one - two, Fraction) and abs(one - two) < self.mp.mpf(10) ** -25:
                     order = 0
-                return {"<": order < 0, ">": order > 0, r"\leq": order <= 0, r"\geq": order >= 0, r"\neq": order != 0}[sign]
+                return {
+                    "<": order < 0,
+                    ">": order > 0,
+                    r"\leq": order <= 0,
+                    r"\geq": order >= 0,
+                    r"\neq": order != 0,
+                    "=": order == 0,
+                }[sign]
             case ("not", inner):
                 return not self.holds(inner, at)
             case ("and" | "comma", parts):
@@ -276,7 +284,13 @@ def _read(text: str, named: frozenset[str]) -> RealSet | None:
     builder = _BUILDER.fullmatch(text)
     if builder is not None and _closes(text):
         return _read(builder[2], named | {_plain_name(builder[1])})
-    for separator, kind in ((r"\cup", "or"), (" or ", "or"), (r"\setminus", "without"), (r"\cap", "and"), (" and ", "and")):
+    for separator, kind in (
+        (r"\cup", "or"),
+        (" or ", "or"),
+        (r"\setminus", "without"),
+        (r"\cap", "and"),
+        (" and ", "and"),
+    ):
         parts = split_top(re.sub(r"\s+(or|and)\s+", r" \1 ", text), separator)
         if len(parts) > 1:
             return _joined(kind, parts, named)
@@ -317,7 +331,7 @@ def _joined(kind: str, parts: list[str], named: frozenset[str]) -> RealSet | Non
 def _relations(text: str, named: frozenset[str]) -> RealSet | None:
     signs = [sign.strip() for sign in _SIGNS.findall(text)]
     sides = [side.strip() for side in _SIGNS.split(text)]
-    if len(signs) > 3 or not all(sides) or "=" in text:
+    if len(signs) > 3 or not all(sides):
         return None
     nodes = [read_expression(side) for side in sides]
     letters = set().union(*map(variables, nodes))
@@ -343,13 +357,10 @@ def _enclosed(text: str, named: frozenset[str]) -> RealSet | None:
         if len(ends) != 2 or not all(ends):
             return None
         low, high = (read_expression(end.replace("+", "", 1) if end.startswith("+") else end) for end in ends)
-        if _infinite(low) and low[0] != "neg" or high[0] == "neg" and _infinite(high):
+        if (_infinite(low) and low[0] != "neg") or (high[0] == "neg" and _infinite(high)):
             return None
         brackets = ("[" if text[0] == "[" else "(") + ("]" if text[-1] == "]" else ")")
         return RealSet(("interval", low, high, brackets), frozenset())
-    left, equals, right = text.partition("=")
-    if equals and re.fullmatch(_NAME, left.strip()):
-        return RealSet(("points", [read_expression(right)]), frozenset({_plain_name(left)}))
     return None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from loragate.evaluation.grading.expression import FUNCTIONS, GREEK, UnreadError
 from loragate.evaluation.grading.notation import PLAIN_NUMBER, strip_outer_braces, unwrap_fonts
@@ -69,20 +70,24 @@ _PARTS = {
 }  # fmt: skip
 _OPERATORS = {"factorial": "!", "squared": "^2", "cubed": "^3"}
 # words behind a number that make it another number, or several
-_CHANGING = set(
-    "and or if where is are not for mod modulo minus plus times divided multiplied over to through between than least most up "
-    "down except without but when only twice double triple negative positive below above under beyond choose root power base "
-    "binary decimal hex hexadecimal octal remainder e i pi x y z n infinity infinite until versus vs by nor either maybe "
-    "approximately about roughly almost nearly less fewer greater something unknown undefined exclusive inclusive".split()
-)
+_CHANGING = {
+    "and", "or", "if", "where", "is", "are", "not", "for", "mod", "modulo", "minus", "plus", "times", "divided", "multiplied",
+    "over", "to", "through", "between", "than", "least", "most", "up", "down", "except", "without", "but", "when", "only",
+    "twice", "double", "triple", "negative", "positive", "below", "above", "under", "beyond", "choose", "root", "power", "base",
+    "binary", "decimal", "hex", "hexadecimal", "octal", "remainder", "e", "i", "pi", "x", "y", "z", "n", "infinity", "infinite",
+    "until", "versus", "vs", "by", "nor", "either", "maybe", "approximately", "about", "roughly", "almost", "nearly", "less",
+    "fewer", "greater", "something", "unknown", "undefined", "exclusive", "inclusive",
+}  # fmt: skip
 _LAST = {"more", "off", "short"}  # which change it where nothing follows
+_ONES = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 _SPELLED = {
-    name: value
-    for value, name in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
-        "nineteen".split()
-    )
-} | {name: 10 * value for value, name in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), start=2)}
+    **{name: value for value, name in enumerate(_ONES)},
+    **{name: 10 * value for value, name in enumerate(_TENS, 2)},
+}
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,9 @@ def read_quantity(text: str) -> Quantity:
         singular = word.removesuffix("s")
         if word in _OPERATORS:
             body = f"({body}){_OPERATORS[word]}"
-        elif (factor := _SCALES.get(word) or _SCALES.get(singular) or _PARTS.get(word) or _PARTS.get(singular)) is not None:
+        elif (
+            factor := _SCALES.get(word) or _SCALES.get(singular) or _PARTS.get(word) or _PARTS.get(singular)
+        ) is not None:
             body = f"({body})*({factor})"
         else:
             break
@@ -181,10 +188,12 @@ def read_mixed(text: str) -> Quantity | None:
     units = [unit for _, unit in found if unit is not None]
     if len(units) < len(found) or len({unit.kinds for unit in units}) > 1:
         return None
-    if any(larger.size <= smaller.size for larger, smaller in zip(units, units[1:])):
+    if any(larger.size <= smaller.size for larger, smaller in pairwise(units)):
         return None
     return Quantity(
-        "+".join(f"({value})*({unit.size / units[0].size})" for (value, _), unit in zip(found, units)), units[0], bare=False
+        "+".join(f"({value})*({unit.size / units[0].size})" for (value, _), unit in zip(found, units)),
+        units[0],
+        bare=False,
     )
 
 
@@ -203,7 +212,10 @@ def _split(text: str) -> tuple[str, str]:
     body = re.sub(r"\\(?:cdot|times)$", "", body).rstrip()
     plain = unwrap_fonts(re.sub(r"\}\s*\\(?:text|mathrm)\{", "} \\\\text{ ", tail))
     plain = " ".join(_CURRENCY.get(word, word) for word in plain.split())
-    if not re.search(r"\d|\\pi", body) or re.search(r"[_^=<>+\-*/,(]$|\\(?!pi$)[A-Za-z]+$", body):
+    known = read_unit(plain) is not None
+    if not (re.search(r"\d|\\pi", body) or (known and body and re.match(_UNIT_FONT, tail))) or re.search(
+        r"[_^=<>+\-*/,(]$|\\(?!pi$)[A-Za-z]+$", body
+    ):
         return text, ""
     if tail.startswith("^"):
         # an angle inside a function is part of the expression
@@ -211,13 +223,18 @@ def _split(text: str) -> tuple[str, str]:
     is_words = re.match(_UNIT_FONT + "|" + _SUN, tail) is None
     words = re.findall(r"[A-Za-z]+", plain)
     lowered = [word.casefold() for word in words]
-    if _CHANGING & set(lowered) or (lowered and lowered[-1] in _LAST) or re.search(r"\d", re.sub(_POWER + "|²", "", plain)):
+    if (
+        _CHANGING & set(lowered)
+        or (lowered and lowered[-1] in _LAST)
+        or re.search(r"\d", re.sub(_POWER + "|²", "", plain))
+    ):
         return text, ""
-    known = read_unit(plain) is not None
     if not known and any(len(word) == 1 and word not in "aA" for word in words):
         return text, ""  # 5M and 5k
     if is_words:  # a few bare letters are variables unless they are known to be a unit
-        if not known and (not words or any(len(word) < 3 for word in words if word not in ("of", "in", "on", "a", "an"))):
+        if not known and (
+            not words or any(len(word) < 3 for word in words if word not in ("of", "in", "on", "a", "an"))
+        ):
             return text, ""
         if not known and any(word in GREEK or _is_function(word) for word in words):
             return text, ""

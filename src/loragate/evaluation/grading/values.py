@@ -24,6 +24,14 @@ MAX_BITS = 100_000  # of a numerator or denominator that is written out, some 30
 MAX_FACTORIAL = 5000
 MAX_STEPS = 12_000  # operations for one value
 MAX_TERMS = 2000  # of a finite sum
+MAX_EXTRAPOLATED = 200  # terms of an infinite one, from which its limit is extrapolated; what converges needs no more
+_EXACT: dict[str, Callable[[list[Fraction]], Fraction | int]] = {
+    "min": min,
+    "max": max,
+    "abs": lambda values: abs(values[0]),
+    "floor": lambda values: floor(values[0]),
+    "ceil": lambda values: ceil(values[0]),
+}
 _ROUNDED = 12  # digits that may be lost to rounding
 _MAGNITUDE = 40  # bits of the largest exponent
 # decimal digits at which a difference is seen; the second pair where the first loses a term
@@ -126,9 +134,7 @@ def points(names: set[str], with_negative: bool, stepped: bool = False) -> Itera
     """
     for sign in (1, -1) if with_negative else (1,):
         for row in _POINTS[:: 1 if sign > 0 else 2]:
-            yield {
-                name: sign * (Fraction(row[i % len(row)]) + i // len(row)) for i, name in enumerate(sorted(names))
-            }
+            yield {name: sign * (Fraction(row[i % len(row)]) + i // len(row)) for i, name in enumerate(sorted(names))}
     for whole in range(1, _STEPS + 1) if stepped else ():
         yield {name: Fraction(1 + (whole * (2 * i + 1)) % _STEPS) for i, name in enumerate(sorted(names))}
 
@@ -171,7 +177,11 @@ def _vanishes(
 
 def alike(values: Sequence[Value], mp: Any) -> list[Value]:
     """The values, all rational or all numbers of mpmath."""
-    return list(values) if all(isinstance(value, Fraction) for value in values) else [_float(value, mp) for value in values]
+    return (
+        list(values)
+        if all(isinstance(value, Fraction) for value in values)
+        else [_float(value, mp) for value in values]
+    )
 
 
 def _float(value: Value, mp: Any) -> Value:
@@ -190,10 +200,13 @@ class _Evaluation:
         self.point, self.steps = point, 0
         return self
 
-    def of(self, node: Node) -> Value:
-        self.steps += 1
+    def spend(self, steps: int = 1) -> None:
+        self.steps += steps
         if self.steps > MAX_STEPS:
             raise UndecidedError
+
+    def of(self, node: Node) -> Value:
+        self.spend()
         match node:
             case ("num", value):
                 return value
@@ -229,7 +242,9 @@ class _Evaluation:
 
     def exact_or(self, left: Value, right: Value, operation: Callable[[Value, Value], Value]) -> Value:
         if isinstance(left, Fraction) and isinstance(right, Fraction):
-            if sum(abs(part).bit_length() for value in (left, right) for part in value.as_integer_ratio()) <= MAX_BITS:
+            bits = sum(abs(part).bit_length() for value in (left, right) for part in value.as_integer_ratio())
+            if bits <= MAX_BITS:
+                self.spend(bits >> 9)
                 return operation(left, right)
             self.need_algebra()
         value = operation(_float(left, self.mp), _float(right, self.mp))
@@ -257,7 +272,7 @@ class _Evaluation:
                 return base ** (int(exponent) % 2)
             if abs(exponent) * bits <= MAX_BITS:
                 return base ** int(exponent)
-        if exact and base > 0 and exponent.denominator <= 64:
+        if exact and base > 0 and 2 <= exponent.denominator <= 64:
             root = _exact_root(base, exponent.denominator)
             if root is not None:
                 return self.power(root, Fraction(exponent.numerator))
@@ -270,9 +285,13 @@ class _Evaluation:
         return self.mp.power(base, exponent)
 
     def series(self, kind: str, name: str, low: Value, high_node: Node, body: Node) -> Value:
-        outer = self.point
+        outer, terms, most = self.point, 0, MAX_TERMS
 
         def term(index: Value) -> Value:
+            nonlocal terms
+            terms += 1
+            if terms > most:
+                raise UndecidedError
             self.point = {**outer, name: index}
             try:
                 return self.of(body)
@@ -283,6 +302,7 @@ class _Evaluation:
             self.need_algebra()
             if kind == "prod" or not isinstance(low, Fraction) or low.denominator != 1:
                 raise UndecidedError
+            most = MAX_EXTRAPOLATED
             try:
                 return self.mp.nsum(lambda index: _float(term(Fraction(int(index))), self.mp), [int(low), self.mp.inf])
             except (ValueError, ZeroDivisionError, OverflowError, self.mp.NoConvergence) as error:
@@ -305,14 +325,13 @@ class _Evaluation:
             integers = [int(value) for value in arguments]
             if function == "factorial" and 0 <= first <= MAX_FACTORIAL:
                 return Fraction(factorial(integers[0]))
-            if function == "binom" and 0 <= integers[1] and 0 <= integers[0] <= MAX_FACTORIAL:
+            if function == "binom" and integers[1] >= 0 and 0 <= integers[0] <= MAX_FACTORIAL:
                 return Fraction(comb(*integers))
             if function in ("gcd", "lcm"):
                 return Fraction((gcd if function == "gcd" else lcm)(*integers))
         if exact:
-            if function in ("abs", "floor", "ceil", "min", "max"):
-                one = {"abs": abs, "floor": floor, "ceil": ceil}.get(function)
-                return Fraction(one(first)) if one else (min if function == "min" else max)(arguments)
+            if function in _EXACT:
+                return Fraction(_EXACT[function](arguments))
             if function == "root" and arguments[1].denominator == 1 and 2 <= arguments[1] <= 64:
                 root = _exact_root(abs(first), int(arguments[1]))
                 if root is not None and (first >= 0 or arguments[1] % 2):
@@ -325,10 +344,10 @@ class _Evaluation:
     def rounded(self, function: str, arguments: list[Value]) -> Value:
         """A function whose value is not rational, or not known to be."""
         mp, first = self.mp, arguments[0]
-        second = arguments[1] if len(arguments) > 1 else None
-        if any(mp.isinf(value) or (mp.mag(value) if value else 0) > _MAGNITUDE for value in arguments):
-            if function not in ("ln", "log", "abs", "root", "min", "max") or any(map(mp.isinf, arguments)):
-                raise UndecidedError
+        second = arguments[-1]
+        large = any(value and mp.mag(value) > _MAGNITUDE for value in arguments)
+        if any(map(mp.isinf, arguments)) or (large and function not in ("ln", "log", "abs", "root", "min", "max")):
+            raise UndecidedError
         try:
             if function == "root":
                 if first == 0:
@@ -346,10 +365,7 @@ class _Evaluation:
                 return self.whole(function, first)
             if function in ("gcd", "lcm"):
                 raise UndecidedError
-            names = {"arc": "a", "factorial": "factorial", "binom": "binomial"}
-            name = names.get(function, function)
-            if function.startswith("arc"):
-                name = "a" + function[3:]
+            name = "binomial" if function == "binom" else function.replace("arc", "a")  # arcsin is asin
             return getattr(mp, name)(*arguments)
         except (ValueError, ZeroDivisionError, OverflowError, TypeError) as error:
             raise UndecidedError from error
