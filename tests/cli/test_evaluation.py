@@ -492,7 +492,7 @@ def test_answers_are_judged_again_without_generating(whole, tmp_path, capsys):
     assert main(["regrade", str(folder), "--grader", "regex", "--pattern", r"^(\S+)"]) == 0
     assert read_record(folder / "results-regex.json").tasks[0].grader == r"regex ^(\S+)"
     for given, why in (
-        (["--grader", "choice"], "compares letters"),
+        (["--grader", "gsm8k"], "compares numbers"),
         (["--grader", "regex"], "expected one around the answer"),
         (["--pattern", "(a)"], "--pattern has no effect without --grader regex"),
     ):

@@ -32,7 +32,9 @@ from loragate.world.tokenizer import EOS
 MATH = tuple(MATH_GRADERS)
 CODE = tuple(KINDS)
 ANSWERS = (*MATH, *READERS, "gsm8k", "regex")
-"""Graders that compare a response with a right answer; any of them can judge what another one does."""
+"""Graders that compare a response with a right answer."""
+OPEN = ("gsm8k", "regex")
+"""Of those, the graders of any form: they can judge what another one does, and another one what they do."""
 GRADERS = (*ANSWERS, *CODE, "tiny")
 MEMORY_MB = 2048
 """Of a grading process or a program."""
@@ -48,7 +50,8 @@ def grader_for(task: Task, name: str = "") -> str:
         return task.grader
     if name not in GRADERS:
         raise ConfigError(f"unknown grader {name!r}{nearest(name, GRADERS)}; known: {', '.join(GRADERS)}")
-    return name if {name, task.grader} <= set(ANSWERS) else task.grader
+    both = {name, task.grader}
+    return name if both <= set(MATH) or (both <= set(ANSWERS) and both & set(OPEN)) else task.grader
 
 
 def pattern_of(task: Task, settings: GradingSettings) -> str:
