@@ -189,8 +189,8 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
         except SafetensorError as error:
             torn = _unreadable_weights(Path(name)) or f"a weight file of {base.name}"
             raise LoragateError(
-                f"{torn} cannot be read ({error}): it was cut off, or stands for a large file that was not fetched (git lfs pull). "
-                "Fetch it again"
+                f"{torn} cannot be read ({error}): it was cut off, or stands for a large file that was not fetched (git lfs "
+                "pull). Fetch it again"
             ) from error
     if arguments.get("quantization_config") is not None:
         refuse_gguf(base, "another quantisation")
