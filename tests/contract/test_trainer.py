@@ -3,13 +3,17 @@
 import inspect
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 import transformers
 import trl
 from torch.distributed.fsdp import fully_shard
 
+import loragate as lg
+from loragate.data import Collator, encode_rows
 from loragate.training.trainer import StatisticsTrainer
+from tiny import gate_values, tiny_adapter, tiny_rows, tiny_tokenizer
 
 pytestmark = pytest.mark.contract
 
@@ -17,7 +21,14 @@ pytestmark = pytest.mark.contract
 def test_overridden_methods_exist():
     for name in ("compute_loss", "get_batch_samples", "log", "_save", "_load_from_checkpoint"):
         assert callable(getattr(transformers.Trainer, name)), name
-    for name in ("training_step", "save_model", "_save_rng_state", "_sync_replicated_trainable_parameters"):
+    for name in (
+        "_save_checkpoint",
+        "_get_output_dir",
+        "training_step",
+        "save_model",
+        "_save_rng_state",
+        "_sync_replicated_trainable_parameters",
+    ):
         assert callable(getattr(transformers.Trainer, name)), name
     for name in ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"):
         assert callable(getattr(transformers.Trainer, name)), name
@@ -73,3 +84,42 @@ def test_checkpoints_end_with_the_state_file():
     last = source.index("self.state.save_to_json")
     for name in ("self.save_model(", "self._save_optimizer_and_scheduler(", "self._save_rng_state("):
         assert source.index(name) < last, name
+
+
+class EntropyTrainer(trl.SFTTrainer):
+    def compute_loss(self, model, inputs, num_items_in_batch=None, **_):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
+        return lg.topk_entropy(logits[inputs["labels"][:, 1:] != -100], k=20).sum() / num_items_in_batch
+
+
+def test_trls_trainer_with_the_objective_as_its_loss_trains_the_same_gates(tmp_path):
+    """The objective is a loss as any other; what `GateTrainer` adds are checks, the fused head and the artifact."""
+    tokenizer, range_ = tiny_tokenizer(), lg.GateConfig(-3, 2)
+    encoded = encode_rows(tiny_rows(12), tokenizer, max_length=64)
+    settings = lg.GateTrainingSettings(batch_size=4, per_device_train_batch_size=2, learning_rate=1e-2, k=20)
+    ours, theirs = tiny_adapter(), tiny_adapter().eval()
+    lg.train_gates(ours, tokenizer, tiny_rows(12), range_, settings, encoded=encoded)
+    lg.attach_gates(theirs, range_)
+    args = trl.SFTConfig(
+        str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="cosine",
+        adam_beta2=0.95,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+    )
+    collate = Collator(tokenizer.pad_token_id)
+    rows = datasets.Dataset.from_list(list(encoded))
+    EntropyTrainer(theirs, args, train_dataset=rows, data_collator=collate, processing_class=tokenizer).train()
+    expected, found = gate_values(ours), gate_values(theirs)
+    assert max(float(value.abs().max()) for value in expected.values()) > 1e-2, "they moved"
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)

@@ -390,6 +390,14 @@ def test_switches_of_turns_and_rows_are_obeyed(talk):
     assert (encoded.summary.empty, encoded.summary.template_kwargs) == (1, 1)
 
 
+def test_variables_that_the_template_does_not_read_are_named_once(talk, monkeypatch):
+    told = []
+    monkeypatch.setattr(encoding.logger, "warning", lambda text, *values: told.append(text % values))
+    rows = [{"messages": talk("a", "b"), "chat_template_kwargs": {"verbosity": size}} for size in (1, 2, 3)]
+    encode_rows(rows, byte_level(), max_length=None)
+    assert told == ["chat_template_kwargs: the chat template reads no verbosity, which has no effect"]
+
+
 def test_columns_that_are_not_used_are_named_once(talk, write, monkeypatch):
     told = []
     monkeypatch.setattr(encoding.logger, "warning", lambda text, *values: told.append(text % values))

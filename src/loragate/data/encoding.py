@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("loragate")
 
 
+@cache
+def _warn_once(text: str) -> None:
+    """Rows are encoded more than once in a process."""
+    logger.warning("%s", text)
+
+
 class SegmentTokenizer:
     """Tokenises text pieces separately.
 
@@ -224,7 +230,12 @@ class Encoder:
     def _chat(self, turns: Turns) -> Chat:
         key = json.dumps(turns.template_kwargs, sort_keys=True, default=str)
         if key not in self._chats:
-            self._chats[key] = Chat(self.tokenizer, self._system, turns.template_kwargs)
+            chat = self._chats[key] = Chat(self.tokenizer, self._system, turns.template_kwargs)
+            for name in chat.template_kwargs:
+                if name not in (chat.template or ""):
+                    _warn_once(
+                        f"chat_template_kwargs: the chat template reads no {escape_controls(name)}, which has no effect"
+                    )
         return self._chats[key]
 
     def _assemble(
@@ -362,14 +373,8 @@ def encode_rows(
         )
     summary.dropped = len(rows) - len(encoded) - summary.empty
     if summary.unused:
-        _name_unused(rows.source, summary.unused)
+        _warn_once(f"{rows.source}: columns that are not used: {escape_controls(', '.join(summary.unused))}")
     return encoded
-
-
-@cache
-def _name_unused(source: str, columns: tuple[str, ...]) -> None:
-    """Once for each source and process, as rows are encoded more than once."""
-    logger.warning("%s: columns that are not used: %s", source, escape_controls(", ".join(columns)))
 
 
 def _items(encoder: Encoder, rows: Rows, on_progress: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
