@@ -251,6 +251,6 @@ def require_agreement(found: Mapping[str, VariantAgreement], folder: Path) -> No
         lines.append(f"{label} is {mean} (limit {one.limit:g}){other}")
     raise LoragateError(
         f"vLLM did not compute what transformers computes, so the scores in {folder} are those of other models: "
-        f"{'; '.join(lines)}. Evaluate with --engine transformers, or with the vLLM that loragate[vllm] names, into another "
+        f"{'; '.join(lines)}. Evaluate with --engine transformers, or with the vLLM that the extra [vllm] names, into another "
         "folder; `loragate serve DIR --verify` measures more"
     )
