@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from loragate.evaluation.agreement import Served, compare, verify
+from loragate.evaluation.agreement import LIMITS, Served, compare, verify
+from loragate.evaluation.results import VariantAgreement
 from loragate.evaluation.variants import ModelVariant
 from loragate.models import Loaded, Loading, ModelRef, ModelSource
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
@@ -66,3 +68,21 @@ def test_rounding_passes_and_another_model_within_the_limit_does_not(answer: Ser
     nothing = replace(answer, logprobs=(math.nan, *answer.logprobs[1:]))
     found = verify(loaded, {ModelVariant("base"): [nothing]}, "bfloat16")["base"]
     assert (found.mean, found.largest, found.agrees) == (None, None, False)
+
+
+def test_the_limit_follows_a_model_that_amplifies_rounding(answer: Served) -> None:
+    """In 16 bits, and where the difference is above the usual limit: how far transformers is from itself in float32."""
+
+    def verified(model: Any, served: Served, dtype: str) -> VariantAgreement:
+        loaded = Loaded(
+            ModelSource(ModelRef("x"), "base", Path("x"), ModelRef("x")), Loading(), None, None, model=model
+        )
+        return verify(loaded, {ModelVariant("base"): [served]}, dtype)["base"]
+
+    off = replace(answer, logprobs=tuple(one + 5 for one in answer.logprobs))
+    mild = verified(tiny_base().to(torch.bfloat16), off, "auto")
+    assert (mild.limit, mild.agrees) == (LIMITS["16 bits"], False)
+    rough = tiny_base().to(torch.bfloat16)
+    rough.lm_head.weight.data *= 3000  # logits that bf16 cannot tell apart
+    assert verified(rough, off, "bfloat16").limit > LIMITS["16 bits"]
+    assert verified(tiny_base(), off, "float32").limit == LIMITS["float32"]

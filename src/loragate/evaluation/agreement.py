@@ -33,7 +33,9 @@ from loragate.models.source import Kind
 ANSWERS, TOKENS = 4, 32
 """How many answers of a variant are read again, and how many tokens of each."""
 LIMITS = {"float32": 1e-3, "16 bits": 0.1}
-"""Largest mean difference of a log-prob, in nats, that rounding may make; strong gates amplify it."""
+"""Largest mean difference of a log-prob, in nats, that is put down to rounding whatever the model."""
+AMPLIFIED = 4.0
+"""And how many times the difference of transformers in 16 bits to itself in float32: strong gates amplify rounding."""
 NEARER = 2.0
 """Another model explains what was served better if its mean difference is this many times smaller."""
 
@@ -99,6 +101,18 @@ def _differences(reference_T: Tensor, found: Sequence[float]) -> list[float]:
     return [one if math.isfinite(one) else math.inf for one in (reference_T - torch.tensor(found)).abs().tolist()]
 
 
+def read_again(model: Any, served: Sequence[Served]) -> list[Served]:
+    """The same answers with the log-probs that a transformers model gives them, as it acts now."""
+    found = []
+    for answer in served:
+        ids = torch.tensor([answer.prompt_ids + answer.token_ids], device=next(model.parameters()).device)
+        with torch.no_grad():
+            logprobs_TV = model(ids).logits[0, len(answer.prompt_ids) - 1 : -1].float().log_softmax(-1)
+        own_T = logprobs_TV.gather(-1, ids[0, len(answer.prompt_ids) :, None]).squeeze(-1)
+        found.append(replace(answer, prompt_logprobs=(), logprobs=tuple(own_T.tolist())))
+    return found
+
+
 def without_sampling(variant: ModelVariant) -> ModelVariant:
     """The variant without what only sampling reads: variants that share the rest are one model."""
     return replace(variant, control=None, temperature=None)
@@ -160,8 +174,9 @@ class EngineCheck:
             return {}
         self.engines.close()
         served = {
-            one: [Served(**{key: tuple(value) for key, value in row.items()}) for row in read_json(path)["answers"]]
+            one: [Served(**{key: tuple(value) for key, value in row.items()}) for row in rows]
             for one, path in self.paths.items()
+            if (rows := read_json(path)["answers"])
         }
         model, base, how = self.engines.model, self.engines.base, self.engines.loaded.how
         try:
@@ -178,39 +193,50 @@ def verify(loaded: Loaded, served: Mapping[ModelVariant, Sequence[Served]], dtyp
         served: what `ask` gave.
         dtype: of the engine; "auto" may be any of 16 bits.
     """
-    limit = LIMITS.get(dtype, LIMITS["16 bits"])
     kinds: dict[Kind, tuple[Kind, ...]] = {
         "base": ("base",),
         "adapter": ("base", "adapter"),
         "gated": ("base", "adapter", "gated"),
     }
-    found: dict[str, VariantAgreement] = {}
+    usual = LIMITS.get(dtype, LIMITS["16 bits"])
+    limits = dict.fromkeys(served, usual)
+    own: dict[ModelVariant, Agreement] = {}
+    others: dict[ModelVariant, dict[str, float]] = {}
+    doubtful: dict[ModelVariant, list[Served]] = {}
     for variant, answers in served.items():
-        if not answers:
-            continue
-        own = _against(loaded, variant, answers)
-        others: dict[str, float] = {
-            kind: _against(loaded, ModelVariant(kind), answers).mean
+        with acting(loaded.model, variant, loaded.kind):
+            own[variant] = compare(loaded.model, answers)
+            if usual < own[variant].mean < math.inf and dtype != "float32":
+                doubtful[variant] = read_again(loaded.model, answers)
+        others[variant] = {
+            kind: _mean(loaded, kind, answers)
             for kind in kinds[loaded.kind]
             if without_sampling(variant) != ModelVariant(kind)
         }
-        nearest = min(others, key=others.__getitem__) if others else ""
-        other = bool(others) and others[nearest] * NEARER < own.mean and own.mean > LIMITS["float32"]
-        finite = math.isfinite(own.generated)
+    if doubtful:
+        loaded.model.float()  # last, as nothing makes 16 bits of it again
+    for variant, rounded in doubtful.items():
+        with acting(loaded.model, variant, loaded.kind):
+            limits[variant] = max(usual, AMPLIFIED * compare(loaded.model, rounded).mean)
+    found: dict[str, VariantAgreement] = {}
+    for variant, one in own.items():
+        nearest = min(others[variant], key=others[variant].__getitem__, default="")
+        other = bool(nearest) and others[variant][nearest] * NEARER < one.mean and one.mean > LIMITS["float32"]
+        finite = math.isfinite(one.generated)
         found[variant.label] = VariantAgreement(
-            mean=own.mean if finite else None,
-            largest=own.generated if finite else None,
-            tokens=own.tokens,
-            limit=limit,
+            mean=one.mean if finite else None,
+            largest=one.generated if finite else None,
+            tokens=one.tokens,
+            limit=limits[variant],
             nearest=nearest if other else variant.label,
-            agrees=own.mean <= limit and not other,
+            agrees=one.mean <= limits[variant] and not other,
         )
     return found
 
 
-def _against(loaded: Loaded, variant: ModelVariant, answers: Sequence[Served]) -> Agreement:
-    with acting(loaded.model, variant, loaded.kind):
-        return compare(loaded.model, answers)
+def _mean(loaded: Loaded, kind: Kind, answers: Sequence[Served]) -> float:
+    with acting(loaded.model, ModelVariant(kind), loaded.kind):
+        return compare(loaded.model, answers).mean
 
 
 def require_agreement(found: Mapping[str, VariantAgreement], folder: Path) -> None:
@@ -225,6 +251,6 @@ def require_agreement(found: Mapping[str, VariantAgreement], folder: Path) -> No
         lines.append(f"{label} is {mean} (limit {one.limit:g}){other}")
     raise LoragateError(
         f"vLLM did not compute what transformers computes, so the scores in {folder} are those of other models: "
-        f"{'; '.join(lines)}. Evaluate with --engine transformers, or with the vLLM that loragate[vllm] names, into another "
+        f"{'; '.join(lines)}. Evaluate with --engine transformers, or with the vLLM that the extra [vllm] names, into another "
         "folder; `loragate serve DIR --verify` measures more"
     )

@@ -43,7 +43,7 @@ class EngineSettings:
     """What answers the questions.
 
     Attributes:
-        engine: transformers runs on any device; vllm needs pip install "loragate[vllm]".
+        engine: transformers runs on any device; vllm needs pip install ".[vllm]" in a checkout.
         replicas: copies of the model that answer in parallel, on a Ray cluster (pip install "loragate[sweep]").
         batch_size: sequences at a time; with vLLM or replicas, questions whose answers are drawn together.
         vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.

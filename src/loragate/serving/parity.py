@@ -15,7 +15,7 @@ from typing import Any
 
 from loragate.display import Display, console
 from loragate.errors import ConfigError, LoragateError
-from loragate.evaluation.agreement import LIMITS, Served, compare
+from loragate.evaluation.agreement import Served, compare
 from loragate.models import ModelRef, base_config, open_weights, torch_device
 from loragate.serving.settings import ServerSettings
 from loragate.serving.vllm_server import prepare_vllm, served_adapters, usual_share
@@ -93,7 +93,7 @@ def verify(settings: ServerSettings) -> int:
     """Decode greedily in vLLM, all served models in one batch, and compare every log-prob; 0 if all agree, 1 if not.
 
     In float32 a log-prob may differ by 1e-4 and no greedy choice may, unless the reference's two best are within 1e-3. In
-    16 bits both programs round, in different places: there the mean difference of generated tokens is judged.
+    16 bits the figures are printed and not judged: both programs round, in different places.
     """
     source, adapters = served_adapters(settings)
     rank, display = prepare_vllm(source, adapters, settings.trust_remote_code), Display()
@@ -145,21 +145,18 @@ def verify(settings: ServerSettings) -> int:
             fresh, hit = compare(model, computed), compare(model, cached)
             del model
         mismatches, ties = fresh.mismatches + hit.mismatches, fresh.close_calls + hit.close_calls
-        if dtype == "float32":
-            agrees &= max(fresh.prompt, fresh.generated, hit.generated) <= TOLERANCE and mismatches == ties
-        else:
-            agrees &= max(fresh.mean, hit.mean) <= LIMITS["16 bits"]
+        agrees &= max(fresh.prompt, fresh.generated, hit.generated) <= TOLERANCE and mismatches == ties
         out.print(
             f"{name:{width}}  {fresh.prompt:.1e}  {fresh.generated:.1e}    {hit.generated:.1e}     {mismatches} of "
             f"{fresh.tokens + hit.tokens}" + (f" ({ties} of them ties)" if ties else ""),
             markup=False,
         )
-    bound = (
-        f"{TOLERANCE:g}"
-        if dtype == "float32"
-        else f"a mean of {LIMITS['16 bits']:g} over generated tokens, as {dtype} rounds"
-    )
-    out.print(f"{'agrees' if agrees else 'DIFFERS'}: the bound is {bound}", markup=False)
+    if dtype != "float32":
+        out.print(
+            f"{dtype} rounds in both programs, so nothing is judged; --dtype float32 does, on a CPU", markup=False
+        )
+        return 0
+    out.print(f"{'agrees' if agrees else 'DIFFERS'}: the bound is {TOLERANCE:g}", markup=False)
     return 0 if agrees else 1
 
 
