@@ -150,7 +150,7 @@ def test_calibrate_records_both_commits(place, hub, tmp_path, capsys):
         assert main(["generate", "--model", str(tmp_path / "a"), *more, *ask]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1] == answers[2]
-    assert main(["generate", "--model", str(tmp_path / "a"), "--base", "user/base", *ask]) == 1, "another base"
+    assert main(["generate", "--model", str(tmp_path / "a"), "--base", "user/base", *ask]) == 2, "another base"
     capsys.readouterr()
 
     assert main([*command, "--adapter", "user/plain@nowhere", "--out", str(tmp_path / "b")]) == 2
