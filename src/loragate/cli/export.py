@@ -46,7 +46,7 @@ def run(options: ExportOptions) -> int:
     )
     print(f"{options.out}: a plain LoRA adapter, {folded_in_words(done.coefficients)}")
     if done.agreement is not None:
-        print(f"loaded again and compared with {options.model}: {done.agreement}")
+        print(f"loaded again and compared with the model that it stands for: {done.agreement}")
     elif not options.skip_comparison:
         print(f"its outputs were not compared: the base {done.base or '(unnamed)'} is not here; name it with --base")
     if exported_sampling(read_json(Path(options.out) / SAMPLING)):

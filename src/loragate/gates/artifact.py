@@ -59,7 +59,6 @@ from loragate.gates.identity import (
     config_fingerprint,
     known_factors,
     require_same_adapter,
-    whole,
 )
 from loragate.gates.recommended import SAMPLING, generation_settings, mapping, recommended_temperature
 from loragate.gates.recorded_base import compare_recorded_base
@@ -394,7 +393,8 @@ def write_adapter(
             "%s %s; the loaded adapter is written instead of a copy of the folder and its tokenizer", source, what
         )
     peft_config: Any = model.peft_config[adapter_name]  # type: ignore[index]
-    base = base or str(peft_config.base_model_name_or_path or "")
+    if not base:
+        base, revision = str(peft_config.base_model_name_or_path or ""), str(peft_config.revision or "")
     write_factors(folder, {**state, **_changed_along(model, base, revision)})
     # as PEFT's own save_pretrained does, or whoever loads the folder would get factors that train
     before, peft_config.inference_mode = peft_config.inference_mode, True
@@ -433,8 +433,10 @@ def _changed_along(model: nn.Module, base: str, revision: str) -> dict[str, torc
         )
     if difference.other:
         return {}
+    # the original of a module that is saved whole has no such name: its copy is used in its place
     names = {base_path(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {PREFIX + unwrapped(names[name]).removeprefix(PREFIX): value for name, value in difference.beside.items()}
+    found = {names[name]: value for name, value in difference.beside.items() if name in names}
+    return {PREFIX + unwrapped(name).removeprefix(PREFIX): value for name, value in found.items()}
 
 
 def _held_by(folder: Path, model: Any, adapter_name: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -464,7 +466,7 @@ def _held_by(folder: Path, model: Any, adapter_name: str, state: dict[str, torch
         found = state[key] if key in state else of_base.get(key)
         if found is None:
             return {}
-        held = whole(found).detach().cpu()
+        held = found.detach().cpu()
         if held.shape != value.shape or not torch.equal(held, value.to(held.dtype)):
             return {}
         # by its hash in fp32 the adapter is known again, so what was rounded in loading is written as it is loaded

@@ -143,12 +143,12 @@ def changed_strength(model: nn.Module, adapter_name: str) -> str:
 
 
 def _update(digest: Any, tensor: Tensor) -> None:
-    values = whole(tensor).detach().to(device="cpu", dtype=torch.float32).contiguous()
+    values = _whole(tensor).detach().to(device="cpu", dtype=torch.float32).contiguous()
     digest.update(json.dumps(list(values.shape)).encode())
     digest.update(values.numpy().tobytes())
 
 
-def whole(tensor: Tensor) -> Tensor:
+def _whole(tensor: Tensor) -> Tensor:
     """All values of a tensor that FSDP2 has sharded; then every process must ask."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -259,7 +259,7 @@ def weights_checksum(parameters: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     held = (pair for name, tensor in parameters for pair in _stored(name, tensor))
     for name, tensor in sorted(held, key=lambda item: item[0]):
-        raw = whole(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+        raw = _whole(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
         total = 0
         for start in range(0, raw.numel(), 1 << 24):  # 16 MB at a time
             part = raw[start : start + (1 << 24)]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from loragate.files import read_json
 from loragate.gates.eligibility import base_path, output_head
-from loragate.gates.identity import base_parameters, whole
+from loragate.gates.identity import base_parameters
 from loragate.hub_names import cached_folder
 
 _SAMPLED_ROWS = 4
@@ -56,11 +56,12 @@ def compare_recorded_base(model: nn.Module, base: str, revision: str = "") -> Ba
     found = BaseDifference()
     folder = Path(base) if Path(base).is_dir() else cached_folder(base, revision)
     files = {} if folder is None else _tensor_files(folder)
-    whole_ones = set(_vocabulary_names(model))
+    vocabulary = set(_vocabulary_names(model))
     for name, parameter in base_parameters(model):
-        if name not in files or parameter.device.type == "meta":
+        # what is offloaded or sharded is not in this process
+        if name not in files or parameter.device.type == "meta" or hasattr(parameter, "full_tensor"):
             continue
-        full = parameter.dim() < 2 or name in whole_ones
+        full = parameter.dim() < 2 or name in vocabulary
         with safe_open(str(files[name]), framework="pt") as file:
             stored = file.get_slice(name)
             if tuple(stored.get_shape()) != tuple(parameter.shape):
@@ -68,11 +69,11 @@ def compare_recorded_base(model: nn.Module, base: str, revision: str = "") -> Ba
                 continue
             rows = slice(None) if full else slice(0, None, max(1, parameter.shape[0] // _SAMPLED_ROWS))
             expected = stored[:] if full else torch.stack([stored[at] for at in range(parameter.shape[0])[rows]])
-        held = whole(parameter).detach()[rows].cpu()
+        held = parameter.detach()[rows].cpu()
         if torch.equal(expected.to(held.dtype), held):
             continue
         if full:
-            found.beside[name] = whole(parameter).detach().cpu()
+            found.beside[name] = parameter.detach().cpu()
         else:
             found.other.append(name)
     return found
