@@ -98,6 +98,10 @@ RIGHT = {
     "stray end, completion": "    return 2 * x\n```\nIt doubles.\n",
     "stray end, completion, an example after": "    return 2 * x\n```\nSo:\n```python\nprint(f(1))\n```\n",
     "stray tildes": f"{G}~~~\n",
+    "an end on the line": f"```python\n{G[:-1]}```\nDone.",
+    "a stray end on the line": f"{G[:-1]} ```",
+    "fence in a docstring, cut in tests": f"```python\n{FENCED.format('')}\nassert f(1",
+    "helper first, then a completion": "```\ndef g(x):\n    return 2 * x\n```\n```\n    return g(x)\n```",
     # cut off in tests of its own
     "cut in an assert": f"Sure:\n```python\n{G}\n# tests\nassert f(1) == 2\nassert f([",
     "cut in a number": f"```python\n{G}\nassert f(10) == 2",

@@ -29,6 +29,7 @@ _QUOTED = r'#[^\n]*|"""(?:\\.|[^\\])*?"""|\'\'\'(?:\\.|[^\\])*?\'\'\'|"(?:\\.|[^
 _TAG = r"\[/?(?:BEGIN|DONE|PYTHON|CODE|ANSWER)\]|</?(?:code|python|answer|solution)>"
 _TAG_FIRST = re.compile(rf"^[ \t]*(?:{_TAG})[ \t]*\n?", re.M | re.I)
 _TAG_LAST = re.compile(rf"[ \t]*(?:{_TAG})[ \t]*$", re.M | re.I)
+_LATE_FENCE = re.compile(r"^([^`\n]*[^`\s])[ \t]*```[ \t]*$", re.M)  # on the line of the last code
 _SPECIAL_TOKEN = re.compile(r"(?:<[|｜][^\s<>|｜]*(?:[|｜]>?)?|</s>)\s*\Z")  # the last one, whole or cut off
 
 
@@ -62,7 +63,7 @@ def extract_code(
         required: other names that the program must define.
     """
     text = _SPECIAL_TOKEN.sub("", response[:MAX_LENGTH].replace("\r\n", "\n"))
-    text = _TAG_LAST.sub("\n```", _TAG_FIRST.sub("```\n", text))
+    text = _LATE_FENCE.sub(r"\1\n```", _TAG_LAST.sub("\n```", _TAG_FIRST.sub("```\n", text)))
     blocks, outside = _blocks(text)
     wanted: Callable[[str], bool] = (
         (lambda code: True) if entry_point is None else (lambda code: defines(code, entry_point))
@@ -79,7 +80,7 @@ def extract_code(
         for part in [*(block.text for block in reversed(blocks)), *reversed(outside)]:
             whole = _sound_head(prompt + cut_at_stops(part))
             if whole.startswith(prompt) and (entry_point is None or _has_body(whole, entry_point)):
-                return whole
+                return _with_helpers(whole, blocks, required, None)
     sound = [block.code for block in blocks if _parse(block.code) is not None]
     spans = [] if blocks else _spans(text)
     return sound[-1] if sound else max(spans, key=len) if spans else None
@@ -124,7 +125,8 @@ def _blocks(text: str) -> tuple[list[Block], list[str]]:
         closing = plain
         if lexical is not plain and doubtful < MAX_BLOCKS:
             doubtful += 1  # a string holds a fence, or a quote is one too many: then the strings say nothing
-            if _parse(_dedented(_between(text, opening, lexical))) is not None:
+            longer, shorter = (_dedented(_between(text, opening, end)) for end in (lexical, plain))
+            if len(_sound_head(longer)) > len(shorter):
                 closing = lexical
         closed = closing is not None and not closing["info"]
         blocks.append(Block(_between(text, opening, closing), closed))
