@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import ttest_1samp
 
 from loragate.evaluation.statistics import average_at_k, compare, compare_suites, pass_at_k, suite_average, t_interval
 
@@ -53,6 +54,11 @@ SHAPES = {
     "Math500-like": Shape(500, 0.67),
 }
 HARD = {"very hard, few questions": Shape(30, 0.02), "nearly solved, few questions": Shape(40, 0.97)}
+
+
+SKEWED = {f"{rare:g} of {count}": (rare, count) for count in (30, 128) for rare in (0.02, 0.05, 0.1)}
+"""Differences of 1 - rare with chance `rare`, else of -rare, on so many questions: nothing differs on average."""
+FLIPS = 2000
 
 
 def draw(difficulties: np.ndarray, generator: np.random.Generator) -> np.ndarray:
@@ -134,7 +140,7 @@ def paired(shape: Shape, shift: float, repeats: int, seed: int) -> dict[str, flo
     p_values = []
 
     def interval(index: int) -> tuple[float, float]:
-        difference = compare(*pair(shape, np.random.default_rng([seed, index]), shift), seed=index)
+        difference = compare(*pair(shape, np.random.default_rng([seed, index]), shift))
         p_values.append(difference.p)
         return of(difference)
 
@@ -154,7 +160,7 @@ def suites(shift: float, repeats: int, seed: int) -> dict[str, dict[str, float]]
     def difference(index: int) -> tuple[float, float]:
         generator = np.random.default_rng([seed, index])
         tables = [pair(shape, generator, shift) for shape in shapes]
-        found = compare_suites(*zip(*tables), seed=index, draws=SUITE_DRAWS)
+        found = compare_suites(*zip(*tables))
         p_values.append(found.p)
         return of(found)
 
@@ -163,6 +169,21 @@ def suites(shift: float, repeats: int, seed: int) -> dict[str, dict[str, float]]
     result = {"average": coverage(average, truth, repeats), "difference": coverage(difference, gain, repeats)}
     result["difference"] |= p_summary(p_values)
     return result
+
+
+def skewed(rare: float, count: int, repeats: int, seed: int) -> dict[str, float]:
+    """How often p <= 0.05, by `compare`, a plain t test and a sign-flip test, on differences of `SKEWED`."""
+    generator = np.random.default_rng([seed, count, round(1000 * rare)])
+    signs = generator.choice([-1.0, 1.0], (FLIPS, count))
+    p_values: dict[str, list[float]] = {"compare": [], "t": [], "sign flip": []}
+    for _ in range(repeats):
+        differences = np.where(generator.random(count) < rare, 1 - rare, -rare)
+        p_values["compare"].append(compare(differences[:, None], np.zeros((count, 1))).p)
+        alike = np.ptp(differences) == 0  # certain of what it sees
+        p_values["t"].append(0.0 if alike else float(ttest_1samp(differences, 0).pvalue))
+        hits = np.sum(np.abs(signs @ differences) >= abs(differences.sum()) - 1e-9)
+        p_values["sign flip"].append(float((hits + 1) / (FLIPS + 1)))
+    return {name: float(np.mean(np.array(values) <= 0.05)) for name, values in p_values.items()}
 
 
 def p_summary(p_values: list[float]) -> dict[str, float]:
@@ -200,6 +221,7 @@ def simulate(repeats: int, seed: int) -> dict[str, Any]:
         result["paired_null"][name] = paired(shape, 0.0, repeats // 2, seed)
     for name, shape in HARD.items():
         result["average_at_k"][name] = averages(shape, repeats, seed)
+    result["skewed_null"] = {name: skewed(*shape, repeats, seed) for name, shape in SKEWED.items()}
     for name, shift in (("suite_gain", 0.3), ("suite_null", 0.0)):
         print(name, flush=True)
         result[name] = suites(shift, repeats // 5, seed)

@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import loragate as lg
 from loragate.analysis.plan import Estimate, estimate
+from loragate.losses.objectives import objectives
 from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter
 
 SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5}
@@ -47,6 +48,8 @@ class Case:
     padded: bool = False
     precision: str = "fp32"
     dtype: str = "float32"
+    objective: str = "sft"
+    dora: bool = False
     shape: tuple[tuple[str, Any], ...] = ()
 
 
@@ -76,6 +79,15 @@ def cases() -> list[Case]:
                 start, name=f"{start.name} bf16 base, recompute", precision="bf16", dtype="bfloat16", checkpointing=True
             ),
         ]
+    sft = Case("qwen2 sft", "qwen2", "sft")
+    for name, changed in (
+        ("dora", {"dora": True}),
+        ("eksft", {"objective": "eksft"}),
+        ("talr, two passes", {"objective": "talr", "passes": 2, "rows": 2}),
+    ):
+        chosen.append(replace(sft, name=f"qwen2 sft {name}", **changed))
+        low = {"precision": "bf16", "dtype": "bfloat16", "checkpointing": True, **changed}
+        chosen.append(replace(sft, name=f"qwen2 sft {name}, bf16 base, recompute", **low))
     return chosen
 
 
@@ -144,7 +156,8 @@ def train(case: Case, marks: list[int]) -> None:
 
     tokenizer = tokenizer_of(base.config.vocab_size)
     if case.stage == "sft":
-        train_adapter(base, tokenizer, rows, FineTuningSettings(rank=RANK, **shared), on_step=mark)
+        settings = FineTuningSettings(rank=RANK, objective=case.objective, dora=case.dora, **shared)
+        train_adapter(base, tokenizer, rows, settings, on_step=mark)
         return
     record = LoraConfig(
         r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
@@ -184,6 +197,9 @@ def planned(case: Case) -> Estimate:
         base=case.dtype,
         autocast=case.precision != "fp32",
         gradient_checkpointing=case.checkpointing,
+        objective=objectives[case.objective],
+        dora=case.dora,
+        passes=case.passes,
     )
 
 

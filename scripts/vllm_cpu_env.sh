@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make a virtual environment in which vLLM runs on a CPU, with loragate in it: scripts/vllm_cpu_env.sh VENV_DIR
 #
-# vLLM wants an older transformers than loragate declares, so both live in an environment of their own, apart from the
+# vLLM wants an older transformers than constraints.txt has, so both live in an environment of their own, apart from the
 # one for training. Nothing happens when VENV_DIR is complete for the present lists; when a list has changed, it is
 # brought up to date. Settings, from the environment:
 #   PYTHON            interpreter that makes the environment (default: python3.11, or else python3)

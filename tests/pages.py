@@ -88,20 +88,45 @@ def traces(questions=2, tokens=5, modules=("model.layers.0.mlp.up_proj", "model.
 def selection_record():
     """A selection among adapter, base and two ranges."""
     variants = []
+    kinds = {"adapter": "adapter", "base": "base"}
     for label, mean in (("adapter", 0.4), ("base", 0.3), ("gated [0,1]", 0.42), ("gated [-6,3]", 0.48)):
-        versus = {**estimate(mean - 0.4), "z": (mean - 0.4) / 0.03} if label != "adapter" else None
-        variants.append({"label": f"{label} greedy", **estimate(mean), "difference": versus, "retention": None})
-    best = variants[-1]
+        versus = {**estimate(mean - 0.4), "p": 0.1, "z": (mean - 0.4) / 0.03} if label != "adapter" else None
+        variants.append(
+            {
+                **estimate(mean),
+                "label": f"{label} greedy",
+                "weights": kinds.get(label, "gates"),
+                "temperature": 0.0,
+                "samples": 1,
+                "difference": versus,
+                "truncated": 0.0,
+                "no_eos": 0.0,
+                "tokens": 20.0,
+                "retention": None,
+            }
+        )
     return {
         "recommendation": {
-            "label": best["label"],
+            "label": variants[-1]["label"],
             "weights": "gates",
-            "temperature": 0,
+            "temperature": 0.0,
+            "scale": None,
+            "range": [-6.0, 3.0],
+            "trial": "entropy_-6_3_seed42",
             "score": estimate(0.48),
             "reason": "it beats the greedy adapter with z = 2.7",
         },
+        "baseline": "adapter greedy",
         "variants": variants,
-        "dev": {"questions": 64},
+        "dev": {
+            "source": "dev.jsonl",
+            "questions": 64,
+            "samples": 4,
+            "max_new_tokens": 32,
+            "task": "dev v1",
+            "grader": "default",
+            "unread": 0.0,
+        },
         "rule": "The highest mean is taken where it beats the greedy adapter by z of 1.28 or more.",
     }
 

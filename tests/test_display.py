@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,10 @@ from rich.console import Console
 
 from loragate import display
 from loragate.cli import generate
-from loragate.cli.calibrate import advance
 from loragate.display import FILE_WIDTH, Display, console, time_left
 from loragate.generation import Sample, TransformersEngine
 from loragate.printable import printable
+from loragate.selection.compare import counted
 from tiny import tiny_base, tiny_tokenizer
 
 
@@ -57,16 +58,18 @@ def test_an_estimate_is_no_finer_than_it_is(seconds, words):
 
 def test_what_was_done_before_a_resume_gives_no_pace(clock, monkeypatch):
     monkeypatch.setattr(display, "time_left", lambda seconds: str(round(seconds)))
-    with Display(out=Console(file=io.StringIO())).job("training") as job:
-        assert job.left(0.4) == "", "the first news says how far it was"
+    with Display(out=Console(file=io.StringIO())).job("training", 100, "step") as job:
+        job.advance_to(40)
+        assert job.left() == "", "the first news says how far it was"
         clock.now += 10
-        assert job.left(0.5) == "50", "a tenth in 10 s"
+        job.advance_to(50)
+        assert job.left() == "50", "a tenth in 10 s"
 
 
 def test_a_log_is_never_silent_for_long(monkeypatch):
     """A job that reports nothing, as the loading of a large model does."""
     out, spoken = io.StringIO(), threading.Event()
-    monkeypatch.setattr(display, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(display, "SILENT_SECONDS", 0.06)
     shown = Display(out=Console(file=out, width=80))
     say = shown.out.print
 
@@ -80,20 +83,58 @@ def test_a_log_is_never_silent_for_long(monkeypatch):
     assert out.getvalue().splitlines()[0].startswith("loading the model: running for ")
 
 
-def test_a_calibration_says_what_it_is_at(clock):
+def test_between_two_jobs_the_command_speaks_and_within_one_the_job_alone(monkeypatch):
+    """A download before the first job, say; and never both of them."""
+    monkeypatch.setattr(display, "SILENT_SECONDS", 0.06)
     out = io.StringIO()
-    with Display(out=Console(file=out, width=200)).job("trying 2 ranges") as job:
-        told = advance(job, answers=80, trainings=2)
-        for stage, what, total, note in [
-            ("training", "[0,1]", 150, "entropy 0.050"),
-            ("evaluating", "adapter T=0.3", 40, ""),
-        ]:
-            for done in range(0, total + 1, 10):
-                clock.now += 11
-                told(stage, what, done, total, note)
+    screen = Console(file=out, width=80)
+    with display.never_silent("loragate calibrate", screen):
+        wait_for(lambda: "loragate calibrate: running for" in out.getvalue())
+        with Display(out=screen).job("loading the model"):
+            out.truncate(0)
+            wait_for(lambda: "loading the model: running for" in out.getvalue())
+            assert "loragate calibrate" not in out.getvalue()
+    assert not display._open
+
+
+def test_what_is_printed_breaks_the_silence(monkeypatch):
+    monkeypatch.setattr(display, "SILENT_SECONDS", 1.2)
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with display.never_silent("loragate eval", Console(file=out, width=80)):
+        for _ in range(20):
+            time.sleep(0.1)
+            console().print("a result")
+    assert not out.getvalue()
+
+
+def wait_for(happened):
+    until = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_job_of_several_phases_has_one_scale(clock, monkeypatch):
+    """Steps and answers of all, and the time that both will take, each at its own pace."""
+    out = io.StringIO()
+    with Display(out=Console(file=out, width=200)).job("calibrating") as job:
+        told = counted(job)
+        told("training", "", 0, 150, "")
+        told("evaluating", "", 0, 80, "")
+        for done in range(10, 41, 10):
+            clock.now += 11
+            told("evaluating", "adapter", done, 80, "")
+        assert job.left() == "", "nothing is known of the steps yet"
+        for done in range(10, 151, 10):
+            clock.now += 20
+            told("training", "[0,1]", done, 150, "entropy 0.050")
     lines = out.getvalue().splitlines()
-    assert lines[0].startswith("trying 2 ranges: training [0,1]: 0 of 150 · entropy 0.050")
-    assert any(line.startswith("trying 2 ranges: evaluating adapter T=0.3: 40 of 40") for line in lines)
+    assert lines[0] == "calibrating: step 0 of 150 · answer 10 of 80 · evaluating adapter"
+    # 14 times 20 s for the steps, and 44 s for the answers
+    assert "calibrating: step 10 of 150 · answer 40 of 80 · training [0,1] · entropy 0.050 · about 6 min left" in lines
+    assert "calibrating: step 150 of 150 · answer 40 of 80 · training [0,1] · entropy 0.050 · about 50 s left" in lines
+    assert job.share() == 0.75
 
 
 @pytest.mark.parametrize(("columns", "width"), [(None, FILE_WIDTH), ("200", 200)])

@@ -1,9 +1,10 @@
-"""The timed parts of `run.py`: a step, decoding, compilers. Random weights are made on the device."""
+"""The timed parts of `run.py`: a step, decoding, compilers, one token, the plugin's λ. Random weights are made on the device."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,21 +41,34 @@ def peak_bytes(task: Task, run: Callable[[], Any]) -> int | None:
 
 
 def step(task: Task) -> None:
-    """A Stage-II step against a LoRA step, forward and backward without the optimiser, alternated; FLOPs: `true_shapes.py`."""
-    shapes = (
-        {"tiny": TINY} if task.rehearsal else {name: replace(shape, dtype="bfloat16") for name, shape in SHAPES.items()}
-    )
-    names = ["lora", "lora_trl", "gates_loragate"]
-    if importlib.util.find_spec("trl") is None:
-        names.remove("lora_trl")
-        task.keep("lora_trl", "left out: no trl")
-    for name, shape in shapes.items():
+    """A Stage-II step against a LoRA step, forward and backward without the optimiser, alternated; FLOPs: `true_shapes.py`.
+
+    One row of 2,048 tokens waits for kernels to be started; rows of a real batch (8,192 tokens) wait for the arithmetic.
+    """
+    wanted = [("tiny", TINY)]
+    if not task.rehearsal:
+        wanted = [
+            (
+                f"{name}, {rows * shape.sequence} tokens",
+                replace(shape, dtype="bfloat16", rows=rows, checkpointing=large),
+            )
+            for name, shape in SHAPES.items()
+            for rows in (1, 4)
+            # with recomputation where activations would not fit
+            for large in [rows > 1 and name != "Qwen2.5-1.5B"]
+        ]
+    for name, shape in wanted:
+        names = ["lora", "lora_trl", "gates_loragate"]
+        if importlib.util.find_spec("trl") is None or shape.hidden > 2000:  # no third model fits beside the larger ones
+            names.remove("lora_trl")
         try:
             rows = step_rows(task, shape, names)
-            task.keep(name, {"tokens": shape.rows * shape.sequence, "dtype": shape.dtype, **rows})
+            tokens = {"tokens": shape.rows * shape.sequence, "dtype": shape.dtype, "recomputed": shape.checkpointing}
+            task.keep(name, {**tokens, **rows})
         except torch.OutOfMemoryError:
             task.keep(name, "left out: out of memory")
-        names = ["lora", "gates_loragate"]  # of the larger shapes no third model fits beside these
+        if task.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def step_rows(task: Task, shape: Shape, names: list[str]) -> dict[str, Any]:
@@ -150,15 +164,8 @@ def compile(task: Task) -> None:
         require(max(found) <= noise, f"torch.compile in mode {mode} is off by {max(found):.2g}")
         sides[f"compiled {mode}"] = lambda run=run: run(ids[0])
     if task.device == "cuda":
-        still, graph = ids[0].clone(), torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                eager(still)
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            logits = eager(still)
+        still = ids[0].clone()
+        graph, logits = captured(lambda: eager(still))
         found = []
         for one, two in zip(ids, expected):
             still.copy_(one)
@@ -171,3 +178,102 @@ def compile(task: Task) -> None:
         task.keep("CUDA graph", "left out: no CUDA")
     seconds = alternate(sides, 2 if task.rehearsal else 20, clock(task))
     task.keep("seconds", {side: spread(values) for side, values in seconds.items()})
+
+
+def captured(run: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
+    """A CUDA graph of `run`, and the tensor that its replays write."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
+
+
+def token(task: Task) -> None:
+    """One forward pass for one new token per row, eager and as a CUDA graph: merged, adapter and gated, alternated.
+
+    Without the cache's attention, which costs the three the same.
+    """
+    shape = TINY if task.rehearsal else replace(SHAPES["Qwen2.5-1.5B"], dtype="bfloat16")
+    with on(task.device):
+        models = {"adapter": adapter(shape).eval(), "gated": shaken(mild(adapter(shape))).eval()}
+        models["merged"] = adapter(shape).merge_and_unload().eval()
+    for rows in (2,) if task.rehearsal else (1, 32):
+        draw = torch.Generator().manual_seed(rows)
+        ids = torch.randint(0, shape.vocabulary, (rows, 1), generator=draw).to(task.device)
+
+        @torch.no_grad()
+        def eager(model: Any, ids: torch.Tensor = ids) -> torch.Tensor:
+            return model(input_ids=ids, use_cache=False).logits
+
+        sides = {f"{name}, eager": lambda model=model: eager(model) for name, model in models.items()}
+        if task.device == "cuda":
+            for name, model in models.items():
+                sides[f"{name}, graph"] = captured(lambda model=model: eager(model))[0].replay
+        seconds = alternate(sides, 2 if task.rehearsal else 30, clock(task))
+        row: dict[str, Any] = {"seconds": {side: spread(values) for side, values in seconds.items()}}
+        for how in ("eager", "graph")[: len(sides) // 3]:
+            row[f"gated to adapter, {how}"] = ratios(seconds, f"gated, {how}", f"adapter, {how}")
+        task.keep(f"batch {rows}", row)
+
+
+def serving(task: Task) -> None:
+    """λ of 32 slots with a strength each, as the vLLM plugin computes it: a CUDA graph's replays against eager results.
+
+    Slots change between replays, and values in the slots too, as they do while a server runs.
+    """
+    from loragate.gates.range import Range
+    from loragate.gates.signed_map import SignedMap
+    from loragate.serving.layers import empty_slots, slot_coefficients, slot_constants
+
+    slots, width, tokens = 32, (64 if task.rehearsal else 8960), (16 if task.rehearsal else 256)
+    draw = torch.Generator().manual_seed(5)
+    weight, bias, constants = empty_slots(slots, 2, width, task.device)
+    weight[:-1].copy_(torch.randn(slots, 2, width, generator=draw) * width**-0.5)
+    for slot in range(slots):  # every second slot has gates, the others one λ for all tokens
+        strength = slot / 8 - 1
+        limits = (strength, strength) if slot % 2 else (-math.inf, math.inf)
+        constants[slot] = slot_constants(SignedMap(Range(-6, 3)), *limits).to(task.device)
+    dtype = torch.float32 if task.rehearsal else torch.bfloat16
+    x = torch.randn(tokens, width, generator=draw).to(task.device, dtype)
+    own = torch.randint(-1, slots, (tokens,), generator=draw).to(task.device)
+
+    def run() -> torch.Tensor:
+        return slot_coefficients(x, own, weight, bias, constants)
+
+    found = []
+    replay, result = captured(run) if task.device == "cuda" else (None, None)
+    for again in range(4):
+        own.copy_(torch.randint(-1, slots, (tokens,), generator=draw))
+        constants[1, :, 2:] = 0.25 * again
+        exact = torch.stack(
+            [
+                torch.zeros(2, dtype=torch.float64)
+                if slot < 0
+                else reference_coefficients(x[row], weight[slot], bias[slot], constants[slot])
+                for row, slot in enumerate(own.tolist())
+            ]
+        )
+        eager = run()
+        if replay is not None:
+            replay.replay()
+            require(bool(torch.equal(result, eager)), "a replay gives other coefficients than eager")
+        found.append(float((eager.double().cpu() - exact).abs().max()))
+    task.keep("largest error of λ against fp64", found)
+    require(max(found) < 1e-4, f"λ is off by {max(found):.2g}")
+    if replay is not None:
+        a = torch.randn(slots, 16, width, generator=draw).to(task.device, dtype)
+        sides = {"λ, eager": run, "λ, graph": replay.replay, "A of one slot": lambda: x @ a[0].t()}
+        task.keep("seconds", {side: spread(v) for side, v in alternate(sides, 50, clock(task)).items()})
+
+
+def reference_coefficients(x_D: Any, weight_ND: Any, bias_N: Any, constants_N4: Any) -> torch.Tensor:
+    """λ of one token, [N] fp64, by the formula."""
+    x_D, weight_ND, bias_N, constants_N4 = (value.double().cpu() for value in (x_D, weight_ND, bias_N, constants_N4))
+    response_N = torch.tanh(weight_ND @ x_D + bias_N)
+    below_N, above_N, least_N, most_N = constants_N4.unbind(-1)
+    return (1 + torch.where(response_N < 0, below_N, above_N) * response_N).clamp(least_N, most_N)

@@ -1,9 +1,10 @@
-"""Compare the three math graders on the hand-made pairs of `pairs.jsonl`, group by group.
+"""Compare the math graders on the hand-made pairs of `pairs.jsonl`, and on the answers by class of notation that the tests hold.
 
     python benchmarks/grading/compare_graders.py
 
-writes `benchmarks/results/grading.json` and prints a table by difficulty. `--show NAME` lists the pairs that a
-grader judges wrongly (`--split dev` leaves the held-out ones unseen).
+writes `benchmarks/results/grading.json` and prints a table by difficulty and, for the default grader and math-verify, one by
+class. `--show NAME` lists the pairs that a grader judges wrongly (`--split dev` leaves the held-out ones unseen). `--pairs FILE`
+judges pairs of your own, one JSON object a line with response, gold, expected and category.
 """
 
 from __future__ import annotations
@@ -15,16 +16,51 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from loragate.evaluation.grading import MATH_GRADERS, GradingPool, Job
 from loragate.files import write_json
 
 PAIRS = Path(__file__).parent / "pairs.jsonl"
+CLASSES = Path(__file__).parents[2] / "tests" / "evaluation" / "grading" / "answers.yaml"
 RESULTS = Path(__file__).parents[1] / "results" / "grading.json"
 
 
 def load_pairs(path: Path = PAIRS) -> list[dict[str, Any]]:
     """The rows of the pair list."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def load_classes(path: Path = CLASSES) -> list[dict[str, Any]]:
+    """The answers by class, as pairs."""
+    rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return [
+        {"category": name, "gold": gold, "response": f"So the answer is $\\boxed{{{answer}}}$.", "expected": verdict}
+        for name, golds in rows.items()
+        for gold, right, wrong in golds
+        for verdict, answers in ((True, right), (False, wrong))
+        for answer in answers
+    ]
+
+
+def by_class(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Pairs, and by grader how many were judged rightly, accepted or rejected falsely; by category and in all."""
+    verdicts = {name: judge_all(pairs, name)[0] for name in ("default", "math_verify")}
+    judged = [
+        {"difficulty": pair["category"], "split": "", "correct": pair["expected"]} for pair in pairs
+    ]  # fmt: skip
+    return [row for row in table(judged, verdicts) if not row["group"].startswith("split")]
+
+
+def print_classes(rows: list[dict[str, Any]]) -> None:
+    """One line a class: right (false accepts, false rejects)."""
+    print("| class | pairs | default | math_verify |", "|---|---|---|---|", sep="\n")
+    for row in rows:
+        cells = (
+            f"{row[n]['right']} ({row[n]['false_accepts']}, {row[n]['false_rejects']}) |"
+            for n in ("default", "math_verify")
+        )
+        print(f"| {row['group']} | {row['pairs']} |", *cells)
 
 
 def judge_all(
@@ -80,7 +116,11 @@ def main() -> None:
     parser.add_argument("--show", choices=list(MATH_GRADERS))
     parser.add_argument("--split", choices=["dev", "held_out"])
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--pairs", type=Path)
     options = parser.parse_args()
+    if options.pairs:
+        print_classes(by_class(load_pairs(options.pairs)))
+        return
     pairs = [pair for pair in load_pairs() if options.split in (None, pair["split"])]
     if options.show:
         verdicts, reasons, _ = judge_all(pairs, options.show)
@@ -95,6 +135,8 @@ def main() -> None:
     print("| difficulty | pairs | default | math_verify | dft |", "|---|---|---|---|---|", sep="\n")
     for row in rows:
         print(f"| {row['group']} | {row['pairs']} |", *(f"{row[name]['right']} |" for name in judged))
+    classes = by_class(load_classes())
+    print_classes(classes)
     ceiling = minerva_ceiling(pairs, verdicts_by)
     print("e-notation golds, right answers written a x 10^b, accepted:", ceiling)
     if options.split is None:
@@ -102,6 +144,7 @@ def main() -> None:
             "command": "python benchmarks/grading/compare_graders.py",
             "versions": {name: version(name) for name in ("math-verify", "latex2sympy2_extended", "sympy")},
             "table": rows,
+            "classes": classes,
             "minerva_ceiling": ceiling,
             "wrong": {
                 name: [pair["id"] for pair, said in zip(pairs, verdicts) if said != pair["correct"]]

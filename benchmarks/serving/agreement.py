@@ -171,7 +171,7 @@ def main() -> None:
 
     import torch
 
-    from loragate.serving.parity import Served, compare
+    from loragate.evaluation.agreement import Served, compare
     from loragate.serving.plugin import vllm_version
 
     cases: dict[str, dict[str, Any]] = {}

@@ -64,11 +64,13 @@ def rounding() -> str:
 def throughput() -> str:
     rows = []
     for case, found in load("throughput")["cases"].items():
-        speed, ratio = found["tokens_per_second"], found["gated_to_adapter"]
-        low, high = ratio["quartiles"]
-        speeds = [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in speed.values()]
-        rows.append([case, *speeds, f"{ratio['median']:.2f} ({low:.2f}–{high:.2f})"])
-    head = ["tokens per second", "base", "plain adapter", "gated", "gated : plain, median (quartiles)"]
+        speeds = [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in found["tokens_per_second"].values()]
+        ratios = [found[name] for name in ("gated_to_adapter", "adapter_to_base", "adapter_to_vllm")]
+        rows.append(
+            [case, *speeds, *("{:.2f} ({:.2f}–{:.2f})".format(one["median"], *one["quartiles"]) for one in ratios)]
+        )
+    head = ["tokens per second", "base", "plain adapter", "gated", "plain, vLLM's own products"]
+    head += ["gated : plain, median (quartiles)", "plain : base", "plain : vLLM's own"]
     return table(head, rows)
 
 

@@ -1,8 +1,9 @@
-"""Throughput and latency in vLLM: base, plain adapter and gated adapter, alternating in short blocks of one run.
+"""Throughput and latency in vLLM: base, plain adapter, gated adapter and vLLM's own LoRA, alternating in short blocks of one run.
 
     python benchmarks/serving/throughput.py [--rounds 9] [--dtype float32] [--out FILE]
 
-One offline engine with all slots filled serves the three in turn, in an order that changes from round to round, so that a busy
+"vllm" is the plain adapter by vLLM's own products on a CPU, which the plugin replaces there.
+One offline engine with all slots filled serves all in turn, in an order that changes from round to round, so that a busy
 machine slows all alike. On a CPU, time is this process's CPU time with one thread; elsewhere it is wall time. Reported are
 medians of tokens per second, and the medians and quartiles of the per-round ratios gated : plain adapter.
 """
@@ -17,8 +18,10 @@ import platform
 import statistics
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -29,7 +32,14 @@ from served_models import make_models
 
 CASES = {"decode, 16 sequences": (16, 16, 16), "prefill, 4 prompts of 192": (4, 192, 1), "one sequence": (1, 16, 16)}
 """{case: (sequences, prompt tokens, new tokens)}"""
-CONTESTANTS = ("base", "adapter", "gated")
+CONTESTANTS = ("base", "adapter", "gated", "vllm")
+
+
+def ratio(speeds: dict[str, list[float]], name: str, to: str) -> dict[str, Any]:
+    """Median and quartiles of the speed of one to that of another, round by round."""
+    ratios = [one / other for one, other in zip(speeds[name], speeds[to])]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return {"median": round(statistics.median(ratios), 3), "quartiles": [round(low, 3), round(high, 3)]}
 
 
 def main() -> None:
@@ -46,6 +56,7 @@ def main() -> None:
     import vllm
     from vllm.platforms import current_platform
 
+    from loragate.serving.layers import GatedPunica
     from loragate.serving.parity import open_llm
 
     on_cpu = current_platform.is_cpu()
@@ -63,6 +74,11 @@ def main() -> None:
         if on_cpu:
             torch.set_num_threads(1)
         owners: dict[str, Any] = {"base": None} | {request.lora_name: request for request in requests}
+        owners["vllm"] = owners["adapter"]
+
+        def stock(self: GatedPunica, *given: Any, **named: Any) -> Any:
+            return self.punica.add_lora_linear(*given, **named)
+
         draw = torch.Generator().manual_seed(0)
 
         def block(name: str, case: str) -> tuple[float, float]:
@@ -74,9 +90,10 @@ def main() -> None:
             ]
             sampling = vllm.SamplingParams(temperature=0, max_tokens=wanted, ignore_eos=True, detokenize=False)
             gc.collect()
-            began = clock()
-            llm.generate(prompts, sampling, lora_request=owners[name], use_tqdm=False)
-            spent = clock() - began
+            with patch.object(GatedPunica, "add_lora_linear", stock) if name == "vllm" else nullcontext():
+                began = clock()
+                llm.generate(prompts, sampling, lora_request=owners[name], use_tqdm=False)
+                spent = clock() - began
             return sequences * (given if wanted == 1 else wanted) / spent, spent
 
         cases = {}
@@ -86,7 +103,7 @@ def main() -> None:
             speeds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
             spent: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
             for round_ in range(options.rounds):
-                order = CONTESTANTS[round_ % 3 :] + CONTESTANTS[: round_ % 3]
+                order = CONTESTANTS[round_ % 4 :] + CONTESTANTS[: round_ % 4]
                 # forwards and backwards: what drifts within a round hits all alike
                 both = {name: [0.0, 0.0] for name in order}
                 for name in (*order, *reversed(order)):
@@ -96,17 +113,14 @@ def main() -> None:
                 for name, (seconds, tokens) in both.items():
                     speeds[name].append(2 * tokens / seconds)
                     spent[name].append(seconds / 2)
-            ratios = sorted(gated / plain for gated, plain in zip(speeds["gated"], speeds["adapter"]))
-            quartiles = statistics.quantiles(ratios, n=4)
             cases[case] = {
                 "tokens_per_second": {name: round(statistics.median(speeds[name]), 1) for name in CONTESTANTS},
                 "milliseconds_per_step": {
                     name: round(1000 * statistics.median(spent[name]) / CASES[case][2], 2) for name in CONTESTANTS
                 },
-                "gated_to_adapter": {
-                    "median": round(statistics.median(ratios), 3),
-                    "quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)],
-                },
+                "gated_to_adapter": ratio(speeds, "gated", "adapter"),
+                "adapter_to_base": ratio(speeds, "adapter", "base"),
+                "adapter_to_vllm": ratio(speeds, "adapter", "vllm"),
             }
             print(case, json.dumps(cases[case]))
     record = {

@@ -136,7 +136,7 @@ def attention(found: dict[str, Any]) -> str:
 
 
 def gpu(part: str) -> str:
-    """A part of `make gpu`'s record: parity or decode."""
+    """A part of `make gpu`'s record."""
     found = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["parts"].get(part, {}).get("result")
     return GPU[part](found) if found else "Not measured yet: run `make gpu`."
 
@@ -161,7 +161,45 @@ def decoding(found: dict[str, Any]) -> str:
     return table(["tokens per second", *sides, "time, gated ÷ adapter"], rows)
 
 
-GPU = {"parity": parity, "decode": decoding}
+def gpu_steps(found: dict[str, Any]) -> str:
+    rows = []
+    for name, row in found.items():
+        lora, ours = row["lora"], row["gates_loragate"]
+        low, high = ours["time_to_lora"]["quartiles"]
+        trl = row.get("lora_trl")
+        rows.append(
+            [
+                name + (", recomputed" if row["recomputed"] else ""),
+                f"{lora['seconds']['median'] * 1000:.0f}",
+                f"{ours['seconds']['median'] * 1000:.0f}",
+                f"{ours['time_to_lora']['median']:.2f} ({low:.2f}–{high:.2f})",
+                f"{ours['peak_bytes'] / lora['peak_bytes']:.2f}",
+                f"{ours['peak_bytes'] / trl['peak_bytes']:.2f}" if trl else "",
+            ]
+        )
+    head = [
+        "",
+        "LoRA step, ms",
+        "gate step, ms",
+        "time, gates ÷ LoRA",
+        "peak memory, gates ÷ LoRA",
+        "÷ LoRA with TRL's head",
+    ]
+    return table(head, rows)
+
+
+def one_token(found: dict[str, Any]) -> str:
+    rows = []
+    for name, row in found.items():
+        for how in ("eager", "graph"):
+            spent = [
+                f"{row['seconds'][f'{side}, {how}']['median'] * 1000:.1f}" for side in ("merged", "adapter", "gated")
+            ]
+            rows.append([f"{name}, {how}", *spent, f"{row[f'gated to adapter, {how}']['median']:.2f}"])
+    return table(["ms a token", "merged", "adapter", "gated", "gated ÷ adapter"], rows)
+
+
+GPU = {"parity": parity, "decode": decoding, "step": gpu_steps, "token": one_token}
 OTHERS: dict[str, Callable[[], str]] = {f"gpu {part}": partial(gpu, part) for part in GPU}
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "step": ("step", step),

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -24,9 +25,7 @@ from rich.text import Text
 from loragate.printable import printable
 
 PLAIN_SECONDS = 10.0  # between two lines of a job in a log
-SILENT_SECONDS = (
-    60.0  # after which a job that reports nothing, such as the loading of a large model, is said to run still
-)
+SILENT_SECONDS = 60.0  # that nothing is silent for, not even a job that reports nothing, such as the loading of a model
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers shows none then, either
@@ -35,10 +34,22 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
 }
 """What the environment says to libraries, unless it says something else already."""
+TOLD = r".*(missing adapter keys|changes the base weights)"
+"""PEFT's warnings that an adapter was not loaded whole, or that the base is not the base; they are never hidden."""
 FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe: room for names and intervals in one line
 
 
+_open: list[threading.Event] = []
+"""What `never_silent` watches, the innermost last."""
+_spoken = [time.monotonic()]
+"""When anything was last printed."""
+
+
 class _Plain(Console):
+    def print(self, *objects: Any, **how: Any) -> None:
+        _spoken[0] = time.monotonic()
+        super().print(*objects, **how)
+
     def render_str(self, text: str, **how: Any) -> Text:
         return super().render_str(printable(text), **how)
 
@@ -71,6 +82,9 @@ def quiet_logging() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reads its variable at its import alone
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="(transformers|trl|peft|torch)")
+    warnings.filterwarnings(
+        "default", message=TOLD, category=UserWarning, module="peft"
+    )  # the later filter is asked first
     own = logging.getLogger("loragate")
     if own.handlers:  # tests and notebooks call commands one after the other
         return
@@ -78,9 +92,6 @@ def quiet_logging() -> None:
     handler.setFormatter(logging.Formatter("loragate: %(message)s"))
     own.addHandler(handler)
     own.propagate = False
-    # said at the import of PEFT on processors with AVX512-BF16, of a kernel for packed weights; see gates.keep_unpacked
-    ops = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    ops.addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
 
 
 def next_evaluation(model: object, out: str) -> str:
@@ -106,17 +117,17 @@ def duration(seconds: float) -> str:
 
 def percent(share: float) -> str:
     """A share of 1 as a percentage with one decimal, without its sign."""
-    return f"{_tenths(share):.1f}"
+    return f"{round(100 * share, 1) + 0.0:.1f}"  # adding zero turns -0.0 into 0.0
 
 
 def points(share: float) -> str:
-    """A difference of shares in percentage points, signed."""
-    value = _tenths(share)
-    return f"{value:+.1f}" if value else "0.0"
+    """A difference of shares in percentage points, signed; what rounds to zero keeps its side of it, which verdicts go by."""
+    return f"{round(100 * share, 1):+.1f}" if share else "0.0"
 
 
-def _tenths(share: float) -> float:
-    return round(100 * share, 1) + 0.0  # adding zero turns -0.0 into 0.0
+def at(temperature: float) -> str:
+    """A sampling temperature as sentences name it; 0 is greedy."""
+    return f"at temperature {temperature:g}" if temperature else "greedily"
 
 
 def time_left(seconds: float) -> str:
@@ -135,73 +146,120 @@ class Display:
     """
 
     def __init__(self, out: Console | None = None) -> None:
-        self.out = out or Console(stderr=True, highlight=False, markup=False, quiet=_is_other_process())
+        self.out = out or _Plain(stderr=True, highlight=False, markup=False, quiet=_is_other_process())
 
     @contextmanager
     def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[Job]:
         """Show a job; the yielded `Job` takes `advance_to(done, note=...)`, and `unit` is what it counts ("step", "answer")."""
-        job, ended = Job(self.out, name, total, unit), threading.Event()
-        if self.out.is_terminal:
-            columns = (
-                SpinnerColumn(),
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[note]}"),
-            )
-            with Progress(*columns, TimeElapsedColumn(), console=self.out, transient=True) as progress:
-                job.progress = progress
-                job.task = progress.add_task(name, total=total or None, note="")
+        job = Job(self.out, name, total, unit)
+        with never_silent(name, self.out):
+            if self.out.is_terminal:
+                columns = (
+                    SpinnerColumn(),
+                    TextColumn("{task.description}"),
+                    BarColumn(),
+                    TextColumn("{task.fields[note]}"),
+                )
+                with Progress(*columns, TimeElapsedColumn(), console=self.out, transient=True) as progress:
+                    job.progress = progress
+                    job.task = progress.add_task(name, total=total or None, note="")
+                    yield job
+            else:
                 yield job
-        else:
-            threading.Thread(target=job.keep_talking, args=(ended,), daemon=True).start()
-            try:
-                yield job
-            finally:
-                ended.set()
         self.out.print(f"{name}: {duration(time.monotonic() - job.began)}", markup=False, soft_wrap=True)
 
 
+@contextmanager
+def never_silent(name: str, out: Console | None = None) -> Iterator[None]:
+    """While it lasts, say that `name` still runs before a minute has passed in which nothing was printed.
+
+    Of several that are open, the innermost one speaks.
+    """
+    out = out or _Plain(stderr=True, highlight=False, markup=False, quiet=_is_other_process())
+    ended, began = threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        while not ended.wait(SILENT_SECONDS / 12):
+            now = time.monotonic()
+            if _open[-1:] == [ended] and now - _spoken[0] >= SILENT_SECONDS * 5 / 6:
+                out.print(f"{name}: running for {duration(now - began)}", markup=False, soft_wrap=True)
+
+    _open.append(ended)
+    _spoken[0] = began
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        _open.remove(ended)
+
+
+@dataclass
+class Count:
+    """How far a job is in one unit.
+
+    Attributes:
+        total: 0 where it is not known.
+        done: so far.
+        first: at the first news, as what was done before a resume gives no pace; -1 before any.
+        spent: seconds since then in which this count went on.
+    """
+
+    total: int = 0
+    done: int = 0
+    first: int = -1
+    spent: float = 0.0
+
+    def left(self) -> float | None:
+        """Seconds that the rest takes at the pace so far; None before that is known."""
+        if self.done >= self.total:
+            return 0.0
+        gone = self.done - self.first
+        known = gone > 0.02 * self.total and self.spent > 0.5
+        return self.spent / gone * (self.total - self.done) if known else None
+
+
 class Job:
-    """One running job of a `Display`."""
+    """One running job of a `Display`, on one scale: what it counts, of how many in all, and the time left for all of it."""
 
     def __init__(self, out: Console, name: str, total: int, unit: str) -> None:
-        self.out, self.name, self.total, self.unit = out, name, total, unit
+        self.out, self.name, self.unit = out, name, unit
+        self.counts = {unit: Count(total)} if total else dict[str, Count]()
         self.progress: Progress | None = None
         self.task: int | None = None
-        self.first: tuple[float, float] | None = None  # when the job was first heard of, and its share then
-        self.began = self.printed = time.monotonic()
+        self.began = self.printed = self.heard = time.monotonic()
 
-    def advance_to(self, done: int, total: int | None = None, note: str = "") -> None:
-        """`done` of `total` units are finished; `note` is shown beside the bar."""
-        self.total = total or self.total
-        share = done / self.total if self.total else 0.0
-        count = f"{self.unit} {done:,}".lstrip() + (f" of {self.total:,}" if self.total else "")
-        self.show(share, count, note, self.left(share))
+    def advance_to(self, done: int, total: int | None = None, note: str = "", unit: str | None = None) -> None:
+        """`done` of `total` units are finished in the whole job; `note` says what it is at.
 
-    def left(self, share: float) -> str:
-        """How long the job will still take at its pace so far; empty before that is known.
-
-        The first news of a job says how far it was: what was done before a resume gives no pace.
+        A job may count several units, such as steps and answers: its time left is that of all of them.
         """
-        now = time.monotonic()
-        since, before = self.first = self.first or (now, share)
-        known = share - before > 0.02 and now - since > 2
-        return time_left((now - since) / (share - before) * (1 - share)) if known else ""
-
-    def show(self, share: float, *parts: str) -> None:
-        """`share` of the job is done; the parts say what it is at, empty ones are left out."""
-        text = " · ".join(part for part in parts if part)
+        count, now = self.counts.setdefault(self.unit if unit is None else unit, Count()), time.monotonic()
+        if count.first < 0:
+            count.first = done
+        else:
+            count.spent += now - self.heard
+        count.done, count.total, self.heard = done, total or count.total, now
+        said = [
+            f"{name} {one.done:,}".lstrip() + f" of {one.total:,}" * bool(one.total)
+            for name, one in self.counts.items()
+        ]
+        text = " · ".join(filter(None, [*said, note, self.left()]))
         if self.progress is not None and self.task is not None:
+            share = self.share()
             # where no total is known, rich shows a bar that moves to and fro
             self.progress.update(self.task, completed=share, total=1.0 if share else None, note=text)  # type: ignore[arg-type]
-        elif time.monotonic() - self.printed >= PLAIN_SECONDS:
-            self.printed = time.monotonic()
+        elif now - self.printed >= PLAIN_SECONDS:
+            self.printed = now
             self.out.print(f"{self.name}: {text}", markup=False, soft_wrap=True)
 
-    def keep_talking(self, ended: threading.Event) -> None:
-        """Say in a log that the job still runs, where nothing else was said for a while, until it has ended."""
-        while not ended.wait(SILENT_SECONDS / 4):
-            now = time.monotonic()
-            if now - self.printed >= SILENT_SECONDS:
-                self.printed = now
-                self.out.print(f"{self.name}: running for {duration(now - self.began)}", markup=False, soft_wrap=True)
+    def left(self) -> str:
+        """How long the job will still take, in words; empty before the pace of everything that is left is known."""
+        rest = [count.left() for count in self.counts.values() if count.total]
+        seconds = sum(part for part in rest if part is not None)
+        return time_left(seconds) if seconds and None not in rest else ""
+
+    def share(self) -> float:
+        """The share of the job that is done, each unit counting the same."""
+        known = [min(1.0, count.done / count.total) for count in self.counts.values() if count.total]
+        return sum(known) / len(known) if known else 0.0

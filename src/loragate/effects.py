@@ -33,8 +33,9 @@ class Acts:
 _CHOOSING = (
     Acts(("dev_samples", "dev_max_new_tokens", "retention_data", "exclude"), "dev_data"),
     Acts(("dev_grader",), "dev_task", (None,)),  # a task has a grader of its own
+    Acts(("dev_pattern",), "dev_grader", ("regex",)),
 )
-_GRADERS = ("default", "math_verify", "dft", "choice", "exact", "boxed", "humaneval", "mbpp", "tiny")
+_GRADERS = ("default", "math_verify", "dft", "gsm8k", "regex", "choice", "exact", "boxed", "humaneval", "mbpp", "tiny")
 
 TABLE: dict[str, tuple[Acts, ...]] = {
     "calibrate": _CHOOSING,
@@ -43,6 +44,7 @@ TABLE: dict[str, tuple[Acts, ...]] = {
     "task": (
         Acts(("harness",), "grader", ("lm-eval",)),
         Acts(("system", "prompt", "raw"), "grader", _GRADERS),
+        Acts(("pattern",), "grader", ("regex",)),
         Acts(("system",), "raw", (None,)),
     ),
     "dataset": (Acts(("config", "split", "revision"), "hub"),),

@@ -61,6 +61,12 @@ def cached_commit(repository: str, revision: str | None = None) -> str | None:
     return None if snapshot is None else snapshot[3]
 
 
+def cached_folder(repository: str, revision: str | None = None) -> Path | None:
+    """The hub cache's copy of a model's repository; None where the cache lacks it."""
+    found = _cached(repository, revision, "config.json")
+    return None if found is None else found.parent
+
+
 def cached_file(base: str, revision: str | None = None) -> Path | None:
     """The hub cache's copy of a base that is one file, owner/name/FILE.gguf; None for any other, or where the cache lacks it."""
     return _cached(base, revision, "")

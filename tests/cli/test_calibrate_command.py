@@ -105,9 +105,7 @@ def test_gates_are_recommended_where_they_answer_better(place, tmp_path, capsys)
     assert rows["gated [-3,1] greedy"]["mean"] == 1.0, "its own answers are the labels"
     assert rows["adapter greedy"]["mean"] < 1.0
     assert record["recommendation"]["label"] == "gated [-3,1] greedy"
-    assert [line.startswith("Use the gates [-3,1] greedy, greedily: 100.0 %") for line in lines if "Use " in line] == [
-        True
-    ]
+    assert [line.startswith("Use the gates [-3,1], greedily: 100.0 %") for line in lines if "Use " in line] == [True]
     assert any("every kind of question" in line for line in lines)
     assert json.loads((out / "generation_config.json").read_text())["do_sample"] is False
     trained = load_file(out / "run" / "trials" / "entropy_-3_1_seed42" / "gated" / "gates.safetensors")

@@ -88,7 +88,7 @@ def test_dora_says_what_can_be_done_with_it(place, tmp_path, capsys, fails):
     assert "loragate calibrate" not in text
     said = fails(
         "calibrate", "--adapter", tmp_path / "dora", "--data", place / "rows.jsonl", *COMMON, "--ranges=0,1",
-        "--skip-selection", "--out", tmp_path / "g", status=1,
+        "--skip-selection", "--out", tmp_path / "g",
     )  # fmt: skip
     assert "Dora variant of LoRA" in said
     assert "Gate a plain LoRA adapter" in said

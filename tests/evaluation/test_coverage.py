@@ -47,4 +47,4 @@ def test_suites_are_covered(simulation: ModuleType) -> None:
     found = simulation.suites(0.0, repeats, seed=1)
     for part in ("average", "difference"):
         assert found[part]["coverage"] >= 0.92
-    assert found["difference"]["distance_from_uniform"] < 1.63 / math.sqrt(repeats)
+    assert found["difference"]["p_at_most_0.05"] <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / repeats)

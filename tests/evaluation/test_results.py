@@ -13,6 +13,7 @@ import pytest
 from records import ADAPTER, GATED, IDS, answered, make_record, make_result
 from rich.console import Console
 
+from loragate.display import points
 from loragate.errors import DataError
 from loragate.evaluation.evaluate import open_evaluation
 from loragate.evaluation.results import (
@@ -68,6 +69,24 @@ def test_p_values_are_adjusted_over_the_record() -> None:
     for result in record.results:
         expected = result.comparison and verdict(result.comparison, p=result.adjusted_p)
         assert result.verdict == expected
+
+
+def test_no_verdict_contradicts_the_interval_beside_it() -> None:
+    """Of many comparisons some have an interval of their own that leaves zero out, which the adjusted p does not bear out."""
+    draw, ids = np.random.default_rng(0), tuple(map(str, range(40)))
+    own = task_result("sums", "adapter", ids, *answered(draw.binomial(1, 0.4, (40, 1))))
+    rows = [own]
+    for number in range(12):
+        scores = draw.binomial(1, 0.5 + 0.04 * number, (40, 1))
+        rows.append(task_result("sums", "gated", ids, *answered(scores), adapter=own, control=f"λ={number}"))
+    alone = [verdict(row.comparison) for row in rows if row.comparison]
+    record = dataclasses.replace(make_record(), results=tuple(rows)).with_adjusted_p()
+    compared = [row for row in record.results if row.comparison]
+    assert alone.count("better") > [row.verdict for row in compared].count("better") > 0, "the adjustment matters"
+    for row in compared:
+        outside = row.comparison.low > 0 or row.comparison.high < 0
+        assert outside == (row.verdict != "no difference shown") == (row.adjusted_p <= 0.05)
+        assert (f"{points(row.comparison.low)} to {points(row.comparison.high)}") in score_markdown(record.to_json())
 
 
 def test_the_best_temperature_is_scored_where_it_was_not_picked() -> None:

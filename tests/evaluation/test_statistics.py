@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import stdtr
 
 from loragate.errors import DataError
 from loragate.evaluation.statistics import (
-    Difference,
     Estimate,
     average_at_k,
     compare,
@@ -24,6 +24,7 @@ from loragate.evaluation.statistics import (
     majority_at_k,
     out_of_fold,
     pass_at_k,
+    simultaneous,
     suite_average,
     t_interval,
 )
@@ -114,13 +115,15 @@ def test_out_of_fold_is_not_flattered_by_the_pick() -> None:
 
 
 def test_compare_by_hand() -> None:
-    """Differences 0.5, 0.5, 0: of 8 sign patterns, 4 reach a total of 1 in size (0 counts on either side)."""
+    """Differences 0.5, 0.5, 0 about 1/3, and two unseen ones at 0.5 and -0.5."""
     difference = compare([[1, 1], [1, 0], [0, 0]], [[1, 0], [0, 0], [0, 0]])
     assert difference.mean == pytest.approx(1 / 3)
-    half = 4.302653 * np.std([0.5, 0.5, 0], ddof=1) / math.sqrt(3)
-    assert difference.low == pytest.approx(1 / 3 - half, rel=1e-6)
-    assert difference.high == pytest.approx(min(1, 1 / 3 + half))
-    assert difference.p == 0.5
+    squares = 3 * (1 / 6) ** 2 + (1 / 3) ** 2 + (5 / 6) ** 2
+    assert difference.stderr == pytest.approx(math.sqrt(squares / (3 * 2)))
+    assert (difference.low, difference.high) == (-1, 1), "cut at what a share can differ by"
+    assert difference.p == pytest.approx(2 * (1 - stdtr(2, 1 / 3 / difference.stderr)))
+    long = compare(LONG[:, :8], LONG[:, 8:])
+    assert long.high - long.mean == pytest.approx(1.971957 * long.stderr, rel=1e-5)
 
 
 def test_compare_takes_different_numbers_of_samples_and_is_antisymmetric() -> None:
@@ -129,31 +132,60 @@ def test_compare_takes_different_numbers_of_samples_and_is_antisymmetric() -> No
     there, back = compare(scores_a, scores_b), compare(scores_b, scores_a)
     assert (back.mean, back.low, back.high, back.p) == pytest.approx((-there.mean, -there.high, -there.low, there.p))
     assert compare(scores_a, scores_b) == there
-    assert compare(scores_a, scores_b, seed=1).p == pytest.approx(there.p, abs=0.02)
 
 
-def test_exact_and_drawn_p_values() -> None:
-    """Twelve wins are exact, 2 / 2^12; with thirteen the smallest p-value that draws can give is 1 / 10,001."""
-    assert compare(np.ones((12, 1)), np.zeros((12, 1))).p == 2 / 2**12
-    assert compare(np.ones((40, 1)), np.zeros((40, 1))).p == 1 / 10_001
-    thirteen = compare(np.ones((13, 1)), np.zeros((13, 1))).p
-    assert 1 / 10_001 <= thirteen <= 8 / 10_001
+@pytest.mark.parametrize(
+    ("wins", "significant"), [(1, False), (2, False), (5, False), (6, True), (12, True), (40, True)]
+)
+def test_wins_alone_need_six_questions(wins: int, significant: bool) -> None:
+    """As the exact sign test has it, whose p is 2 / 2^wins."""
+    found = compare(np.ones((wins, 1)), np.zeros((wins, 1)))
+    assert (found.p <= 0.05, found.low > 0) == (significant, significant)
 
 
 def test_equal_sides_differ_by_nothing_but_not_with_certainty() -> None:
     same = compare(np.ones((120, 4)), np.ones((120, 4)))
     assert (same.mean, same.p) == (0, 1)
     assert -0.04 < same.low < 0 < same.high < 0.04
-    assert compare([[1.0]], [[0.0]]) == Difference(1, -1, 1, 1)
+    alone = compare([[1.0]], [[0.0]])
+    assert (alone.mean, alone.low, alone.high) == (1, -1, 1)
+    assert alone.p > 0.5
+    unbounded = compare([[7.0]] * 9, [[5.0]] * 9)
+    assert (unbounded.low, unbounded.high, unbounded.p) == (-math.inf, math.inf, 1)
+
+
+@pytest.mark.parametrize("rare", [0.02, 0.05, 0.1, 0.3])
+@pytest.mark.parametrize("count", [12, 30, 128])
+def test_a_rare_large_gain_and_many_small_losses_are_no_loss(rare: float, count: int) -> None:
+    """Nothing differs on average; a plain t test finds a loss up to half of the time, as the rare gain was not drawn."""
+    generator = np.random.default_rng(8)
+    gains = np.where(generator.random((1000, count)) < rare, 1 - rare, -rare)
+    found = [compare(row[:, None], np.zeros((count, 1))) for row in gains]
+    assert np.mean([one.p <= 0.05 for one in found]) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000)
+    assert all((one.p <= 0.05) == (one.low > 0 or one.high < 0) for one in found), "one decides the other"
 
 
 def test_p_is_uniform_under_the_null() -> None:
     generator = np.random.default_rng(4)
-    values = [compare(generator.normal(size=(20, 1)), generator.normal(size=(20, 1)), seed=i).p for i in range(400)]
+    values = [compare(generator.normal(size=(200, 1)), generator.normal(size=(200, 1))).p for _ in range(400)]
     distance = np.max(np.abs(np.sort(values) - (np.arange(400) + 0.5) / 400)) + 0.5 / 400
     assert distance < 1.63 / math.sqrt(400)  # Kolmogorov-Smirnov at the 1 % level
-    exact = [compare(generator.normal(size=(8, 1)), np.zeros((8, 1))).p for _ in range(1000)]
-    assert np.mean(np.array(exact) <= 0.05) == pytest.approx(12 / 256, abs=0.02)
+
+
+def test_the_intervals_of_a_family_agree_with_holms_method() -> None:
+    generator = np.random.default_rng(5)
+    seen = set()
+    for size in range(1, 9):
+        for _ in range(40):
+            sides = [generator.random((2, 40, 1)) < np.array([0.5 + 0.04 * i, 0.4])[:, None, None] for i in range(size)]
+            family, adjusted = simultaneous([compare(*map(np.asarray, side)) for side in sides])
+            assert adjusted == holm([one.p for one in family])
+            for one, p in zip(family, adjusted, strict=True):
+                assert (p <= 0.05) == (one.low > 0 or one.high < 0)
+                assert one.confidence >= 0.95
+                seen.add((one.p <= 0.05, p <= 0.05))
+    assert seen == {(True, True), (True, False), (False, False)}
+    assert simultaneous([]) == ([], [])
 
 
 def test_holm() -> None:
@@ -190,12 +222,16 @@ def test_a_task_without_spread_keeps_its_bound() -> None:
 
 
 def test_compare_suites_by_hand() -> None:
-    """Weighted differences 1/4, 1/4 and 1/2: the total 1 or -1 in 2 of 8 sign patterns."""
-    difference = compare_suites([[[1], [1]], [[1]]], [[[0], [0]], [[0]]])
-    assert (difference.mean, difference.p) == (1, 0.25)
-    # neither task has spread: of two questions t^2 / (2 + t^2) may differ from those seen, of one question all
-    unseen = 2 * 12.7062**2 / (2 + 12.7062**2)
-    assert (difference.low, difference.high) == (pytest.approx(1 - math.hypot(unseen, 2) / 2, rel=1e-5), 1)
+    """A suite of one task is the task; of two, errors add by their squares, and the rarer degrees of freedom count."""
+    one = compare(LONG[:, :1], LONG[:, 1:2])
+    assert compare_suites([LONG[:, :1]], [LONG[:, 1:2]]) == dataclasses.replace(one, df=pytest.approx(one.df))
+    other = compare(EASY[:, :2], EASY[:, 2:])
+    both = compare_suites([LONG[:, :1], EASY[:, :2]], [LONG[:, 1:2], EASY[:, 2:]])
+    assert both.mean == pytest.approx((one.mean + other.mean) / 2)
+    assert both.stderr == pytest.approx(math.hypot(one.stderr, other.stderr) / 2)
+    parts = one.stderr**2, other.stderr**2
+    assert both.df == pytest.approx(sum(parts) ** 2 / (parts[0] ** 2 / 199 + parts[1] ** 2 / 29))
+    assert compare_suites([[[1], [1]], [[1]]], [[[0], [0]], [[0]]]).p > 0.05, "three questions show nothing"
 
 
 @settings(max_examples=60)

@@ -47,7 +47,7 @@ def test_parameters_have_the_promised_names_and_shapes(adapter):
 
 
 def test_query_key_and_value_keep_one_input_between_them():
-    """On a bf16 base with fp32 factors: 2 bytes a value of x, once, and of each layer A x and v in fp32."""
+    """On a bf16 base with fp32 factors: 2 bytes a value of x, once, and of each layer A x, v and λ in fp32."""
     tokens, width, rank = 12, 32, 4
     model = lg.attach_gates(tiny_adapter(base=tiny_base().to(torch.bfloat16)), lg.GateConfig(-3, 2))
     attention = model.base_model.model.model.layers[0].self_attn
@@ -66,7 +66,7 @@ def test_query_key_and_value_keep_one_input_between_them():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outputs = [layer(x) for layer in layers]
     assert {output.dtype for output in outputs} == {torch.bfloat16}
-    assert sum(storage.nbytes() for storage in kept.values()) == tokens * (2 * width + 3 * (4 * rank + 4))
+    assert sum(storage.nbytes() for storage in kept.values()) == tokens * (2 * width + 3 * (4 * rank + 8))
 
 
 def test_a_plain_adapter_beside_a_gated_one_still_gets_pefts_cast(token_ids):

@@ -88,7 +88,9 @@ def test_keeps_only_the_input_and_rank_space(dtype):
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         out = gated_delta(x, a.detach(), b.detach(), weight, bias, **SETTINGS)
     shapes = sorted(tuple(tensor.shape) for tensor in saved)
-    assert shapes == sorted([(2, tokens, d_in), (2, tokens, rank), (2, tokens), (rank, d_in), (d_out, rank), (d_in,)])
+    assert shapes == sorted(
+        [(2, tokens, d_in), (2, tokens, rank), (2, tokens), (2, tokens), (rank, d_in), (d_out, rank), (d_in,)]
+    )
     assert out.shape == (2, tokens, d_out)
     assert out.dtype == dtype
 

@@ -3,11 +3,13 @@
 import importlib.util
 import json
 import logging
+import shutil
 import warnings
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import loragate as lg
@@ -149,6 +151,24 @@ def test_calibration_moves_only_fp32_gates(case, place, tokenizer, token_ids, tm
     assert record["base"]["quantization"] == quantization_of(model)
     again = lg.load_gated(tmp_path / "gated", **arguments(case))
     torch.testing.assert_close(logits_of(again, token_ids), gated, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("source", [True, False], ids=["copied", "written"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_saved_along_is_written_on_any_storage(case, source, place, tmp_path, token_ids):
+    """Embeddings and norms lie unquantised in a quantised base; nothing else of it is taken for the adapter's."""
+    adapter = shutil.copytree(place / "adapter", tmp_path / "adapter")
+    tensors, base = load_file(adapter / "adapter_model.safetensors"), load_file(place / "base" / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"):
+        tensors[f"base_model.model.{name}"] = base[name] + 0.25
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(place / "base", **arguments(case))
+    model = lg.attach_gates(PeftModel.from_pretrained(loaded, adapter).eval(), lg.GateConfig(-3, 2))
+    expected = logits_of(model, token_ids)
+    lg.save_gates(model, tmp_path / "gated", adapter_source=adapter if source else None)
+    assert load_file(tmp_path / "gated" / "adapter" / "adapter_model.safetensors").keys() == tensors.keys()
+    again = lg.load_gated(tmp_path / "gated", **arguments(case))
+    torch.testing.assert_close(logits_of(again, token_ids), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("case", QUANTISED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 import loragate as lg
+from beside import BESIDE, make
+from beside import loaded as loaded_beside
 from loragate.errors import ArtifactError, GateError
 from loragate.gates import constant_gate
 from loragate.gates.override import Override
+from loragate.models import export as export_room
 from loragate.models import open_tokenizer, resolve
 from loragate.models.export import constant_coefficients, fold_adapter, needs_uniform
 from test_families import FAMILIES
@@ -115,7 +119,7 @@ def test_token_gates_are_refused_and_a_constant_folds(tmp_path: Path, fails: Any
     model, out = gated(tiny_base(), "token"), ("--out", tmp_path / "out")
     folder = lg.save_gates(model, tmp_path / "gated", base_id="base")
     for place in (folder, f"{folder}@unit"):
-        said = fails("export", place, *out, status=1)
+        said = fails("export", place, *out)
         assert "λ differs from token to token in 14 of 14 modules" in said
         assert "--constant 0.5" in said
         assert "--granularity module" in said
@@ -136,7 +140,7 @@ def test_gates_of_zero_fold_to_the_very_adapter(tmp_path: Path) -> None:
 def test_a_plain_adapter_is_scaled(tmp_path: Path, fails: Any) -> None:
     model, line = tiny_adapter(), ("export", tmp_path / "plain", "--out", tmp_path / "out")
     model.save_pretrained(tmp_path / "plain")
-    assert "a plain PEFT adapter without gates" in fails(*line, status=1)
+    assert "a plain PEFT adapter without gates" in fails(*line)
     run(*line, "--constant", "0.25")
     require_constant(lg.attach_gates(model, lg.GateConfig(-1, 2)), tmp_path / "out", constant=0.25)
 
@@ -199,3 +203,62 @@ def test_what_cannot_be_folded(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(ArtifactError, match="not a readable configuration"):
         fold_adapter(tmp_path, {}, tmp_path / "out")
+
+
+@pytest.mark.parametrize("uniform", [[], ["--uniform"]], ids=["as-is", "uniform"])
+@pytest.mark.parametrize("kind", BESIDE)
+def test_an_export_brings_all_that_the_adapter_changes(
+    tmp_path: Path, kind: str, uniform: list[str], capsys: Any
+) -> None:
+    base, adapter = make(tmp_path, kind)
+    model = shake(lg.attach_gates(loaded_beside(kind, adapter), lg.GateConfig(-3, 2, granularity="module")), 0.7, 4)
+    expected = logits(model)
+    lg.save_gates(model, tmp_path / "gated", adapter_source=adapter)
+    run("export", tmp_path / "gated", "--base", base, "--out", tmp_path / "out", *uniform)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "loaded again and compared with" in shown
+    assert "nats per token apart on" in shown
+    assert "nats per token apart" in (tmp_path / "out" / "README.md").read_text()
+    torch.testing.assert_close(logits(loaded_beside(kind, tmp_path / "out")), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_export_that_computes_something_else_is_refused(tmp_path: Path, fails: Any, monkeypatch: Any) -> None:
+    base, adapter = make(tmp_path, "embeddings and head")
+    line = ("export", adapter, "--constant", "0.5", "--out", tmp_path / "out")
+    right = export_room.write_factors
+
+    def without_head(folder: Path, tensors: Any) -> None:
+        right(folder, {key: value for key, value in tensors.items() if "lm_head" not in key})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export_room, "write_factors", without_head)
+        assert "the exported adapter does not compute what" in fails(*line, status=1)
+        assert not (tmp_path / "out").exists()
+    run(*line)
+    (base / "config.json").rename(base / "elsewhere.json")
+    assert "--skip-comparison" in fails(*line[:-1], tmp_path / "again", status=1)
+    run(*line[:-1], tmp_path / "again", "--skip-comparison")
+
+
+def test_without_its_base_an_export_says_what_it_did_not_compare(tmp_path: Path, capsys: Any, fails: Any) -> None:
+    base, adapter = make(tmp_path, "norms")
+    shutil.move(base, tmp_path / "moved")
+    run("export", adapter, "--constant", "0.5", "--out", tmp_path / "out")
+    assert f"its outputs were not compared: the base {base} is not here" in " ".join(capsys.readouterr().out.split())
+    _, adapter = make(tmp_path / "other", "trained tokens")
+    shutil.move(tmp_path / "other" / "base", tmp_path / "other" / "moved")
+    line = ("export", adapter, "--constant", "0.5", "--out", tmp_path / "tokens")
+    assert "trainable_token_indices is set" in fails(*line, status=1)
+    run(*line, "--base", tmp_path / "other" / "moved")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_every_file_of_the_source_is_exported(tmp_path: Path, form: str) -> None:
+    _, adapter = make(tmp_path, "embeddings and head", form)
+    for name in ("tekken.json", "qwen.tiktoken", "additional_chat_templates/tool_use.jinja", "training_args.bin"):
+        (adapter / name).parent.mkdir(exist_ok=True)
+        (adapter / name).write_text("{}")
+    run("export", adapter, "--constant", "0.5", "--out", tmp_path / "out")
+    found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert {"tekken.json", "qwen.tiktoken", "additional_chat_templates/tool_use.jinja", "README.md"} <= found
+    assert not any(name.endswith(".bin") for name in found)

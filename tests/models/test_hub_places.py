@@ -153,6 +153,6 @@ def test_calibrate_records_both_commits(place, hub, tmp_path, capsys):
     assert main(["generate", "--model", str(tmp_path / "a"), "--base", "user/base", *ask]) == 1, "another base"
     capsys.readouterr()
 
-    assert main([*command, "--adapter", "user/plain@nowhere", "--out", str(tmp_path / "b")]) == 1
+    assert main([*command, "--adapter", "user/plain@nowhere", "--out", str(tmp_path / "b")]) == 2
     assert "no revision 'nowhere'" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "b" / "gate_config.json").exists()

@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+import transformers as tf
 
 import loragate as lg
+from loragate.analysis.inspection import inspect_adapter
 from loragate.errors import ConfigError, LoragateError
 from loragate.gates.schema import read_gate_config
 from loragate.models import Loading, ModelRef, load_adapter, open_base, open_model, open_without_weights, resolve
@@ -108,3 +110,32 @@ def test_weights_of_a_base_that_cannot_be_read_are_named(tmp_path, rest):
     weights.write_bytes(rest or weights.read_bytes()[:-100])
     with pytest.raises(LoragateError, match=r"base/model.safetensors cannot be read .*Fetch it again"):
         open_model(resolve(tmp_path / "base"), CPU)
+
+
+def test_only_causal_language_models_are_bases(place, tmp_path):
+    """Judged by the base's own class, and not by an adapter's label."""
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 160,
+    }
+    for kind, config in (
+        (tf.BertForMaskedLM, tf.BertConfig(**small)),
+        (tf.LlamaForSequenceClassification, tf.LlamaConfig(**small)),
+        (
+            tf.T5ForConditionalGeneration,
+            tf.T5Config(vocab_size=160, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4),
+        ),
+        (tf.Qwen2Model, tf.Qwen2Config(**small, tie_word_embeddings=False)),  # whose head would be random
+    ):
+        folder = tmp_path / kind.__name__
+        kind(config).save_pretrained(folder)
+        words = "does not hold lm_head.weight" if kind is tf.Qwen2Model else rf"{kind.__name__}|T5Config"
+        for given in ((folder,), (place / "adapter", folder)):
+            with pytest.raises(LoragateError, match=words):
+                open_model(resolve(*given), CPU)
+        if kind is not tf.Qwen2Model:
+            with pytest.raises(LoragateError, match=words):
+                inspect_adapter(str(place / "adapter"), str(folder))

@@ -5,9 +5,10 @@ import os
 
 import pytest
 
-from loragate.errors import ConfigError
+from loragate.errors import ArtifactError, ConfigError
 from loragate.models import require_here, resolve
 from loragate.models.source import _inside
+from tiny import tiny_adapter
 
 
 def adapter(folder, when=0):
@@ -40,10 +41,12 @@ def test_a_file_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
 def test_a_base_that_moved_is_traced_to_the_adapter(tmp_path):
     mine = adapter(tmp_path / "mine")
 
+    tiny_adapter(target_modules=["q_proj"]).save_pretrained(mine)
+    record = json.loads((mine / "adapter_config.json").read_text())
+
     def named(base):
-        (mine / "adapter_config.json").write_text(
-            json.dumps({"peft_type": "LORA", "base_model_name_or_path": base and str(base)})
-        )
+        record["base_model_name_or_path"] = base and str(base)
+        (mine / "adapter_config.json").write_text(json.dumps(record))
         return mine
 
     with pytest.raises(ConfigError, match=r"names as its base model .*gone, .* say where it is with --base"):
@@ -60,7 +63,7 @@ def test_another_kind_than_expected_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is an adapter, not a base model"):
         resolve(mine, expect="base")
     (mine / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
-    with pytest.raises(ConfigError, match="is a IA3 adapter"):
+    with pytest.raises(ArtifactError, match="is a IA3 adapter"):
         resolve(mine, "owner/base")
     (tmp_path / "unfinished" / "run").mkdir(parents=True)
     (tmp_path / "unfinished" / "run" / "run.json").write_text("{}")

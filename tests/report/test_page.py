@@ -25,6 +25,7 @@ from loragate.report.figures import column_chart, line_chart
 from loragate.report.page import Banner, banner_of, build_page, page
 from loragate.report.scores import evaluation_statements, score_tables
 from loragate.report.sources import Source
+from loragate.selection_record import read_selection_record
 from pages import HISTORY, HOSTILE, evaluation_record, gates_record, row, selection_record, traces
 
 
@@ -137,7 +138,7 @@ def test_the_summary_names_the_verdict_and_what_else_may_have_done_it():
         return evaluation_statements(evaluation_record(*rows, row("gated", 0.9, "random gates")))
 
     assert statements(0.5, "better", 0.4) == [
-        "On t, gated is significantly better than the adapter: 50.0 % against 30.0 % of the adapter (+20.0 points, 95 % "
+        "On t, gated is significantly better than the adapter: 50.0 % against 30.0 % of the adapter (+20.0 points, "
         "interval +10.0 to +30.0)."
     ]
     assert statements(0.5, "better", 0.6)[1:] == ["On t, adapter T=0.3 needs no training and scores 60.0 %."]
@@ -149,13 +150,22 @@ def test_the_summary_names_the_verdict_and_what_else_may_have_done_it():
     )
     (unsure, *_) = statements(0.31, "no difference shown", 0.2)
     assert "not significantly different" in unsure
-    (after_holm, *_) = statements(0.45, "no difference shown", 0.2)
-    assert after_holm.endswith("(+15.0 points)."), "an interval above 0 would say something else than the verdict"
+
+
+def test_gates_of_a_cell_at_a_temperature_are_told_against_the_adapter_there():
+    greedy = {"temperature": 0.0}
+    rows = [row("adapter", 0.9, "greedy", **greedy), row("gated", 0.1, "[-3,1] greedy", verdict="worse", **greedy)]
+    (said,) = evaluation_statements(evaluation_record(*rows))
+    assert said.startswith("On t, [-3,1] greedy, gated is significantly worse than the adapter: 10.0 % against 90.0 %")
+    alone = evaluation_statements(evaluation_record(rows[1]))
+    assert alone == ["On t, [-3,1] greedy, the adapter was not run, so no verdict on the gates is given."]
 
 
 def test_a_selection_has_its_sentence_its_map_and_its_numbers():
     sentence, chart_, numbers = selection_blocks(selection_record())
-    assert sentence.data[0].startswith("Use gated [-6,3] greedy: 48.0 (43.0–53.0) % on the dev set (64 questions).")
+    assert sentence.data[0].startswith(
+        "Use the gates [-6,3], greedily: 48.0 % (43.0–53.0) on 64 dev questions; it beats"
+    )
     assert "Frame: recommended" in str(drawn(chart_).data)
     names = [line.name for line in numbers.lines]
     assert names == ["adapter greedy", "gated [-6,3] greedy (recommended)", "gated [0,1] greedy", "base greedy"]
@@ -174,9 +184,14 @@ def banner(*records):
 
 def test_the_banner_says_what_to_do_its_score_and_the_alternatives():
     found = banner(selection_record())
-    assert found.advice == "Use gated [-6,3] greedy"
-    assert found.score == "48.0 (43.0–53.0) % on the dev set (64 questions)"
-    assert found.more[0] == "Alternatives: gated [0,1] greedy 42.0 %, adapter greedy 40.0 %, base greedy 30.0 %."
+    record = read_selection_record(selection_record())
+    assert found.advice == "Use the gates [-6,3], greedily" == record.recommendation.advice()
+    assert record.sentences()[0].startswith(f"{found.advice}: {found.score}; "), "the command says the same"
+    assert (
+        found.more[0]
+        == record.alternatives()
+        == "The best of each other kind: adapter greedy 40.0 % (35.0–45.0), base greedy 30.0 % (25.0–35.0)."
+    )
     assert found.more[1] == "Why: it beats the greedy adapter with z = 2.7."
     assert "gated [-6,3] greedy" in str(found.chart.data)
     artifact = {"gate": {}, "selection": selection_record()}

@@ -137,7 +137,7 @@ def test_a_run_that_diverged_is_shown(tmp_path):
 )
 def test_a_record_that_lacks_something_is_named(tmp_path, capsys, file, content):
     (tmp_path / file).write_text(json.dumps(content))
-    assert main(["report", str(tmp_path), "--out", str(tmp_path / "report.html")]) == 1
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "report.html")]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"{tmp_path / file}: not the" in said
     assert "fault of loragate" not in said
@@ -149,6 +149,18 @@ def test_entropy_bars_are_of_heldout_rows_and_times_of_the_loop(run):
     assert list(pairs.values()) == [(0.35, 0.15)]
     (times,) = drawings["training_time"].args
     assert sorted((stage, seconds) for _, stage, seconds in times) == [("stage one", 90.0), ("stage two", 9.0)]
+
+
+def test_the_trials_of_a_sweep_are_one_bar(run):
+    """Their mean, as the paper has five ranges; found in a recipe's run too."""
+    for seconds, slug in ((60.0, "entropy_-6_3_seed42"), (120.0, "entropy_0_1_seed42")):
+        folder = run / "sweep" / "trials" / slug / "run"
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps({"stage": "calibrate"}))
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 2, "train_runtime": seconds}) + "\n")
+    (times,) = planned(all_sources([str(run)]))["training_time"].args
+    assert times[-1] == ("run/sweep, mean of 2", "stage two", 90.0)
+    assert len(times) == 3
 
 
 def test_figures_come_as_svg_and_pdf(run, tmp_path, capsys):

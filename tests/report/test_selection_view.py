@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.report.selection import heat_maps, read_selection, selection_table, write_selection
-from pages import selection_record, sweep_record
+from pages import estimate, selection_record, sweep_record
 
 GRID = [(lower, upper) for upper in range(1, 7) for lower in range(-6, 1)]
 
@@ -81,12 +81,13 @@ def test_equal_data_give_equal_files_and_a_table_of_all(tmp_path: Path) -> None:
 
 def test_the_record_of_a_selection() -> None:
     (view,) = read_selection(selection_record())
-    assert view.chosen is not None
-    assert (view.label, view.chosen.range, view.questions) == ("gated [-6,3] greedy", (-6.0, 3.0), 64)
+    assert (view.label, view.questions) == ("gated [-6,3] greedy", 64)
+    assert [one.range for one in view.variants if one.label == view.label] == [(-6.0, 3.0)]
     (adapter, best, *_) = selection_table(view).lines
     assert adapter.cells[1] == ("–",)
     assert best.cells == [("48.0", "43.0–53.0"), ("+8.0", "+3.0 to +13.0", "z = 2.7")], "no retention was measured"
-    kept = [{**one, "retention": {"mean": 0.5}} for one in selection_record()["variants"]]
+    half = {**estimate(0.5), "stderr": 0.02, "questions": 40, "samples": 1}
+    kept = [{**one, "retention": half} for one in selection_record()["variants"]]
     (kept_view,) = read_selection({**selection_record(), "variants": kept})
     assert selection_table(kept_view).columns[-1] == "Retention %"
     assert read_selection({"selection": None}) == read_selection(None) == []
@@ -97,7 +98,7 @@ def test_the_best_gates_are_named_however_low_they_score() -> None:
     own, *_, gates = record["variants"]
     scales = [{**own, "label": f"adapter λ=0.{number} greedy", "mean": 0.9} for number in range(1, 9)]
     record |= {"variants": [own, *scales, {**gates, "mean": 0.1}]}
-    record["recommendation"] = {**record["recommendation"], "label": own["label"]}
+    record["recommendation"] = {**record["recommendation"], "label": own["label"], "weights": "adapter"}
     (view,) = read_selection(record)
-    assert f"{gates['label']} 10.0 %, and 4 more" in view.alternatives()
+    assert f"{gates['label']} 10.0 % (" in view.alternatives
     assert selection_table(view, most=4).lines[-1].name == gates["label"]

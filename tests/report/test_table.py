@@ -54,15 +54,19 @@ def test_markdown() -> None:
         "| --- | ---: | ---: | ---: |",
         "| LoRA | 14.2 (10.2–18.3) | – | 20.0 (10.0–30.0; T = 0.3) |",
         "| random gates | – | – | – |",
-        r"| SCALE [/red] a\|b | 100.0 (98.1–100.0) | +35.4, p<0.001 (0.0 to +42.9) | 50.0 (40.0–60.0; greedy) |",
+        r"| SCALE [/red] a\|b | 100.0 (98.1–100.0) | +35.4, p<0.001 (-0.0 to +42.9) | 50.0 (40.0–60.0; greedy) |",
     ]
     assert lines[-1] == "What it means."
 
 
-def test_what_stands_beside_a_verdict_agrees_with_it() -> None:
-    """The interval is that of one comparison, and the verdict counts all."""
+def test_the_sign_of_an_end_shows_where_it_rounds_to_zero() -> None:
+    above = {"mean": 0.1, "low": 0.0004, "high": 0.18, "p": 0.02}
+    assert difference_cell(above, "better", 0.04)[1:] == ("+0.0 to +18.0", "better")
+    assert difference_cell(above | {"low": -0.0004}, "no difference shown", 0.06)[1] == "-0.0 to +18.0"
+
+
+def test_a_difference_stands_with_its_p_its_ends_and_its_verdict() -> None:
     above = {"mean": 0.1, "low": 0.02, "high": 0.18, "p": 0.02}
-    assert difference_cell(above, "no difference shown", 0.12) == ("+10.0, p=0.120", "", "not significant")
     assert difference_cell(above, "better", 0.04) == ("+10.0, p=0.040", "+2.0 to +18.0", "better")
     around = {"mean": 0.1, "low": -0.02, "high": 0.22, "p": 0.1}
     assert difference_cell(around, "no difference shown", 0.3)[1:] == ("-2.0 to +22.0", "not significant")

@@ -13,8 +13,8 @@ from loragate.evaluation import evaluate as evaluation
 from loragate.gates.range import Range
 from loragate.gates.schema import read_gate_config
 from loragate.selection import DevSettings, Trial, trials
-from loragate.selection.calibrate import selection_sentences
 from loragate.selection.compare import SCALES
+from loragate.selection_record import read_selection_record
 from loragate.training import GateTrainingSettings
 from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
 
@@ -107,7 +107,7 @@ def test_gates_that_win_at_a_temperature_are_written_with_it(tmp_path, engines):
     assert rows[COOL]["difference"]["z"] > 1.28
     assert rows["adapter greedy"]["difference"] is None
     said = chosen.sentences()
-    assert said[0].startswith("Use the gates [-3,1] T=0.3, at temperature 0.3: 93.8 %")
+    assert said[0].startswith("Use the gates [-3,1], at temperature 0.3: 93.8 %")
     assert "flattered by the choice" in " ".join(said)
     card = (tmp_path / "out" / "README.md").read_text()
     assert COOL in card
@@ -188,6 +188,10 @@ def test_a_dev_set_of_which_nothing_can_be_read_is_refused_before_any_training(t
     with pytest.raises(DataError, match=r"grader 'exact' reads an answer in none of the adapter's 32 responses"):
         calibrate(tmp_path / "out")
     assert not trained
+    engines({"adapter greedy": 20})
+    assert calibrate(tmp_path / "out", ranges=(TWO,))[1].folder == tmp_path / "out", (
+        "the same folder serves another grader"
+    )
 
 
 def test_gates_can_be_taken_without_a_dev_set(tmp_path, engines):
@@ -224,10 +228,21 @@ def test_what_cannot_be_chosen_is_refused(tmp_path, trained):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_choice_without_the_shared_questions_says_how_many_there_were(tmp_path, engines):
+    engines({"adapter greedy": 20})
+    leaking = [*questions(), {"prompt": ROWS[0]["messages"][0]["content"], "answer": "w1"}]
+    dev = DevSettings(dev_grader="exact", dev_samples=2, drop_overlap=True)
+    chosen = lg.calibrate(
+        tiny_adapter(), tiny_tokenizer(), ROWS, leaking, tmp_path / "out", ranges=(TWO,), settings=SETTINGS, dev=dev
+    )
+    assert record_of(chosen)["dev"]["questions"] == 32
+    assert "1 dev questions were left out, as they are also among the training examples." in chosen.sentences()
+
+
 def test_the_first_sentence_says_what_to_use_and_the_second_what_the_others_scored(tmp_path, engines):
     engines({"adapter greedy": 20, "base greedy": 3, GREEDY: 21, "adapter λ=0.5 greedy": 18})
     _, chosen = calibrate(tmp_path / "out")
-    first, second, *rest = selection_sentences(json.loads(json.dumps(record_of(chosen))))
+    first, second, *rest = read_selection_record(json.loads(json.dumps(record_of(chosen)))).sentences()
     assert first.startswith("Use the adapter alone, greedily: 62.5 % (")
     assert "on 32 dev questions; gated [-3,1] greedy is above it by +3.1 points" in first
     assert second.startswith("The best of each other kind: base greedy 9.4 % (")

@@ -3,13 +3,15 @@
 import pytest
 from selection_kit import write_jsonl
 
+from loragate.data import load_rows
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.tasks import load_task
-from loragate.selection.dev import answer_tokens, plain_task, prompts_of, read_dev, taken_prompts
+from loragate.selection.dev import answer_tokens, placed_prompts, plain_task, read_dev, shared_with, taken_prompts
 from loragate.selection.settings import DevSettings
 from tiny import tiny_tokenizer
 
 EXACT = DevSettings(dev_grader="exact")
+OTHER = load_rows([{"prompt": "something else", "completion": "w"}])
 
 
 def rows(count=32, **more):
@@ -92,19 +94,19 @@ def test_a_right_answer_that_nobody_could_give_is_refused(grader, gold, why, tmp
 )
 def test_a_question_among_the_examples_is_found_in_every_form_of_theirs(turns, tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl", rows())
-    taken = prompts_of([{"messages": [*turns, {"role": "assistant", "content": "3"}]}])
+    taken = placed_prompts(load_rows([{"messages": [*turns, {"role": "assistant", "content": "3"}]}]))
     with pytest.raises(DataError, match=r"p\.jsonl:4: 1 of 32 dev questions are also among the examples"):
         read_dev(path, EXACT, "dev", [(taken, "the examples")])
 
 
 def test_what_is_reported_on_is_excluded(tmp_path):
     test = write_jsonl(tmp_path / "test.jsonl", [{"question": " What is 5 ?"}])
-    taken = taken_prompts([], DevSettings(exclude=str(test)))
+    taken = taken_prompts(OTHER, DevSettings(exclude=str(test)))
     with pytest.raises(DataError, match="1 of 32 retention questions are also among the questions of"):
         read_dev(write_jsonl(tmp_path / "p.jsonl", rows()), EXACT, "retention", taken)
     nothing = write_jsonl(tmp_path / "nothing.jsonl", [{"text": "w5"}])
     with pytest.raises(DataError, match="no prompts were found in"):
-        taken_prompts([], DevSettings(exclude=str(nothing)))
+        taken_prompts(OTHER, DevSettings(exclude=str(nothing)))
 
 
 def test_a_task_brings_its_own_columns_and_prompt(tmp_path):
@@ -134,3 +136,51 @@ def test_an_answer_may_take_what_training_answers_take():
     assert answer_tokens(lengths(*[14] * 500)) == 48, "14 and half as many again, 16 to spare, in steps of 16"
     assert answer_tokens(lengths(*[14] * 500, 4000)) == 48, "one example of its own kind"
     assert answer_tokens(lengths(1000, 1000)) == 1520
+
+
+def train_rows(tmp_path, *prompts):
+    path = write_jsonl(tmp_path / "train.jsonl", [{"prompt": prompt, "completion": "1"} for prompt in prompts])
+    return taken_prompts(load_rows(path), EXACT)
+
+
+def test_every_shared_question_is_named_with_both_lines(tmp_path):
+    path = write_jsonl(tmp_path / "dev.jsonl", rows(40))
+    taken = train_rows(tmp_path, "new", "What is 7?", "what is 2", "What is 7?")
+    with pytest.raises(DataError) as caught:
+        read_dev(path, EXACT, "dev", taken, tmp_path / "run")
+    head, *lines = str(caught.value).splitlines()
+    assert head.startswith(f"{path}:3: 2 of 40 dev questions are also among the training examples")
+    assert "--drop-overlap" in head
+    train = tmp_path / "train.jsonl"
+    assert lines == [f"{path}:3 = {train}:3", f"{path}:8 = {train}:2, {train}:4"]
+    assert not (tmp_path / "run").exists(), "a short list needs no file"
+
+
+def test_a_long_list_is_in_a_file_of_the_folder(tmp_path):
+    path = write_jsonl(tmp_path / "dev.jsonl", rows(64))
+    taken = train_rows(tmp_path, *(f"What is {i}?" for i in range(50)))
+    with pytest.raises(DataError) as caught:
+        read_dev(path, EXACT, "dev", taken, tmp_path / "run")
+    file = tmp_path / "run" / "overlap.txt"
+    assert str(caught.value).splitlines()[-1] == f"and 30 more; {file} has them all"
+    assert len(file.read_text().splitlines()) == 50
+    assert file.read_text().splitlines()[-1] == f"{path}:50 = {tmp_path / 'train.jsonl'}:50"
+
+
+def test_shared_questions_are_left_out_of_the_dev_set_on_demand(tmp_path):
+    path = write_jsonl(tmp_path / "dev.jsonl", rows(40))
+    drop = DevSettings(dev_grader="exact", drop_overlap=True)
+    found = read_dev(path, drop, "dev", train_rows(tmp_path, "What is 7?", "what is 2"))
+    assert len(found.questions.questions) == 38
+    assert not {f"{path}:3", f"{path}:8"} & {question.place for question in found.questions.questions}
+    assert found.dropped == {"the training examples": 2}
+    with pytest.raises(DataError, match=r"has 20 different.*; 20 that are also among the training examples were left"):
+        read_dev(path, drop, "dev", train_rows(tmp_path, *(f"What is {i}?" for i in range(20))))
+
+
+def test_a_long_question_inside_a_prompt_is_shared(tmp_path):
+    long = "How many of the forty apples in the basket are left when nine were eaten at noon?"
+    path = write_jsonl(tmp_path / "dev.jsonl", [*rows(39), {"prompt": long, "answer": 31}])
+    questions = read_dev(path, EXACT).questions.questions
+    others = [("t:1", "What is"), ("t:2", f"Think. {long} Answer briefly"), ("t:3", long)]
+    assert shared_with(questions, others) == {f"{path}:40": ["t:3", "t:2"]}

@@ -150,5 +150,5 @@ def test_what_has_no_effect_on_a_sweep_is_refused(swept, tasks, tmp_path, capsys
 
 
 def test_a_folder_that_is_no_sweep(tmp_path, tasks, capsys):
-    assert main(["eval", "--sweep", str(tmp_path), "--tasks", tasks, "--out", str(tmp_path / "out")]) == 1
+    assert main(["eval", "--sweep", str(tmp_path), "--tasks", tasks, "--out", str(tmp_path / "out")]) == 2
     assert "run.json" in capsys.readouterr().err

@@ -14,7 +14,9 @@ from places import arguments, numbers, stamps, sweep
 
 import loragate as lg
 from loragate.errors import ConfigError, DivergenceError, LoragateError
+from loragate.gates.range import Range
 from loragate.selection import trials
+from loragate.selection.compare import written_seed
 from tiny import VOCABULARY
 
 SLUGS = {f"entropy_{bounds}_seed{seed}" for bounds in ("-3_2", "0_1") for seed in (0, 1)}
@@ -44,7 +46,15 @@ def test_the_recommended_variant_is_written_and_can_be_loaded(swept):
     assert record["selection"] == json.loads((swept / "selection.json").read_text())
     found = record["selection"]["recommendation"]
     assert record["sampling"]["temperature"] == found["temperature"]
+    assert ("the gates written are those of seed 0" in found["reason"]) == (found["trial"] is not None)
     lg.load_gated(swept / "best")
+
+
+def test_it_is_said_which_seeds_gates_are_written():
+    cell = [trials.Trial(Range(-3, 2), "entropy", seed) for seed in (3407, 42)]
+    said = written_seed(cell)
+    assert said == "Scores are means over the seeds 3407, 42; the gates written are those of seed 3407."
+    assert written_seed(cell[:1]) == written_seed(()) == ""
 
 
 def test_nothing_finished_runs_again_and_what_is_lost_is_made_again(place, swept, tmp_path, capsys, monkeypatch):
@@ -174,7 +184,7 @@ def test_a_cell_that_diverged_takes_no_part_and_the_others_are_compared(place, t
     assert record["diverged"] == {"[-3,2], seed 1": "the loss is not finite at step 1"}
     cells = {row["label"] for row in record["variants"] if row["weights"] == "gates" and not row["temperature"]}
     assert cells == {"gated [0,1] greedy"}, "a cell that lacks a seed is not compared"
-    assert "Diverged, and out of the comparison:\n\n- `[-3,2], seed 1`" in (out / "selection.md").read_text()
+    assert "The training of [-3,2], seed 1 diverged and takes no part" in (out / "selection.md").read_text()
     assert len(tried) == 4
     assert sweep([*argv, "--resume"]) == 0
     assert len(tried) == 4, "what diverged would diverge again"

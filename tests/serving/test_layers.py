@@ -7,7 +7,7 @@ import torch
 
 from loragate.gates.range import Range
 from loragate.gates.signed_map import SignedMap
-from loragate.serving.layers import empty_slots, slot_coefficients, slot_constants
+from loragate.serving.layers import empty_slots, expand_slots, shrink_slots, slot_coefficients, slot_constants
 
 SLOTS, SLICES, WIDTH = 3, 2, 16
 MAPS = [SignedMap(Range(-6, 3)), SignedMap(Range(-1, 2), 0.5), torch.ones_like]  # the last slot holds a plain adapter
@@ -89,3 +89,31 @@ def test_gates_changed_in_place_are_seen_by_a_compiled_graph() -> None:
         torch.testing.assert_close(graph(x, slots, weight, bias, constants), expected(x, slots), rtol=1e-5, atol=2e-6)
     weight[0], bias[0], constants[0] = 0, 0, slot_constants(MAPS[0])
     assert (graph(x, slots, weight, bias, constants)[slots == 0] == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("slots", [[0] * 7, [2, -1, 0, 2, 1, -1, 2], [-1] * 7, [1, 1, -1, 1, 1, 1, 1], []], ids=str)
+@pytest.mark.parametrize("add", [True, False])
+def test_products_of_each_token_with_its_own_slot(dtype: torch.dtype, slots: list[int], add: bool) -> None:
+    """As token by token in fp32: y + scale · B A x in the columns of each slice; tokens without a slot keep their bits."""
+    widths, rank, start = (5, 3), 4, 2
+    draw = torch.Generator().manual_seed(len(slots))
+    a = [torch.randn(SLOTS, 1, rank, WIDTH, generator=draw).to(dtype) for _ in widths]
+    b = [torch.randn(SLOTS, 1, width, rank, generator=draw).to(dtype) for width in widths]
+    x = torch.randn(len(slots), WIDTH, generator=draw).to(dtype)
+    y = torch.randn(len(slots), start + sum(widths) + 1, generator=draw).to(dtype)
+    wanted, at = y.clone(), torch.tensor(slots, dtype=torch.long)
+    for row, slot in enumerate(slots):
+        left = start
+        for piece, width in enumerate(widths if slot >= 0 else ()):
+            delta = 0.5 * b[piece][slot, 0].float() @ (a[piece][slot, 0].float() @ x[row].float())
+            columns = slice(left, left + width)
+            wanted[row, columns] = delta.to(dtype) + (y[row, columns] if add else 0)
+            left += width
+    buffer = torch.full((2, len(slots), rank), torch.nan)
+    shrink_slots(buffer, x, a, 0.5, at)
+    expand_slots(y, buffer, b, widths, at, start, add)
+    torch.testing.assert_close(
+        y, wanted, rtol=1e-5, atol=1e-5
+    ) if dtype == torch.float32 else torch.testing.assert_close(y, wanted)
+    assert torch.equal(y[at < 0], wanted[at < 0])

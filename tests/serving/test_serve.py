@@ -301,7 +301,7 @@ def test_settings_that_cannot_be(folders: Path, fails: Any, tmp_path: Path, monk
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for more in ([], ["--verify"]):
         told = fails("serve", gated, *more)
-        assert 'pip install "loragate[vllm]"' in told
+        assert 'pip install ".[vllm]"' in told
         assert "loragate generate" in told
 
 

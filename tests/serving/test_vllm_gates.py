@@ -19,9 +19,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import loragate as lg
+from loragate.evaluation.agreement import compare
 from loragate.gates.attach import gate_modules
 from loragate.gates.override import parse_override
-from loragate.serving.parity import compare, greedy
+from loragate.serving.parity import greedy
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
 
 pytestmark = [
@@ -538,7 +539,7 @@ def two_ranks(folders: Path, tmp_path: Path, adapters: str) -> dict[str, Any]:
     command = [sys.executable, str(script), str(folders), adapters, str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    from loragate.serving.parity import Served
+    from loragate.evaluation.agreement import Served
 
     rows = ast.literal_eval(out.read_text())
     names = ["base", "plain", "wide", "narrow", "module"]

@@ -28,7 +28,7 @@ from loragate.analysis.settings import DiagnoseSettings
 from loragate.display import percent, points
 from loragate.errors import ConfigError
 from loragate.evaluation.results import EvaluationRecord, Verdict, verdict
-from loragate.evaluation.statistics import Difference, Estimate, compare, holm
+from loragate.evaluation.statistics import Difference, Estimate, compare, simultaneous
 from loragate.evaluation.variants import ModelVariant
 from loragate.gates import GateConfig, attached_config, trace_gates
 from loragate.gates.control import Shares, regions
@@ -305,7 +305,7 @@ def rows_of(record: EvaluationRecord, interventions: Sequence[str]) -> tuple[Int
     scores = {(r.label, r.task): np.array(r.question_scores)[:, None] for r in results}
     differences = [compare(scores[r.label, r.task], scores["gated", r.task]) for r in others]
     shown: dict[tuple[str, str], tuple[Difference, float, Verdict]] = {}
-    for one, found, p in zip(others, differences, holm([found.p for found in differences]), strict=True):
+    for one, found, p in zip(others, *simultaneous(differences), strict=True):
         shown[one.label, one.task] = (found, p, verdict(found, p=p))
     nothing = (None, None, None)
     return tuple(

@@ -8,17 +8,25 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from peft import get_peft_model
-from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
 from loragate.analysis.plan import GIB, estimate
 from loragate.data import ending_health
-from loragate.errors import ConfigError, GateError, LoragateError
+from loragate.errors import GateError, LoragateError
 from loragate.gates import examine_adapter
+from loragate.gates.adapter_folder import AdapterFolder, UnusableAdapterError
 from loragate.gates.eligibility import require_trainable
 from loragate.gates.schema import read_tensors
 from loragate.models import Loading, base_config, explained, generation_config, open_tokenizer, require_here, resolve
+from loragate.models.loading import require_causal
+from loragate.models.peft_loading import plan_peft
+
+
+def _told(contents: AdapterFolder) -> dict[str, Any]:
+    return {
+        "findings": [{**asdict(one), "text": str(one)} for one in contents.findings],
+        "beside": list(contents.beside),
+    }
 
 
 def inspect_adapter(
@@ -32,13 +40,18 @@ def inspect_adapter(
         target_modules: gate only these; all that can be gated where there are none.
 
     Returns:
-        "modules" ({path, status, reason, …} each), "counts" by status, "trainable", "problems", "endings"; "cost" where
-        something can be gated; "gates" for a gated folder.
+        "findings" on the adapter's files ({code, severity, message, remedy, evidence, text} each) and "beside", what it changes
+        beside LoRA's factors. Unless one of them is an error: "modules" ({path, status, reason, …} each), "counts" by status,
+        "trainable", "problems", "endings"; "cost" where something can be gated; "gates" for a gated folder.
 
     Raises:
-        ConfigError: for a place that holds no adapter, or files that cannot be read.
+        ConfigError: for a place that holds no adapter.
+        ArtifactError: for gates that cannot be read, and an adapter that does not fit the base.
     """
-    place = resolve(adapter, base)
+    try:
+        place = resolve(adapter, base)
+    except UnusableAdapterError as error:
+        return {"adapter": adapter, **_told(error.folder)}
     if place.kind == "base":
         resolve(adapter, base, expect="adapter")  # says what it holds instead
     require_here("base model", place.base.name)
@@ -56,32 +69,15 @@ def inspect_adapter(
     place = place.plain
     with explained("base model", place.base.name):
         config = base_config(place.base, trust_remote_code)
+        require_causal(config, place.base.name)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     total = sum(parameter.numel() for parameter in model.parameters())
-    record = place.peft_config()
-    # initialisations that read the base's weights cannot run without them; the verdicts ask for the recorded one again
-    initialised, record.init_lora_weights = record.init_lora_weights, True
-    with explained("adapter", adapter), torch.device("meta"):
-        model = get_peft_model(model, record)
-    record.init_lora_weights = initialised
+    with explained("adapter", adapter):
+        model = plan_peft(model, place.adapter)
+    record, contents = model.peft_config["default"], place.contents
     verdicts = examine_adapter(model, "default", list(target_modules) or None)
-    untrained, factors = [], place.adapter / "adapter_model.safetensors"
-    if factors.is_file():  # here, and not on the hub
-        try:
-            with safe_open(str(factors), framework="pt") as file:
-                shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-                untrained = [name for name in shapes if ".lora_B." in name and not bool(file.get_tensor(name).any())]
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{factors}: not a readable safetensors file ({error})") from error
-        for path, parameter in model.named_parameters():
-            name = path.replace(".default.", ".")
-            if (found := shapes.get(name)) not in (None, list(parameter.shape)):
-                raise ConfigError(
-                    f"{adapter} was not trained on {place.base.name}: its {name} has the shape {found}, and here it would be "
-                    f"{list(parameter.shape)}. Name its own base with --base"
-                )
-    problems = [f"{len(untrained)} modules have B = 0 (never trained): nothing to gate there"] if untrained else []
+    problems: list[str] = []
     trainable = True
     try:
         require_trainable(verdicts)
@@ -97,7 +93,7 @@ def inspect_adapter(
         "modules": [asdict(verdict) for verdict in verdicts],
         "counts": dict(Counter(verdict.status for verdict in verdicts)),
         "base_parameters": total,
-        "whole_copies": sorted(record.modules_to_save or []),
+        **_told(contents),
         "trainable": trainable,
         "problems": problems,
     }

@@ -27,6 +27,7 @@ from torch import Tensor
 from loragate.errors import ConfigError, GateError
 from loragate.gates import active_adapter, examine_adapter, require_gateable
 from loragate.gates.attach import GatedLora, add_delta
+from loragate.gates.control import as_base
 from loragate.gates.eligibility import lora_layers
 from loragate.gates.operation import scale_tokens, up_project
 
@@ -126,7 +127,7 @@ def suppressing(model: Any, sign: Sign) -> Iterator[None]:
             caches.update({name: copy.deepcopy(cache) for name in ("base", "adapter")})
         try:
             # λ is None in these two passes: full strength
-            with model.disable_adapter():
+            with as_base(model):
                 base = entropies("base", kwargs)
             delta = entropies("adapter", kwargs) - base
             # the prompt but its last token is read with the adapter (the paper does not say)

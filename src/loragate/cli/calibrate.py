@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from loragate import models
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import GATE_CONFIG_ONLY, GateOptions, RunOptions, taken_from
-from loragate.display import Display, Job, console, next_evaluation
+from loragate.display import Display, console, next_evaluation
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.selection.settings import DevSettings, require_one_process
+from loragate.selection_record import EVERY_KIND
 from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
 from loragate.training.settings import GateTrainingSettings
 from loragate.training.strategy import launch_of
@@ -70,6 +71,7 @@ def run(options: CalibrateOptions) -> int:
     require_free_out(folder, options.resume)
     require_reporters(options.report_to)
     source = models.resolve(options.adapter, options.base, expect="adapter")
+    source.contents.require_usable("gate")
     try:
         calibrated = choose(replace(options, adapter=source.source), settings, source, trials, out)
     except KeyboardInterrupt as stop:
@@ -115,8 +117,8 @@ def choose(
     """What `loragate.calibrate` does, with what is read shown before the model is loaded, and progress after."""
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
     from loragate.selection.calibrate import heldout_of, read_questions, run_calibration, take_as_given
-    from loragate.selection.compare import SelectionRun, require_adapter
-    from loragate.selection.dev import EVERY_KIND, read_dev
+    from loragate.selection.compare import SelectionRun, counted, require_adapter
+    from loragate.selection.dev import read_dev
     from loragate.selection.sweep import origin_of
     from loragate.selection.trials import TrialContext
     from loragate.training.rows import read_rows
@@ -143,7 +145,11 @@ def choose(
     )
     dev_set, retention = None, None
     if options.dev_data:
-        dev_set, retention = read_questions(context, dev, options.dev_data, options.retention_data or None)
+        dev_set, retention = read_questions(
+            context, dev, options.dev_data, options.retention_data or None, folder / "run"
+        )
+        for warning in (*dev_set.questions.warnings, *(retention.questions.warnings if retention else ())):
+            out.print(f"warning: {warning}")
     with display.job("reading the data", unit="example") as job:
         context.on_encoding = job.advance_to
         _, encoded = context.encoded(settings.seed)
@@ -158,8 +164,8 @@ def choose(
         say_steps(out, settings, len(encoded), " for each range" if len(trials) > 1 else "")
     keep_configuration(options, folder)
     if dev_set is None:
-        with display.job("training gates", unit="step") as shown:
-            return take_as_given(context, trials[0], folder, resume=options.resume, on_event=advance(shown))
+        with display.job("calibrating") as shown:
+            return take_as_given(context, trials[0], folder, resume=options.resume, on_event=counted(shown))
     questions = len(dev_set.questions.questions)
     out.print(f"choosing on {questions} dev questions; {EVERY_KIND}")
     run = SelectionRun(context, trials, folder / "run", dev_set, retention)
@@ -169,30 +175,9 @@ def choose(
             f"a dev answer may take {task.sampling.max_new_tokens} tokens, half more than the longest training answers; "
             "--dev-max-new-tokens sets it"
         )
-    with display.job(f"trying {len(trials)} range{'s' * (len(trials) > 1)}") as shown:
-        run.on_event = advance(shown, run.total_answers(), len(trials))
+    with display.job("calibrating") as shown:
+        run.on_event = counted(shown)
         return run_calibration(run, folder, options.resume)
-
-
-def advance(job: Job, answers: int = 0, trainings: int = 1) -> Any:
-    """An `OnEvent` that draws one bar: half of it for the trainings, half for the dev set's answers, where there are any."""
-    trained: dict[str, float] = {}
-    answered: dict[str, int] = {}
-
-    def on_event(stage: str, what: str, done: int, total: int, note: str) -> None:
-        if not total:
-            return
-        if stage == "training":
-            trained[what] = done / total
-        else:
-            answered[what] = done
-        share = sum(trained.values()) / trainings
-        if answers:
-            share = (share + min(1.0, sum(answered.values()) / answers)) / 2
-        doing = f"{stage} {what}: {done:,} of {total:,}"
-        job.show(min(share, 1.0), doing, note, job.left(min(share, 1.0)))
-
-    return on_event
 
 
 COMMAND = Command(

@@ -22,7 +22,7 @@ OPTIONAL = {
     "math_verify": 'math answers in eval and calibrate (pip install "loragate[math]")',
     "lm_eval": 'retention suites (pip install "loragate[eval]")',
     "ray": 'sweeps on several processes, replicas (pip install "loragate[sweep]")',
-    "vllm": 'fast sampling and serving (pip install "loragate[vllm]", in an environment of its own)',
+    "vllm": 'fast sampling and serving (pip install ".[vllm]" in a checkout, in an environment of its own)',
     "tensorboard": "logging to TensorBoard (--report-to tensorboard)",
     "trackio": "logging to Trackio",
     "wandb": "logging to Weights & Biases",

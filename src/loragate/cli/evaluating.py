@@ -127,7 +127,8 @@ def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
                 draw(folder / f"{name}_{suite}.{suffix}")
         for view in read_selection(maps):
             out.print(selection_table(view))
-            out.print(view.sentence())
+            for line in view.sentences:
+                out.print(line)
     took = duration(record.seconds)
     out.print(f"written to {folder / 'results.json'}, .md, cells_*.json and heatmap_*.png in {took}")
     out.print(f"next: loragate report {folder} --figures {folder}/figures")
@@ -147,8 +148,8 @@ def begin(options: EvaluationInputs, evaluation: Evaluation, out: Console, rows:
 def sample(evaluation: Evaluation, out: Console, display: Display) -> EvaluationRecord:
     """Sample and judge behind one bar; Ctrl-C says how to go on."""
     try:
-        with display.job("sampling and grading", evaluation.sample_count, "answer") as job:
-            return evaluation.run(counted(job, "sampling"))
+        with display.job("sampling and grading") as job:
+            return evaluation.run(counted(job, evaluation.sample_count))
     except KeyboardInterrupt:
         where = evaluation.folder
         out.print(f"stopped; every answer so far is in {where}. The same command with --resume goes on")

@@ -43,7 +43,7 @@ def run(options: InspectOptions) -> int:
         trust_remote_code=options.trust_remote_code,
     )
     # one refused module is enough, as the adapter would then act there ungated; without a cost nothing at all can be gated
-    hopeless = "refuse" in found["counts"] or "cost" not in found or not found["trainable"]
+    hopeless = "cost" not in found or "refuse" in found["counts"] or not found["trainable"]
     if options.json:
         print(json.dumps(found, indent=2))
     else:
@@ -53,6 +53,10 @@ def run(options: InspectOptions) -> int:
 
 def _print(found: dict[str, Any], hopeless: bool) -> None:
     out, gates, cost = console(), found.get("gates"), found.get("cost")
+    if "modules" not in found:
+        out.print(f"adapter {found['adapter']} cannot be used")
+        _print_findings(found)
+        return
     out.print(f"adapter {found['adapter']} (r {found['rank']}, α {found['alpha']:g}) on {found['base']}")
     if gates:
         off = "; they are off: the folder answers as its plain adapter" if gates["off"] else ""
@@ -72,10 +76,6 @@ def _print(found: dict[str, Any], hopeless: bool) -> None:
         out.print(f"  {len(chosen):>4} module{'s' if len(chosen) > 1 else ''} {words}: {listed}")
         for reason in sorted({module["reason"] for module in chosen if module["reason"]}):
             out.print(f"       because {reason}")
-    if found["whole_copies"]:
-        out.print(
-            f"  whole copies of {', '.join(found['whole_copies'])} (modules_to_save) come with the adapter: no gate acts on them"
-        )
     if cost:
         out.print(
             f"gates: {cost['gate_parameters']:,} parameters, {100 * cost['gate_share']:.3f} % of the base "
@@ -91,6 +91,7 @@ def _print(found: dict[str, Any], hopeless: bool) -> None:
         out.print(
             f"endings: a turn ends with {ends}; generation {'stops' if endings['stops'] else 'does NOT stop'} there"
         )
+    _print_findings(found)
     for problem in found["problems"]:
         out.print(f"problem: {problem}")
     if hopeless:
@@ -100,6 +101,11 @@ def _print(found: dict[str, Any], hopeless: bool) -> None:
     else:
         adapter = found["adapter"]
         out.print(f"next: loragate calibrate --adapter {adapter} --data FILE --dev-data FILE --out DIR")
+
+
+def _print_findings(found: dict[str, Any]) -> None:
+    for one in found["findings"]:
+        console().print(f"{one['severity']}: {one['text']}")
 
 
 COMMAND = Command(

@@ -9,12 +9,14 @@ import dataclasses
 import errno
 import importlib
 import os
+import re
 import sys
 import textwrap
 import traceback
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from loragate.errors import ConfigError, LoragateError, nearest
+from loragate.errors import DONE, FAILED, INTERRUPTED, WRONG, ConfigError, DataError, LoragateError, nearest
 from loragate.printable import printable
 from loragate.version import __version__
 
@@ -46,41 +48,50 @@ COMMANDS = {
 }
 
 
+SERVERS = ("explore", "serve")  # which are silent while nobody asks
+
+ECHO = re.compile(
+    r"^(?:(?:loragate: )?error: )+|(?<!\S)(?P<said>[^\s:]{3,}): (?=(?P=said)(?::\d|[\s:,\[]|$))", re.IGNORECASE
+)
+"""What an error says twice: the word, or a file that both a floor and the floor below it name."""
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status (0 fine, 1 failed, 2 wrong usage, 130 interrupted)."""
+    """Run one command; returns the exit status: 0 done, 1 a check or result failed, 2 wrong call or bad input, 130 interrupted."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
-        return 0
+        return DONE
     if arguments[0] in ("-V", "--version"):
         print(f"loragate {__version__}")
-        return 0
+        return DONE
     debug = "--debug" in arguments
     try:
-        return _run(arguments[0], arguments[1:])
-    except ConfigError as error:
-        return _fail(error, debug, 2)
+        status = _run(arguments[0], arguments[1:])
+        # launchers have statuses of their own, as for a process that a signal ended
+        return status if status in (DONE, FAILED, WRONG, INTERRUPTED) else FAILED
     except LoragateError as error:
-        return _fail(error, debug, 1)
+        return _fail(error, debug)
     except KeyboardInterrupt:
         print("\nloragate: stopped by Ctrl-C; nothing half-written was left", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # who read the output has gone (| head): the interpreter's own last flush must not fail as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return DONE
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return _fail(LoragateError(str(error)), debug, 1)
         where = f" ({error.filename})" if error.filename else ""
-        return _fail(LoragateError(f"the disk is full{where}; free some space and run again"), debug, 1)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _fail(LoragateError(f"the disk is full{where}; free some space and run again"), debug)
+        named = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError))
+        return _fail((DataError if named else LoragateError)(f"{error.strerror or error}{where}"), debug)
     except Exception as error:
         # libraries put a full disk into errors of their own: safetensors quotes the system, torch "failed writing file"
         if any(sign in str(error) for sign in ("No space left", "failed writing file")):
             full = "the disk is full; free some space and run again (with --resume if it was a training)"
-            return _fail(LoragateError(full), debug, 1)
+            return _fail(LoragateError(full), debug)
         hint = "this is a fault of loragate or of a library under it; run again with --debug for the traceback"
-        return _fail(LoragateError(f"{type(error).__name__}: {error}\n{hint}"), debug, 1)
+        return _fail(LoragateError(f"{type(error).__name__}: {error}\n{hint}"), debug)
 
 
 def command(name: str) -> Command:
@@ -110,7 +121,7 @@ def _run(name: str, arguments: list[str]) -> int:
         raise ConfigError(f"unknown command {name!r}{nearest(name, COMMANDS)} (loragate --help lists them)")
     # cyclopts and rich take longer to import than the overview to print
     from loragate.cli.arguments import parse, print_help, resolved_yaml
-    from loragate.display import quiet_logging
+    from loragate.display import never_silent, quiet_logging
 
     quiet_logging()
     found = command(name)
@@ -122,20 +133,21 @@ def _run(name: str, arguments: list[str]) -> int:
     if given.get("print_config"):
         print(resolved_yaml(options), end="")
         return 0
-    return found.run(options)
+    with nullcontext() if name in SERVERS else never_silent(f"loragate {name}"):
+        return found.run(options)
 
 
-def _fail(error: LoragateError, debug: bool, status: int) -> int:
+def _fail(error: LoragateError, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     lines = [
         textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ")
         if len(line) > 100
         else line
-        for line in map(printable, str(error).splitlines())
+        for line in map(printable, ECHO.sub("", str(error)).splitlines())
     ]
     print("loragate: error: " + "\n".join(lines), file=sys.stderr)
-    return status
+    return error.exit_status
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ def run(options: RegradeOptions) -> int:
     folder, out = Path(options.run), console()
     evaluation = open_evaluation(folder, options)
     count = evaluation.sample_count
-    with Display().job("grading", count, "answer") as job:
-        record, changes = evaluation.judge_again(options.again, counted(job, "sampling", "grading"))
+    with Display().job("grading") as job:
+        record, changes = evaluation.judge_again(options.again, counted(job, count))
     place = folder / (f"results-{options.grader}" if options.grader else "results-regraded")
     if changes is not None:  # None where no earlier verdicts are there to compare with
         path = place.with_name(f"{place.name}-changes.jsonl")

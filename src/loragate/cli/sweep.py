@@ -62,6 +62,7 @@ def run(options: SweepOptions) -> int:
             f"--seeds: expected whole numbers separated by commas, such as 0,1,2, found {options.seeds!r}"
         ) from None
     from loragate.report.selection import read_selection, selection_table, write_selection
+    from loragate.selection.compare import counted
     from loragate.selection.sweep import Sweep, absolute, choose_runner, raise_failures, run_sweep
     from loragate.selection.trials import Trial, grid
     from loragate.training.rows import read_rows
@@ -84,22 +85,13 @@ def run(options: SweepOptions) -> int:
     )
     folder, out, display = Path(options.out), console(), Display()
     out.print(f"{len(trials)} trials, {where}")
-    ended = {"finished": 0, "failed": 0}
-    with display.job("trials and dev set") as job:
+    with display.job("sweeping") as job:
 
-        def on_trial(trial: Trial, stage: str, done: int, total: int, entropy: float | None) -> None:
-            if stage in ended:
-                ended[stage] += 1
-            counted = ", ".join(f"{count} {name}" for name, count in ended.items() if count)
-            at = f"{trial.name}: step {done:,} of {total:,}" if total else ""
-            share = (sum(ended.values()) + (done / total if total else 0)) / len(trials)
-            job.show(min(share, 1.0), *filter(None, (counted, at, job.left(min(share, 1.0)))))
-
-        def on_event(stage: str, what: str, done: int, total: int, note: str) -> None:
-            job.show(1.0, f"{stage} {what}: {done:,} of {total:,}")
+        def on_trial(trial: Trial, ended: str) -> None:
+            display.out.print(f"{trial.name}: {ended}")
 
         try:
-            how = {"resume": options.resume, "runner": runner, "on_trial": on_trial, "on_event": on_event}
+            how = {"resume": options.resume, "runner": runner, "on_trial": on_trial, "on_event": counted(job)}
             swept = run_sweep(sweep, trials, folder, **how)  # type: ignore[arg-type]
         except KeyboardInterrupt:
             out.print(f"stopped; the same command with --resume goes on in {folder}")
@@ -114,7 +106,8 @@ def run(options: SweepOptions) -> int:
         return 0
     maps = write_selection(swept.selection, folder)
     for view in read_selection(swept.selection):
-        out.print(view.sentence())
+        for line in view.sentences:
+            out.print(line)
         out.print(selection_table(view))
     drawn = " and heatmap*.png" if maps else ""
     out.print(f"written to {folder}: best/, selection.json, .md{drawn}")

@@ -267,6 +267,9 @@ def _read_json(stream: BinaryIO, name: str) -> Numbered:
     if not text.strip():
         return
     rows = _parse(text, name, 1)
+    if isinstance(rows, dict):  # rows below one key, with notes beside them, as BIG-Bench Hard is published
+        arrays = [value for value in rows.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+        rows = arrays[0] if len(arrays) == 1 and not any(isinstance(value, dict) for value in rows.values()) else rows
     if not isinstance(rows, list):
         found = f"an object with the keys {', '.join(list(rows)[:8])}" if isinstance(rows, dict) else excerpt(text)
         raise DataError(f"{name}: found {found}, expected an array of objects. JSON lines end in .jsonl.")
@@ -340,19 +343,39 @@ def _from_datasets(
     """Rows of a hub dataset or a local dataset folder; they stay memory-mapped."""
     import datasets
 
-    split = split or "train"
+    saved = is_saved(Path(repo))
     arguments = (repo,) if config is None else (repo, config)
     try:
-        dataset = datasets.load_dataset(*arguments, split=split, revision=revision)
+        if saved:
+            dataset = datasets.load_from_disk(repo)
+        else:
+            split = split or "train"
+            dataset = datasets.load_dataset(*arguments, split=split, revision=revision)
     except Exception as error:  # the hub, the network and every file reader raise their own kinds
         raise DataError(
             f"{name}[{split}] cannot be loaded: {type(error).__name__}: {excerpt(str(error), 400)}. Check the id, the "
             f"split and the connection. {HUB_HELP}."
         ) from error
+    if saved and isinstance(dataset, datasets.DatasetDict):
+        split = split or ("train" if len(dataset) > 1 else next(iter(dataset)))
+        if split not in dataset:
+            raise DataError(f"{name} has no split {split!r}{nearest(split, dataset)}; it has {', '.join(dataset)}")
+        dataset = dataset[split]
+    elif saved:
+        _refuse_without_effect(f"the data set in {name}", split=split)
+    place = f"{name}[{split}]" if split else name
     if len(dataset) == 0:
-        raise DataError(f"{name}[{split}] is empty: expected at least one row")
-    rows = Rows(dataset, source=name, place=f"{name}[{split}] row ")
+        raise DataError(f"{place} is empty: expected at least one row")
+    rows = Rows(dataset, source=name, place=f"{place} row ")
     return rows if limit is None else rows.take(limit)
+
+
+SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote a folder: one data set, or a dictionary of splits."""
+    return (folder / SAVED).is_file() or (folder / SAVED_SPLITS).is_file()
 
 
 def _decode(raw: bytes, name: str, line: int) -> str:

@@ -9,13 +9,18 @@ models correct themselves. Light: the processes that grade load this.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.S)  # an escaped character is consumed, so that it is no brace
 # what `\boxed 5` without braces holds: a number, a command or word, or one other character
 _BARE = re.compile(r"-?\d[\d.,]*\d|-?\d|\\?[A-Za-z]+|[^\s{}]")
+# between two boxes that are one answer, and the name before a box
+_JOINER = re.compile(
+    r"(?:[\s$]|\\[()\[\]])*+(?:[,;]|(?:\\text\s*\{\s*)?(?:and|or)\b\s*\}?)(?:[\s$,]|\\[()\[\]]|(?:and|or)\b)*+"
+)
+_NAME_BEFORE = re.compile(r"(?<![A-Za-z\\])((?:[A-Za-z]|\\[a-z]{2,8})(?:_\{?\w{1,4}\}?)?)\s*=\s*$")
 LETTERS = "ABCDEFGHIJ"
 # what may stand between the announcement and the letter, and what ends a letter; possessive, as no time limit holds here
 # and a model that is stuck writes the same filler a thousand times
@@ -48,6 +53,31 @@ def last_boxed(response: str) -> str | None:
     Braces are matched, escaped ones (`\{`) included as ordinary characters. `\boxed 5` holds the one token after it.
     Of nested boxes the innermost last one is returned. Surrounding blanks are removed; an empty box holds "".
     """
+    return next((content for _, _, content in _boxes(response)), None)
+
+
+def boxed_answer(response: str) -> str | None:
+    r"""Return what the last boxes of `response` hold as one answer, or None.
+
+    `\boxed{4} and \boxed{-7}` is the list `4, -7`, and `x=\boxed{2}, y=\boxed{5}` keeps its names; boxes count as one
+    answer only if nothing but a comma, "and" or "or" joins them. Otherwise it is `last_boxed`.
+    """
+    found: list[str] = []
+    after = len(response)
+    for start, end, content in _boxes(response):
+        joiner = _JOINER.fullmatch(response, end, after)
+        if found and (joiner is None or end > after):
+            break
+        name = _NAME_BEFORE.search(response, max(0, start - 40), start)
+        found.append(f"{name[1]}={content}" if name and "=" not in content else content)
+        after = name.start() if name else start
+    if len(found) < 2 or len(set(found)) == 1:
+        return last_boxed(response)
+    return ", ".join(found[::-1])
+
+
+def _boxes(response: str) -> Iterator[tuple[int, int, str]]:
+    """(start, end, content) of every complete box, the last one first."""
     boxes = list(_BOX.finditer(response))
     closing = _closing_braces(response) if boxes else {}
     for match in reversed(boxes):
@@ -55,12 +85,11 @@ def last_boxed(response: str) -> str | None:
         if response.startswith("{", start):
             end = closing.get(start)
             if end is not None:
-                return response[start + 1 : end].strip()
+                yield match.start(), end + 1, response[start + 1 : end].strip()
         else:
             bare = _BARE.match(response, start)
             if bare is not None and bare.group() != "$":
-                return bare.group()
-    return None
+                yield match.start(), bare.end(), bare.group()
 
 
 def _closing_braces(text: str) -> dict[int, int]:
@@ -119,15 +148,6 @@ def letter_of(gold: str) -> str | None:
     """The letter that a right answer names: "B", "b", "(B)", "B." or "B) Paris"; None for anything else."""
     found = re.fullmatch(rf"\(?((?i:[{LETTERS}]))(?:[).:].*)?", gold.strip(), re.S)
     return None if found is None else found[1].upper()
-
-
-def why_no_gold(gold: str, grader: str) -> str | None:
-    """Why no answer could ever be found right, or None."""
-    if grader == "choice" and letter_of(gold) is None:
-        return f"the right answer is {gold!r:.60}, and the grader choice compares letters; give the letter, such as B"
-    if grader not in ("exact", "tiny") and "####" in gold:
-        return 'the right answer holds "####", as GSM8K\'s solutions do; give only what follows it (answer.split("####")[-1])'
-    return None
 
 
 def grade_text(response: str, gold: str, grader: str) -> Grade:

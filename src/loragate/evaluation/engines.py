@@ -17,6 +17,7 @@ import transformers
 from loragate.errors import ConfigError
 from loragate.evaluation.settings import EngineSettings
 from loragate.evaluation.variants import ModelVariant, acting, variants_for
+from loragate.gates.control import why_no_base
 from loragate.generation import Engine, ShardedEngine, TransformersEngine, VllmEngine
 from loragate.generation.vllm_engine import require_gate_plugin
 from loragate.models import Loaded, Loading, open_model, open_without_weights, resolve
@@ -47,6 +48,8 @@ def load(model: str, base: str = "", how: Loading = USUAL, engine: str = "transf
 
 def why_not(loaded: Loaded, variant: ModelVariant) -> str:
     """Why the model cannot be this variant, in a few words; empty where it can."""
+    if variant.weights == "base" and loaded.kind != "base" and loaded.model is not None:
+        return why_no_base(loaded.model)  # vLLM loads the base by itself
     if variant.scale is None and variant.random is None:
         return ""
     if loaded.place.is_dora:

@@ -7,6 +7,7 @@
       questions/<task>.jsonl            id, prompt, gold and row of every question
       samples/<variant>/<task>.jsonl    answers, appended as they are drawn
       grades/<grader>/<variant>/<task>.jsonl
+      agreement/<variant>.json          log-probs that vLLM gave to a few answers (`agreement.py`)
       results.json                      the record (`results.py`)
 
 This is the only scorer of the package: `loragate eval`, the dev set of `calibrate` and `sweep`, `quickstart` and the diagnostics
@@ -38,6 +39,7 @@ from typing import Any, ClassVar, Literal
 from loragate.data import template_hash
 from loragate.display import Job
 from loragate.errors import ConfigError, DataError
+from loragate.evaluation.agreement import EngineCheck, require_agreement
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.engines import EngineFor, Engines, in_memory
 from loragate.evaluation.harness import draw_likelihoods
@@ -46,16 +48,19 @@ from loragate.evaluation.judging import (
     grader_for,
     judge,
     judged_by,
+    pattern_of,
     read_grades,
     require_graders,
     write_grades,
 )
 from loragate.evaluation.prepared import Prepared, Request, read_questions, write_questions
+from loragate.evaluation.references import check_references
 from loragate.evaluation.results import (
     EvaluationRecord,
     SuiteResult,
     TaskInfo,
     TaskResult,
+    VariantAgreement,
     read_record,
     task_result,
     write_record,
@@ -66,7 +71,6 @@ from loragate.evaluation.tasks import load_task
 from loragate.evaluation.variants import ModelVariant, canary
 from loragate.files import RunFolder, file_sha256, folder_sha256, require_same, write_json, write_text
 from loragate.gates.attach import active_adapter, is_gated
-from loragate.gates.eligibility import trains_biases
 from loragate.gates.schema import GATES
 from loragate.generation import Sample
 from loragate.generation.engine import draw_samples, read_samples
@@ -80,25 +84,20 @@ OnEvent = Callable[[str, ModelVariant, str, int, int], None]
 Results = dict[tuple[str, str], TaskResult]
 """By (variant, task)."""
 KIND, VARIANTS = "evaluation", "variants.json"
-BIASES = (
-    "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off: the base has "
-    "them too"
-)
 
 
 def no_progress(stage: str, variant: ModelVariant, task: str, done: int, total: int) -> None:
     """An `OnEvent` for nobody."""
 
 
-def counted(job: Job, *stages: str) -> OnEvent:
-    """An `OnEvent` that draws one bar over all variants and tasks: the answers that are through the latest of `stages`."""
-    through: dict[tuple[str, str], int] = {}
+def counted(job: Job, answers: int) -> OnEvent:
+    """An `OnEvent` that draws one bar over all variants and tasks: which of `answers` are sampled, and which are graded."""
+    units = {"sampling": "answer", "grading": "graded"}
+    through: dict[str, dict[tuple[str, str], int]] = {stage: {} for stage in units}
 
     def on_event(stage: str, variant: ModelVariant, task: str, done: int, total: int) -> None:
-        if stage in stages:
-            through[variant.label, task] = done
-        doing = "" if len(stages) > 1 else f"{stage} "  # where answers are judged again, nothing is sampled
-        job.advance_to(sum(through.values()), note=f"{doing}{variant.label} on {task}")
+        through[stage][variant.label, task] = done
+        job.advance_to(sum(through[stage].values()), answers, f"{stage} {variant.label} on {task}", units[stage])
 
     return on_event
 
@@ -119,6 +118,7 @@ class Evaluation:
         notes: what a reader of all scores should know; kept in the folder, and no part of what a resumed run must share.
         left_out: {label of a variant: why the model cannot be it}; shown in its place, and kept like the notes.
         engine_for: answers as a variant; None for an evaluation that is only judged.
+        agreement: of the record; known at the end.
         seconds: {(variant, task): seconds of sampling}, of this run.
     """
 
@@ -133,6 +133,7 @@ class Evaluation:
     notes: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     engine_for: EngineFor | None = None
+    agreement: dict[str, VariantAgreement] = field(default_factory=dict)
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @classmethod
@@ -157,12 +158,9 @@ class Evaluation:
             GateError: where adapter or gates do not act.
         """
         figures: dict[str, float] = {}
-        notes = list(notes)
         if loaded.model is not None:  # vLLM has the weights elsewhere
-            figures = canary(loaded.model, loaded.tokenizer, tasks[0].prompts, loaded.kind)
             with_base = any(variant.weights == "base" for variant in variants)
-            if with_base and loaded.kind != "base" and trains_biases(loaded.model, active_adapter(loaded.model)):
-                notes.append(BIASES)
+            figures = canary(loaded.model, loaded.tokenizer, tasks[0].prompts, loaded.kind, base=with_base)
         return cls(
             request.out,
             list(tasks),
@@ -183,7 +181,7 @@ class Evaluation:
                 **({"end_of_turn": added} if (added := loaded.endings.added) else {}),
             },
             grading=request.grading,
-            notes=notes,
+            notes=list(notes),
             left_out=left_out or {},
             engine_for=Engines(request.engine, request.model, request.base, loaded, request.out),
         )
@@ -241,18 +239,25 @@ class Evaluation:
         """Sample and judge everything that is not on file yet; writes the record to results.json and returns it.
 
         Raises:
-            LoragateError: if another process is at it in the same folder.
+            LoragateError: if another process is at it in the same folder; or if vLLM did not compute what transformers computes,
+                after the record with the figures was written.
         """
         engines = self.engine_for
         with RunFolder(self.folder).locked(), closing(engines) if isinstance(engines, Engines) else nullcontext():
             # variants with the same weights follow one another, as changing them can mean loading them
             for variant in sorted(self.variants, key=lambda variant: variant.weights):
                 self.sample(variant, on_event)
+            self.agreement = self._engine_check.verify()
             record = self.judge(on_event)
         write_record(record, self.folder / "results.json")
         if isinstance(engines, Engines):
             engines.finish()  # last: a run that is stopped before goes on with what it removes
+        require_agreement(self.agreement, self.folder)
         return record
+
+    @property
+    def _engine_check(self) -> EngineCheck:
+        return EngineCheck(self.engine_for, self.folder, self.variants)
 
     def judge(self, on_event: OnEvent = no_progress) -> EvaluationRecord:
         """The record of the answers on file, judged where they were not yet."""
@@ -265,7 +270,10 @@ class Evaluation:
             EvaluationRecord(
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 models=self.models,
-                tasks=tuple(prepared.info(self._grader(prepared)) for prepared in self.tasks),
+                tasks=tuple(
+                    prepared.info(grader := self._grader(prepared), self._pattern(prepared, grader))
+                    for prepared in self.tasks
+                ),
                 results=tuple(found.values()),
                 suites=tuple(self._averages(found)),
                 seed=self.seed,
@@ -273,6 +281,7 @@ class Evaluation:
                 versions=package_versions(),
                 seconds=sum(self.seconds.values()),
                 canary=self.canary,
+                agreement=self.agreement,
                 warnings=tuple(self.warnings),
                 left_out=self.left_out,
             )
@@ -292,9 +301,11 @@ class Evaluation:
 
         Raises:
             ConfigError: for a grader that does not work here, and for an evaluation that is not finished.
+            DataError: for a grader that does not accept the questions' own right answers.
         """
-
         require_graders([prepared.task for prepared in self.tasks], self.grading)
+        for prepared in self.tasks:
+            check_references(prepared.task, prepared.questions, self._grader(prepared), self.grading)
         earlier = self.folder / "results.json"
         judged = read_record(earlier).tasks if earlier.is_file() else ()
         # of "lm-eval acc,none" the metric is no part of the folder
@@ -358,6 +369,9 @@ class Evaluation:
     def _grader(self, prepared: Prepared) -> str:
         return grader_for(prepared.task, self.grading.grader)
 
+    def _pattern(self, prepared: Prepared, grader: str) -> str:
+        return pattern_of(prepared.task, self.grading) if grader == "regex" else ""
+
     def sample(self, variant: ModelVariant, on_event: OnEvent = no_progress) -> None:
         """Draw what is missing of one variant's answers."""
         missing = []
@@ -368,7 +382,8 @@ class Evaluation:
                 on_event("sampling", variant, prepared.task.name, count, count)
             elif count:
                 missing.append(prepared)
-        if not missing:
+        check = self._engine_check
+        if not missing and not check.waits_for(variant):
             return
         assert self.engine_for is not None, "an evaluation that is only judged draws no answers"
         with self.engine_for(variant) as engine:
@@ -380,6 +395,9 @@ class Evaluation:
                 else:
                     draw_samples(engine, prepared.prompts, variant.sampling(prepared.sampling), path, report)
                 self.seconds[variant.label, name] = time.monotonic() - began
+            if check.waits_for(variant):
+                asked = [one for one in self.tasks if one.samples(variant)]
+                check.ask(engine, variant, {self._samples_path(variant, one.task.name): one for one in asked})
 
     def _judge(
         self, variant: ModelVariant, prepared: Prepared, adapter: TaskResult | None, on_event: OnEvent
@@ -503,8 +521,9 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
         prepared,
         variants,
         models=stored.models,
-        # a record holds the canary; a run that was stopped before its end has none yet
+        # a record holds them; a run that was stopped before its end has none yet
         canary=read_record(kept).canary if kept.is_file() else {},
+        agreement=read_record(kept).agreement if kept.is_file() else {},
         seed=stored.seed,
         grading=grading or GradingSettings(),
         notes=list(stored.notes.warnings),

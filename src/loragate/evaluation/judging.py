@@ -18,6 +18,7 @@ from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import READERS, Grade, grade_text
 from loragate.evaluation.grading import MATH_GRADERS, GradingPool
 from loragate.evaluation.harness import grade_by_harness, require_harness
+from loragate.evaluation.numeric import compile_pattern, grade_last_number, regex_grader
 from loragate.evaluation.sandbox import KINDS, Limits, grade_codes, require_sandbox
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
@@ -30,8 +31,11 @@ from loragate.world.tokenizer import EOS
 
 MATH = tuple(MATH_GRADERS)
 CODE = tuple(KINDS)
-TEXT = (*READERS, "tiny")
-GRADERS = (*MATH, *CODE, *TEXT)
+ANSWERS = (*MATH, *READERS, "gsm8k", "regex")
+"""Graders that compare a response with a right answer."""
+OPEN = ("gsm8k", "regex")
+"""Of those, the graders of any form: they can judge what another one does, and another one what they do."""
+GRADERS = (*ANSWERS, *CODE, "tiny")
 MEMORY_MB = 2048
 """Of a grading process or a program."""
 
@@ -46,7 +50,13 @@ def grader_for(task: Task, name: str = "") -> str:
         return task.grader
     if name not in GRADERS:
         raise ConfigError(f"unknown grader {name!r}{nearest(name, GRADERS)}; known: {', '.join(GRADERS)}")
-    return name if {name, task.grader} <= set(MATH) else task.grader
+    both = {name, task.grader}
+    return name if both <= set(MATH) or (both <= set(ANSWERS) and both & set(OPEN)) else task.grader
+
+
+def pattern_of(task: Task, settings: GradingSettings) -> str:
+    """The pattern of the grader regex: that of the settings where they name this grader, else the task's."""
+    return settings.pattern if settings.grader == "regex" else task.pattern
 
 
 def judge(
@@ -65,11 +75,14 @@ def judge(
     settings = settings or GradingSettings()
     theirs = [questions[sample.question] for sample in samples]
     texts = [sample.text for sample in samples]
-    if grader in MATH:
+    if grader in (*MATH, "regex"):
         pairs = [(text, question.gold) for text, question in zip(texts, theirs)]
-        tolerances = list(map(_tolerance, theirs))
-        with GradingPool(grader, settings.workers, settings.timeout, MEMORY_MB) as pool:
+        tolerances = list(map(_tolerance, theirs)) if grader in MATH else None
+        judged = grader if grader in MATH else regex_grader(pattern_of(task, settings))
+        with GradingPool(judged, settings.workers, settings.timeout, MEMORY_MB) as pool:
             return pool.grade(pairs, on_progress, tolerances=tolerances)
+    if grader == "gsm8k":
+        return [grade_last_number(text, question.gold) for text, question in zip(texts, theirs)]
     if grader in CODE:
         rows, limits = [question.row for question in theirs], Limits(settings.timeout, MEMORY_MB)
         return grade_codes(grader, rows, texts, settings.workers, settings.sandbox, limits, on_progress)
@@ -119,7 +132,13 @@ def require_graders(tasks: Sequence[Task], settings: GradingSettings) -> None:
     """
     graders = {grader_for(task, settings.grader) for task in tasks}
     if settings.grader and settings.grader not in graders:
-        raise ConfigError(f"--grader {settings.grader} has no effect: none of the tasks has math answers")
+        raise ConfigError(f"--grader {settings.grader} has no effect: none of the tasks has answers that it can judge")
+    if settings.pattern and settings.grader != "regex":
+        raise ConfigError("--pattern has no effect without --grader regex; give both, or leave it out")
+    for task in tasks:
+        if grader_for(task, settings.grader) == "regex":
+            place = "--pattern" if settings.grader == "regex" else f"{task.path.name or 'the dev set'}: pattern"
+            compile_pattern(pattern_of(task, settings), place)
     if graders & set(MATH):
         try:
             import_module("math_verify")
@@ -153,6 +172,8 @@ def judged_by(grader: str, settings: GradingSettings, samples: Sequence[Sample])
         kept |= {"timeout_s": float(settings.timeout), "memory_mb": MEMORY_MB}
     if grader in CODE:
         kept["sandbox"] = settings.sandbox
+    if settings.pattern:  # that of a task is one of its facts
+        kept["pattern"] = settings.pattern
     seen = hashlib.sha256()
     for sample in samples:
         seen.update(json.dumps([sample.question, sample.sample, sample.text, sample.finish_reason]).encode())

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from loragate.data.rows import is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.harness import options_of, with_prompts
-from loragate.evaluation.judging import grader_version, require_graders
+from loragate.evaluation.judging import grader_for, grader_version, require_graders
+from loragate.evaluation.references import check_references
 from loragate.evaluation.results import TaskInfo
 from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 from loragate.evaluation.tasks import (
@@ -85,7 +87,7 @@ def _files(data: str, names: list[str]) -> dict[str, str]:
     if not data or "=" in data:
         return _assignments(data, "--data", names)
     folder = Path(data)
-    if folder.is_file() and len(names) == 1:
+    if (folder.is_file() or is_saved(folder)) and len(names) == 1:
         return {names[0]: data}
     if not folder.is_dir():
         raise ConfigError(f"--data {data}: expected TASK=FILE, or a folder that holds TASK.jsonl files")
@@ -132,8 +134,13 @@ class Prepared(Questions):
         """The rendered prompts, in the order of the questions."""
         return tuple(question.prompt for question in self.questions)
 
-    def info(self, grader: str = "") -> TaskInfo:
-        """What the task is, judged by `grader`, for records; "" before that is known."""
+    def info(self, grader: str = "", pattern: str = "") -> TaskInfo:
+        """What the task is, judged by `grader`, for records; "" before that is known.
+
+        Args:
+            pattern: of the grader regex.
+        """
+        detail = self.task.harness.metric if self.task.harness else pattern
         return TaskInfo(
             name=self.task.name,
             version=str(self.task.version),
@@ -142,7 +149,7 @@ class Prepared(Questions):
             prompt_sha256=hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest(),
             dataset=self.source,
             dataset_revision=self.revision,
-            grader=f"{grader} {self.task.harness.metric}" if grader and self.task.harness else grader,
+            grader=f"{grader} {detail}" if grader and detail else grader,
             grader_version=grader_version(grader) if grader else "",
             sampling=self.sampling,
         )
@@ -312,18 +319,18 @@ class Request:
         return tasks
 
     def prepare(self, tasks: Sequence[Task], loaded: Loaded) -> list[Prepared]:
-        """The questions of the tasks that `check` returned, rendered for a model; raises as `questions_of` and `prepare`."""
-        return [
-            prepare(
-                task,
-                questions_of(self.tasks, task, tasks),
-                loaded.tokenizer,
-                self.tasks,
-                loaded.positions,
-                self.system,
-            )
-            for task in tasks
-        ]
+        """The questions of the tasks that `check` returned, rendered for a model, after their grader was tried on right answers.
+
+        Raises as `questions_of`, `check_references` and `prepare`.
+        """
+        found = []
+        for task in tasks:
+            questions = questions_of(self.tasks, task, tasks)
+            grader = grader_for(task, self.grading.grader)
+            said = check_references(task, questions.questions, grader, self.grading)
+            questions = replace(questions, warnings=(*questions.warnings, *said))
+            found.append(prepare(task, questions, loaded.tokenizer, self.tasks, loaded.positions, self.system))
+        return found
 
     def recommended(self, prepared: Sequence[Prepared], loaded: Loaded) -> float | None:
         """The recommended temperature, where variants are added for it: the tasks sample at another, and none was given."""

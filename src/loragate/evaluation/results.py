@@ -27,10 +27,10 @@ from loragate.evaluation.statistics import (
     average_at_k,
     compare,
     dft_rounded_mean,
-    holm,
     majority_at_k,
     out_of_fold,
     pass_at_k,
+    simultaneous,
 )
 from loragate.files import write_json
 from loragate.generation import Sample, SamplingConfig
@@ -56,6 +56,26 @@ class TaskInfo:
     grader: str
     grader_version: str
     sampling: SamplingConfig
+
+
+@dataclass(frozen=True)
+class VariantAgreement:
+    """How far the log-probs of an engine, as a variant, lie from transformers'; absolute differences in nats.
+
+    Attributes:
+        mean, largest: over the tokens that were compared; None where one is no number.
+        tokens: how many.
+        limit: of `mean`.
+        nearest: the model that explains what was served: the variant, or "base", "adapter" or "gated" where it is much nearer.
+        agrees: whether `mean` is within the limit, and no other model is much nearer.
+    """
+
+    mean: float | None
+    largest: float | None
+    tokens: int
+    limit: float
+    nearest: str
+    agrees: bool
 
 
 @dataclass(frozen=True)
@@ -91,8 +111,8 @@ class TaskResult:
         entropy: mean along the answers; None where it was not measured.
         reasons: number of samples by the grader's reason ("ok", "wrong", "no_box", ...).
         question_ids, question_scores: per-question mean scores, in the same order in every variant.
-        comparison: difference to the plain adapter, paired by question (of gates at a lower temperature, to the adapter there);
-            None for the adapter itself.
+        comparison: difference to the plain adapter, paired by question (of gates at a lower temperature, to the adapter there),
+            with the interval that agrees with `verdict`; None for the adapter itself.
         adjusted_p: the comparison's p after Holm's adjustment over all comparisons of the record.
         verdict: what the comparison shows, by `verdict` with the adjusted p.
         seconds: sampling and grading.
@@ -168,6 +188,7 @@ class EvaluationRecord:
         canary: differences in logits that show that adapter and gates acted.
         warnings: what a reader of the scores should know, in sentences.
         left_out: {variant: why the model cannot be it}, such as one λ in place of the gates that DoRA does not take.
+        agreement: {variant: how far vLLM lies from transformers}, one variant for each model; empty where transformers answered.
         schema: of this file.
     """
 
@@ -183,6 +204,7 @@ class EvaluationRecord:
     suites: tuple[SuiteResult, ...] = ()
     warnings: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
+    agreement: dict[str, VariantAgreement] = field(default_factory=dict)
     schema: Literal[1] = 1
 
     def find(self, task: str, variant: str = "gated", control: str | None = None) -> TaskResult:
@@ -280,9 +302,10 @@ def task_result(
 
 
 def verdict(difference: Difference, p: float | None = None) -> Verdict:
-    """Return what a comparison shows: "better" or "worse" only where p, at 5 %, and the 95 % interval both say so.
+    """Return what a comparison shows: "better" or "worse" only where p, at 5 %, and the interval both say so.
 
-    `p` takes the place of the difference's own, as after Holm's adjustment. "no difference shown" does not mean equal.
+    `p` takes the place of the difference's own, as after Holm's adjustment; the interval is then that of `simultaneous`, so that
+    the two agree. "no difference shown" does not mean equal.
     """
     if (difference.p if p is None else p) > 0.05:
         return "no difference shown"
@@ -290,11 +313,13 @@ def verdict(difference: Difference, p: float | None = None) -> Verdict:
 
 
 def _adjusted(results: tuple[Compared, ...]) -> tuple[Compared, ...]:
-    """The results with p-values adjusted over their comparisons, and what each comparison then shows."""
-    compared = [(index, one.comparison) for index, one in enumerate(results) if one.comparison is not None]
+    """The results with p-values and intervals adjusted over their comparisons, and what each comparison then shows."""
+    compared = [index for index, one in enumerate(results) if one.comparison is not None]
     changed = list(results)
-    for (index, difference), p in zip(compared, holm([difference.p for _, difference in compared])):
-        changed[index] = dataclasses.replace(results[index], adjusted_p=p, verdict=verdict(difference, p=p))
+    family = simultaneous([one.comparison for one in results if one.comparison is not None])
+    for index, difference, p in zip(compared, *family, strict=True):
+        shown = verdict(difference, p=p)
+        changed[index] = dataclasses.replace(results[index], comparison=difference, adjusted_p=p, verdict=shown)
     return tuple(changed)
 
 

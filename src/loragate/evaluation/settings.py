@@ -43,7 +43,7 @@ class EngineSettings:
     """What answers the questions.
 
     Attributes:
-        engine: transformers runs on any device; vllm needs pip install "loragate[vllm]".
+        engine: transformers runs on any device; vllm needs pip install ".[vllm]" in a checkout.
         replicas: copies of the model that answer in parallel, on a Ray cluster (pip install "loragate[sweep]").
         batch_size: sequences at a time; with vLLM or replicas, questions whose answers are drawn together.
         vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
@@ -62,13 +62,15 @@ class GradingSettings:
     """How answers are judged.
 
     Attributes:
-        grader: of math answers, in place of the tasks' own: default, math_verify or dft.
+        grader: in place of the tasks' own: default, math_verify or dft of math answers, gsm8k (a last number) or regex of any.
+        pattern: regular expression for --grader regex; its one group is the answer, and its last match counts.
         sandbox: where programs run; rlimits isolates nothing.
         workers: grading processes.
         timeout: seconds after which grading an answer is stopped; for a program, seconds of processor time.
     """
 
     grader: str = ""
+    pattern: str = ""
     sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
     workers: Count = 2
     timeout: Positive = 10.0

@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import expit, logit, stdtrit
+from scipy.special import expit, logit, stdtr, stdtrit
 
 from loragate.errors import DataError
 
 CONFIDENCE = 0.95
-EXACT_QUESTIONS = 12  # up to which all 2^Q patterns of signs are counted
 DRAWS = 10_000
 _CHUNK = 4_000_000
 """Question draws held in memory at once by the bootstrap."""
@@ -45,12 +44,36 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of a - b with its 95 % interval and the two-sided p-value of no difference, paired by question."""
+    """The mean of a - b with its interval and two-sided p-value, paired by question.
+
+    Interval and p come from one t statistic: the interval of level 1 - α leaves 0 out exactly where p is at most α.
+
+    Attributes:
+        mean: of a - b.
+        low, high: ends of the interval of level `confidence`.
+        p: of no difference.
+        stderr, df: standard error and degrees of freedom of the statistic; None where scores without limits give none.
+        limit: largest size of a difference; None for scores that are no shares.
+        confidence: 0.95, or more where the interval is one of a family (`simultaneous`).
+    """
 
     mean: float
     low: float
     high: float
     p: float
+    stderr: float | None = None
+    df: float | None = None
+    limit: float | None = None
+    confidence: float = CONFIDENCE
+
+    def at(self, confidence: float) -> Difference:
+        """The same with the interval of another level, 0 to 1."""
+        if self.stderr is None or self.df is None:
+            return self
+        half = float(stdtrit(self.df, (1 + confidence) / 2)) * self.stderr
+        limit = math.inf if self.limit is None else self.limit
+        low, high = max(self.mean - half, -limit), min(self.mean + half, limit)
+        return replace(self, low=low, high=high, confidence=confidence)
 
 
 def average_at_k(scores: ArrayLike) -> Estimate:
@@ -95,18 +118,46 @@ def out_of_fold(means_QS: Array, seed: int = 0) -> Array:
     return found
 
 
-def compare(scores_a: ArrayLike, scores_b: ArrayLike, *, seed: int = 0) -> Difference:
+def compare(scores_a: ArrayLike, scores_b: ArrayLike) -> Difference:
     """Return the mean of a - b for two arrays of scores over the same questions, [Q, K] and [Q, M].
 
-    The interval is the 95 % t interval of the per-question mean differences; where they are all equal it is widened as
-    in `average_at_k`, with differences limited to [-1, 1]. The p-value is that of a sign-flip permutation test on the
-    mean difference, two-sided: exact up to 12 questions, otherwise from 10,000 draws of `seed` as (hits + 1) / 10,001.
+    Interval and p are those of a paired t test on the per-question means, whose variance also counts two questions that nobody
+    asked: see `_variance`.
 
     Raises `DataError` as `average_at_k` does, and when the numbers of questions differ.
     """
-    differences, limit = paired_differences(scores_a, scores_b)
-    mean, _, low, high = t_interval(differences, -limit, limit)
-    return Difference(mean, low, high, sign_flip_p(differences, seed))
+    return _tested([paired_differences(scores_a, scores_b)], [1.0])
+
+
+def _tested(pairs: Sequence[tuple[Array, float]], weights: Sequence[float]) -> Difference:
+    """The weighted mean of strata of differences with its t test; pairs are (differences [Q], their limit), each with its own Q.
+
+    The degrees of freedom are Welch and Satterthwaite's, Q - 1 for a single stratum.
+    """
+    mean = float(sum(weight * values.mean() for weight, (values, _) in zip(weights, pairs, strict=True)))
+    variances = [weight**2 * _variance(values, limit) for weight, (values, limit) in zip(weights, pairs)]
+    total, limit = sum(variances), max(limit for _, limit in pairs)
+    if math.isinf(total):
+        return Difference(mean, -math.inf, math.inf, 1.0)
+    df = total**2 / sum(part**2 / max(len(values) - 1, 1) for part, (values, _) in zip(variances, pairs))
+    stderr = math.sqrt(total)
+    p = float(2 * stdtr(df, -abs(mean) / stderr))
+    return Difference(mean, 0.0, 0.0, p, stderr, df, None if math.isinf(limit) else limit).at(CONFIDENCE)
+
+
+def _variance(differences: Array, limit: float) -> float:
+    """Squared standard error of the mean of differences [Q], as if two questions that nobody asked spread it as well.
+
+    One lies as far above 0 as any that was asked lies from it, the other as far below. Differences may be skewed: many small
+    losses and a rare large gain, which 30 questions need not hold. Where nothing differs on average, a plain t test calls
+    what is then seen significant up to half of the time, a sign-flip test a fifth. Of verdicts on single answers the two are what
+    the adjusted Wald interval of Bonett and Price (2012) adds: a question on which either side alone is right. Where all
+    differ alike, the spread is unknown and the two lie at the limit.
+    """
+    count, mean = len(differences), differences.mean()
+    reach = limit if without_spread(differences) else np.abs(differences).max()
+    squares = np.sum((differences - mean) ** 2) + (reach - mean) ** 2 + (reach + mean) ** 2
+    return float(squares) / (count * max(count - 1, 1))
 
 
 def paired_differences(scores_a: ArrayLike, scores_b: ArrayLike) -> tuple[Array, float]:
@@ -136,6 +187,21 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted = np.empty_like(values)
     adjusted[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
     return [float(value) for value in adjusted]
+
+
+def simultaneous(differences: Sequence[Difference]) -> tuple[list[Difference], list[float]]:
+    """The differences of a family with intervals that agree with Holm's method at 5 %, and the adjusted p-values.
+
+    Each interval has the level at which Holm's method judged its p: it leaves 0 out exactly where the adjusted p is at most 0.05.
+    """
+    adjusted = holm([one.p for one in differences])
+    order = np.argsort([one.p for one in differences], kind="stable")
+    rejected = sum(p <= 1 - CONFIDENCE for p in adjusted)
+    levels = np.empty(len(differences))
+    # the smallest p of m is judged at α / m, the next at α / (m - 1), …, and all from the first that is kept on as that one is
+    steps = np.minimum(np.arange(len(differences)), rejected)
+    levels[order] = 1 - (1 - CONFIDENCE) / (len(differences) - np.minimum(steps, len(differences) - 1))
+    return [one.at(float(level)) for one, level in zip(differences, levels)], adjusted
 
 
 def check_scores(scores: ArrayLike, name: str) -> Array:
@@ -180,29 +246,6 @@ def t_interval(values: Array, lower: float, upper: float) -> tuple[float, float,
     return mean, stderr, max(mean - t * stderr, lower), min(mean + t * stderr, upper)
 
 
-def sign_flip_p(differences: Array, seed: int) -> float:
-    """Return the two-sided p-value of a total of zero when every difference [Q] may as well have had the other sign.
-
-    Exact up to 12 questions; otherwise from 10,000 draws of `seed`, as (hits + 1) / 10,001.
-    """
-    count = len(differences)
-    total = float(differences.sum())
-    # A sum of flipped signs is 2 * (sum over the questions kept) - total; ties must count in spite of rounding.
-    threshold = abs(total) - 1e-9 * float(np.abs(differences).sum())
-    if count <= EXACT_QUESTIONS:
-        # [2^Q, Q]: the bits of a row's number say which questions keep their sign
-        kept = np.arange(2**count)[:, None] >> np.arange(count) & 1
-        return float(np.mean(np.abs(2 * (kept @ differences) - total) >= threshold))
-    generator = np.random.default_rng(seed)
-    hits = 0
-    for _ in range(0, DRAWS, 1000):  # in parts, for memory
-        # a bit for each sign, [1000, Q] after unpacking: far fewer random bytes than a random number each
-        bits = np.frombuffer(generator.bytes(1000 * -(-count // 8)), dtype=np.uint8).reshape(1000, -1)
-        drawn = np.unpackbits(bits, axis=1, count=count).astype(np.float64)
-        hits += int(np.sum(np.abs(2 * (drawn @ differences) - total) >= threshold))
-    return (hits + 1) / (DRAWS + 1)
-
-
 @dataclass(frozen=True)
 class SuiteEstimate:
     """The mean over `tasks` tasks of their means, with standard error and 95 % interval; `questions` in all."""
@@ -238,27 +281,16 @@ def suite_average(
 
 
 def compare_suites(
-    tasks_a: Sequence[ArrayLike],
-    tasks_b: Sequence[ArrayLike],
-    *,
-    weights: Sequence[float] | None = None,
-    seed: int = 0,
-    draws: int = DRAWS,
+    tasks_a: Sequence[ArrayLike], tasks_b: Sequence[ArrayLike], *, weights: Sequence[float] | None = None
 ) -> Difference:
     """Return the difference of the suite averages, a - b, of B pairs of tables [Q, K] and [Q, M], paired by question.
 
-    The interval is the stratified bootstrap's of `suite_average`, on the per-question differences. The p-value is that
-    of a sign-flip permutation test on the difference of the averages, every question of every task flipped on its own
-    and weighted as it is in the average: exact up to 12 questions in all, else from 10,000 draws of `seed`.
+    Interval and p are those of `compare`, with the tasks as strata, each weighted as in the average.
 
     Raises `DataError` as `compare` does.
     """
     pairs = [paired_differences(table_a, table_b) for table_a, table_b in zip(tasks_a, tasks_b, strict=True)]
-    differences, limits = [values for values, _ in pairs], [limit for _, limit in pairs]
-    mean, _, low, high = _stratified(differences, [(-limit, limit) for limit in limits], weights, seed, draws)
-    shares = weights or [1.0] * len(differences)
-    weighted = np.concatenate([share * values / len(values) for share, values in zip(shares, differences)])
-    return Difference(mean, max(low, -max(limits)), min(high, max(limits)), sign_flip_p(weighted, seed))
+    return _tested(pairs, weights or [1 / len(pairs)] * len(pairs))
 
 
 def pass_at_k(scores: ArrayLike, k: int) -> Estimate:

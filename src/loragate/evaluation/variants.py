@@ -28,7 +28,7 @@ from loragate.gates import (
     measure_parity,
     sizes_of,
 )
-from loragate.gates.eligibility import changed_base_of
+from loragate.gates.control import as_base, why_no_base
 from loragate.gates.override import parse_override
 from loragate.generation import SamplingConfig
 from loragate.models.source import Kind
@@ -154,7 +154,7 @@ def acting(model: Any, variant: ModelVariant, kind: Kind) -> AbstractContextMana
 def _acting(model: Any, variant: ModelVariant, kind: Kind) -> Iterator[None]:
     with ExitStack() as stack:
         if variant.weights == "base":
-            stack.enter_context(nullcontext() if kind == "base" else model.disable_adapter())
+            stack.enter_context(nullcontext() if kind == "base" else as_base(model))
         elif variant.scale is not None:
             stack.enter_context(constant_gate(model, variant.scale))
         elif variant.weights == "adapter":
@@ -199,9 +199,8 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind, *, ba
     """
     if kind == "base":
         return {}
-    for name in model.peft_config if base else ():
-        if reason := changed_base_of(model, name):
-            raise GateError(f"canary: the variant of the base would not be the base. {reason}")
+    if base and (reason := why_no_base(model)):
+        raise GateError(f"canary: the variant of the base would not be the base. {reason}")
     # [prompts, longest], padded on the right, where causal attention does not see the padding
     rows = [ids[-TOKENS:] for ids in tokenizer(list(prompts[:PROMPTS]), add_special_tokens=False)["input_ids"]]
     width, device = max(map(len, rows)), next(model.parameters()).device
@@ -209,9 +208,9 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind, *, ba
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
     if kind == "adapter":
         adapter = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()].float()
-        with model.disable_adapter():
-            base = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()].float()
-        figures = {"adapter_from_base": float((adapter - base).abs().max())}
+        with as_base(model) if base else model.disable_adapter():
+            without = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()].float()
+        figures = {"adapter_from_base": float((adapter - without).abs().max())}
     else:
         parity = measure_parity(model, ids, mask)
         figures = {

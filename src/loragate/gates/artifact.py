@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import shutil
 from collections.abc import Collection
 from dataclasses import asdict
@@ -28,7 +29,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from loragate.errors import ArtifactError, ConfigError, GateError, nearest
-from loragate.files import file_sha256, write_atomically, write_json, write_text
+from loragate.files import file_sha256, first_difference, write_atomically, write_json, write_text
 from loragate.gates.attach import (
     attach_gates,
     attached_config,
@@ -41,6 +42,7 @@ from loragate.gates.attach import (
 from loragate.gates.card import LIBRARY, render_card
 from loragate.gates.eligibility import (
     active_adapter,
+    base_path,
     examine_adapter,
     lora_layers,
     output_head,
@@ -55,8 +57,12 @@ from loragate.gates.identity import (
     changed_strength,
     compare_base_samples,
     config_fingerprint,
+    known_factors,
+    require_same_adapter,
+    whole,
 )
 from loragate.gates.recommended import SAMPLING, generation_settings, mapping, recommended_temperature
+from loragate.gates.recorded_base import compare_recorded_base
 from loragate.gates.schema import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -66,13 +72,15 @@ from loragate.gates.schema import (
     EVIDENCE,
     FORMAT,
     GATES,
+    NEED_MODEL,
+    PICKLED_WEIGHTS,
     PREFIX,
     SCHEMA_VERSION,
-    copy_files,
-    copy_tokenizer,
+    copy_adapter,
     read_adapter,
     read_gate_config,
     read_tensors,
+    same_bits,
     strength_of,
     tensor_bytes,
     write_factors,
@@ -83,6 +91,9 @@ from loragate.version import __version__
 
 # what a generation config may draw by, beside the settings that a folder recommends
 _DRAWS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+# in the names of tensors that were written from a model's own state dict
+_ADAPTER_NAME = re.compile(r"(?<=\.lora_[AB])\.default(?=\.weight$)")
 
 logger = logging.getLogger("loragate")
 
@@ -209,15 +220,37 @@ def save_gates(
         shutil.rmtree(
             folder / ADAPTER, ignore_errors=True
         )  # of the artifact that is replaced, perhaps with another tokenizer
-    write_adapter(peft_model, name, folder / ADAPTER, adapter_source)
+    base = record["base"]
+    write_adapter(peft_model, name, folder / ADAPTER, adapter_source, base=base["id"], revision=base["revision"] or "")
     record |= write_sampling(folder, temperature)
     write_atomically(folder / GATES, lambda path: path.write_bytes(data))
     record["gates_sha256"] = gates_sha256
     if not _foreign_card(folder):
         write_text(folder / CARD, render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)  # last: without it the folder is no artifact
-    read_tensors(folder, read_gate_config(folder))  # what was written is what a reader takes
+    require_readable(folder, known_again=not changed)
     return folder
+
+
+def require_readable(folder: Path, known_again: bool = True) -> None:
+    """Read a written artifact back: the record, the gates, and the adapter beside them by its hash.
+
+    Args:
+        folder: the artifact; its record is removed where it is refused.
+        known_again: whether the adapter's files have the hash of the adapter in memory; not where its strength was changed.
+
+    Raises:
+        ArtifactError: as a reader would raise it.
+    """
+    try:
+        record = read_gate_config(folder)
+        gates, (config, state) = read_tensors(folder, record), read_adapter(folder / ADAPTER)
+        widths, sha256 = known_factors(config, state)
+        by_files = known_again and not any(config.get(key) for key in NEED_MODEL)
+        require_same_adapter(folder, record, gates, widths, sha256 if by_files else None)
+    except ArtifactError:
+        (folder / CONFIG).unlink(missing_ok=True)
+        raise
 
 
 def require_free(folder: Path) -> None:
@@ -312,55 +345,139 @@ def _is_support(k: Any) -> bool:
     return isinstance(k, int) and not isinstance(k, bool) and (k == 0 or k > 1)
 
 
-def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str | Path | None = None) -> None:
-    """The plain adapter: copied with its tokenizer from `source` where that holds it, else written by PEFT."""
+def write_adapter(
+    model: nn.Module,
+    adapter_name: str,
+    folder: Path,
+    source: str | Path | None = None,
+    *,
+    base: str = "",
+    revision: str = "",
+) -> None:
+    """The plain adapter with all that it changes, read back: copied from `source` where that holds it, else written as PEFT does.
+
+    PEFT writes what it knows to be the adapter's. Embeddings, head, norms and biases that lie in the base's own tensors, because
+    they were trained or saved along, are written too: those that differ from the files of the base, where these are at hand.
+
+    Args:
+        model: with the adapter.
+        adapter_name: of the adapter.
+        folder: target; files of the same names are replaced.
+        source: the adapter's own folder, whose files are copied.
+        base: folder or hub id of the base that a reader will load; the adapter's own record where it is not given.
+        revision: of a hub id.
+
+    Raises:
+        ArtifactError: where the written folder does not hold what was to be written.
+    """
     # a wrapper around single layers may take its name out of state_dict, where PEFT then finds no factors
     wrapped = any(unwrapped(name) != name for name, _ in model.named_modules())
     given = dict(model.named_parameters(remove_duplicate=False)) if wrapped else None
     state = get_peft_model_state_dict(model, state_dict=given, adapter_name=adapter_name)
+    # a natively loaded adapter has the base model's own names; PEFT reads them under its wrapper's prefix
     state = {
-        unwrapped(key): value.detach().cpu().contiguous() for key, value in state.items() if ".lora_gate." not in key
+        PREFIX + unwrapped(key).removeprefix(PREFIX): value.detach().cpu()
+        for key, value in state.items()
+        if ".lora_gate." not in key
     }
-    if source is not None and _is_source(Path(source), model, adapter_name, state):
+    stored = {} if source is None else _held_by(Path(source), model, adapter_name, state)
+    if source is not None and stored:
         if Path(source).resolve() != folder.resolve():
-            copy_files(Path(source), (ADAPTER_CONFIG, ADAPTER_WEIGHTS), folder)
-            copy_tokenizer(Path(source), folder)
+            there = read_adapter(Path(source))[1]
+            as_it_is = there.keys() == stored.keys() and all(same_bits(there[key], stored[key]) for key in there)
+            pickled = not (Path(source) / ADAPTER_WEIGHTS).is_file()
+            copy_adapter(Path(source), folder, stored if pickled or not as_it_is else None)
         return
     if source is not None:
         what = "does not hold the adapter as it is loaded" if Path(source).is_dir() else "does not exist"
         logger.warning(
             "%s %s; the loaded adapter is written instead of a copy of the folder and its tokenizer", source, what
         )
-    # a natively loaded adapter has the base model's own names; PEFT reads them under its wrapper's prefix
-    # tied weights are one tensor under several names, which safetensors refuses to write
-    state = {PREFIX + key.removeprefix(PREFIX): value.clone() for key, value in state.items()}
-    write_factors(folder, state)
     peft_config: Any = model.peft_config[adapter_name]  # type: ignore[index]
+    base = base or str(peft_config.base_model_name_or_path or "")
+    write_factors(folder, {**state, **_changed_along(model, base, revision)})
     # as PEFT's own save_pretrained does, or whoever loads the folder would get factors that train
     before, peft_config.inference_mode = peft_config.inference_mode, True
     try:
         type(peft_config).save_pretrained(peft_config, str(folder))  # its own, which does not warn of lost gates
+        wrong = first_difference(
+            _as_json(peft_config.to_dict()), _as_json(type(peft_config).from_pretrained(str(folder)).to_dict())
+        )
     finally:
         peft_config.inference_mode = before
+    if wrong is not None:
+        raise ArtifactError(
+            f"{folder / ADAPTER_CONFIG}: key {wrong[0]!r} must be {wrong[1]!r}, read back as {wrong[2]!r}"
+        )
 
 
-def _is_source(folder: Path, model: Any, adapter_name: str, state: dict[str, torch.Tensor]) -> bool:
-    """Whether a folder holds exactly the adapter that is loaded: rank, alpha and scaling of each module, values in fp32."""
-    if not ((folder / ADAPTER_WEIGHTS).is_file() and (folder / ADAPTER_CONFIG).is_file()):
-        return False
+def _as_json(config: dict[str, Any]) -> Any:
+    """A configuration as JSON tells it, sets in order."""
+    return json.loads(json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
+
+
+def _changed_along(model: nn.Module, base: str, revision: str) -> dict[str, torch.Tensor]:
+    """{PEFT's name: tensor} of what of the base in memory its files do not hold; warns of what no adapter can bring along."""
+    difference = compare_recorded_base(model, base, revision)
+    if difference.other or difference.resized:
+        what = (
+            f"has a vocabulary of another size ({difference.resized[0]})"
+            if not difference.other
+            else f"differs from it in {len(difference.other)} weights ({difference.other[0]} is the first)"
+        )
+        logger.warning(
+            "the base in memory is not %s: it %s. loragate.load_gated will refuse this folder on that base. Save the base in "
+            'memory once, base.save_pretrained("FOLDER"), and name it: base_id="FOLDER"',
+            base,
+            what,
+        )
+    if difference.other:
+        return {}
+    names = {base_path(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {PREFIX + unwrapped(names[name]).removeprefix(PREFIX): value for name, value in difference.beside.items()}
+
+
+def _held_by(folder: Path, model: Any, adapter_name: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a folder, by PEFT's names, where it holds exactly the adapter that is loaded; empty where it does not.
+
+    That is: rank, alpha and scaling of each module, and every tensor, of what PEFT loads as the adapter's and of what lies in
+    the base (embeddings, head, norms or biases saved along), as the model holds it, in the model's dtype.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file() or not any(
+        (folder / file).is_file() for file in (ADAPTER_WEIGHTS, PICKLED_WEIGHTS)
+    ):
+        return {}
     config, tensors = read_adapter(folder)
     loaded_config = vars(model.peft_config[adapter_name])  # which PEFT would write
     if any(
         strength_of(config, path) != strength_of(loaded_config, path) for path, _ in lora_layers(model, adapter_name)
     ):
-        return False
-    # by the base's own names: a natively loaded adapter has no prefix
-    stored = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
-    loaded = {key.removeprefix(PREFIX): value for key, value in state.items()}
-    return stored.keys() == loaded.keys() and all(
-        stored[key].shape == value.shape and torch.equal(stored[key].float(), value.float())
-        for key, value in loaded.items()
-    )
+        return {}
+    # by PEFT's names: some programs leave its prefix out, or the adapter's name in
+    stored = {PREFIX + _ADAPTER_NAME.sub("", key.removeprefix(PREFIX)): value for key, value in tensors.items()}
+    of_base = {
+        PREFIX + unwrapped(name).removeprefix(PREFIX): value
+        for name, value in model.named_parameters(remove_duplicate=False)
+    }
+    rounded = {}
+    for key, value in stored.items():
+        found = state[key] if key in state else of_base.get(key)
+        if found is None:
+            return {}
+        held = whole(found).detach().cpu()
+        if held.shape != value.shape or not torch.equal(held, value.to(held.dtype)):
+            return {}
+        # by its hash in fp32 the adapter is known again, so what was rounded in loading is written as it is loaded
+        if key in state and not torch.equal(held.float(), value.float()):
+            rounded[key] = held
+    if rounded:
+        logger.warning(
+            "%s holds %d tensors in finer precision than they are loaded in (%s is the first); they are written as loaded",
+            folder,
+            len(rounded),
+            next(iter(rounded)),
+        )
+    return {**stored, **rounded} if state.keys() <= stored.keys() else {}
 
 
 def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | None = None) -> nn.Module:

@@ -2,7 +2,7 @@
 
 `gate_override` makes the paper's inference interventions (max(λ,0), min(λ,1), clip) and the constant-λ control, which
 `constant_gate` lays over a plain adapter too; `record_gates` collects λ statistics, `trace_gates` every single λ;
-`gates_disabled` runs the plain adapter through PEFT's own code.
+`gates_disabled` runs the plain adapter through PEFT's own code, and `as_base` the base itself.
 
 One definition of the regions of λ serves the log lines of a training, its guard and the analysis of generated answers: λ < 0
 reverses the delta, 0 ≤ λ ≤ 1 suppresses or keeps it, λ > 1 extrapolates it, and near an end of the range tanh has all but no
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from loragate.errors import GateError
 from loragate.gates.attach import GatedLora, attach_gates, detach_gates, gate_modules, is_gated
-from loragate.gates.eligibility import active_adapter, lora_layers
+from loragate.gates.eligibility import active_adapter, base_path, changed_base_of, lora_layers, trains_biases
 from loragate.gates.gate import GateConfig, SignedGate
 from loragate.gates.override import Override
 from loragate.gates.range import Range
@@ -278,6 +279,71 @@ def gates_disabled(peft_model: nn.Module, adapter_name: str | None = None) -> It
     gate_modules(peft_model, name)
     with variants_replaced(peft_model, name, None):
         yield
+
+
+def keep_displaced(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Tell a PeftModel which of the base's own weights its adapter's file displaced; none is an answer, too.
+
+    Args:
+        weights: {path of a parameter or buffer in the base's own names: the value that it had}.
+    """
+    vars(model)["_displaced_weights"] = dict(weights)
+
+
+def why_no_base(model: nn.Module, adapter_name: str | None = None) -> str:
+    """Why `as_base` would not be the base; empty where it is.
+
+    Of a model that `load_adapter` or `load_gated` did not load, weights that were saved along are not known.
+    """
+    name = active_adapter(model, adapter_name)
+    if why := changed_base_of(model, name):
+        return why
+    if "_displaced_weights" not in vars(model) and trains_biases(model, name):
+        return (
+            "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off; a model that "
+            "loragate.models.load_adapter puts together keeps the base's own"
+        )
+    return ""
+
+
+@contextmanager
+def as_base(model: Any) -> Iterator[None]:
+    """The base itself inside the context: the adapter off, and what its file displaced of the base's own weights put back.
+
+    λ = 0 is less: it leaves trained tokens, whole copies of modules, embeddings, norms and biases of the adapter.
+
+    Raises:
+        GateError: where `why_no_base` says so, or the displaced weights are spread over several devices.
+    """
+    if reason := why_no_base(model):
+        raise GateError(f"the model without the adapter would not be its base. {reason}")
+    displaced: dict[str, Tensor] = vars(model).get("_displaced_weights", {})
+    held = (
+        {base_path(name): value for name, value in _tensors(model) if base_path(name) in displaced} if displaced else {}
+    )
+    for name, old in displaced.items():
+        if name not in held or held[name].shape != old.shape:
+            raise GateError(
+                f"the adapter displaced {name} of the base, which is sharded now, so that the base cannot be had"
+            )
+    before = {name: value.detach().clone() for name, value in held.items()}
+    with model.disable_adapter():
+        try:
+            for name, value in held.items():
+                value.data.copy_(displaced[name])
+            yield
+        finally:
+            for name, value in held.items():
+                value.data.copy_(before[name])
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers outside of LoRA layers' factors."""
+    for name, value in chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    ):
+        if ".lora_" not in name and ".modules_to_save." not in name:
+            yield name, value
 
 
 @contextmanager

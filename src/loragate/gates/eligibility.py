@@ -21,6 +21,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from loragate.errors import GateError, nearest
+from loragate.gates.adapter_rules import changed_base
 
 # Linear LoRA layers of PEFT that consult `lora_variant`, in mixed batches too; tests/contract checks each against its source.
 GATEABLE_CLASSES = frozenset(
@@ -38,9 +39,6 @@ NONE, EIGHT_BIT, FOUR_BIT = "none", "8bit", "4bit"
 """Storage of a base; another method has its own name (gptq, awq)."""
 HEAD = "an adapter on the output head is part of the distribution itself; it keeps full strength"
 
-# Initialisations that subtract the new factors from the base's weights, or quantise these, when an adapter is made and each
-# time it is loaded.
-_BASE_CHANGING_STARTS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 # What torch.compile, activation checkpointing and FSDP put around single layers; module paths go without it.
 _WRAPPERS = re.compile(r"(?:^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
@@ -75,8 +73,12 @@ def config_tables(model: nn.Module, adapter_name: str) -> Iterator[dict[str, Any
 
 def changed_base_of(model: nn.Module, adapter_name: str) -> str:
     """`changed_base` of an adapter that is loaded."""
-    reasons = (changed_base(getattr(one, "init_lora_weights", None)) for one in adapter_configs(model, adapter_name))
-    return next(filter(None, reasons), "")
+    for config in adapter_configs(model, adapter_name):
+        if why := changed_base(getattr(config, "init_lora_weights", None)):
+            return why
+        if getattr(config, "kasa_config", None):
+            return "kasa_config takes the smallest singular values out of the base's weights, so λ = 0 is not the base"
+    return ""
 
 
 def trains_biases(model: nn.Module, adapter_name: str) -> bool:
@@ -106,23 +108,6 @@ def base_path(name: str) -> str:
 def unwrapped(name: str) -> str:
     """`name` without the wrappers of torch.compile, activation checkpointing and FSDP, wherever they are."""
     return _WRAPPERS.sub("", name).removeprefix(".")
-
-
-def changed_base(init_lora_weights: Any) -> str:
-    """Why λ = 0 would not be the base for an adapter of this initialisation; empty where it would."""
-    if not (isinstance(init_lora_weights, str) and init_lora_weights.lower().startswith(_BASE_CHANGING_STARTS)):
-        return ""
-    if init_lora_weights.lower() == "loftq":
-        return (
-            "init_lora_weights='loftq' puts quantised weights in place of the base's each time the adapter is loaded, so the "
-            "model without its delta (λ = 0) is not the base. Where the named base is the one that LoftQ saved, set "
-            "init_lora_weights to true in adapter_config.json, as PEFT advises"
-        )
-    return (
-        f"init_lora_weights={init_lora_weights!r} subtracts the adapter's first factors from the base's weights, so the model "
-        "without its delta (λ = 0) is not the base. Convert it to plain LoRA and gate that: PEFT's "
-        "save_pretrained(folder, path_initial_model_for_weight_conversion=FOLDER_OF_THE_UNTRAINED_ADAPTER)"
-    )
 
 
 def active_adapter(model: nn.Module, adapter_name: str | None = None) -> str:

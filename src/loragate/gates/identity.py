@@ -143,12 +143,12 @@ def changed_strength(model: nn.Module, adapter_name: str) -> str:
 
 
 def _update(digest: Any, tensor: Tensor) -> None:
-    values = _whole(tensor).detach().to(device="cpu", dtype=torch.float32).contiguous()
+    values = whole(tensor).detach().to(device="cpu", dtype=torch.float32).contiguous()
     digest.update(json.dumps(list(values.shape)).encode())
     digest.update(values.numpy().tobytes())
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """All values of a tensor that FSDP2 has sharded; then every process must ask."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -170,7 +170,7 @@ def base_weight_samples(model: nn.Module) -> dict[str, Any]:
         there are so many. A reader compares the paths that a record holds: the choice may differ from version to version.
     """
     # weights on the meta device are offloaded, without numbers here
-    parameters = {name: tensor for name, tensor in _base_parameters(model) if tensor.device.type != "meta"}
+    parameters = {name: tensor for name, tensor in base_parameters(model) if tensor.device.type != "meta"}
     names = sorted(parameters)
     norms = _spread([name for name in names if is_norm(name, parameters[name])], _SAMPLED_TENSORS // 2)
     others = [name for name in names if not is_norm(name, parameters[name])]
@@ -203,7 +203,7 @@ def _sampled(tensor: Tensor, count: int) -> Tensor:
 
 def compare_base_samples(model: nn.Module, stored: dict[str, Any]) -> str | None:
     """None if the model's weights agree with `stored`, otherwise a sentence on the first that does not."""
-    parameters = dict(_base_parameters(model))
+    parameters = dict(base_parameters(model))
     compared = 0
     for name, expected in stored["values"].items():
         parameter = parameters.get(name)
@@ -223,7 +223,7 @@ def compare_base_samples(model: nn.Module, stored: dict[str, Any]) -> str | None
     return None
 
 
-def _base_parameters(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+def base_parameters(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     """Frozen base weights in floating point, by their own names; adapters, their copies and packed weights excluded."""
     for name, parameter in model.named_parameters():
         parts = name.split(".")
@@ -259,7 +259,7 @@ def weights_checksum(parameters: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     held = (pair for name, tensor in parameters for pair in _stored(name, tensor))
     for name, tensor in sorted(held, key=lambda item: item[0]):
-        raw = _whole(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+        raw = whole(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
         total = 0
         for start in range(0, raw.numel(), 1 << 24):  # 16 MB at a time
             part = raw[start : start + (1 << 24)]

@@ -1,7 +1,7 @@
 """The gated LoRA operation: δ = (α/r) · B (λ ⊙ (A x)), with λ one number per token.
 
 λ is a scalar per token and B is linear, so gating the rank-r activation equals gating the d_out output; the fused form
-keeps only x, A x and v for the backward pass and never a (tokens × d_out) tensor. x is kept as it came and cast to the
+keeps only x, A x, v and λ for the backward pass and never a (tokens × d_out) tensor. x is kept as it came and cast to the
 factors' dtype where it is computed with, so modules of one input (q, k and v) keep one x between them. The plain form
 stands beside it and is what the tests hold the fused form to. Nothing here knows PEFT.
 
@@ -101,16 +101,20 @@ def _gated_reduction(
     weight_D: torch.Tensor | None,
     bias_1: torch.Tensor,
     signed_map: SignedMap,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(λ ⊙ A x, A x, v): all of the operation that is not a product with B."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(λ ⊙ A x, A x, v, λ): all of the operation that is not a product with B."""
     x_TD = x_TD.to(lora_a_RD.dtype)
     reduced_TR = F.linear(x_TD, lora_a_RD)
     response_T = signed_map.response(gate_logits(x_TD, weight_D, bias_1))
-    return scale_tokens(signed_map.of_response(response_T), reduced_TR), reduced_TR, response_T
+    lam_T = signed_map.of_response(response_T)
+    return scale_tokens(lam_T, reduced_TR), reduced_TR, response_T, lam_T
 
 
 class _GatedDelta(torch.autograd.Function):
-    """Forward as the reference; backward by hand from x, A x and v alone."""
+    """Forward as the reference; backward by hand from x, A x, v and λ, in as few operators as there can be.
+
+    A batch of two thousand tokens on a GPU waits for the start of each operator, not for its arithmetic.
+    """
 
     @staticmethod
     def forward(
@@ -124,16 +128,17 @@ class _GatedDelta(torch.autograd.Function):
         scaling: float,
         detach_input: bool,
     ) -> torch.Tensor:
-        gated_TR, reduced_TR, response_T = _gated_reduction(x_TD, lora_a_RD, weight_D, bias_1, signed_map)
-        # x as it came: q, k and v of a block then keep one tensor between them; R and 1 numbers a token beside it
-        ctx.save_for_backward(x_TD, reduced_TR, response_T, lora_a_RD, lora_b_OR, weight_D)
+        gated_TR, reduced_TR, response_T, lam_T = _gated_reduction(x_TD, lora_a_RD, weight_D, bias_1, signed_map)
+        # x as it came: q, k and v of a block then keep one tensor between them; R and 2 numbers a token beside it
+        ctx.save_for_backward(x_TD, reduced_TR, response_T, lam_T, lora_a_RD, lora_b_OR, weight_D)
         ctx.signed_map, ctx.scaling, ctx.detach_input = signed_map, scaling, detach_input
         return up_project(gated_TR, lora_b_OR, scaling)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: torch.Tensor) -> Any:
-        x_TD, reduced_TR, response_T, lora_a_RD, lora_b_OR, weight_D = ctx.saved_tensors
+        x_TD, reduced_TR, response_T, lam_T, lora_a_RD, lora_b_OR, weight_D = ctx.saved_tensors
+        scaling, signed_map = ctx.scaling, ctx.signed_map
         need_x, need_a, need_b, need_weight, need_bias = ctx.needs_input_grad[:5]
         grad_x = grad_a = grad_b = grad_weight = grad_bias = None
         if need_x or need_a or need_weight or need_bias:
@@ -142,12 +147,13 @@ class _GatedDelta(torch.autograd.Function):
             back_TR = torch.matmul(grad_TO, lora_b_OR.to(grad_TO.dtype))  # [T, O]·[O, R]: the one product of width O
             # Bᵀ·dout carries both gradients: that of λ_t is its product with (A x)_t, and λ_t times it is that of (A x)_t
             working = response_T.dtype  # fp32 beside half-precision factors: the sum over R is taken in it
-            scaled_TR = back_TR.to(working) * ctx.scaling
-            grad_lam_T = (scaled_TR * reduced_TR.to(working)).sum(-1)
-            # dλ/dg = dλ/dv · dv/dg, and tanh' = 1 − v²: v alone is saved
-            slope_T = ctx.signed_map.slope(response_T)
-            grad_logit_T = grad_lam_T * slope_T * (1.0 - response_T * response_T) / ctx.signed_map.tau
-            inner_TR = (ctx.signed_map.of_response(response_T).unsqueeze(-1) * scaled_TR).to(back_TR.dtype)
+            wide_TR = back_TR.to(working)
+            grad_lam_T = (wide_TR * reduced_TR.to(working)).sum(-1)
+            # dλ/dg = dλ/dv · dv/dg with tanh' = 1 − v²; α/r and 1/τ are numbers in the slope
+            slope_T = signed_map.slope(response_T, scaling / signed_map.tau)
+            grad_logit_T = torch.ops.aten.tanh_backward(grad_lam_T * slope_T, response_T)
+            scaled_T = lam_T if scaling == 1.0 else lam_T * scaling
+            inner_TR = (scaled_T.unsqueeze(-1) * wide_TR).to(back_TR.dtype)
             if need_weight:  # Σ_t g_t · x_t, [D]
                 flat_TD = cast_TD.reshape(-1, cast_TD.shape[-1])
                 grad_weight = torch.matmul(grad_logit_T.reshape(-1), flat_TD.to(working))
@@ -163,11 +169,10 @@ class _GatedDelta(torch.autograd.Function):
                 grad_a = torch.matmul(
                     inner_TR.reshape(-1, inner_TR.shape[-1]).t(), cast_TD.reshape(-1, x_TD.shape[-1]).to(grad_TO.dtype)
                 ).to(lora_a_RD.dtype)
-        if need_b:  # [O, T]·[T, R]; λ ⊙ A x is made again from v
-            lam_T = ctx.signed_map.of_response(response_T)
+        if need_b:  # [O, T]·[T, R]
             gated_TR = scale_tokens(lam_T, reduced_TR).to(grad_TO.dtype)
             flat_OT = grad_TO.reshape(-1, grad_TO.shape[-1]).t()
-            grad_b = (torch.matmul(flat_OT, gated_TR.reshape(-1, gated_TR.shape[-1])) * ctx.scaling).to(lora_b_OR.dtype)
+            grad_b = (torch.matmul(flat_OT, gated_TR.reshape(-1, gated_TR.shape[-1])) * scaling).to(lora_b_OR.dtype)
         return grad_x, grad_a, grad_b, grad_weight, grad_bias, None, None, None
 
 
@@ -184,13 +189,13 @@ def gated_delta(
 ) -> torch.Tensor:
     """The fused gated delta; same arguments and values as `gated_delta_reference` without overrides.
 
-    Saved for the backward pass: x (the module input, which the modules of a block share), A x and v. Gradients flow to
+    Saved for the backward pass: x (the module input, which the modules of a block share), A x, v and λ. Gradients flow to
     x, A, B, w and b as far as they need one; second derivatives are refused by autograd. Where nothing needs a gradient
     (generation) the same arithmetic runs without autograd's bookkeeping.
     """
     tensors = (x_TD, lora_a_RD, lora_b_OR, weight_D, bias_1)
     # `apply` would save tensors for a backward pass that nobody asks for
     if not torch.is_grad_enabled() or not any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        gated_TR, _, _ = _gated_reduction(x_TD, lora_a_RD, weight_D, bias_1, signed_map)
+        gated_TR = _gated_reduction(x_TD, lora_a_RD, weight_D, bias_1, signed_map)[0]
         return up_project(gated_TR, lora_b_OR, scaling)
     return _GatedDelta.apply(x_TD, lora_a_RD, lora_b_OR, weight_D, bias_1, signed_map, scaling, detach_input)

@@ -7,8 +7,7 @@ the hub already are not sent again, so a broken upload is taken up by repeating 
 
 from __future__ import annotations
 
-import json
-import shutil
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -18,7 +17,7 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
 from loragate.errors import ArtifactError, ConfigError
-from loragate.files import write_json, write_text
+from loragate.files import read_json, write_json, write_text
 from loragate.gates.card import plain, render_card
 from loragate.gates.identity import known_factors, require_same_adapter
 from loragate.gates.recommended import SAMPLING
@@ -31,16 +30,30 @@ from loragate.gates.schema import (
     EVIDENCE,
     GATES,
     NEED_MODEL,
-    TOKENIZER,
+    adapter_files,
+    copy_file,
     read_adapter,
     read_gate_config,
     read_tensors,
+    same_bits,
 )
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # keys under which tokenizers keep what they were loaded from; other values of theirs may look like paths
 _PLACES = ("name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file", "merges_file")
+# files whose texts are tokens and templates, among which anything may look like a path
+_WORDS = (
+    "tokenizer.json",
+    "vocab.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tekken.json",
+    "chat_template.json",
+)
+# a trainer's records beside the adapter: for whoever trained it
+_OF_A_TRAINING = re.compile(r"trainer_state\.json|trainer_log\.jsonl|training_args\.\w+|\w+_results\.json")
 
 
 @dataclass(frozen=True)
@@ -141,19 +154,9 @@ def stage(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool 
     if base != recorded:  # a commit of the other base means nothing here
         shown["base"] = {**record["base"], "id": base, "revision": None}
     # a list of what is sent, so that run folders and checkpoints beside it stay here
-    files = [GATES, *([SAMPLING] if record.get("sampling") else []), f"{ADAPTER}/{ADAPTER_WEIGHTS}"]
-    files += [f"{part}/{file}" for part in (ADAPTER, f"{ADAPTER}/tokenizer") for file in TOKENIZER]
-    for file in files:
-        if not (folder / file).is_file():
-            continue
-        (into / file).parent.mkdir(parents=True, exist_ok=True)
-        if file.endswith("tokenizer_config.json"):
-            words = json.loads((folder / file).read_text(encoding="utf-8"))
-            write_json(
-                into / file, words | _without_paths({key: words[key] for key in _PLACES if key in words}, private)
-            )
-        else:
-            shutil.copyfile(folder / file, into / file)
+    kept = [file for file in adapter_files(folder / ADAPTER)[0] if not _OF_A_TRAINING.fullmatch(file)]
+    for file in [GATES, *([SAMPLING] if record.get("sampling") else []), *(f"{ADAPTER}/{name}" for name in kept)]:
+        _copy_without_paths(folder / file, into / file, private)
     write_json(into / CONFIG, shown)
     named = adapter.get("base_model_name_or_path")  # by which plain PEFT looks for the base
     findable = named if isinstance(named, str) and is_hub_id(named) else base
@@ -163,17 +166,42 @@ def stage(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool 
     )
     if base != recorded and recorded:
         private[recorded] = base
+    for notes in (into / ADAPTER).glob("*.md"):  # such as the card that PEFT writes
+        write_text(notes, _shortened(notes.read_text(encoding="utf-8", errors="replace"), private))
     if card:
         text = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else render_card(name, shown)
-        for path in sorted(private, key=len, reverse=True):  # longest first: one path may begin another
-            for written in (path, plain(path)):
-                text = text.replace(written, private[path])
+        text = _shortened(text, private)
         if base != recorded:  # an author's words stay, in the lines at the top too
             edited = ModelCard(text, ignore_metadata_errors=True)
             edited.data["base_model"] = base
             text = str(edited)
         write_text(into / CARD, text)
+    # what is sent is what a reader takes, with the same tensors
+    read_tensors(into, read_gate_config(into))
+    sent = read_adapter(into / ADAPTER)[1]
+    if wrong := [key for key in state if key not in sent or not same_bits(state[key], sent[key])]:
+        raise ArtifactError(f"{folder / ADAPTER}: {wrong[0]} could not be copied for the upload; run again")
     return base
+
+
+def _copy_without_paths(source: Path, target: Path, private: dict[str, str]) -> None:
+    """Copy a file; in JSON that holds no tokens and templates, values that are absolute paths are cut."""
+    words = read_json(source) if source.suffix == ".json" and source.name not in _WORDS else {}
+    if source.name == TOKENIZER_CONFIG:
+        words |= _without_paths({key: words[key] for key in _PLACES if key in words}, private)
+    else:
+        words = _without_paths(words, private)
+    if words:
+        write_json(target, words)
+    else:
+        copy_file(source, target)
+
+
+def _shortened(text: str, private: dict[str, str]) -> str:
+    for path in sorted(private, key=len, reverse=True):  # longest first: one path may begin another
+        for written in (path, plain(path)):
+            text = text.replace(written, private[path])
+    return text
 
 
 def _without_paths(value: Any, found: dict[str, str]) -> Any:

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from loragate.display import at as at
+
 SAMPLING = "generation_config.json"
 USUAL = 1.0
 """The temperature where nobody asks for one and no folder recommends one."""
@@ -66,11 +68,6 @@ def warn_elsewhere(name: str, record: Mapping[str, Any] | None, asked: float, lo
     if name not in _warned and recommended_temperature(record) not in (None, asked):
         _warned.add(name)
         logger.warning("%s", sampling_note(name, record, asked))
-
-
-def at(temperature: float) -> str:
-    """A temperature as sentences name it."""
-    return f"at temperature {temperature:g}" if temperature else "greedily"
 
 
 def is_number(value: Any) -> bool:

@@ -5,12 +5,14 @@ Malformed input of any kind ends in an `ArtifactError` that names the file and k
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import json
+import logging
 import math
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -35,17 +37,23 @@ GLOBAL_BIAS = "global.bias"
 """The one tensor of gates of global granularity."""
 _MAX_CONFIG_BYTES = 16 << 20
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
-)
-"""Files of a tokenizer; a folder with one of the first two has one."""
+PICKLED_WEIGHTS = "adapter_model.bin"
+"""The weights as PEFT wrote them before safetensors; read without running what a pickle may hold, never written."""
+TOKENIZER = "tokenizer"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # a folder with one of them has a tokenizer
+_KEPT_FOLDERS = (TOKENIZER, "additional_chat_templates")
+# what a program could run when it reads them, and the weights of something else
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npz")
+_OTHER_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npy", ".distcp")
 PREFIX = "base_model.model."
 """What PEFT puts before the base's own module names in its files."""
 NEED_MODEL = ("modules_to_save", "target_parameters", "trainable_token_indices")
 """Keys of adapter_config.json with which an adapter is known again in memory alone."""
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """What PEFT calls the factors of a LoRA layer."""
+_FAULTY = "the disk or its file system may be faulty: write to another one"
+
+logger = logging.getLogger("loragate")
 
 
 @dataclass(frozen=True)
@@ -284,16 +292,30 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
     Raises:
         ArtifactError: for a file that cannot be read, or a configuration without rank or alpha.
     """
-    config, path = read_adapter_config(folder), folder / ADAPTER_WEIGHTS
+    config = read_adapter_config(folder)
     for key in ("r", "lora_alpha"):
         if key not in config:
             raise ArtifactError(
                 f"{folder / ADAPTER_CONFIG}: not a readable configuration of a LoRA adapter (no key {key!r})"
             )
+    path = folder / ADAPTER_WEIGHTS
+    if (folder / PICKLED_WEIGHTS).is_file() and not path.is_file():  # PEFT's own order
+        return config, _read_pickled(folder / PICKLED_WEIGHTS)
     try:
         return config, load_file(str(path))
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise ArtifactError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle raises anything
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ArtifactError(f"{path}: not a readable file of tensors ({said:.200})") from error
+    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        _fail(path, "must hold tensors by their names; convert it with the program that wrote it")
+    return {str(key): value for key, value in found.items()}
 
 
 def lost_gates(folder: Path) -> bool:
@@ -310,21 +332,62 @@ def lost_gates(folder: Path) -> bool:
 
 def own_tokenizer(folder: Path) -> Path | None:
     """Where an adapter's folder keeps its tokenizer: in tokenizer/, else beside the factors; None where it has none."""
-    places = (folder / "tokenizer", folder)
-    return next((place for place in places if any((place / file).is_file() for file in TOKENIZER[:2])), None)
+    places = (folder / TOKENIZER, folder)
+    return next((place for place in places if any((place / file).is_file() for file in _TOKENIZER_FILES)), None)
 
 
-def copy_tokenizer(folder: Path, into: Path) -> None:
-    """Copy an adapter's own tokenizer, where it has one, beside the factors of another folder."""
-    if own := own_tokenizer(folder):
-        copy_files(own, TOKENIZER, into)
+def adapter_files(folder: Path) -> tuple[list[str], list[str]]:
+    """(kept, left out) of an adapter's folder, as paths inside it; what is left out ends in / where it is a folder.
+
+    Kept is every file that a reader of the adapter may need, known here or not: configuration, weights, card, the files of any
+    tokenizer, chat templates. Left out are pickles (a trainer's states among them), weights of something else, hidden files,
+    and folders beside those of the tokenizer: checkpoints, records of runs.
+    """
+    kept, left = [], []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            inside = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.name in _KEPT_FOLDERS else []
+            kept += [file.relative_to(folder).as_posix() for file in inside if not _is_left(file.name)]
+            left += [file.relative_to(folder).as_posix() for file in inside if _is_left(file.name)]
+            left += [] if path.name in _KEPT_FOLDERS else [f"{path.name}/"]
+        elif path.name == ADAPTER_WEIGHTS or not _is_left(path.name):
+            kept.append(path.name)
+        else:
+            left.append(path.name)
+    return kept, left
 
 
-def copy_files(source: Path, files: Iterable[str], into: Path) -> None:
-    """Copy those of the named files that a folder has, byte for byte."""
-    for origin in (source / file for file in files):
-        if origin.is_file():
-            write_atomically(into / origin.name, partial(shutil.copyfile, origin))
+def _is_left(name: str) -> bool:
+    return name.startswith(".") or name.lower().endswith((*_PICKLES, *_OTHER_WEIGHTS))
+
+
+def copy_adapter(source: Path, into: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Copy an adapter's folder byte for byte and read the copy back; what is left out is named in one line of the log.
+
+    Args:
+        source: folder of a plain adapter.
+        into: folder of the copy.
+        weights: tensors to write in place of the weights file, such as those of a pickle.
+
+    Raises:
+        ArtifactError: where the copy is not what it was made of.
+    """
+    kept, left = adapter_files(source)
+    if weights is not None:
+        write_factors(into, weights)
+        kept = [name for name in kept if name != ADAPTER_WEIGHTS]
+        left = [name for name in left if name != PICKLED_WEIGHTS]
+    for name in kept:
+        copy_file(source / name, into / name)
+    if left:
+        logger.info("left out of the copy of %s: %s", source, ", ".join(left))
+
+
+def copy_file(source: str | Path, target: str | Path) -> None:
+    """Copy a file byte for byte, whole or not at all, and read the copy back; raises ArtifactError where it differs."""
+    write_atomically(Path(target), partial(shutil.copyfile, source))
+    if not filecmp.cmp(source, target, shallow=False):
+        _fail(Path(target), f"is not what {source} holds; {_FAULTY}")
 
 
 def factor_of(key: str) -> tuple[str, str]:
@@ -335,10 +398,30 @@ def factor_of(key: str) -> tuple[str, str]:
 
 
 def write_factors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """adapter_model.safetensors of a folder, written whole or not at all; tensors by PEFT's names, contiguous."""
-    write_atomically(
-        folder / ADAPTER_WEIGHTS, lambda path: save_file(dict(tensors), str(path), metadata={"format": "pt"})
-    )
+    """adapter_model.safetensors of a folder, written whole or not at all, and read back; tensors by PEFT's names.
+
+    Raises:
+        ArtifactError: where the file does not hold the tensors to the bit.
+    """
+    path = folder / ADAPTER_WEIGHTS
+    # each with memory of its own: safetensors refuses tied weights, one tensor under several names
+    own = {key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
+    write_atomically(path, lambda temporary: save_file(own, str(temporary), metadata={"format": "pt"}))
+    try:
+        found = load_file(str(path))
+    except (SafetensorError, OSError) as error:
+        raise ArtifactError(f"{path}: cannot be read back ({error}); {_FAULTY}") from error
+    wrong = next((key for key in own if key not in found or not same_bits(own[key], found[key])), None)
+    if wrong is not None or len(found) != len(own):
+        _fail(path, f"{wrong or 'a tensor'} is not what was to be written; {_FAULTY}")
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors on the CPU have one dtype, one shape and the same bits; NaN equals itself."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    raw = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*raw)
 
 
 def strength_of(config: Mapping[str, Any], path: str) -> tuple[Any, Any, float]:

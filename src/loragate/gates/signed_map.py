@@ -50,14 +50,14 @@ class SignedMap:
         working = gate_logit if gate_logit.dtype == torch.float64 else gate_logit.float()
         return torch.tanh(working if self.tau == 1.0 else working / self.tau)  # τ = 1 costs no kernel
 
-    def slope(self, response: torch.Tensor) -> torch.Tensor:
-        """dλ/dv on the branch that holds at v, same shape.
+    def slope(self, response: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        """dλ/dv on the branch that holds at v, times `factor`; same shape.
 
         A choice is the only form with the right one-sided slope everywhere: `clamp` adds both slopes at v = 0, `relu`
         gives 0 there (a gate that starts at zero would never move) and `minimum`/`maximum` the mean.
         """
         # not `torch.where` of two numbers, which would wait for a copy from the host to the device
-        return torch.full_like(response, self.above).masked_fill_(response < 0, self.below)
+        return torch.full_like(response, self.above * factor).masked_fill_(response < 0, self.below * factor)
 
     def of_response(self, response: torch.Tensor) -> torch.Tensor:
         """λ of v, same shape and dtype; exactly 1 at v = 0."""

@@ -34,12 +34,11 @@ from loragate.generation.engine import (
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, request_seed
-from loragate.models import ModelRef, generation_config, is_gated, plain_adapter, read_adapter_config
+from loragate.models import LORA_RANKS, ModelRef, generation_config, is_gated, plain_adapter, read_adapter_config
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM takes for `max_lora_rank`."""
 NOT_INSTALLED = (
-    'vLLM is not installed; it needs an environment of its own: pip install "loragate[vllm]" there. Without it use transformers: '
+    'vLLM is not installed; it needs an environment of its own: pip install ".[vllm]" there, in a checkout of loragate and without '
+    "-c constraints.txt, as vLLM wants an older transformers. Without it use transformers: "
     "loragate generate, --engine transformers of an evaluation, or loragate.load_gated in Python"
 )
 LOWEST_TEMPERATURE = 0.01
@@ -254,7 +253,7 @@ def require_gate_plugin(folder: str | Path) -> None:
     if verdict is None:
         raise ConfigError(
             f"{folder} needs λ, and vLLM has not loaded loragate's plugin: install loragate into vLLM's "
-            'environment (pip install "loragate[vllm]") and let VLLM_PLUGINS name loragate or be unset. Or use transformers: '
+            'environment (pip install ".[vllm]" in a checkout) and let VLLM_PLUGINS name loragate or be unset. Or use transformers: '
             "loragate generate, or --engine transformers of an evaluation."
         )
     if verdict:

@@ -255,7 +255,7 @@ def statistics_of_states(
     k = request.k if reference is None else 0
     compared = None if reference is None else reference.log_probs(states.shape[-1]).to(states.device)
     if bool(mask.all()):  # selected already: no second copy of [T, V]
-        return statistics_of_logits(states, labels, k, compared)
+        return statistics_of_logits(states, labels, k, None if compared is None else compared.view_as(states))
     return statistics_of_logits(states[mask], labels[mask], k, compared).spread(labels.shape, mask)
 
 

@@ -18,6 +18,7 @@ from .loading import (
     load_adapter as load_adapter,
 )
 from .source import (
+    LORA_RANKS as LORA_RANKS,
     Kind as Kind,
     ModelRef as ModelRef,
     ModelSource as ModelSource,

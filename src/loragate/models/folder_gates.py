@@ -59,8 +59,14 @@ class FolderGates:
     override: Override | None = None  # what is laid over λ; None for the gates as they are
 
 
-def read_gates(folder: str | Path, override: Override | None = None) -> FolderGates:
+def read_gates(folder: str | Path, override: Override | None = None, *, beside: bool = False) -> FolderGates:
     """Read and check a gated folder, or a plain adapter under one constant λ: it has no gates.
+
+    Args:
+        folder: gated, or a plain adapter.
+        override: laid over λ.
+        beside: take adapters that change more than A and B, too, which no server with gates does; those of `NEED_MODEL` are
+            then not known again by their hash.
 
     Raises:
         ArtifactError: naming the file and what is wrong with it: schema, hash, module, shape, dtype, a number that is not
@@ -68,11 +74,11 @@ def read_gates(folder: str | Path, override: Override | None = None) -> FolderGa
     """
     folder = Path(folder)
     if not is_gated(folder) and override is not None:
-        return _plain_with_constant(folder, override)
+        return _plain_with_constant(folder, override, beside)
     record = read_gate_config(folder)
     config = GateConfig(**record["gate"])
     tensors = read_tensors(folder, record)
-    widths, sha256 = _read_factors(folder / ADAPTER)
+    widths, sha256 = _read_factors(folder / ADAPTER, beside)
     require_same_adapter(folder, record, tensors, widths, sha256)
     modules = record["modules"]
     if config.target_modules is None:
@@ -83,7 +89,7 @@ def read_gates(folder: str | Path, override: Override | None = None) -> FolderGa
         if path not in widths:
             _fail(folder / CONFIG, f"a gate for {path}, which the adapter does not adapt")
     # the settings too: other bounds make other λ out of the same tensors
-    identity = [record["gates_sha256"], sha256, record["gate"]]
+    identity = [record["gates_sha256"], record["adapter"]["sha256"], record["gate"]]
     return FolderGates(
         folder=folder,
         adapter=folder / ADAPTER,
@@ -112,28 +118,34 @@ def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple(known)
 
 
-def _read_factors(folder: Path) -> tuple[dict[str, int], str]:
-    """`known_factors` of an adapter that has no other tensors and leaves its base as it is; any other is refused."""
+def _read_factors(folder: Path, beside: bool) -> tuple[dict[str, int], str | None]:
+    """`known_factors` of an adapter, without the hash where the files do not tell it; refused where λ = 0 is not the base.
+
+    Without `beside`, an adapter that has other tensors than A and B is refused as well.
+    """
     config, state = read_adapter(folder)
-    for key in NEED_MODEL:
-        if config.get(key):
-            _fail(folder / ADAPTER_CONFIG, f"{key} is set; such adapters are neither served with gates nor exported")
     if changed := changed_base(config.get("init_lora_weights")):
         _fail(folder / ADAPTER_CONFIG, changed)
+    widths, sha256 = known_factors(config, state)
+    needing = [key for key in NEED_MODEL if config.get(key)]
+    if beside:
+        return widths, None if needing else sha256
+    if needing:
+        _fail(folder / ADAPTER_CONFIG, f"{needing[0]} is set; such adapters are not served with gates")
     for key in state:
         # PEFT saves the base's own embedding beside an adapter on it, and vLLM skips it
         if not factor_of(key)[1] and not key.endswith(
             (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
         ):
             _fail(folder / ADAPTER_WEIGHTS, f"{key} is not a tensor of a plain LoRA adapter")
-    return known_factors(config, state)
+    return widths, sha256
 
 
-def _plain_with_constant(folder: Path, override: Override) -> FolderGates:
+def _plain_with_constant(folder: Path, override: Override, beside: bool) -> FolderGates:
     """A plain adapter under one λ: gates that say 1 everywhere, and the constant over them."""
     if override.constant is None:
         _fail(folder, "a plain adapter has no gates whose λ could be clipped; it takes @constant=C alone")
-    widths, sha256 = _read_factors(folder)
+    widths, sha256 = _read_factors(folder, beside)
     return FolderGates(
         folder=folder,
         adapter=folder,
@@ -141,7 +153,7 @@ def _plain_with_constant(folder: Path, override: Override) -> FolderGates:
         weights={},
         biases={path: torch.zeros(1) for path in widths if not left_alone(path)},
         base={},
-        digest=sha256,
+        digest=sha256 or "",
         override=override,
     )
 

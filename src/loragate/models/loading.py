@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
-from peft import PeftModel
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
@@ -51,12 +50,13 @@ from loragate.gates.eligibility import (
 )
 from loragate.gates.schema import CONFIG
 from loragate.hub_names import hub_source, split_file
+from loragate.models.peft_loading import load_peft
 from loragate.models.settings import Loading
 from loragate.models.source import Kind, ModelRef, ModelSource, resolve
 
 USUAL = Loading()
-# PEFT's names of tasks whose models have another class and other outputs
-_OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
+# how the names of classes end whose models read a whole text, or judge it
+_OTHER_MODELS = ("ForMaskedLM", "Classification", "ForQuestionAnswering", "ForMultipleChoice", "SentencePrediction")
 
 
 def torch_device(how: Loading) -> str:
@@ -179,25 +179,33 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
 
     Raises:
         ConfigError: for a GGUF file that is to be quantised anew.
-        ArtifactError: for a GGUF file that does not hold all weights.
+        ArtifactError: for a base that does not hold all weights of a causal language model.
         LoragateError: for a weight file that was cut off, by its name.
     """
     name, beside = _pretrained(base)
+    arguments["output_loading_info"] = True
     if not base.gguf:
         try:
-            return AutoModelForCausalLM.from_pretrained(name, **arguments, **beside)
+            model, loaded = AutoModelForCausalLM.from_pretrained(name, **arguments, **beside)
         except SafetensorError as error:
             torn = _unreadable_weights(Path(name)) or f"a weight file of {base.name}"
             raise LoragateError(
-                f"{torn} cannot be read ({error}): it was cut off, or stands for a large file that was not fetched (git lfs "
-                "pull). Fetch it again"
+                f"{torn} cannot be read ({error}): it was cut off, or stands for a large file that was not fetched "
+                "(git lfs pull). Fetch it again"
             ) from error
+        own = {key for key, _ in model.named_parameters()}
+        if missing := sorted(own & {*loaded["missing_keys"]}):  # which transformers fills with random numbers
+            raise ArtifactError(
+                f"{name} does not hold {missing[0]} ({len(missing)} of {len(own)} weights are missing): it is no causal language "
+                "model, or its files are incomplete"
+            )
+        return model
     if arguments.get("quantization_config") is not None:
         refuse_gguf(base, "another quantisation")
     # weights that stayed in GGUF's blocks could not be fingerprinted as those of another file of the same model
     arguments["quantization_config"] = GgufConfig(dequantize=True)
     arguments.setdefault("config", base_config(base, bool(arguments.get("trust_remote_code"))))
-    model, loaded = AutoModelForCausalLM.from_pretrained(name, **beside, **arguments, output_loading_info=True)
+    model, loaded = AutoModelForCausalLM.from_pretrained(name, **beside, **arguments)
     if missing := sorted(loaded["missing_keys"]):  # which transformers fills with random numbers
         raise ArtifactError(
             f"{base.name} does not hold {missing[0]} ({len(missing)} weights are missing); it may be one of several parts, which "
@@ -217,6 +225,20 @@ def _unreadable_weights(folder: Path) -> Path | None:
         except (SafetensorError, OSError):
             return path
     return None
+
+
+def require_causal(config: Any, name: str) -> None:
+    """Refuse a base whose checkpoint is of an encoder or a classifier, which transformers would load as a causal model.
+
+    Raises:
+        ConfigError: naming its class.
+    """
+    kinds = [str(kind) for kind in getattr(config, "architectures", None) or ()]
+    if kinds and all(kind.endswith(_OTHER_MODELS) for kind in kinds):
+        raise ConfigError(
+            f"base model {name} is a {kinds[0]}: gates act on causal language models (AutoModelForCausalLM); take an adapter of a "
+            "model that writes text"
+        )
 
 
 def refuse_gguf(base: ModelRef, what: str) -> None:
@@ -244,7 +266,9 @@ def open_base(base: ModelRef, how: Loading, host_memory: bool = False) -> Any:
     device = "cpu" if host_memory else torch_device(how)
     if base.gguf and arguments["dtype"] == "auto":
         arguments["dtype"] = torch.bfloat16  # the file names none, and transformers would take fp32
-    stored = quantization_of_config(base_config(base, how.trust_remote_code))
+    config = base_config(base, how.trust_remote_code)
+    require_causal(config, base.name)
+    stored = quantization_of_config(config)
     if stored != NONE and how.quantization != NONE:
         raise ConfigError(f"{base.name} is {describe_storage(stored)} already; leave --quantization out")
     if how.quantization != NONE:
@@ -351,6 +375,8 @@ def open_model(place: ModelSource, how: Loading = USUAL) -> Loaded:
 def open_without_weights(place: ModelSource, how: Loading = USUAL) -> Loaded:
     """Tokenizer and configuration alone, for an engine that loads the weights itself."""
     refuse_gguf(place.base, "vLLM")
+    if place.kind != "base" and not place.is_dora:  # which is merged into its base first
+        place.contents.require_usable("serve")
     with explained("base model", place.base.name):
         config = base_config(place.base, how.trust_remote_code)
     return Loaded(place, how, open_tokenizer(place, how), config, stop_token_ids=place.stop_token_ids)
@@ -371,10 +397,10 @@ def load_adapter(base: Any, place: ModelSource) -> Any:
 
     Raises:
         LoragateError: for an adapter of another base.
-        ArtifactError: as `loragate.load_gates`.
+        ArtifactError: for an adapter that the base takes in part only, and as `loragate.load_gates`.
     """
     with explained("adapter", place.ref.name):
-        model: Any = PeftModel.from_pretrained(base, str(place.adapter))
+        model = load_peft(base, place.adapter)
     if place.kind == "gated":
         load_gates(model, str(place.folder))
     if place.override is not None:
@@ -471,22 +497,29 @@ def explained(what: str, name: str) -> Iterator[None]:
 
 def _base_of_gated(place: ModelSource, load: Callable[[], Any]) -> Any:
     """The base of a gated folder, with errors that say where it was recorded."""
-    if (task := (place.adapter_config or {}).get("task_type")) in _OTHER_TASKS:
-        raise ArtifactError(_other_class(place, f"the adapter's task_type is {task}"))
     name = place.base.name
     try:
         return load()
     except (OSError, ValueError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
-        if said.startswith("Unrecognized configuration class"):  # AutoModelForCausalLM has no class for it
-            found = said.split(" for this kind", 1)[0].removeprefix("Unrecognized configuration class ")
-            raise ArtifactError(_other_class(place, f"{name} has the configuration {found}")) from error
+        if said.startswith(_NO_CLASS):
+            raise ArtifactError(_other_class(place, f"{name} has the configuration {_configuration(said)}")) from error
         if isinstance(error, ValueError) and (Path(name) / "config.json").is_file():
             raise  # about an argument, such as trust_remote_code or quantization_config
         raise ArtifactError(
             f"{place.folder / CONFIG}: the base {name} cannot be loaded ({said}); a relative path counts from the working "
             "folder. Say where the base is with base=… (--base)"
         ) from error
+
+
+_NO_CLASS = (
+    "Unrecognized configuration class "  # how transformers says that AutoModelForCausalLM has no class for a base
+)
+
+
+def _configuration(said: str) -> str:
+    """The class of a configuration in the error that begins with `_NO_CLASS`."""
+    return said.split(" for this kind", 1)[0].removeprefix(_NO_CLASS)
 
 
 def _other_class(place: ModelSource, reason: str) -> str:
@@ -504,12 +537,24 @@ def _sentence(what: str, name: str, error: Exception) -> LoragateError:
         detail = next((line.strip() for line in text.splitlines() if "size mismatch" in line), first)
         return ArtifactError(
             f"{what} {name} does not fit this base model ({detail[:300]}): it was made for another one, or --base is wrong, or "
-            "tokens were added to the base before it was trained. Then save that base once and name it with --base; or load "
-            "it, base.resize_token_embeddings(SIZE), PeftModel.from_pretrained and, for gates, loragate.load_gates"
+            "tokens were added to the base before it was trained. Then make that base once, base.resize_token_embeddings(SIZE) "
+            "with the first number of the checkpoint's shape as SIZE, save it and its tokenizer in a folder, "
+            'base.save_pretrained("FOLDER") and tokenizer.save_pretrained("FOLDER"), and name it with --base FOLDER; or '
+            "resize it in memory, then PeftModel.from_pretrained and, for gates, loragate.load_gates"
         )
     if isinstance(error, OSError) and not Path(name).exists():
+        elsewhere = (
+            "; where it is on this machine under another name, say so with --base"
+            if what in ("base model", "tokenizer")
+            else ""
+        )
         return LoragateError(
             f"{what} {name}: no such folder, and it could not be fetched from the hub. Check the spelling, the network "
-            f"(HF_HUB_OFFLINE) and access rights ({first[:200]})"
+            f"(HF_HUB_OFFLINE) and access rights ({first[:200]}){elsewhere}"
+        )
+    if first.startswith(_NO_CLASS):
+        return ConfigError(
+            f"{what} {name}: gates act on causal language models (AutoModelForCausalLM), and it has the configuration "
+            f"{_configuration(first)}; take an adapter of a model that writes text"
         )
     return LoragateError(f"{what} {name} cannot be loaded: {type(error).__name__}: {first[:400]}")

@@ -2,11 +2,13 @@
 
 The folder is temporary: it is written whole or not at all, known again by what it was made of, and removed by whoever asked
 for it. PEFT merges, in fp32, and the result is rounded once, to the dtype that is served. Head and embedding are tied no
-longer where the adapter has a delta on one of them.
+longer where the adapter changes one of them. What was written is loaded and compared with the adapter on its base.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import shutil
 from pathlib import Path
 
@@ -16,10 +18,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from loragate.errors import LoragateError
 from loragate.files import folder_sha256, read_json, write_json
+from loragate.gates.schema import read_adapter_config
+from loragate.models.agreement import compare, log_probs, probing_prompts, require_agreement
 from loragate.models.loading import base_weights
 from loragate.models.source import ModelRef
 
 RECORD = "merged.json"
+
+logger = logging.getLogger("loragate")
 
 
 def merge_adapter(
@@ -43,6 +49,7 @@ def merge_adapter(
 
     Raises:
         LoragateError: where the disk has no room for it, naming both sizes.
+        ArtifactError: where the written model does not compute what the adapter does on its base.
     """
     folder = Path(folder)
     made_of = {
@@ -56,13 +63,17 @@ def merge_adapter(
     shutil.rmtree(folder, ignore_errors=True)  # of another merge, or of one that was broken off
     model = base_weights(ModelRef(base, revision or ""), dtype="auto", trust_remote_code=trust_remote_code)
     served = model.dtype if dtype == "auto" else getattr(torch, dtype)
-    adapted = PeftModel.from_pretrained(model.float(), str(adapter))
+    adapted = PeftModel.from_pretrained(model.float(), str(adapter)).eval()
+    prompts = probing_prompts(model.config, read_adapter_config(Path(adapter)))
+    expected = log_probs(adapted, prompts)
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(layer, BaseTunerLayer):  # its delta must not reach the layer that it is tied to
             own = layer.get_base_layer()
             own.weight = torch.nn.Parameter(own.weight.detach().clone())
-            model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
     merged = adapted.merge_and_unload(safe_merge=True).to(served)
+    inputs, head = merged.get_input_embeddings(), merged.get_output_embeddings()
+    if head is not None and head.weight is not inputs.weight:  # or the head would be saved, and read, as the embedding
+        merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = False
     size = sum(parameter.numel() for parameter in merged.parameters()) * served.itemsize
     # the disk is that of the nearest folder that exists
     there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
@@ -73,5 +84,12 @@ def merge_adapter(
             "choose an --out on a larger disk"
         )
     merged.save_pretrained(str(folder))
+    del model, adapted, merged, inputs, head
+    gc.collect()
+    # in fp32, so that what is compared is the weights as they were rounded once
+    written = base_weights(ModelRef(str(folder)), dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
+    found = compare(expected, log_probs(written, prompts), served)
+    require_agreement(found, f"{adapter} merged into {base}", "the adapter on its base")
+    logger.info("merged into %s: %s", folder, found)
     write_json(folder / RECORD, made_of)  # last: what has no record is made anew
     return folder

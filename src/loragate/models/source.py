@@ -18,6 +18,8 @@ from huggingface_hub import errors, hf_hub_download, snapshot_download
 
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import folder_sha256, read_json
+from loragate.gates.adapter_folder import AdapterFolder, read_adapter_folder
+from loragate.gates.adapter_rules import LORA_RANKS as LORA_RANKS
 from loragate.gates.override import Override, parse_override, split_folder
 from loragate.gates.recommended import SAMPLING, exported_sampling, recommended_temperature
 from loragate.gates.schema import (
@@ -28,9 +30,11 @@ from loragate.gates.schema import (
     GATES,
     lost_gates,
     own_tokenizer,
-    read_adapter_config,
     read_gate_config,
     read_tensors,
+)
+from loragate.gates.schema import (
+    read_adapter_config as read_adapter_config,
 )
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
 
@@ -162,6 +166,11 @@ class ModelSource:
     def is_dora(self) -> bool:
         """Whether the adapter is DoRA: it takes no gates, and vLLM serves it merged into its base."""
         return bool((self.adapter_config or {}).get("use_dora"))
+
+    @property
+    def contents(self) -> AdapterFolder:
+        """What the files of the plain adapter hold."""
+        return read_adapter_folder(self.adapter)
 
     def peft_config(self) -> Any:
         """The configuration of the plain adapter as PEFT reads it."""
@@ -414,15 +423,13 @@ def _gated_place(
         raise ArtifactError(f"{folder / CONFIG}: the base {recorded} is not here; say where it is with base=… (--base)")
     if not base_later:
         base = _in_its_folder(base)
-    return ModelSource(ref, "gated", folder, base, record, read_adapter_config(folder / ADAPTER))
+    return ModelSource(ref, "gated", folder, base, record, _usable(folder / ADAPTER))
 
 
 def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_later: bool) -> ModelSource:
     if is_gated(folder):
         raise ConfigError(f"{ref.name} is already a gated adapter; its plain adapter is {folder / ADAPTER}")
-    config = read_adapter_config(folder)
-    if config["peft_type"] != "LORA":
-        raise ConfigError(f"{ref.name} is a {config['peft_type']} adapter; gates need a LoRA adapter")
+    config = _usable(folder)
     if lost_gates(folder):
         logger.warning(
             "%s holds gates that were lost when PEFT saved it (loragate.save_gates keeps them); it is read as the plain "
@@ -449,6 +456,13 @@ def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_lat
     return ModelSource(ref, "adapter", folder, base, None, config)
 
 
+def _usable(folder: Path) -> dict[str, Any]:
+    """The configuration of a plain adapter, refused where its files tell that it cannot be used."""
+    contents = read_adapter_folder(folder)
+    contents.require_usable()
+    return contents.config
+
+
 def _beside(name: str) -> str:
     """The folder next to `name` whose name is most like it, or that their common folder is not there; empty if neither is so."""
     path = Path(name)
@@ -463,9 +477,12 @@ def _beside(name: str) -> str:
 def _inside(folder: Path) -> str:
     """What a folder without an adapter holds in its place: adapters one level below (checkpoints), or a whole model."""
     below = sorted(file.parent for file in folder.glob(f"*/{ADAPTER_CONFIG}"))
-    if below:
-        newest = max(below, key=lambda place: (place / ADAPTER_CONFIG).stat().st_mtime)
-        more = f" (the newest of {len(below)} there)" if len(below) > 1 else ""
+    # a preference training writes the adapter that it compares with beside the one that it trains
+    trained = [place for place in below if place.name != "reference"] or below
+    if trained:
+        newest = max(trained, key=lambda place: (place / ADAPTER_CONFIG).stat().st_mtime)
+        more = f" (the newest of {len(trained)} there)" if len(trained) > 1 else ""
+        more += " (reference/ beside it is what it was compared with)" if len(trained) < len(below) else ""
         return f"; give the adapter in it, {newest}{more}"
     if (folder / "config.json").is_file():
         return (

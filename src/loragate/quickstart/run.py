@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from loragate.report.scores import caption, evaluation_statements, score_markdow
 from loragate.report.sources import all_sources
 from loragate.selection.calibrate import Calibrated, calibrate
 from loragate.selection.compare import TRIALS
+from loragate.selection.compare import counted as selection_counted
 from loragate.selection.settings import DevSettings
 from loragate.selection.trials import GATED, Trial
 from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter, train_gates
@@ -86,7 +87,7 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
     ranges = parse_ranges(settings.ranges)
     wanted = list(CONTROLS) if settings.controls == "full" else []
     folder = _new_folder(Path(settings.out))
-    made = Trained(folder, settings.seed)
+    made = Trained(folder, settings.seed, len(wanted))
     made.train_lora("adapter", "sft")
     made.train_lora(DFT, "dft", objective="dft")
     calibrated = made.calibrate(ranges)
@@ -95,7 +96,7 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
         made.train_control(name, best)
     tasks = made.tasks(settings)
     record = score(made, variants_of(made, calibrated, best, wanted), tasks)
-    with made.display.job("reading the gates and drawing"):
+    with made.job("reading the gates and drawing"):
         asked = Request(str(made.place(best)), folder / "diagnosis", TaskSettings(tasks="tiny"))
         diagnose_gates(DiagnosticContext(asked), DiagnoseSettings(run=str(folder)))
         plain = record.to_json()
@@ -131,8 +132,10 @@ class Trained:
         trials: gates that `calibrate` trained.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, controls: int = 0) -> None:
         self.folder, self.seed, self.display = folder, seed, Display()
+        # two adapters, the calibration, the test, the report; random gates are a control that is not trained
+        self.parts, self.begun = 5 + max(0, controls - 1), 0
         self.models: dict[str, Any] = {}
         self.gates: dict[str, Path] = {}
         self.trials: list[Trial] = []
@@ -150,11 +153,16 @@ class Trained:
         self.dev = [asdict(one) for one in problems("dev", DEV_QUESTIONS, (4, 4), seed=seed)]
         write_text(folder / "data" / "dev.jsonl", "".join(json.dumps(row) + "\n" for row in self.dev))
 
+    def job(self, name: str, unit: str = "") -> AbstractContextManager[Job]:
+        """The next part of the run, shown with its number."""
+        self.begun += 1
+        return self.display.job(f"{self.begun} of {self.parts}: {name}", unit=unit)
+
     def train_lora(self, name: str, slug: str, rows: Rows | None = None, **changes: Any) -> None:
         """An adapter on the noisy demonstrations, or on some of them, in adapters/."""
         folder, settings = self.folder / "adapters" / slug, replace(LORA, seed=self.seed, **changes)
         base, rows = copy.deepcopy(self.base), self.rows if rows is None else rows
-        with self.display.job(f"training LoRA ({slug})", unit="step") as job:
+        with self.job(f"training LoRA ({slug})", "step") as job:
             on_step = _steps(job, "nll")
             result = train_adapter(base, self.tokenizer, rows, settings, run_folder=folder / "run", on_step=on_step)
         result.model.save_pretrained(str(folder))
@@ -164,11 +172,7 @@ class Trained:
         """Gates in each range, and what is recommended of all variants, in gated/."""
         settings = replace(GATES, seed=self.seed)
         self.trials = [Trial(one, "entropy", self.seed) for one in ranges]
-        with self.display.job("calibrating") as job:
-
-            def on_event(stage: str, what: str, done: int, total: int, note: str) -> None:
-                job.advance_to(done, total, f"{stage} {what} {note}")
-
+        with self.job("calibrating") as job:
             return calibrate(
                 copy.deepcopy(self.models["adapter"]),
                 self.tokenizer,
@@ -179,7 +183,7 @@ class Trained:
                 settings=settings,
                 dev=DevSettings(dev_grader="tiny", dev_max_new_tokens=MAX_NEW_TOKENS, dev_batch_size=BATCH),
                 eval_dataset=self.heldout,
-                on_event=on_event,
+                on_event=selection_counted(job),
                 adapter_source=self.folder / "adapters" / "sft",
             )
 
@@ -207,7 +211,7 @@ class Trained:
     def _train_gates(self, name: str, config: GateConfig, objective: Any) -> None:
         model, settings = copy.deepcopy(self.models["adapter"]), replace(GATES, objective=objective, seed=self.seed)
         place = self.gates[name] = self.folder / "controls" / name.replace(" ", "-").replace(",", "")
-        with self.display.job(f"training {name}", unit="step") as job:
+        with self.job(f"training {name}", "step") as job:
             on_step = _steps(job, "topk_entropy")
             result = train_gates(
                 model, self.tokenizer, self.rows, config, settings, run_folder=place / "run", on_step=on_step
@@ -299,9 +303,9 @@ def score(made: Trained, variants: dict[ModelVariant, Any], tasks: list[Prepared
         notes=[CAVEAT, *([f"not run: {absent}; --controls full trains and scores them"] if absent else [])],
         engine_for=engine_for,
     )
-    with made.display.job("sampling the test questions", evaluation.sample_count, "answer") as job:
+    with made.job("sampling the test questions") as job:
         evaluation.begin()
-        return evaluation.run(counted(job, "sampling"))
+        return evaluation.run(counted(job, evaluation.sample_count))
 
 
 def control_statements(record: EvaluationRecord) -> list[str]:

@@ -3,6 +3,8 @@
     command  `loragate recipes`: list, show, run; the commands that stages run lie below this room
     recipe   backbone, domain and method files, merged into stages with their options
     run      the stages as processes in one folder, resumable
+    costs    memory and hours of the stages
+    seeds    a run for each training seed, and their mean and deviation
     tiny     a recipe's rehearsal: the same stages on a tiny random model
 
 Names are imported on first use: the help of a command must not read YAML.

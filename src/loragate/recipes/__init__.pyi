@@ -1,3 +1,7 @@
+from .costs import (
+    costs as costs,
+    summary as summary,
+)
 from .recipe import (
     Recipe as Recipe,
     Stage as Stage,
@@ -7,8 +11,13 @@ from .recipe import (
     read_recipe as read_recipe,
 )
 from .run import (
-    needs as needs,
     run_recipe as run_recipe,
+)
+from .seeds import (
+    compare_seeds as compare_seeds,
+    folder_of as folder_of,
+    read_seeds as read_seeds,
+    with_seed as with_seed,
 )
 from .tiny import (
     QUESTIONS as QUESTIONS,

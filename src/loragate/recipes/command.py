@@ -15,7 +15,7 @@ from loragate.printable import printable
 from loragate.validate import comma_list
 
 EXAMPLE = "math/qwen2.5-math-1.5b/scale"
-READ = {"list": (), "show": ("set", "out"), "run": ("set", "out", "stages", "launcher", "tiny", "resume")}
+READ = {"list": (), "show": ("set", "out"), "run": ("set", "out", "stages", "launcher", "seeds", "tiny", "resume")}
 """The options that each verb reads."""
 
 
@@ -31,6 +31,7 @@ class RecipesOptions:
         out: folder of the run [runs/recipes/NAME].
         stages: run only these stages, separated by commas; earlier stages must have run.
         launcher: how training stages are started, such as "accelerate launch --num_processes 2 -m loragate".
+        seeds: run it once for each of these training seeds, separated by commas, in OUT/seed-N, and show mean and deviation.
         tiny: rehearse it: every stage on a tiny random model and a few rows, on the CPU, offline, in minutes.
         resume: go on with the run in the out folder.
     """
@@ -40,6 +41,7 @@ class RecipesOptions:
     out: str = ""
     stages: str = ""
     launcher: str = ""
+    seeds: str = ""
     tiny: bool = False
     resume: bool = False
 
@@ -49,7 +51,7 @@ def run(options: RecipesOptions) -> int:
     verb, *rest = options.words or ("list",)
     if verb not in READ:
         raise ConfigError(f"loragate recipes {verb}: expected {', '.join(READ)}{nearest(verb, READ)}")
-    for name in ("set", "out", "stages", "launcher", "tiny", "resume"):
+    for name in READ["run"]:
         if getattr(options, name) and name not in READ[verb]:
             raise ConfigError(f"{flag_of(name)} has no effect on loragate recipes {verb}")
     if len(rest) != 1 and not (verb == "list" and not rest):
@@ -68,21 +70,28 @@ def run(options: RecipesOptions) -> int:
         recipe.placed(folder)  # which refuses what is wrong with it
         line = ["loragate", "recipes", "run", recipe.name, "--out", str(folder)]
         line += [word for text in options.set for word in ("--set", text)]
-        needs = recipes.needs(recipe).items()
-        memory = "".join(f"# {stage}: {need.sentence()} with every row as long as its limit\n" for stage, need in needs)
-        print(f"# {shlex.join(line)}\n{memory}{printable(recipe.as_yaml())}", end="")
+        needed = recipes.costs(recipe)
+        lines = [f"{stage}: {cost.sentence()}" for stage, cost in needed.items()] + [recipes.summary(recipe, needed)]
+        needs = "".join(f"# {text}\n" for text in lines if text)
+        print(f"# {shlex.join(line)}\n{needs}{printable(recipe.as_yaml())}", end="")
         return 0
-    if options.tiny:
-        recipe = recipes.tiny_recipe(recipe, folder)
-    recipes.run_recipe(
-        recipe,
-        folder,
-        only=comma_list(options.stages),
-        launcher=options.launcher,
-        resume=options.resume,
-        offline=options.tiny,
-        say=lambda text: out.print(text, markup=False),
-    )
+    seeds = recipes.read_seeds(options.seeds) if options.seeds else []
+    runs = {recipes.folder_of(folder, seed): recipes.with_seed(recipe, seed) for seed in seeds} or {folder: recipe}
+    for place, one in runs.items():
+        if seeds:
+            out.print(f"{place}", markup=False)
+        recipes.run_recipe(
+            recipes.tiny_recipe(one, place) if options.tiny else one,
+            place,
+            only=comma_list(options.stages),
+            launcher=options.launcher,
+            # of several runs the later ones may not have been begun
+            resume=options.resume and (not seeds or place.exists()),
+            offline=options.tiny,
+            say=lambda text: out.print(text, markup=False),
+        )
+    for table in recipes.compare_seeds(recipe, folder, seeds) if seeds else ():
+        out.print(table)
     out.print(f"finished; next: loragate report {folder}", markup=False)
     return 0
 
@@ -112,6 +121,7 @@ COMMAND = Command(
         f"loragate recipes show {EXAMPLE}",
         f"loragate recipes run {EXAMPLE} --out runs/scale",
         f"loragate recipes run {EXAMPLE} --set model=path/to/base --set data=rows.parquet --set sft.max_rows=2000",
+        f"loragate recipes run {EXAMPLE} --seeds 42,3407,2025 --out runs/seeds",
         f"loragate recipes run {EXAMPLE} --tiny",
     ),
     positional="words",

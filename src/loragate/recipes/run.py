@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import AutoConfig
 
-from loragate.analysis.plan import Estimate, estimate
 from loragate.data import detect_format, load_rows
 from loragate.errors import ConfigError, LoragateError, nearest
 from loragate.evaluation.judging import require_graders
@@ -158,30 +156,6 @@ def missing(stages: Sequence[Stage], folder: Path) -> Iterator[str]:
                 yield f"{stage.name}: found no file {given[key]} ({key})"
         if stage.command == "calibrate" and not (options.skip_selection or options.dev_data):
             yield f"{stage.name}: a dev set to choose on: --set {stage.name}.dev_data=FILE --set {stage.name}.dev_task=NAME"
-
-
-def needs(recipe: Recipe) -> dict[str, Estimate]:
-    """{training: memory and cost of a step} with every row as long as its limit; empty without an architecture.
-
-    Several processes each need as much, less what FSDP2 shards.
-    """
-    found = {}
-    for stage in recipe.stages if recipe.architecture else ():
-        if stage.command not in ("sft", "calibrate", "sweep"):
-            continue
-        options, kind = stage.options, "sft" if stage.command == "sft" else "calibrate"
-        named = {key: value for key, value in recipe.architecture.items() if key != "model_type"}
-        quantized = options.get("quantization") or "none"
-        found[stage.name] = estimate(
-            AutoConfig.for_model(recipe.architecture["model_type"], **named),
-            kind,  # type: ignore[arg-type]
-            sequence=int(options["max_length"]),
-            rows=int(options["per_device_train_batch_size"]),
-            adapter=int(options.get("rank") or 16),
-            base=quantized if quantized != "none" else "bfloat16",  # type: ignore[arg-type]
-            gradient_checkpointing=bool(options.get("gradient_checkpointing")),
-        )
-    return found
 
 
 def first_row(data: str, split: str, revision: str) -> None:

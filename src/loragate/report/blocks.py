@@ -151,7 +151,7 @@ def selection_blocks(record: Record | None) -> Blocks:
     views = read_selection(record)
     if not views:
         return [text(f"Selection: {record.get('reason', 'not recorded')}.")]
-    blocks: Blocks = [text(*(view.sentence() for view in views))]
+    blocks: Blocks = [text(*(line for view in views for line in view.sentences))]
     blocks += [
         chart(draw, f"Scores by range{name.removeprefix('heatmap').replace('_', ' ')}")
         for name, draw in heat_maps(record).items()

@@ -79,7 +79,10 @@ def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str
         LoragateError: if it would pass `PAGE_LIMIT`.
     """
     banner = banner_of(sources)
-    said = [line for line in [*statements(sources), *more] if line not in banner.more]
+    # what the banner says need not be found again below it
+    said = [
+        line for line in [*statements(sources), *more] if line not in banner.more and not line.startswith(banner.advice)
+    ]
     sections = [Section("findings", "Findings", (Block("list", list(dict.fromkeys(said))),))] if said else []
     of: dict[str, list[Source]] = {}
     for source in sources:
@@ -137,9 +140,9 @@ def banner_of(sources: Sequence[Source]) -> Banner:
     if found and (len(found) == 1 or not evaluations):
         source, view = found[0]
         tested = [line for one in evaluations[:1] for line in one.read(evaluation_statements)[:1]]
-        more = [line for line in (view.alternatives(), view.reason, *tested) if line]
+        more = [line for line in (view.alternatives, view.reason, *tested) if line]
         bars = chart(partial(accuracy_bars, selection_table(view, BARS).lines), f"Scores on {view.size}")
-        return Banner(view.advice(), view.score_sentence(), more, drawn(bars))
+        return Banner(view.advice, view.score, more, drawn(bars))
     for source in evaluations[:1]:
         advice, score, more, table = source.read(advice_of)
         bars = chart(partial(accuracy_bars, table.lines[:BARS]), table.title)

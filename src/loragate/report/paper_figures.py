@@ -49,6 +49,7 @@ def planned(sources: Sequence[Source]) -> dict[str, Draw]:
     entropy: dict[str, tuple[float, float]] = {}
     shares: dict[str, Mapping[str, float]] = {}
     times: list[tuple[str, str, float]] = []
+    swept: dict[str, list[float]] = {}
     curves: dict[str, Curve] = {}
 
     def add(source: Source, record: Any) -> None:
@@ -72,12 +73,17 @@ def planned(sources: Sequence[Source]) -> dict[str, Draw]:
                 curves[source.name] = curve
             runtime = next((r["train_runtime"] for r in reversed(record["history"]) if "train_runtime" in r), None)
             stage = "stage two" if record["run"].get("stage") == "calibrate" else "stage one"
+            sweep, of_sweep, _ = source.name.rpartition("/trials/")
+            if of_sweep and runtime is not None:
+                swept.setdefault(sweep, []).append(runtime)
             # an artifact tells the time of the training beside it
-            if runtime is not None and (source.name, stage) not in {time[:2] for time in times}:
+            elif runtime is not None and (source.name, stage) not in {time[:2] for time in times}:
                 times.append((source.name, stage, runtime))
 
     for source in sources:
         source.read(partial(add, source))
+    for sweep, seconds in swept.items():  # as the paper has it: the mean over ranges, one training each
+        times.append((f"{sweep}, mean of {len(seconds)}", "stage two", sum(seconds) / len(seconds)))
     if entropy:
         drawings["entropy"] = partial(entropy_bars, entropy)
     if shares:

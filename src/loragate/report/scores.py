@@ -46,13 +46,23 @@ def caption(record: Record) -> str:
     """What the columns mean, and what was done."""
     text = (
         "Ranges are 95 % intervals over questions; vs adapter is paired by question, gates at a lower temperature against "
-        "the adapter there; p and verdict are after Holm's adjustment over all comparisons, and an interval of one "
-        "comparison alone that would say otherwise is left out. Cut off: answers that met the length limit; below it, "
-        "where it differs, no EOS: answers without an end of sequence. No answer: nothing that could be judged was found, for "
-        "whatever reason. Tokens and entropy (nats per token): means over the answers."
+        "the adapter there; its p, interval and verdict are after Holm's adjustment over all comparisons. Cut off: answers that "
+        "met the length limit; below it, where it differs, no EOS: answers without an end of sequence. No answer: nothing that "
+        "could be judged was found, for whatever reason. Tokens and entropy (nats per token): means over the answers."
     )
     if record["sandbox"]:
         text += f" Programs ran in the tier {record['sandbox']}."
+    if agreement := record.get("agreement"):
+        # None where a log-prob was no number
+        label, worst = max(agreement.items(), key=lambda pair: (pair[1]["mean"] is None, pair[1]["mean"] or 0.0))
+        mean = "is no number" if worst["mean"] is None else f"is {worst['mean']:.2g} nats a token"
+        wrong = [name for name, one in agreement.items() if not one["agrees"]]
+        text += (
+            f" vLLM's log-probs of {sum(one['tokens'] for one in agreement.values()):,} tokens were compared with transformers: "
+            f"the largest mean difference {mean} ({label}; limit {worst['limit']:g})."
+        )
+        if wrong:
+            text += f" THEY DIFFER, so these are scores of other models: {', '.join(wrong)}."
     return "\n".join([text, *(f"warning: {warning}" for warning in record["warnings"])])
 
 
@@ -129,21 +139,21 @@ def evaluation_statements(record: Record) -> list[str]:
     statements, surer = [], False
     for task in record["tasks"]:
         rows = rows_of(record, task["name"])
-        adapters = {row["control"]: row for row in rows if row["variant"] == "adapter"}
+        # the plain adapter, by its temperature
+        adapters = {row["temperature"]: row for row in rows if row["variant"] == "adapter" and _is_plain(row)}
         for row in rows:
             # at a lower temperature gates are compared with the adapter there; random gates are a control
             cooler = row["temperature"] is not None
             if row["variant"] != "gated" or (row["control"] is not None and not cooler):
                 continue
             where = f"On {task['name']}" + (f", {row['control']}" if cooler else "")
-            versus, adapter = row["comparison"], adapters.get(row["control"])
+            versus, adapter = row["comparison"], adapters.get(row["temperature"])
             if versus is None or adapter is None:
                 statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")
                 continue
-            ends = ends_of(versus, row["verdict"])
             size = (
                 f"{percent(row['avg_at_k']['mean'])} % against {percent(adapter['avg_at_k']['mean'])} % of the adapter "
-                f"({points(versus['mean'])} points{f', 95 % interval {ends}' if ends else ''})"
+                f"({points(versus['mean'])} points, interval {ends_of(versus)})"
             )
             says = VERDICTS.get(row["verdict"], "not significantly different from the adapter")
             statements.append(f"{where}, gated is {says}: {size}.")
@@ -153,6 +163,12 @@ def evaluation_statements(record: Record) -> list[str]:
     if surer:
         statements.append("Gates are trained for low entropy, which does not show that answers are right.")
     return statements
+
+
+def _is_plain(row: Record) -> bool:
+    """Whether nothing but the temperature tells a variant from its weights."""
+    temperature = row["temperature"]
+    return row["control"] == (None if temperature is None else f"T={temperature:g}" if temperature else "greedy")
 
 
 def _beside(gated: Record, adapter: Record, rows: list[Record]) -> list[str]:

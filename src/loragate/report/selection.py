@@ -1,9 +1,9 @@
 """What was selected, and what the alternatives score, from the record of a selection: a sentence, a table, a map of the ranges.
 
-`read_selection` alone knows how the record is written; everything else is made of what it returns. A square of the map says the
-mean of a range [L, U] and half of its 95 % interval, coloured by its distance from the adapter. A dot marks an interval of the
-paired difference that contains 0; a frame marks the recommended variant, a dashed one the best on a test set (an oracle, which
-was not used to choose). Ranges that form no grid stand in one column.
+`read_selection` makes a view of a selection, or of the cells of a sweep on a suite; everything else is made of views. A square of
+the map says the mean of a range [L, U] and half of its 95 % interval, coloured by its distance from the adapter. A dot marks an
+interval of the paired difference that contains 0; a frame marks the recommended variant, a dashed one the best on a test set (an
+oracle, which was not used to choose). Ranges that form no grid stand in one column.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from loragate.display import percent, points
 from loragate.files import write_text
 from loragate.report.figures import Draw, Target, drawn
 from loragate.report.table import ABSENT, Cell, Line, Table, interval, or_absent, share_cell
+from loragate.selection_record import SelectionRecord, is_selection, read_selection_record
 
 Record = Mapping[str, Any]
 COLUMNS = ("Variant", "Score %", "vs adapter, points", "Retention %")
@@ -60,25 +61,28 @@ class SelectionView:
 
     Attributes:
         label: of the recommended variant.
+        advice: what to do, as the command said it.
+        score: what that scores; empty where it is not known.
+        alternatives: what the others score, a sentence.
         variants: all that were scored, the recommended one among them.
         on: what they were scored on, such as "the dev set".
         reason: why this one, a sentence.
         rule: the rule in words.
+        sentences: all of it.
         oracle: label of the best on a test set, and a sentence on it.
     """
 
     label: str
+    advice: str
+    score: str
+    alternatives: str
+    sentences: tuple[str, ...]
     variants: tuple[ScoredVariant, ...]
     on: str = "the dev set"
     questions: int | None = None
     reason: str = ""
     rule: str = ""
     oracle: tuple[str, str] = ("", "")
-
-    @property
-    def chosen(self) -> ScoredVariant | None:
-        """The recommended variant, where it was scored."""
-        return next((one for one in self.variants if one.label == self.label), None)
 
     @property
     def adapter(self) -> ScoredVariant | None:
@@ -90,62 +94,52 @@ class SelectionView:
         """ "the dev set (64 questions)"."""
         return self.on + (f" ({self.questions} questions)" if self.questions else "")
 
-    def advice(self) -> str:
-        """What to do: "Use adapter greedy"."""
-        return f"Use {self.label}"
 
-    def score_sentence(self) -> str:
-        """What it scores, where that is known."""
-        return f"{interval(self.chosen.score)} % on {self.size}" if self.chosen else ""
-
-    def best_of(self, variants: Sequence[ScoredVariant], most: int | None) -> list[ScoredVariant]:
-        """From the best down, the first `most` of them and the best of every group: adapter, base and gates."""
-        ordered = sorted(variants, key=lambda one: -one.score["mean"])  # of equal ones as in the record
-        if most is None:
-            return ordered
-        best = {one.group: one for one in reversed(ordered)}
-        kept = [*ordered[:most], *(one for one in best.values() if one not in ordered[:most])]
-        return sorted(kept, key=ordered.index)
-
-    def alternatives(self) -> str:
-        """What the others score, the best ones first."""
-        others = [one for one in self.variants if one.label != self.label]
-        shown = self.best_of(others, SHOWN)
-        listed = ", ".join(f"{one.label} {percent(one.score['mean'])} %" for one in shown)
-        more = f", and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
-        return f"Alternatives: {listed}{more}." if listed else ""
-
-    def sentence(self) -> str:
-        """All of it on one line."""
-        head = ": ".join(filter(None, (self.advice(), self.score_sentence())))
-        return " ".join(filter(None, (f"{head}.", self.alternatives(), self.reason, self.oracle[1])))
+def best_of(variants: Sequence[ScoredVariant], most: int | None) -> list[ScoredVariant]:
+    """From the best down, the first `most` of them and the best of every group: adapter, base and gates."""
+    ordered = sorted(variants, key=lambda one: -one.score["mean"])  # of equal ones as in the record
+    if most is None:
+        return ordered
+    best = {one.group: one for one in reversed(ordered)}
+    kept = [*ordered[:most], *(one for one in best.values() if one not in ordered[:most])]
+    return sorted(kept, key=ordered.index)
 
 
-def read_selection(record: Record | None) -> list[SelectionView]:
+def read_selection(record: Record | SelectionRecord | None) -> list[SelectionView]:
     """The selections that a record tells of; none in a record without scores.
 
     Read are `selection.json`, which an artifact keeps as evidence too, and the cells of a sweep on a suite (`cells_*.json`).
     """
-    if not record:
-        return []
-    if "cells" in record:
+    if isinstance(record, SelectionRecord):
+        return [_of_record(record)]
+    if record and "cells" in record:
         return [_of_cells(record)]
-    if "recommendation" not in record:
-        return []
-    recommended, dev = record["recommendation"], record["dev"]
+    return [_of_record(read_selection_record(record))] if record and is_selection(record) else []
+
+
+def _of_record(record: SelectionRecord) -> SelectionView:
+    """What was selected on a dev set."""
     variants = tuple(
         ScoredVariant(
-            one["label"],
-            {key: one[key] for key in ("mean", "low", "high")},
-            one["difference"],
-            None if one["retention"] is None else one["retention"]["mean"],
+            one.label,
+            {"mean": one.mean, "low": one.low, "high": one.high},
+            None if one.difference is None else asdict(one.difference),
+            None if one.retention is None else one.retention.mean,
         )
-        for one in record["variants"]
+        for one in record.variants
     )
-    reason = f"Why: {recommended['reason']}."
-    return [
-        SelectionView(recommended["label"], variants, questions=dev["questions"], reason=reason, rule=record["rule"])
-    ]
+    found = record.recommendation
+    return SelectionView(
+        found.label,
+        found.advice(),
+        record.score(),
+        record.alternatives(),
+        tuple(record.sentences()),
+        variants,
+        questions=record.dev.questions,
+        reason=f"Why: {found.reason}.",
+        rule=record.rule,
+    )
 
 
 def _of_cells(record: Record) -> SelectionView:
@@ -156,15 +150,26 @@ def _of_cells(record: Record) -> SelectionView:
     said = f"Highest on {record['suite']}: {oracle['name']}, an oracle that was not used to choose; its mean is optimistic."
     if regret := oracle["regret"]:
         said += f" The choice lies {percent(regret['mean'])} points below it there."
-    on = f"{record['suite']}, mean over {len(record['tasks'])} tasks"
     label = record["picked"] or "adapter"
-    return SelectionView(label, tuple(variants), on, record["questions"], oracle=(oracle["name"], said))
+    others = [one for one in variants if one.label != label]
+    shown = best_of(others, SHOWN)
+    listed = ", ".join(f"{one.label} {percent(one.score['mean'])} %" for one in shown)
+    more = f", and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
+    alternatives = f"Alternatives: {listed}{more}." if listed else ""
+    on, questions = f"{record['suite']}, mean over {len(record['tasks'])} tasks", record["questions"]
+    own = next(one.score for one in variants if one.label == label)
+    advice = f"The dev set chose the gates {label}" if record["picked"] else "The dev set chose no gates: the adapter"
+    score = f"{percent(own['mean'])} % ({percent(own['low'])}–{percent(own['high'])}) on {on} ({questions} questions)"
+    sentences = tuple(filter(None, (f"{advice}: {score}.", alternatives, said)))
+    return SelectionView(
+        label, advice, score, alternatives, sentences, tuple(variants), on, questions, oracle=(oracle["name"], said)
+    )
 
 
 def selection_table(view: SelectionView, most: int | None = ROWS) -> Table:
     """The adapter, then the others from the best down, the first `most` of them."""
     others = [one for one in view.variants if one is not view.adapter]
-    shown = view.best_of(others, most)
+    shown = best_of(others, most)
     lines = []
     for one in [*([view.adapter] if view.adapter else []), *shown]:
         difference = one.difference
@@ -192,14 +197,11 @@ def _without_empty(columns: Sequence[str], lines: list[Line]) -> tuple[Sequence[
     return columns[:-1], [Line(line.name, line.cells[:-1], line.group, line.score) for line in lines]
 
 
-def write_selection(record: Record, folder: Path) -> list[str]:
-    """Write the tables as `selection.md` and the maps of the ranges as .png and .svg; returns the names of the maps."""
+def write_selection(record: Record | SelectionRecord, folder: Path) -> list[str]:
+    """Write the table as `selection.md` and the maps of the ranges as .png and .svg; returns the names of the maps."""
     parts = ["# Selection"]
     for view in read_selection(record):
-        parts += [selection_table(view, most=None).markdown(), view.sentence()]
-    for title, key in (("Diverged, and out of the comparison:", "diverged"),):
-        if reasons := record.get(key):
-            parts.append(f"{title}\n\n" + "\n".join(f"- `{name}`: {error}" for name, error in reasons.items()))
+        parts += [selection_table(view, most=None).markdown(), *view.sentences]
     write_text(folder / "selection.md", "\n\n".join(parts) + "\n")
     maps = heat_maps(record)
     for name, draw in maps.items():
@@ -208,7 +210,7 @@ def write_selection(record: Record, folder: Path) -> list[str]:
     return list(maps)
 
 
-def heat_maps(record: Record | None) -> dict[str, Draw]:
+def heat_maps(record: Record | SelectionRecord | None) -> dict[str, Draw]:
     """{file name without suffix: draws it}: of variants whose labels differ in the range alone, where there are two or more."""
     drawings: dict[str, Draw] = {}
     for view in read_selection(record):

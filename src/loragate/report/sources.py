@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loragate.errors import DataError, LoragateError
+from loragate.errors import DataError
 from loragate.records import read_value
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ KINDS = {
     "metrics.jsonl": "training",
 }
 """{pattern of a file's name: what it is a record of}, in the order in which a page shows those of one kind"""
-DEPTHS = ("", "*/", "*/*/", "*/*/*/")
+DEPTHS = ("", "*/", "*/*/", "*/*/*/", "*/*/*/*/")  # a trial of a sweep in a recipe's run is the deepest
 KNOWN = (
     "an artifact (gate_config.json), an evaluation (results.json), a selection (selection.json, "
     "cells_*.json), a training (run/metrics.jsonl), a diagnosis (entropy.json, gates.json, interventions.json, "
@@ -62,12 +62,11 @@ class Source:
         """
         try:
             return make(self.record)
-        except LoragateError:
-            raise
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        except (DataError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            why = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
             raise DataError(
-                f"{self.path}: not the {self.kind} record that this version writes ({type(error).__name__}: {error}); make it "
-                "anew with the command that wrote it, or leave it out"
+                f"{self.path}: not the {self.kind} record that this version writes ({why}); make it anew with the command that "
+                "wrote it, or leave it out"
             ) from error
 
 
@@ -90,7 +89,7 @@ def all_sources(places: Sequence[str]) -> list[Source]:
 
 
 def find_sources(place: Path, name: str = "") -> list[Source]:
-    """Everything known in a folder and three folders down; or the one file that was named.
+    """Everything known in a folder and four folders down; or the one file that was named.
 
     Args:
         name: of the place in the report; by default its own.

@@ -128,23 +128,16 @@ def interval(estimate: Mapping[str, float] | None) -> str:
 def difference_cell(
     versus: Mapping[str, float] | None, verdict: str | None = "", adjusted_p: float | None = None
 ) -> Cell:
-    """Return a paired difference with the p that the verdict was made with, its ends, and the verdict.
-
-    The ends are those of this comparison alone. Where they exclude 0 and the verdict, which counts all comparisons, does not,
-    they are left out, so that what stands in a cell agrees.
-    """
+    """Return a paired difference with the p that the verdict was made with, the ends that agree with it, and the verdict."""
     if versus is None:
         return (ABSENT,)
     p = versus["p"] if adjusted_p is None else adjusted_p
     said = {"better": "better", "worse": "worse"}.get(verdict or "", "not significant" if verdict else "")
-    return f"{points(versus['mean'])}, p{p_value(p)}", ends_of(versus, verdict), said
+    return f"{points(versus['mean'])}, p{p_value(p)}", ends_of(versus), said
 
 
-def ends_of(versus: Mapping[str, float], verdict: str | None) -> str:
-    """Return " −1.2 to +3.4", or nothing where the interval of one comparison would contradict the verdict on all."""
-    outside = versus["low"] > 0 or versus["high"] < 0
-    if verdict and (verdict in ("better", "worse")) != outside:
-        return ""
+def ends_of(versus: Mapping[str, float]) -> str:
+    """Return "-1.2 to +3.4", the ends of an interval in points."""
     return f"{points(versus['low'])} to {points(versus['high'])}"
 
 

@@ -11,23 +11,23 @@ temperature at which it was shown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.data.rows import RowsGiven
-from loragate.display import percent
 from loragate.errors import ConfigError
+from loragate.evaluation.references import check_responses
+from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.variants import ModelVariant
 from loragate.gates import GateConfig
 from loragate.gates.artifact import require_free
 from loragate.gates.range import parse_ranges
-from loragate.gates.recommended import at
 from loragate.gates.schema import EVIDENCE, read_gate_config
 from loragate.selection.compare import OnEvent, SelectionRun, no_event, require_adapter
-from loragate.selection.dev import EVERY_KIND, DevSet, read_dev, taken_prompts
+from loragate.selection.dev import DevSet, read_dev, taken_prompts
 from loragate.selection.settings import DevSettings
 from loragate.selection.trials import (
     Trial,
@@ -38,6 +38,7 @@ from loragate.selection.trials import (
     grid,
     save_artifact,
 )
+from loragate.selection_record import SelectionRecord, is_selection, read_selection_record
 from loragate.training import GateTrainingSettings
 from loragate.training.strategy import process_state
 
@@ -67,7 +68,8 @@ class Calibrated:
     def sentences(self) -> list[str]:
         """What to use, what the alternatives scored, what speaks against relying on it, and how the gates were trained."""
         selection, training = self.evidence["selection"], self.evidence.get("training")
-        said = selection_sentences(selection) if "recommendation" in selection else [f"The gates were {SKIPPED}."]
+        chosen = is_selection(selection)
+        said = read_selection_record(selection).sentences() if chosen else [f"The gates were {SKIPPED}."]
         if training:
             said.append(
                 f"Gates: {training['steps']} steps on {training['rows']:,} examples, top-k entropy "
@@ -148,7 +150,7 @@ def calibrate(
         return take_as_given(context, trials[0], Path(out), resume=resume, on_event=on_event)
     if dev_dataset is None:
         raise ConfigError(NO_DEV)
-    questions = read_questions(context, dev, dev_dataset, retention_dataset)
+    questions = read_questions(context, dev, dev_dataset, retention_dataset, Path(out) / "run")
     return run_calibration(SelectionRun(context, trials, Path(out) / "run", *questions, on_event), Path(out), resume)
 
 
@@ -162,25 +164,25 @@ def run_calibration(run: SelectionRun, out: Path, resume: bool = False) -> Calib
     return write_recommended(run, record, out)
 
 
-def write_recommended(run: SelectionRun, record: dict[str, Any], out: Path) -> Calibrated:
+def write_recommended(run: SelectionRun, record: SelectionRecord, out: Path) -> Calibrated:
     """The folder of what is recommended, and the model as that."""
-    chosen, context = record["recommendation"], run.context
-    temperature = float(chosen["temperature"])
-    trial = next((one for one in run.trials if one.slug == chosen["trial"]), None)
+    chosen, context = record.recommendation, run.context
+    temperature = chosen.temperature
+    trial = next((one for one in run.trials if one.slug == chosen.trial), None)
     if trial is not None:
-        copy_artifact(run.gated[trial], out, record, temperature)
+        copy_artifact(run.gated[trial], out, record.to_json(), temperature)
         attach_trained(context, trial, run.gated[trial])
         variant = ModelVariant("gated", run.name_of(trial), gates=str(out)).at(temperature)
         return Calibrated(out, variant, evidence_of(out))
-    scale = {"adapter": 1.0, "base": 0.0}.get(chosen["weights"], chosen["scale"])
+    scale = 0.0 if chosen.weights == "base" else 1.0 if chosen.scale is None else chosen.scale
     if scale == 1:
         attach_trained(context, run.trials[0], None)
     else:
         attach_constant(context.model, scale)
-    save_artifact(context, out, {"selection": record}, context.settings.k, temperature)
-    named = f"λ={scale:g}" if chosen["weights"] == "scale" else None
-    weights = "base" if chosen["weights"] == "base" else "adapter"
-    return Calibrated(out, ModelVariant(weights, named, scale=chosen["scale"]).at(temperature), evidence_of(out))  # type: ignore[arg-type]
+    save_artifact(context, out, {"selection": record.to_json()}, context.settings.k, temperature)
+    named = f"λ={scale:g}" if chosen.weights == "scale" else None
+    weights = "base" if chosen.weights == "base" else "adapter"
+    return Calibrated(out, ModelVariant(weights, named, scale=chosen.scale).at(temperature), evidence_of(out))  # type: ignore[arg-type]
 
 
 def trials_of(ranges: str, settings: GateTrainingSettings) -> tuple[Trial, ...]:
@@ -198,12 +200,19 @@ def heldout_of(
 
 
 def read_questions(
-    context: TrialContext, dev: DevSettings, dev_dataset: RowsGiven, retention_dataset: RowsGiven | None
+    context: TrialContext, dev: DevSettings, dev_dataset: RowsGiven, retention_dataset: RowsGiven | None, folder: Path
 ) -> tuple[DevSet, DevSet | None]:
-    """Dev and retention set, neither of which shares a question with the examples; raises as `read_dev`."""
+    """Dev and retention set, neither of which shares a question with the examples.
+
+    `folder` as of `read_dev`; raises as it and `check_responses`.
+    """
     taken = taken_prompts(context.examples, dev)
-    retention = None if retention_dataset is None else read_dev(retention_dataset, dev, "retention", taken)
-    return read_dev(dev_dataset, dev, "dev", taken), retention
+    retention = None if retention_dataset is None else read_dev(retention_dataset, dev, "retention", taken, folder)
+    found = read_dev(dev_dataset, dev, "dev", taken, folder)
+    examples, grading = context.examples, GradingSettings(sandbox=dev.sandbox)
+    said = check_responses(found.task, found.questions.questions, examples, grading)
+    warnings = (*found.questions.warnings, *said)
+    return replace(found, questions=replace(found.questions, warnings=warnings)), retention
 
 
 def take_as_given(
@@ -227,42 +236,3 @@ def evidence_of(folder: Path) -> dict[str, Any]:
     """The evidence that an artifact holds."""
     record = read_gate_config(folder)
     return {key: record[key] for key in EVIDENCE if record.get(key)}
-
-
-def selection_sentences(record: Mapping[str, Any]) -> list[str]:
-    """What to use, what the alternatives scored, and what the choice does not say; from `evidence["selection"]`."""
-    found, rows = record["recommendation"], record["variants"]
-    words = {
-        "adapter": "the adapter alone",
-        "base": "the base without the adapter",
-        "scale": f"one λ = {found['scale']:g} for all modules" if found["scale"] is not None else "",
-        "gates": f"the gates {found['label'].removeprefix('gated ')}",
-    }
-    said = [
-        f"Use {words[found['weights']]}, {at(found['temperature'])}: {_score(found['score'])} on {record['dev']['questions']} dev "
-        f"questions; {found['reason']}."
-    ]
-    best: dict[str, Mapping[str, Any]] = {}
-    for row in rows:
-        if row["weights"] not in best or row["mean"] > best[row["weights"]]["mean"]:
-            best[row["weights"]] = row
-    others = [f"{row['label']} {_score(row)}" for kind, row in best.items() if kind != found["weights"]]
-    if others:
-        said.append("The best of each other kind: " + ", ".join(others) + ".")
-    if found["label"] != record["baseline"]:
-        said.append("The score of what was chosen is flattered by the choice; measure it on other questions.")
-    for label, why in ((record["retention"] or {}).get("vetoed") or {}).items():
-        said.append(f"{label} was not taken: it {why}.")
-    said += [f"{name} is left out: {why}." for name, why in record["left_out"].items()]
-    said += [f"The training of {name} diverged and takes no part: {why}." for name, why in record["diverged"].items()]
-    if record["dev"]["unread"] > 0.5:
-        said.append(
-            f"Warning: the grader {record['dev']['grader']!r} reads no answer in {percent(record['dev']['unread'])} % of the "
-            "adapter's responses; does the prompt ask for the form that it reads?"
-        )
-    said.append(f"This holds for questions like these: {EVERY_KIND}.")
-    return said
-
-
-def _score(row: Mapping[str, Any]) -> str:
-    return f"{percent(row['mean'])} % ({percent(row['low'])}–{percent(row['high'])})"

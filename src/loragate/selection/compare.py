@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -22,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from loragate.display import points
+from loragate.display import Job, points
 from loragate.errors import DataError, DivergenceError, GateError
 from loragate.evaluation.engines import in_memory
 from loragate.evaluation.evaluate import Evaluation, evaluate
+from loragate.evaluation.evaluate import OnEvent as AnswersDone
 from loragate.evaluation.prepared import Prepared
 from loragate.evaluation.results import TaskResult
 from loragate.evaluation.settings import GradingSettings
@@ -34,13 +36,27 @@ from loragate.evaluation.variants import ModelVariant
 from loragate.files import RunFolder, read_json, write_json
 from loragate.gates import adapter_fingerprint
 from loragate.gates.attach import active_adapter, is_gated
-from loragate.gates.eligibility import changed_base_of, examine_adapter, require_gateable, require_trainable
+from loragate.gates.control import why_no_base
+from loragate.gates.eligibility import examine_adapter, require_gateable, require_trainable
 from loragate.gates.identity import base_weight_samples
 from loragate.gates.schema import CONFIG
 from loragate.selection.dev import RETENTION_TOKENS, DevSet, answer_tokens
 from loragate.selection.select import RULE, TEMPERATURES, Selection, paired_z, select
 from loragate.selection.settings import require_one_process
 from loragate.selection.trials import FAILED, GATED, OnStep, Trial, TrialContext
+from loragate.selection_record import (
+    FILE,
+    DevInfo,
+    Gap,
+    Kind,
+    Recommended,
+    Retained,
+    RetentionInfo,
+    Score,
+    SelectionRecord,
+    VariantScore,
+    reason_of,
+)
 from loragate.training.rows import encoded_fingerprint
 
 SCALES = (0.25, 0.5, 0.75, 1.25, 1.5)
@@ -50,11 +66,25 @@ READ = ("ok", "wrong")
 """Reasons of verdicts on answers that the grader could read."""
 
 OnEvent = Callable[[str, str, int, int, str], None]
-"""Called with (stage, what, done, total, note): "training" a trial's steps, "evaluating" a variant's answers."""
+"""Called with (stage, what, done, total, note): steps of all trainings, or answers of all variants to the questions.
+
+The stages are the keys of `UNITS`; `what` is the trial or variant that is at work, empty when a run begins.
+"""
+UNITS = {"training": "step", "evaluating": "answer"}
 
 
 def no_event(stage: str, what: str, done: int, total: int, note: str) -> None:
     """An `OnEvent` for nobody."""
+
+
+def counted(job: Job) -> OnEvent:
+    """An `OnEvent` that draws one bar over trainings and answers."""
+
+    def on_event(stage: str, what: str, done: int, total: int, note: str) -> None:
+        doing = f"{stage} {what}" if what else ""
+        job.advance_to(done, total, " · ".join(filter(None, (doing, note))), UNITS[stage])
+
+    return on_event
 
 
 @dataclass(frozen=True)
@@ -77,8 +107,8 @@ class Compared:
         return Compared(f"{self.label} {heat}", tuple(one.at(temperature) for one in self.variants), self.trials)
 
     @property
-    def kind(self) -> str:
-        """adapter, base, scale or gates."""
+    def kind(self) -> Kind:
+        """What acts."""
         one = self.variants[0]
         if one.scale is not None:
             return "scale"
@@ -107,13 +137,12 @@ def require_adapter(context: TrialContext, trials: Sequence[Trial]) -> int:
     return count
 
 
-def base_is_off(model: Any) -> str:
-    """Why λ = 0 is not the base; empty where gates reach all that the adapter changed."""
-    name = active_adapter(model)
-    if why := changed_base_of(model, name):
-        return why
-    others = [one.path for one in examine_adapter(model, name) if one.status != "gate"]
-    return f"the adapter changes modules that cannot be gated, such as {others[0]}" if others else ""
+def written_seed(trials: Sequence[Trial]) -> str:
+    """Which seed's gates are written where a cell has several, the first as no score may choose; empty where it has one."""
+    if len(trials) < 2:
+        return ""
+    seeds = ", ".join(str(one.seed) for one in trials)
+    return f"Scores are means over the seeds {seeds}; the gates written are those of seed {trials[0].seed}."
 
 
 @dataclass
@@ -139,11 +168,13 @@ class SelectionRun:
         require_one_process()
         context = self.context
         self.gateable = require_adapter(context, self.trials)
-        self.base_left_out = base_is_off(context.model)
+        self.base_left_out = why_no_base(context.model)
         self.gated: dict[Trial, Path] = {}
         self.diverged: dict[str, str] = {}
         self._asked: dict[str, dict[ModelVariant, None]] = {"dev": {}, "retention": {}}  # ordered sets
+        self._done: dict[str, dict[str, int]] = {stage: {} for stage in UNITS}
         _, encoded = context.encoded(context.settings.seed)
+        self._steps = context.settings.fitted(len(encoded)).steps(len(encoded))
         how: dict[str, Any] = {"system": context.system, "raw": encoded.summary.all_plain}
         self.tasks: dict[str, Prepared] = {}
         for name, questions, tokens in (
@@ -180,12 +211,32 @@ class SelectionRun:
         run = RunFolder(self.folder)
         with run.locked():
             run.begin(self.identity, resume=resume)
+            self.announce()
             yield
 
+    def announce(self) -> None:
+        """Report how much there is to do in all, and how much of it is done."""
+        self.report("training", "")
+        if self.dev is not None:
+            self.report("evaluating", "")
+
+    def report(self, stage: str, what: str, done: int = 0, note: str = "") -> None:
+        """Report that `done` steps or answers of a trial or variant are done."""
+        through = self._done[stage]
+        if what:
+            through[what] = done
+        total = self.total_steps() if stage == "training" else self.total_answers()
+        self.on_event(stage, what, sum(through.values()), total, note)
+
     def require_readable(self) -> None:
-        """Evaluate the adapter first, and refuse a dev set of whose answers the grader reads none: all scores would be 0."""
+        """Evaluate the adapter first, and refuse a dev set of whose answers the grader reads none: all scores would be 0.
+
+        What was begun is taken back, so that the same folder serves another grader.
+        """
         reasons, task = self.results([BASELINE])[BASELINE.label].reasons, self.tasks["dev"]
         if not any(reasons.get(reason) for reason in READ):
+            shutil.rmtree(self.folder / "dev")
+            RunFolder(self.folder).record.unlink()
             raise DataError(
                 f"the grader {task.task.grader!r} reads an answer in none of the adapter's {len(task.questions)} responses to "
                 f"{task.source} ({', '.join(reasons)}): does the prompt ask for the form that it reads, or does another "
@@ -195,33 +246,35 @@ class SelectionRun:
     def train(self) -> None:
         """Train what is not trained yet; gates whose training diverges drop out, and are a DivergenceError where all do."""
 
-        def report(trial: Trial) -> OnStep:
-            def on_step(done: int, total: int, entropy: float | None) -> None:
-                note = "" if entropy is None else f"entropy {entropy:.3f}"
-                self.on_event("training", self.name_of(trial), done, total, note)
-
-            return on_step
-
         for trial in self.trials:
             with suppress(DivergenceError):
-                self.context.train(trial, self.folder / TRIALS, report(trial))
+                self.context.train(trial, self.folder / TRIALS, self.on_step(trial))
         self.find_trained()
         if not self.gated:
             raise DivergenceError(
                 f"no range's training stayed finite ({next(iter(self.diverged.values()))}); lower --learning-rate or train in fp32"
             )
 
-    def run_trial(self, trial: Trial, on_step: OnStep | None = None) -> None:
+    def on_step(self, trial: Trial) -> OnStep:
+        """Reports the steps of a trial's training."""
+
+        def on_step(done: int, total: int, entropy: float | None) -> None:
+            self.report("training", self.name_of(trial), done, "" if entropy is None else f"entropy {entropy:.3f}")
+
+        return on_step
+
+    def run_trial(self, trial: Trial) -> None:
         """Train a trial, and draw its greedy answers to the dev set; what is on file is only looked up.
 
         The answers are judged by whoever evaluates all variants afterwards, so that several processes can do this at once.
         """
-        self.context.train(trial, self.folder / TRIALS, on_step)
+        self.context.train(trial, self.folder / TRIALS, self.on_step(trial))
         if self.dev is not None:
             variant, task = self.variant_of(trial).at(0), self.tasks["dev"]
             engines = in_memory(self.context.model, self.context.tokenizer, "adapter", self.dev.settings.dev_batch_size)
             seed = task.sampling.seed
-            Evaluation(self.folder / "dev", [task], [variant], {}, {}, seed, engine_for=engines).sample(variant)
+            one = Evaluation(self.folder / "dev", [task], [variant], {}, {}, seed, engine_for=engines)
+            one.sample(variant, self._on_answers("dev"))
 
     def find_trained(self) -> list[Trial]:
         """Look up the trials that are trained or diverged; returns the others."""
@@ -229,6 +282,8 @@ class SelectionRun:
             trained_in(self.folder, self.trials),
             failed_in(self.folder, self.trials, diverged=True),
         )
+        ended = [one for one in self.trials if one in self.gated or one.name in self.diverged]
+        self._done["training"] |= {self.name_of(one): self.steps_of(one) for one in ended}
         return [one for one in self.trials if one not in self.gated and one.name not in self.diverged]
 
     def name_of(self, trial: Trial) -> str:
@@ -253,22 +308,41 @@ class SelectionRun:
                 found.append(Compared(f"gated {cell}", tuple(map(self.variant_of, trials)), tuple(trials)))
         return found
 
+    def steps_of(self, trial: Trial) -> int:
+        """Steps of its training; random gates are not trained."""
+        return 0 if trial.objective == "random" else self._steps
+
+    def total_steps(self) -> int:
+        """How many steps all trainings take."""
+        return sum(map(self.steps_of, self.trials))
+
     def total_answers(self) -> int:
-        """How many answers the dev set takes in all, should no training diverge."""
+        """How many answers the dev set takes in all, should no training diverge, and those to the retention set so far."""
         task = self.tasks["dev"]
         models = (2 if self.base_left_out else 3) - 1 + len(SCALES) + len(self.trials)
         sampled = len(TEMPERATURES) * (1 + len({one.seed for one in self.trials})) * task.sampling.samples
-        return len(task.questions) * (models + sampled)
+        kept = sum(self._answers_of("retention", one) for one in self._asked["retention"])
+        return len(task.questions) * (models + sampled) + kept
+
+    def _answers_of(self, name: str, variant: ModelVariant) -> int:
+        task = self.tasks[name]
+        return len(task.questions) * variant.sampling(task.sampling).samples
+
+    def _on_answers(self, name: str) -> AnswersDone:
+        """Reports the answers to the dev or retention set."""
+
+        def on_event(stage: str, variant: ModelVariant, _: str, done: int, total: int) -> None:
+            if stage == "sampling":
+                what = variant.label if name == "dev" else f"{variant.label} on the {name} set"
+                self.report("evaluating", what, done)
+
+        return on_event
 
     def results(self, asked: Sequence[Compared], name: str = "dev") -> dict[str, TaskResult]:
         """{label of a variant: result} on the dev or retention set; what is on file is not drawn again."""
         assert self.dev is not None, "there is a dev set"
         folder, task, variants = self.folder / name, self.tasks[name], self._asked[name]
         variants.update(dict.fromkeys(variant for one in asked for variant in one.variants))
-
-        def on_event(stage: str, variant: ModelVariant, _: str, done: int, total: int) -> None:
-            if stage == "sampling":
-                self.on_event("evaluating", variant.label, done, total, "")
 
         record = evaluate(
             self.context.model,
@@ -281,11 +355,11 @@ class SelectionRun:
             grading=GradingSettings(sandbox=self.dev.settings.sandbox),
             batch_size=self.dev.settings.dev_batch_size,
             resume=RunFolder(folder).record.is_file(),
-            on_event=on_event,
+            on_event=self._on_answers(name),
         )
         return {row.label: row for row in record.results}
 
-    def choose(self) -> dict[str, Any]:
+    def choose(self) -> SelectionRecord:
         """Evaluate in the two steps of the rule, choose, and return the record, which is also in `selection.json`."""
         greedy = [one.at(0) for one in self.compared()]
         rows = self.results(greedy)
@@ -297,7 +371,7 @@ class SelectionRun:
         scores = {one.label: one.scores(rows) for one in asked}
         chosen, vetoed, retained = self._guarded(scores, {one.label: one for one in asked})
         record = self._record(chosen, asked, rows, scores, vetoed, retained)
-        write_json(self.folder / "selection.json", record)
+        write_json(self.folder / FILE, record.to_json())
         return record
 
     def _guarded(
@@ -328,61 +402,74 @@ class SelectionRun:
         scores: Mapping[str, np.ndarray],
         vetoed: Mapping[str, str],
         retained: Mapping[str, np.ndarray],
-    ) -> dict[str, Any]:
+    ) -> SelectionRecord:
         assert self.dev is not None, "there is a dev set"
         task, own = self.tasks["dev"], scores[BASELINE.label]
-        variants = {}
+        variants: dict[str, VariantScore] = {}
         for one in asked:
             found, estimate = [rows[variant.label] for variant in one.variants], average_at_k(scores[one.label])
-            z = paired_z(scores[one.label], own)
-            # infinite where every question differs by as much, which JSON cannot say
-            versus = {**asdict(compare(scores[one.label], own)), "z": z if math.isfinite(z) else None}
             kept = retained.get(one.label)
-            variants[one.label] = {
-                "label": one.label,
-                "weights": one.kind,
-                "temperature": one.variants[0].temperature,
-                **{key: getattr(estimate, key) for key in ("mean", "low", "high")},
-                "samples": sum(row.avg_at_k.samples for row in found),
-                "difference": None if one.label == BASELINE.label else versus,
-                **{
-                    key: float(np.mean([getattr(row, key) for row in found]))
-                    for key in ("truncated", "no_eos", "tokens")
-                },
-                "retention": None if kept is None else asdict(average_at_k(kept)),
-            }
+            variants[one.label] = VariantScore(
+                estimate.mean,
+                estimate.low,
+                estimate.high,
+                label=one.label,
+                weights=one.kind,
+                temperature=one.variants[0].temperature or 0.0,
+                samples=sum(row.avg_at_k.samples for row in found),
+                difference=None if one.label == BASELINE.label else _gap(scores[one.label], own),
+                truncated=float(np.mean([row.truncated for row in found])),
+                no_eos=float(np.mean([row.no_eos for row in found])),
+                tokens=float(np.mean([row.tokens for row in found])),
+                retention=None if kept is None else Retained(**asdict(average_at_k(kept))),
+            )
         picked, row = next(one for one in asked if one.label == chosen.label), variants[chosen.label]
         trial = picked.trials[0] if picked.trials else None
         reasons = rows[BASELINE.label].reasons
-        return {
-            "rule": RULE,
-            "recommendation": {
-                "label": chosen.label,
-                "weights": picked.kind,
-                "temperature": row["temperature"],
-                "scale": picked.variants[0].scale,
-                "range": None if trial is None else [trial.range.lower, trial.range.upper],
-                "trial": None if trial is None else trial.slug,
-                "score": {key: row[key] for key in ("mean", "low", "high")},
-                "reason": reason_of(chosen),
-            },
-            "baseline": BASELINE.label,
-            "variants": list(variants.values()),
-            "dev": {
-                "source": task.source,
-                "questions": len(task.questions),
-                "samples": self.dev.settings.dev_samples,
-                "max_new_tokens": task.sampling.max_new_tokens,
-                "task": f"{task.task.name} v{task.task.version}",
-                "grader": task.task.grader,
-                "unread": 1 - sum(reasons.get(reason, 0) for reason in READ) / len(task.questions),
-            },
-            "retention": {"source": self.tasks["retention"].source, "vetoed": dict(vetoed)}
-            if "retention" in self.tasks
-            else None,
-            "left_out": {"base": self.base_left_out} if self.base_left_out else {},
-            "diverged": self.diverged,
-        }
+        return SelectionRecord(
+            RULE,
+            Recommended(
+                chosen.label,
+                picked.kind,
+                row.temperature,
+                scale=picked.variants[0].scale,
+                range=None if trial is None else (trial.range.lower, trial.range.upper),
+                trial=None if trial is None else trial.slug,
+                score=Score(row.mean, row.low, row.high),
+                reason=" ".join(
+                    filter(
+                        None,
+                        (
+                            reason_of(chosen.best, BASELINE.label, variants[chosen.best].difference, chosen.accepted),
+                            written_seed(picked.trials),
+                        ),
+                    )
+                ),
+            ),
+            BASELINE.label,
+            tuple(variants.values()),
+            DevInfo(
+                task.source,
+                len(task.questions),
+                self.dev.settings.dev_samples,
+                task.sampling.max_new_tokens,
+                f"{task.task.name} v{task.task.version}",
+                task.task.grader,
+                1 - sum(reasons.get(reason, 0) for reason in READ) / len(task.questions),
+                self.dev.dropped,
+            ),
+            None
+            if self.retention is None
+            else RetentionInfo(self.tasks["retention"].source, dict(vetoed), self.retention.dropped),
+            {"base": self.base_left_out} if self.base_left_out else {},
+            self.diverged,
+        )
+
+
+def _gap(scores: np.ndarray, own: np.ndarray) -> Gap:
+    """The paired difference a - b of scores [Q, K]; its z is None where it is infinite, which JSON cannot say."""
+    z = paired_z(scores, own)
+    return Gap(**{**asdict(compare(scores, own)), "z": z if math.isfinite(z) else None})
 
 
 def trained_in(folder: Path, trials: Sequence[Trial]) -> dict[Trial, Path]:
@@ -397,22 +484,11 @@ def failed_in(folder: Path, trials: Sequence[Trial], *, diverged: bool) -> dict[
     return {name: str(note["error"]) for name, note in notes.items() if note and note["diverged"] is diverged}
 
 
-def reason_of(chosen: Selection) -> str:
-    """Why this variant was chosen, in a sentence."""
-    if chosen.difference is None:
-        return f"no variant scored above {BASELINE.label}"
-    gap = chosen.difference
-    size = f"{points(gap.mean)} points (95 % interval {points(gap.low)} to {points(gap.high)}, z = {chosen.z:.2f})"
-    if chosen.accepted:
-        return f"it beats {BASELINE.label} by {size}"
-    return f"{chosen.best} is above it by {size}, which may be chance"
-
-
 Open = Callable[[], SelectionRun]
 """Opens a run in a process of its own; it can be sent there."""
-OnTrial = Callable[[Trial, str, int, int, float | None], None]
-"""Called with (trial, stage, step, steps, entropy); stages are training, finished and failed."""
+OnTrial = Callable[[Trial, str], None]
+"""Called with (trial, "finished" or "failed") when a trial has ended."""
 
 
-def no_trial(trial: Trial, stage: str, done: int, total: int, entropy: float | None) -> None:
+def no_trial(trial: Trial, ended: str) -> None:
     """An `OnTrial` for nobody."""

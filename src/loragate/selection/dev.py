@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,29 +22,31 @@ import numpy as np
 from loragate.data import EncodedRows, Rows, load_rows
 from loragate.data.encoding import IGNORED
 from loragate.data.formats import conversation
-from loragate.data.rows import RowsGiven
+from loragate.data.rows import RowsGiven, is_saved
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.answers import why_no_gold
-from loragate.evaluation.judging import MATH, TEXT, require_graders
+from loragate.evaluation.judging import ANSWERS as ANSWER_GRADERS
+from loragate.evaluation.judging import require_graders
 from loragate.evaluation.prepared import Prepared, prepare
+from loragate.evaluation.references import check_references
 from loragate.evaluation.settings import GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Question, Questions, Task, load_questions, load_task
-from loragate.evaluation.tasks.task import Dataset, Generation, Grader
+from loragate.evaluation.tasks.task import Dataset, Generation, Grader, found_columns
+from loragate.files import write_text
 from loragate.selection.settings import DevSettings
 
+Taken = tuple[Sequence[tuple[str, str]], str]
+"""((where it stands, text) of prompts, what they are)"""
 PROMPTS = ("prompt", "question", "problem", "instruction")
 ANSWERS = ("answer", "gold", "target")
-GRADERS = (*MATH, *TEXT)
+GRADERS = (*ANSWER_GRADERS, "tiny")
 TINY_COLUMNS = ("prompt", "kind", "operations")  # that the grader of the tiny world reads
 MIN_QUESTIONS = 32
 LONG = 60
 """Characters from which a question is looked for inside other prompts; shorter ones occur by accident."""
+SHARED, LINE = 20, 1000  # shared questions in a message, and characters of each; a file has them all
+OVERLAP = "overlap.txt"
 RETENTION_TOKENS = 512  # of an answer to a plain file of retention questions
 MEASURED = 2_000  # training examples whose answers are measured
-EVERY_KIND = (
-    "the dev set must hold every kind of question that the adapter will be asked: what it does not ask, nothing here measures "
-    "(a retention set, --retention-data, guards other abilities)"
-)
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,13 @@ class DevSet:
         task: how they are asked and judged.
         questions: all different, and none of them among the training examples.
         settings: of samples and verdicts.
+        dropped: {what they are also among: number of questions that were left out for it}.
     """
 
     task: Task
     questions: Questions
     settings: DevSettings
+    dropped: dict[str, int] = field(default_factory=dict)
 
     def prepared(
         self, tokenizer: Any, positions: int | None, seed: int, *, system: str, answer_tokens: int, raw: bool = False
@@ -84,7 +89,8 @@ def read_dev(
     given: RowsGiven,
     settings: DevSettings,
     name: str = "dev",
-    taken: Sequence[tuple[Sequence[str], str]] = (),
+    taken: Sequence[Taken] = (),
+    folder: Path | None = None,
 ) -> DevSet:
     """Questions of a file or of rows in memory, checked as far as they can be without a model.
 
@@ -93,14 +99,15 @@ def read_dev(
     Args:
         given: .jsonl, .json or .parquet with a prompt and an answer column, or such rows; or the schema of the settings' task.
         name: "dev" or "retention", which has a task of its own in the settings.
-        taken: (prompts, what they are): questions must not be among them.
+        taken: questions must not be among these, or are left out with the settings' `drop_overlap`.
+        folder: where a long list of shared questions is written.
 
     Raises:
         ConfigError: for a grader that cannot be used, or questions without answers.
         DataError: for a file that is not there, a row that cannot be used, a question that is also among those taken, or fewer
             than 32 different questions.
     """
-    if isinstance(given, str | Path) and not (path := Path(given).expanduser()).is_file():
+    if isinstance(given, str | Path) and not (path := Path(given).expanduser()).is_file() and not is_saved(path):
         beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
         raise DataError(
             f"found no file {given}{nearest(path.name, beside)} (a {name} set is a local .jsonl, .json or .parquet file)"
@@ -111,26 +118,34 @@ def read_dev(
         task = load_task(own)
     else:
         _require_answers(rows, source, name)
-        task = plain_task(name, settings.dev_grader)
+        task = plain_task(name, settings.dev_grader, settings.dev_pattern)
     require_graders([task], GradingSettings(sandbox=settings.sandbox))
     # a data set's full size says nothing about these questions
     found = load_questions(replace(task, dataset=replace(task.dataset, rows=None)), rows)
-    for texts, what in taken:
-        _require_disjoint(found.questions, texts, what, name)
-    questions = _different(found.questions)
+    known, dropped, left = len(found.questions), dict[str, int](), list(found.questions)
+    for prompts, what in taken:
+        if shared := shared_with(left, prompts):
+            if not settings.drop_overlap:
+                raise DataError(_overlap(shared, what, name, known, folder))
+            dropped[what] = len(shared)
+            left = [question for question in left if question.place not in shared]
+    questions = _different(left)
     if len(questions) < MIN_QUESTIONS:
+        less = "".join(f"; {count} that are also among {what} were left out" for what, count in dropped.items())
         raise DataError(
             f"the {name} set {source} has {len(questions)} different questions; fewer than {MIN_QUESTIONS} cannot tell variants "
-            "apart, so nothing would be chosen on them"
+            f"apart, so nothing would be chosen on them{less}"
         )
     if why := _why_never_right(task, questions):
         raise DataError(why)
-    repeated = len(found.questions) - len(questions)
+    warnings = check_references(task, questions, task.grader, GradingSettings(sandbox=settings.sandbox))
+    repeated = len(left) - len(questions)
     source += f" ({repeated} repeat another and are left out)" if repeated else ""
-    return DevSet(task, replace(found, questions=questions, source=source), settings)
+    found = replace(found, questions=questions, source=source, warnings=(*found.warnings, *warnings))
+    return DevSet(task, found, settings, dropped)
 
 
-def plain_task(name: str, grader: str) -> Task:
+def plain_task(name: str, grader: str, pattern: str = "") -> Task:
     """The task of a plain file of prompts and answers; the prompt column is the user's turn, as it stands.
 
     A grader that needs more than an answer is a ConfigError.
@@ -150,6 +165,7 @@ def plain_task(name: str, grader: str) -> Task:
         prompt="{{ question }}",
         generation=Generation(samples=4),
         grader=cast(Grader, grader),
+        pattern=pattern,
     )
 
 
@@ -161,18 +177,23 @@ def answer_tokens(encoded: EncodedRows) -> int:
     return 16 * math.ceil((1.5 * float(np.quantile(lengths, 0.99)) + 16) / 16)
 
 
-def taken_prompts(rows: Rows, settings: DevSettings) -> list[tuple[list[str], str]]:
+def taken_prompts(rows: Rows, settings: DevSettings) -> list[Taken]:
     """What no question may be among: the training examples, and what `exclude` names (DataError if that has no prompts)."""
-    taken = [(prompts_of(rows), "the training examples")]
+    taken: list[Taken] = [(placed_prompts(rows), "the training examples")]
     if settings.exclude:
         what = f"the questions of {settings.exclude}"
-        if not (texts := prompts_of(load_rows(settings.exclude))):
+        if not (texts := placed_prompts(load_rows(settings.exclude))):
             raise DataError(
                 f"no prompts were found in {settings.exclude}, so nothing shows that the dev set is new to them; expected "
                 f"messages, or one of the columns {', '.join(PROMPTS)}"
             )
         taken.append((texts, what))
     return taken
+
+
+def placed_prompts(rows: Rows) -> list[tuple[str, str]]:
+    """(where it stands, text) of the user's words in every row."""
+    return [(rows.where(index), text) for index, row in enumerate(rows) for text in prompts_of([row])]
 
 
 def prompts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -215,7 +236,8 @@ def _require_answers(rows: Rows, source: str, name: str) -> None:
     if missing and len(missing) == len(rows):
         raise ConfigError(
             f"{source} has no answers (columns {', '.join(ANSWERS)}), so no variant can be shown to be better than another: use "
-            "the adapter as it is, decoded greedily, or give questions with answers"
+            f"the adapter as it is, decoded greedily, or give questions with answers. {found_columns(rows[0])}; where they hold "
+            "the answers, rename them, or name them in a task file for --dev-task"
         )
     if missing:
         raise DataError(f"{rows.where(missing[0])}: no answer, though other questions have one; give all of them one")
@@ -240,29 +262,46 @@ def _why_never_right(task: Task, questions: Sequence[Question]) -> str | None:
         missing = [name for name in TINY_COLUMNS if task.grader == "tiny" and name not in question.row]
         if missing:
             return f"{question.place}: the grader tiny reads the column {missing[0]!r}, which this row has not"
-        if task.grader in GRADERS and (why := why_no_gold(question.gold, task.grader)):
-            return f"{question.place}: {why}"
     return None
 
 
-def _require_disjoint(questions: Sequence[Question], others: Iterable[str], what: str, name: str) -> None:
-    """Refuse questions that are also among other rows, compared by their prompt and by the row's own question.
+def shared_with(questions: Sequence[Question], others: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+    """{where a question stands: where others say the same}; compared are its prompt and the row's own question.
 
-    The DataError names the first and how many there are.
+    Args:
+        others: (where it stands, text).
     """
-    seen = {key for key in map(key_of, others) if key}
-    joined = "\n".join(seen)
-    shared = [
-        question
-        for question in questions
-        if any(
-            key in seen or (len(key) >= LONG and key in joined)
-            for key in map(key_of, {question.prompt, *prompts_of([question.row])})
-            if key
-        )
-    ]
-    if shared:
-        raise DataError(
-            f"{shared[0].place}: {len(shared)} of {len(questions)} {name} questions are also among {what}; a choice made on "
-            "questions that were trained on, or that the result is reported on, means nothing. Take other questions"
-        )
+    places: dict[str, list[str]] = defaultdict(list)
+    for place, text in others:
+        if key := key_of(text):
+            places[key].append(place)
+    joined, found = "\n".join(places), dict[str, list[str]]()
+    for question in questions:
+        there: list[str] = []
+        for key in filter(None, map(key_of, dict.fromkeys([question.prompt, *prompts_of([question.row])]))):
+            there += places.get(key, [])
+            if len(key) >= LONG and key in joined:
+                there += [place for known, own in places.items() if key != known and key in known for place in own]
+        if there:
+            found[question.place] = list(dict.fromkeys(there))
+    return found
+
+
+def _overlap(shared: Mapping[str, Sequence[str]], what: str, name: str, count: int, folder: Path | None) -> str:
+    """Which questions are also among others, line by line; a long list goes into a file of the folder as well."""
+    lines = [f"{place} = {', '.join(there)}" for place, there in shared.items()]
+    shown = [line if len(line) <= LINE else f"{line[:LINE]}…" for line in lines[:SHARED]]
+    if (more := len(lines) - len(shown)) or any(len(line) > LINE for line in lines):
+        rest = f"and {more} more" if more else "long lines are cut"
+        if folder is not None:
+            write_text(folder / OVERLAP, "\n".join(lines) + "\n")
+            rest += f"; {folder / OVERLAP} has them all"
+        shown.append(rest)
+    return "\n".join(
+        [
+            f"{next(iter(shared))}: {len(shared)} of {count} {name} questions are also among {what}; a choice made on questions "
+            "that were trained on, or that the result is reported on, means nothing. Take other questions, or leave these out of "
+            f"the {name} set with --drop-overlap (drop_overlap=True):",
+            *shown,
+        ]
+    )

@@ -151,7 +151,7 @@ def run_on_ray(open_run: Open, pending: Sequence[Trial], on_trial: OnTrial = no_
             # lost several times; whoever reads the folder sees that it is missing
             with suppress(ray.exceptions.RayError):
                 trial, done = pool.get_next_unordered()
-                on_trial(trial, "finished" if done else "failed", 0, 0, None)
+                on_trial(trial, "finished" if done else "failed")
             while (idle := pool.pop_idle()) is not None:
                 ray.kill(idle)  # its room goes to workers that Ray could not start yet
 

@@ -16,22 +16,27 @@ class DevSettings:
 
     Attributes:
         dev_task: task (name or file) whose prompt, columns and grader it has.
-        dev_grader: grader without a task: default (math), math_verify, dft, choice, exact, boxed, tiny.
+        dev_grader: grader without a task: default (math), math_verify, dft, gsm8k (last number), regex, choice, exact, boxed,
+            tiny.
+        dev_pattern: regular expression of the grader regex; its one group is the answer.
         dev_samples: samples per question where a variant is sampled at a temperature above 0.
         dev_max_new_tokens: token limit of an answer; 0 takes what the training examples' answers need.
         dev_batch_size: sequences generated at a time.
         retention_task: task (name or file) of the retention set; without it a file of prompts and answers.
         exclude: file of evaluation questions; a dev set that shares one with it is refused.
+        drop_overlap: leave out of the dev set what is also in --data or --exclude, in place of the refusal.
         sandbox: where the programs of a dev set of code run; rlimits isolates nothing.
     """
 
     dev_task: str = ""
     dev_grader: str = "default"
+    dev_pattern: str = ""
     dev_samples: Count = 4
     dev_max_new_tokens: Size = 0
     dev_batch_size: Count = 64
     retention_task: str = ""
     exclude: str = ""
+    drop_overlap: bool = False
     sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
 
     def __post_init__(self) -> None:

@@ -24,10 +24,10 @@ from loragate.errors import ConfigError, DataError, DivergenceError, LoragateErr
 from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.prepared import Request
 from loragate.evaluation.results import EvaluationRecord
-from loragate.evaluation.statistics import compare_suites, holm, suite_average
+from loragate.evaluation.statistics import Difference, compare_suites, simultaneous, suite_average
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import ModelVariant
-from loragate.files import RunFolder, read_json, require_new
+from loragate.files import RunFolder, require_new
 from loragate.gates import GateConfig
 from loragate.gates.schema import CONFIG, read_gate_config
 from loragate.models import Loaded, Loading, ModelSource, explained, load_adapter, open_base, open_tokenizer, resolve
@@ -42,8 +42,10 @@ from loragate.selection.compare import (
     no_trial,
     trained_in,
 )
+from loragate.selection.dev import OVERLAP
 from loragate.selection.settings import DevSettings
 from loragate.selection.trials import Trial, TrialContext
+from loragate.selection_record import FILE, SelectionRecord, read_selection_record
 from loragate.training import GateTrainingSettings
 
 LEVEL = 0.05  # of the cells that are said to differ from the adapter
@@ -81,6 +83,7 @@ class Sweep:
 
     def __post_init__(self) -> None:
         found = resolve(absolute(self.adapter), absolute(self.base), expect="adapter")
+        found.contents.require_usable("gate")
         self.adapter, self.base = found.source, str(replace(found.base, name=found.base.lasting))
         self.how = replace(self.how, chat_template=absolute(self.how.chat_template))
         self.dev = replace(
@@ -112,7 +115,7 @@ class Sweep:
         )
         dev, retention = None, None
         if self.dev_data:
-            dev, retention = read_questions(context, self.dev, self.dev_data, self.retention_data or None)
+            dev, retention = read_questions(context, self.dev, self.dev_data, self.retention_data or None, folder)
         return SelectionRun(context, tuple(trials), folder, dev, retention, on_event)
 
 
@@ -140,11 +143,11 @@ def run_in_sequence(open_run: Open, pending: Sequence[Trial], on_trial: OnTrial 
     """Run trials one after the other in this process."""
     for trial in pending:
         try:
-            open_run().run_trial(trial, functools.partial(on_trial, trial, "training"))
+            open_run().run_trial(trial)
         except Exception:  # noted by the trial, reported by whoever reads the folder
-            on_trial(trial, "failed", 0, 0, None)
+            on_trial(trial, "failed")
         else:
-            on_trial(trial, "finished", 0, 0, None)
+            on_trial(trial, "finished")
 
 
 def choose_runner(
@@ -179,12 +182,12 @@ class Swept:
     """What a sweep came to.
 
     Attributes:
-        selection: content of `selection.json`; None where nothing was chosen: without a dev set, or with trials that failed.
+        selection: what `selection.json` holds; None where nothing was chosen: without a dev set, or with trials that failed.
         best: the recommended variant's folder; None where nothing was chosen.
         failures: {trial: why} of trials whose last attempt failed, for another reason than a training that diverged.
     """
 
-    selection: dict[str, Any] | None
+    selection: SelectionRecord | None
     best: Path | None
     failures: Mapping[str, str]
 
@@ -214,7 +217,7 @@ def run_sweep(
     """
     folder = Path(folder)
     if not resume and not (folder / RunFolder.RECORD).exists():
-        require_new(folder)
+        require_new(folder, OVERLAP)
     run = sweep.open(trials, folder, on_event)
     with run.begun(resume):
         if run.dev is not None:
@@ -224,7 +227,12 @@ def run_sweep(
                 run_in_sequence(lambda: run, pending, on_trial)
             else:
                 run.context.model = None  # its room is the workers'
-                runner(functools.partial(sweep.open, tuple(trials), folder.resolve()), pending, on_trial)
+
+                def ended(trial: Trial, how: str, run: SelectionRun = run) -> None:
+                    run.report("training", run.name_of(trial), run.steps_of(trial), how)  # a worker reports no step
+                    on_trial(trial, how)
+
+                runner(functools.partial(sweep.open, tuple(trials), folder.resolve()), pending, ended)
                 run = sweep.open(trials, folder, on_event)
         if run.find_trained():
             known = failed_in(folder, trials, diverged=False)
@@ -253,13 +261,11 @@ def _head(trials: Sequence[Trial]) -> dict[str, Any]:
     }
 
 
-def _tell_apart(cells: Sequence[dict[str, Any]]) -> None:
-    """Say in records of cells which differ from the adapter, by Holm's method over all of them."""
-    adjusted = holm([cell["difference"]["p"] for cell in cells]) if cells else []
-    for cell, p in zip(cells, adjusted, strict=True):
-        versus = cell["difference"]
-        versus["p_holm"] = p
-        cell["differs"] = p <= LEVEL and (versus["low"] > 0 or versus["high"] < 0)
+def _tell_apart(cells: Sequence[dict[str, Any]], differences: Sequence[Difference]) -> None:
+    """Say in records of cells how they differ from the adapter, by Holm's method over all of them."""
+    for cell, versus, p in zip(cells, *simultaneous(differences), strict=True):
+        cell["difference"] = {**asdict(versus), "p_holm": p}
+        cell["differs"] = p <= LEVEL
 
 
 @dataclass(frozen=True)
@@ -304,8 +310,8 @@ class SweptCells:
         if asked := [task.name for task in tasks if task.harness is not None]:
             raise ConfigError(f"--sweep: {', '.join(asked)} are retention suites, which are scored one model at a time")
         endings = tuple(gates.get("stop_token_ids") or ())
-        chosen = read_json(sweep / "selection.json").get("recommendation") or {}
-        picked = next((one.cell for one in every if one.slug == chosen.get("trial")), "")
+        chosen = read_selection_record(sweep / FILE).recommendation.trial if (sweep / FILE).is_file() else None
+        picked = next((one.cell for one in every if one.slug == chosen), "")
         left = tuple(one for one in every if one not in trials)
         return cls(trials, left, own, tasks, endings, picked)
 
@@ -330,14 +336,14 @@ class SweptCells:
             if trial.cell not in incomplete:
                 groups.setdefault(trial.cell, []).append(trial)
         tables: dict[str, list[np.ndarray]] = {"adapter": own}
-        cells: list[dict[str, Any]] = []
+        cells, differences = list[dict[str, Any]](), list[Difference]()
         for name, trials in groups.items():
             tables[name] = [
                 np.mean([rows[task, f"gated {one.name}"].means_Q1 for one in trials], axis=0) for task in tasks
             ]
-            score, versus = suite_average(tables[name]), compare_suites(tables[name], own)
-            cells.append({**_head(trials), "score": asdict(score), "difference": asdict(versus)})
-        _tell_apart(cells)
+            cells.append({**_head(trials), "score": asdict(suite_average(tables[name]))})
+            differences.append(compare_suites(tables[name], own))
+        _tell_apart(cells, differences)
         best, regret = max(tables, key=lambda name: suite_average(tables[name]).mean), None
         if self.picked in tables:
             # a model does not differ from itself, which the test cannot know

@@ -28,11 +28,11 @@ from loragate.data import EncodedRows, Rows, find_endings
 from loragate.errors import ConfigError, DivergenceError, LoragateError, TrainingError, nearest
 from loragate.files import held, read_json, write_json, write_text
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters, save_gates
-from loragate.gates.artifact import write_sampling
+from loragate.gates.artifact import require_readable, write_sampling
 from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.card import render_card
 from loragate.gates.range import Range
-from loragate.gates.schema import ADAPTER, CARD, CONFIG, GATES, read_gate_config
+from loragate.gates.schema import ADAPTER, CARD, CONFIG, GATES, copy_file, read_gate_config
 from loragate.training import GateTrainingSettings, train_gates, training_rows
 from loragate.training.callbacks import StepReport
 from loragate.training.gate_training import check_start
@@ -238,10 +238,12 @@ def save_artifact(
 def copy_artifact(source: Path, target: Path, selection: dict[str, Any], temperature: float) -> None:
     """Copy a trial's gated adapter, with the record of how it was chosen, and the sampling that it is recommended at."""
     record = {**read_gate_config(source), "selection": selection}
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns(CONFIG, CARD), dirs_exist_ok=True)
+    without = shutil.ignore_patterns(CONFIG, CARD)
+    shutil.copytree(source, target, ignore=without, copy_function=copy_file, dirs_exist_ok=True)
     record |= write_sampling(target, temperature)
     write_text(target / CARD, render_card(target.resolve().name, record))
     write_json(target / CONFIG, record)  # last: without it there is no artifact
+    require_readable(target, known_again=False)  # the adapter was known again when the trial was written
 
 
 def attach_trained(context: TrialContext, trial: Trial, gated: Path | None) -> None:

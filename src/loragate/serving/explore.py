@@ -9,6 +9,7 @@ from loragate.analysis.token_traces import Answer, Question, trace_answers
 from loragate.data import render_prompt
 from loragate.errors import ConfigError
 from loragate.gates import attached_config, gate_override, gates_disabled
+from loragate.gates.control import as_base
 from loragate.gates.recommended import chosen_temperature, sampling_note
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.models import Loading, open_model, resolve
@@ -66,7 +67,7 @@ class Session:
         )
         engine = TransformersEngine(self.model, self.tokenizer, batch_size=1)
         ways = {
-            "base": self.model.disable_adapter,
+            "base": lambda: as_base(self.model),
             "adapter": lambda: gates_disabled(self.model),
             "gated": lambda: gate_override(self.model, request.minimum, request.maximum),
         }

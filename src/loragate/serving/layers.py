@@ -1,4 +1,4 @@
-"""vLLM's LoRA layers with gates: λ is multiplied into the rank-r buffer between A and B. And the vocabulary's head on a CPU.
+"""vLLM's LoRA layers with gates: λ is multiplied into the rank-r buffer between A and B. And LoRA's products on a CPU.
 
 Each adapter slot of a linear layer holds one gate per packed slice (three for qkv_proj, two for gate_up_proj), with the bounds
 that λ is clipped to. A slot without gates has slopes of 0, so that λ is exactly 1; one more row, that of tokens without an
@@ -6,13 +6,17 @@ adapter, is clipped to 0. Values live in tensors that are filled in place: nothi
 On a CPU, and in a captured graph's small batches, the cost is the number of operations, not their size: what can be worked
 out when a slot is filled (1/τ in weight and bias, the two slopes) is not worked out per token.
 
+On a CPU vLLM gathers the A and B of every token, which costs many times the base's own product. There `shrink_slots` makes one
+product with the A of all slots, of which each token takes its own R columns, and `expand_slots` one product with B for each slot
+in the batch; a batch of the base alone costs neither. On a GPU vLLM's kernels are left alone.
+
 Models whose head may be adapted (Llama, Mistral, Qwen3) have it wrapped as soon as LoRA is on. vLLM's own operations for it on
 a CPU take one row per sampled request: the log-probs of a prompt, with a row per prompt token, end the engine; and rows
 without an adapter get the last slot's. They also copy a head's B once per row, though hardly any adapter has one. So the
-rows are worked out here, slot by slot, for the slots that hold a head. On a GPU vLLM's kernels are left alone.
+rows are worked out here, slot by slot, for the slots that hold a head.
 
-Shapes: T tokens or rows of logits, D input width (of this rank), R rank, S adapter slots and one more, N slices of the layer,
-V vocabulary.
+Shapes: T tokens or rows of logits, D input and O output width (of this rank), R rank, S adapter slots (of a gate's tensors, and
+one more), N slices of the layer, V vocabulary.
 """
 
 from __future__ import annotations
@@ -83,6 +87,72 @@ def slot_coefficients(
     return (slope_TN * response_TN + 1.0).clamp(least_TN, most_TN)
 
 
+def shrink_slots(
+    buffer_NTR: torch.Tensor, x_TD: torch.Tensor, a_NS1RD: Any, scale: float, slots_T: torch.Tensor
+) -> None:
+    """scale · A x of every token under its own slot's A, written into the buffer in its dtype (fp32).
+
+    Args:
+        buffer_NTR: one [T, R] for each slice.
+        x_TD: input of the layer, any floating dtype.
+        a_NS1RD: one [S, 1, R, D] for each slice.
+        slots_T: slot of each token; the rows of tokens without one (negative) are set to 0.
+    """
+    last = int(slots_T.max()) if len(slots_T) else -1
+    for buffer_TR, a_S1RD in zip(buffer_NTR, a_NS1RD):
+        rank = a_S1RD.shape[2]
+        buffer_TR.zero_()
+        if last < 0:
+            continue
+        # slots are filled from the first: those after the batch's last one are left out
+        table_DX = a_S1RD[: last + 1].reshape(-1, a_S1RD.shape[3]).to(buffer_TR.dtype).t()
+        reduced_TSR = torch.mm(x_TD.to(buffer_TR.dtype), table_DX).view(len(x_TD), last + 1, rank)
+        if last == 0:
+            own_TR = reduced_TSR[:, 0]
+        else:
+            own_TR = reduced_TSR.gather(1, slots_T.clamp(min=0).view(-1, 1, 1).expand(-1, 1, rank)).squeeze(1)
+        torch.mul(own_TR, ((slots_T >= 0) * scale).to(own_TR.dtype).unsqueeze(-1), out=buffer_TR[:, :rank])
+
+
+def expand_slots(
+    y_TO: torch.Tensor,
+    buffer_NTR: torch.Tensor,
+    b_NS1OR: Any,
+    output_slices: tuple[int, ...],
+    slots_T: torch.Tensor,
+    start: int = 0,
+    add: bool = True,
+) -> None:
+    """Add B of every token's own slot times its buffer to the columns of each slice, computed in the buffer's dtype.
+
+    Args:
+        y_TO: output of the layer, changed in place; rows of tokens without a slot keep their bits.
+        buffer_NTR: one [T, R] for each slice.
+        b_NS1OR: one [S, 1, O, R] for each slice; O is that of `output_slices`.
+        output_slices: number of columns of each slice.
+        slots_T: as in `shrink_slots`.
+        start: first column of the first slice.
+        add: False puts the products in place of what the columns hold.
+    """
+    used = [slot for slot in torch.unique(slots_T).tolist() if slot >= 0]
+    # nearly always one adapter for all tokens, which needs no rows picked
+    rows = [
+        None if len(used) == 1 and bool((slots_T >= 0).all()) else (slots_T == slot).nonzero()[:, 0] for slot in used
+    ]
+    for buffer_TR, b_S1OR, width in zip(buffer_NTR, b_NS1OR, output_slices):
+        part_TO = y_TO[:, start : start + width]
+        start += width
+        for slot, own in zip(used, rows):
+            b_RO = b_S1OR[slot, 0, :width].to(buffer_TR.dtype).t()
+            delta_TO = torch.mm((buffer_TR if own is None else buffer_TR[own])[:, : len(b_RO)], b_RO).to(y_TO.dtype)
+            if own is None:
+                part_TO.add_(delta_TO) if add else part_TO.copy_(delta_TO)
+            elif add:
+                part_TO.index_add_(0, own, delta_TO)
+            else:
+                part_TO.index_copy_(0, own, delta_TO)
+
+
 class PunicaProxy:
     """Stands before vLLM's punica wrapper of one layer; what it does not define is the wrapper's own."""
 
@@ -95,21 +165,47 @@ class PunicaProxy:
 
 
 class GatedPunica(PunicaProxy):
-    """That of a linear layer: scales what the wrapper's shrink leaves in the buffer."""
+    """That of a linear layer: scales what shrinking leaves in the buffer, and makes both products itself on a CPU."""
+
+    def slots(self, tokens: int) -> torch.Tensor:
+        """Slot of each token, [T]; -1 for one without an adapter."""
+        # the persistent buffer: the property of this name cuts it at a Python number, which a graph would bake in
+        slots_T: torch.Tensor = self.punica._token_lora_indices[:tokens]
+        return slots_T
 
     def add_shrink(self, y: Any, x: torch.Tensor, lora_a_stacked: Any, scale: float, **kwargs: Any) -> Any:
         """A x into the fp32 buffer [N, T, R], times λ."""
-        shrunk = self.punica.add_shrink(y, x, lora_a_stacked, scale, **kwargs)
-        buffer = y if shrunk is None else shrunk
         flat_TD = x.view(-1, x.shape[-1])
+        slots_T = self.slots(len(flat_TD))
+        if x.device.type == "cpu":
+            shrunk, buffer = None, y
+            shrink_slots(y, flat_TD, lora_a_stacked, scale, slots_T)
+        else:
+            shrunk = self.punica.add_shrink(y, x, lora_a_stacked, scale, **kwargs)
+            buffer = y if shrunk is None else shrunk
         layer = self.layer
-        # the persistent buffer: the property of this name cuts it at a Python number, which a graph would bake in
-        slots_T = self.punica._token_lora_indices[: flat_TD.shape[0]]
         lam_TN = slot_coefficients(
             flat_TD, slots_T, layer.gate_weight, layer.gate_bias, layer.gate_constants, layer.gate_reduce
         )
         buffer.mul_(lam_TN.t().unsqueeze(-1))
         return shrunk
+
+    def add_expand(
+        self,
+        y: torch.Tensor,
+        x: Any,
+        lora_b_stacked: Any,
+        output_slices: tuple[int, ...],
+        offset_start: int = 0,
+        add_inputs: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """y plus B times the buffer."""
+        if y.device.type != "cpu":
+            return self.punica.add_expand(y, x, lora_b_stacked, output_slices, offset_start, add_inputs, **kwargs)
+        flat_TO = y.view(-1, y.shape[-1])
+        expand_slots(flat_TO, x, lora_b_stacked, output_slices, self.slots(len(flat_TO)), offset_start, add_inputs)
+        return None
 
     def add_lora_linear(
         self,
@@ -124,10 +220,12 @@ class GatedPunica(PunicaProxy):
         """Both in turn; vLLM's own method would call its own shrink."""
         add_inputs = kwargs.pop("add_inputs", True)
         kwargs.pop("buffer", None)  # None in vLLM 0.32: its kernels make their own, which λ could not reach
+        if x.device.type == "cpu" and not bool((self.slots(x.view(-1, x.shape[-1]).shape[0]) >= 0).any()):
+            return None  # a batch of the base alone
         shape = (len(output_slices), x.size(0), lora_b_stacked[0].size(-1))
         buffer_NTR = torch.zeros(shape, dtype=torch.float32, device=x.device)
         self.add_shrink(buffer_NTR, x, lora_a_stacked, scale, **kwargs)
-        return self.punica.add_expand(y, buffer_NTR, lora_b_stacked, output_slices, add_inputs=add_inputs, **kwargs)
+        return self.add_expand(y, buffer_NTR, lora_b_stacked, output_slices, add_inputs=add_inputs, **kwargs)
 
 
 class GateMixin:

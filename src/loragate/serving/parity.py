@@ -7,44 +7,21 @@ so that one early difference does not hide the rest.
 from __future__ import annotations
 
 import gc
-import math
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from loragate.display import Display, console
 from loragate.errors import ConfigError, LoragateError
+from loragate.evaluation.agreement import Served, compare
 from loragate.models import ModelRef, base_config, open_weights, torch_device
 from loragate.serving.settings import ServerSettings
 from loragate.serving.vllm_server import prepare_vllm, served_adapters, usual_share
 
 TOLERANCE = 1e-4
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SEED = 4, 40, 32, 0
-
-
-@dataclass(frozen=True)
-class Served:
-    """One answer of the server; log-probs in nats."""
-
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]  # what was generated
-    prompt_logprobs: tuple[float, ...]  # of prompt tokens 1 onwards; the first has none
-    logprobs: tuple[float, ...]  # of the generated tokens
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How far served answers lie from the reference."""
-
-    prompt: float  # largest absolute difference of a log-prob, in nats; infinite where one is no number
-    generated: float  # the same of generated tokens
-    tokens: int  # generated tokens compared
-    mismatches: int  # generated tokens that are not the reference's own most likely one
-    close_calls: int  # of these, where the reference's two best lie within 1e-3 of each other, so that rounding decides
 
 
 def open_llm(base: str, adapters: Mapping[str, str], *, max_lora_rank: int, **settings: Any) -> tuple[Any, list[Any]]:
@@ -110,36 +87,6 @@ def greedy(
             )
         )
     return [served[start : start + len(prompts)] for start in range(0, len(served), len(prompts))]
-
-
-def compare(model: Any, served: Sequence[Served]) -> Agreement:
-    """The served answers against a transformers model (base, PeftModel or gated PeftModel)."""
-    prompt = generated = 0.0
-    tokens = mismatches = close_calls = 0
-    device = next(model.parameters()).device
-    for answer in served:
-        ids = torch.tensor([answer.prompt_ids + answer.token_ids], device=device)
-        with torch.no_grad():
-            logits_TV = model(ids).logits[0].float().cpu()
-        logprobs_TV = logits_TV.log_softmax(-1)
-        # position t predicts token t + 1
-        own_T = logprobs_TV[:-1].gather(-1, ids[0, 1:].cpu().unsqueeze(-1)).squeeze(-1)
-        cut = len(answer.prompt_ids) - 1  # of `own_T`, which says nothing of the first token
-        if answer.prompt_logprobs:
-            prompt = max(prompt, _furthest(own_T[:cut], answer.prompt_logprobs))
-        generated = max(generated, _furthest(own_T[cut:], answer.logprobs))
-        best_T2 = logits_TV[cut:-1].topk(2, dim=-1)
-        other_T = best_T2.indices[:, 0] != torch.tensor(answer.token_ids)
-        tokens += len(answer.token_ids)
-        mismatches += int(other_T.sum())
-        close_calls += int((other_T & (best_T2.values[:, 0] - best_T2.values[:, 1] < 1e-3)).sum())
-    return Agreement(prompt, generated, tokens, mismatches, close_calls)
-
-
-def _furthest(reference_T: torch.Tensor, found: Sequence[float]) -> float:
-    furthest = float((reference_T - torch.tensor(found)).abs().max())
-    # NaN is below no bound, and `max` would let it pass
-    return furthest if math.isfinite(furthest) else math.inf
 
 
 def verify(settings: ServerSettings) -> int:

@@ -158,6 +158,7 @@ def prepare_vllm(source: ModelSource, adapters: Mapping[str, ModelSource], trust
             require_gate_plugin(adapter.text)
             read_gates(adapter.folder, adapter.override)
         rank = max(rank, lora_rank(adapter.adapter))
+        adapter.contents.require_usable("serve")
     if on_cpu():
         with explained("base model", source.base.name):
             config = base_config(source.base, trust)

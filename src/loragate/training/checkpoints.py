@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from loragate.errors import ConfigError, TrainingError
+from loragate.errors import ConfigError, SetupError, TrainingError
 from loragate.files import RunFolder, file_sha256, read_json, write_json
 from loragate.training.strategy import Launch, launch_of, process_state
 
@@ -71,12 +71,12 @@ class TrainingFolder:
             The checkpoint to go on from; None to begin.
 
         Raises:
-            TrainingError: if the folder holds a run that is neither to be resumed nor overwritten, another run, or damaged
+            SetupError: if the folder holds a run that is neither to be resumed nor overwritten, another run, or damaged
                 checkpoints alone.
         """
         if not self.kept:
             return None
-        run, state = RunFolder(self.path, TrainingError), process_state()
+        run, state = RunFolder(self.path, SetupError), process_state()
         if not self.resume:
             if self.overwrite and state.is_main_process:
                 remove_run(self.path)
@@ -97,7 +97,7 @@ class TrainingFolder:
             faults.append((checkpoint, fault))
         damaged = [f"{torn.name} is damaged ({fault})" for torn, fault in faults if fault != UNFINISHED]
         if damaged and last is None:
-            raise TrainingError(
+            raise SetupError(
                 f"{self.path}: {', '.join(damaged)}, and no checkpoint is whole, so there is nothing to go on from. Bring its "
                 "files back, or remove that folder: --resume then begins this training at step 0"
             )
@@ -194,9 +194,9 @@ def fault_of(checkpoint: Path) -> str:
 
 
 def require_whole(checkpoint: Path) -> None:
-    """Raises TrainingError for a checkpoint that was not written to its end, or has changed since."""
+    """Raises SetupError for a checkpoint that was not written to its end, or has changed since."""
     if fault := fault_of(checkpoint):
-        raise TrainingError(f"{checkpoint} cannot be resumed: {fault}. Choose an earlier checkpoint, or begin anew")
+        raise SetupError(f"{checkpoint} cannot be resumed: {fault}. Choose an earlier checkpoint, or begin anew")
 
 
 def write_checksums(checkpoint: Path) -> None:

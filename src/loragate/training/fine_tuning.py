@@ -25,6 +25,7 @@ from loragate.data.rows import RowsGiven
 from loragate.errors import ConfigError
 from loragate.files import RunFolder
 from loragate.gates.artifact import write_adapter
+from loragate.gates.control import as_base
 from loragate.gates.eligibility import keep_unpacked
 from loragate.gates.identity import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.schema import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -32,6 +33,7 @@ from loragate.losses import add_statistics_forward
 from loragate.losses.causal_head import Reference, ReferenceRequest, causal_model, require_same_vocabulary
 from loragate.losses.objectives import Objective, objective_of
 from loragate.models import Loading, ModelRef, explained, open_base, open_tokenizer, resolve
+from loragate.models.peft_loading import load_peft
 from loragate.modes import evaluation_mode
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
@@ -156,7 +158,7 @@ def build_adapter(base_model: Any, settings: FineTuningSettings) -> Any:
 def base_reference(model: Any, inputs: dict[str, Any]) -> Reference:
     """The distributions of a PeftModel's base on a batch, its adapter switched off for the pass: no second copy of the weights."""
     # DDP wraps the PeftModel
-    with evaluation_mode(model), getattr(model, "module", model).disable_adapter():
+    with evaluation_mode(model), as_base(getattr(model, "module", model)):
         answer: Reference = model(**inputs, statistics=ReferenceRequest())
     return answer
 
@@ -262,9 +264,8 @@ def train_adapter(
             reference = other_reference(reference_model, base_model)
             identity["reference"] = _known_again(causal_model(reference_model))
         if settings.adapter:
-            model = PeftModel.from_pretrained(
-                base_model, str(place.adapter), is_trainable=True
-            )  # its folder is only read
+            with explained("adapter", settings.adapter):
+                model = load_peft(base_model, place.adapter, trainable=True)  # its folder is only read
             logger.info(
                 "going on from the adapter %s (rank %d, α %g) with a warm-up of %g of the steps",
                 settings.adapter, settings.rank, settings.alpha, settings.warmup_ratio,

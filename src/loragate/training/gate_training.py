@@ -22,7 +22,7 @@ from trl import SFTConfig
 
 from loragate.data import EncodedRows, Rows, encode_rows, find_endings, load_rows
 from loragate.data.rows import RowsGiven
-from loragate.errors import ConfigError, TrainingError
+from loragate.errors import ConfigError, SetupError, TrainingError
 from loragate.gates import (
     GateConfig,
     Parity,
@@ -586,7 +586,7 @@ def require_causal_model(model: Any) -> None:
     encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if encoder or output_head(model) is None:
         what = "an encoder and a decoder" if encoder else "no output head over the vocabulary"
-        raise TrainingError(
+        raise SetupError(
             f"gates are trained on causal language models, and {type(model).__name__} has {what}. attach_gates works on it; "
             "train its gates in a loop of your own"
         )

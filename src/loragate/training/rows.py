@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 from loragate.data import Collator, EncodedRows, Rows, load_rows
-from loragate.errors import ConfigError, DataError, TrainingError
+from loragate.errors import ConfigError, DataError, SetupError
 from loragate.losses.causal_head import causal_model
 from loragate.losses.head import IGNORED
 from loragate.losses.objectives import Objective
@@ -85,7 +85,7 @@ def require_short_enough(model: Any, encoded: EncodedRows, where: Callable[[int]
         where: from a row's index to the words that name it.
 
     Raises:
-        TrainingError: naming the longest row.
+        SetupError: naming the longest row.
         DataError: naming the row with the largest token id.
     """
     positions: int | None = getattr(causal_model(model).config.get_text_config(), "max_position_embeddings", None)
@@ -93,7 +93,7 @@ def require_short_enough(model: Any, encoded: EncodedRows, where: Callable[[int]
     lengths, ids, places = (encoded.arrays[name] for name in ("lengths", "ids", "rows"))
     longest = int(lengths.argmax())
     if positions is not None and lengths[longest] > positions:
-        raise TrainingError(
+        raise SetupError(
             f"{where(int(places[longest]))} has {lengths[longest]} tokens, but the model has {positions} positions; "
             f"set max_length to {positions} or less"
         )

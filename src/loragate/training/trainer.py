@@ -28,7 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Tr
 from trl import SFTConfig, SFTTrainer
 
 from loragate.data import EncodedRows
-from loragate.errors import ConfigError, DivergenceError, TrainingError
+from loragate.errors import ConfigError, DivergenceError, SetupError, TrainingError
 from loragate.files import write_atomically
 from loragate.gates import record_gates
 from loragate.gates.eligibility import quantization_of
@@ -131,7 +131,7 @@ class StatisticsTrainer(SFTTrainer):
         """
         causal = causal_model(model)
         if isinstance(causal.get_output_embeddings(), BaseTunerLayer):
-            raise TrainingError(
+            raise SetupError(
                 "the adapter has a LoRA delta on the output head, which the trainer cannot run: it multiplies by the head's own "
                 "weight. Leave the head out of the adapter's target_modules"
             )
@@ -283,7 +283,7 @@ class StatisticsTrainer(SFTTrainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_checkpoint(Path(self.args.output_dir)) or "")
             if not resume_from_checkpoint:
-                raise TrainingError(
+                raise SetupError(
                     f"{self.args.output_dir} holds no checkpoint to resume from; leave out resume_from_checkpoint"
                 )
         if resume_from_checkpoint:
@@ -527,7 +527,7 @@ class StatisticsTrainer(SFTTrainer):
         path = Path(resume_from_checkpoint) / TRAINED
         tensors = load_file(str(path))
         if set(tensors) != set(self.trained):
-            raise TrainingError(f"{path} holds other parameters than this run trains; it belongs to another run")
+            raise SetupError(f"{path} holds other parameters than this run trains; it belongs to another run")
         for name, parameter in self.trained.items():
             assign(parameter, tensors[name])
 

@@ -117,7 +117,8 @@ def test_workers_load_no_torch():
         assert pool.grade([(names, "")])[0].reason == ""
     code = (
         "import sys, loragate.evaluation.grading.symbolic as judges\n"
-        "judges.default('x', 'y', None)\n"
+        "from loragate.evaluation.grading.default import judge\n"
+        "judge('x', 'y', None), judges.math_verify('x', 'y', None)\n"
         f"print([name for name in {names.split()} if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

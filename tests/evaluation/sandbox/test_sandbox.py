@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,6 +100,45 @@ def test_time_is_the_processor_s() -> None:
     assert result.reason == "timeout"
     assert "processor time" in result.detail
     assert result.seconds >= 2, "of both"
+
+
+def test_sleep_is_bounded_and_a_busy_machine_is_not_the_program_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time counts as the program's own where it computes or where all of it sleeps, not where it waits for a processor."""
+    result = run_program("import time\ntime.sleep(60)", tier=need(TOP), limits=Limits(seconds=0.2))
+    assert result.reason == "timeout"
+    assert "asleep" in result.detail
+    # four others share the program's core, so that what it computes takes longer than it may sleep
+    core = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(run.Sandbox, "_send", _pinned(run.Sandbox._send, core))
+    monkeypatch.setattr(run, "WAITING", 0.4)
+    hog = f"import os\nos.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    others = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range(4)]
+    try:
+        began = time.monotonic()
+        result = run_program("import time\nwhile time.process_time() < 0.8: pass", tier=TOP, limits=Limits(seconds=1.5))
+        assert result.passed, result
+        assert time.monotonic() - began > 0.4 * 1.5, "otherwise nothing was shown"
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def _pinned(send: Callable[..., None], core: int) -> Callable[..., None]:
+    """A `Sandbox._send` that first keeps all of the tree on one core."""
+
+    def pinned(sandbox: run.Sandbox, request: list[dict[str, object]]) -> None:
+        os.sched_setaffinity(sandbox.harness_pid, [core])
+        send(sandbox, request)
+
+    return pinned
+
+
+def test_a_sandbox_that_does_not_start_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    need(TOP)
+    monkeypatch.setattr(run, "bubblewrap", lambda *_: ["false"])
+    with pytest.raises(SandboxError, match="did not start"):
+        run_program("pass")
 
 
 @pytest.mark.parametrize("ending", ["", "while True: pass", "import os\nos._exit(0)"], ids=["ends", "loops", "exits"])

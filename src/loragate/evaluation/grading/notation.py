@@ -1,115 +1,165 @@
-r"""How an answer is written: one spelling for the many ways to write the same, its unit, and what kind of thing it is.
+r"""How an answer is written: one spelling for the many ways to write the same, and what kind of thing it is.
 
-`normalise` removes what carries no meaning: dollars, spacing commands, `\left`, display fractions, font commands,
-thousands separators, a final full stop. It never removes a letter that could be a variable.
+`normalise` removes what carries no meaning: dollars, spacing commands, `\left`, display fractions, a final full stop. It writes
+other alphabets' roots, fractions and Greek names as LaTeX and never removes a letter that could be a variable.
 
-Units are set apart from the numbers that they stand after while their `\text{}` is still in place. A unit that one side leaves
-out is forgiven; two known units must measure the same kind of thing and are converted (`500 cm` is `5 m`). Words that are no unit
-known here ("apples") are dropped: the question fixes what is counted. A letter counts as a unit only inside `\text{}` or
-`\mathrm{}` or after a blank, never as a factor such as the m of `5m`.
-
-`read_shape` takes an answer apart (list, tuple, set, interval, union, matrix, inequality, or one plain item) by brackets and
-separators at the top level only; the parts stay text. `(0,1)` may be a point or an open interval and need not be distinguished, as
-both compare part by part and bracket by bracket.
+`read_shape` takes an answer apart (list, tuple, set, matrix, or one plain item) by brackets and separators at the top level
+only; the parts stay text. `(0,1)` may be a point or an open interval and need not be distinguished, as both compare part by
+part and bracket by bracket.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
 from loragate.evaluation.answers import closing_brace
 
+_SCRIPTS = {"^": "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "_": "₀₁₂₃₄₅₆₇₈₉₊₋ₙ"}
+_GREEK = {
+    chr(code): f"\\{word if 'SMALL' in name else word.capitalize()} "
+    for code in (*range(0x391, 0x3AA), *range(0x3B1, 0x3CA))
+    if (name := unicodedata.name(chr(code), "")).startswith("GREEK")
+    and (word := name.rsplit(" ", 1)[1].lower().replace("lamda", "lambda")) != "omicron"
+}
 _UNICODE = str.maketrans(
-    {
-        "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ",
-        "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
+    _GREEK | {
+        "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "∞": r"\infty ", "ς": r"\sigma ",
+        "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∉": r"\notin ",
+        "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
         "°": r"^\circ ", "±": r"\pm ", "…": r"\ldots ", "（": "(", "）": ")", "，": ",", "：": ":", "\u00a0": " ",
-        "\u2009": " ", "\u202f": " ", "²": "^2", "³": "^3", "≈": r"\approx ",
+        "\u2009": " ", "\u202f": " ", "≈": r"\approx ", "√": r"\sqrt ", "∣": "|", "⟨": "(", "⟩": ")", "∖": r"\setminus ",
+        "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "∨": " or ", "∧": " and ", "′": "'", "⁄": "/",
+        "∑": r"\sum ", "∛": r"\sqrt[3]",
     }
 )  # fmt: skip
-_REPLACEMENTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"(?<!\\)\\[()\[\]]", " "),  # \( \) \[ \] as delimiters of the whole
-        (r"\\\$|\$", " "),
-        (r"(?<!\\)\\!", ""),
-        (r"(?<!\\)\\[,;:> ]|\\q?quad(?![A-Za-z])|(?<!\\)~", " "),
-        (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle)(?![A-Za-z])\.?", ""),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
-        (r"\\(?:leqslant|le)(?![A-Za-z])", r"\\leq "),
-        (r"\\(?:geqslant|ge)(?![A-Za-z])", r"\\geq "),
-        (r"\\lt(?![A-Za-z])", "<"),
-        (r"\\gt(?![A-Za-z])", ">"),
-        (r"\\ne(?![A-Za-z])", r"\\neq "),
-        (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
-        (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
-        (r"\\colon(?![A-Za-z])|\{:\}", ":"),
-        (r"\{,\}", "\x00"),  # a comma that is certainly a thousands separator
-        (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ "),
-        (r"\\(?:degree|degrees)(?![A-Za-z])", r"^\\circ "),
-        (r"\\operatorname\*?\s*\{(sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan|max|min|gcd)\}", r"\\\1 "),
+# commands that another spelling stands for
+_COMMANDS = {
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"), **dict.fromkeys(("dbinom", "tbinom"), r"\binom"),
+    **dict.fromkeys(("le", "leqslant"), r"\leq "), **dict.fromkeys(("ge", "geqslant"), r"\geq "), "lt": "<", "gt": ">",
+    "ne": r"\neq ", "lbrace": r"\{", "rbrace": r"\}", "langle": "(", "rangle": ")", "varnothing": r"\emptyset ",
+    **dict.fromkeys(("mid", "vert", "lvert", "rvert"), "|"), **dict.fromkeys(("lor", "vee"), " or "),
+    **dict.fromkeys(("land", "wedge"), " and "), "backslash": r"\setminus ",
+    "pounds": "£", "euro": "€", "textdollar": r"\$", "colon": ":",
+    **dict.fromkeys(("degree", "degrees"), r"^\circ "), "lg": r"\log_{10}", **dict.fromkeys(("R", "Reals"), r"\mathbb{R}"),
+    **dict.fromkeys(("quad", "qquad"), " "), **dict.fromkeys(("displaystyle", "textstyle", "limits"), ""),
+}  # fmt: skip
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_FUNCTION_NAMES = "sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan|max|min|gcd|lcm"
+# what must be in the text, pattern, replacement; in this order
+_REPLACEMENTS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
+    (needle, re.compile(pattern), replacement)
+    for needle, pattern, replacement in (
+        ("\\", r"(?<!\\)\\[()\[\]]", " "),  # \( \) \[ \] as delimiters of the whole
+        ("$", r"(?<!\\)\$", " "),
+        ("$", r"\\\$", "$"),  # from here on the currency
+        ("\\!", r"(?<!\\)\\!", ""),
+        ("\\", r"(?<!\\)\\[,;:> ]|\\hspace\{[^{}]*\}", " "),
+        ("~", r"(?<!\\)~", " "),
+        ("\\", r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?", ""),
+        ("\\{", r"\\\{\s*\\\}", r"\\emptyset "),
+        ("=", r"\\not\s*=|(?<=[A-Za-z])\s*!=", r"\\neq "),
+        ("<=", r"<=", r"\\leq "),
+        (">=", r">=", r"\\geq "),
+        ("{:}", r"\{:\}", ":"),
+        ("{,}", r"\{,\}", "\x00"),  # a comma that is certainly a thousands separator
+        ("circ", r"\^\s*\{\s*\\circ\s*\}", r"^\\circ "),
+        ("operatorname", rf"\\operatorname\*?\s*\{{({_FUNCTION_NAMES})\}}", r"\\\1 "),
+        ("mathbb", r"\\mathbb\s*R", r"\\mathbb{R}"),
+        ("**", r"\*\*", "^"),
+        ("inf", r"(?<![A-Za-z\\])inf(?:inity)?(?![A-Za-z])", r"\\infty "),
+        ("oo", r"(?<![A-Za-z\\])oo(?![A-Za-z])", r"\\infty "),
+        ("C", r"(?<![A-Za-z\\])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
+        ("C", r"(?:\{\s*\}\s*)?[_^]\s*\{?\s*(\d+)\s*\}?\s*C\s*_\s*\{?\s*(\d+)\s*\}?", r"\\binom{\1}{\2}"),
+        ("C", r"(?<![\w\\])(\d+)C(\d+)(?!\w)", r"\\binom{\1}{\2}"),
+        ("choose", r"(\d+)\s*(?:\\text\{)?\s*choose\s*\}?\s*(\d+)", r"\\binom{\1}{\2}"),
+        ("circ", r"\^\\circ\s*\\(?:text|mathrm)\{\s*([CFK])\s*\}", r"^\\circ \1"),
+        ("array", r"\\begin\{array\}\s*(?:\{[^{}]*\})?", r"\\begin{array}"),
     )
 )
+PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_FRACTIONS = re.compile("[¼½¾⅐-⅞]")
 _FONT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|mbox|hbox|math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|operatorname)\s*\{"
 )
 _ROOT = re.compile(r"\\sqrt\s*\(")
-
-# name: (kind, size in the kind's own unit); a kind with no common unit of measure between entries stands alone
-_TABLE: dict[str, tuple[str, str]] = {
-    "nm": ("length", "1e-9"), "mm": ("length", "1e-3"), "cm": ("length", "1e-2"), "dm": ("length", "1e-1"),
-    "m": ("length", "1"), "km": ("length", "1e3"), "inch": ("length", "0.0254"), "ft": ("length", "0.3048"),
-    "yard": ("length", "0.9144"), "mile": ("length", "1609.344"), "pc": ("parsec", "1"), "kpc": ("parsec", "1e3"),
-    "mg": ("mass", "1e-6"), "g": ("mass", "1e-3"), "kg": ("mass", "1"), "lb": ("pound", "1"), "ounce": ("ounce", "1"),
-    "ms": ("time", "1e-3"), "s": ("time", "1"), "minute": ("time", "60"), "h": ("time", "3600"),
-    "day": ("time", "86400"), "week": ("time", "604800"), "month": ("month", "1"), "year": ("month", "12"),
-    "cent": ("money", "0.01"), "dollar": ("money", "1"), "euro": ("euro", "1"), "degree": ("angle", "1"),
-    "radian": ("radian", "1"),
-    "Hz": ("frequency", "1"), "kHz": ("frequency", "1e3"), "MHz": ("frequency", "1e6"), "GHz": ("frequency", "1e9"),
-    "J": ("energy", "1"), "kJ": ("energy", "1e3"), "erg": ("energy", "1e-7"), "eV": ("eV", "1"), "keV": ("eV", "1e3"),
-    "MeV": ("eV", "1e6"), "W": ("power", "1"), "kW": ("power", "1e3"), "N": ("force", "1"), "K": ("kelvin", "1"),
-    "Pa": ("pressure", "1"), "kPa": ("pressure", "1e3"), "V": ("voltage", "1"), "A": ("current", "1"),
-    "L": ("litre", "1"), "mL": ("litre", "1e-3"), "mol": ("amount", "1"), "gallon": ("gallon", "1"),
-    r"M_\odot": ("sun mass", "1"), r"L_\odot": ("sun light", "1"), r"R_\odot": ("sun radius", "1"),
-}  # fmt: skip
-_ALIASES = {
-    "meter": "m", "metre": "m", "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "kilometer": "km",
-    "kilometre": "km", "inches": "inch", "in": "inch", "foot": "ft", "feet": "ft", "gram": "g", "kilogram": "kg",
-    "pound": "lb", "oz": "ounce", "sec": "s", "second": "s", "min": "minute", "hour": "h", "hr": "h",
-    "hertz": "Hz", "joule": "J", "watt": "W", "newton": "N", "kelvin": "K", "litre": "L", "liter": "L", "l": "L",
-    "ml": "mL", "mi": "mile", "yd": "yard", "yr": "year", "mph": "mile/h", "milliliter": "mL", "ergs": "erg",
-    "mole": "mol", "deg": "degree",
-}  # fmt: skip
-_UNIT_FONT = r"\\(?:text(?:rm|it|bf)?|mbox|mathrm|operatorname)\s*\{[^{}]*\}"
-_POWER = r"(?:\s*\^\s*(?:\{\s*-?\d+\s*\}|\d))?"
-_SUN = r"[MLR]_\{?\\odot\}?"
-_WORDS = r"(?<=[\d})\s])\s(?:square |cubic )?[A-Za-z]{1,12}" + _POWER + r"(?:\s*/\s*[A-Za-z]{1,8}" + _POWER + ")?"
-# words that change the number before them
-_FACTORS = (
-    "alpha|beta|gamma|delta|epsilon|theta|kappa|lambda|sigma|omega|infinity|sqrt|(?:sin|cos|tan|cot|sec|csc|log|exp)[a-z]|"
-    "squared|cubed|factorial|hundred|thousand|million|billion|trillion|dozen"
+_INFIX = re.compile(r"\\(over|choose)(?![A-Za-z])")
+_JOINING_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*(?:\b(?:and|or)\b|[,;])[^{}]*)\}")
+_THOUSANDS = re.compile(r"(?<![\d.,])(?<!\d )(\d{1,3})((?:,\d{3})+|(?: \d{3})+)(?![\d,])(?=\.\d|[^.]|$)")
+_REPEATING = re.compile(
+    r"(?P<head>\d*\.\d*)(?:\\(?:overline|bar)\s*\{?(?P<bar>\d+)\}?|\\dot\s*\{?(?P<first>\d)\}?(?P<rest>\d*\\dot\s*\{?\d\}?)?"
+    r"|\((?P<round>\d+)\))(?![\d.])"
 )
-_COUNTED = re.compile(rf"(?:square |cubic )?(?!(?:{_FACTORS})s?$)[A-Za-z]{{4,}}")
-_TAIL = re.compile(
-    rf"\s*(?:(?:(?:{_UNIT_FONT}|{_SUN}){_POWER}[\s/]*(?:\\cdot\s*)?)+|{_WORDS}|\^\s*\\circ\s*(?:[CFK])?)\s*$"
-)
+_GOES_ON = re.compile(r"(\d*\.\d*?)(\d{1,6}?)(\2{2,}|(?<=\d{2})\2)(?:\\[lcd]?dots[a-z]?(?![A-Za-z])|\.\.\.)")
 
 
 def normalise(answer: str) -> str:
     """Return `answer` without notation that carries no meaning, font commands still in place."""
-    text = answer.translate(_UNICODE)
-    for pattern, replacement in _REPLACEMENTS:
-        text = pattern.sub(replacement, text)
-    # between digits it goes, elsewhere `{,}` was a comma after all
-    text = re.sub(r"(?<=\d)\x00(?=\d{3})", "", text).replace("\x00", ",")
+    if PLAIN_NUMBER.fullmatch(answer):
+        return answer
+    text = answer if answer.isascii() else _from_unicode(answer)
+    if "\\" in text:
+        text = _JOINING_TEXT.sub(r" \1 ", _COMMAND.sub(lambda match: _COMMANDS.get(match[1], match[0]), text))
+    for needle, pattern, replacement in _REPLACEMENTS:
+        if needle in text:
+            text = pattern.sub(replacement, text)
+    if "\\\\" in text and r"\begin" not in text:  # lines outside a matrix
+        text = re.sub(r"\\\\(?:\[\w+\])?(?=.*\S)", "; ", text)
+    if "\x00" in text:  # between digits it goes, elsewhere `{,}` was a comma after all
+        text = re.sub(r"(?<=\d)\x00(?=\d{3})", "", text).replace("\x00", ",")
     text = re.sub(r"\s+", " ", text).strip()
+    if not any(bracket in text for bracket in "()[]"):  # which would make 10,080 a list
+        text = _THOUSANDS.sub(lambda match: match.group(1) + re.sub(r"[ ,]", "", match.group(2)), text)
+    if "." in text:
+        text = _REPEATING.sub(_repeating, _GOES_ON.sub(r"\1\\overline{\2}", text))
+    text = _infix(text)
     while len(text) > 1 and text.endswith((".", ",", ";", "\\")) and not text.endswith("..."):
         text = text[:-1].rstrip()
-    return _root_braces(strip_outer_braces(text))
+    quoted = re.fullmatch(r"(['\"`]|\^\^)(.+)\1", text)
+    return _root_braces(strip_outer_braces(quoted[2] if quoted else text))
+
+
+def _from_unicode(text: str) -> str:
+    """Write raised and lowered digits, fractions, Greek letters and signs as LaTeX."""
+    for mark, characters in _SCRIPTS.items():
+        raised = re.compile(f"[{characters}]+")
+        plain = str.maketrans(characters, "0123456789+-n")
+        text = raised.sub(lambda match: f"{mark}{{{match.group().translate(plain)}}}", text)  # noqa: B023
+    text = text.translate(_UNICODE)
+    return _FRACTIONS.sub(
+        lambda match: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("\u2044")), text
+    )
+
+
+def _repeating(match: re.Match[str]) -> str:
+    r"""`0.1\overline{6}`, `0.1\dot{6}` and `0.1(6)` as the fraction that they are."""
+    block = match["bar"] or match["round"] or match["first"] + re.sub(r"\D", "", match["rest"] or "")
+    whole, _, decimals = match["head"].partition(".")
+    value = Fraction(int("0" + whole + decimals)) + Fraction(int(block), 10 ** len(block) - 1)
+    return r"\frac{{{}}}{{{}}}".format(*(value / 10 ** len(decimals)).as_integer_ratio())
+
+
+def _infix(text: str) -> str:
+    r"""Write `{a \over b}` as `\frac{a}{b}` and `{a \choose b}` as `\binom{a}{b}`."""
+    for _ in range(20):
+        match = _INFIX.search(text)
+        if match is None:
+            break
+        start, depth = match.start(), 0
+        while start > 0 and depth >= 0:
+            start -= 1
+            depth += (text[start] == "}") - (text[start] == "{")
+        opened = depth < 0
+        end = closing_brace(text, start) if opened else len(text)
+        if end is None:
+            break
+        left, right = text[start + opened : match.start()].strip(), text[match.end() : end].strip()
+        command = "frac" if match[1] == "over" else "binom"
+        text = text[:start] + rf"\{command}{{{left}}}{{{right}}}" + text[end + opened :]
+    return text
 
 
 def unwrap_fonts(text: str) -> str:
@@ -136,10 +186,12 @@ def is_text(text: str) -> bool:
 
 def key(text: str) -> str:
     """Return the spelling under which equal answers are equal strings: no fonts, no blanks, braces only where needed."""
+    if PLAIN_NUMBER.fullmatch(text):
+        return text
     # digits apart are two numbers, unless in groups of three: 10 000
     # and a command's name ends at a blank: `\pi r` is not `\pir`. Blanks that stay wait as \x00 while the others go
     plain = re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])|(?<=\d) (?=\d)(?!\d{3}(?!\d))", "\\1\x00", unwrap_fonts(text))
-    plain = re.sub(r"\s+", "", plain).replace("\x00", " ")
+    plain = re.sub(r"[\s$]+", "", plain).replace("\x00", " ")
     return re.sub(r"([_^])\{(\w)\}", r"\1\2", plain)
 
 
@@ -164,85 +216,25 @@ def _root_braces(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What a unit measures, as kind and exponent pairs, and its size in the units of the table."""
-
-    kinds: tuple[tuple[str, int], ...]
-    size: Fraction
-
-
-def split_unit(text: str) -> tuple[str, str]:
-    """Return `text` (normalised) as (number or expression, the unit or words after it); the unit may be "".
-
-    Nothing is split off where no digit would remain in front.
-    """
-    # `\text{5 cm}` as `5\text{cm}`
-    text = re.sub(r"^\\text\{\s*([\d.,/]+)\s+([A-Za-z ]+)\}$", r"\1\\text{\2}", text)
-    match = _TAIL.search(text)
-    if match is None:
-        return text, ""
-    body, tail = text[: match.start()].rstrip(), match.group().strip()
-    body = re.sub(r"\\(?:cdot|times)$", "", body).rstrip()
-    if not re.search(r"\d", body) or re.search(r"[_^=<>+\-*/,(]$|\\(?!pi$)[A-Za-z]+$", body):
-        return text, ""
-    if tail.startswith("^") and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", body):
-        return text, ""  # an angle inside a function is part of the expression
-    plain = unwrap_fonts(tail)
-    if re.fullmatch(r"(?:and|or|if|where|is|not|for|mod|e|i|pi|x|y|z|n)", plain):
-        return text, ""
-    is_words = re.match(_UNIT_FONT + r"|\^|" + _SUN, tail) is None
-    if is_words and read_unit(plain) is None and not _COUNTED.fullmatch(plain):
-        return text, ""  # a few bare letters are variables unless they are known to be a unit
-    return body, plain
-
-
-def read_unit(text: str) -> Unit | None:
-    """Return the unit that `text` names, or None for words that are no unit known here."""
-    if re.match(r"\^\s*\\circ", text):
-        return Unit((("angle", 1),), Fraction(1)) if not re.search("[CFK]$", text) else None
-    kinds: dict[str, int] = {}
-    size = Fraction(1)
-    words = re.sub(r"\b(?:square|sq)\.?\s+([A-Za-z]+)", r"\1^2", text)
-    words = re.sub(r"\b(?:cubic|cu)\.?\s+([A-Za-z]+)", r"\1^3", words)
-    words = re.sub(r"\s+per\s+|\s+an\s+", "/", words)
-    if "mph" in words.split():
-        words = words.replace("mph", "mile/h")
-    for place, group in enumerate(words.split("/")):
-        parts = re.findall(r"([A-Za-z]+(?:_\{?\\odot\}?)?)(?:\s*\^\s*\{?\s*(-?\d+)\s*\}?)?", group)
-        if not parts:
-            return None
-        for name, power in parts:
-            entry = _lookup(name.replace("{", "").replace("}", ""))
-            if entry is None:
-                return None
-            exponent = int(power or 1) * (1 if place == 0 else -1)  # what follows a slash divides: m/s/s
-            kinds[entry[0]] = kinds.get(entry[0], 0) + exponent
-            size *= Fraction(entry[1]) ** exponent
-    return Unit(tuple(sorted((kind, exponent) for kind, exponent in kinds.items() if exponent)), size)
-
-
-def _lookup(name: str) -> tuple[str, str] | None:
-    for candidate in (name, name.removesuffix("s"), name.lower(), name.lower().removesuffix("s")):
-        found = _TABLE.get(candidate) or _TABLE.get(_ALIASES.get(candidate, ""))
-        # one letter counts as it is written only: S is no second
-        if found is not None and (len(name) > 1 or candidate == name):
-            return found
-    return None
-
-
 _OPEN, _CLOSE = "([{", ")]}"
-_RELATION = re.compile(r"\\leq(?![A-Za-z])|\\geq(?![A-Za-z])|<=|>=|<|>")
-_MATRIX = re.compile(r"\\begin\{([pbvVB]?matrix)\}(.*)\\end\{\1\}", re.S)
-_WORD_SEPARATOR = re.compile(
-    r"\s*,?\s*(?:\\(?:text|mathrm|textrm|mbox)\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*"
+_MATRIX = re.compile(r"\\begin\{([pbvVB]?matrix|smallmatrix|array)\}(.*)\\end\{\1\}", re.S)
+_LINES = re.compile(r"\\begin\{(cases|aligned|gathered)\}(.*)\\end\{\1\}", re.S)
+_ROW = re.compile(r"\\\\(?:\[\w+\])?")
+_OR = re.compile(r"\s*,?\s*(?:\\text\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z]))\s*")
+WORD_SEPARATOR = re.compile(
+    r"\s*,?\s*(?:\\(?:text|mathrm|textrm|mbox)\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*,?\s*"
 )
-_NAME = re.compile(r"(?:[A-Za-z]|\\(?:theta|alpha|beta|lambda|mu|omega|tau|phi))(?:_\{?\w+\}?)?")
-
+# a name and a sign of equality that begin a further assignment: `p=6 q=8`
+_ALONGSIDE = r"(?:with|when|where|for|at)"
+_NEXT_NAME = re.compile(
+    rf"(?<=[\w)}}\]!])(?:\s*\\text\{{\s*{_ALONGSIDE}\s*\}}\s*|\s+(?:{_ALONGSIDE}\s+)?)"
+    r"(?=(?:[A-Za-z]|\\[A-Za-z]+)(?:_\{?\w+\}?)?\s*=)"
+)
 # possessive throughout: a left side of many words that is no name must not be taken apart in every possible way
 # what may stand to the left of a sign of equality as a name: `x`, `f(x)`, `f^{-1}(x)`, `v_{max}`, `\angle ABC`, `(a,b)`
 _LEFT_SIDE = re.compile(
-    r"(?:\\[A-Za-z]++|[A-Za-z]++|_\{?\w++\}?|\^\{-1\}|\((?:[A-Za-z,\s]|\\[A-Za-z]++|_\w)++\)|[|'{}\s])++"
+    r"(?:\\(?!(?:frac|sqrt|log|ln|exp|sum|prod|int|binom)(?![A-Za-z]))[A-Za-z]++|[A-Za-z]++|_\{?\w++\}?|\^\{-1\}"
+    r"|\((?:[A-Za-z,\s]|\\[A-Za-z]++|_\w)++\)|(?<=[A-Za-z])\(\s*(?:\d++|[A-Z]\s*(?:=|<|>|\\[lg]eq)\s*\d++)\s*\)|[|'{}\s])++"
 )
 
 
@@ -251,7 +243,7 @@ class Shape:
     """One answer taken apart.
 
     Attributes:
-        kind: "item", "list", "group" (brackets), "set", "union" or "matrix".
+        kind: "item", "list", "group" (brackets), "set" or "matrix".
         parts: the texts inside; rows of a matrix are joined cell by cell.
         marks: the brackets of a group (`[)`), or the row lengths and style of a matrix.
     """
@@ -262,35 +254,29 @@ class Shape:
 
 
 def read_shape(text: str) -> Shape:
-    """Return the shape of a normalised answer; inequalities in one name come back as the intervals that they are."""
-    text = re.sub(r"^(?:[A-Za-z]|\\theta)\s*\\in(?![A-Za-z])\s*", "", text).strip()
-    if re.fullmatch(r"\\(?:mathbb\s*\{?\s*R\s*\}?|R|Reals)", text):
-        text = r"(-\infty,\infty)"
-    matrix = _MATRIX.fullmatch(text)
+    """Return the shape of a normalised answer."""
+    text = re.sub(r"^(?:[A-Za-z]|\\theta)\s*\\in(?![A-Za-z])\s*", "", text)
+    lines = _LINES.fullmatch(text)
+    if lines is not None:
+        rows = [row.replace("&", "").strip(" ,;") for row in _ROW.split(lines[2]) if row.strip()]
+        return Shape("list", tuple(rows)) if len(rows) > 1 else Shape("item", (text,))
+    bare = text
+    while bare[:1] in ("(", "[") and _closes_at_end(bare) and _MATRIX.fullmatch(bare[1:-1].strip()):
+        bare = bare[1:-1].strip()  # the brackets of an array
+    matrix = _MATRIX.fullmatch(bare)
     if matrix is not None:
-        rows = [
-            [cell.strip() for cell in row.split("&")] for row in re.split(r"\\\\(?:\[\w+\])?", matrix[2]) if row.strip()
-        ]
-        # a determinant (vmatrix, Vmatrix) is no matrix; round and square brackets mean the same
+        # a determinant is no matrix; round and square brackets mean the same
         style = "|" if matrix[1].startswith(("v", "V")) else ""
-        return Shape(
-            "matrix", tuple(cell for row in rows for cell in row), style + ",".join(str(len(row)) for row in rows)
-        )
-    unions = split_top(text, r"\cup")
-    if len(unions) > 1:
-        return Shape("union", tuple(unions))
-    interval = _inequality(text)
-    if interval is not None:
-        return interval
+        return _matrix([row.split("&") for row in _ROW.split(matrix[2]) if row.strip()], style)
     items = split_list(text)
-    if len(items) > 1 and re.search(r"(?<![A-Za-z])or(?![A-Za-z])", text) and all(_inequality(item) for item in items):
-        return Shape("union", tuple(items))
     if len(items) > 1:
         return Shape("list", tuple(items))
     if text.startswith(r"\{") and _closes_at_end(text):
         return Shape("set", tuple(split_list(text[2:-2].strip())))
     if text[:1] in ("(", "[") and _closes_at_end(text):
         inner = split_top(text[1:-1], ",")
+        if text[0] == "[" and all(row[:1] == "[" and _closes_at_end(row) for row in inner):
+            return _matrix([split_top(row[1:-1], ",") for row in inner])
         if len(inner) > 1:
             return Shape("group", tuple(inner), text[0] + text[-1])
         if text[0] == "(" and text[-1] == ")":  # brackets around one item mean nothing
@@ -298,9 +284,21 @@ def read_shape(text: str) -> Shape:
     return Shape("item", (text,))
 
 
+def _matrix(rows: list[list[str]], style: str = "") -> Shape:
+    return Shape(
+        "matrix", tuple(cell.strip() for row in rows for cell in row), style + ",".join(str(len(row)) for row in rows)
+    )
+
+
 def split_list(text: str) -> list[str]:
-    r"""Split at top-level commas, semicolons and the words "and" and "or"; expand `\pm` into both signs."""
-    parts = [part for piece in split_top(_WORD_SEPARATOR.sub(",", text), ",") for part in split_top(piece, ";")]
+    r"""Split at top-level commas, semicolons, the words "and" and "or", and between assignments; expand `\pm` into both signs."""
+    if text.count("=") > 2 and "or" in text:  # x=1, y=2 or x=2, y=1: a list of lists
+        answers = split_top(re.sub(_OR, "\x01", text), "\x01")
+        if len(answers) > 1 and all(answer.count("=") > 1 for answer in answers):
+            return answers
+    joined = WORD_SEPARATOR.sub(",", text) if "and" in text or "or" in text else text
+    parts = [part for piece in split_top(joined, ",") for part in split_top(piece, ";")]
+    parts = [name for part in parts for name in (_NEXT_NAME.split(part) if part.count("=") > 1 else [part])]
     expanded: list[str] = []
     for part in parts:
         if not part:
@@ -316,6 +314,8 @@ def split_list(text: str) -> list[str]:
 
 def split_top(text: str, separator: str) -> list[str]:
     """Split at `separator` where no bracket is open; half-open intervals count as closed by either bracket."""
+    if separator not in text:
+        return [text.strip()]
     parts, start, next_at = [], 0, 0
     for index, depth in _depths(text):
         if depth == 0 and index >= next_at and text.startswith(separator, index):
@@ -325,44 +325,19 @@ def split_top(text: str, separator: str) -> list[str]:
 
 
 def sides_of(text: str) -> list[str]:
-    """Split at the signs of equality."""
-    return [side.strip() for side in re.split(r"(?<![<>!\\=])=(?!=)", text)]
+    """Split at the signs of equality outside brackets."""
+    marked = re.sub(r"(?<![<>!\\=])=(?!=)", "\x01", text)
+    return [side.replace("\x01", "=") for side in split_top(marked, "\x01")]
 
 
-def name_of(text: str) -> tuple[str, str]:
-    r"""Split `x = 5`, `f(x) = 5` or `\angle ABC = 5` into (name, value); the name is "" where there is none."""
+def name_of(text: str) -> tuple[str, list[str]]:
+    r"""Split `x = 5`, `f(x) = 5`, `\angle ABC = 5` or `A = \pi r^2 = 9\pi` into (name, values); the name may be ""."""
     left, *rest = sides_of(text)
-    if not rest or not rest[-1] or left.count("{") != left.count("}") or not _LEFT_SIDE.fullmatch(left):
-        return "", text
-    return re.sub(r"\s+", "", left), rest[-1]
-
-
-def _inequality(text: str) -> Shape | None:
-    relations = [relation.strip() for relation in _RELATION.findall(text)]
-    sides = [side.strip() for side in _RELATION.split(text)]
-    if (
-        not 1 <= len(relations) <= 2
-        or not all(sides)
-        or split_top(text, ",")[1:]
-        or "=" in text.replace("<=", "").replace(">=", "")
-    ):
-        return None
-    # from here on all signs point one way, and the name stands between two bounds
-    signs = [{"\\leq": "<=", "\\geq": ">="}.get(relation, relation) for relation in relations]
-    if len({sign[0] for sign in signs}) > 1:
-        return None
-    if signs[0][0] == ">":
-        sides, signs = sides[::-1], [sign.replace(">", "<") for sign in signs[::-1]]
-    if len(signs) == 1:
-        if _NAME.fullmatch(sides[0]) and not _NAME.fullmatch(sides[1]):
-            sides, signs = [r"-\infty", *sides], ["<", *signs]
-        elif _NAME.fullmatch(sides[1]) and not _NAME.fullmatch(sides[0]):
-            sides, signs = [*sides, r"\infty"], [*signs, "<"]
-        else:
-            return None
-    if not _NAME.fullmatch(sides[1]):
-        return None
-    return Shape("group", (sides[0], sides[2]), ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]"))
+    if len(rest) == 1 and re.search(r"\d", left) and _LEFT_SIDE.fullmatch(rest[0]) and not _LEFT_SIDE.fullmatch(left):
+        left, rest = rest[0], [left]  # 5 = x
+    if not rest or not all(rest) or left.count("{") != left.count("}") or not _LEFT_SIDE.fullmatch(left):
+        return "", [text]
+    return re.sub(r"\s+", "", left), rest
 
 
 def _signs(text: str, upper: str, lower: str) -> str:

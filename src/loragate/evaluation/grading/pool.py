@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loragate.errors import ConfigError, LoragateError, nearest
-from loragate.evaluation.answers import Grade, last_boxed
+from loragate.evaluation.answers import Grade, boxed_answer
 from loragate.evaluation.grading import dft
 from loragate.evaluation.grading.default import UnjudgedError, decide
 
@@ -68,11 +68,11 @@ def math_grader(name: str) -> MathGrader:
 
 
 def _begin_default(response: str, gold: str, tolerance: float | None) -> Grade | Job:
-    answer = last_boxed(response)
+    answer = boxed_answer(response)
     if answer is None:
         return Grade(False, None, "no_box")
     try:
-        verdict = decide(gold, answer, tolerance, lambda *_: None)
+        verdict = decide(gold, answer, tolerance)
     except (UnjudgedError, RecursionError):
         return Grade(False, answer, "unparsed")
     return Job(gold, answer, tolerance) if verdict is None else Grade(verdict, answer, "ok" if verdict else "wrong")
@@ -89,7 +89,7 @@ _JUDGES = "loragate.evaluation.grading.symbolic"
 MATH_GRADERS: dict[str, MathGrader] = {
     grader.name: grader
     for grader in (
-        MathGrader("default", _begin_default, f"{_JUDGES}:default"),
+        MathGrader("default", _begin_default, "loragate.evaluation.grading.default:judge"),
         MathGrader("math_verify", lambda response, gold, tolerance: Job(gold, response), f"{_JUDGES}:math_verify"),
         MathGrader("dft", _begin_dft, f"{_JUDGES}:dft"),
     )

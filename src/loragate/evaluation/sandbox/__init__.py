@@ -3,12 +3,12 @@
 from loragate.evaluation.sandbox.bubblewrap import SandboxError
 from loragate.evaluation.sandbox.code import (
     KINDS,
-    extract_code,
     grade_code,
     grade_codes,
     humaneval_program,
     mbpp_program,
 )
+from loragate.evaluation.sandbox.extract import extract_code
 from loragate.evaluation.sandbox.run import (
     TIERS,
     Checks,

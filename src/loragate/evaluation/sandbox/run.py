@@ -56,10 +56,11 @@ HARNESS = Path(__file__).with_name("harness.py")
 READY = b"ready"  # the first word of the harness
 TAIL = 2000  # bytes of output that are kept
 TICK = 0.1  # seconds between two looks at time, memory and number of processes
-START_UP = 60.0  # seconds for the harness to be up, on a busy machine too
-WALL = (
-    6.0  # wall time is limited to this many times the processor time, for programs that wait and machines that are busy
-)
+START_UP = 300.0  # seconds for the harness to be up, on a busy machine too
+# What a program may take, in units of its processor time. A verdict must not depend on what else runs on the machine, so time in
+# which a process wants to run and cannot is no time of the program's; the last bound is for what the kernel does not show.
+WAITING = 6.0  # in which all of its processes sleep
+WALL = 60.0
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Limits:
     """What one program may use.
 
     Attributes:
-        seconds: processor time of the program and its tests, all processes together, after the interpreter is up. Wall time is
-            limited to six times as much.
+        seconds: processor time of the program and its tests, all processes together, after the interpreter is up. It may sleep
+            for six times as long; time in which the machine is busy with others does not count.
         memory_mb: address space of each process, and resident memory of all of them together, MiB.
         processes: processes and threads at one time.
         output_kb: bytes on standard output and error together, KiB; a program that writes more is stopped.
@@ -151,7 +152,7 @@ def run_program(
         cancel: set by another thread to give up.
 
     Raises:
-        SandboxError: when the tier does not work here.
+        SandboxError: when the tier does not work here, or its process does not start this time.
         ConfigError: for an unknown tier or a limit that makes no sense.
     """
     return _run(source, checks, tier, require_sandbox(tier), limits or Limits(), cancel)
@@ -186,6 +187,9 @@ def _tried(tier: str) -> tuple[str | None, bool]:
             result = _run("assert sum(range(10)) == 45", None, tier, drop, Limits(seconds=20), None)
         except OSError as error:
             reasons.append(f"it could not be started ({error.strerror or error})")
+            continue
+        except SandboxError as error:
+            reasons.append(str(error))
             continue
         if result.passed:
             return None, drop
@@ -253,7 +257,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
 
     def __init__(self, limits: Limits, isolated: bool, drop: bool) -> None:
         self.limits = limits
-        self.written, self.tail, self.seconds = 0, b"", 0.0
+        self.written, self.tail, self.seconds, self.waited = 0, b"", 0.0, 0.0
         # known when the harness is up; before, nothing of the program's runs
         self.harness_pid, self.used_before = 0, 0.0
         with contextlib.ExitStack() as stack:
@@ -308,12 +312,14 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
 
         Args:
             request: what the harness is sent, the program first, the tests after it.
+
+        Raises:
+            SandboxError: where the harness does not start, which says nothing of the program.
         """
         open_ends = [self.control, self.output.fileno()]
-        started = now = time.monotonic()
-        next_look = started + TICK
+        started = looked = now = time.monotonic()
         while True:
-            ready = _readable(max(next_look - now, 0), *open_ends)
+            ready = _readable(max(looked + TICK - now, 0), *open_ends)
             if self.output.fileno() in ready:
                 if not self._drain():
                     open_ends.remove(self.output.fileno())
@@ -324,16 +330,16 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                 if message != READY or self.harness_pid:
                     return self._verdict(message)
                 # Nothing has been forked: the last of the chain is the harness. It goes on with what it is sent.
-                pids, _, self.used_before = self._usage()
+                pids, _, self.used_before, _ = self._usage()
                 self.harness_pid, started = pids[-1], time.monotonic()
                 self._send(request)
             now = time.monotonic()
-            if now >= next_look:
-                next_look = now + TICK
+            if now >= looked + TICK:
                 if cancel is not None and cancel.is_set():
                     return "cancelled", "the run was given up"
-                if found := self._over_limits(now - started):
+                if found := self._over_limits(now - started, now - max(looked, started)):
                     return found
+                looked = now
 
     def _send(self, request: list[dict[str, Any]]) -> None:
         """Send frames as `harness.receive` reads them."""
@@ -354,16 +360,23 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             return "killed", "the process of the tests was ended"
         self._drain()
         last = self.tail.decode("utf-8", "replace").strip().splitlines()[-1:]
-        return "error", f"the sandbox did not start: {last[0][:300] if last else 'no word'}"
+        raise SandboxError(f"the sandbox did not start: {last[0][:300] if last else 'no word'}")
 
-    def _over_limits(self, elapsed: float) -> tuple[str, str] | None:
+    def _over_limits(self, elapsed: float, since: float) -> tuple[str, str] | None:
+        """The verdict on a program that uses too much, `elapsed` seconds after its start, `since` after the last look."""
         limits = self.limits
         if not self.harness_pid:  # no time of the program's counts before the harness is up
-            return ("error", f"the sandbox was not up after {START_UP:.0f} s") if elapsed > START_UP else None
-        pids, memory, seconds = self._usage()
-        self.seconds = max(self.seconds, seconds - self.used_before)
+            if elapsed > START_UP:
+                raise SandboxError(f"the sandbox was not up after {START_UP:.0f} s")
+            return None
+        pids, memory, seconds, running = self._usage()
+        used = seconds - self.used_before
+        self.waited += 0 if running or used > self.seconds else since
+        self.seconds = max(self.seconds, used)
         if self.seconds > limits.seconds:
             return "timeout", f"still running after {limits.seconds:g} s of processor time"
+        if self.waited > WAITING * limits.seconds:
+            return "timeout", f"asleep for {WAITING * limits.seconds:g} s, {self.seconds:.1f} s of processor time"
         if elapsed > WALL * limits.seconds:
             return "timeout", f"still running after {WALL * limits.seconds:g} s, {self.seconds:.1f} s of processor time"
         if memory > limits.memory_mb + 64:  # bubblewrap's and the interpreter's own
@@ -388,9 +401,10 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         self.tail = (self.tail + part)[-TAIL:]
         return bool(part)
 
-    def _usage(self) -> tuple[list[int], int, float]:
-        """The process ids of the tree, the MiB that it holds without the harness, and the seconds of processor time it used."""
-        pages, ticks, found, waiting = 0, 0, [], [self.process.pid]
+    def _usage(self) -> tuple[list[int], int, float, bool]:
+        """The process ids of the tree, the MiB that it holds without the harness, the seconds of processor time it used, and
+        whether a thread of it runs now, or wants to."""
+        pages, ticks, running, found, waiting = 0, 0, False, [], [self.process.pid]
         while waiting:
             pid = waiting.pop()
             with contextlib.suppress(OSError, ValueError):  # it has ended
@@ -403,9 +417,11 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                 pages += max(resident - shared, 0) if pid != self.harness_pid else 0
                 for thread in os.listdir(f"/proc/{pid}/task"):
                     with contextlib.suppress(OSError):
+                        state = Path(f"/proc/{pid}/task/{thread}/stat").read_bytes().rpartition(b")")[2].split()[0]
+                        running |= state in (b"R", b"D")  # D: it waits for a disk
                         waiting += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_bytes().split())
         found = found or [self.process.pid]  # where there is no /proc
-        return found, pages * os.sysconf("SC_PAGE_SIZE") >> 20, ticks / os.sysconf("SC_CLK_TCK")
+        return found, pages * os.sysconf("SC_PAGE_SIZE") >> 20, ticks / os.sysconf("SC_CLK_TCK"), running
 
 
 def _readable(seconds: float, *descriptors: int) -> set[int]:

@@ -18,10 +18,13 @@ from typing import Any
 import huggingface_hub
 
 from loragate.data import Chat, Rows, load_rows
+from loragate.data.rows import SAVED_SPLITS, is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import LETTERS
 from loragate.evaluation.tasks import arithmetic
+from loragate.evaluation.tasks.published import FORMS
 from loragate.evaluation.tasks.task import (
+    DEFINITIONS,
     Dataset,
     Task,
     check_row,
@@ -140,9 +143,15 @@ def load_questions(
     column = task.harness.subset_column if task.harness is not None else None
     # a task of one's own may have the name of a suite
     check = CHECKS.get(task.name) if task.harness is not None else None
+    published = FORMS.get(task.name) if task.path.parent == DEFINITIONS else None
     for part, rows in parts:
         for index in range(len(rows)):
             where, row = rows.where(index), dict(rows[index])
+            if published is not None:
+                try:
+                    row = published(row)
+                except DataError as error:
+                    raise DataError(f"{where}: {error}") from None
             check_row(row, dataset.schema, where, task.name)
             if part is not None:
                 subset = part
@@ -172,7 +181,7 @@ def _parts(
 ) -> tuple[list[tuple[str | None, Rows]], str]:
     """The rows of a task and what they are called; in parts with the subset of each, or None where a column names it."""
     subsets: tuple[str, ...] = task.harness.subsets if task.harness is not None else ()
-    if isinstance(local, Path) and local.is_dir():
+    if isinstance(local, Path) and local.is_dir() and not is_saved(local):
         files = {path: stem for path in sorted(local.iterdir()) if (stem := _stem(path)) is not None}
         first: dict[str, Path] = {}
         for path, stem in files.items():
@@ -187,7 +196,8 @@ def _parts(
             raise DataError(f"{task.name}: the folder {local} holds no file; {_local_help(task)}")
         return [(stem, load_rows(path)) for path, stem in files.items()], str(local)
     if local is not None:
-        rows = load_rows(local, limit=limit)
+        splits = isinstance(local, Path) and (local / SAVED_SPLITS).is_file()
+        rows = load_rows(local, limit=limit, split=dataset.split if splits else None)
         return [(None, rows)], rows.source
     if dataset.generator is not None:
         source = f"generated: {dataset.generator}, seed {seed}"
@@ -248,6 +258,8 @@ def _local_file(task: Task, file: str | Path | None) -> Path | None:
     if path.is_dir():
         if inside := files_in(path, task.name):
             return inside[0]
+        if is_saved(path):
+            return path
         if task.harness is not None and task.harness.subsets:
             return path  # itself the folder of the subsets
         raise DataError(f"the folder {path} holds no {task.name}.jsonl (nor .json, .parquet); {_local_help(task)}")
@@ -266,8 +278,8 @@ def _local_help(task: Task) -> str:
         if name != "id" and all(any(schema[column].endswith("?") for column in item) for item in needed):
             columns.append(f"{' or '.join(' and '.join(item) for item in needed)} (for the {name})")
     return (
-        f"--data {task.name}=FILE takes a .jsonl, .json or .parquet file, or a folder that holds {task.name}.jsonl, "
-        f"with the columns {', '.join(columns)}"
+        f"--data {task.name}=FILE takes a .jsonl, .json or .parquet file, or a folder that holds {task.name}.jsonl "
+        f"or that `datasets` saved, with the columns {', '.join(columns)}"
     )
 
 

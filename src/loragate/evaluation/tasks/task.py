@@ -154,7 +154,20 @@ def render(source: str, values: Mapping[str, Any], what: str) -> str:
 Suite = Literal["math", "code", "retention", "arithmetic", "tiny", "tiny_retention"]
 SUITES: tuple[str, ...] = get_args(Suite)
 OurName = Literal["id", "question", "gold"]
-Grader = Literal["default", "math_verify", "dft", "choice", "exact", "boxed", "humaneval", "mbpp", "tiny", "lm-eval"]
+Grader = Literal[
+    "default",
+    "math_verify",
+    "dft",
+    "gsm8k",
+    "regex",
+    "choice",
+    "exact",
+    "boxed",
+    "humaneval",
+    "mbpp",
+    "tiny",
+    "lm-eval",
+]
 DEFINITIONS = Path(__file__).parent / "definitions"
 SUFFIXES = (".yaml", ".yml")
 
@@ -241,8 +254,10 @@ class Task:
         system: system message, or None for none.
         raw: plain completion, without the chat template.
         generation: how answers are sampled.
-        grader: "default", "math_verify" or "dft" for mathematics; "choice", "exact", "boxed", "humaneval", "mbpp", "tiny"; or
-            "lm-eval" for a task whose prompts and verdicts are the harness's.
+        grader: "default", "math_verify" or "dft" for mathematics; "gsm8k" for a last number; "regex" for the group of `pattern`;
+            "choice", "exact", "boxed", "humaneval", "mbpp", "tiny"; or "lm-eval" for a task whose prompts and verdicts are the
+            harness's.
+        pattern: regular expression with one group, for the grader "regex".
         harness: of such a task.
         variant_of: a task of which this is another form; suites leave it out.
         paper: what the paper or its code states about this task.
@@ -257,6 +272,7 @@ class Task:
     grader: Grader
     columns: dict[OurName, Annotated[tuple[str, ...], Len(1)]]
     prompt: str = ""
+    pattern: str = ""
     system: str | None = None
     raw: bool = False
     generation: Generation = field(default_factory=Generation)

@@ -1,0 +1,187 @@
+r"""The grader, tried before anything is sampled: on right answers, which it must accept, and on the responses of the training
+data, which show the form that the adapter answers in.
+
+A grader that reads `\boxed{}` finds nothing in answers that end in `#### 18`, and every score would be 0. Nothing is asked of a
+model here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from loragate.data import Rows
+from loragate.data.formats import detect_format, normalize
+from loragate.errors import DataError
+from loragate.evaluation.answers import last_boxed, letter_of
+from loragate.evaluation.judging import CODE, MATH, judge
+from loragate.evaluation.numeric import last_number, numbers_in
+from loragate.evaluation.settings import GradingSettings
+from loragate.evaluation.tasks import Question, Task
+from loragate.generation import Sample
+
+TRIED = 32  # right answers that are graded
+MEASURED = 128  # training responses that are looked at
+FEWEST = 8  # training responses that show a form
+NONE = 0.05  # a share that is near none
+SHORT = 5  # words of an answer that is nothing else
+
+
+def why_no_gold(gold: str, grader: str) -> str | None:
+    """Why no answer could ever be found right, or None."""
+    if grader == "choice" and letter_of(gold) is None:
+        return f"the right answer is {gold!r:.60}, and the grader choice compares letters; give the letter, such as B"
+    if grader == "gsm8k":
+        found, several = last_number(gold), "####" not in gold and len(list(numbers_in(gold))) > 1
+        if found is None or found.value is None or several:
+            return (
+                f"the right answer is {gold!r:.60}, and the grader gsm8k compares numbers; give one number, or a solution that "
+                "ends in #### and the number"
+            )
+    elif grader not in ("exact", "tiny", *CODE) and "####" in gold:
+        return (
+            'the right answer holds "####", as GSM8K\'s solutions do: the grader gsm8k reads it; for others give only what '
+            'follows (answer.split("####")[-1])'
+        )
+    return None
+
+
+def check_references(task: Task, questions: Sequence[Question], grader: str, settings: GradingSettings) -> list[str]:
+    """Put right answers through the grader: some of the data set's own, each in the form that the grader reads.
+
+    Returns:
+        What a reader of the scores should know: that some are not accepted.
+
+    Raises:
+        DataError: for a question whose right answer no response can have, and where near none is accepted.
+    """
+    if grader in ("lm-eval", "tiny") or not questions:
+        return []
+    for question in questions:
+        if why := why_no_gold(question.gold, grader):
+            raise DataError(f"{question.place}: {why}")
+    if grader == "regex":  # what would be right depends on the pattern
+        return []
+    tried = [questions[place] for place in _spread(len(questions), TRIED)]
+    grades = judge(task, tried, _samples(_answer(question, grader) for question in tried), grader, settings)
+    refused = [(question, grade) for question, grade in zip(tried, grades, strict=True) if not grade.correct]
+    if not refused:
+        return []
+    first, grade = refused[0]
+    what = "reference solutions" if grader in CODE else "right answers"
+    said = (
+        f"{task.name}: the grader {grader} accepts {len(tried) - len(refused)} of {len(tried)} {what} that were tried "
+        f"({first.place}: {first.gold!r:.80} is found {grade.reason})"
+    )
+    if len(refused) >= (1 - NONE) * len(tried):
+        raise DataError(f"{said}; give right answers in the form that it reads, or another grader")
+    return [f"{said}; such questions cannot be answered rightly, whatever the model does"]
+
+
+class Form(NamedTuple):
+    """A form of responses: in words, what finds it, and the flags of the grader that reads it."""
+
+    words: str
+    pattern: re.Pattern[str]
+    flags: str
+
+
+_ANSWER_IS = r"answer(?: is|:)\s*(.+?)\.?\s*$"
+FORMS = {
+    "hash": Form("end in `#### N`", re.compile(r"####[^\S\n]*\S[^\n]*\Z"), "--dev-grader gsm8k"),
+    "box": Form(r"hold \boxed{…}", re.compile(r"\\(?:boxed|fbox)\b"), "--dev-grader default"),
+    "phrase": Form(
+        "end in a line such as 'The answer is N'",
+        re.compile(r"(?i)answer(?: is|:)\s*\S[^\n]*\Z"),
+        f"--dev-grader regex --dev-pattern '(?i){_ANSWER_IS}'",
+    ),
+    "letter": Form("are a letter", re.compile(r"\A\(?[A-J]\)?[.:]?\Z"), "--dev-grader choice"),
+    "short": Form(
+        f"are at most {SHORT} words", re.compile(rf"\A\S+(?:\s+\S+){{0,{SHORT - 1}}}\Z"), "--dev-grader exact"
+    ),
+}
+"""Tried in this order."""
+
+
+def check_responses(task: Task, questions: Sequence[Question], rows: Rows, settings: GradingSettings) -> list[str]:
+    r"""Compare the form of training responses with what the grader of a dev set reads.
+
+    Returns:
+        One sentence on the form where the grader reads less than half of the responses; else nothing.
+
+    Raises:
+        DataError: where it reads near none, nothing else than the training says what form the answers will have (a task file's
+            prompt, or questions that ask for `\boxed` or `####` themselves), and another grader fits.
+    """
+    responses = responses_of(rows)
+    if task.grader in ("lm-eval", "tiny", *CODE) or len(responses) < FEWEST:
+        return []
+    read = sum(_reads(task, questions, responses, settings))
+    if read >= len(responses) / 2:
+        return []
+    forms = Counter(form_of(response) for response in responses)
+    name, count = forms.most_common(1)[0]
+    form = FORMS.get(name)
+    said = f"the grader {task.grader} reads an answer in {read} of {len(responses)} training responses"
+    if form is None or form.flags.split()[1] == task.grader:
+        return [f"{said}; scores are low where the dev set is answered in their form"]
+    said += f", of which {count} {form.words}: use {form.flags}"
+    asked = sum(bool(re.search(r"\\boxed|####", question.prompt)) for question in questions) > len(questions) / 2
+    if task.path.name or asked or read >= NONE * len(responses) or count < len(responses) / 2:
+        return [said]
+    raise DataError(f"{said}; or let the questions ask for the form that it reads")
+
+
+def form_of(response: str) -> str:
+    """The name of the form of a response in `FORMS`; "" for another."""
+    text = response.strip()
+    return next((name for name, form in FORMS.items() if form.pattern.search(text)), "")
+
+
+def responses_of(rows: Rows) -> list[str]:
+    """The last response of some rows, spread over all; rows that training refuses are left to it."""
+    found = []
+    for place in _spread(len(rows), MEASURED):
+        row = rows[place]
+        try:
+            turns = normalize(row, detect_format(row))
+        except DataError:
+            continue
+        last = [message["content"] for message in turns.messages if message["role"] == "assistant"][-1:]
+        found += [text for text in (turns.completion, *last) if isinstance(text, str)]
+    return found
+
+
+def _reads(
+    task: Task, questions: Sequence[Question], responses: Sequence[str], settings: GradingSettings
+) -> list[bool]:
+    """Whether the grader finds an answer in each response."""
+    if task.grader == "exact":  # the whole response is the answer: it must be one
+        longest = max(len(question.gold.split()) for question in questions)
+        return [len(response.split()) <= 2 * longest for response in responses]
+    if task.grader in ("default", "boxed"):
+        return [last_boxed(response) is not None for response in responses]
+    if task.grader in MATH:  # these take what stands where there is no box
+        return [True] * len(responses)
+    grades = judge(task, [questions[0]] * len(responses), _samples(responses), task.grader, settings)
+    return [grade.extracted is not None for grade in grades]
+
+
+def _answer(question: Question, grader: str) -> str:
+    """A response that is right where the data set is."""
+    if grader == "humaneval":
+        return f"```python\n{question.row['prompt']}{question.gold}\n```"
+    if grader == "mbpp":
+        return f"```python\n{question.gold}\n```"
+    return rf"\boxed{{{question.gold}}}" if grader in (*MATH, "boxed") else question.gold
+
+
+def _samples(texts: Iterable[str]) -> list[Sample]:
+    return [Sample(place, 0, text, (), "stop", None) for place, text in enumerate(texts)]
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Up to `most` places of `count`, evenly apart."""
+    return [place * count // min(count, most) for place in range(min(count, most))]

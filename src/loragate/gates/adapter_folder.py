@@ -1,0 +1,344 @@
+"""What a folder of a PEFT adapter holds, told from its files alone: before a model is loaded, and whatever state it is in.
+
+`read_adapter_folder` never raises for what it finds: everything that is missing, damaged, of another tool or out of the ordinary
+becomes a `Finding`, and `AdapterFolder.require_usable` refuses the folder by the first of them that forbids its use. It also lists
+what the adapter changes beside LoRA's factors A and B: λ does not reach that, so λ = 0 is not the base then.
+
+Knows no PEFT and no model, so that it costs one pass over the factors; whether they fit a base, `models.peft_loading` tells.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from loragate.errors import ArtifactError
+from loragate.gates.adapter_rules import Finding, Purpose, Tensors, factor_path, judge, kind_of, names_of
+from loragate.gates.schema import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+PICKLED_WEIGHTS = "adapter_model.bin"
+"""The older form of `ADAPTER_WEIGHTS`, which PEFT takes where that is not there."""
+_LFS = b"version https://git-lfs"
+_FETCH = "fetch the files themselves: git lfs pull, or `hf download`"
+_FOREIGN_KEYS = {
+    r"\.lora_[ab]$|\.lora_[ab]\.weight$": "MLX or torchtune",
+    r"\.lora_(?:up|down)\.weight$|^lora_(?:unet|te)": "kohya's or diffusers' tools",
+    r"^(?:module\.|_fsdp_wrapped_module\.|_orig_mod\.)": "a checkpoint of a wrapped model",
+    r"^blk\.\d+\.": "llama.cpp",
+}
+# files that other tools leave where PEFT's weights would be, and what to do with each
+_FOREIGN_FILES: tuple[tuple[str, str, str], ...] = (
+    (
+        "adapter_model*-of-*",
+        "weights in shards, which PEFT does not read",
+        "join them: load every shard with safetensors.torch.load_file and write one adapter_model.safetensors",
+    ),
+    (
+        "adapter_model*.index.json",
+        "weights in shards, which PEFT does not read",
+        "join them: load every shard with safetensors.torch.load_file and write one adapter_model.safetensors",
+    ),
+    (
+        "adapters.safetensors",
+        "an adapter in MLX's form (adapters.safetensors), which PEFT does not read",
+        "fuse it with mlx_lm.fuse, or write its lora_a and lora_b transposed as lora_A.weight and lora_B.weight into "
+        "adapter_model.safetensors, with lora_alpha = scale · rank",
+    ),
+    (
+        "adapters.npz",
+        "an adapter in MLX's form (adapters.npz), which PEFT does not read",
+        "convert it to adapter_model.safetensors with PEFT's names, lora_a and lora_b transposed",
+    ),
+    (
+        "*.gguf",
+        "an adapter for llama.cpp (GGUF), which PEFT does not read",
+        "take the PEFT adapter that it was converted from",
+    ),
+    (
+        "ggml-adapter-model.bin",
+        "an adapter for llama.cpp, which PEFT does not read",
+        "take the PEFT adapter that it was converted from",
+    ),
+    (
+        "adapter_*.pt",
+        "an adapter in torchtune's own form, which PEFT does not read",
+        "have torchtune write it in PEFT's form (save_adapter_weights_only with the HF checkpointer)",
+    ),
+    (
+        "pytorch_lora_weights.*",
+        "an adapter of diffusers, which is no language model's",
+        "give a PEFT adapter of a causal language model",
+    ),
+    (
+        "pytorch_model_fsdp*",
+        "a checkpoint in FSDP's shards",
+        "merge it with `accelerate merge-weights`, then save the adapter with save_pretrained",
+    ),
+    ("global_step*", "a checkpoint of DeepSpeed", "collect its weights with the zero_to_fp32.py beside them"),
+    (
+        "model*.safetensors",
+        "the weights of a whole model",
+        "give the folder of the adapter, or make one of a fine-tune with mergekit-extract-lora",
+    ),
+)
+
+
+class UnusableAdapterError(ArtifactError):
+    """An adapter's folder that cannot be used; `folder` has all findings."""
+
+    def __init__(self, message: str, folder: AdapterFolder) -> None:
+        super().__init__(message)
+        self.folder = folder
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """The files of an adapter, as far as they can be read.
+
+    Attributes:
+        path: the folder.
+        config: adapter_config.json; empty where it cannot be read.
+        files: names of the files directly in the folder.
+        weights: the file that holds the tensors; None where there is none.
+        tensors: {key as in the file: (dtype, shape)}; empty where they cannot be read.
+        beside: what the adapter changes beside LoRA's factors, each in words; where it is not empty, λ = 0 is not the base.
+        findings: errors first.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    files: tuple[str, ...]
+    weights: Path | None
+    tensors: Tensors
+    beside: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    def require_usable(self, purpose: Purpose = "load") -> None:
+        """Refuse the folder for a purpose ("load", "gate" or "serve").
+
+        Raises:
+            UnusableAdapterError: with the first finding that forbids it, and how many more there are.
+        """
+        found = [one for one in self.findings if one.forbids(purpose)]
+        if found:
+            more = f" ({len(found) - 1} more faults: loragate inspect lists them)" if len(found) > 1 else ""
+            raise UnusableAdapterError(f"{found[0]}{more}", self)
+
+    @property
+    def beside_keys(self) -> list[str]:
+        """Keys of tensors that go into the base's own weights when the adapter is loaded, where nothing can switch them off."""
+        copies = names_of(self.config, "modules_to_save")
+        return [key for key in self.tensors if kind_of(key, copies) not in ("factor", "copy", "token")]
+
+
+def read_adapter_folder(path: str | Path) -> AdapterFolder:
+    """Everything that an adapter's files tell; no fault of theirs is an exception."""
+    folder = Path(path)
+    try:
+        entries = sorted(folder.iterdir())
+        stamps = tuple((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in entries)
+    except (OSError, ValueError) as error:
+        absent = Finding(
+            "weights-absent", "error", f"{folder} cannot be read ({error})", "give the folder of an adapter"
+        )
+        return AdapterFolder(folder, {}, (), None, {}, (), (absent,))
+    return _read(folder, stamps)
+
+
+@lru_cache(maxsize=16)
+def _read(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> AdapterFolder:
+    """Of one state of a folder; a command asks several times."""
+    names = tuple(name for name, _, _ in stamps)
+    config, found = _read_config(folder, names)
+    weights, tensors, more = _read_weights(folder, names, config)
+    found += more
+    beside: tuple[str, ...] = ()
+    if config:
+        beside, judged = judge(folder, config, tensors)
+        found += judged
+    order = {"error": 0, "warning": 1, "note": 2}
+    found = sorted(found, key=lambda one: order[one.severity])
+    return AdapterFolder(folder, config, names, weights, tensors, beside, tuple(found))
+
+
+# ---- the configuration
+
+
+def _read_config(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], list[Finding]]:
+    path = folder / ADAPTER_CONFIG
+    fail: Callable[..., list[Finding]] = lambda code, message, remedy: [Finding(code, "error", message, remedy)]  # noqa: E731
+    if ADAPTER_CONFIG not in names:
+        return {}, fail(
+            "config-unreadable",
+            f"{folder} holds no {ADAPTER_CONFIG}",
+            "give the folder that PEFT's save_pretrained wrote",
+        )
+    again = "fetch the adapter again, or write it with PEFT's save_pretrained"
+    try:
+        data = path.read_bytes()
+        if data.startswith(_LFS):
+            return {}, fail("other-format", f"{path} is a Git LFS pointer, not the file itself", _FETCH)
+        record = json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, fail(
+            "config-unreadable", f"{path}: not a readable configuration of an adapter ({error!r:.200})", again
+        )
+    if not isinstance(record, dict):
+        what = f"expected a JSON object, found a {type(record).__name__}"
+        return {}, fail("config-unreadable", f"{path}: not a readable configuration of an adapter ({what})", again)
+    if "peft_type" not in record:
+        if {"fine_tune_type", "lora_parameters", "lora_layers"} & record.keys():
+            mlx = next(row for row in _FOREIGN_FILES if row[0] == "adapters.safetensors")
+            return {}, fail("other-format", f"{path} is the configuration of an MLX adapter", mlx[2])
+        found = f"no key 'peft_type' (it has {', '.join(list(record)[:4]) or 'none at all'})"
+        return {}, fail("config-unreadable", f"{path}: not a readable configuration of an adapter ({found})", again)
+    kind = record["peft_type"]
+    if kind != "LORA":
+        spelling = isinstance(kind, str) and kind.upper() == "LORA"
+        remedy = "write it as 'LORA'" if spelling else "gates need a LoRA adapter"
+        return {}, fail("other-format", f"{path} is a {kind} adapter (peft_type)", remedy)
+    return record, []
+
+
+# ---- the weights
+
+
+def _read_weights(
+    folder: Path, names: tuple[str, ...], config: Mapping[str, Any]
+) -> tuple[Path | None, Tensors, list[Finding]]:
+    """(the file, {key: (dtype, shape)}, what is wrong with them); one pass over the values."""
+    name = next((one for one in (ADAPTER_WEIGHTS, PICKLED_WEIGHTS) if one in names), None)
+    if name is None:
+        return None, {}, [_absent(folder, names)]
+    path = folder / name
+    again = "fetch the adapter again, or have its training write it again"
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_LFS)) == _LFS:
+                return (
+                    path,
+                    {},
+                    [Finding("other-format", "error", f"{path} is a Git LFS pointer, not the file itself", _FETCH)],
+                )
+        if name == ADAPTER_WEIGHTS:
+            with safe_open(str(path), framework="pt") as stored:
+                keys = list(stored.keys())
+                return path, *_survey(path, ((key, stored.get_tensor(key)) for key in keys), config)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError) as error:
+        return (
+            path,
+            {},
+            [Finding("weights-absent", "error", f"{path}: not a readable safetensors file ({error})", again)],
+        )
+    except Exception as error:  # torch.load raises what the pickle of another tool makes it raise
+        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        unsafe = isinstance(error, pickle.UnpicklingError)
+        what = "a pickle that holds more than tensors, or none" if unsafe else "not a readable file of weights"
+        remedy = "have the tool that wrote it save the adapter with PEFT's save_pretrained"
+        return path, {}, [Finding("other-format", "error", f"{path}: {what} ({said:.200})", remedy)]
+    if not (isinstance(state, dict) and state and all(isinstance(one, torch.Tensor) for one in state.values())):
+        held = ", ".join(map(str, list(state)[:3])) if isinstance(state, dict) else type(state).__name__
+        message = f"{path}: expected tensors by their names, found {held or 'nothing'}"
+        remedy = "save the adapter alone, with PEFT's save_pretrained"
+        return path, {}, [Finding("other-format", "error", message, remedy)]
+    return path, *_survey(path, iter({str(key): value for key, value in state.items()}.items()), config)
+
+
+def _absent(folder: Path, names: tuple[str, ...]) -> Finding:
+    """The finding where neither of PEFT's files of weights is there."""
+    for pattern, what, remedy in _FOREIGN_FILES:
+        if found := sorted(one.name for one in folder.glob(pattern)):
+            message = f"{folder} holds {what} ({found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''})"
+            return Finding("other-format", "error", message, remedy, {"files": found[:8]})
+    return Finding(
+        "weights-absent",
+        "error",
+        f"{folder} holds no weights: neither {ADAPTER_WEIGHTS} nor {PICKLED_WEIGHTS}",
+        "copy or download the whole folder; a training that was cut short has its weights in a checkpoint",
+        {"files": list(names)},
+    )
+
+
+def _survey(
+    path: Path, stored: Iterator[tuple[str, torch.Tensor]], config: Mapping[str, Any]
+) -> tuple[Tensors, list[Finding]]:
+    """Dtypes and shapes of the tensors, and what their values tell."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    broken, empty, zero, factors = [], [], [], 0
+    for key, value in stored:
+        tensors[key] = (str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        last = factor_path(key)[1]
+        factors += last in ("lora_B", "lora_embedding_B")
+        if value.numel() == 0:
+            empty.append(key)
+        elif value.is_floating_point():
+            value = value if value.element_size() > 1 else value.float()
+            if not bool(torch.isfinite(value).all()):
+                broken.append(key)
+            elif last in ("lora_B", "lora_embedding_B") and not bool(value.any()):
+                zero.append(key)
+    found = []
+    count = lambda keys: f"{len(keys)} of its {len(tensors)} tensors"  # noqa: E731
+    if not tensors:
+        found.append(Finding("weights-absent", "error", f"{path} holds no tensor", "have its training write it again"))
+    if empty:
+        found.append(
+            Finding(
+                "weights-absent",
+                "error",
+                f"{path}: {count(empty)} are empty, such as {empty[0]}",
+                "DeepSpeed ZeRO-3 writes such files where weights are not gathered: save with "
+                "stage3_gather_16bit_weights_on_model_save, or collect the checkpoint with zero_to_fp32.py",
+                {"keys": empty[:8], "count": len(empty)},
+            )
+        )
+    if broken:
+        found.append(
+            Finding(
+                "weights-not-finite",
+                "error",
+                f"{path}: {count(broken)} hold values that are not finite (NaN or infinity), such as {broken[0]}",
+                "the training diverged; take an earlier checkpoint, or train again with a lower learning rate",
+                {"keys": broken[:8], "count": len(broken)},
+            )
+        )
+    if zero:
+        whole = len(zero) == factors
+        found.append(
+            Finding(
+                "weights-zero" if whole else "weights-partly-zero",
+                "warning",
+                f"{path}: {len(zero)} modules have B = 0 (of {factors}; such as {zero[0]}), never trained: nothing to gate there",
+                "take the adapter after its training" if whole else "",
+                {"keys": zero[:8], "count": len(zero), "of": factors},
+            )
+        )
+    if tensors and not any(factor_path(key)[1] for key in tensors):
+        found.append(_foreign_keys(path, tensors))
+    return tensors, found
+
+
+def _foreign_keys(path: Path, tensors: Mapping[str, Any]) -> Finding:
+    first = next(iter(tensors))
+    tool = next(
+        (name for pattern, name in _FOREIGN_KEYS.items() if any(re.search(pattern, key) for key in tensors)),
+        "another tool",
+    )
+    return Finding(
+        "other-format",
+        "error",
+        f"{path}: none of its {len(tensors)} keys is a factor under PEFT's names (…lora_A.weight, …lora_B.weight); the first, "
+        f"{first}, looks like one of {tool}",
+        "convert the adapter to PEFT's form, or have PEFT's save_pretrained write it",
+        {"keys": list(tensors)[:8]},
+    )

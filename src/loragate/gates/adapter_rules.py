@@ -1,0 +1,414 @@
+"""What the configuration and the keys of an adapter mean: findings, and what the adapter changes beside LoRA's factors.
+
+Rules over plain data, one for each question: are the keys of the right types, is the base named, is it an adapter of a causal
+language model, did its making change the base, do ranks and scale fit, is a part missing, can it be gated and served.
+`adapter_folder.py` reads the files and asks all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+from loragate.errors import ArtifactError
+from loragate.gates.schema import ADAPTER_CONFIG, PREFIX, factor_of, strength_of
+from loragate.hub_names import cached_commit, is_hub_id, split_revision
+
+Severity = Literal["error", "warning", "note"]
+Purpose = Literal["load", "gate", "serve"]
+
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+"""{key as in the file: (dtype, shape)}."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes for `max_lora_rank`."""
+USUAL_SCALES = (1 / 16, 16.0)
+"""Between which α/r lies in adapters as people train them (α = r, α = 2r, rsLoRA at rank 256)."""
+
+# codes that forbid one use alone; every finding of severity "error" forbids all
+_FORBIDS: dict[str, Purpose] = {
+    "base-changing-init": "gate",
+    "not-gateable": "gate",
+    "not-servable": "serve",
+    "weights-zero": "gate",
+}
+# Initialisations that subtract the new factors from the base's weights, or quantise these, when an adapter is made and each
+# time it is loaded; the last two cannot be repeated by a loader.
+_BASE_CHANGING_STARTS = ("pissa", "olora", "lora_ga", "corda", "loftq")
+_NOT_REPEATABLE = ("corda", "loftq")
+# settings under which a LoRA layer computes another delta than B·A·x
+_VARIANTS = {
+    "use_dora": "a Dora variant of LoRA",
+    "use_qalora": "a QALora variant of LoRA",
+    "use_bdlora": "a BdLora variant of LoRA",
+    "kasa_config": "a KaSA variant of LoRA",
+    "arrow_config": "an Arrow variant of LoRA",
+    "alora_invocation_tokens": "an aLoRA variant of LoRA",
+    "velora_config": "a VeLoRA variant of LoRA",
+    "monteclora_config": "a MonteCLoRA variant of LoRA",
+}
+# heads of models that do not write text, by the names that transformers gives them
+_OTHER_HEADS = ("score", "classifier", "qa_outputs", "pooler", "v_head", "pre_classifier")
+_OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
+# an adapter's name among its factors, which PEFT leaves out of its files and takes from those of others
+_NAMED = re.compile(r"(?<=\.)(lora_[A-Za-z_]+)\.(?!bias$)[A-Za-z0-9_-]+(?=\.weight$|$)")
+_OF_LORA = re.compile(r"\.lora_[A-Za-z_]+(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about an adapter's folder that its user should know.
+
+    Attributes:
+        code: kind of finding, such as "weights-absent"; stable, for programs.
+        severity: "error" forbids every use, a "warning" some, a "note" none.
+        message: what was found, with file and key.
+        remedy: what to do; empty where there is nothing to do.
+        evidence: the figures and names behind it, JSON-able.
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    remedy: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def forbids(self, purpose: Purpose) -> bool:
+        """Whether the adapter cannot be used so: "load" (run it), "gate" (train gates on it) or "serve" (in vLLM)."""
+        return self.severity == "error" or _FORBIDS.get(self.code) == purpose
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.remedy[0].upper()}{self.remedy[1:]}" if self.remedy else self.message
+
+
+def factor_path(key: str) -> tuple[str, str]:
+    """(module path without PEFT's prefix, "lora_A" or another factor) of a tensor's name; two empty texts for any other."""
+    return factor_of(key if factor_of(key)[1] else _NAMED.sub(r"\1", key))
+
+
+def changed_base(init_lora_weights: Any) -> str:
+    """Why λ = 0 would not be the base for an adapter of this initialisation; empty where it would."""
+    if not (isinstance(init_lora_weights, str) and init_lora_weights.lower().startswith(_BASE_CHANGING_STARTS)):
+        return ""
+    if init_lora_weights.lower() == "loftq":
+        return (
+            "init_lora_weights='loftq' puts quantised weights in place of the base's each time the adapter is loaded, so the "
+            "model without its delta (λ = 0) is not the base. Where the named base is the one that LoftQ saved, set "
+            "init_lora_weights to true in adapter_config.json, as PEFT advises"
+        )
+    return (
+        f"init_lora_weights={init_lora_weights!r} subtracts the adapter's first factors from the base's weights, so the model "
+        "without its delta (λ = 0) is not the base. Convert it to plain LoRA and gate that: PEFT's "
+        "save_pretrained(folder, path_initial_model_for_weight_conversion=FOLDER_OF_THE_UNTRAINED_ADAPTER)"
+    )
+
+
+def wrong_types(config: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that a loader relies on, and that hold something else."""
+    rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout") or 0.0
+    if not (_whole(rank) and rank > 0):
+        yield f"key 'r' must be a whole number above 0, found {rank!r}"
+    if not _number(alpha):
+        yield f"key 'lora_alpha' must be a number, found {alpha!r}"
+    for key, holds, what in (("rank_pattern", _whole, "whole numbers"), ("alpha_pattern", _number, "numbers")):
+        pattern = config.get(key) or {}
+        if not (isinstance(pattern, dict) and all(map(holds, pattern.values())) and all(map(_is_pattern, pattern))):
+            yield f"key {key!r} must hold {what} by patterns of module names, found {pattern!r:.200}"
+    if not (_number(dropout) and 0 <= dropout <= 1):
+        yield f"key 'lora_dropout' must be between 0 and 1, found {dropout!r}"
+    targets, parameters = config.get("target_modules"), config.get("target_parameters")
+    if not (targets is None or isinstance(targets, str) or _is_texts(targets)):
+        yield f"key 'target_modules' must be a list of module names or one pattern, found {targets!r:.200}"
+    elif targets is not None and not targets and not parameters:
+        yield f"key 'target_modules' is empty ({targets!r}), so the adapter would adapt nothing"
+    elif isinstance(targets, str) and re.fullmatch(r"[\w.]+(?:\s*,\s*[\w.]+)+", targets):
+        yield f"key 'target_modules' is one text with commas ({targets!r:.200}), which PEFT reads as a pattern; write it as a list"
+    elif isinstance(targets, str) and not _is_pattern(targets):
+        yield f"key 'target_modules' is no valid regular expression: {targets!r:.200}"
+    for key in ("modules_to_save", "target_parameters"):
+        if not (config.get(key) is None or _is_texts(config[key])):
+            yield f"key {key!r} must be a list of names, found {config[key]!r:.200}"
+    if config.get("bias", "none") not in ("none", "all", "lora_only"):
+        yield f"key 'bias' must be 'none', 'all' or 'lora_only', found {config['bias']!r}"
+    for key in ("base_model_name_or_path", "revision", "task_type"):
+        if not (config.get(key) is None or isinstance(config[key], str)):
+            yield f"key {key!r} must be a text, found {config[key]!r:.200}"
+
+
+def _whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_texts(value: Any) -> TypeGuard[Sequence[str]]:
+    return isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+def names_of(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """A list of names in a configuration; none where it holds something else."""
+    value: Any = config.get(key)
+    return tuple(value) if _is_texts(value) else ()
+
+
+def kind_of(key: str, copies: tuple[str, ...]) -> str:
+    """factor, copy (modules_to_save), token, bias, embedding, norm, head or other."""
+    name = key.removeprefix(PREFIX)
+    if _OF_LORA.search(name):
+        return "factor"
+    if "trainable_tokens" in name or ".token_adapter." in name:
+        return "token"
+    if ".modules_to_save." in name or any(f".{copy}." in f".{name}" for copy in copies):
+        return "copy"
+    module, _, leaf = name.replace(".base_layer", "").rpartition(".")
+    last = module.rpartition(".")[2]
+    if leaf == "bias":
+        return "bias"
+    if re.search(r"embed|wte|wpe|word_embeddings", last):
+        return "embedding"
+    if re.search(r"norm|ln_|layernorm", last):
+        return "norm"
+    return "head" if last in ("lm_head", "embed_out", "output", "score") else "other"
+
+
+_WORDS = {
+    "bias": "biases",
+    "embedding": "embeddings",
+    "norm": "norms",
+    "head": "output heads",
+    "other": "other weights",
+}
+
+
+def _beside(config: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
+    """What the adapter changes beside A and B, from the configuration and from the keys."""
+    copies = names_of(config, "modules_to_save")
+    kinds = Counter(kind_of(key, copies) for key in tensors)
+    if copies:
+        yield f"whole copies of {', '.join(sorted(copies))} (modules_to_save)"
+    if (tokens := config.get("trainable_token_indices")) or kinds["token"]:
+        lists = tokens.values() if isinstance(tokens, dict) else [tokens]
+        trained = sum(len(one) for one in lists if isinstance(one, list | tuple))
+        yield f"{trained or 'some'} trained token embeddings (trainable_token_indices)"
+    if config.get("bias", "none") != "none" and not kinds["bias"]:
+        yield f"biases (bias={config['bias']!r})"
+    if config.get("layer_replication"):
+        yield "repeated layers (layer_replication)"
+    for kind, words in _WORDS.items():
+        if kinds[kind]:
+            first = next(key for key in tensors if kind_of(key, copies) == kind)
+            # the file of weights is PEFT's; whole tensors in it go into the base's own
+            count = f"{kinds[kind]} " if kinds[kind] > 1 else ""
+            yield f"{count}{words} saved along ({first.removeprefix(PREFIX)}{', …' if kinds[kind] > 1 else ''})"
+
+
+def _of_base(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Iterator[Finding]:
+    named = config.get("base_model_name_or_path")
+    where = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path"
+    if not named or not isinstance(named, str):
+        yield Finding("base-unreachable", "note", f"{where} names no base", "say which with --base")
+        return
+    with suppress(ArtifactError, OSError):
+        if Path(named).exists():
+            return
+        name, revision = split_revision(named)
+        if not is_hub_id(name):
+            yield Finding(
+                "base-unreachable", "warning", f"{where} is {named}, which is not here", "say where it is with --base"
+            )
+        elif cached_commit(name, revision or config.get("revision")) is None:
+            yield Finding(
+                "base-unreachable",
+                "note",
+                f"{where} is {named}, of which this machine's hub cache holds nothing",
+                "it is downloaded when it is needed; say where it is with --base if it is here under another name",
+            )
+
+
+def _of_task(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Iterator[Finding]:
+    """An adapter is one of a causal language model unless its weights say otherwise; the label alone is often wrong."""
+    label, path = config.get("task_type"), folder / ADAPTER_CONFIG
+    names = [key.removeprefix(PREFIX).split(".") for key in tensors]
+    heads = sorted({parts[0] for parts in names} & {*_OTHER_HEADS})
+    # a model of two halves without a label is told by its base
+    twofold = label in _OTHER_TASKS and {"encoder", "decoder"} <= {part for parts in names for part in parts[:2]}
+    if heads or twofold:
+        what = f"a head of its own ({heads[0]})" if heads else "an encoder beside its decoder"
+        yield Finding(
+            "task-type",
+            "error",
+            f"{path}: only adapters of causal language models are loaded (AutoModelForCausalLM), and here task_type is {label}, "
+            f"with {what}",
+            f'in Python load the base with its own class, then peft.PeftModel.from_pretrained(base, "{folder}") and, for gates, '
+            "loragate.load_gates(model, FOLDER)",
+            {"task_type": label, "heads": heads},
+        )
+    elif label in _OTHER_TASKS:
+        yield Finding(
+            "task-type",
+            "note",
+            f"{path}: task_type is {label}; its weights are those of a causal language model, so it is loaded as one",
+            "",
+            {"task_type": label},
+        )
+
+
+def _of_initialisation(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Iterator[Finding]:
+    recorded = config.get("init_lora_weights")
+    if why := changed_base(recorded):
+        severity: Severity = "error" if str(recorded).lower().startswith(_NOT_REPEATABLE) else "warning"
+        said, _, remedy = why.partition(". ")
+        yield Finding(
+            "base-changing-init",
+            severity,
+            f"{folder / ADAPTER_CONFIG}: {said}",
+            remedy,
+            {"init_lora_weights": recorded},
+        )
+
+
+def _of_strength(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Iterator[Finding]:
+    """Ranks of the factors against those of the configuration, and a scale out of the ordinary."""
+    if any(wrong_types(config)):
+        return
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for key, (_, shape) in tensors.items():
+        path, factor = factor_path(key)
+        if factor and 0 not in shape:
+            shapes.setdefault(path, {})[factor] = shape
+    wrong, scales = [], set()
+    for path, pair in shapes.items():
+        try:
+            rank, _, scale = strength_of(config, path)
+        except ArtifactError:
+            continue
+        scales.add(scale)
+        a, b = pair.get("lora_A"), pair.get("lora_B")
+        if a is None or b is None or len(a) != len(b) or len(a) < 2:
+            continue
+        # fused experts share one factor (target_parameters), whose rank is a multiple
+        fused = bool(config.get("target_parameters")) and a[0] % rank == 0
+        if a[0] != b[1] or (a[0] != rank and not fused):
+            wrong.append((path, a, b, rank))
+    if wrong:
+        path, a, b, rank = wrong[0]
+        yield Finding(
+            "shape-mismatch",
+            "error",
+            f"{folder}: the factors of {len(wrong)} of {len(shapes)} modules have another rank than the configuration: {path} has "
+            f"A {list(a)} and B {list(b)}, and {ADAPTER_CONFIG} says r = {rank}",
+            f"{ADAPTER_CONFIG} and the weights are of two trainings, or rank_pattern is missing: take both files of one folder",
+            {"modules": [row[0] for row in wrong[:8]], "count": len(wrong)},
+        )
+    low, high = USUAL_SCALES
+    if odd := sorted(scale for scale in scales if not low <= abs(scale) <= high):
+        rule = "α/√r with rsLoRA" if config.get("use_rslora") else "α/r"
+        yield Finding(
+            "scale-unusual",
+            "note",
+            f"{folder / ADAPTER_CONFIG}: the delta is scaled by {odd[-1]:g} ({rule}, α = {config['lora_alpha']:g}, "
+            f"r = {config['r']}); usual are {low:g} to {high:g}",
+            "check lora_alpha, r and use_rslora against the training's",
+            {"scales": odd[:8]},
+        )
+
+
+def _of_keys(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Iterator[Finding]:
+    """Factors without their partner, and weights that the configuration promises."""
+    if not tensors:
+        return
+    pairs: dict[str, set[str]] = {}
+    for key in tensors:
+        path, factor = factor_path(key)
+        if factor:
+            pairs.setdefault(path, set()).add(factor[-1])
+    lone = sorted(path for path, held in pairs.items() if len(held) == 1)
+    promised = [
+        f"{name} (modules_to_save)"
+        for name in names_of(config, "modules_to_save")
+        if name not in _OTHER_HEADS and not any(f".{name}." in f".{key}" for key in tensors)
+    ]
+    if config.get("trainable_token_indices") and not any("trainable_tokens" in key for key in tensors):
+        promised.append("the trained token embeddings (trainable_token_indices)")
+    again = "the file was written in part, or by another tool; fetch or write the adapter again"
+    if lone:
+        held = pairs[lone[0]].copy().pop()
+        message = (
+            f"{folder}: {len(lone)} of {len(pairs)} modules have one factor alone, such as {lone[0]} (only {held})"
+        )
+        yield Finding("keys-missing", "error", message, again, {"modules": lone[:8], "count": len(lone)})
+    if promised:
+        message = f"{folder}: the weights lack {', '.join(promised)}, which {ADAPTER_CONFIG} names"
+        yield Finding("keys-missing", "error", message, again, {"names": promised})
+
+
+def _of_use(beside: tuple[str, ...], folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Iterator[Finding]:
+    """What is neither gated nor served."""
+    path = folder / ADAPTER_CONFIG
+    if layers := config.get("layer_replication"):
+        yield Finding(
+            "layer-replication",
+            "error",
+            f"{path}: layer_replication is {layers!r:.120}: the adapter makes another model of its base, with layers repeated, "
+            "which is not the base at λ = 0",
+            "build that model once (PEFT's get_peft_model, then unload and save it), and train a plain LoRA adapter on it",
+        )
+    if config.get("lora_bias"):
+        message = f"{path}: lora_bias=True adds a term outside B·A·x that λ would not scale"
+        yield Finding("not-gateable", "warning", message, "retrain without it")
+    for key, what in _VARIANTS.items():
+        if config.get(key):
+            message = f"{path}: {key} is set: the adapter is {what}, which computes its delta in another way than B·A·x"
+            yield Finding("not-gateable", "warning", message, "gate a plain LoRA adapter")
+    if beside:
+        yield Finding(
+            "base-changed-beside",
+            "note",
+            f"{folder}: beside LoRA's factors the adapter changes {'; '.join(beside)}",
+            "gates do not reach that: λ = 0 is not the base",
+            {"beside": list(beside)},
+        )
+    if any(wrong_types(config)):
+        return
+    copies = names_of(config, "modules_to_save")
+    # PEFT saves the base's own embedding beside an adapter on it, and vLLM skips it
+    refused = [
+        key
+        for key in tensors
+        if kind_of(key, copies) != "factor" and not re.search(r"\.(embed_tokens|lm_head)\.base_layer\.weight$", key)
+    ]
+    rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
+    if rank > LORA_RANKS[-1]:
+        message = f"{path}: rank {rank} is above {LORA_RANKS[-1]}, the highest that vLLM serves"
+        yield Finding("not-servable", "warning", message, "evaluate and generate with transformers", {"rank": rank})
+    if refused or config.get("bias", "none") != "none" or config.get("lora_bias"):
+        what = "; ".join(beside) or "biases"
+        message = f"{folder}: vLLM serves LoRA's factors alone, and this adapter has {what}"
+        yield Finding("not-servable", "warning", message, "merge it into its base to serve it", {"keys": refused[:8]})
+
+
+def judge(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> tuple[tuple[str, ...], list[Finding]]:
+    """(what the adapter changes beside A and B, each in words; the findings of all rules); the configuration is not empty."""
+    path = folder / ADAPTER_CONFIG
+    found = [Finding("config-invalid", "error", f"{path}: {one}", "correct the key") for one in wrong_types(config)]
+    beside = tuple(_beside(config, tensors))
+    for rule in (_of_base, _of_task, _of_initialisation, _of_strength, _of_keys, partial(_of_use, beside)):
+        found += rule(folder, config, tensors)
+    return beside, found

@@ -1,0 +1,108 @@
+"""Whether a written model computes what the model in memory did: log-probabilities of both on the same few prompts.
+
+Export and merging rest on identities (λ·B in place of B, W + BA in place of W). What breaks them, a tensor that was left out,
+a weight that is tied or not, an adapter of another base, shows in the output of the files that were written, and there alone.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loragate.errors import ArtifactError
+from loragate.hub_names import cached_folder
+from loragate.models.source import ModelRef
+
+PROMPTS, PROMPT_TOKENS, SEED = 4, 40, 0
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far a written model is from the one that it stands for."""
+
+    nats: float  # E_p |log p − log q| per token; infinite where a log-probability is no number
+    limit: float  # the square root of the dtype's precision: 3e-4 in float32, 0.03 in float16, 0.09 in bfloat16
+    tokens: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.nats:.2g} nats per token apart on {self.tokens} tokens in {self.dtype} (up to {self.limit:.2g} is rounding)"
+
+
+def is_here(base: ModelRef) -> bool:
+    """Whether a base can be loaded without a download."""
+    folder = cached_folder(base.name, base.revision)
+    return bool(base.name) and (
+        Path(base.name).exists() or (folder is not None and any((*folder.glob("*.safetensors"), *folder.glob("*.bin"))))
+    )
+
+
+def probing_prompts(config: Any, adapter_config: Mapping[str, Any]) -> list[list[int]]:
+    """Token ids, the same on every machine: random ones, and those that the adapter trained or that begin and end texts.
+
+    Args:
+        config: of the base, from transformers.
+        adapter_config: adapter_config.json.
+    """
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or PROMPT_TOKENS
+    draw, length = random.Random(SEED), min(PROMPT_TOKENS, positions)
+    prompts = [[draw.randrange(text.vocab_size) for _ in range(length)] for _ in range(PROMPTS)]
+    trained = adapter_config.get("trainable_token_indices") or []
+    special = [getattr(text, name, None) for name in ("bos_token_id", "eos_token_id")]
+    named = [*_whole_numbers(trained), *_whole_numbers(special)]
+    return [*prompts, *(named[at : at + length] for at in range(0, min(len(named), PROMPTS * length), length))]
+
+
+def _whole_numbers(value: Any) -> Iterable[int]:
+    if isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _whole_numbers(inner)
+    elif isinstance(value, int):
+        yield value
+
+
+def log_probs(model: Any, prompts: Iterable[list[int]]) -> list[torch.Tensor]:
+    """Of the next token after every token of each prompt, [T, V] fp32 on the CPU."""
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        return [model(torch.tensor([ids], device=device)).logits[0].float().log_softmax(-1).cpu() for ids in prompts]
+
+
+def compare(expected: list[torch.Tensor], found: list[torch.Tensor], dtype: torch.dtype) -> Agreement:
+    """The agreement of `log_probs`, `expected` of the model in memory and `found` of the written one, computed in `dtype`."""
+    apart, tokens = 0.0, 0
+    for p_TV, q_TV in zip(expected, found, strict=True):
+        if p_TV.shape != q_TV.shape:
+            apart = math.inf
+            continue
+        # a token without probability may differ as it likes
+        difference_TV = torch.where(p_TV.isneginf(), torch.zeros(()), (p_TV - q_TV).abs())
+        apart += float((p_TV.exp() * difference_TV).sum())
+        tokens += len(p_TV)
+    nats = apart / max(tokens, 1)
+    return Agreement(
+        nats if math.isfinite(nats) else math.inf,
+        math.sqrt(torch.finfo(dtype).eps),
+        tokens,
+        str(dtype).removeprefix("torch."),
+    )
+
+
+def require_agreement(found: Agreement, written: str, original: str) -> None:
+    """Refuse a written model that computes something else.
+
+    Raises:
+        ArtifactError: with both figures.
+    """
+    if not found.nats <= found.limit:
+        raise ArtifactError(
+            f"{written} does not compute what {original} does: {found}. Nothing was kept; please report it with both "
+            "adapter_config.json and the versions that `loragate env` prints"
+        )

@@ -1,0 +1,212 @@
+"""From an adapter's folder to a PeftModel whose every tensor is accounted for.
+
+PEFT drops keys of the file that match nothing without a word, and leaves factors that the file lacks at their random start. Here
+what went into the model is compared with what the file holds, after PEFT's own conversions (adapter names, renamed modules, fused
+experts), and a difference is refused with counts, examples and the likely reason.
+
+What an adapter's file puts in place of the base's own weights (embeddings, norms, heads, biases saved along) is not switched off
+with the adapter; the weights that it displaces are kept, so that `gates.control.as_base` is the base.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+
+from loragate.errors import ArtifactError, ConfigError
+from loragate.gates.adapter_folder import AdapterFolder, read_adapter_folder
+from loragate.gates.adapter_rules import changed_base, factor_path
+from loragate.gates.control import keep_displaced
+from loragate.gates.eligibility import base_path
+from loragate.gates.schema import PREFIX
+
+# what of a model's state belongs to an adapter that is called "default", and comes from its file
+_OWN = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_delta)\.default(?:\.|$)")
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
+    """A base in memory under the adapter of a folder, called "default": a PeftModel, frozen and in eval mode unless `trainable`.
+
+    The base is a causal language model whatever task the adapter's label names. A frozen adapter has no dropout, which would
+    never act, and which PEFT refuses on fused experts.
+
+    Raises:
+        ArtifactError: for a folder that cannot be used, and for tensors that the base has no place for, or places without one.
+    """
+    folder = read_adapter_folder(path)
+    folder.require_usable()
+    names = {base_path(PREFIX + key.removeprefix(PREFIX)) for key in folder.beside_keys}
+    own = dict(chain(base.named_parameters(remove_duplicate=False), base.named_buffers(remove_duplicate=False)))
+    before = {name: own[name].detach().clone() for name in sorted(names & own.keys())}
+    mapping = _key_mapping(base, folder)
+    model: Any = PeftModel.from_pretrained(
+        base, str(folder.path), config=peft_config(folder, trainable), is_trainable=trainable, key_mapping=mapping
+    )
+    # loads the same values again, as PEFT tells only here what it left out
+    told = set_peft_model_state_dict(model, load_peft_weights(str(folder.path), device="cpu", key_mapping=mapping))
+    require_loaded(model, folder, told.unexpected_keys, told.missing_keys)
+    keep_displaced(model, {name: old for name, old in before.items() if not torch.equal(old, own[name].to(old.device))})
+    return model
+
+
+def plan_peft(base: Any, path: str | Path) -> Any:
+    """`load_peft` on a base without weights (meta device): whether every key has its place is known from names and shapes.
+
+    Raises:
+        ConfigError: for factors of another shape than those of this base.
+        ArtifactError: as `load_peft`.
+    """
+    folder = read_adapter_folder(path)
+    folder.require_usable()
+    config, mapping = peft_config(folder), _key_mapping(base, folder)
+    start, config.init_lora_weights = config.init_lora_weights, True  # others read the weights of the base
+    with torch.device("meta"):
+        model: Any = get_peft_model(base, config)
+        state = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (dtype, shape) in folder.tensors.items()}
+    config.init_lora_weights = start
+    own = {name.replace(".default.", "."): list(value.shape) for name, value in model.named_parameters()}
+    for key, value in state.items():
+        if own.get(key, list(value.shape)) != list(value.shape):
+            named = getattr(base.config, "_name_or_path", "") or "this base"
+            raise ConfigError(
+                f"{folder.path} was not trained on {named}: its {key} has the shape {list(value.shape)}, and here it would be "
+                f"{own[key]}. Name its own base with --base"
+            )
+    told = set_peft_model_state_dict(model, {_mapped(key, mapping): value for key, value in state.items()})
+    require_loaded(model, folder, told.unexpected_keys, told.missing_keys)
+    return model
+
+
+def peft_config(folder: AdapterFolder, trainable: bool = False) -> Any:
+    """PEFT's configuration of an adapter, without what only its making, or layers of another library, used."""
+    config: Any = PeftConfig.from_pretrained(str(folder.path))
+    config.inference_mode = not trainable
+    config.task_type = config.task_type and "CAUSAL_LM"
+    config.megatron_config = None
+    start = config.init_lora_weights
+    if isinstance(start, str) and not changed_base(start) and start.lower() != "mica":  # which is a variant of LoRA
+        config.init_lora_weights = True
+    if not trainable:
+        config.lora_dropout = 0.0
+    return config
+
+
+def require_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], missing: list[str]) -> None:
+    """Refuse a model that took a part of its adapter only.
+
+    Args:
+        model: with the adapter as "default".
+        folder: where it came from.
+        unexpected, missing: keys of the file that the model has no place for, and keys of the model that the file lacks, the
+            base's own among them, as `set_peft_model_state_dict` returns them.
+
+    Raises:
+        ArtifactError: with counts, one example of each and the likely reason.
+    """
+    state = model.state_dict(keep_vars=True)
+    taken = {id(value) for key, value in state.items() if key not in set(missing)}  # a tied weight has several names
+    biases = {"none": None, "lora_only": ".base_layer.bias"}.get(str(folder.config.get("bias") or "none"), ".bias")
+    absent = [
+        key
+        for key in missing
+        if (_OWN.search(key) or (biases and key.endswith(biases))) and id(state.get(key)) not in taken
+    ]
+    if not unexpected and not absent:
+        return
+    said = []
+    if unexpected:
+        said.append(
+            f"{len(unexpected)} of its {len(folder.tensors)} tensors have no place in this base (such as {unexpected[0]})"
+        )
+    if absent:
+        said.append(
+            f"{len(absent)} that this base needs are not in the file (such as {absent[0].replace('.default', '')})"
+        )
+    raise ArtifactError(
+        f"the keys of {folder.weights} do not fit: {'; '.join(said)}. {_reason(model, unexpected, absent)}"
+    )
+
+
+def _key_mapping(base: Any, folder: AdapterFolder) -> dict[str, str]:
+    """What PEFT's loader replaces in keys: patterns of names without its prefix, the first that matches."""
+    return {**(getattr(base, "_checkpoint_conversion_mapping", None) or {}), **_old_biases(folder)}
+
+
+def _mapped(key: str, mapping: dict[str, str]) -> str:
+    """A key as PEFT's loader renames it."""
+    name = key.removeprefix(PREFIX)
+    pattern = next((pattern for pattern in mapping if re.search(pattern, name)), None)
+    return key if pattern is None else PREFIX + re.sub(pattern, mapping[pattern], name)
+
+
+def _old_biases(folder: AdapterFolder) -> dict[str, str]:
+    """PEFT up to 0.6 called the bias of an adapted module q_proj.bias; it is q_proj.base_layer.bias since. As a key mapping."""
+    adapted = {factor_path(key)[0] for key in folder.tensors}
+    keys = (key.removeprefix(PREFIX) for key in folder.tensors)
+    old = [
+        re.escape(module)
+        for module in (key.removesuffix(".bias") for key in keys if key.endswith(".bias"))
+        if module in adapted
+    ]
+    return {rf"^({'|'.join(old)})\.bias$": r"\1.base_layer.bias"} if old else {}
+
+
+def _reason(model: Any, unexpected: list[str], absent: list[str]) -> str:
+    """What most likely happened, and what to do."""
+    layers, found = _highest(key for key in model.state_dict() if not _OWN.search(key)), _highest(unexpected)
+    modules = {base_path(name) for name, _ in model.named_modules()}
+    paths = [path for key in unexpected if (path := factor_path(key.replace(".default", ""))[0])]
+    if found > layers >= 0:
+        return (
+            f"The adapter has a layer {found}, and this base ends with layer {layers}: it was trained on a deeper base; name that "
+            "with --base"
+        )
+    if not unexpected:
+        present = {int(number) for key in absent for number in _LAYER.findall(key)[:1]}
+        if present == set(range(min(present, default=0), layers + 1)) and 0 not in present:
+            return (
+                f"Layers {min(present)} to {layers} are missing: it was trained on a shallower base (name that with --base), or "
+                "the file is cut short"
+            )
+        return (
+            "The file was written in part, or adapter_config.json is of another training: take both files of one folder, with the "
+            "target_modules of the weights"
+        )
+    if all(not key.startswith(PREFIX) for key in unexpected):
+        return f"Its keys do not begin with {PREFIX!r}, as PEFT's do: rename the prefix of its keys"
+    if outside := next((path for path in paths if path in modules), ""):
+        return (
+            f"{outside} is a module of this base that target_modules does not name: adapter_config.json and the weights are of "
+            "two trainings, or the list was changed; take both files of one folder"
+        )
+    ends = {_end(name): name for name in modules}
+    if other := next((path for path in paths if _end(path) in ends), ""):
+        return (
+            f"The file says {other} where this base has {ends[_end(other)]}: the adapter was saved from a model inside another; "
+            "rename the prefix of its keys"
+        )
+    if any(key.endswith(".bias") for key in unexpected):
+        return (
+            "It has trained biases for which this base has no place: name the base that it was trained on with --base"
+        )
+    return (
+        "Its modules have other names than those of this base: it was trained on another base (name that with --base), or with "
+        "model code of its own, whose names must be converted to those of transformers"
+    )
+
+
+def _end(path: str) -> str:
+    """The end of a module's path from its layer number on; the whole path where it has none."""
+    found = re.search(r"\d+\.[^0-9]*$", path)
+    return found[0] if found else path
+
+
+def _highest(keys: Any) -> int:
+    """The highest layer number in keys; -1 where there is none."""
+    return max((int(found[1]) for found in map(_LAYER.search, keys) if found), default=-1)

@@ -1,0 +1,211 @@
+"""What the stages of a recipe need of the GPU that it is made for, memory and hours, before anything is loaded.
+
+Hours are estimates: of a training its FLOPs (`analysis.plan`) at a share of the card's peak, of answers drawn by vLLM the bytes
+that a step of decoding reads at a share of its bandwidth, of answers drawn by transformers measured times of a layer. Rows and
+answers are taken to be as long as their limits; shorter ones cost less in proportion.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from loragate.analysis.gates import PAPER
+from loragate.analysis.plan import GIB, Estimate, estimate
+from loragate.evaluation.prepared import chosen_tasks
+from loragate.evaluation.tasks import Task
+from loragate.evaluation.variants import variants_for
+from loragate.gates.range import parse_ranges
+from loragate.losses.objectives import objective_of
+from loragate.models.source import Kind
+from loragate.recipes.recipe import TRAINS, Recipe, Stage, options_of
+from loragate.validate import comma_list
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A card: FLOP/s of 16-bit products, and bytes/s of its memory, both at most."""
+
+    flops: float
+    bandwidth: float
+
+
+GPUS = {"h100": Gpu(989e12, 3.35e12)}
+"""By the `machine` of a recipe; NVIDIA's data sheet of the H100 SXM, without sparsity."""
+OF_PEAK, OF_BANDWIDTH = 0.4, 0.5
+"""Shares that are reached; assumed, and printed beside every estimate."""
+SEQUENCES = 256
+"""Answers that vLLM decodes at a time."""
+LAYER_S = {"base": 0.94e-3, "adapter": 1.87e-3, "gated": 3.0e-3}
+"""Seconds of a layer in a step of transformers' decoding, which waits for the processor whatever the batch: batch 128 at
+Qwen2.5-1.5B's shape in benchmarks/results/gpu.json."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one stage: what it does to the GPU's memory, in words, and hours; None where nothing says how much there is to do."""
+
+    memory: str
+    hours: float | None
+
+    def sentence(self) -> str:
+        """ "about 8.2 GiB of GPU memory (…), about 1.2 h"."""
+        return f"{self.memory}, {'hours unknown' if self.hours is None else f'about {self.hours:.1f} h'}"
+
+
+def costs(recipe: Recipe) -> dict[str, Cost]:
+    """{stage: what it needs} with every row and answer as long as its limit; empty without an architecture.
+
+    Several processes each need as much memory, less what FSDP2 shards.
+    """
+    if not recipe.architecture:
+        return {}
+    model = without_data(json.dumps(recipe.architecture))
+    gpu, found = GPUS[recipe.machine], dict[str, Cost]()
+    trained: dict[str, Stage] = {}
+    for stage in recipe.stages:
+        if stage.command in TRAINS:
+            found[stage.name] = _training(stage, model, gpu)
+            trained[stage.name] = trained["last"] = stage
+        elif stage.command == "mask":
+            read = estimate(model, sequence=int(stage.options["max_length"]))
+            memory = f"two models of {read.weights / GIB:.1f} GiB"
+            found[stage.name] = Cost(memory, _hours(2 * read.forward * _tokens(stage), gpu))
+        else:
+            found[stage.name] = _answers(stage, recipe, model, gpu, trained)
+    return found
+
+
+@cache
+def without_data(architecture: str) -> Any:
+    """A model of this architecture, in the words of transformers as JSON, on the meta device."""
+    values = json.loads(architecture)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+
+
+def summary(recipe: Recipe, found: dict[str, Cost]) -> str:
+    """The hours of all stages, and what they rest upon; empty where nothing was estimated."""
+    if not found:
+        return ""
+    hours = sum(cost.hours or 0.0 for cost in found.values())
+    cards = max(int(stage.options.get("processes") or 1) for stage in recipe.stages)
+    return (
+        f"about {hours:.1f} h in all on {cards} {recipe.machine}, grading aside: with every row and answer as long as its limit, "
+        f"products at {OF_PEAK:g} of the card's peak and vLLM at {OF_BANDWIDTH:g} of its bandwidth, both assumed"
+    )
+
+
+def estimate_of(stage: Stage, model: Any) -> Estimate:
+    """Memory and cost of a step of a training."""
+    options, sft = stage.options, stage.command == "sft"
+    rows, quantized = int(options["per_device_train_batch_size"]), options.get("quantization") or "none"
+    return estimate(
+        model,
+        "sft" if sft else "calibrate",
+        sequence=int(options["max_length"]),
+        rows=rows,
+        adapter=int(options.get("rank") or 16),
+        base=quantized if quantized != "none" else "bfloat16",  # type: ignore[arg-type]
+        gradient_checkpointing=bool(options.get("gradient_checkpointing")),
+        objective=objective_of(options["objective"], options.get("objective_options")) if sft else None,
+        dora=bool(options.get("dora")),
+        k=int(options.get("k", 100)),
+        passes=int(options["batch_size"]) // rows // int(options.get("processes") or 1),
+    )
+
+
+def _training(stage: Stage, model: Any, gpu: Gpu) -> Cost:
+    options, need = stage.options, estimate_of(stage, model)
+    runs = len(parse_ranges(options["ranges"])) if "ranges" in options else 1
+    runs *= len(comma_list(str(options.get("seeds", "")))) or 1
+    runs *= options.get("objective") != "random"  # which are drawn
+    processes = int(options.get("processes") or 1)
+    return Cost(need.sentence(), _hours(runs * need.flops * _tokens(stage) / processes, gpu))
+
+
+def _tokens(stage: Stage) -> float:
+    """Tokens that a training or a mask reads, at most; 0 where the recipe does not say how many rows there are."""
+    options = stage.options
+    rows = int(options.get("max_rows") or 0) * float(options.get("num_train_epochs") or 1)
+    if steps := int(options.get("max_steps") or 0):
+        rows = steps * int(options["batch_size"])
+    return rows * int(options["max_length"])
+
+
+def _hours(flops: float, gpu: Gpu) -> float | None:
+    return flops / (gpu.flops * OF_PEAK) / 3600 if flops else None
+
+
+def _answers(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained: dict[str, Stage]) -> Cost:
+    """Of an evaluation or a diagnosis that draws answers, or reads those of one."""
+    options, what = stage.options, stage.options.get("what")
+    if "run" in options:  # a forward pass over answers that were drawn
+        (source,) = (one for one in recipe.stages if options["run"] == f"{{{one.name}}}")
+        tasks = chosen_tasks(options_of(source, source.name))
+        read = estimate(model)
+        most = int(options.get("answers", 4))
+        tokens = sum(
+            _questions(task, source) * min(_samples(task, source), most) * _limit(task, source) for task in tasks
+        )
+        memory = f"about {(read.weights + read.activations) / GIB + 1:.1f} GiB of GPU memory"
+        return Cost(memory, _hours(read.forward * tokens, gpu))
+    tasks = chosen_tasks(options_of(stage, stage.name))
+    name = str(options.get("model") or "").strip("{}")
+    last = trained.get(name)
+    kind: Kind = "base" if last is None else "adapter" if last.command == "sft" else "gated"
+    # each variant as the times that its answers take: suppression by ΔH asks base and adapter beside itself
+    if "sweep" in options:
+        cells = trained[str(options["sweep"]).strip("{}")].options
+        variants = ["adapter"] + ["gated"] * len(parse_ranges(cells["ranges"])) * len(comma_list(str(cells["seeds"])))
+    elif what == "interventions":
+        variants = ["adapter", "base", "gated"] + ["gated"] * (
+            len(comma_list(str(options.get("interventions", "")))) or len(PAPER) - 1
+        )
+    elif what == "entropy":
+        suppressed = comma_list(str(options.get("suppress", "negative,positive")))
+        variants = ["adapter", "base"] + ["suppressed"] * len(suppressed)
+    else:
+        constants = [float(value) for value in comma_list(str(options.get("constants", "0.5")))]
+        variants = [one.weights for one in variants_for(kind, options.get("controls", "cheap"), constants)]
+    need = estimate(model)
+    drawn = sum(_questions(task, stage) * _samples(task, stage) for task in tasks)
+    longest = max(_limit(task, stage) for task in tasks)
+    said = f"{len(variants) * drawn:,} answers of at most {longest:,} tokens"
+    seconds = 0.0
+    for task in tasks:
+        answers, limit = _questions(task, stage) * _samples(task, stage), _limit(task, stage)
+        if options.get("engine") == "vllm":
+            together = min(SEQUENCES, answers)
+            step = (need.weights + together * limit / 2 * need.cache) / (gpu.bandwidth * OF_BANDWIDTH)
+            seconds += len(variants) * answers * limit / together * step
+        else:
+            layers = model.config.get_text_config().num_hidden_layers
+            passes = {**LAYER_S, "suppressed": LAYER_S["base"] + 2 * LAYER_S["adapter"]}
+            batches = -(-answers // int(options.get("batch_size", 64)))
+            seconds += sum(passes[one] for one in variants) * layers * batches * limit
+    if options.get("engine") == "vllm":
+        memory = "vLLM fills 0.9 of the GPU"
+    else:
+        streams = 3 if what == "entropy" else 1
+        cache = streams * int(options.get("batch_size", 64)) * longest * need.cache
+        memory = f"about {(need.weights + cache) / GIB + 1:.1f} GiB of GPU memory on transformers"
+    return Cost(f"{memory}; {said}", seconds / 3600)
+
+
+def _questions(task: Task, stage: Stage) -> int:
+    rows = task.dataset.rows or 0
+    return min(rows, int(stage.options.get("limit") or rows))
+
+
+def _samples(task: Task, stage: Stage) -> int:
+    return task.generation.samples if task.harness else int(stage.options.get("samples") or task.generation.samples)
+
+
+def _limit(task: Task, stage: Stage) -> int:
+    return int(stage.options.get("max_new_tokens") or task.generation.max_new_tokens)

@@ -1,0 +1,247 @@
+"""The record of a selection (`selection.json`, and an artifact's evidence): what was chosen, on what scores, and that in words.
+
+`calibrate` and `sweep` write it; commands and reports say it with the sentences here, so that one choice has one wording. Scores
+are shares of 1. It knows no model and no other room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from loragate import records
+from loragate.display import at, percent, points
+from loragate.errors import DataError
+from loragate.validate import validate
+
+FILE = "selection.json"
+Kind = Literal["adapter", "base", "scale", "gates"]
+EVERY_KIND = (
+    "the dev set must hold every kind of question that the adapter will be asked: what it does not ask, nothing here measures "
+    "(a retention set, --retention-data, guards other abilities)"
+)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A mean with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{percent(self.mean)} % ({percent(self.low)}–{percent(self.high)})"
+
+
+@dataclass(frozen=True)
+class Gap(Score):
+    """A paired difference to the baseline with its 95 % interval.
+
+    Attributes:
+        p: two-sided, of no difference.
+        z: mean ÷ standard error, by which the rule goes; None where all questions differ alike.
+        stderr, df, limit, confidence: as of `evaluation.statistics.Difference`.
+    """
+
+    p: float
+    z: float | None = None
+    stderr: float | None = None
+    df: float | None = None
+    limit: float | None = None
+    confidence: float = 0.95
+
+    def __str__(self) -> str:
+        z = "" if self.z is None else f", z = {self.z:.2f}"
+        return f"{points(self.mean)} points (95 % interval {points(self.low)} to {points(self.high)}{z})"
+
+
+@dataclass(frozen=True)
+class Retained(Score):
+    """The score on the retention set; stderr, questions and samples as of `evaluation.statistics.Estimate`."""
+
+    stderr: float
+    questions: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class VariantScore(Score):
+    """What a variant scored on the dev set.
+
+    Attributes:
+        label: as in tables, such as "gated [0,1] T=0.3".
+        weights: what acted.
+        temperature: of sampling, 0 for greedy.
+        samples: answers to each question.
+        difference: to the baseline; None for the baseline itself.
+        truncated, no_eos: shares of the answers that met the length limit, or had no end of sequence.
+        tokens: mean length of an answer.
+        retention: None where it was not evaluated.
+    """
+
+    label: str
+    weights: Kind
+    temperature: float
+    samples: int
+    difference: Gap | None
+    truncated: float
+    no_eos: float
+    tokens: float
+    retention: Retained | None = None
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """The variant to use.
+
+    Attributes:
+        label, weights, temperature: as of its `VariantScore`.
+        scale: the one λ for all modules, where that is recommended.
+        range, trial: of the gates, where they are; the trial's name is its folder's.
+        score: on the dev set.
+        reason: why this one, without a full stop.
+    """
+
+    label: str
+    weights: Kind
+    temperature: float
+    scale: float | None
+    range: tuple[float, float] | None
+    trial: str | None
+    score: Score
+    reason: str
+
+    def advice(self) -> str:
+        """What to do: "Use the adapter alone, greedily"."""
+        what = {
+            "adapter": "the adapter alone",
+            "base": "the base without the adapter",
+            "scale": f"one λ = {self.scale:g} for all modules" if self.scale is not None else "",
+            "gates": f"the gates {self.label.removeprefix('gated ').removesuffix(' greedy').split(' T=')[0]}",
+        }[self.weights]
+        return f"Use {what}, {at(self.temperature)}"
+
+
+@dataclass(frozen=True)
+class DevInfo:
+    """The dev set and how it was asked.
+
+    Attributes:
+        unread: share of the adapter's answers that the grader could not read.
+        dropped: {what they are also among: number of questions left out for it}.
+    """
+
+    source: str
+    questions: int
+    samples: int
+    max_new_tokens: int
+    task: str
+    grader: str
+    unread: float
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RetentionInfo:
+    """The retention set, {variant: why it was not taken} of those that lose on it, and `dropped` as of `DevInfo`."""
+
+    source: str
+    vetoed: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SelectionRecord:
+    """What was chosen, and on what evidence.
+
+    Attributes:
+        rule: in words.
+        recommendation: what to use.
+        baseline: label of what everything is compared with.
+        variants: every variant that was scored.
+        dev, retention: the sets of questions.
+        left_out: {variant: why it is none here}.
+        diverged: {trial: why} of trainings that did not stay finite.
+    """
+
+    rule: str
+    recommendation: Recommended
+    baseline: str
+    variants: tuple[VariantScore, ...]
+    dev: DevInfo
+    retention: RetentionInfo | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
+    diverged: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the file holds."""
+        found: dict[str, Any] = records.to_json(self)
+        return found
+
+    def score(self) -> str:
+        """What the recommended variant scores: "62.5 % (44.9–77.3) on 32 dev questions"."""
+        return f"{self.recommendation.score} on {self.dev.questions} dev questions"
+
+    def alternatives(self) -> str:
+        """The best of each other kind, with its score; empty where there is none."""
+        best: dict[str, VariantScore] = {}
+        for row in self.variants:
+            if row.weights not in best or row.mean > best[row.weights].mean:
+                best[row.weights] = row
+        others = [f"{row.label} {row}" for kind, row in best.items() if kind != self.recommendation.weights]
+        return f"The best of each other kind: {', '.join(others)}." if others else ""
+
+    def sentences(self) -> list[str]:
+        """What to use and why, what the alternatives scored, and what the choice does not say."""
+        found = self.recommendation
+        said = [f"{found.advice()}: {self.score()}; {found.reason}.", *filter(None, [self.alternatives()])]
+        if found.label != self.baseline:
+            said.append("The score of what was chosen is flattered by the choice; measure it on other questions.")
+        for name, one in (("dev", self.dev), ("retention", self.retention)):
+            said += [
+                f"{count} {name} questions were left out, as they are also among {what}."
+                for what, count in (one.dropped if one else {}).items()
+            ]
+        vetoed = {} if self.retention is None else self.retention.vetoed
+        said += [f"{label} was not taken: it {why}." for label, why in vetoed.items()]
+        said += [f"{name} is left out: {why}." for name, why in self.left_out.items()]
+        said += [f"The training of {name} diverged and takes no part: {why}." for name, why in self.diverged.items()]
+        if self.dev.unread > 0.5:
+            said.append(
+                f"Warning: the grader {self.dev.grader!r} reads no answer in {percent(self.dev.unread)} % of the adapter's "
+                "responses; does the prompt ask for the form that it reads?"
+            )
+        return [*said, f"This holds for questions like these: {EVERY_KIND}."]
+
+
+def read_selection_record(found: Path | Mapping[str, Any]) -> SelectionRecord:
+    """The record in a file, or in what was read from one; raises `DataError`, naming file and key, for anything else."""
+    if isinstance(found, Path):
+        return records.read(SelectionRecord, found, "was it written to its end, by this version of loragate?")
+    return validate(SelectionRecord, found, "selection", DataError)
+
+
+def is_selection(record: object) -> bool:
+    """Whether a free-form record is one of a selection; one of gates that were taken as they came has no scores."""
+    return isinstance(record, Mapping) and "recommendation" in record
+
+
+def reason_of(best: str, baseline: str, gap: Gap | None, accepted: bool) -> str:
+    """Why a variant was chosen, in a sentence that agrees with the interval in it.
+
+    Args:
+        best: label of the variant with the highest mean.
+        baseline: label of what it was weighed against.
+        gap: between them; None where the baseline is the best.
+        accepted: whether the rule took the best one.
+    """
+    if gap is None:
+        return f"no variant scored above {baseline}"
+    if not accepted:
+        return f"{best} is above it by {gap}, which may be chance"
+    if gap.low > 0:
+        return f"it beats {baseline} by {gap}"
+    return f"it is above {baseline} by {gap}: likely a gain, but the interval does not exclude none"

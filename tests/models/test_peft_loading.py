@@ -1,0 +1,218 @@
+"""Every tensor of an adapter's file is in the model, or it is refused; and the base beneath an adapter is the base."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import loragate as lg
+from loragate.analysis.inspection import inspect_adapter
+from loragate.errors import ArtifactError
+from loragate.gates.control import as_base, why_no_base
+from loragate.models import load_adapter, resolve
+from loragate.models.peft_loading import load_peft
+from tiny import logits, tiny_adapter, tiny_base, write_base
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj"
+
+
+@pytest.fixture
+def place(tmp_path):
+    write_base(tmp_path / "base")
+    return tmp_path
+
+
+def adapter(place, change=dict, base=None, **lora):
+    """An adapter's folder whose file and configuration are changed: (folder, the model before)."""
+    model = tiny_adapter(base=base, **{"target_modules": ["q_proj", "v_proj"], **lora})
+    model.peft_config["default"].base_model_name_or_path = str(place / "base")
+    model.save_pretrained(place / "adapter")
+    file = place / "adapter" / "adapter_model.safetensors"
+    save_file({key: value.clone() for key, value in change(load_file(file)).items()}, file)
+    return place / "adapter", model
+
+
+def record(folder, **more):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+
+
+def without(text):
+    return lambda state: {key: value for key, value in state.items() if text not in key}
+
+
+def named(old, new):
+    return lambda state: {key.replace(old, new): value for key, value in state.items()}
+
+
+HALVES = {
+    "renamed modules": ({}, named("q_proj", "query_proj"), {}, r"4 of its 8 tensors .*query_proj.*other names"),
+    "a deeper base": (
+        {"base": {"num_hidden_layers": 3}},
+        dict,
+        {},
+        r"4 of its 12 .*layer 2, and this base ends with layer 1.*deeper",
+    ),
+    "a shallower base": (
+        {"base": {"num_hidden_layers": 1}},
+        dict,
+        {},
+        r"4 that this base needs .*Layers 1 to 1 are missing",
+    ),
+    "another wrapper": (
+        {},
+        named("model.model.", "model.language_model.model."),
+        {},
+        r"8 of its 8 .*rename the prefix",
+    ),
+    "no prefix": ({}, named("base_model.model.", ""), {}, r"8 of its 8 .*rename the prefix"),
+    "outside target_modules": ({}, dict, {"target_modules": ["q_proj"]}, r"4 of its 8 .*target_modules does not name"),
+    "other targets": (
+        {},
+        dict,
+        {"target_modules": ["q_proj", "v_proj", "o_proj"]},
+        r"4 that this base needs .*o_proj",
+    ),
+    "a module left out": ({}, without("0.self_attn.v_proj"), {}, r"2 that this base needs .*v_proj"),
+    "another adapter's name": (
+        {},
+        named("lora_A.weight", "lora_A.policy.weight"),
+        {},
+        r"4 of its 8 .*lora_A.policy.weight",
+    ),
+    "biases that are not there": (
+        {"bias": "lora_only"},
+        without(".bias"),
+        {},
+        r"4 that this base needs .*base_layer.bias",
+    ),
+    "unknown biases": (
+        {},
+        lambda s: {**s, "base_model.model.model.norm.bias": torch.ones(32)},
+        {},
+        r"1 of its 9 .*norm.bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half_an_adapter_is_refused(place, name):
+    how, change, config, words = HALVES[name]
+    base = tiny_base(**how["base"]) if "base" in how else None
+    folder, _ = adapter(place, change, **{**how, "base": base})
+    record(folder, **config)
+    for look in (
+        lambda: load_adapter(tiny_base(), resolve(folder)),
+        lambda: load_peft(tiny_base(), folder, trainable=True),
+        lambda: inspect_adapter(str(folder)),
+    ):
+        with pytest.raises(ArtifactError, match=words):
+            look()
+
+
+RIGHT = {
+    "as it is": ({}, dict, {}),
+    "an adapter's name in the keys": ({}, named(".weight", ".default.weight"), {}),
+    "a label of another task": ({}, dict, {"task_type": "SEQ_2_SEQ_LM"}),
+    "a label of classifiers": ({}, dict, {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}),
+    "no label": ({}, dict, {"task_type": None}),
+    "dropout": ({}, dict, {"lora_dropout": 0.5}),
+    "Megatron's settings": ({}, dict, {"megatron_config": {"hidden_size": 32}}),
+    "an initialisation that PEFT does not know": ({}, dict, {"init_lora_weights": "from data"}),
+    "biases": ({"bias": "lora_only"}, dict, {}),
+    "biases as PEFT called them up to 0.6": ({"bias": "lora_only"}, named(".base_layer.bias", ".bias"), {}),
+    "trained tokens": ({"trainable_token_indices": [5, 9]}, dict, {}),
+    "trained tokens, tied": ({"trainable_token_indices": {"embed_tokens": [5]}, "ensure_weight_tying": True}, dict, {}),
+    "copies": ({"modules_to_save": ["lm_head"]}, dict, {}),
+    "an embedding under LoRA": ({"target_modules": ["q_proj", "embed_tokens"]}, dict, {}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_whole_loads_and_its_base_is_the_base(place, token_ids, name):
+    how, change, config = RIGHT[name]
+    model = tiny_adapter(**{"target_modules": ["q_proj", "v_proj"], **how})
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            trained = "trainable_tokens_delta" in key or "modules_to_save" in key
+            if trained or (how.get("bias") and key.endswith("base_layer.bias")):
+                parameter.normal_(std=0.3)
+    model.save_pretrained(place / "adapter")
+    model.peft_config["default"].base_model_name_or_path = str(place / "base")
+    folder = place / "adapter"
+    file = folder / "adapter_model.safetensors"
+    save_file({key: value.clone() for key, value in change(load_file(file)).items()}, file)
+    record(folder, base_model_name_or_path=str(place / "base"), **config)
+    inspect_adapter(str(folder))
+
+    loaded = load_adapter(tiny_base(), resolve(folder))
+    expected, base = logits(model, token_ids), logits(tiny_base(), token_ids)
+    torch.testing.assert_close(logits(loaded, token_ids), expected, rtol=0, atol=0)
+    assert why_no_base(loaded) == ""
+    with as_base(loaded):
+        torch.testing.assert_close(logits(loaded, token_ids), base, rtol=0, atol=0)
+    torch.testing.assert_close(logits(loaded, token_ids), expected, rtol=0, atol=0)
+
+
+def test_weights_saved_along_are_displaced_and_put_back(place, token_ids):
+    more = {
+        "base_model.model.model.embed_tokens.weight": torch.randn(160, 32),
+        "base_model.model.model.norm.weight": torch.rand(32),
+    }
+    folder, plain = adapter(place, lambda state: {**state, **more})
+    loaded = load_adapter(tiny_base(), resolve(folder))
+    assert not torch.equal(logits(loaded, token_ids), logits(plain, token_ids))
+    before = logits(loaded, token_ids)
+    gated = lg.attach_gates(loaded, lg.GateConfig(-1, 2))
+    with lg.gate_override(gated, constant=0.0):
+        assert not torch.equal(logits(gated, token_ids), logits(tiny_base(), token_ids))
+    with as_base(gated):
+        assert torch.equal(logits(gated, token_ids), logits(tiny_base(), token_ids))
+    assert torch.equal(logits(lg.detach_gates(gated), token_ids), before)
+
+
+def test_of_a_model_from_elsewhere_the_biases_are_not_known(place):
+    folder, _ = adapter(place, bias="lora_only")
+    assert "trained biases along" in why_no_base(PeftModel.from_pretrained(tiny_base(), folder))
+    assert why_no_base(tiny_adapter()) == ""
+
+
+def test_an_initialisation_that_changed_the_base_leaves_none(place):
+    folder, _ = adapter(place, init_lora_weights="olora")
+    loaded = load_adapter(tiny_base(), resolve(folder))
+    assert "λ = 0" in why_no_base(loaded)
+
+
+def test_experts_of_earlier_transformers_load_whatever_their_dropout(place, token_ids):
+    shape = {
+        "vocab_size": 160,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    torch.manual_seed(0)
+    base = MixtralForCausalLM(
+        MixtralConfig(**shape, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1)
+    ).eval()
+    state = {}
+    paths = {"self_attn.q_proj": (32, 32)} | {
+        f"block_sparse_moe.experts.{expert}.{name}": (48, 32) if name == "w2" else (32, 48)
+        for expert in range(2)
+        for name in ("w1", "w2", "w3")
+    }
+    for path, (width, height) in paths.items():
+        state[f"base_model.model.model.layers.0.{path}.lora_A.weight"] = torch.randn(4, width)
+        state[f"base_model.model.model.layers.0.{path}.lora_B.weight"] = torch.randn(height, 4) * 0.1
+    folder, _ = adapter(place, lambda _: state)
+    record(folder, target_modules=["q_proj", "w1", "w2", "w3"], lora_dropout=0.05)
+    plain = logits(base, token_ids)
+    loaded = load_peft(base, folder)
+    assert not torch.equal(logits(loaded, token_ids), plain)
+    record(folder, target_modules=["q_proj", "w1", "w2", "w3", "k_proj"])
+    with pytest.raises(ArtifactError, match="k_proj"):
+        load_peft(MixtralForCausalLM(base.config), folder)
