@@ -367,7 +367,7 @@ def _alpaca_row(row: Row) -> Turns:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise DataError(f"history[{index}] is {kind_of(pair)}, expected a pair [user text, assistant text]")
         messages += pair_messages(text_of(pair[0], f"history[{index}][0]"), text_of(pair[1], f"history[{index}][1]"))
-    messages += pair_messages(_question(row, "instruction"), text_of(row["output"], "output"))
+    messages += pair_messages(question_text(row, "instruction"), text_of(row["output"], "output"))
     return Turns(_with_system(row, tuple(messages)))
 
 
@@ -390,10 +390,10 @@ def _pair_row(row: Row) -> Turns:
     texts = text_of(prompt, pair[0]), text_of(completion, pair[1])
     if pair == RAW_PAIR:
         return Turns((), *texts)
-    return Turns(_with_system(row, tuple(pair_messages(_question(row, pair[0]), texts[1]))))
+    return Turns(_with_system(row, tuple(pair_messages(question_text(row, pair[0]), texts[1]))))
 
 
-def _question(row: Row, key: str) -> str:
+def question_text(row: Row, key: str) -> str:
     """The text of a question's column, and behind it those of the context that the row gives."""
     parts = [text_of(row[key], key)]
     for name in CONTEXT:
