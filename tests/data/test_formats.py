@@ -114,6 +114,10 @@ def test_tools_and_further_message_keys_are_carried_to_the_template():
         ),
         ({"messages": [{**ASK, "train": True}, ANSWER]}, "a turn of the role user with train switched on"),
         ({"messages": [ASK, {**ANSWER, "train": True, "weight": 0}]}, "train and weight, which contradict each other"),
+        (
+            {"messages": [ASK, {**ANSWER, "tool_calls": [{"function": "x"}]}]},
+            r"tool_calls of messages\[1\]: found .*objects",
+        ),
         ({"messages": [ASK, {**ANSWER, "train_detail": [{"begin_offset": 0}]}]}, "has train_detail, which is not read"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": "x"}]}, r"tool_calls of messages\[1\] is text that is not JSON"),
         (
@@ -209,6 +213,12 @@ def test_arguments_as_json_text_are_the_object(flat):
 
     assert calls('{"a": [1, 2]}') == calls({"a": [1, 2]}) == [call({"a": [1, 2]})]
     assert calls("2 and 2") == [call("2 and 2")], "text that is no object stays as it is"
+
+
+def test_a_function_call_is_a_tool_call():
+    called = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 2}'}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    assert turns_of({"messages": [ASK, called]}).messages[1] == {**ANSWER, "content": "", "tool_calls": [call]}
 
 
 def test_lists_as_json_text_are_read():

@@ -30,6 +30,7 @@ def test_questions_keep_their_order_and_place(tmp_path):
     [
         ([{"prompt": "w1", "gold": "1"}, {"prompt": "w2"}], ":2: no answer, though other questions have one"),
         ([{"instruction": "Sort", "input": "3 1", "answer": "1 3"}], ":1: the column 'input' would be left out"),
+        ([{"question": "Who?", "context": "Ann did.", "answer": "Ann"}], ":1: the column 'context' would be left out"),
         ([{"messages": [{"role": "user", "content": "2+2?"}]}], ":1: a conversation is no dev question; write"),
         (rows(31), "has 31 different questions; fewer than 32"),
         (rows(31) * 2, "has 31 different questions"),

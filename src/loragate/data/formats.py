@@ -132,9 +132,11 @@ def message(entry: Any, place: str) -> Message:
     """
     if not isinstance(entry, Mapping):
         raise DataError(f"{place} is {kind_of(entry)}, expected an object with role and content")
-    if not {"content", "value", "tool_calls", *REASONING} & entry.keys():
+    if not {"content", "value", "tool_calls", "function_call", *REASONING} & entry.keys():
         raise DataError(f"{place} has no content; found the keys {', '.join(map(str, entry)) or '(none)'}")
     present: Message = without_nulls(entry)  # a copy, from which the known keys are taken
+    if "function_call" in present:  # OpenAI's older form
+        present["tool_calls"] = [{"type": "function", "function": present.pop("function_call")}]
     role = present.pop("role", None) or present.pop("from", None)
     value = present.pop("value", None)  # ShareGPT's
     content = present.pop("content", value)
@@ -182,8 +184,11 @@ def _switched(present: Message, role: str, place: str) -> Message:
 def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     """Tool calls whose arguments, where they are the JSON text of an object, are that object: templates write it as JSON."""
     calls = parsed(calls, place)
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise DataError(f"{place} is {kind_of(calls)}, expected a list of tool calls (objects)")
+    whole = isinstance(calls, list) and all(
+        isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls
+    )
+    if not whole:
+        raise DataError(f"{place}: found {excerpt(str(calls))}, expected a list of objects with name and arguments")
     return [
         {**call, "function": _arguments_read(call["function"])}
         if isinstance(call.get("function"), Mapping)
@@ -362,7 +367,7 @@ def _alpaca_row(row: Row) -> Turns:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise DataError(f"history[{index}] is {kind_of(pair)}, expected a pair [user text, assistant text]")
         messages += pair_messages(text_of(pair[0], f"history[{index}][0]"), text_of(pair[1], f"history[{index}][1]"))
-    messages += pair_messages(_question(row, "instruction"), text_of(row["output"], "output"))
+    messages += pair_messages(question_text(row, "instruction"), text_of(row["output"], "output"))
     return Turns(_with_system(row, tuple(messages)))
 
 
@@ -385,10 +390,10 @@ def _pair_row(row: Row) -> Turns:
     texts = text_of(prompt, pair[0]), text_of(completion, pair[1])
     if pair == RAW_PAIR:
         return Turns((), *texts)
-    return Turns(_with_system(row, tuple(pair_messages(_question(row, pair[0]), texts[1]))))
+    return Turns(_with_system(row, tuple(pair_messages(question_text(row, pair[0]), texts[1]))))
 
 
-def _question(row: Row, key: str) -> str:
+def question_text(row: Row, key: str) -> str:
     """The text of a question's column, and behind it those of the context that the row gives."""
     parts = [text_of(row[key], key)]
     for name in CONTEXT:

@@ -21,7 +21,7 @@ import numpy as np
 
 from loragate.data import EncodedRows, Rows, load_rows
 from loragate.data.encoding import IGNORED
-from loragate.data.formats import conversation
+from loragate.data.formats import CONTEXT, conversation, question_text
 from loragate.data.rows import RowsGiven, is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.judging import ANSWERS as ANSWER_GRADERS
@@ -203,8 +203,8 @@ def prompts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         for name in ("messages", "conversations", *PROMPTS):
             value = row.get(name)
             if isinstance(value, str):
-                more = row.get("input") if name == "instruction" else None
-                texts.append(f"{value}\n{more}" if isinstance(more, str) and more.strip() else value)
+                with suppress(DataError):
+                    texts.append(question_text(row, name))
             elif isinstance(value, list):
                 with suppress(DataError):  # such as an image; rows to train on are refused by their line
                     texts += [turn["content"] for turn in conversation(value, name) if turn["role"] == "user"]
@@ -228,9 +228,9 @@ def _require_answers(rows: Rows, source: str, name: str) -> None:
                 "the final answer alone"
             )
         used = next((column for column in PROMPTS if row.get(column) is not None), "")
-        if used == "instruction" and row.get("input"):
+        if used and (left := next((column for column in CONTEXT if row.get(column)), "")):
             raise DataError(
-                f"{where}: the column 'input' would be left out; write the whole question into one column 'prompt'"
+                f"{where}: the column {left!r} would be left out; write the whole question into one column 'prompt'"
             )
     missing = [index for index, row in enumerate(rows) if all(row.get(column) is None for column in ANSWERS)]
     if missing and len(missing) == len(rows):
