@@ -2,8 +2,8 @@
 
 For each token a layer of a Llama-like decoder keeps two residual streams, q, k, v, the output of attention, three products of
 the MLP, and what LoRA and gates read; the peak is the backward pass of a layer, or the head's logits, on top of it. Against
-`benchmarks/results/plan_memory.json` (42 trainings of small models of five families, trained here) the peak is off by 1.6 % in the median and
-10 % at worst (16-bit base on a CPU, checkpointed). Experts, soft-capped attention and ungated MLPs keep more than is counted,
+`benchmarks/results/plan_memory.json` (42 trainings of small models of five families) the peak is off by 1.6 % in the median
+and 10 % at worst (16-bit base on a CPU, checkpointed). Experts, soft-capped attention and ungated MLPs keep more than is counted,
 several times as much at worst: there the sentence says "at least". DoRA keeps two outputs of every adapted layer and makes its
 whole delta in every pass; an objective says by what it reads and requires whether a reference and a first pass without gradient
 come on top. Letters: D hidden, W width of the MLP, Q and KV widths of queries and keys, H heads, L layers, T tokens of a pass.

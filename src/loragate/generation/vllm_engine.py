@@ -37,7 +37,7 @@ from loragate.generation.sampling import SamplingConfig, request_seed
 from loragate.models import LORA_RANKS, ModelRef, generation_config, is_gated, plain_adapter, read_adapter_config
 
 NOT_INSTALLED = (
-    'vLLM is not installed; it needs an environment of its own: pip install ".[vllm]" there, in a checkout of loragate and without '
+    'vLLM is not installed; it needs an environment of its own: pip install ".[vllm]" there, in a checkout and without '
     "-c constraints.txt, as vLLM wants an older transformers. Without it use transformers: "
     "loragate generate, --engine transformers of an evaluation, or loragate.load_gated in Python"
 )
@@ -253,8 +253,8 @@ def require_gate_plugin(folder: str | Path) -> None:
     if verdict is None:
         raise ConfigError(
             f"{folder} needs λ, and vLLM has not loaded loragate's plugin: install loragate into vLLM's "
-            'environment (pip install ".[vllm]" in a checkout) and let VLLM_PLUGINS name loragate or be unset. Or use transformers: '
-            "loragate generate, or --engine transformers of an evaluation."
+            'environment (pip install ".[vllm]" in a checkout) and let VLLM_PLUGINS name loragate or be unset. Or use '
+            "transformers: loragate generate, or --engine transformers of an evaluation."
         )
     if verdict:
         raise ConfigError(f"{folder} needs λ. {verdict}.")
