@@ -15,8 +15,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from loragate.errors import DataError
 from loragate.validate import validate
 
@@ -36,7 +34,7 @@ def to_json(record: Any) -> Any:
         return {str(key): to_json(value) for key, value in record.items()}
     if isinstance(record, list | tuple):
         return [to_json(value) for value in record]
-    value = record.item() if isinstance(record, np.generic) else record  # a number of Python
+    value = record.item() if hasattr(record, "dtype") else record  # numpy's number as Python's
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"found {value} in a record; every figure must be finite, and None where it is not known")
     return value

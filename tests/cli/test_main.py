@@ -4,7 +4,9 @@ import json
 import re
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from loragate.cli.arguments import GLOBAL, field_kinds, flag_of, headings, parse, resolved_yaml
 from loragate.cli.calibrate import COMMAND as CALIBRATE
@@ -54,9 +56,9 @@ def test_help_is_one_screen_and_help_all_has_every_setting(name, capsys, monkeyp
     assert "Stage I" not in text
 
 
-def test_calibrate_has_at_most_forty_flags_and_its_file_knows_all_settings(tmp_path, fails):
+def test_calibrate_has_fewer_than_forty_flags_and_its_file_knows_all_settings(tmp_path, fails):
     flags = set(field_kinds(CALIBRATE.options)) - set(CALIBRATE.config_only.split())
-    assert len(flags) + len(GLOBAL) <= 40
+    assert len(flags) + len(GLOBAL) < 40
     options = CalibrateOptions(adapter="a", tau=0.5, adam_beta1=0.8, detach_input=False, eval_split="test")
     (tmp_path / "all.yaml").write_text(resolved_yaml(options))
     assert parse(CALIBRATE, ["--config", str(tmp_path / "all.yaml")])[0] == options
@@ -174,6 +176,8 @@ def test_env(capsys):
 
 
 def test_an_error_that_quotes_a_file_does_not_act_on_the_terminal(tmp_path, fails):
-    record = '{"peft_type": "LORA", "base_model_name_or_path": "a/b/\\u001b]0;owned\\u0007"}'
+    record = '{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "base_model_name_or_path": "a/b/\\u001b]0;owned\\u0007"}'
+    factors = {f"base_model.model.q_proj.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}
+    save_file(factors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(record)
     assert "names as its base model a/b/\\x1b]0;owned\\x07" in fails("inspect", str(tmp_path))

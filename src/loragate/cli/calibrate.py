@@ -194,5 +194,5 @@ COMMAND = Command(
         "ranges dev_data dev_task dev_grader retention_data skip_selection learning_rate num_train_epochs "
         "batch_size max_rows resume"
     ),
-    config_only=f"{GATE_CONFIG_ONLY} base_id eval_data eval_split",
+    config_only=f"{GATE_CONFIG_ONLY} base_id eval_data eval_split report_to split",
 )

@@ -23,10 +23,8 @@ from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ArtifactError
 from loragate.gates.adapter_rules import Finding, Purpose, Tensors, factor_path, judge, kind_of, names_of
-from loragate.gates.schema import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from loragate.gates.schema import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLED_WEIGHTS
 
-PICKLED_WEIGHTS = "adapter_model.bin"
-"""The older form of `ADAPTER_WEIGHTS`, which PEFT takes where that is not there."""
 _LFS = b"version https://git-lfs"
 _FETCH = "fetch the files themselves: git lfs pull, or `hf download`"
 _FOREIGN_KEYS = {

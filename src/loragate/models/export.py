@@ -218,6 +218,8 @@ def fold_adapter(
         config, folded = _uniform(config, folded)
     out = Path(out)
     write_factors(out, folded)
+    # how Megatron laid out its layers, without which plain PEFT cannot load a configuration that names it
+    config.pop("megatron_config", None)
     write_json(out / ADAPTER_CONFIG, config)
     if wrong := first_difference(config, read_adapter_config(out)):
         raise ArtifactError(f"{out / ADAPTER_CONFIG}: key {wrong[0]!r} must be {wrong[1]!r}, read back as {wrong[2]!r}")

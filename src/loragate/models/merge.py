@@ -13,7 +13,6 @@ import shutil
 from pathlib import Path
 
 import torch
-from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from loragate.errors import LoragateError
@@ -21,6 +20,7 @@ from loragate.files import folder_sha256, read_json, write_json
 from loragate.gates.schema import read_adapter_config
 from loragate.models.agreement import compare, log_probs, probing_prompts, require_agreement
 from loragate.models.loading import base_weights
+from loragate.models.peft_loading import load_peft
 from loragate.models.source import ModelRef
 
 RECORD = "merged.json"
@@ -63,7 +63,7 @@ def merge_adapter(
     shutil.rmtree(folder, ignore_errors=True)  # of another merge, or of one that was broken off
     model = base_weights(ModelRef(base, revision or ""), dtype="auto", trust_remote_code=trust_remote_code)
     served = model.dtype if dtype == "auto" else getattr(torch, dtype)
-    adapted = PeftModel.from_pretrained(model.float(), str(adapter)).eval()
+    adapted = load_peft(model.float(), adapter)
     prompts = probing_prompts(model.config, read_adapter_config(Path(adapter)))
     expected = log_probs(adapted, prompts)
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):

@@ -44,7 +44,21 @@ _WHAT = {"any": "model", "base": "base model", "adapter": "adapter", "gated": "g
 # what is downloaded, by the file that tells what is in a repository
 _FILES: dict[str, tuple[str, ...]] = {
     CONFIG: (CONFIG, GATES, SAMPLING, CARD, f"{ADAPTER}/*"),
-    ADAPTER_CONFIG: ("adapter_*", SAMPLING, "*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja"),
+    # tokenizers and templates have many files, of which tokenization_*.py is kept as data alone
+    ADAPTER_CONFIG: (
+        *(
+            "adapter_*",
+            SAMPLING,
+            CARD,
+            "*token*.json",
+            "tokeniz*",
+            "*.tiktoken",
+            "tekken.json",
+            "vocab.*",
+            "merges.txt",
+        ),
+        *("*.model", "*.jinja", "additional_chat_templates/*"),
+    ),
 }
 
 logger = logging.getLogger("loragate")

@@ -282,6 +282,8 @@ class _Decision:
         readings = [(trees[0], trees[1], Fraction(1))]
         hundred: Node = ("num", Fraction(100))
         if left.percent != right.percent:
+            if (right if left.percent else left).unit:  # 12 dollars are no 12 per cent
+                return False
             # 50% agrees with 50 and with 0.5, but a percentage below one only with the fraction that it is
             if self.below_one(trees[0] if left.percent else trees[1]):
                 readings = []
