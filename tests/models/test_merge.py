@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from beside import BESIDE, loaded, make
-from loragate.errors import ArtifactError
+from loragate.errors import LoragateError
 from loragate.models import merge
 from tiny import logits
 
@@ -34,6 +34,6 @@ def test_a_merged_model_that_computes_something_else_is_refused(tmp_path: Path, 
         return right(type(ref)(str(base)), **arguments)
 
     monkeypatch.setattr(merge, "base_weights", without_change)
-    with pytest.raises(ArtifactError, match=r"merged into .* does not compute what the adapter on its base does"):
+    with pytest.raises(LoragateError, match=r"merged into .* does not compute what the adapter on its base does"):
         merge.merge_adapter(str(base), adapter, tmp_path / "merged")
     assert not (tmp_path / "merged" / merge.RECORD).exists()

@@ -32,11 +32,16 @@ def unknown_keys(stage):
 
 
 def test_commands_have_every_option_and_take_every_value():
+    tried = set()  # most recipes share their stages
     for name in NAMES:
         recipe = read_recipe(name)
         assert not [(name, stage.name, key) for stage in recipe.stages for key in unknown_keys(stage)]
         for stage in recipe.placed("out"):
-            options_of(stage, name)
+            written = repr((stage.command, sorted(stage.options.items())))
+            if written not in tried:
+                options_of(stage, name)
+            tried.add(written)
+    assert len(tried) > 100
 
 
 def test_every_row_of_the_papers_tables_has_a_recipe():

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from loragate.errors import ArtifactError
+from loragate.errors import LoragateError
 from loragate.hub_names import cached_folder
 from loragate.models.source import ModelRef
 
@@ -99,10 +99,10 @@ def require_agreement(found: Agreement, written: str, original: str) -> None:
     """Refuse a written model that computes something else.
 
     Raises:
-        ArtifactError: with both figures.
+        LoragateError: with both figures.
     """
     if not found.nats <= found.limit:
-        raise ArtifactError(
+        raise LoragateError(
             f"{written} does not compute what {original} does: {found}. Nothing was kept; please report it with both "
             "adapter_config.json and the versions that `loragate env` prints"
         )

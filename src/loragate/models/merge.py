@@ -48,8 +48,8 @@ def merge_adapter(
         trust_remote_code: run the base's own code.
 
     Raises:
-        LoragateError: where the disk has no room for it, naming both sizes.
-        ArtifactError: where the written model does not compute what the adapter does on its base.
+        LoragateError: where the written model does not compute what the adapter does on its base, or the disk has no room for it,
+            naming both sizes.
     """
     folder = Path(folder)
     made_of = {
