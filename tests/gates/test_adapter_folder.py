@@ -107,6 +107,11 @@ SPOILT = {
         "weights-not-finite",
         "not finite",
     ),
+    "whole numbers": (
+        tensors(every(lambda value: (20 * value).to(torch.int8))),
+        "other-format",
+        r"8 of its 8 tensors hold whole numbers \(int8\)",
+    ),
     "a pointer": (file("adapter_model.safetensors", POINTER), "other-format", "Git LFS pointer.*git lfs pull"),
     "a pointer of the configuration": (file("adapter_config.json", POINTER), "other-format", "Git LFS pointer"),
     "shards": (shards, "other-format", "in shards.*Join them"),
@@ -133,8 +138,8 @@ SPOILT = {
         "config-unreadable",
         "holds no adapter_config",
     ),
-    "another method": (config(peft_type="LOHA"), "other-format", "is a LOHA adapter"),
-    "an unknown method": (config(peft_type=3), "other-format", "is a 3 adapter"),
+    "another method": (config(peft_type="LOHA"), "other-format", "peft_type is LOHA"),
+    "an unknown method": (config(peft_type=3), "other-format", "peft_type is 3"),
     "lower case": (config(peft_type="lora"), "other-format", "Write it as 'LORA'"),
     "no rank": (config(r=None), "config-invalid", "'r' must be a whole number above 0, found None"),
     "a rank as text": (config(r="4"), "config-invalid", "found '4'"),
@@ -216,10 +221,10 @@ def test_some_uses_alone_are_refused(tmp_path):
     assert refused("tokens", trainable_token_indices=[3, 4]) == ["serve"]
     assert refused("biases", bias="lora_only") == ["serve"]
     assert refused("embedding", target_modules=["q_proj", "embed_tokens"]) == []
-    found = Place(tmp_path / "strong", lora_alpha=400).read()
-    assert [(one.code, one.severity) for one in found.findings if one.code == "scale-unusual"] == [
-        ("scale-unusual", "note")
-    ]
+    for name, alpha, severity in (("strong", 400, "note"), ("off", 0, "warning"), ("reversed", -8, "warning")):
+        found = Place(tmp_path / name, lora_alpha=alpha).read()
+        severities = [one.severity for one in found.findings if one.code == "scale-unusual"]
+        assert severities == [severity]
 
 
 def test_what_is_changed_beside_the_factors_is_listed(tmp_path):

@@ -203,7 +203,7 @@ def _read_config(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], 
     if kind != "LORA":
         spelling = isinstance(kind, str) and kind.upper() == "LORA"
         remedy = "write it as 'LORA'" if spelling else "gates need a LoRA adapter"
-        return {}, fail("other-format", f"{path} is a {kind} adapter (peft_type)", remedy)
+        return {}, fail("other-format", f"{path}: peft_type is {kind}", remedy)
     return record, []
 
 
@@ -272,7 +272,7 @@ def _survey(
 ) -> tuple[Tensors, list[Finding]]:
     """Dtypes and shapes of the tensors, and what their values tell."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    broken, empty, zero, factors = [], [], [], 0
+    broken, empty, integers, zero, factors = [], [], [], [], 0
     for key, value in stored:
         tensors[key] = (str(value.dtype).removeprefix("torch."), tuple(value.shape))
         last = factor_path(key)[1]
@@ -285,6 +285,8 @@ def _survey(
                 broken.append(key)
             elif last in ("lora_B", "lora_embedding_B") and not bool(value.any()):
                 zero.append(key)
+        elif last:
+            integers.append(key)
     found = []
     count = lambda keys: f"{len(keys)} of its {len(tensors)} tensors"  # noqa: E731
     if not tensors:
@@ -298,6 +300,17 @@ def _survey(
                 "DeepSpeed ZeRO-3 writes such files where weights are not gathered: save with "
                 "stage3_gather_16bit_weights_on_model_save, or collect the checkpoint with zero_to_fp32.py",
                 {"keys": empty[:8], "count": len(empty)},
+            )
+        )
+    if integers:
+        found.append(
+            Finding(
+                "other-format",
+                "error",
+                f"{path}: {count(integers)} hold whole numbers ({tensors[integers[0]][0]}), such as {integers[0]}: a quantised "
+                "form, which PEFT reads as plain numbers",
+                "take the factors in fp32, bf16 or fp16 from the tool that quantised them",
+                {"keys": integers[:8], "count": len(integers)},
             )
         )
     if broken:

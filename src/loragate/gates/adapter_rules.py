@@ -85,7 +85,11 @@ class Finding:
         return self.severity == "error" or _FORBIDS.get(self.code) == purpose
 
     def __str__(self) -> str:
-        return f"{self.message}. {self.remedy[0].upper()}{self.remedy[1:]}" if self.remedy else self.message
+        if not self.remedy:
+            return self.message
+        first = self.remedy.split()[0]  # names of files, modules and functions stay as they are
+        capital = self.remedy[0] if "_" in first or "." in first else self.remedy[0].upper()
+        return f"{self.message}. {capital}{self.remedy[1:]}"
 
 
 def factor_path(key: str) -> tuple[str, str]:
@@ -318,12 +322,13 @@ def _of_strength(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> I
             {"modules": [row[0] for row in wrong[:8]], "count": len(wrong)},
         )
     low, high = USUAL_SCALES
-    if odd := sorted(scale for scale in scales if not low <= abs(scale) <= high):
+    if odd := sorted(scale for scale in scales if not low <= scale <= high):
         rule = "α/√r with rsLoRA" if config.get("use_rslora") else "α/r"
+        worst = odd[0] if odd[0] <= 0 else odd[-1]
         yield Finding(
             "scale-unusual",
-            "note",
-            f"{folder / ADAPTER_CONFIG}: the delta is scaled by {odd[-1]:g} ({rule}, α = {config['lora_alpha']:g}, "
+            "warning" if worst <= 0 else "note",  # the adapter does nothing, or the opposite of what was trained
+            f"{folder / ADAPTER_CONFIG}: the delta is scaled by {worst:g} ({rule}, α = {config['lora_alpha']:g}, "
             f"r = {config['r']}); usual are {low:g} to {high:g}",
             "check lora_alpha, r and use_rslora against the training's",
             {"scales": odd[:8]},

@@ -11,6 +11,7 @@ with the adapter; the weights that it displaces are kept, so that `gates.control
 from __future__ import annotations
 
 import re
+import warnings
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,12 @@ def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     own = dict(chain(base.named_parameters(remove_duplicate=False), base.named_buffers(remove_duplicate=False)))
     before = {name: own[name].detach().clone() for name in sorted(names & own.keys())}
     mapping = _key_mapping(base, folder)
-    model: Any = PeftModel.from_pretrained(
-        base, str(folder.path), config=peft_config(folder, trainable), is_trainable=trainable, key_mapping=mapping
-    )
+    with warnings.catch_warnings():
+        # what it says of missing keys, and more, `require_loaded` says below
+        warnings.filterwarnings("ignore", "Found missing adapter keys")
+        model: Any = PeftModel.from_pretrained(
+            base, str(folder.path), config=peft_config(folder, trainable), is_trainable=trainable, key_mapping=mapping
+        )
     # loads the same values again, as PEFT tells only here what it left out
     told = set_peft_model_state_dict(model, load_peft_weights(str(folder.path), device="cpu", key_mapping=mapping))
     require_loaded(model, folder, told.unexpected_keys, told.missing_keys)
