@@ -1,6 +1,7 @@
 """Every tensor of an adapter's file is in the model, or it is refused; and the base beneath an adapter is the base."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -216,3 +217,18 @@ def test_experts_of_earlier_transformers_load_whatever_their_dropout(place, toke
     record(folder, target_modules=["q_proj", "w1", "w2", "w3", "k_proj"])
     with pytest.raises(ArtifactError, match="k_proj"):
         load_peft(MixtralForCausalLM(base.config), folder)
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [("", "14 modules have B = 0"), ("layers.1.", "7 modules have B = 0 .of 14")],
+    ids=["all", "one"],
+)
+def test_an_adapter_that_acts_in_part_or_not_at_all_is_told_when_it_is_loaded(tmp_path, caplog, layers, words):
+    tiny_adapter().save_pretrained(tmp_path / "adapter")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    state = load_file(weights)
+    save_file({key: value * 0 if "lora_B" in key and layers in key else value for key, value in state.items()}, weights)
+    with caplog.at_level("WARNING", "loragate"):
+        load_peft(tiny_base(), tmp_path / "adapter")
+    assert re.search(words, caplog.text)

@@ -10,8 +10,10 @@ with the adapter; the weights that it displaces are kept, so that `gates.control
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,16 @@ from loragate.gates.schema import PREFIX
 
 # what of a model's state belongs to an adapter that is called "default", and comes from its file
 _OWN = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_delta)\.default(?:\.|$)")
+# findings of an adapter that runs, and answers as its base in part or whole, or against its training
+_FELT = ("weights-zero", "weights-partly-zero", "scale-unusual")
 _LAYER = re.compile(r"\.(\d+)\.")
+
+logger = logging.getLogger("loragate")
+
+
+@cache  # once for each adapter of a process
+def _warn(message: str) -> None:
+    logger.warning(message)
 
 
 def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
@@ -42,6 +53,9 @@ def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     """
     folder = read_adapter_folder(path)
     folder.require_usable()
+    for finding in folder.findings:
+        if finding.code in _FELT and finding.severity == "warning":
+            _warn(str(finding))
     names = {base_path(PREFIX + key.removeprefix(PREFIX)) for key in folder.beside_keys}
     own = dict(chain(base.named_parameters(remove_duplicate=False), base.named_buffers(remove_duplicate=False)))
     before = {name: own[name].detach().clone() for name in sorted(names & own.keys())}
