@@ -110,7 +110,7 @@ SPOILT = {
     "whole numbers": (
         tensors(every(lambda value: (20 * value).to(torch.int8))),
         "other-format",
-        r"8 of its 8 tensors hold whole numbers \(int8\)",
+        "8 of its 8 tensors hold whole numbers",
     ),
     "a pointer": (file("adapter_model.safetensors", POINTER), "other-format", "Git LFS pointer.*git lfs pull"),
     "a pointer of the configuration": (file("adapter_config.json", POINTER), "other-format", "Git LFS pointer"),

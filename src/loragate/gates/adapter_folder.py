@@ -90,6 +90,14 @@ _FOREIGN_FILES: tuple[tuple[str, str, str], ...] = (
 )
 
 
+_ZERO3 = (
+    "DeepSpeed ZeRO-3 writes such files where weights are not gathered: save with stage3_gather_16bit_weights_on_model_save, or "
+    "collect the checkpoint with zero_to_fp32.py"
+)
+_PLAIN = "take the factors in fp32, bf16 or fp16 from the tool that quantised them"
+_DIVERGED = "the training diverged; take an earlier checkpoint, or train again with a lower learning rate"
+
+
 class UnusableAdapterError(ArtifactError):
     """An adapter's folder that cannot be used; `folder` has all findings."""
 
@@ -288,41 +296,22 @@ def _survey(
         elif last:
             integers.append(key)
     found = []
-    count = lambda keys: f"{len(keys)} of its {len(tensors)} tensors"  # noqa: E731
     if not tensors:
         found.append(Finding("weights-absent", "error", f"{path} holds no tensor", "have its training write it again"))
-    if empty:
-        found.append(
-            Finding(
-                "weights-absent",
-                "error",
-                f"{path}: {count(empty)} are empty, such as {empty[0]}",
-                "DeepSpeed ZeRO-3 writes such files where weights are not gathered: save with "
-                "stage3_gather_16bit_weights_on_model_save, or collect the checkpoint with zero_to_fp32.py",
-                {"keys": empty[:8], "count": len(empty)},
-            )
-        )
-    if integers:
-        found.append(
-            Finding(
-                "other-format",
-                "error",
-                f"{path}: {count(integers)} hold whole numbers ({tensors[integers[0]][0]}), such as {integers[0]}: a quantised "
-                "form, which PEFT reads as plain numbers",
-                "take the factors in fp32, bf16 or fp16 from the tool that quantised them",
-                {"keys": integers[:8], "count": len(integers)},
-            )
-        )
-    if broken:
-        found.append(
-            Finding(
-                "weights-not-finite",
-                "error",
-                f"{path}: {count(broken)} hold values that are not finite (NaN or infinity), such as {broken[0]}",
-                "the training diverged; take an earlier checkpoint, or train again with a lower learning rate",
-                {"keys": broken[:8], "count": len(broken)},
-            )
-        )
+    for keys, code, what, remedy in (
+        (empty, "weights-absent", "are empty", _ZERO3),
+        (
+            integers,
+            "other-format",
+            "hold whole numbers, a quantised form that PEFT would read as plain numbers",
+            _PLAIN,
+        ),
+        (broken, "weights-not-finite", "hold values that are not finite (NaN or infinity)", _DIVERGED),
+    ):
+        if keys:
+            evidence = {"keys": keys[:8], "count": len(keys), "dtype": tensors[keys[0]][0]}
+            message = f"{path}: {len(keys)} of its {len(tensors)} tensors {what}, such as {keys[0]}"
+            found.append(Finding(code, "error", message, remedy, evidence))
     if zero:
         whole = len(zero) == factors
         found.append(
