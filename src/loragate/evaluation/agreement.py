@@ -75,14 +75,8 @@ def compare(model: Any, served: Sequence[Served]) -> Agreement:
     """The served answers against a transformers model (base, PeftModel or gated PeftModel) as it acts now."""
     prompt = generated = total = 0.0
     tokens = mismatches = close_calls = 0
-    device = next(model.parameters()).device
     for answer in served:
-        ids = torch.tensor([answer.prompt_ids + answer.token_ids], device=device)
-        with torch.no_grad():
-            logits_TV = model(ids).logits[0].float().cpu()
-        logprobs_TV = logits_TV.log_softmax(-1)
-        # position t predicts token t + 1
-        own_T = logprobs_TV[:-1].gather(-1, ids[0, 1:].cpu().unsqueeze(-1)).squeeze(-1)
+        logits_TV, own_T = _read(model, answer)
         cut = len(answer.prompt_ids) - 1  # of `own_T`, which says nothing of the first token
         if answer.prompt_logprobs:
             prompt = max(prompt, *_differences(own_T[:cut], answer.prompt_logprobs))
@@ -96,6 +90,15 @@ def compare(model: Any, served: Sequence[Served]) -> Agreement:
     return Agreement(prompt, generated, total / max(tokens, 1), tokens, mismatches, close_calls)
 
 
+def _read(model: Any, answer: Served) -> tuple[Tensor, Tensor]:
+    """(logits [T, V] of prompt and answer, log-probs [T-1] of their tokens from the second on), fp32 on the CPU."""
+    ids = torch.tensor([answer.prompt_ids + answer.token_ids], device=next(model.parameters()).device)
+    with torch.no_grad():
+        logits_TV = model(ids).logits[0].float().cpu()
+    # position t predicts token t + 1
+    return logits_TV, logits_TV.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None].cpu()).squeeze(-1)
+
+
 def _differences(reference_T: Tensor, found: Sequence[float]) -> list[float]:
     # NaN is below no bound, and `max` would let it pass
     return [one if math.isfinite(one) else math.inf for one in (reference_T - torch.tensor(found)).abs().tolist()]
@@ -105,10 +108,7 @@ def read_again(model: Any, served: Sequence[Served]) -> list[Served]:
     """The same answers with the log-probs that a transformers model gives them, as it acts now."""
     found = []
     for answer in served:
-        ids = torch.tensor([answer.prompt_ids + answer.token_ids], device=next(model.parameters()).device)
-        with torch.no_grad():
-            logprobs_TV = model(ids).logits[0, len(answer.prompt_ids) - 1 : -1].float().log_softmax(-1)
-        own_T = logprobs_TV.gather(-1, ids[0, len(answer.prompt_ids) :, None]).squeeze(-1)
+        own_T = _read(model, answer)[1][len(answer.prompt_ids) - 1 :]
         found.append(replace(answer, prompt_logprobs=(), logprobs=tuple(own_T.tolist())))
     return found
 

@@ -17,8 +17,8 @@ from typing import Any
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import READERS, Grade, grade_text
 from loragate.evaluation.grading import MATH_GRADERS, GradingPool
+from loragate.evaluation.grading.numeric import compile_pattern, grade_last_number, regex_grader
 from loragate.evaluation.harness import grade_by_harness, require_harness
-from loragate.evaluation.numeric import compile_pattern, grade_last_number, regex_grader
 from loragate.evaluation.sandbox import KINDS, Limits, grade_codes, require_sandbox
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task

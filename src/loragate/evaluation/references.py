@@ -16,8 +16,8 @@ from loragate.data import Rows
 from loragate.data.formats import detect_format, normalize
 from loragate.errors import DataError
 from loragate.evaluation.answers import last_boxed, letter_of
+from loragate.evaluation.grading.numeric import last_number, numbers_in
 from loragate.evaluation.judging import CODE, MATH, judge
-from loragate.evaluation.numeric import last_number, numbers_in
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
 from loragate.generation import Sample

@@ -10,7 +10,6 @@ Knows no PEFT and no model, so that it costs one pass over the factors; whether 
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ArtifactError
 from loragate.gates.adapter_rules import Finding, Purpose, Tensors, factor_path, judge, kind_of, names_of
-from loragate.gates.schema import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLED_WEIGHTS
+from loragate.gates.schema import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLED_WEIGHTS, load_pickled
 
 _LFS = b"version https://git-lfs"
 _FETCH = "fetch the files themselves: git lfs pull, or `hf download`"
@@ -239,19 +238,16 @@ def _read_weights(
             with safe_open(str(path), framework="pt") as stored:
                 keys = list(stored.keys())
                 return path, *_survey(path, ((key, stored.get_tensor(key)) for key in keys), config)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_pickled(path)
     except (SafetensorError, OSError) as error:
         return (
             path,
             {},
             [Finding("weights-absent", "error", f"{path}: not a readable safetensors file ({error})", again)],
         )
-    except Exception as error:  # torch.load raises what the pickle of another tool makes it raise
-        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        unsafe = isinstance(error, pickle.UnpicklingError)
-        what = "a pickle that holds more than tensors, or none" if unsafe else "not a readable file of weights"
+    except ArtifactError as error:
         remedy = "have the tool that wrote it save the adapter with PEFT's save_pretrained"
-        return path, {}, [Finding("other-format", "error", f"{path}: {what} ({said:.200})", remedy)]
+        return path, {}, [Finding("other-format", "error", str(error), remedy)]
     if not (isinstance(state, dict) and state and all(isinstance(one, torch.Tensor) for one in state.values())):
         held = ", ".join(map(str, list(state)[:3])) if isinstance(state, dict) else type(state).__name__
         message = f"{path}: expected tensors by their names, found {held or 'nothing'}"

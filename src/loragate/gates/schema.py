@@ -307,12 +307,23 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
         raise ArtifactError(f"{path}: not a readable safetensors file ({error})") from error
 
 
-def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
+def load_pickled(path: Path) -> Any:
+    """What a file of `torch.save` holds, without running anything that stands in it.
+
+    Raises:
+        ArtifactError: for a damaged file, and one that holds more than tensors and plain values.
+    """
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle raises anything
         said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ArtifactError(f"{path}: not a readable file of tensors ({said:.200})") from error
+        raise ArtifactError(
+            f"{path}: not a readable file of tensors (damaged, or a pickle of more than tensors: {said:.200})"
+        ) from error
+
+
+def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
+    found = load_pickled(path)
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         _fail(path, "must hold tensors by their names; convert it with the program that wrote it")
     return {str(key): value for key, value in found.items()}

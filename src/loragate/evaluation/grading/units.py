@@ -54,7 +54,7 @@ _TAIL = re.compile(
     rf"\s*(?:(?:(?:{_UNIT_FONT}|{_SUN}){_POWER}[\s/]*(?:\\cdot\s*)?)+|(?<=[\d}})!\s])\s(?:{_WORD}{_POWER}(?:\s*/\s*|\s+|$))+"
     rf"|\^\s*\\circ\s*(?:[CFK])?|(?<=\d)[{CURRENCIES}])\s*$"
 )
-_SCALES = {
+SCALES = {
     "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12, "score": 20,
     "ten": 10, "quadrillion": 10**15, "quintillion": 10**18, "lakh": 10**5, "crore": 10**7, "gross": 144, "grand": 1000,
     "mil": 10**6, "mln": 10**6, "mn": 10**6, "bn": 10**9,
@@ -149,14 +149,14 @@ def read_quantity(text: str) -> Quantity:
         if word in _OPERATORS:
             body = f"({body}){_OPERATORS[word]}"
         elif (
-            factor := _SCALES.get(word) or _SCALES.get(singular) or _PARTS.get(word) or _PARTS.get(singular)
+            factor := SCALES.get(word) or SCALES.get(singular) or _PARTS.get(word) or _PARTS.get(singular)
         ) is not None:
             body = f"({body})*({factor})"
         else:
             break
         changed = True
         found.pop(0)
-    if any(word.casefold().removesuffix("s") in _SCALES for word in found):  # parts per million
+    if any(word.casefold().removesuffix("s") in SCALES for word in found):  # parts per million
         raise UnreadError(text)
     if changed and found[:1] == ["of"]:
         found.pop(0)

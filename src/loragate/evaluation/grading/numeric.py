@@ -17,6 +17,7 @@ from fractions import Fraction
 from loragate.errors import ConfigError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.grading.pool import Job, MathGrader
+from loragate.evaluation.grading.units import SCALES
 
 _MARK = re.compile(r"####[^\S\n]*(.*)")
 _HEADING = re.compile(r"\d[.:)][^\S\n]*[A-Za-z]")  # "#### 3. Add them up"
@@ -36,8 +37,7 @@ _PLAIN = re.compile(
 )  # commas by threes, or as in India
 _POWER = re.compile(rf"{_B}(?:[eE]([-+]?\d+)|(?:[xX×*]|\\times|\\cdot){_B}10{_B}\^\D*?([-+]?\d+).*)$")
 MAX_EXPONENT, MAX_DIGITS = 1000, 400
-_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-_SCALE = re.compile(rf"(?:[\s-]*({'|'.join(_SCALES)})s?|k)\b", re.I)
+_SCALE = re.compile(r"(?:[\s-]*(hundred|thousand|million|billion|trillion|dozen)s?|k)\b", re.I)
 NEAR = 40  # characters around a number that say what it is
 _LABEL = re.compile(r"[A-Za-z_\\]$|[\^_]\{?$")  # before digits that are no number of their own: x1, cm^2
 _NEGATIVE = re.compile(rf"(?:\b(?:minus|negative)|={_B}[-−–]){_B}$", re.I)
@@ -74,7 +74,7 @@ def numbers_in(text: str) -> Iterator[Found]:
             continue
         scale = 1
         while step := _SCALE.match(after):
-            scale *= _SCALES[step[1].lower()] if step[1] else 1000
+            scale *= SCALES[step[1].lower()] if step[1] else 1000
             after = after[step.end() :]
         value = None
         if not _PART_BEFORE.search(before + sign) and not _PART_AFTER.match(after):

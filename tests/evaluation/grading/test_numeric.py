@@ -9,7 +9,7 @@ import pytest
 from loragate.errors import ConfigError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.grading import GradingPool
-from loragate.evaluation.numeric import compile_pattern, grade_last_number, regex_grader
+from loragate.evaluation.grading.numeric import compile_pattern, grade_last_number, regex_grader
 
 SAME = [
     ("so 9 * 2 = 18\n#### 18", "18"), ("#### 18", "It is 9 * 2 = <<9*2=18>>18.\n#### 18"), ("####18", "18"),
