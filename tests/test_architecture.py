@@ -13,7 +13,7 @@ SOURCE = Path(loragate.__file__).parent
 LOW = ["errors", "version", "validate", "effects", "files", "records", "strict_yaml", "printable", "hub_names"]
 LOW += ["display", "modes", "selection_record"]
 FLOORS = [*LOW, "gates", "losses", "data", "models", "world", "generation", "training", "evaluation"]
-FLOORS += ["selection", "analysis", "report", "serving", "quickstart", "cli", "recipes"]
+FLOORS += ["selection", "analysis", "doctor", "report", "serving", "quickstart", "cli", "recipes"]
 # heavy or optional libraries, and the rooms that may import them at module level or inside functions
 RESERVED = {
     "trl": {"training"},

@@ -1,3 +1,4 @@
+from .doctor.examination import examine as examine
 from .errors import LoragateError as LoragateError
 from .gates import (
     GateConfig as GateConfig,

@@ -292,7 +292,7 @@ def _parse(path: Path) -> tuple[list[Sample], int]:
 
 def draw_samples(
     engine: Engine,
-    prompts: Sequence[str],
+    prompts: Prompts,
     config: SamplingConfig,
     path: Path,
     on_progress: OnProgress | None = None,

@@ -1,0 +1,142 @@
+"""`examine`: the parts of a check-up in their order, each kept as soon as it is done, so that a killed one can be resumed.
+
+<out>/doctor.json     the examination
+<out>/doctor.html     its page
+<out>/run/            run.json, one file per finished part, and the answers
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from loragate import records
+from loragate.data import load_rows
+from loragate.data.rows import RowsGiven
+from loragate.doctor import answers, effect, learned, static, strength
+from loragate.doctor.exam import Exam, ExamSettings, OnJob, Part, silent_job
+from loragate.doctor.record import FILE, Examination, Measures, conclude
+from loragate.files import RunFolder, write_json
+from loragate.gates.adapter_rules import Finding
+from loragate.models import Loading, resolve
+from loragate.models.loading import USUAL
+
+PARTS: dict[str, Part] = {
+    "answers": answers.examine_answers,
+    "effect": effect.examine_effect,
+    "learned": learned.examine_learned,
+    "strength": strength.examine_strength,
+}
+"""What needs the model, in this order; each is a field of `Measures`."""
+
+
+def examine(
+    adapter: str | Path,
+    base: str = "",
+    *,
+    data: RowsGiven | None = None,
+    dev_data: RowsGiven | None = None,
+    retention_data: RowsGiven | None = None,
+    quick: bool = False,
+    out: str | Path | None = None,
+    resume: bool = False,
+    settings: ExamSettings | None = None,
+    loading: Loading = USUAL,
+    on_job: OnJob = silent_job,
+    say: Callable[[str], None] = lambda line: None,
+) -> Examination:
+    """Check up a finished adapter: is it whole, is it on the right base, what does it do, how strongly should it act?
+
+    The command `loragate doctor` is this call. No adapter folder, however broken, is an error: what is wrong with it is a finding.
+
+    Args:
+        adapter: PEFT LoRA adapter or gated folder, or owner/name[@revision] of one on the hub.
+        base: base model in place of the one that the adapter names.
+        data: examples it was trained on, in any known format.
+        dev_data: questions with answers of its task.
+        retention_data: questions with answers of abilities to keep.
+        quick: only what takes seconds and needs no weights of the base.
+        out: folder for doctor.json, and for what a resumed examination goes on from; None keeps nothing.
+        resume: go on with what an interrupted call left in `out`.
+        settings: how much is read.
+        loading: device, dtype, quantisation of the base.
+        on_job: progress.
+        say: told each finding's code as it is made, and what is left out.
+
+    Returns:
+        The examination. On Ctrl-C what is known is written to `out` before KeyboardInterrupt goes on.
+
+    Raises:
+        ConfigError: for a place that holds no adapter, or a folder with another examination.
+        DataError: for examples or questions that cannot be read.
+    """
+    settings = settings or ExamSettings()
+    began = time.monotonic()
+    measured, found = static.examine_static(str(adapter), base, trust_remote_code=loading.trust_remote_code)
+    done = Done(Measures(measured), tuple(found), {"static": round(time.monotonic() - began, 3)})
+    if quick or static.prevents_loading(found):
+        return _concluded(done, () if quick else tuple(PARTS), out)
+    given = {"data": data, "dev_data": dev_data, "retention_data": retention_data}
+    rows = {name: None if one is None else load_rows(one) for name, one in given.items()}
+    place = resolve(str(adapter), base)
+    identity = {
+        "adapter": place.fingerprint,
+        "base": place.base.lasting,
+        **{name: None if one is None else one.fingerprint for name, one in rows.items()},
+        "settings": records.to_json(settings),
+        "loading": records.to_json(loading),
+    }
+    with _folder(out, identity, resume) as folder:
+        file = folder / "done.json"
+        if file.exists():
+            done = records.read(Done, file, "remove the folder, or choose another --out")
+        exam = Exam(place, folder, done.measures, settings, loading, job=on_job, say=say)
+        exam.data, exam.dev_data, exam.retention_data = rows.values()
+        for name, part in PARTS.items():
+            if name in done.seconds:
+                continue
+            began = time.monotonic()
+            try:
+                measured, more = part(exam)
+            except KeyboardInterrupt:
+                _concluded(done, tuple(one for one in PARTS if one not in done.seconds), out)
+                raise
+            exam.measures = replace(exam.measures, **{name: measured})
+            seconds = {**done.seconds, name: round(time.monotonic() - began, 3)}
+            done = Done(exam.measures, (*done.findings, *more), seconds)
+            write_json(file, records.to_json(done))
+    return _concluded(done, (), out)
+
+
+@dataclass(frozen=True)
+class Done:
+    """The parts that are finished, with the seconds that each took."""
+
+    measures: Measures
+    findings: tuple[Finding, ...]
+    seconds: dict[str, float]
+
+
+def _concluded(done: Done, unfinished: tuple[str, ...], out: str | Path | None) -> Examination:
+    found = conclude(done.findings, done.measures, unfinished=unfinished, seconds=done.seconds)
+    if out is not None:
+        write_json(Path(out) / FILE, found.to_json())
+    return found
+
+
+@contextmanager
+def _folder(out: str | Path | None, identity: dict[str, Any], resume: bool) -> Iterator[Path]:
+    """The folder of the parts, locked; one for the moment where nothing is kept."""
+    if out is None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
+    run = RunFolder(Path(out) / "run")
+    with run.locked():
+        run.begin(identity, resume=resume)
+        yield run.path

@@ -1,0 +1,55 @@
+"""`examine`: parts in their order, kept as they end, resumed."""
+
+import pytest
+
+import loragate as lg
+from loragate.doctor import examination
+from loragate.doctor.exam import ExamSettings
+from loragate.doctor.record import FILE, read_examination
+from loragate.errors import ConfigError
+from loragate.gates.adapter_rules import Finding
+from tiny import tiny_rows, tiny_tokenizer, write_adapter, write_base
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_base(tmp_path / "base", tokenizer=tiny_tokenizer())
+    write_adapter(tmp_path / "adapter", tmp_path / "base")
+    return tmp_path / "adapter"
+
+
+def test_an_interrupted_examination_keeps_what_is_known_and_goes_on(folder, tmp_path, monkeypatch):
+    out, calls = tmp_path / "out", []
+
+    def first(exam):
+        calls.append("first")
+        assert exam.has_base and len(exam.own_rows("base")) == len(exam.prompts)
+        return None, [Finding("never-stops", "warning", "it never stops", "")]
+
+    def second(exam):
+        calls.append("second")
+        if calls.count("second") == 1:
+            raise KeyboardInterrupt
+        assert exam.rows
+        return None, []
+
+    monkeypatch.setattr(examination, "PARTS", {"answers": first, "effect": second})
+    asked = {"data": tiny_rows(8), "out": out}
+    with pytest.raises(KeyboardInterrupt):
+        lg.examine(folder, **asked)
+    before = read_examination(out / FILE)
+    assert before.unfinished == ("effect",) and before.verdict == "warnings"
+    with pytest.raises(ConfigError, match="--resume"):
+        lg.examine(folder, **asked)
+    found = lg.examine(folder, **asked, resume=True)
+    assert calls == ["first", "second", "second"]
+    assert found.unfinished == () and found.findings == before.findings == read_examination(out / FILE).findings
+    with pytest.raises(ConfigError, match="settings"):
+        lg.examine(folder, **asked, resume=True, settings=ExamSettings(max_rows=3))
+
+
+def test_a_folder_that_cannot_be_loaded_is_a_finding_and_not_an_error(folder):
+    (folder / "adapter_model.safetensors").unlink()
+    found = lg.examine(folder)
+    assert found.verdict == "broken" and found.findings[0].code == "weights-absent"
+    assert set(found.unfinished) == set(examination.PARTS)
