@@ -7,28 +7,23 @@ text in it can end the block.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache, partial
-from importlib import resources
+from functools import partial
 from typing import Any
-
-from markupsafe import Markup
 
 from loragate.errors import ConfigError, LoragateError
 from loragate.report.blocks import (
     CURVES,
     DIAGNOSES,
     SHARES,
+    Banner,
     Block,
     Section,
+    build_page,
     chart,
     diagnosis_blocks,
     drawn,
-    safe_json,
     selection_blocks,
     text,
     tokens_block,
@@ -38,7 +33,7 @@ from loragate.report.figures import accuracy_bars, curve_of
 from loragate.report.scores import advice_of, caption, evaluation_statements, score_tables
 from loragate.report.selection import SelectionView, read_selection, selection_table
 from loragate.report.sources import Source
-from loragate.report.table import Line, Table, joined
+from loragate.report.table import Line, Table
 from loragate.version import __version__
 
 Record = Mapping[str, Any]
@@ -53,23 +48,6 @@ SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Make], ...] = (
     ("diagnosis", "diagnosis", lambda record: DIAGNOSES[record["kind"]][0], diagnosis_blocks),
 )
 """(kind of source, anchor, heading, its blocks) in the order of the page; a section without blocks is left out."""
-
-
-@dataclass(frozen=True)
-class Banner:
-    """What a report opens with.
-
-    Attributes:
-        advice: what to do.
-        score: what that scores, and on what.
-        more: the alternatives' scores and the reason, sentences.
-        chart: of these scores; None where nothing was scored.
-    """
-
-    advice: str
-    score: str = ""
-    more: Sequence[str] = ()
-    chart: Block | Table | None = None
 
 
 def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str:
@@ -205,42 +183,3 @@ def _facts(source: Source, record: Any) -> list[tuple[str, str]]:
     if versions := record.get("versions") if isinstance(record, dict) else None:
         found.append(("versions", ", ".join(f"{key} {value}" for key, value in versions.items())))
     return found
-
-
-def build_page(title: str, banner: Banner | None, sections: Sequence[Section], footer: str = "") -> str:
-    """The whole HTML text.
-
-    Args:
-        title: heading and window title.
-        banner: what it opens with; None leaves out heading and contents, too, for a page inside another.
-        sections: what follows it, in order.
-        footer: one line on what wrote the report, and when.
-    """
-    assets = resources.files("loragate.report") / "templates"
-    script = (assets / "page.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page: str = _template().render(
-        title=title,
-        banner=banner,
-        sections=[replace(section, blocks=[drawn(block) for block in section.blocks]) for section in sections],
-        style=Markup((assets / "page.css").read_text(encoding="utf-8")),
-        script=Markup(script),
-        script_hash=digest,
-        footer=footer,
-    )
-    return page
-
-
-@cache
-def _template() -> Any:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("loragate.report", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"joined": joined, "safe_json": lambda data: Markup(safe_json(data))}
-    return environment.get_template("page.html")
