@@ -4,9 +4,9 @@ import math
 
 from loragate.analysis.rows import Interval
 from loragate.doctor.record import (
+    Answering,
     AnswerPair,
     Answers,
-    Answering,
     Cell,
     ChangedToken,
     ClassEffect,

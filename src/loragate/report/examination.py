@@ -37,10 +37,11 @@ from loragate.report.figures import (
     signed,
     strength_curve,
 )
-from loragate.report.table import ABSENT, Cell, Line, Table, joined, or_absent, share_cell
+from loragate.report.table import ABSENT, Cell, Line, Table, joined, or_absent
 from loragate.version import __version__
 
 Record = Mapping[str, Any]
+Bars = Sequence[tuple[str, Record, Sequence[Cell]]]
 TEXT = 2_000  # characters of a prompt or an answer
 SHORT = 80  # of a prompt in a list
 SIGNS = {"error": "✖", "warning": "▲", "note": "●"}
@@ -88,10 +89,10 @@ def write_page(examination: Record, path: Path) -> None:
     name = static["adapter"].rstrip("/").rpartition("/")[2] or "adapter"
     sections = [*examination_sections(examination), _provenance(examination)]
     footer = f"Written by loragate {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC."
-    write_text(path, build_page(f"Check-up of {name}", banner_of(examination), sections, footer))
+    write_text(path, build_page(f"Check-up of {name}", examination_banner(examination), sections, footer))
 
 
-def banner_of(examination: Record) -> Banner:
+def examination_banner(examination: Record) -> Banner:
     """The verdict, and what to do."""
     findings, strength = examination["findings"], examination["measures"]["strength"]
     verdict = examination["verdict"]
@@ -111,6 +112,13 @@ def banner_of(examination: Record) -> Banner:
         why = "they need a model that can be loaded" if verdict == "broken" else "--resume goes on with them"
         more.append(f"Not measured: {named}; {why}.")
     return Banner(advice, more=more, tone=TONES[verdict])
+
+
+def examination_blocks(examination: Record) -> Blocks:
+    """The short form inside a report: the verdict, findings, the strength."""
+    banner, strength = examination_banner(examination), examination["measures"]["strength"]
+    said = text(f"{banner.advice}.", *banner.more, "The whole check-up is on the page doctor.html in its folder.")
+    return [said, *_findings(examination["findings"]), *(_strength(strength) if strength else [])]
 
 
 def examination_sections(examination: Record) -> list[Section]:
@@ -195,7 +203,7 @@ def _strength(record: Record) -> Blocks:
             one["label"], ""
         )
         cells = [
-            share_cell(one[key]) if record[key] == "accuracy" else interval_cell(one[key], "{:.3f}".format)
+            interval_cell(one[key], percent, "–") if record[key] == "accuracy" else interval_cell(one[key], _three)
             for key, _ in measured
         ]
         lines.append(Line(_named(one) + shown, cells))
@@ -227,6 +235,10 @@ def _named(point: Record) -> str:
     if point["group"] == "scale":
         return {1: "as it is", 0: "the base (0)"}.get(strength, f"whole × {strength:g}")
     return f"{name} off" if strength == 0 else f"{name} × {strength:g}"
+
+
+def _three(value: float) -> str:
+    return signed(value, ".3f")
 
 
 def _ends(value: Record, factor: float = 1) -> Ends:
@@ -296,7 +308,7 @@ def _plain(value: float) -> Record:
 def bar_table(
     title: str,
     columns: Sequence[str],
-    lines: Sequence[tuple[str, Record, Sequence[Cell]]],
+    lines: Bars,
     caption: str = "",
     form: str = ".3f",
 ) -> Table:
@@ -316,16 +328,24 @@ def _changed(record: Record) -> Blocks:
         f"Base and adapter read the same {record['tokens']:,} tokens ({record['source']}) and put the same token first at "
         f"{percent(record['agree'])} % of them."
     )
-    lines = []
-    for one in record["classes"]:
-        delta = tuple(part.replace("\n", " ") for part in interval_cell(one["delta"], partial(signed, form="+.2f")))
-        lines.append((f"{CLASSES.get(one['name'], one['name'])}, {one['tokens']:,}", one["kl"], [delta]))
+    classes = [(CLASSES.get(one["name"], one["name"]), one) for one in record["classes"]]
+    bars = [
+        (f"{name}, {one['tokens']:,}", one["kl"], [(signed(one["delta"]["mean"], "+.2f"),)]) for name, one in classes
+    ]
     caption = (
         "Change: KL(adapter‖base); 0 where the prediction is the same, 0.1 is little, 1 and more is another answer. ΔH: entropy "
         "of the adapter minus that of the base; below 0 the adapter is surer."
     )
-    table = bar_table("By kind of token", ("tokens", f"change, {PER_TOKEN}", "ΔH, nats"), lines, caption)
-    blocks: Blocks = [text(opening), table]
+    columns = ("tokens", "change", "H of the base", "H of the adapter", "ΔH")
+    numbers = [
+        Line(name, [interval_cell(one[key], _three) for key in ("kl", "base", "adapter", "delta")])
+        for name, one in classes
+    ]
+    blocks: Blocks = [
+        text(opening),
+        bar_table("By kind of token", ("tokens", f"change, {PER_TOKEN}", "ΔH, nats"), bars, caption),
+        Table("", columns, numbers, folded="The numbers, nats per token"),
+    ]
     if record["changed"]:
         changes = [
             {
@@ -369,15 +389,16 @@ def _answers(record: Record) -> Blocks:
         *line("in the language asked for", "languages", share),
     ]
     if record["retention_base"] or record["retention_adapter"]:
-        cells = [share_cell(record[key]) for key in ("retention_base", "retention_adapter")]
+        cells = [interval_cell(record[key], percent, "–") for key in ("retention_base", "retention_adapter")]
         lines.append(Line("right on the questions to keep, %", cells))
-    opening = f"Both models answered the same {len(record['pairs'])} prompts greedily, with at most {record['max_new_tokens']} tokens."
+    count, most = len(record["pairs"]), record["max_new_tokens"]
+    opening = f"Both models answered the same {count} prompts greedily, with at most {most} tokens."
     if base is None:
-        opening = f"The adapter answered {len(record['pairs'])} prompts greedily; its base cannot be had beside it."
+        opening = f"The adapter answered {count} prompts greedily; its base cannot be had beside it."
     blocks: Blocks = [text(opening), Table("", ("", "base", "adapter"), lines)]
     if record["forgetting"]:
         ordered = sorted(record["forgetting"].items(), key=lambda item: float(item[0]))
-        forgotten = [(f"strength {key}" + " (as it is)" * (key == "1"), value, []) for key, value in ordered]
+        forgotten: Bars = [(f"strength {key}" + " (as it is)" * (key == "1"), value, []) for key, value in ordered]
         caption = "How much less likely the base's own answers become; 0 is nothing forgotten."
         blocks.append(bar_table("Forgetting", ("adapter", f"forgotten, {PER_TOKEN}"), forgotten, caption))
     pairs = sorted(record["pairs"], key=lambda one: not one["flags"])
@@ -423,14 +444,14 @@ def _learned(record: Record) -> Blocks:
         "heldout_base": "base, on held-out questions",
         "heldout": "adapter, on held-out questions",
     }
-    lines = [(name, record[key], []) for key, name in named.items() if record[key] is not None]
+    lines: Bars = [(name, record[key], []) for key, name in named.items() if record[key] is not None]
     blocks: Blocks = [
         text(*filter(None, (opening, told))),
         bar_table("", ("model", f"loss, {PER_TOKEN}"), lines, f"Examples: {record['source']}."),
     ]
     if record["scales"]:
         scales = sorted(record["scales"].items(), key=lambda item: float(item[0]))
-        numbers = [Line(key, [interval_cell(value, "{:.3f}".format)]) for key, value in scales]
+        numbers = [Line(key, [interval_cell(value, _three)]) for key, value in scales]
         blocks.append(Table("", ("strength", f"loss, {PER_TOKEN}"), numbers, folded="Loss by strength"))
     return blocks
 
@@ -512,5 +533,5 @@ def _provenance(examination: Record) -> Section:
         lines.append(Line(name, [(said,)]))
     versions = {key: value for key, value in examination["versions"].items() if value != "absent"}
     lines.append(Line("versions", [(", ".join(f"{key} {value}" for key, value in versions.items()),)]))
-    where = Markup('All figures are in <a href="doctor.json">doctor.json</a>, which lies beside this page.')  # noqa: S704
+    where = Markup('All figures are in <a href="doctor.json">doctor.json</a>, which lies beside this page.')
     return Section("provenance", "Where this comes from", [text(where), Table("", ("what", "time"), lines)])

@@ -44,6 +44,7 @@ SHARES = {"below_zero": ("λ < 0", "#7B4DA0"), "zero_to_one": ("0 to 1", "#D9D9D
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 KINDS = ("png", "svg", "pdf")
 POINTS = 200  # of a curve
+KIND = 24  # characters of a kind of module below a map
 BEFORE, AFTER, TIME = "#999999", "#D55E00", "#56B4E9"
 INK = "#010203"  # stands for the page's own in a figure on it
 STYLE: Any = {
@@ -150,8 +151,6 @@ def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
     and so are the shares over the modules of a layer; one that saw no token is left out. The colours are centred at 1, where a
     gate leaves the adapter as it was.
     """
-    from matplotlib.colors import Normalize
-
     cells: dict[tuple[int | None, str], list[Mapping[str, float]]] = {}
     for item in modules:
         if item["all"]["count"]:
@@ -163,8 +162,9 @@ def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
     size = 4.6 + 0.82 * len(kinds), 1.9 + 0.36 * max(len(layers), 3)
     with drawn(to, *size, {"axes.spines.top": True, "axes.spines.right": True}) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[max(len(kinds), 2), 2.6])
-        norm = Normalize(1 - reach, 1 + reach)
-        image = module_cells(left, means, "PuOr_r", norm, lambda mean: abs(mean - 1) > 0.55 * reach, ".2f")
+        image = module_cells(
+            left, means, "PuOr_r", (1 - reach, 1 + reach), lambda mean: abs(mean - 1) > 0.55 * reach, ".2f"
+        )
         left.set_title("Mean λ")
         figure.colorbar(image, ax=left, pad=0.02, fraction=0.06, aspect=min(max(12, 2 * len(layers)), 60))
 
@@ -197,25 +197,26 @@ def module_cells(
     axes: Axes,
     cells: ByModule,
     colours: str,
-    norm: Any,
+    ends: tuple[float, float],
     dark: Callable[[float], bool],
     form: str,
     size: float = 9,
     least: float = -math.inf,
 ) -> Any:
-    """A square for each layer and kind with its figure from `least` up, white where the colour is `dark`; returns the image."""
+    """A square for each layer and kind, with its figure from `least` up, white where the colour is `dark`; returns the image."""
     layers, kinds = layers_and_kinds(cells)
     values = np.full((len(layers), len(kinds)), np.nan)  # NaN: no such module, the hatched ground shows
     for (layer, kind), value in cells.items():
         values[layers.index(layer), kinds.index(kind)] = value
     axes.patch.set(facecolor="white", hatch="////", edgecolor="#CCCCCC")
-    image = axes.imshow(values, cmap=colours, norm=norm, aspect="auto")
+    image = axes.imshow(values, cmap=colours, vmin=ends[0], vmax=ends[1], aspect="auto")
     for (row, column), value in np.ndenumerate(values):
         if value >= least:  # no NaN is
             text = signed(float(value), form)
             ink = "white" if dark(value) else "black"
             axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=size)
-    axes.set_xticks(range(len(kinds)), kinds, rotation=35, ha="right", rotation_mode="anchor")
+    names = [kind if len(kind) <= KIND else f"{kind[: KIND - 1]}…" for kind in kinds]
+    axes.set_xticks(range(len(kinds)), names, rotation=35, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(layers)), ["–" if layer is None else str(layer) for layer in layers])
     axes.set_ylabel("layer")
     axes.tick_params(length=0)
@@ -244,10 +245,9 @@ def module_map(
         label: what the figures are, with their unit.
         form: of a figure as text, such as ".2f"; by default as many decimals as the largest needs.
     """
-    from matplotlib.colors import Normalize
-
     layers, kinds = layers_and_kinds(cells)
-    most = max(cells.values()) or 1.0
+    of_whole: Any = (by_kind, kinds), (by_layer, layers)
+    most = max(*cells.values(), 0.0) or 1.0
     form = form or f".{min(4, max(2, 1 - math.floor(math.log10(most))))}f"
     rows = 0.25 if len(layers) <= 40 else 0.17  # inches
     width = 1.75 + 0.44 * len(kinds)
@@ -259,19 +259,19 @@ def module_map(
         left = figure.add_subplot(grid_[1, 0])
         # a figure that the colour shows as good as nothing of is left out: many zeros hide the rest
         least = 0.05 * most
-        module_cells(left, cells, "Blues", Normalize(0, most), lambda value: value > 0.72 * most, form, 7.5, least)
-        for axes, values, keys in (
-            (figure.add_subplot(grid_[0, 0], sharex=left), by_kind, kinds),
-            (figure.add_subplot(grid_[1, 1], sharey=left), by_layer, layers),
+        module_cells(left, cells, "Blues", (0, most), lambda value: value > 0.72 * most, form, 7.5, least)
+        above, beside = figure.add_subplot(grid_[0, 0], sharex=left), figure.add_subplot(grid_[1, 1], sharey=left)
+        kinds_found, layers_found = ([values.get(key, 0.0) for key in keys] for values, keys in of_whole)
+        for axes, bars, found in (
+            (above, above.bar(range(len(kinds)), kinds_found, 0.72, color=LINES[0]), kinds_found),
+            (beside, beside.barh(range(len(layers)), layers_found, 0.72, color=LINES[0]), layers_found),
         ):
-            upright = keys is kinds
-            heights = [values.get(key, math.nan) for key in keys]
-            draw = axes.bar if upright else axes.barh
-            bars = draw(range(len(keys)), heights, 0.72, color=LINES[0])
-            axes.bar_label(bars, [signed(one, form) if one == one else "" for one in heights], fontsize=7.5, padding=2)
-            axes.margins(**{"y" if upright else "x": 0.35})
+            named = [signed(one, form) if one > 0.05 * max(found) else "" for one in found]
+            axes.bar_label(bars, named, fontsize=7.5, padding=2)
             axes.tick_params(length=0, labelbottom=False, labelleft=False)
             axes.spines[:].set_visible(False)
+        above.margins(y=0.35)
+        beside.margins(x=0.35)
         left.set_ylim(len(layers) - 0.5, -0.5)  # the first layer on top
         figure.suptitle(label, x=0.01, ha="left", fontsize=10)
 

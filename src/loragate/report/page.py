@@ -29,6 +29,7 @@ from loragate.report.blocks import (
     tokens_block,
     training_blocks,
 )
+from loragate.report.examination import examination_banner, examination_blocks
 from loragate.report.figures import accuracy_bars, curve_of
 from loragate.report.scores import advice_of, caption, evaluation_statements, score_tables
 from loragate.report.selection import SelectionView, read_selection, selection_table
@@ -45,6 +46,7 @@ SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Make], ...] = (
     ("evaluation", "scores", "Scores", lambda record: [*score_tables(record), text(*caption(record).split("\n"))]),
     ("selection", "selection", "How it was selected", selection_blocks),
     ("artifact", "selection", "How it was selected", lambda record: selection_blocks(record.get("selection"))),
+    ("examination", "examination", "Check-up of the adapter", examination_blocks),
     ("diagnosis", "diagnosis", lambda record: DIAGNOSES[record["kind"]][0], diagnosis_blocks),
 )
 """(kind of source, anchor, heading, its blocks) in the order of the page; a section without blocks is left out."""
@@ -109,7 +111,7 @@ def _drawn(make: Make, record: Any) -> list[Block | Table]:
 
 
 def banner_of(sources: Sequence[Source]) -> Banner:
-    """From the one selection among the sources, else from the first evaluation, else from the first selection."""
+    """From the one selection among the sources, else the first evaluation, else the first selection or check-up."""
     found: list[tuple[Source, SelectionView]] = []
     for source in sources:
         views = source.read(lambda record: read_selection(_selection(record)))
@@ -125,6 +127,8 @@ def banner_of(sources: Sequence[Source]) -> Banner:
         advice, score, more, table = source.read(advice_of)
         bars = chart(partial(accuracy_bars, table.lines[:BARS]), table.title)
         return Banner(advice, score, more, drawn(bars))
+    for source in (one for one in sources if one.kind == "examination"):
+        return source.read(examination_banner)
     return Banner("No scores were given to this report", more=["It shows what was trained, not whether it helps."])
 
 
