@@ -27,6 +27,16 @@ def kind_of(path: str) -> str:
     return path.rpartition(".")[2]
 
 
+def part_of(path: str) -> str:
+    """ "attention" or "mlp", by the name of the module around it; other modules are "other"."""
+    around = path.rpartition(".")[0].rpartition(".")[2].lower()
+    if "att" in around:
+        return "attention"
+    return (
+        "mlp" if any(name in around for name in ("mlp", "ffn", "feed_forward", "expert", "block_sparse")) else "other"
+    )
+
+
 def layer_bands(paths: Iterable[str]) -> dict[str, list[str]]:
     """{band: module paths} in the order of `BANDS`; bands without a module are left out, as are modules outside the layers."""
     paths = list(paths)
