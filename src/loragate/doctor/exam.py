@@ -238,7 +238,7 @@ class Exam:
     @cached_property
     def texts(self) -> dict[str, list[Row]]:
         """What strengths are tried on: "examples" where there are any, and a part of the "base" and "adapter" answers."""
-        answers = {kind: self.bounded(self.own_rows(kind)) for kind in self.kinds}
+        answers: dict[str, list[Row]] = {kind: self.bounded(self.own_rows(kind)) for kind in self.kinds}
         return {**({"examples": self.rows} if self.rows else {}), **answers}
 
     @contextmanager
