@@ -79,8 +79,8 @@ class ClassEntropy:
         tokens: number of tokens.
         delta: mean ΔH in nats.
         negative, positive: share of tokens with ΔH below, above 0.
+        kl: mean KL(adapter‖base) in nats.
         base, adapter, gated: mean entropies; gated is None without gates.
-        kl: mean KL(adapter‖base) in nats; None in a record of an earlier version.
     """
 
     name: str
@@ -88,10 +88,10 @@ class ClassEntropy:
     delta: Interval
     negative: Interval
     positive: Interval
+    kl: Interval
     base: Interval
     adapter: Interval
     gated: Interval | None = None
-    kl: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -241,11 +241,13 @@ def measure(
         where.append(rows_T)
         ids.append(ids_T)
     whole = {name: np.concatenate(read) for name, read in parts.items()}
-    each = {
-        of: {name: whole[f"{of} {name}"] for name in streams}
+    entropy, log_prob, likeliest, likeliest_prob = (
+        {str(name): whole[f"{of} {name}"] for name in streams}
         for of in ("entropy", "log_prob", "likeliest", "likeliest_prob")
-    }
-    return TokenEntropies(np.concatenate(where), np.concatenate(ids), kl=whole["kl"], **each)
+    )
+    return TokenEntropies(
+        np.concatenate(where), np.concatenate(ids), entropy, log_prob, likeliest, likeliest_prob, whole["kl"]
+    )
 
 
 def divergence(log_p_CV: torch.Tensor, log_r_CV: torch.Tensor) -> torch.Tensor:
@@ -268,9 +270,8 @@ def by_class(found: TokenEntropies, classes: TokenClasses, seed: int = 0) -> tup
         if not chosen.any():  # a ratio over no token
             continue
         # in the order of the fields of `ClassEntropy`; without gates there is no third entropy
-        each = (delta, (delta < 0).astype(float), (delta > 0).astype(float), *found.entropy.values())
-        shown = (interval(values, chosen) for values in each)
-        table.append(ClassEntropy(name, int(chosen.sum()), *shown, kl=interval(found.kl, chosen)))
+        each = (delta, (delta < 0).astype(float), (delta > 0).astype(float), found.kl, *found.entropy.values())
+        table.append(ClassEntropy(name, int(chosen.sum()), *(interval(values, chosen) for values in each)))
     return tuple(table)
 
 
@@ -292,8 +293,7 @@ def conclude_entropy(record: EntropyRecord) -> tuple[str, ...]:
             f"({total.base.mean:.3f} in the base, {total.adapter.mean:.3f} with it): ΔH is positive at "
             f"{100 * total.positive.mean:.1f} % and negative at {100 * total.negative.mean:.1f} % of {total.tokens:,} tokens."
         )
-        if total.kl is not None:
-            text.append(f"It moves each prediction by {total.kl.mean:.3f} nats on average (KL to the base).")
+        text.append(f"It moves each prediction by {total.kl.mean:.3f} nats on average (KL to the base).")
         known = [row for row in classes if row.tokens >= max(20, 0.005 * total.tokens)]
         if len(known) > 1:
             top, low = max(known, key=lambda row: row.delta.mean), min(known, key=lambda row: row.delta.mean)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import numpy as np
 from loragate.analysis.rows import Array, Interval, Reader, Row, TokenClasses, no_progress, ratio
 from loragate.data import encode_rows, load_rows, prompt_ids
 from loragate.data.chat import active_template
+from loragate.data.formats import FORMATS, text_of
 from loragate.data.rows import Rows, RowsGiven
 from loragate.doctor.record import Measures
 from loragate.evaluation.variants import ModelVariant, acting
@@ -26,6 +28,9 @@ from loragate.losses.head import IGNORED
 from loragate.models import Loaded, Loading, ModelSource, open_model
 from loragate.models.source import Kind
 from loragate.selection.dev import prompts_of
+
+PROBED = 2
+"""Rows that are read to see how fast the machine is."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ class Exam:
     job: OnJob = silent_job
     say: Callable[[str], None] = lambda line: None
     _drawn: dict[str, list[Sample]] = field(default_factory=dict)
+    _tokens_per_second: float | None = None
 
     @cached_property
     def loaded(self) -> Loaded:
@@ -168,9 +174,16 @@ class Exam:
         return [] if self.examples is None else self.encoded(self.examples)
 
     def encoded(self, rows: Rows) -> list[Row]:
-        """Examples as token ids; `row` is the index."""
+        """Examples as token ids; `row` is the index. Of rows that are one text each, every token is a label but the first."""
         length = min(self.settings.max_length, self.loaded.positions or self.settings.max_length)
+        if "text" in rows[0] and not any(form.matches(rows[0]) for form in FORMATS.values()):
+            return [row for row in self._texts(rows, length) if len(row["input_ids"]) > 1]
         return list(encode_rows(rows, self.tokenizer, max_length=length, system=self.settings.system))
+
+    def _texts(self, rows: Rows, length: int) -> Iterator[Row]:
+        for index, row in enumerate(rows):
+            ids = self.tokenizer(text_of(row.get("text"), f"{rows.where(index)}: text"))["input_ids"][:length]
+            yield {"input_ids": ids, "labels": [IGNORED, *ids[1:]], "row": index}
 
     @cached_property
     def prompts(self) -> list[Prompt]:
@@ -217,6 +230,17 @@ class Exam:
             sums += np.bincount(rows_T, -found, minlength=len(rows))
             counts += np.bincount(rows_T, minlength=len(rows))
         return Losses(sums, counts)
+
+    def affordable(self, rows: Sequence[Row], passes: int, seconds: float) -> list[Row]:
+        """The first rows, one at the least, that can be read so many times in about so many seconds."""
+        if self._tokens_per_second is None:
+            for _ in range(2):  # the first time memory is laid out and kernels are built
+                began = time.monotonic()
+                self.losses(rows[:PROBED])
+            tokens = sum(len(row["input_ids"]) for row in rows[:PROBED])
+            self._tokens_per_second = tokens / (time.monotonic() - began)
+        read = np.cumsum([len(row["input_ids"]) for row in rows])
+        return list(rows[: max(1, int((read <= self._tokens_per_second * seconds / passes).sum()))])
 
 
 Part = Callable[[Exam], tuple[Any, list[Finding]]]

@@ -49,8 +49,8 @@ def lora_paths(peft_model: Any, adapter_name: str | None = None) -> list[str]:
 def scaled(peft_model: Any, strengths: float | Mapping[str, float], adapter_name: str | None = None) -> Iterator[None]:
     """Each LoRA layer's delta times a constant inside the context; contexts multiply when they nest.
 
-    With 0 a layer is the base's own, of every kind of LoRA. Otherwise a DoRA layer (`scales_exactly`) keeps its trained magnitudes,
-    so that what is scaled is the part of its delta that turns the weights.
+    With 0 a layer is the base's own, of every kind of LoRA. Otherwise a DoRA layer (see `scales_exactly`) keeps its trained
+    magnitudes, so that what is scaled is the part of its delta that turns the weights.
 
     Args:
         peft_model: with LoRA layers, gated or plain.
