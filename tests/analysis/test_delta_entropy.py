@@ -68,8 +68,10 @@ def test_how_far_predictions_move(copies, monkeypatch):
             base = logits(peft, ids)[0, :-1][kept].log_softmax(-1)
         kl += torch.nn.functional.kl_div(base, adapter, reduction="none", log_target=True).sum(-1).tolist()
         agree += (adapter.argmax(-1) == base.argmax(-1)).tolist()
-    assert found.kl == pytest.approx(np.array(kl), rel=1e-4, abs=1e-6) and min(kl) > 0.01
-    assert found.agree == pytest.approx(np.mean(agree)) and found.agree < 1
+    assert found.kl == pytest.approx(np.array(kl), rel=1e-4, abs=1e-6)
+    assert min(kl) > 0.01
+    assert found.agree == pytest.approx(np.mean(agree))
+    assert found.agree < 1
     assert found.likeliest["adapter"][-1].tolist() == adapter[-1].topk(3).indices.tolist()
     assert found.likeliest_prob["base"][-1] == pytest.approx(base[-1].exp().topk(3).values.numpy(), abs=1e-6)
 

@@ -43,7 +43,9 @@ def test_effect_and_cells_against_plain_pytorch(tmp_path, lora):
     base = tiny_base(tie_word_embeddings=False)
     exam = exam_of(written(tmp_path, base, **lora), tmp_path, data=tiny_rows(4))
     effect, findings = examine_effect(exam)
-    assert not findings and effect.source == "examples of rows in memory" and effect.rows == 4
+    assert not findings
+    assert effect.source == "examples of rows in memory"
+    assert effect.rows == 4
     adapter = [response_log_probs(exam, row) for row in exam.rows]
     with exam.model.disable_adapter():
         base = [response_log_probs(exam, row) for row in exam.rows]
@@ -78,12 +80,14 @@ def test_effect_and_cells_against_plain_pytorch(tmp_path, lora):
 def test_the_most_changed_tokens_stand_in_their_text(tmp_path):
     exam = exam_of(written(tmp_path), tmp_path, data=tiny_rows(8))
     changed = examine_effect(exam)[0].changed
-    assert [one.kl for one in changed] == sorted((one.kl for one in changed), reverse=True) and len(changed) == 12
+    assert [one.kl for one in changed] == sorted((one.kl for one in changed), reverse=True)
+    assert len(changed) == 12
     top = changed[0]
     text = " ".join((top.before + top.token + top.after).split())
     texts = [" ".join(exam.tokenizer.decode(row["input_ids"]).split()) for row in exam.rows]
     assert any(text in one for one in texts)
-    assert len(top.base) == len(top.adapter) == 3 and top.base[0][1] >= top.base[1][1]
+    assert len(top.base) == len(top.adapter) == 3
+    assert top.base[0][1] >= top.base[1][1]
 
 
 def test_without_examples_the_answers_of_both_are_read(tmp_path):
@@ -92,7 +96,8 @@ def test_without_examples_the_answers_of_both_are_read(tmp_path):
     plain = examine_effect(exam)[0]
     lg.save_gates(shake(lg.attach_gates(exam.model, lg.GateConfig(-6, 3))), tmp_path / "gated")
     gated = examine_effect(exam_of(tmp_path / "gated", tmp_path))[0]
-    assert plain.source.startswith("answers of base and adapter to ") and plain.tokens > 5
+    assert plain.source.startswith("answers of base and adapter to ")
+    assert plain.tokens > 5
     assert plain.classes == gated.classes, "of a gated folder the plain adapter is examined"
 
 
@@ -101,15 +106,19 @@ def test_an_adapter_that_changes_nothing_is_said_to_be_off(tmp_path, monkeypatch
     folder = written(tmp_path, init_lora_weights=True)
     found = lg.examine(folder, data=[{"text": "w1 w2 w3 w4"}, {"text": "w5 w6"}])
     (error,) = [one for one in found.findings if one.code == "not-applied"]
-    assert error.severity == "error" and error.evidence["tokens"] == found.measures.effect.tokens == 4
-    assert found.measures.effect.changed == () and found.measures.effect.agree == 1
+    assert error.severity == "error"
+    assert error.evidence["tokens"] == found.measures.effect.tokens == 4
+    assert found.measures.effect.changed == ()
+    assert found.measures.effect.agree == 1
     assert all(cell.nats == 0 for cell in found.measures.effect.cells)
 
 
 def test_in_bf16_an_adapter_acts(tmp_path):
     exam = exam_of(written(tmp_path), tmp_path, data=tiny_rows(5), loading=Loading(dtype="bfloat16"))
     effect, findings = examine_effect(exam)
-    assert exam.model.dtype == torch.bfloat16 and not findings and effect.classes[0].kl.mean > 0.01
+    assert exam.model.dtype == torch.bfloat16
+    assert not findings
+    assert effect.classes[0].kl.mean > 0.01
 
 
 def test_without_its_base_nothing_is_compared(tmp_path, monkeypatch):

@@ -63,4 +63,6 @@ def test_dora_is_switched_off_exactly_and_scaled_only_in_part(token_ids):
     with scaled(dora, 1.0):
         assert torch.equal(logits(dora, token_ids), before)
     assert torch.equal(logits(dora, token_ids), before)
-    assert scales_exactly(tiny_adapter()) and scales_exactly(tiny_gated(-6, 3)) and not scales_exactly(dora)
+    assert scales_exactly(tiny_adapter())
+    assert scales_exactly(tiny_gated(-6, 3))
+    assert not scales_exactly(dora)
