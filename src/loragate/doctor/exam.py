@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from loragate import records
 from loragate.analysis.rows import Array, Interval, Reader, Row, TokenClasses, no_progress, ratio
 from loragate.data import encode_rows, load_rows, prompt_ids
 from loragate.data.chat import active_template
+from loragate.data.formats import FORMATS, text_of
 from loragate.data.rows import Rows, RowsGiven
 from loragate.doctor.record import Measures
+from loragate.evaluation.evaluate import evaluate
 from loragate.evaluation.variants import ModelVariant, acting
+from loragate.files import RunFolder, write_json
 from loragate.gates.adapter_rules import Finding
 from loragate.gates.control import why_no_base
+from loragate.gates.strength import scaled
 from loragate.generation import OnProgress, Sample, SamplingConfig, TransformersEngine
 from loragate.generation.engine import draw_samples, read_samples
 from loragate.losses.head import IGNORED
 from loragate.models import Loaded, Loading, ModelSource, open_model
 from loragate.models.source import Kind
-from loragate.selection.dev import prompts_of
+from loragate.selection.dev import RETENTION_TOKENS, prompts_of, read_dev
+from loragate.selection.settings import DevSettings
+
+LEAST_ROWS = 8
+"""That are read of a text however slow the model is, so that there is an interval."""
+SPEED = {"cpu": 1e11, "other": 3e13}
+"""FLOP a second that texts are cut by: two CPU cores, and a GPU. Not measured, so that the same call reads the same text."""
+TEXT_PASSES, TEXT_SECONDS = 16, 90.0
+"""Passes over each of `Exam.texts`, and what they may take."""
+STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+"""The λ for all modules at which an adapter is tried."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +48,8 @@ class ExamSettings:
     """How an adapter is examined.
 
     Attributes:
-        max_rows: examples that are read.
+        max_rows: examples that are read at most.
+        questions: of the dev set and of the retention set.
         max_length: tokens of an example, cut on the right.
         your_prompts: questions of the examples, or of the dev set, that are asked beside the shipped ones.
         max_new_tokens: of an answer to a prompt.
@@ -42,6 +58,7 @@ class ExamSettings:
     """
 
     max_rows: int = 64
+    questions: int = 48
     max_length: int = 512
     your_prompts: int = 8
     max_new_tokens: int = 96
@@ -121,6 +138,7 @@ class Exam:
     job: OnJob = silent_job
     say: Callable[[str], None] = lambda line: None
     _drawn: dict[str, list[Sample]] = field(default_factory=dict)
+    _losses: dict[str, Losses] = field(default_factory=dict)
 
     @cached_property
     def loaded(self) -> Loaded:
@@ -142,6 +160,11 @@ class Exam:
     def has_base(self) -> bool:
         """Whether the base can be had by switching the adapter off."""
         return not why_no_base(self.model)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What the model can be, beside its gates."""
+        return ("adapter", "base") if self.has_base else ("adapter",)
 
     @cached_property
     def reader(self) -> Reader:
@@ -167,10 +190,30 @@ class Exam:
         """The examples as token ids {input_ids, labels, row}; empty where none are given."""
         return [] if self.examples is None else self.encoded(self.examples)
 
+    def affordable(self, rows: Sequence[Row], passes: int, seconds: float) -> list[Row]:
+        """Rows spread evenly over all, as many as can be read so many times in about so many seconds; at least `LEAST_ROWS`."""
+        if not rows:
+            return []
+        mean = sum(len(row["input_ids"]) for row in rows) / len(rows)
+        count = min(len(rows), max(LEAST_ROWS, int(self.tokens_in(seconds / passes) / mean)))
+        return [rows[index * len(rows) // count] for index in range(count)]
+
+    def tokens_in(self, seconds: float) -> float:
+        """Tokens that a model of this size reads in so many seconds, by `SPEED`."""
+        flops = 2 * sum(parameter.numel() for parameter in self.model.parameters())  # a token
+        return SPEED["cpu" if self.reader.device.type == "cpu" else "other"] * seconds / flops
+
     def encoded(self, rows: Rows) -> list[Row]:
-        """Examples as token ids; `row` is the index."""
+        """Examples as token ids; `row` is the index. Of rows that are one text each, every token is a label but the first."""
         length = min(self.settings.max_length, self.loaded.positions or self.settings.max_length)
+        if "text" in rows[0] and not any(form.matches(rows[0]) for form in FORMATS.values()):
+            return [row for row in self._texts(rows, length) if len(row["input_ids"]) > 1]
         return list(encode_rows(rows, self.tokenizer, max_length=length, system=self.settings.system))
+
+    def _texts(self, rows: Rows, length: int) -> Iterator[Row]:
+        for index, row in enumerate(rows):
+            ids = self.tokenizer(text_of(row.get("text"), f"{rows.where(index)}: text"))["input_ids"][:length]
+            yield {"input_ids": ids, "labels": [IGNORED, *ids[1:]], "row": index}
 
     @cached_property
     def prompts(self) -> list[Prompt]:
@@ -208,6 +251,82 @@ class Exam:
                 labels = [*[IGNORED] * len(head), *answer]
                 rows.append({"input_ids": [*head, *answer], "labels": labels, "row": sample.question})
         return rows
+
+    @cached_property
+    def texts(self) -> dict[str, list[Row]]:
+        """What strengths are tried on: "examples" where there are any, and a part of the "base" and "adapter" answers."""
+        found: dict[str, list[Row]] = {"examples": self.rows} if self.rows else {}
+        found |= {kind: self.own_rows(kind) for kind in self.kinds}
+        return {name: self.affordable(rows, TEXT_PASSES, TEXT_SECONDS) for name, rows in found.items()}
+
+    @contextmanager
+    def scaled(self, strengths: float | Mapping[str, float]) -> Iterator[None]:
+        """The context in which the model is its plain adapter with each module's delta scaled; see `gates.strength.scaled`."""
+        with self.acting("adapter"), scaled(self.model, strengths):
+            yield
+
+    def losses_as(self, text: str, label: str, acting: AbstractContextManager[None]) -> Losses:
+        """`losses` of one of `texts` inside a context; read once, and kept in the folder under the label."""
+        file = self.folder / "losses.json"
+        if not self._losses and file.exists():
+            stored = records.read_object(file, "remove the file, and they are read again")
+            self._losses = {key: Losses(*map(np.array, value)) for key, value in stored.items()}
+        key = f"{text} as {label}"
+        if key not in self._losses:
+            with acting:
+                self._losses[key] = self.losses(self.texts[text])
+            write_json(file, {key: [one.sums.tolist(), one.tokens.tolist()] for key, one in self._losses.items()})
+        return self._losses[key]
+
+    def scores(
+        self, name: Literal["dev", "retention"], strengths: Sequence[float] = (), settings: DevSettings | None = None
+    ) -> dict[str, Array]:
+        """Shares right [questions] of greedy answers to the first questions of the dev or retention set, by λ.
+
+        Args:
+            strengths: λ for all modules beside "0" (the base, where it can be had) and "1" (the adapter), which are always asked.
+
+        Returns:
+            {"0": …, "1": …, "0.5": …}; what is on file is not drawn again.
+
+        Raises:
+            DataError: for a set that cannot be read or judged.
+        """
+        variants = {"1": ModelVariant("adapter").at(0), **({"0": ModelVariant("base").at(0)} if self.has_base else {})}
+        for value in strengths:
+            if value not in (0, 1):
+                variants[f"{value:g}"] = ModelVariant("adapter", f"λ={value:g}", scale=value).at(0)
+        folder, settings = self.folder / name, settings or DevSettings()
+        dev = read_dev(self.dev_data if name == "dev" else self.retention_data, settings, name)
+        longest = max((sum(label != IGNORED for label in row["labels"]) for row in self.rows), default=0)
+        task = dev.prepared(
+            self.tokenizer,
+            self.loaded.positions,
+            0,
+            system=self.settings.system,
+            answer_tokens=2 * longest if longest and name == "dev" else RETENTION_TOKENS,
+        )
+        task = replace(task, questions=task.questions[: self.settings.questions])
+        total = len(variants) * len(task.questions)
+        done: dict[str, int] = {}
+        with self.job(f"the {name} set", total, "answers") as on_progress:
+
+            def on_event(stage: str, variant: ModelVariant, task: str, count: int, of: int) -> None:
+                done[variant.label] = count
+                on_progress(sum(done.values()), total)
+
+            record = evaluate(
+                self.model,
+                self.tokenizer,
+                [task],
+                list(variants.values()),
+                folder,
+                batch_size=self.settings.batch_size,
+                resume=RunFolder(folder).record.is_file(),
+                on_event=on_event,
+            )
+        rows = {row.label: np.array(row.question_scores) for row in record.results}
+        return {label: rows[variant.label] for label, variant in variants.items()}
 
     def losses(self, rows: Sequence[Row], on_progress: OnProgress = no_progress) -> Losses:
         """Negative log-likelihood of the labels of rows, under whatever acts on the model at the moment."""

@@ -236,6 +236,8 @@ class Point:
         strength: λ of the modules meant; None for gates.
         target: see `Strength.target`.
         retention: see `Strength.retention`.
+        accuracy: share right on the dev set, of scales where one was given.
+        kept: share right on the retention set, likewise.
     """
 
     label: str
@@ -243,6 +245,8 @@ class Point:
     strength: float | None
     target: Interval
     retention: Interval
+    accuracy: Interval | None = None
+    kept: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -250,18 +254,19 @@ class Strength:
     """Target against retention.
 
     Attributes:
-        target: what `Point.target` is: "loss" (nats per token on the examples, lower is better), "accuracy" (share right on the
-            dev set) or "kept" (nats per token that the adapter's own answers lose, lower is better; without examples).
-        retention: what `Point.retention` is: "forgetting" (nats per token that the base's own answers lose, lower is better) or
-            "accuracy" (share right on the retention set).
+        target: what `Point.target` is, in nats per token, lower is better: "loss" on the examples, or "kept", what the adapter's
+            own answers lose where no examples were given.
+        retention: what `Point.retention` is: "forgetting", nats per token that the base's own answers lose, lower is better.
+        decided_by: what `least` and `best` go by: the target, or "accuracy" on the dev set where one was given.
         points: the curve over s first.
-        least: label of the least strength that keeps the target within one point, or its interval; None where it is the whole.
-        best: label of the point with the best target; None where it is the adapter as it is, up to its interval.
+        least: label of the least scale below 1 that keeps the target; None where none does.
+        best: label of a scale that is better than 1 by more than its interval; None where none is.
         sentences: what to do and what it gives back.
     """
 
-    target: Literal["loss", "accuracy", "kept"]
-    retention: Literal["forgetting", "accuracy"]
+    target: Literal["loss", "kept"]
+    retention: Literal["forgetting"]
+    decided_by: Literal["loss", "kept", "accuracy"]
     points: tuple[Point, ...]
     least: str | None
     best: str | None

@@ -1,12 +1,174 @@
-"""Target against retention over strengths, bands of layers, kinds of modules and gates."""
+"""How strongly an adapter should act: what the examples need against what the base could do, over strengths and parts.
+
+A strength is λ on the plain adapter's delta, which PEFT, vLLM's plugin, llama.cpp and `loragate export` all take. The target is
+the loss on the examples (without examples, what the adapter's own answers lose); retention is what the base's own answers lose.
+Differences are paired by row, so that a few hundred tokens tell strengths apart.
+"""
 
 from __future__ import annotations
 
-from loragate.doctor.exam import Exam
-from loragate.doctor.record import Strength
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+
+from loragate.analysis.rows import Array, Interval
+from loragate.doctor.exam import STRENGTHS, Exam, Losses
+from loragate.doctor.record import Point, Strength
+from loragate.evaluation.statistics import average_at_k, compare
 from loragate.gates.adapter_rules import Finding
+from loragate.gates.strength import layer_bands, lora_paths, part_of
+
+PARTIAL = (0.0, 0.5)
+"""λ of bands of layers and of kinds of modules, the rest at 1."""
+ONE_POINT = 0.01
+"""Of accuracy, or of the loss that the adapter saves, that a smaller strength may cost and still keep the target."""
+KEPT_NATS = 0.02
+"""Nats per token that the adapter's own answers may lose and still be kept; a hundredth of a typical answer's surprise."""
 
 
 def examine_strength(exam: Exam) -> tuple[Strength | None, list[Finding]]:
-    """See `Strength`; None where there is nothing to go by."""
-    return None, []
+    """See `Strength`; None where the base cannot be had, without which nothing is retained or lost."""
+    if not exam.has_base or not exam.texts["base"] or not exam.texts["adapter"]:
+        exam.say("strengths are not compared: the base, or an answer of it, cannot be had")
+        return None, []
+    target = "examples" if "examples" in exam.texts else "adapter"
+    ways = _ways(exam)
+    with exam.job("strengths", 2 * len(ways), "passes") as on_progress:
+        read: dict[str, dict[str, Losses]] = {target: {}, "base": {}}
+        for text, found in read.items():
+            for label, (_, _, context) in ways.items():
+                found[label] = exam.losses_as(text, label, context())
+                on_progress(sum(map(len, read.values())), 2 * len(ways))
+        own = exam.losses_as("base", "base", exam.acting("base"))
+    answered: dict[str, dict[str, Array]] = {}
+    if exam.dev_data is not None:
+        answered["dev"] = exam.scores("dev", STRENGTHS)
+    if exam.retention_data is not None:
+        answered["retention"] = exam.scores("retention", STRENGTHS)
+    kept = read[target]["1"] if target == "adapter" else None
+    points = tuple(
+        Point(
+            label,
+            group,  # type: ignore[arg-type]
+            strength,
+            read[target][label].mean() if kept is None else read[target][label].minus(kept),
+            read["base"][label].minus(own),
+            _share(answered.get("dev", {}).get(label)),
+            _share(answered.get("retention", {}).get(label)),
+        )
+        for label, (group, strength, _) in ways.items()
+    )
+    least, best = _chosen(read[target], answered.get("dev"), kept is not None)
+    decided = "accuracy" if "dev" in answered else "kept" if kept is not None else "loss"
+    said = _sentences(points, read, least, best, decided, exam)
+    return Strength("loss" if kept is None else "kept", "forgetting", decided, points, least, best, said), []  # type: ignore[arg-type]
+
+
+Way = tuple[str, float | None, Callable[[], AbstractContextManager[None]]]
+"""(group, λ, the context in which the model acts so)"""
+
+
+def _ways(exam: Exam) -> dict[str, Way]:
+    """By label, scales first."""
+    ways: dict[str, Way] = {f"{value:g}": ("scale", value, partial(exam.scaled, value)) for value in STRENGTHS}
+    paths = lora_paths(exam.model)
+    parts: dict[str, list[str]] = {}
+    for path in paths:
+        parts.setdefault(part_of(path), []).append(path)
+    groups = (("band", layer_bands(paths)), ("kind", parts))
+    for group, members in groups:
+        if len(members) < 2:  # all modules are one band: the scales say it
+            continue
+        for name, chosen in members.items():
+            for value in PARTIAL:
+                some = dict.fromkeys(chosen, value)
+                ways[f"{name} {value:g}"] = (group, value, partial(exam.scaled, some))
+    if exam.loaded.kind == "gated":
+        ways["gates"] = ("gates", None, partial(exam.acting, "gated"))
+    return ways
+
+
+def _share(scores: Array | None) -> Interval | None:
+    if scores is None:
+        return None
+    found = average_at_k(scores[:, None])
+    return Interval(found.mean, found.low, found.high)
+
+
+def _chosen(
+    losses: Mapping[str, Losses], scores: Mapping[str, Array] | None, kept: bool
+) -> tuple[str | None, str | None]:
+    """(least scale below 1 that keeps the target, scale that is better than 1 by more than its interval)."""
+    labels = [f"{value:g}" for value in STRENGTHS]
+    below = [label for label in labels if float(label) < 1 and label != "0"]
+    if scores is not None:
+        gaps = {label: compare(scores[label][:, None], scores["1"][:, None]) for label in labels if label != "1"}
+        keeps = [label for label in below if gaps[label].mean >= -ONE_POINT]
+        better = [label for label in gaps if label != "0" and gaps[label].low > 0]
+        return _least(keeps, below), max(better, key=lambda label: gaps[label].mean, default=None)
+    costs = {label: losses[label].minus(losses["1"]) for label in labels if label != "1"}
+    allowed = KEPT_NATS if kept else ONE_POINT * max(costs["0"].mean, 0.0)
+    keeps = [label for label in below if costs[label].mean <= allowed or (not kept and (costs[label].low or 0.0) < 0)]
+    better = [label for label in costs if label != "0" and costs[label].high is not None and costs[label].high < 0]  # type: ignore[operator]
+    return _least(keeps, below), None if kept else min(better, key=lambda label: costs[label].mean, default=None)
+
+
+def _least(keeps: list[str], below: list[str]) -> str | None:
+    """The least scale from which on all up to 1 keep the target."""
+    found = None
+    for label in reversed(below):
+        if label not in keeps:
+            break
+        found = label
+    return found
+
+
+def _sentences(
+    points: tuple[Point, ...],
+    read: Mapping[str, Mapping[str, Losses]],
+    least: str | None,
+    best: str | None,
+    decided: str,
+    exam: Exam,
+) -> tuple[str, ...]:
+    """What to do, and what it gives back."""
+    by_label = {point.label: point for point in points}
+    whole = by_label["1"]
+    of = {
+        "loss": "the loss on the examples",
+        "kept": "its own answers",
+        "accuracy": "its score on the dev set",
+    }[decided]
+    said = [
+        f"At its own strength the adapter takes {whole.retention.mean:.3f} nats per token{whole.retention.ends('.3f')} from the "
+        "base's own answers."
+    ]
+    if best is not None:
+        said.append(f"{best} times its strength is better by {of} than its own, by more than the interval.")
+    if least is None:
+        said.append(f"No smaller strength keeps {of}: use it as it is, or pay for what comes back.")
+    else:
+        back = read["base"]["1"].minus(read["base"][least])
+        share = f" ({100 * back.mean / whole.retention.mean:.0f} % of it)" if whole.retention.mean > 0 else ""
+        said.append(
+            f"{least} of its strength keeps {of} and gives {back.mean:.3f} nats per token{back.ends('.3f')} back{share}: "
+            f"loragate export {exam.place.ref.name} --constant {least} --out OUT writes that adapter."
+        )
+    if decided == "kept":
+        said.append("Without examples (--data) this says how alike the answers stay, not how right they are.")
+    costly, cheap = _parts(points, whole)
+    if cheap is not None and costly is not None:
+        said.append(
+            f"Of the parts, {cheap.label.removesuffix(' 0')} can be switched off at the least cost to the target "
+            f"({cheap.target.mean - whole.target.mean:+.3f} nats), {costly.label.removesuffix(' 0')} at the highest "
+            f"({costly.target.mean - whole.target.mean:+.3f})."
+        )
+    return tuple(said)
+
+
+def _parts(points: tuple[Point, ...], whole: Point) -> tuple[Point | None, Point | None]:
+    """(the part whose absence costs the target most, least), of bands and kinds."""
+    off = [point for point in points if point.group in ("band", "kind") and point.strength == 0]
+    if len(off) < 2:
+        return None, None
+    return max(off, key=lambda one: one.target.mean), min(off, key=lambda one: one.target.mean)

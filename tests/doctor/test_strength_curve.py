@@ -1,0 +1,109 @@
+"""The strength curve."""
+
+import numpy as np
+import pytest
+import torch
+
+import loragate as lg
+from loragate.doctor import examination
+from loragate.doctor.exam import STRENGTHS, Exam, ExamSettings, Losses
+from loragate.doctor.record import Measures, Static
+from loragate.doctor.strength import _chosen, examine_strength
+from loragate.losses.head import IGNORED
+from loragate.models import resolve
+from tiny import tiny_rows, tiny_tokenizer, write_adapter, write_base
+
+
+@pytest.fixture
+def exam(tmp_path):
+    write_base(tmp_path / "base", tokenizer=tiny_tokenizer())
+    write_adapter(tmp_path / "adapter", tmp_path / "base")
+    (tmp_path / "run").mkdir()
+    settings = ExamSettings(max_new_tokens=6)
+    place = resolve(tmp_path / "adapter")
+    return Exam(place, tmp_path / "run", Measures(Static("adapter", "base")), settings, data=tiny_rows(12))
+
+
+def reference(model, rows, scale):
+    """Nats per label of rows, one row at a time, with every LoRA layer's own scale replaced."""
+    layers = [module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "scaling")]
+    for layer in layers:
+        layer.scaling["default"] *= scale
+    sums = count = 0
+    for row in rows:
+        with torch.no_grad():
+            log_probs = model(torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
+        for place, label in enumerate(row["labels"]):
+            if label != IGNORED:
+                sums, count = sums - log_probs[place - 1, label].item(), count + 1
+    for layer in layers:
+        layer.scaling["default"] /= scale
+    return sums / count
+
+
+def test_points_are_losses_at_the_strength(exam):
+    found, findings = examine_strength(exam)
+    assert findings == []
+    by_label = {point.label: point for point in found.points}
+    assert [float(point.label) for point in found.points if point.group == "scale"] == list(STRENGTHS)
+    assert {point.label for point in found.points if point.group != "scale"} == {
+        *("lower 0", "lower 0.5", "middle 0", "middle 0.5"),  # two layers
+        *("attention 0", "attention 0.5", "mlp 0", "mlp 0.5"),
+    }
+    base = reference(exam.model, exam.texts["base"], 1e-30)
+    for scale in (0.5, 2.0):
+        point = by_label[f"{scale:g}"]
+        assert point.target.mean == pytest.approx(reference(exam.model, exam.rows, scale), rel=1e-3)
+        lost = reference(exam.model, exam.texts["base"], scale) - base
+        assert point.retention.mean == pytest.approx(lost, rel=1e-3, abs=1e-3)
+    assert by_label["0"].retention.mean == pytest.approx(0.0, abs=1e-5)
+
+
+def test_what_was_read_is_not_read_again(exam, monkeypatch):
+    first, _ = examine_strength(exam)
+    again = Exam(exam.place, exam.folder, exam.measures, exam.settings, data=exam.data)
+    monkeypatch.setattr(Exam, "losses", lambda *_: pytest.fail("read again"))
+    assert examine_strength(again)[0] == first
+
+
+def losses(*means):
+    """Rows of ten tokens that differ a little, of these mean losses by strength."""
+    spread = np.linspace(-1, 1, 40)
+    return {
+        f"{scale:g}": Losses(10 * (mean + 0.01 * spread * scale), np.full(40, 10.0))
+        for scale, mean in zip(STRENGTHS, means, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("means", "least", "best"),
+    [
+        ((2.0, 1.0, 0.5, 0.2, 0.2, 0.3, 0.4, 0.6), "0.75", None),  # the last quarter does nothing
+        ((2.0, 1.5, 1.2, 1.1, 1.0, 1.1, 1.2, 1.3), None, None),
+        ((2.0, 1.9, 1.7, 1.5, 1.2, 1.0, 0.9, 1.4), None, "1.5"),  # too weak
+        ((2.0, 0.4, 0.9, 1.4, 1.9, 2.4, 2.8, 4.0), "0.25", "0.25"),  # too strong
+        ((2.0, 0.2, 0.5, 0.2, 0.2, 0.3, 0.4, 0.6), "0.75", None),  # 0.25 keeps it, but 0.5 between does not
+    ],
+)
+def test_the_least_strength_and_a_better_one(means, least, best):
+    assert _chosen(losses(*means), None, kept=False) == (least, best)
+
+
+def test_scores_decide_where_there_are_any():
+    scores = {
+        f"{scale:g}": np.array([1.0] * round(40 * right) + [0.0] * round(40 * (1 - right)))
+        for scale, right in zip(STRENGTHS, (0.1, 0.5, 0.7, 0.7, 0.7, 0.7, 0.6, 0.1), strict=True)
+    }
+    assert _chosen(losses(*[1.0] * 8), scores, kept=False) == ("0.5", None)
+
+
+def test_a_base_that_cannot_be_had_has_no_curve(exam, monkeypatch):
+    monkeypatch.setattr(Exam, "has_base", False)
+    assert examine_strength(exam) == (None, [])
+
+
+def test_the_curve_is_part_of_an_examination(exam, monkeypatch):
+    monkeypatch.setattr(examination, "PARTS", {"strength": examine_strength})
+    found = lg.examine(exam.place.folder, data=exam.data, settings=exam.settings)
+    assert found.measures.strength.target == "loss"
+    assert found.measures.strength.sentences
