@@ -150,15 +150,16 @@ def strength_part():
         for s in (0, 0.5)
     ]
     points += [
-        Point(f"{kind} 0", "kind", 0.0, about(1.38 + 0.02 * n), about(0.3 - 0.02 * n, 0.03))
-        for n, kind in enumerate(KINDS)
+        Point(f"{part} {s:g}", "kind", s, about(1.4 + 0.2 * n), about(0.25 - 0.1 * n, 0.03))
+        for n, part in enumerate(("attention", "mlp"))
+        for s in (0, 0.5)
     ]
     points.append(Point("gates", "gates", None, about(1.36), about(0.2, 0.03)))
     sentences = (
         "At strength 0.75 the task is kept (loss 1.38 against 1.35) and 0.14 of the 0.31 forgotten nats come back.",
         "Load it with lora_alpha 24 in place of 32, or serve it at scale 0.75.",
     )
-    return Strength("loss", "forgetting", tuple(points), "0.75", None, sentences)
+    return Strength("loss", "forgetting", "loss", tuple(points), "0.75", None, sentences)
 
 
 def examination(layers=2, prompts=2, findings=FINDINGS, unfinished=(), **without):

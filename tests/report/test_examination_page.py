@@ -6,7 +6,16 @@ from dataclasses import replace
 import pytest
 from test_page import Reader
 
-from examinations import FINDINGS, answers_part, effect_part, examination, learned_part, static_part, strength_part
+from examinations import (
+    FINDINGS,
+    about,
+    answers_part,
+    effect_part,
+    examination,
+    learned_part,
+    static_part,
+    strength_part,
+)
 from loragate.analysis.rows import Interval
 from loragate.doctor.record import FILE, AnswerPair, ChangedToken, Measures, Point, conclude
 from loragate.errors import DataError
@@ -133,12 +142,19 @@ def test_strengths_are_named_and_marked():
         "whole × 0.75 (least that keeps what it is for)",
         "as it is",
     ]
-    assert {"upper third off", "upper third × 0.5", "down_proj off", "with its gates"} <= set(numbers)
+    assert {"upper third off", "upper third × 0.5", "mlp off", "with its gates"} <= set(numbers)
     assert numbers["as it is"] == ["1.350", "0.310"]
-    right = replace(strength_part(), target="accuracy", retention="accuracy", least="upper 0.5", best="0.5")
-    (numbers,) = tables(sections_of(examination(strength=right))["strength"]).values()
-    assert numbers["as it is"] == ["135.0", "31.0"]
-    assert {"upper third × 0.5 (least that keeps what it is for)", "whole × 0.5 (best)"} <= set(numbers)
+    points = [
+        replace(one, accuracy=about(0.5), kept=about(0.25)) if one.group == "scale" else one
+        for one in strength_part().points
+    ]
+    right = replace(strength_part(), points=tuple(points), least=None, best="0.5", decided_by="accuracy", target="kept")
+    blocks = sections_of(examination(strength=right))["strength"]
+    (numbers,) = tables(blocks).values()
+    assert numbers["as it is"] == ["50.0", "1.350", "25.0", "0.310"]
+    assert numbers["mlp off"] == ["–", "1.600", "–", "0.150"]
+    assert "whole × 0.5 (better by more than chance)" in numbers
+    assert blocks[-1].columns[2] == "loss on its own answers, nats per token"
 
 
 def test_parts_that_were_switched_off_by_layer_and_kind_alone_are_bars():

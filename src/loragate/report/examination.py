@@ -66,15 +66,15 @@ WORK = {
 """{kinds of modules: what they do}, for readers who meet the names here first."""
 GROUPS = {"scale": LINES[0], "band": LINES[2], "kind": LINES[3], "gates": LINES[1]}
 PER_TOKEN = "nats per token"
-TARGETS = {
-    "loss": ("What it is for: loss on the examples, lower is better", PER_TOKEN),
-    "accuracy": ("What it is for: answers that are right, higher is better", "% right"),
-    "kept": ("What it does: loss on the adapter's own answers, lower is better", PER_TOKEN),
+LEAST, BEST = "least that keeps what it is for", "better by more than chance"
+TARGETS = {"loss": "loss on the examples", "kept": "loss on its own answers"}
+MEASURES = {
+    "accuracy": ("What it is for", "right on the dev set", "%", "higher"),
+    "target": ("What it is for", "", PER_TOKEN, "lower"),
+    "kept": ("What the base could", "right on the retention set", "%", "higher"),
+    "retention": ("What the base could", "forgotten", PER_TOKEN, "lower"),
 }
-RETENTIONS = {
-    "forgetting": ("What the base could: forgotten, lower is better", PER_TOKEN),
-    "accuracy": ("What the base could: answers that are right, higher is better", "% right"),
-}
+"""{figure of a way to use the adapter: (what it tells of, what it is, unit, which is better)}, as they stand below each other"""
 PARTS = {
     "answers": "how it answers",
     "effect": "what it changed",
@@ -163,66 +163,64 @@ def _sentence(words: str) -> str:
 
 
 def _strength(record: Record) -> Blocks:
-    measured = ("target", TARGETS[record["target"]]), ("retention", RETENTIONS[record["retention"]])
-    factors = [100 if record[key] == "accuracy" else 1 for key, _ in measured]
     points = record["points"]
     curve = [one for one in points if one["group"] == "scale"]
     marks = {}
-    for what, label in (
-        ("as it is", "1"),
-        ("least that keeps what it is for", record["least"]),
-        ("best", record["best"]),
-    ):
+    for what, label in (("as it is", "1"), (LEAST, record["least"]), (BEST, record["best"])):
         if found := [one["strength"] for one in curve if one["label"] == label]:
             marks[f"{found[0]:g}: {what}"] = found[0]
+    measures = {
+        key: (of, what or TARGETS[record["target"]], unit, better)
+        for key, (of, what, unit, better) in MEASURES.items()
+        if any(one[key] is not None for one in points)
+    }
     curves = [
-        (heading, {one["strength"]: _ends(one[key], factor) for one in curve}, label)
-        for (key, (heading, label)), factor in zip(measured, factors, strict=True)
+        (
+            f"{of}: {what}, {better} is better",
+            {one["strength"]: _ends(one[key], unit) for one in curve if one[key]},
+            unit,
+        )
+        for key, (of, what, unit, better) in measures.items()
     ]
     pictures = [chart(partial(strength_curve, curves, marks), "Strength of the whole adapter")] if curve else []
     parts = [one for one in points if one["group"] != "scale"]
-    whole = [one for one in curve if one["label"] == "1"] + [one for one in curve if one["label"] == "0.5"]
+    whole = [one for label in ("1", "0.5") for one in curve if one["label"] == label]
     if parts and whole:
+        both = [
+            (key, MEASURES[key][0], unit) for key, (_, _, unit, _) in measures.items() if key in ("target", "retention")
+        ]
         dots = [
-            (
-                _named(one),
-                GROUPS[one["group"]],
-                [_ends(one[key], factor) for (key, _), factor in zip(measured, factors, strict=True)],
-            )
+            (_named(one), GROUPS[one["group"]], [_ends(one[key], unit) for key, _, unit in both])
             for one in (*whole, *parts)
         ]
-        labels = [_axis(key, heading, label) for key, (heading, label) in measured]
+        labels = [f"{of.lower()}\n{unit}, ← better" for _, of, unit in both]
         pictures.append(chart(partial(paired_dots, dots, labels), "Weaker in one part, or with gates"))
-    explained = (
-        "Thirds are of the layers, the lower one next to the input; names such as q_proj are kinds of weight matrices. The shaded "
-        "band is the adapter as it is: what stays in it on one side and moves to the better on the other is a gain."
-    )
-    lines = []
-    for one in points:
-        shown = {"": "", record["least"]: " (least that keeps what it is for)", record["best"]: " (best)"}.get(
-            one["label"], ""
+    said = {"1": "", record["least"]: f" ({LEAST})", record["best"]: f" ({BEST})"}
+    lines = [
+        Line(
+            _named(one) + said.get(one["label"], ""),
+            [
+                interval_cell(one[key], percent, "–") if unit == "%" else interval_cell(one[key], _three)
+                for key, (_, _, unit, _) in measures.items()
+            ],
         )
-        cells = [
-            interval_cell(one[key], percent, "–") if record[key] == "accuracy" else interval_cell(one[key], _three)
-            for key, _ in measured
-        ]
-        lines.append(Line(_named(one) + shown, cells))
-    columns = ("use", *(f"{heading.split(',')[0]}, {label}" for _, (heading, label) in measured))
+        for one in points
+    ]
+    columns = ("use", *(f"{what}, {unit}" for _, what, unit, _ in measures.values()))
     return [
         text(
             "All that an adapter adds to its base can be multiplied by a strength: 0 is the base, 1 the adapter as it is. Each "
-            "picture shows what it is for beside what the base could do before; bands and whiskers are 95 % intervals."
+            "picture shows what it is for beside what the base could do before."
         ),
         *([Block("list", record["sentences"])] if record["sentences"] else []),
-        *([text(explained)] if len(pictures) > 1 else []),
         row(*pictures),
+        text(
+            "Shades and whiskers are 95 % intervals of each figure alone; all were measured on the same texts, so differences "
+            "are surer than they look. Thirds are of the layers, the lower one next to the input; attention is what reads "
+            "earlier tokens, mlp what works on each token by itself."
+        ),
         Table("", columns, lines, folded="The numbers"),
     ]
-
-
-def _axis(key: str, heading: str, label: str) -> str:
-    better = "← better" if "lower" in heading else "better →"
-    return f"{'what it is for' if key == 'target' else 'what the base could'}\n{label}, {better}"
 
 
 def _named(point: Record) -> str:
@@ -241,8 +239,9 @@ def _three(value: float) -> str:
     return signed(value, ".3f")
 
 
-def _ends(value: Record, factor: float = 1) -> Ends:
-    """Mean and ends; a figure without an interval is its own."""
+def _ends(value: Record, unit: str = "") -> Ends:
+    """Mean and ends in the unit; a figure without an interval is its own."""
+    factor = 100 if unit == "%" else 1
     mean, low, high = (value["mean"] if value[end] is None else value[end] for end in ("mean", "low", "high"))
     return factor * mean, factor * low, factor * high
 
