@@ -154,6 +154,13 @@ def _sentences(
             f"{least} of its strength keeps {of} and gives {back.mean:.3f} nats per token{back.ends('.3f')} back{share}: "
             f"loragate export {exam.place.ref.name} --constant {least} --out OUT writes that adapter."
         )
+    if decided == "accuracy" and whole.accuracy is not None:
+        base = by_label["0"].accuracy
+        if base is not None and base.mean >= whole.accuracy.mean - ONE_POINT:
+            said.append(
+                f"The base alone scores {100 * base.mean:.0f} % on the dev set and the adapter {100 * whole.accuracy.mean:.0f} %: "
+                "these questions do not show what the adapter is for."
+            )
     if decided == "kept":
         said.append("Without examples (--data) this says how alike the answers stay, not how right they are.")
     costly, cheap = _parts(points, whole)
