@@ -1,4 +1,4 @@
-"""Adapters in the files of llama.cpp and MLX, and merged: what a reader makes of them computes the adapter, or they are refused."""
+"""Adapters in the files of llama.cpp and MLX, and merged: what a reader makes of them computes the adapter, or is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,17 @@ def nats(out: Path) -> float:
 
 
 @pytest.mark.parametrize("to", ["gguf", "mlx"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "granite", "qwen2", "qwen3", "gemma", "gemma2", "phi3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "phi3",
+        *(
+            pytest.param(name, marks=pytest.mark.slow("families"))
+            for name in ("mistral", "granite", "qwen2", "qwen3", "gemma", "gemma2")
+        ),
+    ],
+)
 def test_every_known_family(name: str, to: str, tmp_path: Path, capsys: Any) -> None:
     torch.manual_seed(0)
     _, adapter = saved(tmp_path, tf.AutoModelForCausalLM.from_config(FAMILIES[name]()).eval())
@@ -77,17 +87,16 @@ def test_another_reader_of_gguf_finds_the_adapter_there(tmp_path: Path) -> None:
     }
     factors = {tensor.name: tensor.data for tensor in reader.tensors}
     assert factors["blk.1.ffn_down.weight.lora_a"].shape == (4, 96)
-    summed = (
-        write_gguf(tmp_path / "summed" / "base.gguf", stored="F32") if (tmp_path / "summed").mkdir() is None else ""
-    )
+    (tmp_path / "summed").mkdir()
+    summed = write_gguf(tmp_path / "summed" / "base.gguf", stored="F32")
     matrices = {tensor.name: tensor.data for tensor in gguf.GGUFReader(summed, "r+").tensors}
     for name in {name.rpartition(".")[0] for name in factors}:
         a_RD, b_OR = factors[f"{name}.lora_a"], factors[f"{name}.lora_b"]
         matrices[name] += np.float32(fields["adapter.lora.alpha"] / len(a_RD)) * (b_OR @ a_RD)
-        matrices[name].base.flush() if hasattr(matrices[name].base, "flush") else None
     found = open_model(resolve(str(summed))).model
     torch.testing.assert_close(logits(found, IDS), expected, rtol=1e-3, atol=1e-3)
-    assert (logits(base, IDS) - expected).abs().max() > 0.1 or True
+    with model.disable_adapter():
+        assert (logits(model, IDS) - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("to", ["gguf", "mlx"])
@@ -156,6 +165,21 @@ def test_what_a_form_cannot_hold_is_refused(
 
 
 @pytest.mark.parametrize("to", ["gguf", "mlx"])
+def test_a_head_of_its_own(to: str, tmp_path: Path, fails: Any) -> None:
+    base = tiny_base(tie_word_embeddings=False)
+    _, adapter = saved(tmp_path, base, target_modules=["q_proj", "lm_head"])
+    line = ("export", adapter, "--to", to, "--out", tmp_path / "out")
+    if to == "mlx":
+        assert "lm_head is no matrix that an adapter of MLX can change" in fails(*line)
+        return
+    run(*line)
+    assert nats(tmp_path / "out") < 1e-4
+    assert any(
+        tensor.name == "output.weight.lora_a" for tensor in gguf.GGUFReader(tmp_path / "out" / GGUF_FILE).tensors
+    )
+
+
+@pytest.mark.parametrize("to", ["gguf", "mlx"])
 def test_what_is_not_known_or_has_no_effect_is_refused(to: str, tmp_path: Path, fails: Any) -> None:
     _, adapter = saved(tmp_path, tf.AutoModelForCausalLM.from_config(FAMILIES["gpt2"]()).eval())
     line = ("export", adapter, "--to", to, "--out", tmp_path / "out")
@@ -192,10 +216,8 @@ def test_a_file_that_the_runtime_would_refuse_is_named(tmp_path: Path) -> None:
     base = tf.AutoConfig.from_pretrained(tmp_path / "base")
     for to in ("gguf", "mlx"):
         run("export", adapter, "--to", to, "--out", tmp_path / to)
-    other = tf.AutoConfig.from_pretrained(tmp_path / "base")
-    other.model_type = "llama"
     with pytest.raises(ArtifactError, match=r"'general.architecture' must be 'llama', found 'qwen2'"):
-        read_gguf(tmp_path / "gguf", tmp_path, tf.LlamaConfig(**{**other.to_dict(), "model_type": "llama"}))
+        read_gguf(tmp_path / "gguf", tmp_path, FAMILIES["llama"]())
     (tmp_path / "gguf" / GGUF_FILE).write_bytes(b"GGUF")
     with pytest.raises(ArtifactError, match="cannot be read"):
         read_gguf(tmp_path / "gguf", tmp_path, base)

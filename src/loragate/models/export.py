@@ -150,6 +150,7 @@ def export_adapter(
             )
         agreement, gap = None, ""
         if to == "merged":
+            open_tokenizer(place, loading).save_pretrained(str(folder))
             merged = write_merged(place.base, plain, folder, loading)
             agreement = merged.agreement
             if merged.gap is not None:
@@ -157,7 +158,6 @@ def export_adapter(
                     f"{merged.gap.nats:.2g} nats per token from the adapter on the base in {merged.storage}, which is what other "
                     "weights under the adapter change"
                 )
-            open_tokenizer(place, loading).save_pretrained(str(folder))
             if temperature is not None:  # beside what ends an answer
                 write_json(folder / SAMPLING, read_json(folder / SAMPLING) | generation_settings(temperature))
         elif to in RUNTIMES:

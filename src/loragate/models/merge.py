@@ -156,7 +156,8 @@ def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USU
             f"{folder}: {adapter} merged into {base} takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; make room, or "
             "choose an --out on a larger disk"
         )
-    merged.save_pretrained(str(folder))
+    # unpacked weights have no way back to the names of packed ones
+    merged.save_pretrained(str(folder), save_original_format=stored == NONE)
     del model, adapted, merged, inputs, head
     gc.collect()
     # in fp32, so that what is compared is the weights as they were rounded once
