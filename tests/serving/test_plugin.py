@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from loragate.errors import LoragateError
-from loragate.serving import SUPPORTED_RANGE, TESTED_VERSIONS, hooks, plugin, why_unsupported
+from loragate.serving import SUPPORTED_RANGE, TESTED_VERSIONS, frontend, hooks, layers, plugin, why_unsupported
 from loragate.serving.layers import GateMixin
 from loragate.serving.plugin import HOOKS, missing_hook
 
@@ -50,12 +53,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     linear = modules["vllm.lora.layers.base_linear"].BaseLinearLayerWithLoRA
     modules["vllm.lora.utils"]._all_lora_classes = (type("Linear", (linear,), {}), type("Embedding", (), {}))
     module("vllm.platforms").current_platform = SimpleNamespace(is_cpu=lambda: True)
-    module("vllm.lora.request").LoRARequest = lambda *given: given
-    resolvers: dict[str, Any] = {}
-    module("vllm.lora.resolver").LoRAResolver = type("LoRAResolver", (), {})
-    modules["vllm.lora.resolver"].LoRAResolverRegistry = SimpleNamespace(
-        register_resolver=resolvers.__setitem__, resolvers=resolvers
-    )
+    modules["vllm.v1.core.kv_cache_utils"]._gen_lora_extra_hash_keys = lambda request: [request.lora_request.lora_path]
+    module("vllm.entrypoints.openai.models.api_router").router = None
+    monkeypatch.setattr(frontend, "add_routes", lambda router: None)  # which need FastAPI
     monkeypatch.setattr(plugin, "vllm_version", lambda: TESTED_VERSIONS[0])
     monkeypatch.setattr(logging.getLogger("loragate"), "level", logging.NOTSET)  # which `register` sets
     return modules
@@ -73,7 +73,6 @@ def test_it_takes_hold_of_every_place_once(
 
     assert {*hooks.REPLACED, *hooks.REPLACED_ON_CPU} <= set(HOOKS), "what is replaced is looked at before"
     vllm["vllm.platforms"].current_platform.is_cpu = lambda: on_cpu
-    monkeypatch.setenv(hooks.ADAPTERS_VARIABLE, '{"gated": "/g"}')
     for _ in range(2):
         plugin.register()
     assert getattr(worker_of(vllm), plugin.MARK) == ""
@@ -86,9 +85,6 @@ def test_it_takes_hold_of_every_place_once(
     assert issubclass(linear, GateMixin)
     assert embedding.__name__ == "Embedding"
     assert hasattr(vllm["vllm.lora.utils"].LogitsProcessorWithLoRA, "prompt_slot") == on_cpu
-    (resolver,) = vllm["vllm.lora.resolver"].LoRAResolverRegistry.resolvers.values()
-    asked = [resolver.resolve_lora("base", name) for name in ("gated@unit", "other@unit")]
-    assert [finished(one) for one in asked] == [("gated@unit", 1, "/g@unit"), None]
 
 
 def finished(coroutine: Any) -> Any:
@@ -127,7 +123,7 @@ def test_an_adapter_whose_gates_cannot_be_filled_is_taken_out_again(vllm: dict[s
     assert broken.removed == [7]
 
 
-@pytest.mark.parametrize("lack", ["version", "name", "parameter"])
+@pytest.mark.parametrize("lack", ["version", "name", "parameter", "key"])
 def test_another_vllm_serves_plain_adapters_alone(
     vllm: dict[str, ModuleType], lack: str, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,9 +134,13 @@ def test_another_vllm_serves_plain_adapters_alone(
     elif lack == "name":
         del processor._validate_lora
         told = "InputProcessor._validate_lora is gone"
-    else:
+    elif lack == "parameter":
         processor._validate_lora = method("request")
         told = "takes no lora_request any more"
+    else:
+        name = lambda request: [request.lora_request.lora_name]  # noqa: E731
+        vllm["vllm.v1.core.kv_cache_utils"]._gen_lora_extra_hash_keys = name
+        told = "two strengths would share blocks"
     worker = worker_of(vllm)
     worker._load_adapter = lambda self, lora_request: "loaded"
     plugin.register()
@@ -163,6 +163,120 @@ def test_other_gates_under_a_served_name_and_folder_are_refused() -> None:
     owner = SimpleNamespace()
     one, elsewhere = (SimpleNamespace(lora_name="math", lora_path=path) for path in ("/adapters/math", "/adapters/2"))
     for request, digest in ((one, "one"), (one, "one"), (elsewhere, "two")):
-        hooks._require_unchanged(owner, request, digest)
+        frontend.require_unchanged(owner, request, digest)
     with pytest.raises(LoragateError, match="changed since it was served as 'math'"):
-        hooks._require_unchanged(owner, one, "two")
+        frontend.require_unchanged(owner, one, "two")
+
+
+def adapter(name: str, path: str) -> Any:
+    return SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=path)
+
+
+def server(**served: str) -> Any:
+    """A server of {name: path}, and what vLLM's own look-up of a model says there."""
+    models = SimpleNamespace(lora_requests={name: adapter(name, path) for name, path in served.items()})
+    return SimpleNamespace(models=models, create_error_response=lambda message, param: (message, param))
+
+
+def asked(model: str, **fields: Any) -> Any:
+    """A request as vLLM's protocol holds it: what it knows is a field, the rest lies in `model_extra`."""
+    return SimpleNamespace(
+        model=model, temperature=0.5, vllm_xargs=fields.pop("vllm_xargs", None), model_extra={"unknown": 1, **fields}
+    )
+
+
+def found(model: str, **fields: Any) -> Any:
+    request = asked(model, **fields)
+    look_up = lambda self, request: self.models.lora_requests.get(request.model)  # noqa: E731
+    one = frontend.find_adapter(look_up, server(gated="/g", calm="/g@unit"), request)
+    for left in (request.model_extra, request.vllm_xargs or {}):
+        assert not any(name.startswith("lora_") for name in left), "what is applied is not applied twice"
+    return one and (one.lora_name, one.lora_path)
+
+
+def test_the_strength_of_a_request_stands_behind_its_folder() -> None:
+    assert found("gated", lora_scale=0.6) == ("gated", "/g@constant=0.6")
+    assert found("gated", vllm_xargs={"lora_scale": -2, "other": 1}) == ("gated", "/g@constant=-2.0")
+    assert found("gated", lora_gates="unit") == ("gated", "/g@unit")
+    assert found("gated@clip=:1") == ("gated@clip=:1", "/g@clip=:1")
+    assert found("gated") == ("gated", "/g")
+    assert found("calm") == ("calm", "/g@unit")
+    assert found("base") is None
+    for path, limits in (("/g", (-math.inf, math.inf)), ("/g@constant=0.6", (0.6, 0.6)), ("/g@unit", (0.0, 1.0))):
+        assert hooks.limits_of(path) == limits
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "message"),
+    [
+        ("gated", {"lora_scale": "0.6"}, "finite number, found '0.6'"),
+        ("gated", {"lora_scale": True}, "finite number, found True"),
+        ("gated", {"lora_scale": math.nan}, "finite number, found nan"),
+        ("gated", {"lora_scale": 10**400}, "finite number, found 1000"),
+        ("gated", {"lora_scale": 1e39}, "finite number, found 1e"),
+        ("gated", {"vllm_xargs": {"lora_scale": [1]}}, r"finite number, found \[1\]"),
+        ("gated", {"lora_gates": "unti"}, "did you mean 'unit'"),
+        ("gated", {"lora_gates": 0.5}, "takes the name of an override"),
+        ("gated", {"lora_scale": 1, "lora_gates": "unit"}, "two overrides of λ"),
+        ("gated", {"lora_scales": 1}, "did you mean 'lora_scale'"),
+        ("gated", {"lora_scale": 1, "vllm_xargs": {"lora_scale": 2}}, "carries an override"),
+        ("gated@unit", {"lora_scale": 1}, "gated@unit carries an override of λ in its name"),
+        ("calm", {"lora_scale": 1}, "calm carries an override of λ in its name"),
+        ("base", {"lora_scale": 1}, "base: no adapter is asked for"),
+    ],
+)
+def test_a_strength_that_cannot_be_is_a_bad_request(model: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        found(model, **fields)
+
+
+def test_names_with_an_override_are_served_without_being_loaded() -> None:
+    async def unknown(self: Any, request: Any) -> str:
+        return "404"
+
+    def told(name: str) -> Any:
+        return finished(frontend.check_model(unknown, server(gated="/g", calm="/g@unit"), SimpleNamespace(model=name)))
+
+    assert told("gated@constant=0.5") is None
+    assert "did you mean 'unit'" in told("gated@unti")[0]
+    assert "carries an override of λ already" in told("calm@off")[0]
+    for name in ("gated", "other@unit", "base@unit", None):
+        assert told(name) == "404", "vLLM's own answer"
+
+
+def test_all_strengths_of_a_folder_have_one_number() -> None:
+    engine = SimpleNamespace()
+    numbers = []
+
+    async def add(self: Any, lora_request: Any) -> bool:
+        numbers.append(lora_request.lora_int_id)
+        return True
+
+    for number, path in enumerate(("/g", "/p", "/g@unit", "/g@constant=0.5", "/p@constant=2.0"), 1):
+        request = SimpleNamespace(lora_name=path, lora_int_id=number, lora_path=path)
+        assert finished(frontend.add_adapter(add, engine, request))
+    assert numbers == [1, 2, 1, 1, 2]
+
+
+def test_limits_of_a_batch_reach_the_layers_of_both_runners() -> None:
+    """The first model runner knows its requests by name; the second keeps their adapters in a state of its own."""
+    manager = SimpleNamespace(
+        _adapter_manager=SimpleNamespace(
+            punica_wrapper_mapping={"llm": SimpleNamespace(_token_lora_indices=torch.zeros(8, dtype=torch.long))}
+        )
+    )
+    (punica,) = manager._adapter_manager.punica_wrapper_mapping.values()
+    half, none = adapter("a", "/a@constant=0.5"), None
+    first = SimpleNamespace(
+        requests={name: SimpleNamespace(lora_request=one) for name, one in (("x", half), ("y", none))},
+        lora_manager=manager,
+    )
+    hooks.set_active(lambda *_: None, first, SimpleNamespace(req_ids=["y", "x"]), np.array([1, 2]))
+    limits = layers.token_limits(punica).values_M2
+    assert limits[:3].tolist() == [list(layers.ANY), [0.5, 0.5], [0.5, 0.5]]
+    state = SimpleNamespace(lora_requests={"x": half})
+    second = SimpleNamespace(lora_state=state, lora_manager=manager)
+    hooks.keep_batch(lambda *_: None, state, ["x", "y"], None, np.array([3, 1]))
+    for _ in range(2):  # a dummy run that follows has no batch
+        hooks.set_kept_active(lambda *_: None, second)
+        assert limits[:4].tolist() == [[0.5, 0.5]] * 3 + [list(layers.ANY)]

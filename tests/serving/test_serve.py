@@ -236,21 +236,25 @@ def test_adapters_come_and_go_while_the_server_runs(vllm_server: Running, folder
     assert status == 404, reply
     (tmp_path / "gate_config.json").write_text('{"format": "loragate", "schema_version": 99}')
     status, reply = vllm_server.call(load, {"lora_name": "bad", "lora_path": str(tmp_path)})
-    assert status == 500
+    assert status == 400
     assert "schema version 99 is not known" in json.dumps(reply)
+    assert "Call to" not in json.dumps(reply)
     assert vllm_server.complete("gated", PROMPTS[0]).strip() == expected("gated")[0]
 
 
 @vllm_only
 def test_a_client_asks_for_an_override(vllm_server: Running) -> None:
-    """One that was loaded at the start, and one that nobody has loaded; a wrong one does not exist."""
+    """One that is listed, and one that is not; a wrong one is told the nearest."""
     for text in ("unit", "constant=0.5", "constant=-0.5"):
         model = model_of("gated")
         override = parse_override(text)
         with lg.gate_override(model, override.minimum, override.maximum, override.constant):
             right = greedy(model)
         assert [vllm_server.complete(f"gated@{text}", prompt).strip() for prompt in PROMPTS] == right
-    assert vllm_server.call("/v1/completions", {"model": "gated@unti", "prompt": "w1"})[0] == 404
+    status, reply = vllm_server.call("/v1/completions", {"model": "gated@unti", "prompt": "w1"})
+    assert status == 400
+    assert "did you mean 'unit'" in reply["error"]["message"]
+    assert vllm_server.call("/v1/completions", {"model": "gatde@unit", "prompt": "w1"})[0] == 404
     assert vllm_server.complete("gated", PROMPTS[0]).strip() == expected("gated")[0]
 
 
@@ -372,14 +376,15 @@ def test_no_key_is_shown() -> None:
 
 def test_the_command_line_of_vllm() -> None:
     command = server_command("b", {"gated": "/g", "adapter": "/g/adapter"}, host="::1", port=81, max_lora_rank=16)
-    assert " ".join(command[3:]) == (
-        "--model b --served-model-name base --host ::1 --port 81 --enable-lora --max-lora-rank 16 --max-loras 2 --lora-modules "
-        "gated=/g adapter=/g/adapter"
+    assert " ".join(command[1:]) == (
+        "-m loragate.serving serve b --served-model-name base --host ::1 --port 81 --enable-lora --max-lora-rank 16 --max-loras 2 "
+        "--lora-modules gated=/g adapter=/g/adapter"
     )
-    places = {"gated@constant=0.5": "/g@constant=0.5", "calm": "/g@clip=:1", "odd": "/a,b"}
+    places = {"gated@constant=0.5": "/g@constant=0.5", "calm": "/g@clip=:1", "odd": "/a,b", "gated": "/g"}
     command = server_command("b", places, host="h", port=1, max_lora_rank=8)
     assert command[command.index("--lora-modules") + 1 :][:3] == [
         '{"name": "gated@constant=0.5", "path": "/g@constant=0.5"}',
         "calm=/g@clip=:1",
         '{"name": "odd", "path": "/a,b"}',
     ]
+    assert command[command.index("--max-loras") + 1] == "2", "one slot for all that is laid over the λ of a folder"
