@@ -153,9 +153,9 @@ def test_another_vllm_serves_plain_adapters_alone(
 
 def test_versions(vllm: dict[str, ModuleType]) -> None:
     assert missing_hook() is None
-    for version in (*TESTED_VERSIONS, "0.32.0+cpu", "0.32.7"):
+    for version in (*TESTED_VERSIONS, "0.32.0+cpu", "0.32.7", "0.33.0"):
         assert why_unsupported(version) is None
-    for version in ("0.31.9", "0.33.0", "1.32.0", "", "main"):
+    for version in ("0.31.9", "0.34.0", "1.32.0", "", "main"):
         assert SUPPORTED_RANGE in (why_unsupported(version) or "")
 
 

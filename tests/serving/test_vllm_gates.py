@@ -598,4 +598,4 @@ def test_vllm_without_the_plugin_refuses_a_gated_folder(settings: None, folders:
         assert "refused LoRAAdapterNotFoundError" in done.stdout
     else:
         assert "refused ValueError vLLM 0.32" in done.stdout
-        assert "supports vllm>=0.32,<0.33" in done.stdout
+        assert "supports vllm>=0.32,<0.34" in done.stdout

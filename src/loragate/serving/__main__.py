@@ -16,11 +16,11 @@ def main() -> None:
     """Run vLLM's command line on this program's arguments."""
     known = importlib.metadata.version
 
-    def version(name: str) -> str:
+    def version(distribution_name: str) -> str:
         try:
-            return known(name)
+            return known(distribution_name)
         except importlib.metadata.PackageNotFoundError:
-            if name != "vllm" or not (found := vllm_version()):
+            if distribution_name != "vllm" or not (found := vllm_version()):
                 raise
             return found
 

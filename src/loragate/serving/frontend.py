@@ -199,7 +199,7 @@ def _named_override(served: Any, name: str | None) -> Any:
     """
     head, _, text = (name or "").rpartition("@")
     found = None if name in served.lora_requests else served.lora_requests.get(head)
-    if found is None:
+    if name is None or found is None:
         return None
     split_name(name)
     if split_folder(found.lora_path)[1] is not None:

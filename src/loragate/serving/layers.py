@@ -227,9 +227,9 @@ class GatedPunica(PunicaProxy):
         else:
             shrunk = self.punica.add_shrink(y, x, lora_a_stacked, scale, **kwargs)
             buffer = y if shrunk is None else shrunk
-        layer, limits_T2 = self.layer, self.limits.values_M2[: len(flat_TD)]
-        if x.device.type == "cpu" and not self.limits.overridden:
-            limits_T2 = None
+        layer, limits_T2 = self.layer, None
+        if x.device.type != "cpu" or self.limits.overridden:
+            limits_T2 = self.limits.values_M2[: len(flat_TD)]
         lam_TN = slot_coefficients(
             flat_TD, slots_T, layer.gate_weight, layer.gate_bias, layer.gate_constants, layer.gate_reduce, limits_T2
         )
