@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+import loragate as lg
 from loragate.errors import LoragateError
 from loragate.serving import SUPPORTED_RANGE, TESTED_VERSIONS, frontend, hooks, layers, plugin, why_unsupported
 from loragate.serving.layers import GateMixin
 from loragate.serving.plugin import HOOKS, missing_hook
+from tiny import tiny_adapter, tiny_base
 
 
 def method(parameters: str) -> Any:
@@ -280,3 +282,30 @@ def test_limits_of_a_batch_reach_the_layers_of_both_runners() -> None:
     for _ in range(2):  # a dummy run that follows has no batch
         hooks.set_kept_active(lambda *_: None, second)
         assert limits[:4].tolist() == [[0.5, 0.5]] * 3 + [list(layers.ANY)]
+
+
+def test_a_scale_that_does_not_reach_the_whole_adapter_is_refused(tmp_path: Path) -> None:
+    """Its zero would not be the base: gates on some modules, an adapted head. Names and clips are what they say."""
+    base = tiny_base(tie_word_embeddings=False)
+    for name, modules, kept in (
+        ("some", ["q_proj", "v_proj"], ["v_proj"]),
+        ("whole", ["q_proj", "v_proj"], None),
+        ("head", ["q_proj", "lm_head"], None),
+    ):
+        model = tiny_adapter(base=base if name == "head" else tiny_base(), target_modules=modules)
+        model.save_pretrained(tmp_path / f"plain-{name}")
+        lg.save_gates(lg.attach_gates(model, lg.GateConfig(-1, 2, target_modules=kept)), tmp_path / name, base_id="b")
+    for name, reached in (
+        ("some", False),
+        ("plain-some", True),
+        ("whole", True),
+        ("head", False),
+        ("plain-head", False),
+    ):
+        request = adapter(name, str(tmp_path / name))
+        if reached:
+            assert frontend.strengthen(request, {"lora_scale": 0.5}, name).lora_path.endswith("@constant=0.5")
+        else:
+            with pytest.raises(ValueError, match=r"does not reach [12] of the adapter's modules"):
+                frontend.strengthen(request, {"lora_scale": 0.5}, name)
+    assert frontend.strengthen(adapter("some", str(tmp_path / "some")), {"lora_gates": "unit"}, "some")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -221,6 +223,8 @@ def test_vllm_server_stops_at_the_end_of_the_turn(tmp_path: Path) -> None:
             status, reply = server.call("/v1/chat/completions", body)
             assert status == 200, reply
             assert [choice["finish_reason"] for choice in reply["choices"]] == ["stop"] * 4
+        assert server.end() == 0, "Ctrl-C"
+        assert "stopped" in "".join(server.lines[-5:])
     finally:
         server.end()
 
@@ -258,6 +262,103 @@ def test_a_client_asks_for_an_override(vllm_server: Running) -> None:
     assert vllm_server.complete("gated", PROMPTS[0]).strip() == expected("gated")[0]
 
 
+def scaled(name: str, scale: float) -> list[str]:
+    """Greedy answers of transformers under one λ."""
+    model = model_of("gated")  # whose adapter is "adapter"
+    assert name in ("gated", "adapter")
+    with lg.gate_override(model, constant=scale):
+        return greedy(model)
+
+
+@vllm_only
+def test_a_request_says_how_strongly_an_adapter_acts(vllm_server: Running) -> None:
+    """At the top of the body or among vLLM's own arguments, for gated and plain adapters, streamed or not."""
+    body = {"prompt": PROMPTS, "max_tokens": NEW_TOKENS, "temperature": 0}
+    for name in ("gated", "adapter"):
+        for fields in ({"lora_scale": -0.5}, {"vllm_xargs": {"lora_scale": -0.5}}):
+            status, reply = vllm_server.call("/v1/completions", {"model": name, **body, **fields})
+            assert status == 200, reply
+            assert [choice["text"].strip() for choice in reply["choices"]] == scaled(name, -0.5)
+            assert reply["model"] == name
+    unit = vllm_server.call("/v1/completions", {"model": "gated", "lora_gates": "unit", **body})[1]
+    assert [one["text"].strip() for one in unit["choices"]] == [
+        vllm_server.complete("gated@unit", p).strip() for p in PROMPTS
+    ]
+    zero = vllm_server.call("/v1/completions", {"model": "adapter", "lora_scale": 0, **body})[1]
+    assert [one["text"].strip() for one in zero["choices"]] == expected("base")
+    talk = {"model": "gated", "max_tokens": 4, "messages": [{"role": "user", "content": "w5"}], "temperature": 0}
+    texts = {
+        vllm_server.call("/v1/chat/completions", {**talk, "lora_scale": scale})[1]["choices"][0]["message"]["content"]
+        for scale in (-3, 0, 3)
+    }
+    assert len(texts) > 1
+    status, streamed = vllm_server.call(
+        "/v1/completions", {"model": "gated", "stream": True, "lora_scale": -0.5, **body}
+    )
+    assert status == 200
+    parts = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    first = "".join(part["choices"][0]["text"] for part in parts if part["choices"][0]["index"] == 0)
+    assert first.strip() == scaled("gated", -0.5)[0]
+    wait_for(vllm_server, "adapter gated, strength constant=-0.5, ")
+    wait_for(vllm_server, f"model base, adapter none, strength none, {len(PROMPTS[0].split())} prompt tokens")
+
+
+def wait_for(server: Running, text: str) -> None:
+    """Until the server's output holds `text`: a log line may come after the answer."""
+    until = time.monotonic() + 20
+    while text not in "".join(server.lines):
+        assert time.monotonic() < until, "".join(server.lines)[-3000:]
+        time.sleep(0.2)
+
+
+@vllm_only
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_strength_that_cannot_be_is_a_bad_request(vllm_server: Running, stream: bool) -> None:
+    for model, fields, message in (
+        ("gated", {"lora_scale": "strong"}, "lora_scale takes a finite number, found 'strong'"),
+        ("gated", {"lora_scale": float("nan")}, "lora_scale takes a finite number, found nan"),
+        ("gated", {"lora_gates": "unti"}, "did you mean 'unit'"),
+        ("gated", {"vllm_xargs": {"lora_scael": 1}}, "did you mean 'lora_scale'"),
+        ("gated@unit", {"lora_scale": 1}, "carries an override of λ in its name"),
+        ("base", {"lora_scale": 1}, "a base has no strength"),
+    ):
+        status, reply = vllm_server.call(
+            "/v1/completions", {"model": model, "prompt": "w1", "max_tokens": 2, "stream": stream, **fields}
+        )
+        assert status == 400, (model, fields, reply)
+        assert message in reply["error"]["message"]
+
+
+@vllm_only
+def test_one_model_s_card(vllm_server: Running) -> None:
+    for name in ("base", "gated", "gated@unit", "gated@constant=0.3"):
+        status, card = vllm_server.call(f"/v1/models/{name}")
+        assert (status, card["id"], card["object"]) == (200, name, "model")
+    status, reply = vllm_server.call("/v1/models/gatde")
+    assert status == 404
+    assert "did you mean 'gated'" in reply["error"]["message"]
+    status, reply = vllm_server.call("/v1/models/gated@unti")
+    assert status == 400
+    assert "did you mean 'unit'" in reply["error"]["message"]
+
+
+@vllm_only
+def test_a_folder_written_anew_is_another_adapter(vllm_server: Running, folders: Path, tmp_path: Path) -> None:
+    """Its next request is answered by what the folder holds now, and nothing of the prefix cache is taken for it."""
+    load = {"lora_name": "moving", "lora_path": str(tmp_path / "moving")}
+    for name in ("gated", "second", "gated"):
+        shutil.rmtree(tmp_path / "moving", ignore_errors=True)
+        shutil.copytree(folders / name, tmp_path / "moving")
+        if "moving" not in [card["id"] for card in vllm_server.call("/v1/models")[1]["data"]]:
+            assert vllm_server.call("/v1/load_lora_adapter", load)[0] == 200
+        assert [vllm_server.complete("moving", prompt).strip() for prompt in PROMPTS] == expected(name)
+    (tmp_path / "moving" / "gates.safetensors").write_bytes(b"nothing")
+    status, reply = vllm_server.call("/v1/completions", {"model": "moving", "prompt": "w1"})
+    assert status == 400
+    assert "its sha256" in reply["error"]["message"]
+    assert vllm_server.complete("gated", PROMPTS[0]).strip() == expected("gated")[0]
+
+
 @vllm_only
 def test_chat_is_rendered_as_training_renders(vllm_server: Running) -> None:
     """The template of this base slips in a system message; ours does not, and neither does the server."""
@@ -275,11 +376,38 @@ def test_chat_is_rendered_as_training_renders(vllm_server: Running) -> None:
 
 
 @vllm_only
-def test_ctrl_c_ends_the_server_and_its_children(vllm_server: Running) -> None:
-    assert vllm_server.end() == 0
+def test_sigterm_ends_a_server_that_is_streaming_within_8_seconds(vllm_server: Running) -> None:
+    body = {"model": "gated", "prompt": "w1", "max_tokens": 100, "ignore_eos": True, "stream": True, "n": 8}
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(8):
+            pool.submit(vllm_server.call, "/v1/completions", {**body, "temperature": 1})
+        time.sleep(0.5)
+        began = time.monotonic()
+        vllm_server.process.send_signal(signal.SIGTERM)
+        assert vllm_server.process.wait(60) == 0
+        assert time.monotonic() - began < 8
     assert "stopped" in "".join(vllm_server.lines[-5:])
     with pytest.raises(urllib.error.URLError):
         vllm_server.call("/health")
+
+
+@vllm_only
+def test_a_killed_worker_ends_the_server_with_a_message(folders: Path) -> None:
+    server = Running(str(folders / "gated"), "--dtype", "float32").wait(1200)
+    try:
+        found = subprocess.run(["ps", "-eo", "pid,sid,args"], capture_output=True, text=True, check=True).stdout
+        lines = [line.split(None, 2) for line in found.splitlines()[1:]]
+        own = {
+            int(sid) for pid, sid, words in lines if f"--port {server.port}" in words and "loragate.serving" in words
+        }
+        workers = [int(pid) for pid, sid, words in lines if int(sid) in own and "EngineCore" in words]
+        assert workers
+        os.kill(workers[0], signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        server.reader.join(10)
+        assert "loragate: vLLM ended" in "".join(server.lines[-30:])
+    finally:
+        server.end()
 
 
 @vllm_only

@@ -140,9 +140,26 @@ def strengthen(lora_request: Any, fields: Mapping[str, Any] | None, where: str) 
         raise ValueError(
             f"{where}: {lora_request.lora_name} carries an override of λ in its name; ask for the adapter without it"
         )
+    folder = Path(lora_request.lora_path).expanduser()
+    if "lora_scale" in (fields or {}) and folder.is_dir():
+        try:
+            unreached = _unreached(folder, models.stamp(folder))
+        except LoragateError as error:
+            raise ValueError(str(error)) from error
+        if unreached:
+            raise ValueError(
+                f"{where}: lora_scale does not reach {len(unreached)} of the adapter's modules ({unreached[0]}), which have no λ: "
+                f"0 would not be the base; {lora_request.lora_name}@{asked} scales the others"
+            )
     other = copy.copy(lora_request)
     other.lora_path = f"{lora_request.lora_path}@{asked}"
     return other
+
+
+@functools.lru_cache(maxsize=1024)
+def _unreached(folder: Path, stamp: Any) -> tuple[str, ...]:
+    """The modules of an adapter that no scale reaches, while its files have this stamp."""
+    return models.read_gates(folder, Override(constant=0.0)).unreached
 
 
 def apply_fields(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
