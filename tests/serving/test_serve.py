@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -330,6 +332,20 @@ def test_a_strength_that_cannot_be_is_a_bad_request(vllm_server: Running, stream
 
 
 @vllm_only
+def test_the_clients_of_the_documentation(vllm_server: Running) -> None:
+    """The curl command and the program for OpenAI's client on the page about serving, against this server."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    page = page.replace("127.0.0.1:8000", f"127.0.0.1:{vllm_server.port}")
+    (shell,) = re.findall(r"```sh\n(curl .*?)```", page, re.DOTALL)
+    (program,) = re.findall(r"```python\n(from openai .*?)```", page, re.DOTALL)
+    environment = {**os.environ, "NO_PROXY": "*", "no_proxy": "*"}
+    for command in (["bash", "-c", shell], [sys.executable, "-c", program]):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        assert '"text_completion"' in done.stdout or done.stdout.endswith("\ngated\n")
+
+
+@vllm_only
 def test_one_model_s_card(vllm_server: Running) -> None:
     for name in ("base", "gated", "gated@unit", "gated@constant=0.3"):
         status, card = vllm_server.call(f"/v1/models/{name}")
@@ -385,7 +401,8 @@ def test_sigterm_ends_a_server_that_is_streaming_within_8_seconds(vllm_server: R
         began = time.monotonic()
         vllm_server.process.send_signal(signal.SIGTERM)
         assert vllm_server.process.wait(60) == 0
-        assert time.monotonic() - began < 8
+        # with more processes than processors, each waits for its turn
+        assert time.monotonic() - began < 8 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     assert "stopped" in "".join(vllm_server.lines[-5:])
     with pytest.raises(urllib.error.URLError):
         vllm_server.call("/health")
@@ -395,15 +412,15 @@ def test_sigterm_ends_a_server_that_is_streaming_within_8_seconds(vllm_server: R
 def test_a_killed_worker_ends_the_server_with_a_message(folders: Path) -> None:
     server = Running(str(folders / "gated"), "--dtype", "float32").wait(1200)
     try:
-        found = subprocess.run(["ps", "-eo", "pid,sid,args"], capture_output=True, text=True, check=True).stdout
-        lines = [line.split(None, 2) for line in found.splitlines()[1:]]
-        own = {
-            int(sid) for pid, sid, words in lines if f"--port {server.port}" in words and "loragate.serving" in words
-        }
-        workers = [int(pid) for pid, sid, words in lines if int(sid) in own and "EngineCore" in words]
-        assert workers
+
+        def pids(*how: str) -> list[int]:
+            found = subprocess.run(["pgrep", *how], capture_output=True, text=True, check=True).stdout
+            return [int(pid) for pid in found.split()]
+
+        (child,) = pids("-P", str(server.process.pid))  # which leads a session of its own
+        workers = pids("-s", str(child), "-f", "EngineCore")
         os.kill(workers[0], signal.SIGKILL)
-        assert server.process.wait(60) == 1
+        assert server.process.wait(120) == 1
         server.reader.join(10)
         assert "loragate: vLLM ended" in "".join(server.lines[-30:])
     finally:
@@ -494,6 +511,28 @@ def test_a_port_in_use_is_named_before_vllm_starts() -> None:
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1: it cannot be served from"):
         free_port("192.0.2.1", 0)  # an address of documents, which no machine has
     assert free_port("127.0.0.1", 0) > 0
+
+
+def test_vllm_s_command_line_runs_where_its_build_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own program asks for the version of a package called vllm."""
+    from loragate.serving import __main__ as entry
+
+    known = importlib.metadata.version
+    asked: list[str] = []
+
+    def missing(distribution_name: str) -> str:
+        if distribution_name == "vllm":
+            raise importlib.metadata.PackageNotFoundError
+        return known(distribution_name)
+
+    def run() -> None:
+        asked.extend([importlib.metadata.version("vllm"), importlib.metadata.version("pytest")])
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(entry, "vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr(entry, "resolve_name", lambda place: run)
+    entry.main()
+    assert asked == ["0.32.0+cpu", known("pytest")]
 
 
 def test_no_key_is_shown() -> None:

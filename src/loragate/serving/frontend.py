@@ -26,7 +26,8 @@ from loragate.gates.override import FIELDS, Override, requested_override, split_
 from loragate.gates.recommended import generation_settings, recommended_temperature, warn_elsewhere
 from loragate.models.source import is_gated, sampling_of
 
-log = logging.getLogger("vllm.loragate")
+log = logging.getLogger("loragate.requests")
+"""One line for each request of a server."""
 
 
 def gated_folder(path: str) -> tuple[Path, Override | None] | None:
@@ -288,6 +289,16 @@ def _sampling(path: str) -> dict[str, Any]:
         return sampling_of(Path(named).expanduser()) if override is None else {}
     except LoragateError:
         return {}
+
+
+def open_log() -> None:
+    """Show `log` whatever vLLM shows: `loragate serve` lets it show errors alone."""
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%m-%d %H:%M:%S"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
 
 
 def add_routes(router: Any) -> None:

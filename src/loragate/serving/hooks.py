@@ -175,6 +175,7 @@ def install() -> None:
     manager: type = resolve_name("vllm.lora.model_manager:LRUCacheLoRAModelManager")
     worker: Any = resolve_name("vllm.lora.worker_manager:LRUCacheWorkerLoRAManager")
     worker._manager_cls = manager_class(manager)
+    frontend.open_log()
     frontend.add_routes(resolve_name("vllm.entrypoints.openai.models.api_router:router"))
     for place, method in {**REPLACED, **(REPLACED_ON_CPU if on_cpu else {})}.items():
         owner, _, name = place.rpartition(".")

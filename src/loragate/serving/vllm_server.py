@@ -52,7 +52,7 @@ from loragate.validate import comma_list
 USUAL_SHARE = 0.9
 """Share of an accelerator's memory that vLLM may fill."""
 SECRETS = ("--api-key", "--hf-token")
-START_S, STOP_S = 1800.0, 5.0  # patience with a server that starts, and with one that ends: docker kills after 10 s
+START_S, STOP_S = 1800.0, 3.0  # patience with a server that starts, and with one that ends: docker kills after 10 s
 _PROBES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "Qprobeuser"}],
     [
