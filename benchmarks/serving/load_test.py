@@ -1,9 +1,11 @@
 """Load test of `loragate serve` on loopback: many clients at once, every reply compared with its single-client reply.
 
     python benchmarks/serving/load_test.py [--clients 200] [--rounds 8] [--per-client 4] [--out FILE]
+    python benchmarks/serving/load_test.py --clients 32 --rounds 8 --per-client 8      # about 2,000 requests
     python benchmarks/serving/load_test.py --gated FOLDER --clients 32 --speed-rounds 6 [--out FILE]
 
-Clients ask greedily for base, plain adapter and two gated adapters (and one virtual adapter), in an order of their own. First
+Clients ask greedily for base, plain adapter, two gated adapters and an override, some of them at a strength of its own
+("gated×0.5" is the field lora_scale of 0.5), in an order of their own. First
 each request is sent alone and its reply kept; then `clients` threads send requests at once, for `rounds` rounds. Counted
 are errors, replies that differ from the one given alone, latencies, and the resident memory of the server and all its children
 after each round. Steady means: the last half of the rounds grew by less than 1 % of the size.
@@ -38,8 +40,9 @@ from typing import Any
 
 from served_models import make_models
 
-NAMES = ("base", "adapter", "gated", "second", "gated@unit")
-REAL_NAMES = ("base", "adapter", "gated", "gated@unit", "gated@constant=0.5")
+STRENGTHS = ("adapter×0.5", "adapter×-0.5", "gated×0.5", "gated×1.5")
+NAMES = ("base", "adapter", "gated", "second", "gated@unit", *STRENGTHS)
+REAL_NAMES = ("base", "adapter", "gated", "gated@unit", "gated@constant=0.5", *STRENGTHS)
 
 
 class Server:
@@ -74,7 +77,10 @@ class Server:
 
     def ask(self, name: str, prompt: str, tokens: int, whole: bool = False) -> tuple[str, int]:
         """The answer and its length in tokens; with `whole` the server goes on past the end of the answer."""
-        body = {"model": name, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        model, _, scale = name.partition("×")
+        body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        if scale:
+            body["lora_scale"] = float(scale)
         if whole:
             body["ignore_eos"] = True
         request = urllib.request.Request(

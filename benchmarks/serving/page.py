@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "serving.md"
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.S)
+RATIOS = ("gated_to_adapter", "strengths_to_adapter", "adapter_to_base", "adapter_to_vllm")
 CASES = {
     "all slots filled": "base, plain, two gated; all slots filled",
     "prefix cache": "the same from the prefix cache",
@@ -65,12 +66,19 @@ def throughput() -> str:
     rows = []
     for case, found in load("throughput")["cases"].items():
         speeds = [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in found["tokens_per_second"].values()]
-        ratios = [found[name] for name in ("gated_to_adapter", "adapter_to_base", "adapter_to_vllm")]
+        ratios = [found[name] for name in RATIOS]
         rows.append(
             [case, *speeds, *("{:.2f} ({:.2f}–{:.2f})".format(one["median"], *one["quartiles"]) for one in ratios)]
         )
-    head = ["tokens per second", "base", "plain adapter", "gated", "plain, vLLM's own products"]
-    head += ["gated : plain, median (quartiles)", "plain : base", "plain : vLLM's own"]
+    head = [
+        "tokens per second",
+        "base",
+        "plain adapter",
+        "gated",
+        "a strength per sequence",
+        "plain, vLLM's own products",
+    ]
+    head += ["gated : plain, median (quartiles)", "strengths : plain", "plain : base", "plain : vLLM's own"]
     return table(head, rows)
 
 

@@ -2,15 +2,17 @@
 
     python benchmarks/serving/throughput.py [--rounds 9] [--dtype float32] [--out FILE]
 
-"vllm" is the plain adapter by vLLM's own products on a CPU, which the plugin replaces there.
+"vllm" is the plain adapter by vLLM's own products on a CPU, which the plugin replaces there; "strengths" is the plain adapter with
+another strength for each sequence of the batch.
 One offline engine with all slots filled serves all in turn, in an order that changes from round to round, so that a busy
 machine slows all alike. On a CPU, time is this process's CPU time with one thread; elsewhere it is wall time. Reported are
-medians of tokens per second, and the medians and quartiles of the per-round ratios gated : plain adapter.
+medians of tokens per second, and the medians and quartiles of the per-round ratios.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -32,7 +34,7 @@ from served_models import make_models
 
 CASES = {"decode, 16 sequences": (16, 16, 16), "prefill, 4 prompts of 192": (4, 192, 1), "one sequence": (1, 16, 16)}
 """{case: (sequences, prompt tokens, new tokens)}"""
-CONTESTANTS = ("base", "adapter", "gated", "vllm")
+CONTESTANTS = ("base", "adapter", "gated", "strengths", "vllm")
 
 
 def ratio(speeds: dict[str, list[float]], name: str, to: str) -> dict[str, Any]:
@@ -76,6 +78,15 @@ def main() -> None:
         owners: dict[str, Any] = {"base": None} | {request.lora_name: request for request in requests}
         owners["vllm"] = owners["adapter"]
 
+        def adapters(name: str, sequences: int) -> Any:
+            """The adapter of each sequence."""
+            if name != "strengths":
+                return owners[name]
+            found = [copy.copy(owners["adapter"]) for _ in range(sequences)]
+            for place, one in enumerate(found):
+                one.lora_path += f"@constant={0.25 + place / 8!r}"
+            return found
+
         def stock(self: GatedPunica, *given: Any, **named: Any) -> Any:
             return self.punica.add_lora_linear(*given, **named)
 
@@ -92,7 +103,7 @@ def main() -> None:
             gc.collect()
             with patch.object(GatedPunica, "add_lora_linear", stock) if name == "vllm" else nullcontext():
                 began = clock()
-                llm.generate(prompts, sampling, lora_request=owners[name], use_tqdm=False)
+                llm.generate(prompts, sampling, lora_request=adapters(name, sequences), use_tqdm=False)
                 spent = clock() - began
             return sequences * (given if wanted == 1 else wanted) / spent, spent
 
@@ -103,7 +114,8 @@ def main() -> None:
             speeds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
             spent: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
             for round_ in range(options.rounds):
-                order = CONTESTANTS[round_ % 4 :] + CONTESTANTS[: round_ % 4]
+                turn = round_ % len(CONTESTANTS)
+                order = CONTESTANTS[turn:] + CONTESTANTS[:turn]
                 # forwards and backwards: what drifts within a round hits all alike
                 both = {name: [0.0, 0.0] for name in order}
                 for name in (*order, *reversed(order)):
@@ -119,6 +131,7 @@ def main() -> None:
                     name: round(1000 * statistics.median(spent[name]) / CASES[case][2], 2) for name in CONTESTANTS
                 },
                 "gated_to_adapter": ratio(speeds, "gated", "adapter"),
+                "strengths_to_adapter": ratio(speeds, "strengths", "adapter"),
                 "adapter_to_base": ratio(speeds, "adapter", "base"),
                 "adapter_to_vllm": ratio(speeds, "adapter", "vllm"),
             }

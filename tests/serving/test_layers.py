@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from loragate.gates.range import Range
 from loragate.gates.signed_map import SignedMap
-from loragate.serving.layers import empty_slots, expand_slots, shrink_slots, slot_coefficients, slot_constants
+from loragate.serving.layers import (
+    ANY,
+    TokenLimits,
+    empty_slots,
+    expand_slots,
+    shrink_slots,
+    slot_coefficients,
+    slot_constants,
+)
 
 SLOTS, SLICES, WIDTH = 3, 2, 16
 MAPS = [SignedMap(Range(-6, 3)), SignedMap(Range(-1, 2), 0.5), torch.ones_like]  # the last slot holds a plain adapter
@@ -49,18 +58,35 @@ def test_each_token_has_the_gate_of_its_slot(dtype: torch.dtype) -> None:
     assert (found > 1).any()
 
 
-def test_each_slot_has_its_own_bounds() -> None:
-    """One slot clipped to [0, 1], one with the constant −0.5, one left alone."""
+def test_each_token_has_the_bounds_of_its_request() -> None:
+    """Within one slot: clipped to [0, 1], a constant, left alone; a slot held at 1 is reached by none of it."""
     x = 3 * torch.randn(40, WIDTH)
-    slots = torch.arange(40) % 3
+    slots = torch.arange(40) % 4 - 1
     weight, bias, constants = stacks()
     free = slot_coefficients(x, slots, weight, bias, constants)
-    constants[0] = slot_constants(MAPS[0], 0.0, 1.0)
-    constants[1] = slot_constants(MAPS[1], -0.5, -0.5)
-    found = slot_coefficients(x, slots, weight, bias, constants)
-    assert torch.equal(found[slots == 0], free[slots == 0].clamp(0, 1))
-    assert (found[slots == 1] == -0.5).all()
-    assert torch.equal(found[slots == 2], free[slots == 2])
+    constants[2, :, 2:] = 1.0  # what `fix_slot` does
+    limits = TokenLimits(64)
+    asked = [(0.0, 1.0), (-0.5, -0.5), ANY, (0.0, 0.0)]
+    limits.fill(asked, [7, 13, 10, 10])
+    assert limits.overridden
+    found = slot_coefficients(x, slots, weight, bias, constants, limits_T2=limits.values_M2[:40])
+    gated = (slots == 0) | (slots == 1)
+    for (least, most), rows in zip(asked, torch.arange(40).split([7, 13, 10, 10])):
+        own = gated[rows]
+        assert torch.equal(found[rows][own], free[rows][own].clamp(least, most))
+    assert (found[slots == 2] == 1).all()
+    assert (found[slots == -1] == 0).all()
+
+
+def test_limits_are_filled_in_place_and_forgotten_with_their_batch() -> None:
+    limits = TokenLimits(8)
+    place = limits.values_M2.data_ptr()
+    limits.fill([(2.0, 2.0), ANY], np.array([3, 2]))
+    assert limits.values_M2[:5].tolist() == [[2.0, 2.0]] * 3 + [list(ANY)] * 2
+    limits.fill([ANY], [4])
+    assert limits.values_M2.tolist() == [list(ANY)] * 8
+    assert not limits.overridden
+    assert limits.values_M2.data_ptr() == place
 
 
 def test_padding_with_arbitrary_indices_disturbs_nobody() -> None:

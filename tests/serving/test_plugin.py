@@ -8,10 +8,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from loragate.errors import LoragateError
-from loragate.serving import SUPPORTED_RANGE, TESTED_VERSIONS, hooks, plugin, why_unsupported
+from loragate.serving import SUPPORTED_RANGE, TESTED_VERSIONS, frontend, hooks, layers, plugin, why_unsupported
 from loragate.serving.layers import GateMixin
 from loragate.serving.plugin import HOOKS, missing_hook
 
@@ -50,12 +51,10 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     linear = modules["vllm.lora.layers.base_linear"].BaseLinearLayerWithLoRA
     modules["vllm.lora.utils"]._all_lora_classes = (type("Linear", (linear,), {}), type("Embedding", (), {}))
     module("vllm.platforms").current_platform = SimpleNamespace(is_cpu=lambda: True)
-    module("vllm.lora.request").LoRARequest = lambda *given: given
-    resolvers: dict[str, Any] = {}
-    module("vllm.lora.resolver").LoRAResolver = type("LoRAResolver", (), {})
-    modules["vllm.lora.resolver"].LoRAResolverRegistry = SimpleNamespace(
-        register_resolver=resolvers.__setitem__, resolvers=resolvers
-    )
+    modules["vllm.v1.core.kv_cache_utils"]._gen_lora_extra_hash_keys = lambda request: [request.lora_request.lora_path]
+    module("vllm.entrypoints.openai.models.api_router").router = None
+    monkeypatch.setattr(frontend, "add_routes", lambda router: None)  # which need FastAPI
+    monkeypatch.setattr(frontend, "open_log", lambda: None)
     monkeypatch.setattr(plugin, "vllm_version", lambda: TESTED_VERSIONS[0])
     monkeypatch.setattr(logging.getLogger("loragate"), "level", logging.NOTSET)  # which `register` sets
     return modules
@@ -73,7 +72,6 @@ def test_it_takes_hold_of_every_place_once(
 
     assert {*hooks.REPLACED, *hooks.REPLACED_ON_CPU} <= set(HOOKS), "what is replaced is looked at before"
     vllm["vllm.platforms"].current_platform.is_cpu = lambda: on_cpu
-    monkeypatch.setenv(hooks.ADAPTERS_VARIABLE, '{"gated": "/g"}')
     for _ in range(2):
         plugin.register()
     assert getattr(worker_of(vllm), plugin.MARK) == ""
@@ -86,16 +84,6 @@ def test_it_takes_hold_of_every_place_once(
     assert issubclass(linear, GateMixin)
     assert embedding.__name__ == "Embedding"
     assert hasattr(vllm["vllm.lora.utils"].LogitsProcessorWithLoRA, "prompt_slot") == on_cpu
-    (resolver,) = vllm["vllm.lora.resolver"].LoRAResolverRegistry.resolvers.values()
-    asked = [resolver.resolve_lora("base", name) for name in ("gated@unit", "other@unit")]
-    assert [finished(one) for one in asked] == [("gated@unit", 1, "/g@unit"), None]
-
-
-def finished(coroutine: Any) -> Any:
-    """What a coroutine that waits for nothing returns."""
-    with pytest.raises(StopIteration) as caught:
-        coroutine.send(None)
-    return caught.value.value
 
 
 def test_an_adapter_whose_gates_cannot_be_filled_is_taken_out_again(vllm: dict[str, ModuleType]) -> None:
@@ -127,7 +115,7 @@ def test_an_adapter_whose_gates_cannot_be_filled_is_taken_out_again(vllm: dict[s
     assert broken.removed == [7]
 
 
-@pytest.mark.parametrize("lack", ["version", "name", "parameter"])
+@pytest.mark.parametrize("lack", ["version", "name", "parameter", "key"])
 def test_another_vllm_serves_plain_adapters_alone(
     vllm: dict[str, ModuleType], lack: str, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,9 +126,13 @@ def test_another_vllm_serves_plain_adapters_alone(
     elif lack == "name":
         del processor._validate_lora
         told = "InputProcessor._validate_lora is gone"
-    else:
+    elif lack == "parameter":
         processor._validate_lora = method("request")
         told = "takes no lora_request any more"
+    else:
+        name = lambda request: [request.lora_request.lora_name]  # noqa: E731
+        vllm["vllm.v1.core.kv_cache_utils"]._gen_lora_extra_hash_keys = name
+        told = "two strengths would share blocks"
     worker = worker_of(vllm)
     worker._load_adapter = lambda self, lora_request: "loaded"
     plugin.register()
@@ -153,16 +145,35 @@ def test_another_vllm_serves_plain_adapters_alone(
 
 def test_versions(vllm: dict[str, ModuleType]) -> None:
     assert missing_hook() is None
-    for version in (*TESTED_VERSIONS, "0.32.0+cpu", "0.32.7"):
+    for version in (*TESTED_VERSIONS, "0.32.0+cpu", "0.32.7", "0.33.0"):
         assert why_unsupported(version) is None
-    for version in ("0.31.9", "0.33.0", "1.32.0", "", "main"):
+    for version in ("0.31.9", "0.34.0", "1.32.0", "", "main"):
         assert SUPPORTED_RANGE in (why_unsupported(version) or "")
 
 
-def test_other_gates_under_a_served_name_and_folder_are_refused() -> None:
-    owner = SimpleNamespace()
-    one, elsewhere = (SimpleNamespace(lora_name="math", lora_path=path) for path in ("/adapters/math", "/adapters/2"))
-    for request, digest in ((one, "one"), (one, "one"), (elsewhere, "two")):
-        hooks._require_unchanged(owner, request, digest)
-    with pytest.raises(LoragateError, match="changed since it was served as 'math'"):
-        hooks._require_unchanged(owner, one, "two")
+def adapter(name: str, path: str) -> Any:
+    return SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=path)
+
+
+def test_limits_of_a_batch_reach_the_layers_of_both_runners() -> None:
+    """The first model runner knows its requests by name; the second keeps their adapters in a state of its own."""
+    manager = SimpleNamespace(
+        _adapter_manager=SimpleNamespace(
+            punica_wrapper_mapping={"llm": SimpleNamespace(_token_lora_indices=torch.zeros(8, dtype=torch.long))}
+        )
+    )
+    (punica,) = manager._adapter_manager.punica_wrapper_mapping.values()
+    half, none = adapter("a", "/a@constant=0.5"), None
+    first = SimpleNamespace(
+        requests={name: SimpleNamespace(lora_request=one) for name, one in (("x", half), ("y", none))},
+        lora_manager=manager,
+    )
+    hooks.set_active(lambda *_: None, first, SimpleNamespace(req_ids=["y", "x"]), np.array([1, 2]))
+    limits = layers.token_limits(punica).values_M2
+    assert limits[:3].tolist() == [list(layers.ANY), [0.5, 0.5], [0.5, 0.5]]
+    state = SimpleNamespace(lora_requests={"x": half})
+    second = SimpleNamespace(lora_state=state, lora_manager=manager)
+    hooks.keep_batch(lambda *_: None, state, ["x", "y"], None, np.array([3, 1]))
+    for _ in range(2):  # a dummy run that follows has no batch
+        hooks.set_kept_active(lambda *_: None, second)
+        assert limits[:4].tolist() == [[0.5, 0.5]] * 3 + [list(layers.ANY)]

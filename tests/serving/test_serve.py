@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -221,6 +225,8 @@ def test_vllm_server_stops_at_the_end_of_the_turn(tmp_path: Path) -> None:
             status, reply = server.call("/v1/chat/completions", body)
             assert status == 200, reply
             assert [choice["finish_reason"] for choice in reply["choices"]] == ["stop"] * 4
+        assert server.end() == 0, "Ctrl-C"
+        assert "stopped" in "".join(server.lines[-5:])
     finally:
         server.end()
 
@@ -236,21 +242,136 @@ def test_adapters_come_and_go_while_the_server_runs(vllm_server: Running, folder
     assert status == 404, reply
     (tmp_path / "gate_config.json").write_text('{"format": "loragate", "schema_version": 99}')
     status, reply = vllm_server.call(load, {"lora_name": "bad", "lora_path": str(tmp_path)})
-    assert status == 500
+    assert status == 400
     assert "schema version 99 is not known" in json.dumps(reply)
+    assert "Call to" not in json.dumps(reply)
     assert vllm_server.complete("gated", PROMPTS[0]).strip() == expected("gated")[0]
 
 
 @vllm_only
 def test_a_client_asks_for_an_override(vllm_server: Running) -> None:
-    """One that was loaded at the start, and one that nobody has loaded; a wrong one does not exist."""
+    """One that is listed, and one that is not; a wrong one is told the nearest."""
     for text in ("unit", "constant=0.5", "constant=-0.5"):
         model = model_of("gated")
         override = parse_override(text)
         with lg.gate_override(model, override.minimum, override.maximum, override.constant):
             right = greedy(model)
         assert [vllm_server.complete(f"gated@{text}", prompt).strip() for prompt in PROMPTS] == right
-    assert vllm_server.call("/v1/completions", {"model": "gated@unti", "prompt": "w1"})[0] == 404
+    status, reply = vllm_server.call("/v1/completions", {"model": "gated@unti", "prompt": "w1"})
+    assert status == 400
+    assert "did you mean 'unit'" in reply["error"]["message"]
+    assert vllm_server.call("/v1/completions", {"model": "gatde@unit", "prompt": "w1"})[0] == 404
+    assert vllm_server.complete("gated", PROMPTS[0]).strip() == expected("gated")[0]
+
+
+def scaled(name: str, scale: float) -> list[str]:
+    """Greedy answers of transformers under one λ."""
+    model = model_of("gated")  # whose adapter is "adapter"
+    assert name in ("gated", "adapter")
+    with lg.gate_override(model, constant=scale):
+        return greedy(model)
+
+
+@vllm_only
+def test_a_request_says_how_strongly_an_adapter_acts(vllm_server: Running) -> None:
+    """At the top of the body or among vLLM's own arguments, for gated and plain adapters, streamed or not."""
+    body = {"prompt": PROMPTS, "max_tokens": NEW_TOKENS, "temperature": 0}
+    for name in ("gated", "adapter"):
+        for fields in ({"lora_scale": -0.5}, {"vllm_xargs": {"lora_scale": -0.5}}):
+            status, reply = vllm_server.call("/v1/completions", {"model": name, **body, **fields})
+            assert status == 200, reply
+            assert [choice["text"].strip() for choice in reply["choices"]] == scaled(name, -0.5)
+            assert reply["model"] == name
+    unit = vllm_server.call("/v1/completions", {"model": "gated", "lora_gates": "unit", **body})[1]
+    assert [one["text"].strip() for one in unit["choices"]] == [
+        vllm_server.complete("gated@unit", p).strip() for p in PROMPTS
+    ]
+    zero = vllm_server.call("/v1/completions", {"model": "adapter", "lora_scale": 0, **body})[1]
+    assert [one["text"].strip() for one in zero["choices"]] == expected("base")
+    talk = {"model": "gated", "max_tokens": 4, "messages": [{"role": "user", "content": "w5"}], "temperature": 0}
+    texts = {
+        vllm_server.call("/v1/chat/completions", {**talk, "lora_scale": scale})[1]["choices"][0]["message"]["content"]
+        for scale in (-3, 0, 3)
+    }
+    assert len(texts) > 1
+    status, streamed = vllm_server.call(
+        "/v1/completions", {"model": "gated", "stream": True, "lora_scale": -0.5, **body}
+    )
+    assert status == 200
+    parts = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    first = "".join(part["choices"][0]["text"] for part in parts if part["choices"][0]["index"] == 0)
+    assert first.strip() == scaled("gated", -0.5)[0]
+    wait_for(vllm_server, "adapter gated, strength constant=-0.5, ")
+    wait_for(vllm_server, f"model base, adapter none, strength none, {len(PROMPTS[0].split())} prompt tokens")
+
+
+def wait_for(server: Running, text: str) -> None:
+    """Until the server's output holds `text`: a log line may come after the answer."""
+    until = time.monotonic() + 20
+    while text not in "".join(server.lines):
+        assert time.monotonic() < until, "".join(server.lines)[-3000:]
+        time.sleep(0.2)
+
+
+@vllm_only
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_strength_that_cannot_be_is_a_bad_request(vllm_server: Running, stream: bool) -> None:
+    for model, fields, message in (
+        ("gated", {"lora_scale": "strong"}, "lora_scale takes a finite number, found 'strong'"),
+        ("gated", {"lora_scale": float("nan")}, "lora_scale takes a finite number, found nan"),
+        ("gated", {"lora_gates": "unti"}, "did you mean 'unit'"),
+        ("gated", {"vllm_xargs": {"lora_scael": 1}}, "did you mean 'lora_scale'"),
+        ("gated@unit", {"lora_scale": 1}, "carries an override of λ in its name"),
+        ("base", {"lora_scale": 1}, "a base has no strength"),
+    ):
+        status, reply = vllm_server.call(
+            "/v1/completions", {"model": model, "prompt": "w1", "max_tokens": 2, "stream": stream, **fields}
+        )
+        assert status == 400, (model, fields, reply)
+        assert message in reply["error"]["message"]
+
+
+@vllm_only
+def test_the_clients_of_the_documentation(vllm_server: Running) -> None:
+    """The curl command and the program for OpenAI's client on the page about serving, against this server."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    page = page.replace("127.0.0.1:8000", f"127.0.0.1:{vllm_server.port}")
+    (shell,) = re.findall(r"```sh\n(curl .*?)```", page, re.DOTALL)
+    (program,) = re.findall(r"```python\n(from openai .*?)```", page, re.DOTALL)
+    environment = {**os.environ, "NO_PROXY": "*", "no_proxy": "*"}
+    for command in (["bash", "-c", shell], [sys.executable, "-c", program]):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        assert '"text_completion"' in done.stdout or done.stdout.endswith("\ngated\n")
+
+
+@vllm_only
+def test_one_model_s_card(vllm_server: Running) -> None:
+    for name in ("base", "gated", "gated@unit", "gated@constant=0.3"):
+        status, card = vllm_server.call(f"/v1/models/{name}")
+        assert (status, card["id"], card["object"]) == (200, name, "model")
+    status, reply = vllm_server.call("/v1/models/gatde")
+    assert status == 404
+    assert "did you mean 'gated'" in reply["error"]["message"]
+    status, reply = vllm_server.call("/v1/models/gated@unti")
+    assert status == 400
+    assert "did you mean 'unit'" in reply["error"]["message"]
+
+
+@vllm_only
+def test_a_folder_written_anew_is_another_adapter(vllm_server: Running, folders: Path, tmp_path: Path) -> None:
+    """Its next request is answered by what the folder holds now, and nothing of the prefix cache is taken for it."""
+    load = {"lora_name": "moving", "lora_path": str(tmp_path / "moving")}
+    for name in ("gated", "second", "gated"):
+        shutil.rmtree(tmp_path / "moving", ignore_errors=True)
+        shutil.copytree(folders / name, tmp_path / "moving")
+        if "moving" not in [card["id"] for card in vllm_server.call("/v1/models")[1]["data"]]:
+            assert vllm_server.call("/v1/load_lora_adapter", load)[0] == 200
+        assert [vllm_server.complete("moving", prompt).strip() for prompt in PROMPTS] == expected(name)
+    (tmp_path / "moving" / "gates.safetensors").write_bytes(b"nothing")
+    status, reply = vllm_server.call("/v1/completions", {"model": "moving", "prompt": "w1"})
+    assert status == 400
+    assert "its sha256" in reply["error"]["message"]
     assert vllm_server.complete("gated", PROMPTS[0]).strip() == expected("gated")[0]
 
 
@@ -271,11 +392,39 @@ def test_chat_is_rendered_as_training_renders(vllm_server: Running) -> None:
 
 
 @vllm_only
-def test_ctrl_c_ends_the_server_and_its_children(vllm_server: Running) -> None:
-    assert vllm_server.end() == 0
+def test_sigterm_ends_a_server_that_is_streaming_within_8_seconds(vllm_server: Running) -> None:
+    body = {"model": "gated", "prompt": "w1", "max_tokens": 100, "ignore_eos": True, "stream": True, "n": 8}
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(8):
+            pool.submit(vllm_server.call, "/v1/completions", {**body, "temperature": 1})
+        time.sleep(0.5)
+        began = time.monotonic()
+        vllm_server.process.send_signal(signal.SIGTERM)
+        assert vllm_server.process.wait(60) == 0
+        # with more processes than processors, each waits for its turn
+        assert time.monotonic() - began < 8 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     assert "stopped" in "".join(vllm_server.lines[-5:])
     with pytest.raises(urllib.error.URLError):
         vllm_server.call("/health")
+
+
+@vllm_only
+def test_a_killed_worker_ends_the_server_with_a_message(folders: Path) -> None:
+    server = Running(str(folders / "gated"), "--dtype", "float32").wait(1200)
+    try:
+
+        def pids(*how: str) -> list[int]:
+            found = subprocess.run(["pgrep", *how], capture_output=True, text=True, check=True).stdout
+            return [int(pid) for pid in found.split()]
+
+        (child,) = pids("-P", str(server.process.pid))  # which leads a session of its own
+        workers = pids("-s", str(child), "-f", "EngineCore")
+        os.kill(workers[0], signal.SIGKILL)
+        assert server.process.wait(120) == 1
+        server.reader.join(10)
+        assert "loragate: vLLM ended" in "".join(server.lines[-30:])
+    finally:
+        server.end()
 
 
 @vllm_only
@@ -364,6 +513,28 @@ def test_a_port_in_use_is_named_before_vllm_starts() -> None:
     assert free_port("127.0.0.1", 0) > 0
 
 
+def test_vllm_s_command_line_runs_where_its_build_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own program asks for the version of a package called vllm."""
+    from loragate.serving import __main__ as entry
+
+    known = importlib.metadata.version
+    asked: list[str] = []
+
+    def missing(distribution_name: str) -> str:
+        if distribution_name == "vllm":
+            raise importlib.metadata.PackageNotFoundError
+        return known(distribution_name)
+
+    def run() -> None:
+        asked.extend([importlib.metadata.version("vllm"), importlib.metadata.version("pytest")])
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(entry, "vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr(entry, "resolve_name", lambda place: run)
+    entry.main()
+    assert asked == ["0.32.0+cpu", known("pytest")]
+
+
 def test_no_key_is_shown() -> None:
     words = "-m x --api-key k1 k2 --port 80 --hf-token=t --api_key=k3 --hf_token t2 --dtype"
     shown = "-m x --api-key … … --port 80 --hf-token=… --api_key=… --hf_token … --dtype"
@@ -372,14 +543,15 @@ def test_no_key_is_shown() -> None:
 
 def test_the_command_line_of_vllm() -> None:
     command = server_command("b", {"gated": "/g", "adapter": "/g/adapter"}, host="::1", port=81, max_lora_rank=16)
-    assert " ".join(command[3:]) == (
-        "--model b --served-model-name base --host ::1 --port 81 --enable-lora --max-lora-rank 16 --max-loras 2 --lora-modules "
-        "gated=/g adapter=/g/adapter"
+    assert " ".join(command[1:]) == (
+        "-m loragate.serving serve b --served-model-name base --host ::1 --port 81 --enable-lora --max-lora-rank 16 --max-loras 2 "
+        "--lora-modules gated=/g adapter=/g/adapter"
     )
-    places = {"gated@constant=0.5": "/g@constant=0.5", "calm": "/g@clip=:1", "odd": "/a,b"}
+    places = {"gated@constant=0.5": "/g@constant=0.5", "calm": "/g@clip=:1", "odd": "/a,b", "gated": "/g"}
     command = server_command("b", places, host="h", port=1, max_lora_rank=8)
     assert command[command.index("--lora-modules") + 1 :][:3] == [
         '{"name": "gated@constant=0.5", "path": "/g@constant=0.5"}',
         "calm=/g@clip=:1",
         '{"name": "odd", "path": "/a,b"}',
     ]
+    assert command[command.index("--max-loras") + 1] == "2", "one slot for all that is laid over the λ of a folder"

@@ -22,6 +22,7 @@ import loragate as lg
 from loragate.evaluation.agreement import compare
 from loragate.gates.attach import gate_modules
 from loragate.gates.override import parse_override
+from loragate.gates.strength import overrides_by_module
 from loragate.serving.parity import greedy
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
 
@@ -93,8 +94,9 @@ def overridden(name: str, text: str) -> Any:
     model = reference(name)
     if name == "plain":
         lg.attach_gates(model, lg.GateConfig(lower=-1, upper=2))
-    for gate in gate_modules(model).values():
-        gate.override = parse_override(text)
+    gates = gate_modules(model)
+    for path, override in overrides_by_module(parse_override(text), gates).items():
+        gates[path].override = override
     return model
 
 
@@ -598,4 +600,4 @@ def test_vllm_without_the_plugin_refuses_a_gated_folder(settings: None, folders:
         assert "refused LoRAAdapterNotFoundError" in done.stdout
     else:
         assert "refused ValueError vLLM 0.32" in done.stdout
-        assert "supports vllm>=0.32,<0.33" in done.stdout
+        assert "supports vllm>=0.32,<0.34" in done.stdout

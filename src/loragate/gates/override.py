@@ -71,6 +71,8 @@ NAMED = {
     "noextrapolate": Override(maximum=1.0),
 }
 """off: λ = 1, the plain adapter; the others are the paper's interventions clip(λ,0,1), max(λ,0) and min(λ,1)."""
+LARGEST = torch.finfo(torch.float32).max
+"""The largest number that λ, which is computed in fp32, can be."""
 GRAMMAR = ", ".join(
     ["@" + name for name in NAMED]
     + ["@constant=0.5", "@clip=-1:2", "@clip=:1", *(f"@{part}=0.5" for part in (*BANDS, *FAMILIES)), "@q_proj=0.5"]
@@ -110,6 +112,43 @@ def _is_part(name: str) -> bool:
     return name in BANDS or name in FAMILIES or _KIND.fullmatch(name) is not None
 
 
+FIELDS = ("lora_scale", "lora_gates")
+"""Fields of a request that lay an override over λ: one number for the whole adapter, or the name of an override."""
+
+
+def requested_override(fields: Mapping[str, object]) -> str | None:
+    """The override that a request's fields ask for, as it stands behind an @; None where they ask for none.
+
+    `lora_scale` is any finite number; `lora_gates` the text of an override.
+
+    Raises:
+        ConfigError: for both at once, another type, a number that is not finite, an unknown override, or a field that starts
+            with `lora_` and is none of the two.
+    """
+    given = {name: value for name, value in fields.items() if name.startswith("lora_") and value is not None}
+    for name in given:
+        if name not in FIELDS:
+            raise ConfigError(f"{name} is no field of a request{nearest(name, FIELDS)}; there are {', '.join(FIELDS)}")
+    if len(given) > 1:
+        raise ConfigError("lora_scale and lora_gates are two overrides of λ; give one of them")
+    for name, value in given.items():
+        if name == "lora_gates":
+            if not isinstance(value, str):
+                raise ConfigError(f"lora_gates takes the name of an override, found {value!r}; there are {GRAMMAR}")
+            asked = value.removeprefix("@")
+            if (part := parse_override(asked).part) is not None:
+                raise ConfigError(
+                    f"lora_gates: {asked} holds for a part of the model ({part}), which takes a slot of its own; name it as the "
+                    f"model instead, NAME@{asked}"
+                )
+            return asked
+        number = float(value) if isinstance(value, (int, float)) and abs(value) < LARGEST else math.nan
+        if isinstance(value, bool) or not math.isfinite(number):
+            raise ConfigError(f"lora_scale takes a finite number, found {value!r:.60}")
+        return f"constant={number + 0.0!r}"  # -0.0 becomes 0.0
+    return None
+
+
 def split_name(name: str) -> tuple[str, Override | None]:
     """A served name and the override behind its last @; None where there is no @.
 
@@ -118,15 +157,6 @@ def split_name(name: str) -> tuple[str, Override | None]:
     """
     head, sign, tail = name.rpartition("@")
     return (head, parse_override(tail)) if sign else (name, None)
-
-
-def virtual_place(name: str, folders: Mapping[str, str]) -> str | None:
-    """FOLDER@OVERRIDE of a name with an override behind it, folders by served name; None for any other name."""
-    try:
-        served, override = split_name(name)
-    except ConfigError:
-        return None
-    return None if override is None or served not in folders else f"{folders[served]}@{name.rpartition('@')[2]}"
 
 
 def split_folder(place: str | Path) -> tuple[str, Override | None]:
@@ -144,3 +174,13 @@ def split_folder(place: str | Path) -> tuple[str, Override | None]:
     if not known and not Path(head).expanduser().is_dir():
         return place, None
     return head, parse_override(tail)
+
+
+def split_slot(place: str | Path) -> tuple[str, Override | None]:
+    """What a slot of a server holds, and what each of its requests lays over λ; a constant for a part belongs to the slot.
+
+    Raises:
+        ConfigError: as `split_folder`.
+    """
+    folder, override = split_folder(place)
+    return (str(place), None) if override is not None and override.part is not None else (folder, override)

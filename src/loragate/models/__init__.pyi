@@ -1,4 +1,4 @@
-from .folder_gates import FolderGates as FolderGates, read_gates as read_gates
+from .folder_gates import FolderGates as FolderGates, read_gates as read_gates, stamp as stamp
 from .loading import (
     GatedPeftModel as GatedPeftModel,
     base_config as base_config,

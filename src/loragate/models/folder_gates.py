@@ -59,6 +59,7 @@ class FolderGates:
     base: dict[str, Any]  # the record's identity of the base; empty for a plain adapter
     digest: str  # changes whenever gates or adapter do
     override: Override | None = None  # what is laid over λ; None for the gates as they are
+    unreached: tuple[str, ...] = ()  # modules of the adapter without λ, at full strength under any override
 
 
 def read_gates(folder: str | Path, override: Override | None = None, *, beside: bool = False) -> FolderGates:
@@ -104,6 +105,7 @@ def read_gates(folder: str | Path, override: Override | None = None, *, beside: 
         base=record["base"],
         digest=hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
         override=override,
+        unreached=tuple(path for path in widths if path not in modules),
     )
     return _by_part(found)
 
@@ -166,6 +168,7 @@ def _plain_with_constant(folder: Path, override: Override, beside: bool) -> Fold
         base={},
         digest=sha256 or "",
         override=override,
+        unreached=tuple(path for path in widths if left_alone(path)),
     )
 
 

@@ -1,4 +1,6 @@
-"""Where the plugin takes hold of vLLM: what its methods become, and the classes and layers that take the place of its own.
+"""Where the plugin takes hold of vLLM: what the methods of its workers become, and the classes and layers put in their place.
+
+What becomes of a request before it reaches a worker is in `serving.frontend`.
 
 Every place is called by the name under which `serving.plugin` checks it, so that this can be imported, and tested, where vLLM
 is absent. What needs PEFT, which vLLM does without, is imported on first use.
@@ -9,9 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import json
-import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
@@ -19,14 +18,12 @@ from typing import Any
 
 from loragate import models
 from loragate.errors import LoragateError
-from loragate.gates.override import Override, split_folder, virtual_place
-from loragate.gates.recommended import generation_settings, recommended_temperature, warn_elsewhere
-from loragate.models.source import is_gated, sampling_of
-from loragate.serving.layers import gated_class, head_class, score_prompts
+from loragate.gates.override import split_folder, split_slot
+from loragate.models.source import is_gated
+from loragate.serving import frontend
+from loragate.serving.frontend import gated_folder, require_unchanged
+from loragate.serving.layers import ANY, gated_class, head_class, score_prompts, token_limits
 from loragate.version import __version__
-
-ADAPTERS_VARIABLE = "LORAGATE_ADAPTERS"
-"""Environment variable: JSON {served name: folder}, whose NAME@OVERRIDE are loaded when a client first asks for one."""
 
 
 def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> None:
@@ -44,22 +41,27 @@ def load_adapter(original: Any, self: Any, lora_request: Any) -> Any:
     """`_load_adapter` that reads gates beside the adapter, and refuses them before anything is activated."""
     from loragate.serving.placing import place_gates
 
+    moved, placed = copy.copy(lora_request), None  # a msgspec struct
     try:
         named, override = split_folder(lora_request.lora_path)
+        moved.lora_path = named
         # a hub id is downloaded
         folder = Path(resolve_name("vllm.lora.utils:get_adapter_absolute_path")(named))
-        if override is None and not is_gated(folder):
-            _require_unchanged(self, lora_request, "")
-            return original(self, lora_request)
-        gates = models.read_gates(folder, override)
-        _require_unchanged(self, lora_request, gates.digest)
-        placed = place_gates(gates, self._adapter_manager)
+        part = override is not None and override.part is not None
+        if part or is_gated(folder):
+            # what else lies over λ comes with each request
+            gates = models.read_gates(folder, override if part else None)
+            require_unchanged(self, moved, gates.digest)
+            placed = place_gates(gates, self._adapter_manager)
+            moved.lora_path = str(gates.adapter)
+        else:
+            require_unchanged(self, moved, "")
+            if override is not None:
+                models.read_gates(folder, override)
     except LoragateError as error:
         raise ValueError(str(error)) from error
-    moved = copy.copy(lora_request)  # a msgspec struct
-    moved.lora_path = str(gates.adapter)
     lora = original(self, moved)
-    lora.loragate, lora.loragate_folder = placed, lora_request.lora_path
+    lora.loragate, lora.loragate_folder = placed, split_slot(lora_request.lora_path)[0]
     return lora
 
 
@@ -68,68 +70,46 @@ def add_adapter(original: Any, self: Any, lora_request: Any) -> bool:
     held = self._adapter_manager.list_adapters().get(lora_request.lora_int_id)
     if held is not None:
         before = getattr(held, "loragate_folder", None)
-        changed = before != lora_request.lora_path
-        if changed and (before is not None or _gated_folder(lora_request.lora_path)):
+        if before is not None and before != split_slot(lora_request.lora_path)[0]:
             self._adapter_manager.remove_adapter(lora_request.lora_int_id)
     added: bool = original(self, lora_request)
     return added
 
 
-def validate_request(original: Any, self: Any, lora_request: Any) -> None:
-    """The front end's check of a request: what is wrong with a gated folder is this request's error, not the engine's."""
-    original(self, lora_request)
-    if lora_request is None:
-        return
-    try:
-        found = _gated_folder(lora_request.lora_path)
-        if found is None or not found[0].is_dir():
-            return
-        from loragate.models.folder_gates import stamp
-
-        checked = self.__dict__.setdefault("_loragate_checked", {})
-        now, key = stamp(found[0]), (lora_request.lora_name, lora_request.lora_path)
-        if checked.get(key) != now:
-            _require_unchanged(self, lora_request, models.read_gates(*found).digest)
-            checked[key] = now
-    except LoragateError as error:
-        raise ValueError(str(error)) from error
+@functools.lru_cache(maxsize=4096)
+def limits_of(path: str) -> tuple[float, float]:
+    """(least λ, most λ) that an adapter's path lays over its λ."""
+    override = split_slot(path)[1]
+    return ANY if override is None else override.limits
 
 
-def recommend_sampling(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """The server's look-up of a request's adapter; what the request leaves open is sampled as the adapter's folder recommends.
-
-    vLLM's own defaults are one for all names, and base and plain adapter keep those.
-    """
-    lora_request = original(self, request, *args, **kwargs)
-    if lora_request is None or getattr(request, "temperature", 0.0) is not None:
-        return lora_request
-    temperature = recommended_temperature(_sampling(lora_request.lora_path))
-    if temperature is not None:
-        # vLLM reads no do_sample: greedy decoding is a temperature of 0 there
-        for key, value in {**generation_settings(temperature), "temperature": temperature}.items():
-            if getattr(request, key, value) is None:
-                setattr(request, key, value)
-    return lora_request
+def fill_limits(manager: Any, lora_requests: list[Any], tokens: Any) -> None:
+    """Tell the layers of a worker the limits of λ of a batch: its requests' adapters in order, and the tokens of each."""
+    limits = [ANY if one is None else limits_of(one.lora_path) for one in lora_requests]
+    for punica in manager._adapter_manager.punica_wrapper_mapping.values():
+        token_limits(punica).fill(limits, tokens)
 
 
-def warn_of_sampling(
-    original: Any, self: Any, prompt: Any, sampling_params: Any, *args: Any, lora_request: Any = None, **kwargs: Any
-) -> Any:
-    """A server's `generate` that warns where an adapter is sampled at another temperature than its folder recommends."""
-    if lora_request is not None:
-        record = _sampling(lora_request.lora_path)
-        warn_elsewhere(lora_request.lora_name, record, sampling_params.temperature, logging.getLogger("loragate"))
-    return original(self, prompt, sampling_params, *args, lora_request=lora_request, **kwargs)
+def set_active(original: Any, self: Any, input_batch: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+    """`set_active_loras` of vLLM's first model runner, with the strengths of the batch."""
+    adapters = [self.requests[name].lora_request for name in input_batch.req_ids]
+    fill_limits(self.lora_manager, adapters, num_scheduled_tokens)
+    return original(self, input_batch, num_scheduled_tokens, *args, **kwargs)
 
 
-@functools.lru_cache(maxsize=1024)
-def _sampling(path: str) -> dict[str, Any]:
-    """The record of an adapter's folder as it is served, see `sampling_of`; {} for a folder that will be refused."""
-    try:
-        named, override = split_folder(path)
-        return sampling_of(Path(named).expanduser()) if override is None else {}
-    except LoragateError:
-        return {}
+def keep_batch(original: Any, self: Any, req_ids: Any, idx_mapping: Any, num_scheduled_tokens: Any) -> Any:
+    """`make_lora_inputs` of the second model runner, which alone knows the batch; see `set_kept_active`."""
+    self.loragate_batch = [self.lora_requests.get(name) for name in req_ids], num_scheduled_tokens
+    return original(self, req_ids, idx_mapping, num_scheduled_tokens)
+
+
+def set_kept_active(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`_set_active_loras` of both model runners, with the strengths of the batch that the second one has just made up."""
+    state = getattr(self, "lora_state", None)
+    if (batch := getattr(state, "loragate_batch", None)) is not None:
+        fill_limits(self.lora_manager, *batch)
+        self.lora_state.loragate_batch = None
+    return original(self, *args, **kwargs)
 
 
 def compile_cache_key(original: Any, self: Any, *args: Any, **kwargs: Any) -> str:
@@ -140,32 +120,9 @@ def compile_cache_key(original: Any, self: Any, *args: Any, **kwargs: Any) -> st
 
 def refuse_gates(reason: str, original: Any, self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
     """`_load_adapter` that names the reason when a gated folder comes; plain adapters are vLLM's own affair."""
-    if _gated_folder(getattr(lora_request, "lora_path", "")):
+    if gated_folder(getattr(lora_request, "lora_path", "")):
         raise ValueError(reason)
     return original(self, lora_request, *args, **kwargs)
-
-
-def _gated_folder(path: str) -> tuple[Path, Override | None] | None:
-    """(folder, override) of a request for which λ has to be computed; None for a plain adapter, and for what is not here."""
-    named, override = split_folder(path)
-    folder = Path(named).expanduser()
-    return (folder, override) if override is not None or is_gated(folder) else None
-
-
-def _require_unchanged(owner: Any, lora_request: Any, digest: str) -> None:
-    """Refuse other gates under a name and folder that were served before.
-
-    The keys of vLLM's prefix cache hold the adapter's name and path, not its values: blocks of the old gates would be
-    taken for the new ones'.
-    """
-    known = owner.__dict__.setdefault("_loragate_digests", {})
-    before = known.setdefault((lora_request.lora_name, lora_request.lora_path), digest)
-    if before != digest:
-        raise LoragateError(
-            f"{lora_request.lora_path}: the folder has changed since it was served as {lora_request.lora_name!r}. vLLM's "
-            "prefix cache cannot tell the two apart: put the new gates into a folder of their own, or load them under "
-            "another name"
-        )
 
 
 def manager_class(lora_manager: type) -> type:
@@ -187,29 +144,19 @@ def manager_class(lora_manager: type) -> type:
     return GatedLoRAModelManager
 
 
-def override_resolver(folders: dict[str, str]) -> Any:
-    """NAME@OVERRIDE as a model name that a client may ask for without anybody having loaded it.
-
-    vLLM asks its resolvers for a name it does not know, where loading at run time is allowed (`loragate serve --dynamic`).
-    """
-    lora_resolver: type = resolve_name("vllm.lora.resolver:LoRAResolver")
-    request: Any = resolve_name("vllm.lora.request:LoRARequest")
-
-    class OverrideResolver(lora_resolver):
-        async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
-            place = virtual_place(lora_name, folders)
-            # vLLM replaces the id by a free one
-            return None if place is None else request(lora_name, 1, place)
-
-    return OverrideResolver()
-
-
 REPLACED: dict[str, Callable[..., Any]] = {
     "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": load_adapter,
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter": add_adapter,
-    "vllm.v1.engine.input_processor:InputProcessor._validate_lora": validate_request,
-    "vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters": recommend_sampling,
-    "vllm.v1.engine.async_llm:AsyncLLM.generate": warn_of_sampling,
+    "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.set_active_loras": set_active,
+    "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras": set_kept_active,
+    "vllm.v1.worker.gpu.lora_utils:LoraState.make_lora_inputs": keep_batch,
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs": frontend.apply_fields,
+    "vllm.v1.engine.input_processor:InputProcessor._validate_lora": frontend.validate_request,
+    "vllm.entrypoints.serve.engine.serving:BaseServing._check_model": frontend.check_model,
+    "vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters": frontend.find_adapter,
+    "vllm.entrypoints.openai.models.serving:OpenAIServingModels.load_lora_adapter": frontend.load_adapter,
+    "vllm.v1.engine.async_llm:AsyncLLM.add_lora": frontend.add_adapter,
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": frontend.generate,
     "vllm.config:VllmConfig.compute_hash": compile_cache_key,
 }
 """{a method of vLLM's: what takes its place}."""
@@ -223,9 +170,6 @@ def install() -> None:
     """Put gates into vLLM's LoRA layers, and everything that belongs to them."""
     utils: Any = resolve_name("vllm.lora.utils")
     on_cpu = resolve_name("vllm.platforms:current_platform").is_cpu()
-    if served := os.environ.get(ADAPTERS_VARIABLE):
-        registry: Any = resolve_name("vllm.lora.resolver:LoRAResolverRegistry")
-        registry.register_resolver("loragate", override_resolver(json.loads(served)))
     # the classes among which vLLM looks for one that fits a layer
     utils._all_lora_classes = type(utils._all_lora_classes)(gated_class(cls) for cls in utils._all_lora_classes)
     if on_cpu:
@@ -233,6 +177,8 @@ def install() -> None:
     manager: type = resolve_name("vllm.lora.model_manager:LRUCacheLoRAModelManager")
     worker: Any = resolve_name("vllm.lora.worker_manager:LRUCacheWorkerLoRAManager")
     worker._manager_cls = manager_class(manager)
+    frontend.open_log()
+    frontend.add_routes(resolve_name("vllm.entrypoints.openai.models.api_router:router"))
     for place, method in {**REPLACED, **(REPLACED_ON_CPU if on_cpu else {})}.items():
         owner, _, name = place.rpartition(".")
         replace_method(resolve_name(owner), name, method)

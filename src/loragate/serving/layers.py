@@ -1,8 +1,10 @@
 """vLLM's LoRA layers with gates: λ is multiplied into the rank-r buffer between A and B. And LoRA's products on a CPU.
 
-Each adapter slot of a linear layer holds one gate per packed slice (three for qkv_proj, two for gate_up_proj), with the bounds
-that λ is clipped to. A slot without gates has slopes of 0, so that λ is exactly 1; one more row, that of tokens without an
-adapter, is clipped to 0. Values live in tensors that are filled in place: nothing is baked into a compiled or captured graph.
+Each adapter slot of a linear layer holds one gate per packed slice (three for qkv_proj, two for gate_up_proj), with bounds
+of λ. A slot without gates has slopes of 0, so that λ is exactly 1; one more row, that of tokens without an
+adapter, is clipped to 0. What a request lays over λ (`gates.override`) reaches each of its tokens as two more bounds, so that all
+strengths of an adapter share its slot. Values live in tensors that are filled in place: nothing is baked into a compiled or
+captured graph.
 On a CPU, and in a captured graph's small batches, the cost is the number of operations, not their size: what can be worked
 out when a slot is filled (1/τ in weight and bias, the two slopes) is not worked out per token.
 
@@ -22,14 +24,16 @@ one more), N slices of the layer, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from loragate.gates.signed_map import SignedMap
 
-_UNGATED = (0.0, 0.0, -math.inf, math.inf)
+ANY = (-math.inf, math.inf)
+"""(least λ, most λ) of a token whose request lays nothing over λ."""
+_UNGATED = (0.0, 0.0, *ANY)
 _NO_ADAPTER = (0.0, 0.0, 0.0, 0.0)
 
 
@@ -45,9 +49,31 @@ def empty_slots(slots: int, slices: int, width: int, device: Any = None) -> tupl
     return weight_SND, bias_SN, constants_SN4
 
 
-def slot_constants(signed_map: SignedMap, least: float = -math.inf, most: float = math.inf) -> torch.Tensor:
-    """What `constants_SN4` holds for a gate: the slopes 1−L and U−1 of the signed map, and the limits of λ."""
-    return torch.tensor([signed_map.below, signed_map.above, least, most], dtype=torch.float32)
+def slot_constants(signed_map: SignedMap) -> torch.Tensor:
+    """What `constants_SN4` holds for a gate: the slopes 1−L and U−1 of the signed map, and any λ as its limits."""
+    return torch.tensor([signed_map.below, signed_map.above, *ANY], dtype=torch.float32)
+
+
+class TokenLimits:
+    """(least λ, most λ) of every token of a batch, [M, 2] fp32 on the device, M the most tokens that a batch can have.
+
+    One tensor for all layers, filled in place before a batch is computed.
+    """
+
+    def __init__(self, most_tokens: int, device: Any = None) -> None:
+        self.values_M2 = torch.tensor(ANY, dtype=torch.float32, device=device).repeat(most_tokens, 1)
+        self.overridden = False
+        """Whether any token has limits; only where nothing is compiled or captured may this be asked."""
+
+    def fill(self, limits: Sequence[tuple[float, float]], tokens: Sequence[int]) -> None:
+        """Set the limits of a batch: those of each request, and how many tokens of it the batch has."""
+        before, self.overridden = self.overridden, any(each != ANY for each in limits)
+        if self.overridden:
+            rows_R2 = torch.tensor(limits, dtype=torch.float32)
+            rows_T2 = rows_R2.repeat_interleave(torch.as_tensor(tokens, dtype=torch.long), dim=0)
+            self.values_M2[: len(rows_T2)].copy_(rows_T2)
+        elif before:
+            self.values_M2.copy_(torch.tensor(ANY))
 
 
 def slot_coefficients(
@@ -57,6 +83,7 @@ def slot_coefficients(
     bias_SN: torch.Tensor,
     constants_SN4: torch.Tensor,
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    limits_T2: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """λ of every token under the gates of its own slot, [T, N] fp32: the signed map of `gates.signed_map`.
 
@@ -66,6 +93,7 @@ def slot_coefficients(
         weight_SND, bias_SN: gate weights and biases, divided by τ.
         constants_SN4: (1−L, U−1, least λ, most λ).
         reduce: sums over the ranks of a row-parallel layer, each of which holds a part of D.
+        limits_T2: (least λ, most λ) of each token's request; the slot's own limits come after them.
     """
     slots, slices, width = weight_SND.shape
     # -1 becomes the last row; padding of a captured graph carries arbitrary indices, which become some row
@@ -84,7 +112,10 @@ def slot_coefficients(
     below_TN, above_TN, least_TN, most_TN = constants_SN4[own_T].unbind(-1)
     response_TN = logits_TN.tanh()
     slope_TN = torch.where(response_TN < 0, below_TN, above_TN)
-    return (slope_TN * response_TN + 1.0).clamp(least_TN, most_TN)
+    lam_TN = slope_TN * response_TN + 1.0
+    if limits_T2 is not None:
+        lam_TN = lam_TN.clamp(limits_T2[:, :1], limits_T2[:, 1:])
+    return lam_TN.clamp(least_TN, most_TN)
 
 
 def shrink_slots(
@@ -164,8 +195,21 @@ class PunicaProxy:
         return getattr(self.__dict__["punica"], name)
 
 
+def token_limits(punica: Any) -> TokenLimits:
+    """The limits of λ for the batches of one of vLLM's punica wrappers, shared by all layers that it serves."""
+    found = getattr(punica, "loragate_limits", None)
+    if found is None:
+        tokens_M = punica._token_lora_indices
+        found = punica.loragate_limits = TokenLimits(len(tokens_M), tokens_M.device)
+    return found
+
+
 class GatedPunica(PunicaProxy):
     """That of a linear layer: scales what shrinking leaves in the buffer, and makes both products itself on a CPU."""
+
+    def __init__(self, punica: Any, layer: Any) -> None:
+        super().__init__(punica, layer)
+        self.limits = token_limits(punica)
 
     def slots(self, tokens: int) -> torch.Tensor:
         """Slot of each token, [T]; -1 for one without an adapter."""
@@ -183,9 +227,11 @@ class GatedPunica(PunicaProxy):
         else:
             shrunk = self.punica.add_shrink(y, x, lora_a_stacked, scale, **kwargs)
             buffer = y if shrunk is None else shrunk
-        layer = self.layer
+        layer, limits_T2 = self.layer, None
+        if x.device.type != "cpu" or self.limits.overridden:
+            limits_T2 = self.limits.values_M2[: len(flat_TD)]
         lam_TN = slot_coefficients(
-            flat_TD, slots_T, layer.gate_weight, layer.gate_bias, layer.gate_constants, layer.gate_reduce
+            flat_TD, slots_T, layer.gate_weight, layer.gate_bias, layer.gate_constants, layer.gate_reduce, limits_T2
         )
         buffer.mul_(lam_TN.t().unsqueeze(-1))
         return shrunk
@@ -255,9 +301,8 @@ class GateMixin:
         weight_D: torch.Tensor | None,
         bias: float,
         signed_map: SignedMap,
-        limits: tuple[float, float],
     ) -> None:
-        """Fill slot `index`, slice `piece`; `limits` are (least λ, most λ), the weight is the whole layer's."""
+        """Fill slot `index`, slice `piece`; the weight is the whole layer's."""
         tau = signed_map.tau
         if weight_D is not None:
             width = self.gate_weight.shape[-1]
@@ -265,7 +310,11 @@ class GateMixin:
             start = self.tp_rank * width if self.gate_reduce is not None else 0
             self.gate_weight[index, piece].copy_(weight_D[start : start + width] / tau)
         self.gate_bias[index, piece] = bias / tau
-        self.gate_constants[index, piece].copy_(slot_constants(signed_map, *limits))
+        self.gate_constants[index, piece].copy_(slot_constants(signed_map))
+
+    def fix_slot(self: Any, index: int) -> None:
+        """Hold slot `index` at λ = 1 until a gate is set: what a gated adapter leaves ungated no override reaches."""
+        self.gate_constants[index, :, 2:] = 1.0
 
     def gate_width(self: Any) -> int:
         """Input width of the whole layer, over all ranks."""

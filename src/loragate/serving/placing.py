@@ -17,7 +17,6 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from loragate.errors import ArtifactError
 from loragate.gates.identity import compare_base_samples, config_fingerprint, is_norm
-from loragate.gates.override import Override
 from loragate.gates.schema import CONFIG
 from loragate.gates.signed_map import SignedMap
 from loragate.models.folder_gates import FolderGates
@@ -26,16 +25,18 @@ from loragate.serving.layers import GateMixin
 
 @dataclass(frozen=True)
 class PlacedGates:
-    """Where each gate goes: (layer name, slice, weight or None, bias), with the map and (least λ, most λ) for all."""
+    """Where each gate goes: (layer name, slice, weight or None, bias), with the map for all."""
 
     entries: tuple[tuple[str, int, torch.Tensor | None, float], ...]
     signed_map: SignedMap
-    limits: tuple[float, float]
 
     def fill(self, modules: dict[str, Any], index: int) -> None:
-        """Put the gates into slot `index`, which the layers have just reset."""
+        """Put the gates into slot `index`, which the layers have just reset; what has no gate stays at λ = 1."""
+        for module in modules.values():
+            if isinstance(module, GateMixin):
+                module.fix_slot(index)
         for layer, piece, weight, bias in self.entries:
-            modules[layer].set_gate(index, piece, weight, bias, self.signed_map, self.limits)
+            modules[layer].set_gate(index, piece, weight, bias, self.signed_map)
 
 
 def place_gates(gates: FolderGates, manager: Any) -> PlacedGates:
@@ -73,7 +74,7 @@ def place_gates(gates: FolderGates, manager: Any) -> PlacedGates:
                 f"{where}: the gate of {path} reads {weight.numel()} features, the base has {width} there"
             )
         entries += [(layer, piece, weight, float(bias)) for piece in pieces]
-    return PlacedGates(tuple(entries), gates.config.signed_map, (gates.override or Override()).limits)
+    return PlacedGates(tuple(entries), gates.config.signed_map)
 
 
 def _slices(manager: Any) -> dict[str, tuple[str, range]]:

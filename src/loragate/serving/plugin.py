@@ -6,8 +6,9 @@ vocabulary's head is mended for adapters of every kind (`serving.layers`). Where
 hook that moved) gated folders are refused with the reason and everything else is left alone. Without the plugin, vLLM finds no
 adapter at the top of a gated folder and refuses it too.
 
-`GATED_FOLDER@unit` is a virtual adapter: the same tensors with λ clipped (`gates.override`). vLLM takes it for another
-adapter, with a name, an id and a place in the prefix cache of its own, so nothing computed under one λ is reused under another.
+What a request lays over λ (`gates.override`) stands behind its adapter's folder, as in `GATED_FOLDER@unit`: vLLM carries the
+folder with the request to the worker, and its prefix cache keeps folders apart, so that nothing computed under one λ is reused
+under another. The tensors are those of the folder, in one slot for all strengths.
 
 Here is what decides whether gates can be served: the plugin reaches into vLLM's LoRA layers, which are private and move, so that
 the version is asked first, and then each place for what is relied upon. `serving.hooks` has what takes the place of vLLM's own.
@@ -21,6 +22,7 @@ import inspect
 import logging
 import re
 from pkgutil import resolve_name
+from types import SimpleNamespace
 
 from loragate.version import __version__
 
@@ -29,11 +31,12 @@ MARK = "loragate_gates"
 """Attribute of vLLM's WorkerLoRAManager: "" where gates are served, otherwise the reason why not."""
 TESTED_VERSIONS = ("0.32.0",)
 """vLLM versions that the tests of this release ran with."""
-SUPPORTED_RANGE = ">=0.32,<0.33"
-"""The versions in which gates are served."""
-_LOWEST, _BELOW = (0, 32), (0, 33)
+SUPPORTED_RANGE = ">=0.32,<0.34"
+"""The versions in which gates are served. 0.33, which has no build for a CPU, was read and not run: scripts/vllm_contract.py."""
+_LOWEST, _BELOW = (0, 32), (0, 34)
 
 _MANAGERS, _PUNICA = "vllm.lora.worker_manager:", "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase."
+_KEYS = "vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys"
 HOOKS = {
     "vllm.lora.utils:from_layer": "layer max_loras lora_config packed_modules_list",
     "vllm.lora.utils:get_adapter_absolute_path": "lora_path",
@@ -52,9 +55,19 @@ HOOKS = {
     f"{_MANAGERS}WorkerLoRAManager._load_adapter": "lora_request",
     f"{_MANAGERS}LRUCacheWorkerLoRAManager.add_adapter": "lora_request",
     "vllm.lora.model_manager:LRUCacheLoRAModelManager.activate_adapter": "lora_id",
+    "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.set_active_loras": "input_batch num_scheduled_tokens",
+    "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras": "token_lora_mapping lora_requests",
+    "vllm.v1.worker.gpu.lora_utils:LoraState.make_lora_inputs": "req_ids idx_mapping num_scheduled_tokens",
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "params lora_request",
     "vllm.v1.engine.input_processor:InputProcessor._validate_lora": "lora_request",
-    "vllm.v1.engine.async_llm:AsyncLLM.generate": "prompt sampling_params lora_request",
+    "vllm.v1.engine.async_llm:AsyncLLM.add_lora": "lora_request",
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": "prompt sampling_params request_id lora_request",
+    "vllm.entrypoints.openai.models.serving:OpenAIServingModels.load_lora_adapter": "request",
+    "vllm.entrypoints.openai.models.serving:OpenAIServingModels.show_available_models": "",
+    "vllm.entrypoints.openai.models.api_router:attach_router": "app",
+    "vllm.entrypoints.serve.engine.serving:BaseServing._check_model": "request",
     "vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters": "request",
+    _KEYS: "request",
     "vllm.config:VllmConfig.compute_hash": "",
     "vllm.distributed:get_pp_group": "",
 }
@@ -93,6 +106,10 @@ def missing_hook() -> str | None:
             return f"{shown} is gone"
         if lost := [name for name in parameters.split() if name not in known]:
             return f"{shown} takes no {lost[0]} any more"
+    requests = [SimpleNamespace(lora_name="name", lora_int_id=1, lora_path=path) for path in ("folder", "folder@unit")]
+    keys = [resolve_name(_KEYS)(SimpleNamespace(lora_request=request)) for request in requests]
+    if keys[0] == keys[1]:
+        return "the keys of its prefix cache hold no adapter's path any more, so that two strengths would share blocks"
     return None
 
 

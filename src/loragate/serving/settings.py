@@ -22,8 +22,8 @@ class ServerSettings(Loading):
         port: port to listen on.
         adapters: more adapters to serve, gated or plain: NAME=FOLDER separated by commas, or NAME=owner/name[@revision]
             on the hub; a suffix such as @unit overrides λ.
-        overrides: overrides of λ to serve for every gated adapter, separated by commas: unit is served as NAME@unit.
-            Known: off, unit, noreverse, noextrapolate, constant=0.5, clip=-1:2. With --dynamic clients can use any.
+        overrides: overrides of λ to list for every gated adapter, separated by commas: unit is listed as NAME@unit.
+            Known: off, unit, noreverse, noextrapolate, constant=0.5, clip=-1:2. Clients can use any, listed or not.
         dynamic: let clients load and unload adapters while the server runs; for trusted clients only.
         verify: compare log-probs of vLLM with transformers, print the differences and stop; the exit status is 1 if
             they are too large.

@@ -31,7 +31,7 @@ from loragate.data import Chat, find_endings
 from loragate.display import console
 from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.files import write_json, write_text
-from loragate.gates.override import parse_override
+from loragate.gates.override import parse_override, split_slot
 from loragate.gates.recommended import sampling_note
 from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
 from loragate.models import (
@@ -45,7 +45,6 @@ from loragate.models import (
     require_here,
     resolve,
 )
-from loragate.serving.hooks import ADAPTERS_VARIABLE
 from loragate.serving.plugin import vllm_version
 from loragate.serving.settings import ServerSettings
 from loragate.validate import comma_list
@@ -53,7 +52,7 @@ from loragate.validate import comma_list
 USUAL_SHARE = 0.9
 """Share of an accelerator's memory that vLLM may fill."""
 SECRETS = ("--api-key", "--hf-token")
-START_S, STOP_S = 1800.0, 30.0  # patience with a server that starts, and with one that ends
+START_S, STOP_S = 1800.0, 3.0  # patience with a server that starts, and with one that ends: docker kills after 10 s
 _PROBES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "Qprobeuser"}],
     [
@@ -93,7 +92,7 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
             )
             out.print("starting vLLM: " + shlex.join(without_secrets(command)), markup=False)
             print_sampling(adapters)
-            began, process = time.monotonic(), start(command, folders, settings.dynamic)
+            began, process = time.monotonic(), start(command, settings.dynamic)
             try:
                 wait_until_healthy(process, url)
                 out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
@@ -214,17 +213,18 @@ def server_command(
 ) -> list[str]:
     """Command line of the server: the base as "base", each adapter folder (gated or plain) under its name.
 
-    The module is started rather than the program `vllm`, which the CPU builds of other publishers do not bring.
+    vLLM's command line is started by way of `loragate.serving`, as the CPU builds of other publishers bring no program `vllm`.
     """
     # vLLM cuts NAME=FOLDER at the first "=" and takes a comma for JSON; then the pair itself is JSON
     modules = [
         json.dumps({"name": name, "path": folder}) if "=" in name or "," in f"{name}{folder}" else f"{name}={folder}"
         for name, folder in adapters.items()
     ]
+    slots = len({split_slot(folder)[0] for folder in adapters.values()})  # one for all overrides of a whole adapter
     return [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", base, "--served-model-name", "base", "--host", host, "--port", str(port)),
-        *("--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", str(len(adapters))),
+        *(sys.executable, "-m", "loragate.serving", "serve", base),
+        *("--served-model-name", "base", "--host", host, "--port", str(port)),
+        *("--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", str(slots)),
         *("--lora-modules", *modules),
         *extra,
     ]
@@ -341,19 +341,15 @@ def stopping_arguments(
     return ["--generation-config", str(scratch)]
 
 
-def start(command: Sequence[str], adapters: Mapping[str, str], dynamic: bool) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], dynamic: bool) -> subprocess.Popen[bytes]:
     """Start the server in a group of its own, so that Ctrl-C reaches it through us alone and it can end in order.
 
-    With `dynamic`, clients may load adapters, and ask for any of `adapters` with an override of λ behind its name.
+    With `dynamic`, clients may load adapters.
     """
     environment = dict(os.environ)
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     if dynamic:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
-        # the plugin reads it in every process of vLLM
-        environment[ADAPTERS_VARIABLE] = json.dumps(
-            {name: folder for name, folder in adapters.items() if "@" not in name}
-        )
     return subprocess.Popen(list(command), env=environment, start_new_session=True)
 
 
@@ -382,7 +378,7 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and its workers: politely first."""
+    """End the server and its workers: politely first, but streams that are still being answered are not waited for."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:

@@ -1,0 +1,331 @@
+"""What becomes of a request in vLLM's front end: its adapter, how strongly it acts, what is refused, and what the log says.
+
+What a request lays over λ is put behind its adapter's folder (`gates.override`). vLLM carries the folder through scheduler, prefix
+cache and worker, so that two strengths of an adapter are kept apart wherever two adapters are, and share its slot.
+
+Each function of a method's signature takes the place of one of vLLM's (`serving.hooks`) and is given the original first. What
+needs PEFT, which vLLM does without, is imported on first use.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from loragate import models
+from loragate.errors import ConfigError, LoragateError, nearest
+from loragate.gates.override import FIELDS, Override, requested_override, split_folder, split_name, split_slot
+from loragate.gates.recommended import generation_settings, recommended_temperature, warn_elsewhere
+from loragate.models.source import is_gated, sampling_of
+
+log = logging.getLogger("loragate.requests")
+"""One line for each request of a server."""
+
+
+def gated_folder(path: str) -> tuple[Path, Override | None] | None:
+    """(folder, override) of a request for which λ has to be computed; None for a plain adapter, and for what is not here."""
+    named, override = split_folder(path)
+    folder = Path(named).expanduser()
+    return (folder, override) if override is not None or is_gated(folder) else None
+
+
+def require_unchanged(owner: Any, lora_request: Any, digest: str) -> None:
+    """Refuse other gates under a name and folder that were served before.
+
+    The keys of vLLM's prefix cache hold the adapter's name and path, not its values: blocks of the old gates would be
+    taken for the new ones'.
+    """
+    known = owner.__dict__.setdefault("_loragate_digests", {})
+    before = known.setdefault((lora_request.lora_name, lora_request.lora_path), digest)
+    if before != digest:
+        raise LoragateError(
+            f"{lora_request.lora_path}: the folder has changed since it was served as {lora_request.lora_name!r}. vLLM's "
+            "prefix cache cannot tell the two apart: put the new gates into a folder of their own, or load them under "
+            "another name"
+        )
+
+
+def renewed(engine: Any, lora_request: Any) -> Any:
+    """The adapter of a server's request under the number of what its folder holds now: one slot for all names of a folder.
+
+    A folder that was written anew is another adapter: it has another number, and another name for the prefix cache.
+    """
+    folders = engine.__dict__.setdefault("_loragate_numbers", {})
+    folder = split_folder(lora_request.lora_path)[0]
+    numbers = folders.setdefault(split_slot(lora_request.lora_path)[0], {})
+    now = models.stamp(Path(folder).expanduser())
+    if now not in numbers:
+        taken = {number for known in folders.values() for number in known.values()}
+        own = lora_request.lora_int_id
+        numbers[now] = own if own not in taken else max(taken) + 1
+    other = copy.copy(lora_request)  # a msgspec struct
+    other.lora_int_id = numbers[now]
+    if other.lora_int_id != next(iter(numbers.values())):
+        other.lora_name = f"{lora_request.lora_name}#{other.lora_int_id}"
+    return other
+
+
+async def add_adapter(original: Any, self: Any, lora_request: Any) -> bool:
+    """A server's `add_lora`, under the number of `renewed`."""
+    other = renewed(self, lora_request)
+    lora_request.lora_int_id = other.lora_int_id  # the server keeps this very object for the name
+    added: bool = await original(self, other)
+    self.__dict__.setdefault("_loragate_loaded", set()).add(other.lora_int_id)
+    return added
+
+
+async def load_adapter(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """A server's answer to a client that loads an adapter: what the engine refuses is the client's error, not the server's."""
+    found = await original(self, request, *args, **kwargs)
+    error = getattr(found, "error", None)
+    if error is not None and error.code == HTTPStatus.INTERNAL_SERVER_ERROR and not self.engine_client.errored:
+        error.code, error.type = HTTPStatus.BAD_REQUEST.value, "BadRequestError"
+        error.message = _reason(error.message)
+    return found
+
+
+def _reason(message: str) -> str:
+    """What an engine's process says, without which of its calls said it."""
+    return message.removeprefix("Call to add_lora method failed: ")
+
+
+def validate_request(original: Any, self: Any, lora_request: Any) -> None:
+    """The front end's check of a request: what is wrong with a gated folder is this request's error, not the engine's."""
+    original(self, lora_request)
+    if lora_request is None:
+        return
+    try:
+        found = gated_folder(lora_request.lora_path)
+        if found is None or not found[0].is_dir():
+            return
+        folder, override = found
+        checked = self.__dict__.setdefault("_loragate_checked", {})
+        # of all overrides, a plain adapter takes some and not others
+        kind = None if override is None else (override.constant is None, override.part)
+        now, key = models.stamp(folder), (lora_request.lora_name, str(folder), kind)
+        if checked.get(key) != now:
+            moved = copy.copy(lora_request)
+            moved.lora_path = str(folder)
+            gates = models.read_gates(folder, override)
+            require_unchanged(self, moved, gates.digest if is_gated(folder) else "")
+            checked[key] = now
+    except LoragateError as error:
+        raise ValueError(str(error)) from error
+
+
+def strengthen(lora_request: Any, fields: Mapping[str, Any] | None, where: str) -> Any:
+    """The adapter of a request with the override behind its folder that the request's fields ask for.
+
+    The folder is what vLLM carries through scheduler, prefix cache and worker: it keeps two strengths of an adapter apart, and
+    tells the worker what to lay over λ.
+
+    Raises:
+        ValueError: for fields that cannot be (`requested_override`), or that have no effect on this model.
+    """
+    try:
+        asked = requested_override(fields or {})
+    except LoragateError as error:
+        raise ValueError(str(error)) from error
+    if asked is None:
+        return lora_request
+    if lora_request is None:
+        raise ValueError(f"{where}: no adapter is asked for, and a base has no strength; name an adapter as the model")
+    if split_folder(lora_request.lora_path)[1] is not None:
+        raise ValueError(
+            f"{where}: {lora_request.lora_name} carries an override of λ in its name; ask for the adapter without it"
+        )
+    folder = Path(lora_request.lora_path).expanduser()
+    if "lora_scale" in (fields or {}) and folder.is_dir():
+        try:
+            unreached = _unreached(folder, models.stamp(folder))
+        except LoragateError as error:
+            raise ValueError(str(error)) from error
+        if unreached:
+            raise ValueError(
+                f"{where}: lora_scale does not reach {len(unreached)} of the adapter's modules ({unreached[0]}), which have no λ: "
+                f"0 would not be the base; {lora_request.lora_name}@{asked} scales the others"
+            )
+    other = copy.copy(lora_request)
+    other.lora_path = f"{lora_request.lora_path}@{asked}"
+    return other
+
+
+@functools.lru_cache(maxsize=1024)
+def _unreached(folder: Path, stamp: Any) -> tuple[str, ...]:
+    """The modules of an adapter that no scale reaches, while its files have this stamp."""
+    return models.read_gates(folder, Override(constant=0.0)).unreached
+
+
+def apply_fields(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`process_inputs`, through which every request goes, with the fields among `SamplingParams.extra_args` applied."""
+    given = inspect.signature(original).bind(self, *args, **kwargs)
+    fields = getattr(given.arguments["params"], "extra_args", None)
+    given.arguments["lora_request"] = strengthen(given.arguments.get("lora_request"), fields, "extra_args")
+    return original(*given.args, **given.kwargs)
+
+
+async def check_model(original: Any, self: Any, request: Any) -> Any:
+    """The server's check that a model is served: NAME@OVERRIDE of a served adapter is, whether or not it was loaded so."""
+    try:
+        if _named_override(self.models, request.model) is not None:
+            return None
+    except LoragateError as error:
+        return self.create_error_response(str(error), param="model")
+    return await original(self, request)
+
+
+def find_adapter(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """The server's look-up of a request's adapter, with what name and fields lay over its λ.
+
+    What the request leaves open is sampled as the adapter's folder recommends; vLLM's own defaults are one for all names, and
+    base and plain adapter keep those.
+    """
+    try:
+        lora_request = _named_override(self.models, request.model)
+    except LoragateError as error:
+        raise ValueError(str(error)) from error
+    if lora_request is None:
+        lora_request = original(self, request, *args, **kwargs)
+    # at the top, where OpenAI's clients put what they do not know, or where vLLM expects it; taken out, as it is applied here
+    for fields in (getattr(request, "model_extra", None), getattr(request, "vllm_xargs", None)):
+        lora_request = strengthen(lora_request, fields, request.model or "base")
+        for name in FIELDS:
+            (fields or {}).pop(name, None)
+    if lora_request is None or getattr(request, "temperature", 0.0) is not None:
+        return lora_request
+    temperature = recommended_temperature(_sampling(lora_request.lora_path))
+    if temperature is not None:
+        # vLLM reads no do_sample: greedy decoding is a temperature of 0 there
+        for key, value in {**generation_settings(temperature), "temperature": temperature}.items():
+            if getattr(request, key, value) is None:
+                setattr(request, key, value)
+    return lora_request
+
+
+def _named_override(served: Any, name: str | None) -> Any:
+    """The adapter of NAME@OVERRIDE where NAME is served and the whole is not; None for any other name.
+
+    Raises:
+        LoragateError: for an override that is not known, or a second one.
+    """
+    head, _, text = (name or "").rpartition("@")
+    found = None if name in served.lora_requests else served.lora_requests.get(head)
+    if name is None or found is None:
+        return None
+    split_name(name)
+    if split_folder(found.lora_path)[1] is not None:
+        raise ConfigError(f"{name}: {head} carries an override of λ already")
+    other = copy.copy(found)
+    other.lora_name, other.lora_path = name, f"{found.lora_path}@{text}"
+    return other
+
+
+async def generate(
+    original: Any,
+    self: Any,
+    prompt: Any,
+    sampling_params: Any,
+    request_id: Any,
+    *args: Any,
+    lora_request: Any = None,
+    **kwargs: Any,
+) -> AsyncGenerator[Any, None]:
+    """A server's `generate`, which has one line of the log for each request.
+
+    It warns where an adapter is sampled at another temperature than its folder recommends, and loads a folder again that was
+    written anew since it was served.
+    """
+    if lora_request is not None:
+        record = _sampling(lora_request.lora_path)
+        warn_elsewhere(lora_request.lora_name, record, sampling_params.temperature, logging.getLogger("loragate"))
+        now = renewed(self, lora_request)
+        if now.lora_int_id not in self.__dict__.setdefault("_loragate_loaded", set()):
+            try:
+                await self.add_lora(copy.copy(lora_request))
+            except Exception as error:
+                if self.errored:
+                    raise
+                raise ValueError(_reason(str(error))) from error
+        lora_request, name = now, lora_request.lora_name
+    else:
+        name = "none"
+    began, tokens, last = time.monotonic(), 0, None
+    try:
+        async for last in original(
+            self, prompt, sampling_params, request_id, *args, lora_request=lora_request, **kwargs
+        ):
+            made = sum(len(one.token_ids) for one in last.outputs)
+            # a stream's parts hold what is new; otherwise the last one holds all
+            tokens = tokens + made if getattr(sampling_params.output_kind, "name", "") == "DELTA" else made
+            yield last
+    finally:
+        override = lora_request and str(lora_request.lora_path)[len(split_folder(lora_request.lora_path)[0]) + 1 :]
+        log.info(
+            "request %s: model %s, adapter %s, strength %s, %d prompt tokens (%d cached), %d tokens, %.2f s%s",
+            request_id,
+            self.model_config.served_model_name,
+            name,
+            override or ("as it is" if lora_request else "none"),
+            len(getattr(last, "prompt_token_ids", None) or ()),
+            getattr(last, "num_cached_tokens", None) or 0,
+            tokens,
+            time.monotonic() - began,
+            "" if getattr(last, "finished", False) else ", not finished",
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _sampling(path: str) -> dict[str, Any]:
+    """The record of an adapter's folder as it is served, see `sampling_of`; {} for a folder that will be refused."""
+    try:
+        named, override = split_folder(path)
+        return sampling_of(Path(named).expanduser()) if override is None else {}
+    except LoragateError:
+        return {}
+
+
+def open_log() -> None:
+    """Show `log` whatever vLLM shows: `loragate serve` lets it show errors alone."""
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%m-%d %H:%M:%S"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+
+
+def add_routes(router: Any) -> None:
+    """`/v1/models/NAME`, which OpenAI's clients ask for, beside vLLM's list of all models."""
+    request_class, reply = resolve_name("fastapi:Request"), resolve_name("fastapi.responses:JSONResponse")
+
+    async def show_model(name: str, raw_request: Any) -> Any:
+        served = raw_request.app.state.openai_serving_models
+        cards = {card.id: card for card in (await served.show_available_models()).data}
+        head, sign, _ = name.rpartition("@")
+        try:
+            if sign and name not in cards and head in cards:
+                split_name(name)
+                return reply({**cards[head].model_dump(), "id": name, "parent": head})
+        except LoragateError as error:
+            return reply(_error(str(error)), HTTPStatus.BAD_REQUEST)
+        if name in cards:
+            return reply(cards[name].model_dump())
+        message = f"The model `{name}` does not exist{nearest(name, cards)}"
+        return reply(_error(message, HTTPStatus.NOT_FOUND), HTTPStatus.NOT_FOUND)
+
+    # as types, not as the names of types that FastAPI would look for in this module
+    show_model.__annotations__ = {"name": str, "raw_request": request_class}
+    router.get("/v1/models/{name:path}", response_model=None)(show_model)
+
+
+def _error(message: str, code: HTTPStatus = HTTPStatus.BAD_REQUEST) -> dict[str, Any]:
+    kind = "NotFoundError" if code == HTTPStatus.NOT_FOUND else "BadRequestError"
+    return {"error": {"message": message, "type": kind, "param": "model", "code": code.value}}

@@ -1,0 +1,236 @@
+"""Requests in vLLM's front end, without vLLM: strengths, refusals, folders written anew, and the log."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import loragate as lg
+from loragate.errors import LoragateError
+from loragate.serving import frontend, hooks
+from tiny import tiny_adapter, tiny_base
+
+
+def finished(coroutine: Any) -> Any:
+    """What a coroutine that waits for nothing returns."""
+    with pytest.raises(StopIteration) as caught:
+        coroutine.send(None)
+    return caught.value.value
+
+
+def adapter(name: str, path: str) -> Any:
+    return SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=path)
+
+
+def server(**served: str) -> Any:
+    """A server of {name: path}, and what vLLM's own look-up of a model says there."""
+    models = SimpleNamespace(lora_requests={name: adapter(name, path) for name, path in served.items()})
+    return SimpleNamespace(models=models, create_error_response=lambda message, param: (message, param))
+
+
+def asked(model: str, **fields: Any) -> Any:
+    """A request as vLLM's protocol holds it: what it knows is a field, the rest lies in `model_extra`."""
+    return SimpleNamespace(
+        model=model, temperature=0.5, vllm_xargs=fields.pop("vllm_xargs", None), model_extra={"unknown": 1, **fields}
+    )
+
+
+def found(model: str, **fields: Any) -> Any:
+    request = asked(model, **fields)
+    look_up = lambda self, request: self.models.lora_requests.get(request.model)  # noqa: E731
+    one = frontend.find_adapter(look_up, server(gated="/g", calm="/g@unit"), request)
+    for left in (request.model_extra, request.vllm_xargs or {}):
+        assert not any(name.startswith("lora_") for name in left), "what is applied is not applied twice"
+    return one and (one.lora_name, one.lora_path)
+
+
+def test_the_strength_of_a_request_stands_behind_its_folder() -> None:
+    assert found("gated", lora_scale=0.6) == ("gated", "/g@constant=0.6")
+    assert found("gated", vllm_xargs={"lora_scale": -2, "other": 1}) == ("gated", "/g@constant=-2.0")
+    assert found("gated", lora_gates="unit") == ("gated", "/g@unit")
+    assert found("gated@clip=:1") == ("gated@clip=:1", "/g@clip=:1")
+    assert found("gated") == ("gated", "/g")
+    assert found("calm") == ("calm", "/g@unit")
+    assert found("base") is None
+    for path, limits in (("/g", (-math.inf, math.inf)), ("/g@constant=0.6", (0.6, 0.6)), ("/g@unit", (0.0, 1.0))):
+        assert hooks.limits_of(path) == limits
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "message"),
+    [
+        ("gated", {"lora_scale": "0.6"}, "finite number, found '0.6'"),
+        ("gated", {"lora_scale": True}, "finite number, found True"),
+        ("gated", {"lora_scale": math.nan}, "finite number, found nan"),
+        ("gated", {"lora_scale": 10**400}, "finite number, found 1000"),
+        ("gated", {"lora_scale": 1e39}, "finite number, found 1e"),
+        ("gated", {"vllm_xargs": {"lora_scale": [1]}}, r"finite number, found \[1\]"),
+        ("gated", {"lora_gates": "unti"}, "did you mean 'unit'"),
+        ("gated", {"lora_gates": 0.5}, "takes the name of an override"),
+        ("gated", {"lora_scale": 1, "lora_gates": "unit"}, "two overrides of λ"),
+        ("gated", {"lora_scales": 1}, "did you mean 'lora_scale'"),
+        ("gated", {"lora_scale": 1, "vllm_xargs": {"lora_scale": 2}}, "carries an override"),
+        ("gated@unit", {"lora_scale": 1}, "gated@unit carries an override of λ in its name"),
+        ("calm", {"lora_scale": 1}, "calm carries an override of λ in its name"),
+        ("base", {"lora_scale": 1}, "base: no adapter is asked for"),
+    ],
+)
+def test_a_strength_that_cannot_be_is_a_bad_request(model: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        found(model, **fields)
+
+
+def test_names_with_an_override_are_served_without_being_loaded() -> None:
+    async def unknown(self: Any, request: Any) -> str:
+        return "404"
+
+    def told(name: str) -> Any:
+        return finished(frontend.check_model(unknown, server(gated="/g", calm="/g@unit"), SimpleNamespace(model=name)))
+
+    assert told("gated@constant=0.5") is None
+    assert "did you mean 'unit'" in told("gated@unti")[0]
+    assert "carries an override of λ already" in told("calm@off")[0]
+    for name in ("gated", "other@unit", "base@unit", None):
+        assert told(name) == "404", "vLLM's own answer"
+
+
+def test_all_strengths_of_a_folder_have_one_number() -> None:
+    engine = SimpleNamespace()
+    numbers = []
+
+    async def add(self: Any, lora_request: Any) -> bool:
+        numbers.append(lora_request.lora_int_id)
+        return True
+
+    for number, path in enumerate(("/g", "/p", "/g@unit", "/g@constant=0.5", "/p@constant=2.0", "/p@lower=0.5"), 1):
+        request = SimpleNamespace(lora_name=path, lora_int_id=number, lora_path=path)
+        assert finished(frontend.add_adapter(add, engine, request))
+    assert numbers == [1, 2, 1, 1, 2, 6], "a constant for a part is in the slot, and not laid over it"
+
+
+def test_a_scale_that_does_not_reach_the_whole_adapter_is_refused(tmp_path: Path) -> None:
+    """Its zero would not be the base: gates on some modules, an adapted head. Names and clips are what they say."""
+    base = tiny_base(tie_word_embeddings=False)
+    for name, modules, kept in (
+        ("some", ["q_proj", "v_proj"], ["v_proj"]),
+        ("whole", ["q_proj", "v_proj"], None),
+        ("head", ["q_proj", "lm_head"], None),
+    ):
+        model = tiny_adapter(base=base if name == "head" else tiny_base(), target_modules=modules)
+        model.save_pretrained(tmp_path / f"plain-{name}")
+        lg.save_gates(lg.attach_gates(model, lg.GateConfig(-1, 2, target_modules=kept)), tmp_path / name, base_id="b")
+    for name, reached in (
+        ("some", False),
+        ("plain-some", True),
+        ("whole", True),
+        ("head", False),
+        ("plain-head", False),
+    ):
+        request = adapter(name, str(tmp_path / name))
+        if reached:
+            assert frontend.strengthen(request, {"lora_scale": 0.5}, name).lora_path.endswith("@constant=0.5")
+        else:
+            with pytest.raises(ValueError, match=r"does not reach [12] of the adapter's modules"):
+                frontend.strengthen(request, {"lora_scale": 0.5}, name)
+    assert frontend.strengthen(adapter("some", str(tmp_path / "some")), {"lora_gates": "unit"}, "some")
+
+
+def test_other_gates_under_a_served_name_and_folder_are_refused() -> None:
+    owner = SimpleNamespace()
+    one, elsewhere = (SimpleNamespace(lora_name="math", lora_path=path) for path in ("/adapters/math", "/adapters/2"))
+    for request, digest in ((one, "one"), (one, "one"), (elsewhere, "two")):
+        frontend.require_unchanged(owner, request, digest)
+    with pytest.raises(LoragateError, match="changed since it was served as 'math'"):
+        frontend.require_unchanged(owner, one, "two")
+
+
+def test_a_folder_written_anew_has_another_number_and_name(saved: Path, tmp_path: Path) -> None:
+    engine = SimpleNamespace()
+    place = shutil.copytree(saved / "gated", tmp_path / "moving")
+
+    def number(name: str, path: str, own: int) -> tuple[str, int]:
+        found = frontend.renewed(engine, SimpleNamespace(lora_name=name, lora_int_id=own, lora_path=path))
+        return found.lora_name, found.lora_int_id
+
+    assert number("moving", str(place), 1) == ("moving", 1)
+    assert number("other", str(saved / "adapter"), 2) == ("other", 2)
+    for round_ in (3, 4):
+        record = place / "gate_config.json"
+        record.write_text(record.read_text() + "\n")
+        assert number("moving", str(place), 1) == (f"moving#{round_}", round_)
+        assert number("moving", f"{place}@unit", 1) == (f"moving#{round_}", round_), (
+            "and for all that is laid over its λ"
+        )
+    assert number("other", str(saved / "adapter"), 2) == ("other", 2)
+
+
+class Engine:
+    """What `generate` takes of vLLM's AsyncLLM."""
+
+    errored = False
+    model_config = SimpleNamespace(served_model_name="base")
+
+    def __init__(self, refuse: bool = False) -> None:
+        self.added: list[Any] = []
+        self.refuse = refuse
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        if self.refuse:
+            raise Exception("Call to add_lora method failed: another base")
+        return await frontend.add_adapter(self.add, self, lora_request)
+
+    @staticmethod
+    async def add(self: Any, lora_request: Any) -> bool:
+        self.added.append(lora_request)
+        return True
+
+
+async def collect(stream: AsyncGenerator[Any, None], into: list[Any]) -> None:
+    async for one in stream:
+        into.append(one)
+
+
+@pytest.mark.parametrize("kind", ["DELTA", "FINAL_ONLY"])
+def test_the_log_has_a_line_for_each_request(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(self: Any, prompt: Any, params: Any, request_id: str, *, lora_request: Any) -> Any:
+        for tokens in ([5], [6, 7]) if kind == "DELTA" else ([5, 6, 7],):
+            outputs = [SimpleNamespace(token_ids=tokens), SimpleNamespace(token_ids=tokens)]
+            yield SimpleNamespace(outputs=outputs, prompt_token_ids=[1] * 9, num_cached_tokens=4, finished=True)
+
+    lines: list[str] = []
+    monkeypatch.setattr(frontend.log, "info", lambda text, *values: lines.append(text % values))
+    engine = Engine()
+    sampling = SimpleNamespace(temperature=1.0, output_kind=SimpleNamespace(name=kind))
+    for one in (adapter("math", "/m@constant=0.5"), adapter("math", "/m"), None):
+        finished(collect(frontend.generate(answer, engine, "p", sampling, "r1", lora_request=one), []))
+    told = "9 prompt tokens (4 cached), 6 tokens, 0.00 s"
+    assert lines == [
+        f"request r1: model base, adapter math, strength constant=0.5, {told}",
+        f"request r1: model base, adapter math, strength as it is, {told}",
+        f"request r1: model base, adapter none, strength none, {told}",
+    ]
+    assert [one.lora_int_id for one in engine.added] == [1], "loaded once, before its first request"
+    with pytest.raises(ValueError, match=r"^another base$"):
+        finished(
+            collect(frontend.generate(answer, Engine(True), "p", sampling, "r2", lora_request=adapter("m", "/m")), [])
+        )
+
+
+def test_what_an_engine_refuses_to_load_is_the_client_s_error() -> None:
+    async def loaded(self: Any, request: Any) -> Any:
+        return SimpleNamespace(error=SimpleNamespace(code=500, type="InternalServerError", message=message))
+
+    message = "Call to add_lora method failed: schema version 99"
+    for errored, told in (
+        (False, (400, "BadRequestError", "schema version 99")),
+        (True, (500, "InternalServerError", message)),
+    ):
+        served = SimpleNamespace(engine_client=SimpleNamespace(errored=errored))
+        error = finished(frontend.load_adapter(loaded, served, None)).error
+        assert (error.code, error.type, error.message) == told
