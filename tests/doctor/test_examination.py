@@ -23,7 +23,8 @@ def test_an_interrupted_examination_keeps_what_is_known_and_goes_on(folder, tmp_
 
     def first(exam):
         calls.append("first")
-        assert exam.has_base and len(exam.own_rows("base")) == len(exam.prompts)
+        assert exam.has_base
+        assert len(exam.own_rows("base")) == len(exam.prompts)
         return None, [Finding("never-stops", "warning", "it never stops", "")]
 
     def second(exam):
@@ -38,12 +39,14 @@ def test_an_interrupted_examination_keeps_what_is_known_and_goes_on(folder, tmp_
     with pytest.raises(KeyboardInterrupt):
         lg.examine(folder, **asked)
     before = read_examination(out / FILE)
-    assert before.unfinished == ("effect",) and before.verdict == "warnings"
+    assert before.unfinished == ("effect",)
+    assert before.verdict == "warnings"
     with pytest.raises(ConfigError, match="--resume"):
         lg.examine(folder, **asked)
     found = lg.examine(folder, **asked, resume=True)
     assert calls == ["first", "second", "second"]
-    assert found.unfinished == () and found.findings == before.findings == read_examination(out / FILE).findings
+    assert found.unfinished == ()
+    assert found.findings == before.findings == read_examination(out / FILE).findings
     with pytest.raises(ConfigError, match="settings"):
         lg.examine(folder, **asked, resume=True, settings=ExamSettings(max_rows=3))
 
@@ -51,5 +54,6 @@ def test_an_interrupted_examination_keeps_what_is_known_and_goes_on(folder, tmp_
 def test_a_folder_that_cannot_be_loaded_is_a_finding_and_not_an_error(folder):
     (folder / "adapter_model.safetensors").unlink()
     found = lg.examine(folder)
-    assert found.verdict == "broken" and found.findings[0].code == "weights-absent"
+    assert found.verdict == "broken"
+    assert found.findings[0].code == "weights-absent"
     assert set(found.unfinished) == set(examination.PARTS)
