@@ -6,7 +6,17 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from loragate.doctor.static import examine_static
-from tiny import TEMPLATE, TURN_END, _fast, chatml_tokenizer, tiny_adapter, tiny_tokenizer, write_adapter, write_base
+from tiny import (
+    TEMPLATE,
+    TURN_END,
+    _fast,
+    chatml_tokenizer,
+    tiny_adapter,
+    tiny_base,
+    tiny_tokenizer,
+    write_adapter,
+    write_base,
+)
 
 
 def place_of(tmp_path, own, base=None, **lora):
@@ -58,18 +68,30 @@ def test_the_same_tokens_split_in_another_way(tmp_path):
     assert "splits text in another way" in found.message
 
 
-def with_token(template=None):
+def with_token(template=None, **special):
     tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.add_special_tokens(special or {"additional_special_tokens": ["<|turn|>"]})
     if template:
         tokenizer.chat_template = template
     return tokenizer
 
 
-def test_an_added_token_that_no_conversation_uses_is_a_note(tmp_path):
-    found = place_of(tmp_path, with_token())
+def test_a_token_that_was_added_for_padding_is_a_note(tmp_path):
+    found = place_of(tmp_path, with_token(pad_token="<|pad|>"))
     assert {code: one.severity for code, one in found.items()} == {"tokenizer-differs": "note"}
-    assert found["tokenizer-differs"].evidence["new"] == {"<|turn|>": 160}
+    assert found["tokenizer-differs"].evidence["new"] == {"<|pad|>": 160}
+
+
+def test_an_added_token_that_nobody_trained_is_a_warning(tmp_path):
+    found = place_of(tmp_path, with_token())
+    assert found["tokens-untrained"].severity == "warning"
+    assert found["tokens-untrained"].evidence["ids"] == [160]
+
+
+def test_a_tokenizer_that_lacks_most_of_the_bases_tokens_is_an_error(tmp_path):
+    found = place_of(tmp_path, words(20))["tokenizer-differs"]
+    assert found.severity == "error"
+    assert found.evidence["moved_count"] == 0
 
 
 TURNS = TEMPLATE.replace("<user>", "<|turn|>")
@@ -78,15 +100,13 @@ TURNS = TEMPLATE.replace("<user>", "<|turn|>")
 def test_a_token_beyond_the_embeddings_is_an_error(tmp_path):
     found = place_of(tmp_path, with_token(TURNS))
     assert found["tokens-untrained"].severity == "error"
-    assert "no embeddings for (it has 160)" in found["tokens-untrained"].message
+    assert "no embeddings for" in found["tokens-untrained"].message
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_token_in_rows_that_nobody_trained_is_a_warning(tmp_path, trained):
     own = with_token(TURNS)
     write_base(tmp_path / "base", tokenizer=tiny_tokenizer(), vocab_size=200)
-    from tiny import tiny_base
-
     lora = {"trainable_token_indices": [160]} if trained else {}
     model = tiny_adapter(base=tiny_base(vocab_size=200), **lora)
     write_adapter(tmp_path / "adapter", tmp_path / "base", model)

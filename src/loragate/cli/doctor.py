@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loragate import doctor
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import ModelOptions, taken_from
 from loragate.display import Display, console, duration
@@ -66,15 +67,11 @@ def run(options: DoctorOptions) -> int:
         raise ConfigError(f"--max-rows must be 1 or more, found {options.max_rows}")
     loading = taken_from(options, Loading)
     loading.require_possible()
-    from loragate.doctor.exam import ExamSettings
-    from loragate.doctor.examination import examine
-    from loragate.doctor.record import FILE, read_examination
-
     folder = _folder(options)
     out = console()
     stopped = False
     try:
-        found = examine(
+        found = doctor.examine(
             options.adapter,
             options.base,
             data=options.data or None,
@@ -83,14 +80,14 @@ def run(options: DoctorOptions) -> int:
             quick=options.quick,
             out=folder,
             resume=options.resume,
-            settings=ExamSettings(max_rows=options.max_rows, system=options.system),
+            settings=doctor.ExamSettings(max_rows=options.max_rows, system=options.system),
             loading=loading,
             on_job=partial(_job, Display()),
         )
     except KeyboardInterrupt:
-        if folder is None or not (folder / FILE).is_file():
+        if folder is None or not (folder / doctor.FILE).is_file():
             raise
-        found, stopped = read_examination(folder / FILE), True
+        found, stopped = doctor.read_examination(folder / doctor.FILE), True
     if folder is not None:
         from loragate.report.examination import write_page
 

@@ -9,3 +9,7 @@ learned       losses on the examples: is it the right base, the right strength, 
 strength      target against retention over strengths, bands of layers, kinds of modules and gates
 examination   examine(): the parts in their order, resumable
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -84,7 +84,8 @@ def examine_tokens(
         vocabulary = base.get_vocab()
         found += _differences(tokenizer, base, vocabulary, place.contents)
         found += _templates(Chat(tokenizer, "keep"), Chat(base, "keep"))
-    found += _untrained(tokenizer, vocabulary, place.contents, embeddings)
+    if not any(one.severity == "error" for one in found):  # of another vocabulary nothing is said token by token
+        found += _untrained(tokenizer, vocabulary, place.contents, embeddings)
     measured, more = _endings(tokenizer, generation_config(place.base, loading.trust_remote_code))
     return measured, [*found, *more]
 
@@ -123,9 +124,8 @@ def _differences(own: Any, base: Any, theirs: Mapping[str, int], contents: Adapt
     }
     where = f"the adapter's tokenizer ({contents.path})"
     if moved or len(gone) > FOREIGN * len(theirs):
-        said = [
-            f"{len(moved)} tokens have other ids (such as {moved[0]!r}: {ids[moved[0]]}, not {theirs[moved[0]]})"
-        ] * bool(moved)
+        said = [f"{token!r} has the id {ids[token]}, not {theirs[token]}" for token in moved[:1]]
+        said = [f"{len(moved)} tokens have other ids ({one})" for one in said]
         said += [f"{len(gone)} of the base's {len(theirs)} tokens are not in it (such as {_some(gone)})"] * bool(gone)
         foreign = len(moved) + len(gone) > FOREIGN * len(theirs) and not _brings_embeddings(contents)
         yield Finding(
@@ -163,49 +163,52 @@ def _differences(own: Any, base: Any, theirs: Mapping[str, int], contents: Adapt
 
 def _brings_embeddings(contents: AdapterFolder) -> bool:
     """Whether the adapter holds embeddings, whole or as factors."""
-    return any(re.search(r"embed|wte", key) for key in contents.tensors)
+    return any(re.search(r"embed|wte", key) and "trainable_tokens" not in key for key in contents.tensors)
 
 
 def _untrained(
     own: Any, vocabulary: Mapping[str, int] | None, contents: AdapterFolder, embeddings: int | None
 ) -> Iterator[Finding]:
-    """Tokens that conversations are written with, and for which neither the base nor the adapter has a trained embedding.
+    """Tokens that conversations are written with, or that were added, without a trained embedding in the base or the adapter.
 
     Args:
         vocabulary: of the base's tokenizer; None where the adapter has no other.
     """
+    if _brings_embeddings(contents):
+        return
     chat = Chat(own, "keep")
     texts = filter(None, (chat.rendered(one) for one in _CONVERSATIONS))
     used = {index for text in texts for index in own(text, add_special_tokens=False)["input_ids"]}
     used |= {own.eos_token_id} - {None}
-    if _brings_embeddings(contents):
-        return
-    beyond = sorted(index for index in used if embeddings is not None and index >= embeddings)
-    known = set(used) if vocabulary is None else set(vocabulary.values())
     trained = contents.config.get("trainable_token_indices") or ()
     lists = trained.values() if isinstance(trained, dict) else [trained]
-    known |= {index for one in lists if isinstance(one, list | tuple) for index in one}
-    fresh = sorted(used - known - set(beyond))
+    trained = {index for one in lists if isinstance(one, list | tuple) for index in one}
+    known = None if vocabulary is None else set(vocabulary.values())
+    beyond = {index for index in used - trained if embeddings is not None and index >= embeddings}
+    # padding is never read, and people add a token for it
+    added = set() if known is None else set(own.get_vocab().values()) - known - trained - {own.pad_token_id}
     for ids, severity, what, remedy in (
         (
             beyond,
             "error",
-            f"which the base has no embeddings for (it has {embeddings})",
+            "the chat template, or the end of an answer, uses {}, which the base has no embeddings for",
             "the base was enlarged in training: name that base with --base, or train again with the new embeddings saved "
             "(modules_to_save or trainable_token_indices)",
         ),
         (
-            fresh,
+            added - beyond,
             "warning",
-            "which the base's tokenizer does not know, and whose embeddings the adapter did not train: they are what they were "
-            "before any training",
-            "write conversations with tokens that the base knows, or train these (trainable_token_indices) and the adapter again",
+            "{} came to the tokenizer after the base was trained, and the adapter did not train their embeddings: text that holds "
+            "them is noise to it",
+            "leave these tokens out of prompts, or train them (trainable_token_indices) and the adapter again",
         ),
     ):
         if ids:
-            names = [str(token) for token in own.convert_ids_to_tokens(ids)]
-            message = f"the chat template or the end of an answer uses {_some(names)} (ids {_some(list(map(str, ids)))}), {what}"
-            yield Finding("tokens-untrained", severity, message, remedy, {"tokens": names[:8], "ids": ids[:8]})  # type: ignore[arg-type]
+            numbers = sorted(ids)
+            names = [str(token) for token in own.convert_ids_to_tokens(numbers)]
+            evidence = {"tokens": names[:8], "ids": numbers[:8], "count": len(names), "used": sorted(ids & used)[:8]}
+            message = what.format(f"{_some(names)} (ids {_some([str(index) for index in numbers])})")
+            yield Finding("tokens-untrained", severity, message, remedy, {**evidence, "embeddings": embeddings})  # type: ignore[arg-type]
 
 
 # ---- the chat template
