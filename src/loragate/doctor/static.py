@@ -75,11 +75,8 @@ def examine_static(adapter: str, base: str = "", loading: Loading = USUAL) -> tu
         return static, found
     static, more, embeddings = _on_base(static, place.plain, config, loading)
     found += more
-    codes = {one.code for one in found}
-    # a model cannot be made of some configurations: how many tokens it has is not known then
     measured, more = examine_tokens(place, loading, embeddings)
-    found += [one for one in more if one.code not in codes]
-    return replace(static, **measured), found
+    return replace(static, **measured), [*found, *more]
 
 
 def prevents_loading(findings: Sequence[Finding]) -> bool:
@@ -229,7 +226,8 @@ def _on_base(
         reasons=tuple(sorted({verdict.reason for verdict in verdicts if verdict.reason})),
     )
     found = []
-    if reason := _not_gateable(verdicts):
+    told = any(one.forbids("gate") for one in place.contents.findings)
+    if not told and (reason := _not_gateable(verdicts)):
         found.append(
             Finding("not-gateable", "note", f"{place.folder} cannot be given gates: {reason}", "use it without them")
         )

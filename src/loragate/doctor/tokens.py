@@ -153,7 +153,7 @@ def _differences(own: Any, base: Any, theirs: Mapping[str, int], contents: Adapt
                 },
             )
             return
-    said = [f"{len(new)} added tokens ({_some(new)})"] * bool(new) + [f"without {_some(gone)}"] * bool(gone)
+    said = [f"{len(new)} more tokens ({_some(new)})"] * bool(new) + [f"without {_some(gone)}"] * bool(gone)
     if own.eos_token != base.eos_token:
         said.append(f"with {own.eos_token} as its end of sequence in place of {base.eos_token}")
     if said:
@@ -198,8 +198,8 @@ def _untrained(
         (
             added - beyond,
             "warning",
-            "{} came to the tokenizer after the base was trained, and the adapter did not train their embeddings: text that holds "
-            "them is noise to it",
+            "{} came to the tokenizer after the base was trained, and the adapter trained no embeddings for that: text that holds "
+            "it is noise to the model",
             "leave these tokens out of prompts, or train them (trainable_token_indices) and the adapter again",
         ),
     ):

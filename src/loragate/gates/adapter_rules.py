@@ -387,7 +387,7 @@ def _of_use(beside: tuple[str, ...], folder: Path, config: Mapping[str, Any], te
             "base-changed-beside",
             "note",
             f"{folder}: beside LoRA's factors the adapter changes {'; '.join(beside)}",
-            "gates do not reach that: λ = 0 is not the base",
+            "a strength, or gates, do not reach that: at λ = 0 it is not the base",
             {"beside": list(beside)},
         )
     if any(wrong_types(config)):
