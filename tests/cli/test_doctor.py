@@ -1,6 +1,7 @@
 """`loragate doctor`: what is printed and written, its exit statuses, and what Ctrl-C leaves."""
 
 import json
+import os
 import shutil
 import sys
 import types
@@ -70,6 +71,7 @@ def test_quick_leaves_nothing_and_says_what_comes_next(place, tmp_path, capsys, 
     assert lines[-1].startswith(f"next: loragate doctor {place / 'adapter'} --data FILE")
     assert not any(tmp_path.iterdir())
     assert pages == []
+    assert "TORCHDYNAMO_DISABLE" not in os.environ, "what others compile is theirs"
 
 
 def test_errors_end_with_one_and_come_with_their_remedies(broken, tmp_path, capsys):

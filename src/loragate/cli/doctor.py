@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,19 +72,20 @@ def run(options: DoctorOptions) -> int:
     out = console()
     stopped = False
     try:
-        found = doctor.examine(
-            options.adapter,
-            options.base,
-            data=options.data or None,
-            dev_data=options.dev_data or None,
-            retention_data=options.retention_data or None,
-            quick=options.quick,
-            out=folder,
-            resume=options.resume,
-            settings=doctor.ExamSettings(max_rows=options.max_rows, system=options.system),
-            loading=loading,
-            on_job=partial(_job, Display()),
-        )
+        with _uncompiled() if options.quick else nullcontext():
+            found = doctor.examine(
+                options.adapter,
+                options.base,
+                data=options.data or None,
+                dev_data=options.dev_data or None,
+                retention_data=options.retention_data or None,
+                quick=options.quick,
+                out=folder,
+                resume=options.resume,
+                settings=doctor.ExamSettings(max_rows=options.max_rows, system=options.system),
+                loading=loading,
+                on_job=partial(_job, Display()),
+            )
     except KeyboardInterrupt:
         if folder is None or not (folder / doctor.FILE).is_file():
             raise
@@ -110,6 +112,18 @@ def _folder(options: DoctorOptions) -> Path | None:
     # owner/name@revision is called name
     name = Path(options.adapter.partition("@")[0]).resolve().name
     return Path(f"doctor-{name}")
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """For imports: bitsandbytes hands functions to torch.compile at its own, which takes longer than a look at files."""
+    key, before = "TORCHDYNAMO_DISABLE", os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ[key] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(key)
+        os.environ.update({} if before is None else {key: before})
 
 
 @contextmanager
