@@ -78,6 +78,7 @@ def test_the_spectrum_of_known_deltas():
     assert spectrum(a, b) == (0.0, 0.0)
     b[0, 0] = b[1, 1] = 2.0
     assert spectrum(a, b) == pytest.approx((8**0.5, 2.0))
+    assert spectrum(1e30 * a, b)[0] == pytest.approx(1e30 * 8**0.5)
     b[2, 2] = float("nan")
     assert spectrum(a, b)[0] != spectrum(a, b)[0]
 
@@ -128,6 +129,10 @@ ODD = {
     "a tokenizer of nonsense": lambda f: [
         (f / name).write_text("[3]") for name in ("tokenizer.json", "tokenizer_config.json")
     ],
+    "a tokenizer that fails at a text": lambda f: (f / "tokenizer_config.json").write_text(
+        '{"model_max_length": "many"}'
+    ),
+    "patterns that are none": lambda f: config(f, rank_pattern=True, alpha_pattern=1.5),
     "a base that is a number": lambda f: config(f, base_model_name_or_path=3),
     "no base": lambda f: config(f, base_model_name_or_path=None),
     "a base that is the adapter": lambda f: config(f, base_model_name_or_path=str(f)),

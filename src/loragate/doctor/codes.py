@@ -107,6 +107,9 @@ CODES: dict[str, Code] = {
         _WARNING, "answers are cut at the limit far more often than the base's", "train on the end of a turn"
     ),
     "repeats": Code(_WARNING, "answers end in loops, the base's do not", "use it weaker; train less"),
+    "empty-answers": Code(
+        _WARNING, "the adapter answers nothing where the base answers", "look at what its examples end with"
+    ),
     "lost-thinking": Code(
         _WARNING, "the base thinks before it answers, the adapter does not", "train on thoughts, or use it weaker"
     ),

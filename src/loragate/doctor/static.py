@@ -23,7 +23,7 @@ from loragate.doctor.tokens import examine_tokens
 from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.gates import examine_adapter
 from loragate.gates.adapter_folder import AdapterFolder, UnusableAdapterError, read_adapter_folder
-from loragate.gates.adapter_rules import Finding
+from loragate.gates.adapter_rules import Finding, wrong_types
 from loragate.gates.eligibility import Verdict, require_trainable
 from loragate.gates.schema import factor_of, read_adapter, read_tensors, strength_of
 from loragate.gates.strength import kind_of, layer_of
@@ -127,7 +127,7 @@ def _of_files(adapter: str, base: str, contents: AdapterFolder) -> Static:
         rank=None if rank is None else int(rank),
         alpha=alpha,
         parameters=sum(value.numel() for value in tensors.values()),
-        modules=_modules(config, tensors),
+        modules=() if any(wrong_types(config)) else _modules(config, tensors),
         beside=contents.beside,
     )
 
@@ -164,13 +164,13 @@ def _without_name(key: str) -> str:
 def spectrum(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
     """(Frobenius norm, effective rank) of B·A for A [R, D_in] and B [D_out, R]: the latter is exp of the entropy of the squared
     singular values as shares (Roy and Vetterli 2007), 0 for a delta of zero. Exact, and no D_out × D_in matrix is made."""
-    a, b = a.float(), b.float()
+    a, b = a.double(), b.double()  # in which squares of fp32 do not overflow
     # the squared singular values of B·A are the eigenvalues of Sᵀ(BᵀB)S for any root S of AAᵀ; both are [R, R]
     if not (bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):
         return float("nan"), 0.0
-    values_R, vectors_RR = torch.linalg.eigh((a @ a.T).double())
+    values_R, vectors_RR = torch.linalg.eigh(a @ a.T)
     root_RR = vectors_RR * values_R.clamp(min=0).sqrt()
-    squares_R = torch.linalg.eigvalsh(root_RR.T @ (b.T @ b).double() @ root_RR).clamp(min=0)
+    squares_R = torch.linalg.eigvalsh(root_RR.T @ (b.T @ b) @ root_RR).clamp(min=0)
     total = float(squares_R.sum())
     if not total > 0:
         return 0.0, 0.0

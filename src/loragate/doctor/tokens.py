@@ -78,9 +78,24 @@ def examine_tokens(
         message = f"{place.tokenizer}: the adapter's own tokenizer cannot be read ({_said(error)})"
         remedy = "copy the tokenizer of its training, or the base's, there"
         return {}, [Finding("tokenizer-unreadable", "error", message, remedy)]
+    try:
+        return _compared(tokenizer, base if own is not None else None, place, loading, embeddings)
+    except Exception as error:  # what stands in a tokenizer's files is mostly used when it first reads a text
+        message = f"{place.tokenizer}: the tokenizer fails at a text ({_said(error)})"
+        return {}, [
+            Finding(
+                "tokenizer-unreadable", "error", message, "copy the tokenizer of its training, or the base's, there"
+            )
+        ]
+
+
+def _compared(
+    tokenizer: Any, base: Any, place: ModelSource, loading: Loading, embeddings: int | None
+) -> tuple[dict[str, Any], list[Finding]]:
+    """The same of a tokenizer in memory; `base` is the base's where the adapter has another, else None."""
     found: list[Finding] = []
     vocabulary = None
-    if own is not None and base is not None:
+    if base is not None:
         vocabulary = base.get_vocab()
         found += _differences(tokenizer, base, vocabulary, place.contents)
         found += _templates(Chat(tokenizer, "keep"), Chat(base, "keep"))
