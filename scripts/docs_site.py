@@ -21,7 +21,7 @@ COPIES = "repository"
 # pages that say more about a command
 PAGES = {
     "quickstart": "evidence.md",
-    "inspect": "five-minutes.md",
+    "doctor": "doctor.md",
     "sft": "method.md",
     "mask": "method.md",
     "calibrate": "choosing-a-range.md",

@@ -11,7 +11,7 @@ from loragate.cli.main import COMMANDS, main
 # what of a command's own is nowhere to be found or no such thing
 BAD_INPUT = {
     "quickstart": ("--ranges=1,0",),
-    "inspect": ("absent",),
+    "doctor": ("absent",),
     "sft": ("--model", "absent", "--data", "absent.jsonl", "--out", "out"),
     "calibrate": ("--adapter", "absent", "--data", "d.jsonl", "--dev-data", "absent.jsonl", "--out", "out"),
     "sweep": ("--adapter", "absent", "--data", "absent.jsonl", "--out", "out"),

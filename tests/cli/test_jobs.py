@@ -1,4 +1,4 @@
-"""The commands on small local files: sft, inspect, calibrate, generate, quickstart, and what bad input is answered with."""
+"""The commands on small local files: sft, doctor, calibrate, generate, quickstart, and what bad input is answered with."""
 
 import json
 import shutil
@@ -84,20 +84,21 @@ def test_generate(place, capsys, fails):
     assert "plain adapter has no gates" in fails("generate", "--model", f"{place / 'adapter'}@unit", *prompt)
 
 
-def test_inspect(place, tmp_path, capsys, fails):
-    run("inspect", place / "adapter", "--json")
-    found = json.loads(capsys.readouterr().out)
-    assert found["counts"] == {"gate": 14}
+def test_doctor_quick(place, tmp_path, capsys, fails):
+    run("doctor", place / "adapter", "--quick", "--json")
+    found = json.loads(capsys.readouterr().out)["measures"]["static"]
+    assert found["gateable"] == {"gate": 14}
     assert found["cost"]["gate_parameters"] == 14 * 33 + 2 * 16
-    assert found["endings"]["stops"] is True
-    run("inspect", place / "adapter")
+    assert found["stops"] is True
+    run("doctor", place / "adapter", "--quick")
     text = capsys.readouterr().out
-    assert "14 modules can be gated" in text
+    assert "14 can have gates" in text
+    assert "healthy" in text.splitlines()[-2]
     head = adapter_in(tmp_path / "head", place, target_modules=["q_proj", "lm_head"])
-    assert main(["inspect", str(head)]) == 1
+    run("doctor", head, "--quick")
     said = " ".join(capsys.readouterr().out.split())
     assert "delta on the output head (lm_head)" in said
-    assert "next: this adapter cannot be gated as it is" in said
+    assert "[not-gateable]" in said
     line = ["--data", place / "messages.jsonl", "--ranges=0,1", "--skip-selection", "--out", tmp_path / "out"]
     assert "delta on the output head" in fails("calibrate", "--adapter", head, *line)
     assert not (tmp_path / "out").exists()
@@ -105,7 +106,7 @@ def test_inspect(place, tmp_path, capsys, fails):
         ({"init_lora_weights": True}, "14 modules have B = 0"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "whole copies of embed_tokens"),
     ):
-        run("inspect", adapter_in(tmp_path / words[:5], place, **how))
+        run("doctor", adapter_in(tmp_path / words[:5], place, **how), "--quick")
         assert words in capsys.readouterr().out
 
 
@@ -284,7 +285,7 @@ def test_quickstart(tmp_path, capsys):
     run("regrade", out)
     assert not read_record(out / "results.json").suites, "the two tasks are never averaged"
     run("generate", "--model", out / "gated", "--prompt", "solve 3 + 4")
-    run("inspect", out / "adapters" / "sft")
+    run("doctor", out / "adapters" / "sft", "--quick")
 
 
 @pytest.mark.slow("whole commands")

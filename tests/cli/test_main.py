@@ -27,7 +27,7 @@ def options_of(text):
 
 
 def test_the_commands():
-    names = "quickstart inspect sft calibrate sweep eval regrade generate diagnose report explore serve export push"
+    names = "quickstart doctor sft calibrate sweep eval regrade generate diagnose report explore serve export push"
     assert list(COMMANDS) == [*names.split(), "recipes", "mask", "env"]
     assert all(f"\n  {name} " in overview() for name in COMMANDS)
     assert lines_at(100, overview()) <= 40
@@ -116,7 +116,8 @@ def test_mistakes_on_the_command_line(fails):
     assert "--out requires an argument" in fails("calibrate", "--out")
     assert "'{}x'" in fails("sft", "--objective-options", "{}x")
     assert "needs --adapter" in fails("calibrate")
-    assert "more" in fails("inspect", "adapter", "more")
+    assert "more" in fails("doctor", "adapter", "more")
+    assert "unknown command 'inspect'; did you mean 'doctor --quick'?" in fails("inspect", "adapter")
 
 
 def test_values_are_read_as_they_are_meant():
@@ -175,9 +176,12 @@ def test_env(capsys):
     assert "next: loragate quickstart" in capsys.readouterr().out
 
 
-def test_an_error_that_quotes_a_file_does_not_act_on_the_terminal(tmp_path, fails):
+def test_an_error_that_quotes_a_file_does_not_act_on_the_terminal(tmp_path, fails, capsys):
     record = '{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "base_model_name_or_path": "a/b/\\u001b]0;owned\\u0007"}'
     factors = {f"base_model.model.q_proj.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}
     save_file(factors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(record)
-    assert "names as its base model a/b/\\x1b]0;owned\\x07" in fails("inspect", str(tmp_path))
+    named = "a/b/\\x1b]0;owned\\x07"
+    assert f"names as its base model {named}" in fails("generate", "--model", str(tmp_path), "--prompt", "w1")
+    assert main(["doctor", str(tmp_path), "--quick"]) == 0
+    assert named in " ".join(capsys.readouterr().out.split())

@@ -83,10 +83,10 @@ def test_generate(place, capsys):
     assert "give --temperature" in " ".join(capsys.readouterr().err.split())
 
 
-def test_inspect_and_export(place, tmp_path, capsys):
-    assert main(["inspect", str(place / "cool"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["gates"]["temperature"] == 0.3
-    assert main(["inspect", str(place / "greedy")]) == 0
+def test_doctor_and_export(place, tmp_path, capsys):
+    assert main(["doctor", str(place / "cool"), "--quick", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measures"]["static"]["gates"]["temperature"] == 0.3
+    assert main(["doctor", str(place / "greedy"), "--quick"]) == 0
     assert "recommended sampling: greedily" in capsys.readouterr().out
     for name, more, wanted in (("cool", [], True), ("cool", ["--constant", "0.5"], False), ("plain", [], False)):
         out = tmp_path / f"{name}{len(more)}"

@@ -37,7 +37,7 @@ def test_an_adapter_without_which_the_model_is_not_the_base_is_refused(start, tm
         canary(model, None, [], "adapter")
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     model.save_pretrained(tmp_path / "adapter")
-    main(["inspect", str(tmp_path / "adapter"), "--json"])
+    main(["doctor", str(tmp_path / "adapter"), "--quick", "--json"])
     assert '"refuse": 14' in capsys.readouterr().out
     assert main(["export", str(tmp_path / "adapter"), "--constant", "0.5", "--out", str(tmp_path / "out")]) == 2
     assert "is not the base" in " ".join(capsys.readouterr().err.split())

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import loragate as lg
-from loragate.analysis.inspection import inspect_adapter
+from loragate.doctor.static import examine_static
 from loragate.errors import ArtifactError
 from loragate.gates.control import as_base, why_no_base
 from loragate.models import load_adapter, resolve
@@ -108,10 +108,10 @@ def test_half_an_adapter_is_refused(place, name):
     for look in (
         lambda: load_adapter(tiny_base(), resolve(folder)),
         lambda: load_peft(tiny_base(), folder, trainable=True),
-        lambda: inspect_adapter(str(folder)),
     ):
         with pytest.raises(ArtifactError, match=words):
             look()
+    assert any(re.search(words, str(one)) for one in examine_static(str(folder))[1] if one.severity == "error")
 
 
 RIGHT = {
@@ -148,7 +148,7 @@ def test_what_is_whole_loads_and_its_base_is_the_base(place, token_ids, name):
     file = folder / "adapter_model.safetensors"
     save_file({key: value.clone() for key, value in change(load_file(file)).items()}, file)
     record(folder, base_model_name_or_path=str(place / "base"), **config)
-    inspect_adapter(str(folder))
+    assert not any(one.severity != "note" for one in examine_static(str(folder))[1])
 
     loaded = load_adapter(tiny_base(), resolve(folder))
     expected, base = logits(model, token_ids), logits(tiny_base(), token_ids)

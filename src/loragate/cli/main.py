@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 # name: (module, one line); recipes are chains of commands and stand above them
 COMMANDS = {
     "quickstart": ("cli.quickstart", "the whole method on a tiny world, offline, with a table of results"),
-    "inspect": (
-        "cli.inspect",
-        "which modules of an adapter can be gated, memory and cost, and whether answers can end",
-    ),
+    "doctor": ("cli.doctor", "is a finished adapter right, what does it do to its model, how strongly should it act"),
     "sft": ("cli.sft", "fine-tuning: train a LoRA or DoRA adapter with a token objective"),
     "calibrate": ("cli.calibrate", "train gates for a finished adapter, and choose on a dev set how to use it"),
     "sweep": ("cli.sweep", "many ranges, seeds and objectives, on Ray or one after the other"),
@@ -47,7 +44,8 @@ COMMANDS = {
     "env": ("cli.env", "versions, devices and optional parts of this installation"),
 }
 
-
+RENAMED = {"inspect": "doctor --quick"}
+"""What people know from elsewhere, or from before, and how it is called here."""
 SERVERS = ("explore", "serve")  # which are silent while nobody asks
 
 ECHO = re.compile(
@@ -110,7 +108,7 @@ def overview() -> str:
         f"usage: loragate COMMAND [options]\n\ncommands:\n{rows}\n\n"
         "examples:\n"
         "  loragate quickstart\n"
-        "  loragate inspect path/to/adapter\n"
+        "  loragate doctor path/to/adapter --quick\n"
         "  loragate calibrate --adapter path/to/adapter --data train.jsonl --dev-data dev.jsonl --out gated\n\n"
         "loragate COMMAND --help describes a command; every option is also a key of its --config FILE."
     )
@@ -118,7 +116,8 @@ def overview() -> str:
 
 def _run(name: str, arguments: list[str]) -> int:
     if name not in COMMANDS:
-        raise ConfigError(f"unknown command {name!r}{nearest(name, COMMANDS)} (loragate --help lists them)")
+        meant = f"; did you mean '{RENAMED[name]}'?" if name in RENAMED else nearest(name, COMMANDS)
+        raise ConfigError(f"unknown command {name!r}{meant} (loragate --help lists them)")
     # cyclopts and rich take longer to import than the overview to print
     from loragate.cli.arguments import parse, print_help, resolved_yaml
     from loragate.display import never_silent, quiet_logging

@@ -77,7 +77,7 @@ class Chat:
         self._as_blocks, self._loses_text = self._find_content_form()
         self._as_text = self._wants_json_text()
         self._left_out: dict[str, bool] = {}  # by role
-        self.turn_end = _after_last(self._try([_ASK, _ANSWER]), _REPLY)
+        self.turn_end = _after_last(self.rendered([_ASK, _ANSWER]), _REPLY)
         self._opening = self._find_opening()
         self._injected, self._instead = self._find_injected_system() if system == "none" else ("", "")
         # Texts that may close a turn: the white space behind one of them is no part of the response. Any added token, as a
@@ -244,14 +244,14 @@ class Chat:
 
     def _leaves_out(self, role: str) -> bool:
         if role not in self._left_out:
-            text = self._try(_WITH_ROLE[role])
+            text = self.rendered(_WITH_ROLE[role])
             self._left_out[role] = bool(text) and _SYSTEM not in text
         return self._left_out[role]
 
     def _wants_json_text(self) -> bool:
         """Whether the template writes the arguments of a tool call rightly as JSON text alone; mostly it wants the object."""
         for self._as_text in (False, True):
-            text = self._try([_ASK, _CALLS])
+            text = self.rendered([_ASK, _CALLS])
             # quoted as Python does it, or twice
             wrong = f"'{_KEY}'" in text or f'\\"{_KEY}' in text
             if all(word in text for word in (_NAME, _KEY, _VALUE)) and not wrong:
@@ -261,21 +261,21 @@ class Chat:
     def _find_content_form(self) -> tuple[bool, bool]:
         """(content goes in as a list of blocks, the text is lost either way); vision templates read blocks only."""
         self._as_blocks, self._as_text = False, False
-        as_text = self._try([_ASK, _ANSWER])
+        as_text = self.rendered([_ASK, _ANSWER])
         if _REPLY in as_text:
             return False, False
         self._as_blocks = True
-        works = _REPLY in self._try([_ASK, _ANSWER])
+        works = _REPLY in self.rendered([_ASK, _ANSWER])
         return works, not works and as_text != ""
 
     def _find_opening(self) -> str:
         """Find the text that the template writes between its generation prompt and the content of a last answer, and of no
         earlier one; empty for most."""
         # Qwen3: "…assistant\n" is the prompt, "…assistant\n<think>\n\n</think>\n\nQprobereply…" the answer; the block is between
-        prompt, answered = self._try([_ASK], generation_prompt=True), self._try([_ASK, _ANSWER])
+        prompt, answered = self.rendered([_ASK], generation_prompt=True), self.rendered([_ASK, _ANSWER])
         opening = answered[len(prompt) :].partition(_REPLY)[0] if answered.startswith(prompt) else ""
         # once the talk goes on, the answer stands there without the block
-        earlier = self._try([_ASK, _ANSWER, _ASK]).startswith(prompt + _REPLY)
+        earlier = self.rendered([_ASK, _ANSWER, _ASK]).startswith(prompt + _REPLY)
         return opening if opening.strip() and earlier else ""
 
     def _find_injected_system(self) -> tuple[str, str]:
@@ -285,8 +285,12 @@ class Chat:
         is that text with the injected part inserted. It is a default system message if giving a system message replaces
         it; a beginning that stays is a preamble and belongs to the template.
         """
-        alone, answered, again = self._try([_ASK]), self._try([_ASK, _ANSWER]), self._try([_ASK, _ANSWER, _ASK])
-        with_system = self._try(_WITH_ROLE["system"])
+        alone, answered, again = (
+            self.rendered([_ASK]),
+            self.rendered([_ASK, _ANSWER]),
+            self.rendered([_ASK, _ANSWER, _ASK]),
+        )
+        with_system = self.rendered(_WITH_ROLE["system"])
         # behind the answer: its end and the second user turn; its end alone
         between, end = _after_last(again, _REPLY), _after_last(answered, _REPLY)
         if _SYSTEM not in with_system or not between.startswith(end):
@@ -311,8 +315,8 @@ class Chat:
             return "", ""
         return beginning, bare[:kept]
 
-    def _try(self, messages: list[Message], generation_prompt: bool = False) -> str:
-        """Render a probe; a template that refuses it (no system role, say) yields the empty string."""
+    def rendered(self, messages: list[Message], generation_prompt: bool = False) -> str:
+        """Render a probe as it stands; a template that refuses it (no system role, say) yields the empty string."""
         try:
             return self._apply(messages, None, generation_prompt) if self.template is not None else ""
         except Exception:

@@ -77,7 +77,7 @@ def examine(
     """
     settings = settings or ExamSettings()
     began = time.monotonic()
-    measured, found = static.examine_static(str(adapter), base, trust_remote_code=loading.trust_remote_code)
+    measured, found = static.examine_static(str(adapter), base, loading)
     done = Done(Measures(measured), tuple(found), {"static": round(time.monotonic() - began, 3)})
     if quick or static.prevents_loading(found):
         return _concluded(done, () if quick else tuple(PARTS), out)

@@ -135,7 +135,7 @@ class AdapterFolder:
         """
         found = [one for one in self.findings if one.forbids(purpose)]
         if found:
-            more = f" ({len(found) - 1} more faults: loragate inspect lists them)" if len(found) > 1 else ""
+            more = f" ({len(found) - 1} more faults: loragate doctor --quick lists them)" if len(found) > 1 else ""
             raise UnusableAdapterError(f"{found[0]}{more}", self)
 
     @property
@@ -315,7 +315,9 @@ def _survey(
                 "weights-zero" if whole else "weights-partly-zero",
                 "warning",
                 f"{path}: {len(zero)} modules have B = 0 (of {factors}; such as {zero[0]}), never trained: nothing to gate there",
-                "take the adapter after its training" if whole else "",
+                "take the adapter after its training"
+                if whole
+                else "where these modules were to be trained, look for what froze them",
                 {"keys": zero[:8], "count": len(zero), "of": factors},
             )
         )

@@ -377,17 +377,17 @@ def _of_use(beside: tuple[str, ...], folder: Path, config: Mapping[str, Any], te
         )
     if config.get("lora_bias"):
         message = f"{path}: lora_bias=True adds a term outside B·A·x that λ would not scale"
-        yield Finding("not-gateable", "warning", message, "retrain without it")
+        yield Finding("not-gateable", "note", message, "retrain without it, if it is to have gates")
     for key, what in _VARIANTS.items():
         if config.get(key):
             message = f"{path}: {key} is set: the adapter is {what}, which computes its delta in another way than B·A·x"
-            yield Finding("not-gateable", "warning", message, "gate a plain LoRA adapter")
+            yield Finding("not-gateable", "note", message, "gate a plain LoRA adapter")
     if beside:
         yield Finding(
             "base-changed-beside",
             "note",
             f"{folder}: beside LoRA's factors the adapter changes {'; '.join(beside)}",
-            "gates do not reach that: λ = 0 is not the base",
+            "a strength, or gates, do not reach that: at λ = 0 it is not the base",
             {"beside": list(beside)},
         )
     if any(wrong_types(config)):
@@ -402,11 +402,11 @@ def _of_use(beside: tuple[str, ...], folder: Path, config: Mapping[str, Any], te
     rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
     if rank > LORA_RANKS[-1]:
         message = f"{path}: rank {rank} is above {LORA_RANKS[-1]}, the highest that vLLM serves"
-        yield Finding("not-servable", "warning", message, "evaluate and generate with transformers", {"rank": rank})
+        yield Finding("not-servable", "note", message, "evaluate and generate with transformers", {"rank": rank})
     if refused or config.get("bias", "none") != "none" or config.get("lora_bias"):
         what = "; ".join(beside) or "biases"
         message = f"{folder}: vLLM serves LoRA's factors alone, and this adapter has {what}"
-        yield Finding("not-servable", "warning", message, "merge it into its base to serve it", {"keys": refused[:8]})
+        yield Finding("not-servable", "note", message, "merge it into its base to serve it", {"keys": refused[:8]})
 
 
 def judge(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> tuple[tuple[str, ...], list[Finding]]:

@@ -281,7 +281,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         record["peft_type"]  # which every adapter of PEFT has; a list or a text raises here, too
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{path}: not a readable configuration of an adapter ({error!r})") from error
     return dict(record)
 

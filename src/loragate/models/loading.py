@@ -51,7 +51,7 @@ from loragate.gates.eligibility import (
 from loragate.gates.schema import CONFIG
 from loragate.gates.strength import overrides_by_module
 from loragate.hub_names import hub_source, split_file
-from loragate.models.peft_loading import load_peft
+from loragate.models.peft_loading import RESIZE, load_peft
 from loragate.models.settings import Loading
 from loragate.models.source import Kind, ModelRef, ModelSource, resolve
 
@@ -539,10 +539,7 @@ def _sentence(what: str, name: str, error: Exception) -> LoragateError:
         detail = next((line.strip() for line in text.splitlines() if "size mismatch" in line), first)
         return ArtifactError(
             f"{what} {name} does not fit this base model ({detail[:300]}): it was made for another one, or --base is wrong, or "
-            "tokens were added to the base before it was trained. Then make that base once, base.resize_token_embeddings(SIZE) "
-            "with the first number of the checkpoint's shape as SIZE, save it and its tokenizer in a folder, "
-            'base.save_pretrained("FOLDER") and tokenizer.save_pretrained("FOLDER"), and name it with --base FOLDER; or '
-            "resize it in memory, then PeftModel.from_pretrained and, for gates, loragate.load_gates"
+            f"tokens were added to the base before it was trained. Then {RESIZE}"
         )
     if isinstance(error, OSError) and not Path(name).exists():
         elsewhere = (

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 
-from loragate.errors import ArtifactError, ConfigError
+from loragate.errors import ArtifactError
 from loragate.gates.adapter_folder import AdapterFolder, read_adapter_folder
-from loragate.gates.adapter_rules import changed_base, factor_path
+from loragate.gates.adapter_rules import Finding, changed_base, factor_path, kind_of, names_of
 from loragate.gates.control import keep_displaced
 from loragate.gates.eligibility import base_path
 from loragate.gates.schema import PREFIX
@@ -33,8 +33,22 @@ _OWN = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_delta)\.defau
 # findings of an adapter that runs, and answers as its base in part or whole, or against its training
 _FELT = ("weights-zero", "weights-partly-zero", "scale-unusual")
 _LAYER = re.compile(r"\.(\d+)\.")
+RESIZE = (
+    "make that base once, base.resize_token_embeddings(SIZE) with the first number of the checkpoint's shape as SIZE, save it and "
+    'its tokenizer in a folder, base.save_pretrained("FOLDER") and tokenizer.save_pretrained("FOLDER"), and name it with --base '
+    "FOLDER; or resize it in memory, then PeftModel.from_pretrained and, for gates, loragate.load_gates"
+)
+"""What to do with an adapter of a base to which tokens were added."""
 
 logger = logging.getLogger("loragate")
+
+
+class MisfitError(ArtifactError):
+    """An adapter that does not fit a base; `finding` says how."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(str(finding))
+        self.finding = finding
 
 
 @cache  # once for each adapter of a process
@@ -77,25 +91,37 @@ def plan_peft(base: Any, path: str | Path) -> Any:
     """`load_peft` on a base without weights (meta device): whether every key has its place is known from names and shapes.
 
     Raises:
-        ConfigError: for factors of another shape than those of this base.
-        ArtifactError: as `load_peft`.
+        MisfitError: for target modules that this base lacks, tensors of another shape, and as `require_loaded`.
+        ArtifactError: for a folder that cannot be used.
     """
     folder = read_adapter_folder(path)
     folder.require_usable()
     config, mapping = peft_config(folder), _key_mapping(base, folder)
     start, config.init_lora_weights = config.init_lora_weights, True  # others read the weights of the base
+    named = getattr(base.config, "_name_or_path", "") or "this base"
     with torch.device("meta"):
-        model: Any = get_peft_model(base, config)
+        try:
+            model: Any = get_peft_model(base, config)
+        except ValueError as error:
+            if "Target modules" not in str(error):
+                raise
+            message = f"{folder.path} was not trained on {named}: {str(error).splitlines()[0]:.300}"
+            raise MisfitError(Finding("keys-unknown", "error", message, "name its own base with --base")) from error
         state = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (dtype, shape) in folder.tensors.items()}
     config.init_lora_weights = start
     own = {name.replace(".default.", "."): list(value.shape) for name, value in model.named_parameters()}
     for key, value in state.items():
         if own.get(key, list(value.shape)) != list(value.shape):
-            named = getattr(base.config, "_name_or_path", "") or "this base"
-            raise ConfigError(
+            message = (
                 f"{folder.path} was not trained on {named}: its {key} has the shape {list(value.shape)}, and here it would be "
-                f"{own[key]}. Name its own base with --base"
+                f"{own[key]}"
             )
+            rows = (
+                kind_of(key, names_of(folder.config, "modules_to_save")) != "factor"
+                and own[key][1:] == list(value.shape)[1:]
+            )
+            remedy = f"tokens were added to its base: {RESIZE}" if rows else "name its own base with --base"
+            raise MisfitError(Finding("shape-mismatch", "error", message, remedy, {"key": key, "here": own[key]}))
     told = set_peft_model_state_dict(model, {_mapped(key, mapping): value for key, value in state.items()})
     require_loaded(model, folder, told.unexpected_keys, told.missing_keys)
     return model
@@ -125,7 +151,7 @@ def require_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], mis
             base's own among them, as `set_peft_model_state_dict` returns them.
 
     Raises:
-        ArtifactError: with counts, one example of each and the likely reason.
+        MisfitError: with counts, one example of each and the likely reason.
     """
     state = model.state_dict(keep_vars=True)
     taken = {id(value) for key, value in state.items() if key not in set(missing)}  # a tied weight has several names
@@ -146,9 +172,15 @@ def require_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], mis
         said.append(
             f"{len(absent)} that this base needs are not in the file (such as {absent[0].replace('.default', '')})"
         )
-    raise ArtifactError(
-        f"the keys of {folder.weights} do not fit: {'; '.join(said)}. {_reason(model, unexpected, absent)}"
-    )
+    message = f"the keys of {folder.weights} do not fit: {'; '.join(said)}"
+    evidence = {
+        "unknown": unexpected[:8],
+        "unknown_count": len(unexpected),
+        "missing": absent[:8],
+        "missing_count": len(absent),
+    }
+    code = "keys-unknown" if unexpected else "keys-missing"
+    raise MisfitError(Finding(code, "error", message, _reason(model, unexpected, absent), evidence))
 
 
 def _key_mapping(base: Any, folder: AdapterFolder) -> dict[str, str]:

@@ -1,0 +1,269 @@
+"""`loragate doctor`: is an adapter right, what does it do to its model, how strongly should it act? `lg.examine` is the call."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loragate import doctor
+from loragate.cli.arguments import Command, require_given
+from loragate.cli.options import ModelOptions, taken_from
+from loragate.display import Display, console, duration
+from loragate.errors import DONE, FAILED, INTERRUPTED, ConfigError
+from loragate.gates.recommended import at
+from loragate.models.settings import Loading
+
+if TYPE_CHECKING:
+    from loragate.analysis.rows import Interval
+    from loragate.doctor.record import Examination, Measures, Static
+
+PAGE = "doctor.html"
+
+
+@dataclass(frozen=True)
+class DoctorOptions(ModelOptions):
+    """Settings of `loragate doctor`.
+
+    Attributes:
+        adapter: PEFT LoRA adapter or gated folder, or owner/name[@revision] of one on the hub.
+        base: base model in place of the one that the adapter names.
+        data: examples that it was trained on, in any known format: is it the right base, did it learn.
+        dev_data: questions with answers of its task: how strong it should be.
+        retention_data: questions with answers of abilities to keep.
+        quick: only what takes seconds and needs no weights of the base.
+        json: print doctor.json alone to standard output.
+        out: folder for doctor.json, doctor.html and the parts; doctor-NAME here by default, none with --quick.
+        resume: go on with an interrupted examination.
+        max_rows: examples that are read.
+    """
+
+    adapter: str = ""
+    base: str = ""
+    data: str = ""
+    dev_data: str = ""
+    retention_data: str = ""
+    quick: bool = False
+    json: bool = False
+    out: str = ""
+    resume: bool = False
+    max_rows: int = 64
+
+
+def run(options: DoctorOptions) -> int:
+    """Examine, print what was found, leave the record and its page; status 1 with a finding of severity error."""
+    require_given(COMMAND, options)
+    if options.quick and (extra := next((name for name in _NOT_QUICK if getattr(options, name)), "")):
+        raise ConfigError(
+            f"--{extra.replace('_', '-')} has no effect with --quick, which reads files alone; leave out one of them"
+        )
+    if options.max_rows < 1:
+        raise ConfigError(f"--max-rows must be 1 or more, found {options.max_rows}")
+    loading = taken_from(options, Loading)
+    loading.require_possible()
+    folder = _folder(options)
+    out = console()
+    stopped = False
+    try:
+        with _uncompiled() if options.quick else nullcontext():
+            found = doctor.examine(
+                options.adapter,
+                options.base,
+                data=options.data or None,
+                dev_data=options.dev_data or None,
+                retention_data=options.retention_data or None,
+                quick=options.quick,
+                out=folder,
+                resume=options.resume,
+                settings=doctor.ExamSettings(max_rows=options.max_rows, system=options.system),
+                loading=loading,
+                on_job=partial(_job, Display()),
+            )
+    except KeyboardInterrupt:
+        if folder is None or not (folder / doctor.FILE).is_file():
+            raise
+        found, stopped = doctor.read_examination(folder / doctor.FILE), True
+    if folder is not None:
+        from loragate.report.examination import write_page
+
+        write_page(found.to_json(), folder / PAGE)
+    if options.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        for line in _lines(found, options, folder, stopped):
+            out.print(line)
+    return INTERRUPTED if stopped else FAILED if found.verdict == "broken" else DONE
+
+
+_NOT_QUICK = ("data", "dev_data", "retention_data", "resume")
+
+
+def _folder(options: DoctorOptions) -> Path | None:
+    """Where the record goes; None for nowhere."""
+    if options.out or options.quick:
+        return Path(options.out) if options.out else None
+    # owner/name@revision is called name
+    name = Path(options.adapter.partition("@")[0]).resolve().name
+    return Path(f"doctor-{name}")
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """For imports: bitsandbytes hands functions to torch.compile at its own, which takes longer than a look at files."""
+    key, before = "TORCHDYNAMO_DISABLE", os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ[key] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(key)
+        os.environ.update({} if before is None else {key: before})
+
+
+@contextmanager
+def _job(display: Display, name: str, total: int = 0, unit: str = "") -> Iterator[Any]:
+    with display.job(name, total, unit) as job:
+        yield job.advance_to
+
+
+def _lines(found: Examination, options: DoctorOptions, folder: Path | None, stopped: bool) -> Iterator[str]:
+    yield from _static(found.measures.static)
+    for part in _PARTS:
+        yield from part(found.measures)
+    for one in found.findings:
+        yield f"{one.severity}: {one} [{one.code}]"
+    if found.unfinished:
+        why = "; the same command with --resume goes on" if stopped else ", as the adapter cannot be loaded as it is"
+        yield f"not examined: {', '.join(found.unfinished)}{why}"
+    yield f"verdict: {found.summary}"
+    if folder is not None:
+        yield f"written: {folder / PAGE} (page), {folder / 'doctor.json'} (record), in {duration(sum(found.seconds.values()))}"
+    yield f"next: {_next(found, options, stopped)}"
+
+
+def _static(static: Static) -> Iterator[str]:
+    size = f" (r {static.rank}, α {static.alpha:g})" if static.rank and static.alpha is not None else ""
+    yield f"adapter {static.adapter}{size} on {static.base or 'a base that is not named'}"
+    if gates := static.gates:
+        off = "; they are off: the folder answers as its plain adapter" if gates["off"] else ""
+        span = f"λ in [{gates['lower']:g}, {gates['upper']:g}]"
+        yield f"gates: {gates['modules']} modules, {span}, one for each {gates['granularity']}{off}"
+        if gates["temperature"] is not None:
+            yield f"recommended sampling: {at(gates['temperature'])}"
+    if static.modules:
+        listed = ", ".join(f"{kind} ×{count}" for kind, count in Counter(one.kind for one in static.modules).items())
+        shares: dict[str, float] = defaultdict(float)
+        for one in static.modules:
+            shares[one.kind] += one.share
+        kind, share = max(shares.items(), key=lambda pair: pair[1])
+        effective = sorted(one.effective_rank for one in static.modules)[len(static.modules) // 2]
+        yield f"  {len(static.modules)} modules: {listed}"
+        yield (
+            f"  delta: {100 * share:.0f} % of its squared norm in {kind}; effective rank {effective:.1f} in the median, of "
+            f"{max(one.rank for one in static.modules)}; {static.parameters:,} parameters"
+        )
+    words = {"gate": "can have gates", "leave": "keep full strength", "refuse": "cannot have gates"}
+    if static.gateable:
+        yield "  " + ", ".join(f"{count} {words[status]}" for status, count in static.gateable.items())
+        for reason in static.reasons:
+            yield f"       because {reason}"
+    if cost := static.cost:
+        yield (
+            f"gates: {cost['gate_parameters']:,} parameters, {100 * cost['gate_share']:.3f} % of the base; a step of training "
+            f"takes {cost['tflop_per_million_tokens']:,.1f} TFLOP per million tokens, {cost['ratio_to_lora_step']:.2f} of a LoRA "
+            f"step; one row of 2,048 tokens takes {static.training}"
+        )
+    if static.stops is not None:
+        ends = " ".join(static.endings) or "nothing"
+        yield f"endings: a turn ends with {ends}; generation {'stops' if static.stops else 'does NOT stop'} there"
+
+
+def _answers(measures: Measures) -> Iterator[str]:
+    if (part := measures.answers) is None:
+        return
+    for name, one in (("base", part.base), ("adapter", part.adapter)):
+        if one is not None:
+            yield (
+                f"answers of the {name} to {len(part.pairs)} prompts: {one.tokens:.0f} tokens, {100 * one.cut:.0f} % cut at "
+                f"{part.max_new_tokens}, {100 * one.repeats:.0f} % in a loop"
+            )
+    if whole := part.forgetting.get("1"):
+        yield f"forgetting: the base's own answers lose {_of(whole)} nats per token"
+
+
+def _effect(measures: Measures) -> Iterator[str]:
+    if (part := measures.effect) is None:
+        return
+    if part.classes:
+        whole = part.classes[0]
+        yield (
+            f"effect: KL {_of(whole.kl)} nats per token, entropy {_of(whole.base)} to {_of(whole.adapter)}, the likeliest token "
+            f"is the same at {100 * part.agree:.0f} % ({part.source})"
+        )
+    if kinds := sorted((one for one in part.cells if one.layer is None and one.kind), key=lambda one: -one.nats):
+        yield "  acts most in " + ", ".join(f"{one.kind} ({one.nats:.3g})" for one in kinds[:3])
+
+
+def _learned(measures: Measures) -> Iterator[str]:
+    if (part := measures.learned) is None:
+        return
+    base = "" if part.base is None else f", base {_of(part.base)}"
+    yield f"loss on {part.rows} examples: adapter {_of(part.adapter)}{base} nats per token"
+
+
+def _strength(measures: Measures) -> Iterator[str]:
+    if measures.strength is not None:
+        yield from (f"strength: {sentence}" for sentence in measures.strength.sentences[:3])
+
+
+_PARTS = (_answers, _effect, _learned, _strength)
+
+
+def _of(interval: Interval) -> str:
+    return f"{interval.mean:.3g}{interval.ends('.3g')}"
+
+
+def _next(found: Examination, options: DoctorOptions, stopped: bool) -> str:
+    """The command that follows, or what to do."""
+    base = ["--base", options.base] if options.base else []
+    codes = {one.code for one in found.findings}
+    data = ["--data", options.data or "FILE"]
+    if stopped:
+        return "the same command with --resume"
+    if "base-unreachable" in codes:
+        return _command("doctor", options.adapter, "--base", "FOLDER", *["--quick"] * options.quick)
+    if found.verdict == "broken":
+        return "mend what is named above, then examine it again"
+    if options.quick:
+        return _command("doctor", options.adapter, *base, *data) + " shows what it does to its model"
+    if found.measures.static.gates:
+        return _command("serve", options.adapter, *base)
+    if found.measures.static.gateable.get("refuse") or "not-gateable" in codes:
+        return _command("generate", "--model", options.adapter, *base, "--prompt", "TEXT")
+    dev = ["--dev-data", options.dev_data or "FILE"]
+    return _command("calibrate", "--adapter", options.adapter, *base, *data, *dev, "--out", "gated")
+
+
+def _command(*words: str) -> str:
+    return shlex.join(["loragate", *words])
+
+
+COMMAND = Command(
+    name="doctor",
+    options=DoctorOptions,
+    run=run,
+    examples=(
+        "loragate doctor path/to/adapter --quick",
+        "loragate doctor path/to/adapter --data train.jsonl --dev-data dev.jsonl",
+        "loragate doctor owner/adapter --json",
+    ),
+    positional="adapter",
+    needs=("adapter",),
+    common="base data dev_data retention_data quick json out resume max_rows",
+)

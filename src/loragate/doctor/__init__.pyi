@@ -1,0 +1,3 @@
+from .exam import ExamSettings as ExamSettings
+from .examination import examine as examine
+from .record import FILE as FILE, Examination as Examination, read_examination as read_examination
