@@ -27,7 +27,7 @@ LOST = 0.4
 LEAST = 6
 NEVER_ENDS = 0.15
 """Probability of the end of a turn where the examples end theirs; adapters that learned it give 0.5 and more."""
-GOING_ON, MORE_TOKENS, UNENDED = 8, 512, 0.75
+GOING_ON, MORE_TOKENS, UNENDED = 8, 512, 0.5
 """So many answers that the base ends and the adapter does not are carried on so far; long answers end by then."""
 FORGETS_NOTE, FORGETS = 0.1, 1.0
 """Nats per token: the base's own words become 10 % less likely each, or e times."""
@@ -63,8 +63,8 @@ class Seen:
 
     @property
     def stays(self) -> bool:
-        """Whether it is in the language that was asked for."""
-        return self.prompt.kind in SPOKEN and self.language == self.prompt.language
+        """Whether it is in the language that was asked for, and not only words of it again and again."""
+        return self.prompt.kind in SPOKEN and self.language == self.prompt.language and not self.loops
 
 
 SPOKEN = ("english", "language", "thinking")
@@ -200,11 +200,9 @@ def _ends(exam: Exam, adapter: Sequence[Seen], base: Sequence[Seen] | None) -> l
     """`never-stops`: the end of its own examples is not learned, or answers that the base ends run on and on."""
     limit, count = exam.settings.max_new_tokens, len(adapter)
     cut = sum(one.cut for one in adapter)
-    evidence = {"prompts": count, "cut": cut, "limit": limit}
-    found = f"{cut} of {count} answers met the limit of {limit} tokens"
-    if base is not None:
-        evidence["base_cut"] = sum(one.cut for one in base)
-        found += f", of the base's own {evidence['base_cut']}"
+    before = None if base is None else [one.cut for one in base]
+    evidence = {"prompts": count, "cut": cut, "limit": limit, **({} if before is None else {"base_cut": sum(before)})}
+    found = f"{_against([one.cut for one in adapter], before)} met the limit of {limit} tokens"
     remedy = (
         "train it with the end of the turn among the labels: each response ends as the chat template ends it, and padding is "
         "another token than the end. Until then set a limit of tokens, or a stop text"
@@ -215,7 +213,7 @@ def _ends(exam: Exam, adapter: Sequence[Seen], base: Sequence[Seen] | None) -> l
         learned = end_probability(exam, exam.rows) if exam.rows else None
     if learned is not None and learned.high is not None and learned.high < NEVER_ENDS:
         at = f"where its own examples end, it gives the end of the turn {_percent(learned)} probability; expected is 50 % and more"
-        message = f"The adapter did not learn to end its answers: {at}. {found[0].upper()}{found[1:]}"
+        message = f"The adapter did not learn to end its answers: {at}. {found}"
         return [Finding("never-stops", "warning", message, remedy, {**evidence, "end_probability": learned.mean})]
     if base is None:
         return []
@@ -265,8 +263,9 @@ def _more_often(adapter: Sequence[bool], base: Sequence[bool] | None) -> Interva
     return more if _above(more) > (0.5 if base is None else MORE_OFTEN) else None
 
 
-def _against(count: int, of: int, base: Sequence[bool] | None) -> str:
-    return f"{count} of {of} answers" + ("" if base is None else f", and {sum(base)} of the base's own,")
+def _against(own: Sequence[bool], base: Sequence[bool] | None) -> str:
+    share = f"{sum(own)} of {len(own)} answers"
+    return share if base is None else f"{share} ({sum(base)} of the base's)"
 
 
 def _loops(adapter: Sequence[Seen], base: Sequence[Seen] | None) -> list[Finding]:
@@ -275,9 +274,8 @@ def _loops(adapter: Sequence[Seen], base: Sequence[Seen] | None) -> list[Finding
         return []
     example = next(one for one in adapter if one.loops)
     message = (
-        f"The adapter repeats itself: {_against(sum(own), len(own), before)} end by saying the same words over and over"
-        f'{"" if base is None else f"; {_percent(more)} of all prompts more than expected"}. To "{example.prompt.text:.60}" it '
-        f'ends in "…{example.text.strip()[-60:]}"'
+        f"The adapter repeats itself: {_against(own, before)} end by saying the same words over and over. To "
+        f'"{example.prompt.text:.60}" it ends in "…{example.text.strip()[-60:]}"'
     )
     remedy = "train it for fewer steps or at a lower rate, and look for repeated text in its examples; or use it at less strength"
     return [Finding("repeats", "warning", message, remedy, {"loops": sum(own), "prompts": len(own), "more": more.mean})]
@@ -288,7 +286,7 @@ def _silence(adapter: Sequence[Seen], base: Sequence[Seen] | None) -> list[Findi
     before = None if base is None else [not one.text.strip() for one in base]
     if (more := _more_often(own, before)) is None:
         return []
-    message = f"The adapter says nothing: {_against(sum(own), len(own), before)} are empty"
+    message = f"The adapter says nothing: {_against(own, before)} are empty"
     remedy = "compare the chat template of its training with the one used here: its prompts may end differently"
     return [
         Finding(
@@ -372,7 +370,7 @@ def _forgets(exam: Exam, forgetting: dict[str, Interval]) -> list[Finding]:
     much = _above(whole) > max(FORGETS, entropy)
     message = (
         f"The base's own answers to {len(read)} everyday prompts lose {whole.mean:.2f} nats per token{whole.ends()} under the "
-        f"adapter: each of their words becomes {np.exp(whole.mean):.1f} times less likely. The base itself is unsure by "
+        f"adapter: on average a token becomes {np.exp(whole.mean):.1f} times less likely. The base's own uncertainty in them is "
         f"{entropy:.2f} nats. At half the adapter's strength they lose {half.mean:.2f}{half.ends()}"
     )
     remedy = (
