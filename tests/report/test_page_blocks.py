@@ -2,8 +2,7 @@
 
 import pytest
 
-from loragate.report.blocks import DIAGNOSES, Section, diagnosis_blocks
-from loragate.report.page import Banner, build_page
+from loragate.report.blocks import DIAGNOSES, Banner, Section, build_page, diagnosis_blocks
 
 
 def interval(mean):

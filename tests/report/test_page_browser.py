@@ -5,6 +5,9 @@ import shutil
 import pytest
 from test_page import whole_page
 
+from examinations import examination
+from loragate.report.examination import write_page
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
     pytest.mark.slow("browsers"),
@@ -142,3 +145,17 @@ def contrast(one, other):
         linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
         lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
     return (max(lights) + 0.05) / (min(lights) + 0.05)
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_page_of_a_check_up_needs_no_sideways_scrolling(opened, tmp_path, width):
+    write_page(examination(layers=24, prompts=9).to_json(), tmp_path / "doctor.html")
+    text = (tmp_path / "doctor.html").read_text(encoding="utf-8")
+    page = opened(text, viewport={"width": width, "height": 800})
+    for summary in page.locator("details > summary").all():
+        summary.click()
+    assert page.locator("details[open]").count() == page.locator("details").count() > 9
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for picture in page.locator("svg.chart").all():
+        box = picture.bounding_box()
+        assert box["x"] + box["width"] <= width, "a figure is seen whole"

@@ -1,7 +1,10 @@
 """ΔH: what a finished delta does to the predictive entropy, token by token, on matched teacher-forced prefixes.
 
-ΔH_t = H(π_LoRA,t) − H(π_Base,t) (eq:rw-delta-entropy), full vocabulary, nats. With gates a third reading stands beside
-the two, so that the record also holds the paper's first figure: entropy before and after gating on held-out rows.
+ΔH_t = H(π_LoRA,t) − H(π_Base,t) (eq:rw-delta-entropy), full vocabulary, nats; beside it KL(π_LoRA,t ‖ π_Base,t) says how far
+the prediction moved. With gates a third reading stands beside the two, so that the record also holds the paper's first figure:
+entropy before and after gating on held-out rows.
+
+Shapes: T response tokens, C of one chunk, V vocabulary, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 
 from loragate.analysis.context import DiagnosticContext, Record, stored_answers
 from loragate.analysis.gates import InterventionRow, in_points
-from loragate.analysis.rows import CLASSES, Histogram, Interval, Reader, Row, TokenClasses, no_progress, ratio
+from loragate.analysis.rows import CHUNK, CLASSES, Histogram, Interval, Reader, Row, TokenClasses, no_progress, ratio
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.supplied import SIGNS, Sign, suppressing, switched_off
 from loragate.display import percent
@@ -31,6 +34,8 @@ BINS = 41
 ALL = "all"
 ROWS = 256
 SHARE_ANSWERS = 2
+LIKELIEST = 3
+"""Tokens that are kept of each prediction."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,23 @@ class TokenEntropies:
         token_ids: the response token that is predicted there, [T].
         entropy: {"base", "adapter", and "gated" where there are gates}, nats, [T] each.
         log_prob: log-probability of the response token, likewise.
+        likeliest: ids of the tokens that are likeliest there, first one first, [T, K] likewise; `likeliest_prob` are their
+            probabilities.
+        kl: KL(adapter‖base), nats, [T].
     """
 
     rows: np.ndarray
     token_ids: np.ndarray
     entropy: Mapping[str, np.ndarray]
     log_prob: Mapping[str, np.ndarray]
+    likeliest: Mapping[str, np.ndarray]
+    likeliest_prob: Mapping[str, np.ndarray]
+    kl: np.ndarray
+
+    @property
+    def agree(self) -> float:
+        """Share of the tokens at which base and adapter hold the same token for the likeliest."""
+        return float((self.likeliest["adapter"][:, 0] == self.likeliest["base"][:, 0]).mean())
 
     @property
     def delta(self) -> np.ndarray:
@@ -63,6 +79,7 @@ class ClassEntropy:
         tokens: number of tokens.
         delta: mean ΔH in nats.
         negative, positive: share of tokens with ΔH below, above 0.
+        kl: mean KL(adapter‖base) in nats.
         base, adapter, gated: mean entropies; gated is None without gates.
     """
 
@@ -71,6 +88,7 @@ class ClassEntropy:
     delta: Interval
     negative: Interval
     positive: Interval
+    kl: Interval
     base: Interval
     adapter: Interval
     gated: Interval | None = None
@@ -180,23 +198,61 @@ def _intervene(context: DiagnosticContext, signs: Sequence[str]) -> tuple[Suppre
     return tuple(rows)
 
 
+@torch.no_grad()
 def measure(
-    reader: Reader, kind: Kind, rows: Sequence[Row], batch_size: int = 16, on_progress: OnProgress = no_progress
+    reader: Reader,
+    kind: Kind,
+    rows: Sequence[Row],
+    batch_size: int = 16,
+    on_progress: OnProgress = no_progress,
+    *,
+    gates: bool = True,
 ) -> TokenEntropies:
-    """Entropies and log-probabilities of base, adapter and (with gates) gated model at every response token."""
-    streams: tuple[Kind, ...] = ("base", "adapter", "gated") if kind == "gated" else ("base", "adapter")
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in streams}
+    """What base, adapter and (with gates) gated model predict at every response token.
+
+    Args:
+        gates: whether the gated model is read as well, where there is one.
+    """
+    streams: tuple[Kind, ...] = ("base", "adapter", "gated") if kind == "gated" and gates else ("base", "adapter")
+    parts: dict[str, list[np.ndarray]] = {}
+
+    def add(name: str, values: torch.Tensor) -> None:
+        parts.setdefault(name, []).append((values.double() if values.is_floating_point() else values).cpu().numpy())
+
     where, ids = [], []
     for batch, rows_T, ids_T in reader.batches(rows, batch_size, on_progress):
+        states = {}
         for name in streams:  # one model in memory, read as each in turn
             with acting(reader.model, ModelVariant(name), kind):
-                found = reader.read(batch)
-            parts[name].append(torch.stack([found.entropy, found.log_prob]).double().cpu().numpy())
+                states[name] = reader.states(batch)
+        for at in range(0, len(ids_T), CHUNK):
+            log_p = {}
+            for name in streams:  # the head, too, may be another in the base
+                with acting(reader.model, ModelVariant(name), kind):
+                    log_p[name] = reader.log_probs(states[name][at : at + CHUNK])
+            token_C1 = torch.from_numpy(ids_T[at : at + CHUNK]).unsqueeze(-1)
+            for name, log_p_CV in log_p.items():
+                add(f"entropy {name}", torch.special.entr(log_p_CV.exp()).sum(-1))
+                add(f"log_prob {name}", log_p_CV.gather(-1, token_C1.to(log_p_CV.device)).squeeze(-1))
+                top = log_p_CV.topk(min(LIKELIEST, log_p_CV.shape[-1]), -1)
+                add(f"likeliest {name}", top.indices)
+                add(f"likeliest_prob {name}", top.values.exp())
+            add("kl", divergence(log_p["adapter"], log_p["base"]))
         where.append(rows_T)
         ids.append(ids_T)
-    both = {name: np.concatenate(read, axis=1) for name, read in parts.items()}  # [2, T] each
-    entropy, log_prob = ({name: read[at] for name, read in both.items()} for at in (0, 1))
-    return TokenEntropies(np.concatenate(where), np.concatenate(ids), entropy, log_prob)
+    whole = {name: np.concatenate(read) for name, read in parts.items()}
+    entropy, log_prob, likeliest, likeliest_prob = (
+        {str(name): whole[f"{of} {name}"] for name in streams}
+        for of in ("entropy", "log_prob", "likeliest", "likeliest_prob")
+    )
+    return TokenEntropies(
+        np.concatenate(where), np.concatenate(ids), entropy, log_prob, likeliest, likeliest_prob, whole["kl"]
+    )
+
+
+def divergence(log_p_CV: torch.Tensor, log_r_CV: torch.Tensor) -> torch.Tensor:
+    """KL(p ‖ r) of log-probabilities, nats, [C]."""
+    return (log_p_CV.exp() * (log_p_CV - log_r_CV)).sum(-1)
 
 
 def by_class(found: TokenEntropies, classes: TokenClasses, seed: int = 0) -> tuple[ClassEntropy, ...]:
@@ -214,7 +270,7 @@ def by_class(found: TokenEntropies, classes: TokenClasses, seed: int = 0) -> tup
         if not chosen.any():  # a ratio over no token
             continue
         # in the order of the fields of `ClassEntropy`; without gates there is no third entropy
-        each = (delta, (delta < 0).astype(float), (delta > 0).astype(float), *found.entropy.values())
+        each = (delta, (delta < 0).astype(float), (delta > 0).astype(float), found.kl, *found.entropy.values())
         table.append(ClassEntropy(name, int(chosen.sum()), *(interval(values, chosen) for values in each)))
     return tuple(table)
 
@@ -237,6 +293,7 @@ def conclude_entropy(record: EntropyRecord) -> tuple[str, ...]:
             f"({total.base.mean:.3f} in the base, {total.adapter.mean:.3f} with it): ΔH is positive at "
             f"{100 * total.positive.mean:.1f} % and negative at {100 * total.negative.mean:.1f} % of {total.tokens:,} tokens."
         )
+        text.append(f"It moves each prediction by {total.kl.mean:.3f} nats on average (KL to the base).")
         known = [row for row in classes if row.tokens >= max(20, 0.005 * total.tokens)]
         if len(known) > 1:
             top, low = max(known, key=lambda row: row.delta.mean), min(known, key=lambda row: row.delta.mean)

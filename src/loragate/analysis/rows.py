@@ -23,7 +23,7 @@ from torch import Tensor
 from loragate.data import Collator
 from loragate.generation import OnProgress, Sample
 from loragate.losses import StatisticsRequest, TokenStatistics
-from loragate.losses.causal_head import Batch, ResponseScorer, counted
+from loragate.losses.causal_head import Batch, Reference, ResponseScorer, counted
 from loragate.losses.head import IGNORED
 
 Row = dict[str, Any]
@@ -75,6 +75,12 @@ class Reader(ResponseScorer):
         """Logits [C, V] of a chunk of states, fp32 (fp64 stays fp64), differentiable."""
         working = torch.float64 if states.dtype == torch.float64 else torch.float32
         return self.head().logits(states, working) if self.fused else states.to(working)
+
+    @torch.no_grad()
+    def log_probs(self, states: Tensor) -> Tensor:
+        """Log-probabilities [C, V] of a chunk of states under the head that acts at the moment, fp32, without gradients."""
+        whole = Reference(states, self.head() if self.fused else None)
+        return whole.log_probs(whole.vocabulary)
 
     @torch.no_grad()
     def read(self, batch: Batch) -> TokenStatistics:

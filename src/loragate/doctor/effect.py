@@ -1,12 +1,246 @@
-"""Where and how far the adapter moves the predictions, module by module."""
+"""Where and how far the adapter moves the predictions: by class of token, by layer and kind of module, token by token.
+
+Both models read the same text, the examples where there are any, else the answers of both to the prompts. Where the adapter
+acts is seen by switching modules off in turn: the nats between the adapter with and without them. These do not add up to the
+whole, because modules stand in for one another.
+
+Shapes: T response tokens of a batch, V vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from loragate.analysis.delta_entropy import TokenEntropies, by_class, divergence, measure
+from loragate.analysis.rows import Row
+from loragate.analysis.token_traces import token_texts
 from loragate.doctor.exam import Exam
-from loragate.doctor.record import Effect
+from loragate.doctor.record import Cell, ChangedToken, ClassEffect, Effect
 from loragate.gates.adapter_rules import Finding
+from loragate.gates.control import why_no_base
+from loragate.gates.strength import kind_of, layer_of, lora_paths, scaled
+from loragate.losses.head import IGNORED
+
+TOKENS, ROW_TOKENS = 2048, 64
+"""Response tokens that are read, and of one row: many rows make the intervals narrow."""
+READING_SECONDS, CELL_SECONDS = 40.0, 90.0
+"""For reading with base and adapter, and for switching modules off: both beside the answers within ten minutes."""
+CELL_TOKENS, FEWEST = 256, 48
+"""Response tokens that tell the modules apart, at most and at least; with fewer only layers and kinds are told apart."""
+CHANGED, CHANGED_OF_ROW = 12, 2
+"""Most changed tokens that are shown, and of one row."""
+AROUND = 12
+"""Tokens of text on each side of a changed token."""
+ROUNDING = 1e-6
+"""Nats per token (KL) that fp32 rounding makes of two equal predictions; adapters that act make 0.001 or more."""
 
 
 def examine_effect(exam: Exam) -> tuple[Effect | None, list[Finding]]:
-    """See `Effect`; None where there is nothing to go by."""
-    return None, []
+    """See `Effect`; None where the base cannot be had by switching the adapter off."""
+    if not exam.has_base:
+        exam.say(f"what the adapter changes is left out: {why_no_base(exam.model)}")
+        return None, []
+    rows, source = _rows(exam)
+    if not rows:
+        exam.say("what the adapter changes is left out: there is no response token to read")
+        return None, []
+    rows = exam.affordable(rows, 2, READING_SECONDS)
+    with exam.job("base and adapter on the same text", len(rows), "rows") as on_progress:
+        found = measure(exam.reader, exam.loaded.kind, rows, exam.settings.batch_size, on_progress, gates=False)
+    cells, cell_tokens = _cells(exam, rows)
+    effect = Effect(
+        source=source,
+        rows=len(rows),
+        tokens=len(found.token_ids),
+        agree=found.agree,
+        classes=tuple(
+            ClassEffect(one.name, one.tokens, one.kl, one.delta, one.base, one.adapter)
+            for one in by_class(found, exam.classes)
+        ),
+        cell_tokens=cell_tokens,
+        cells=cells,
+        changed=_changed(exam, rows, found),
+    )
+    return effect, _not_applied(found, source)
+
+
+def _not_applied(found: TokenEntropies, source: str) -> list[Finding]:
+    mean, tokens = float(found.kl.mean()), len(found.token_ids)
+    if mean > ROUNDING:
+        return []
+    return [
+        Finding(
+            "not-applied",
+            "error",
+            f"the adapter changes nothing: on {tokens:,} tokens ({source}) the model predicts the same with and without it "
+            f"(KL {mean:.1g} nats per token, {found.kl.max():.1g} at the most; one that acts moves predictions by 0.001 or more)",
+            "check that training ran and that what it trained was saved: lora_B is 0 in an adapter as it is made, before its "
+            "first step",
+            {"kl": mean, "largest": float(found.kl.max()), "tokens": tokens},
+        )
+    ]
+
+
+def _rows(exam: Exam) -> tuple[list[Row], str]:
+    """Rows of few response tokens in a random order, so that the first are a sample of all, and what they are."""
+    if exam.rows:
+        assert exam.examples is not None
+        rows, source = exam.rows, f"examples of {exam.examples.source}"
+    else:
+        rows = [*exam.own_rows("adapter"), *exam.own_rows("base")]
+        source = f"answers of base and adapter to {len(exam.prompts)} prompts"
+    cut = [_cut(rows[at]) for at in np.random.default_rng(0).permutation(len(rows))]
+    return _first([row for row in cut if _responses(row)], TOKENS), source
+
+
+def _cut(row: Row) -> Row:
+    """The row up to the last of its first response tokens."""
+    end = next(iter(_places(row)[ROW_TOKENS - 1 :]), len(row["labels"])) + 1
+    return {**row, "input_ids": row["input_ids"][:end], "labels": row["labels"][:end]}
+
+
+def _places(row: Row) -> list[int]:
+    """Where the response tokens stand; the first token of all is predicted from nothing."""
+    return [at for at, label in enumerate(row["labels"]) if at and label != IGNORED]
+
+
+def _responses(row: Row) -> int:
+    return len(_places(row))
+
+
+def _first(rows: Sequence[Row], tokens: int) -> list[Row]:
+    """The first rows with so many response tokens, one row at the least."""
+    reached = np.cumsum([_responses(row) for row in rows])
+    return list(rows[: max(1, int((reached <= tokens).sum()))])
+
+
+def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
+    """Every layer and kind, every layer, every kind switched off in turn, and the response tokens that this was read on."""
+    modules: dict[tuple[int | None, str | None], list[str]] = {}
+    for path in lora_paths(exam.model):
+        layer, kind = layer_of(path), kind_of(path)
+        for place in dict.fromkeys([(layer, kind), (layer, None), (None, kind)]):
+            if place != (None, None):
+                modules.setdefault(place, []).append(path)
+    margins = {place: paths for place, paths in modules.items() if None in place}
+    # short rows first: more of their tokens are response
+    ascending = sorted(rows, key=lambda row: len(row["input_ids"]))
+    short = _first(ascending[: exam.settings.batch_size], CELL_TOKENS)
+    passes = 2 + sum(1 if layer is None else 1 / 2 for layer, _ in modules)  # what is below a layer is kept
+    if exam.tokens_in(CELL_SECONDS / passes) < min(FEWEST, sum(len(row["input_ids"]) for row in short)):
+        modules, passes = margins, 2 + len(margins)
+    chosen = _within(short, exam.tokens_in(CELL_SECONDS / passes))
+    batch = exam.reader.batch(*chosen)
+    nats: dict[tuple[str, ...], float] = {}
+    ordered = sorted(modules, key=lambda place: (place[0] is None, place[1] is None))
+    with torch.no_grad(), exam.acting("adapter"):
+        below = Below(exam.model, {layer for layer, _ in modules if layer is not None})
+        with below.kept():
+            with_all_TV = exam.reader.log_probs(exam.reader.states(batch))
+        below.check(lambda: torch.equal(exam.reader.log_probs(exam.reader.states(batch)), with_all_TV))
+        with exam.job("switching modules off in turn", len(ordered), "cells") as on_progress:
+            for done, place in enumerate(ordered, 1):
+                paths = tuple(modules[place])
+                if paths not in nats:
+                    with scaled(exam.model, dict.fromkeys(paths, 0.0)), below.replayed(place[0]):
+                        without_TV = exam.reader.log_probs(exam.reader.states(batch))
+                    nats[paths] = float(divergence(with_all_TV, without_TV).mean())
+                on_progress(done, len(ordered))
+    cells = tuple(Cell(*place, nats[tuple(modules[place])]) for place in ordered)
+    return cells, sum(map(_responses, chosen))
+
+
+def _within(rows: Sequence[Row], tokens: float) -> list[Row]:
+    """The first rows with so many tokens, one row at the least."""
+    reached = np.cumsum([len(row["input_ids"]) for row in rows])
+    return list(rows[: max(1, int((reached <= tokens).sum()))])
+
+
+class Below:
+    """The layers of a model whose outputs on one batch are kept, so that a change in a layer costs the layers from there on.
+
+    Args:
+        model: a PeftModel.
+        layers: indices of the layers that are changed in turn.
+    """
+
+    def __init__(self, model: Any, layers: Collection[int]) -> None:
+        bare, self.blocks = model.get_base_model(), dict[int, Any]()
+        for path in lora_paths(model):
+            if (layer := layer_of(path)) in layers and layer not in self.blocks:
+                parts = path.split(".")
+                self.blocks[layer] = bare.get_submodule(".".join(parts[: parts.index(str(layer)) + 1]))  # type: ignore[index]
+        self.outputs: dict[int, Any] = {}
+        self.usable = True
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """The next pass's outputs are those that are replayed."""
+
+        def keep(layer: int, block: Any, given: Any, output: Any) -> None:
+            self.outputs[layer] = output
+
+        hooks = [block.register_forward_hook(partial(keep, layer)) for layer, block in self.blocks.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def replayed(self, layer: int | None) -> Iterator[None]:
+        """Layers below this one give what they gave, without computing it; every layer computes for None."""
+        below = [one for one in self.blocks if layer is not None and one < layer] if self.usable else []
+        try:
+            for one in below:
+                self.blocks[one].forward = partial(_given, self.outputs[one])
+            yield
+        finally:
+            for one in below:
+                del self.blocks[one].forward  # the class's is behind it
+
+    def check(self, same: Callable[[], bool]) -> None:
+        """Keep to whole passes where replaying changes the outcome, as in a model whose layers share more than their outputs."""
+        if self.blocks:
+            with self.replayed(sorted(self.blocks)[len(self.blocks) // 2]):
+                self.usable = same()
+
+
+def _given(output: Any, *args: Any, **kwargs: Any) -> Any:
+    return output
+
+
+def _changed(exam: Exam, rows: Sequence[Row], found: TokenEntropies) -> tuple[ChangedToken, ...]:
+    """The most changed tokens, most first, from several rows."""
+    shown: list[ChangedToken] = []
+    taken: Counter[int] = Counter()
+    first = np.searchsorted(found.rows, found.rows)  # of each token's row
+    for at in np.argsort(-found.kl, kind="stable"):
+        index = int(found.rows[at])
+        if len(shown) == CHANGED or found.kl[at] <= ROUNDING:
+            break
+        if taken[index] == CHANGED_OF_ROW:
+            continue
+        taken[index] += 1
+        ids, place = rows[index]["input_ids"], _places(rows[index])[at - first[at]]
+        start = max(0, place - AROUND)
+        texts = token_texts(exam.tokenizer, ids[start : place + 1 + AROUND])
+        here = place - start
+        base, adapter = (
+            tuple(
+                (exam.tokenizer.decode([int(token)]), float(share))
+                for token, share in zip(found.likeliest[name][at], found.likeliest_prob[name][at], strict=True)
+            )
+            for name in ("base", "adapter")
+        )
+        kl = float(found.kl[at])
+        around = "".join(texts[:here]), texts[here], "".join(texts[here + 1 :])
+        shown.append(ChangedToken(*around, kl, base, adapter))
+    return tuple(shown)

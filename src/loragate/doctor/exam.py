@@ -17,6 +17,7 @@ from loragate import records
 from loragate.analysis.rows import Array, Interval, Reader, Row, TokenClasses, no_progress, ratio
 from loragate.data import encode_rows, load_rows, prompt_ids
 from loragate.data.chat import active_template
+from loragate.data.formats import FORMATS, text_of
 from loragate.data.rows import Rows, RowsGiven
 from loragate.doctor.record import Measures
 from loragate.evaluation.evaluate import evaluate
@@ -33,7 +34,12 @@ from loragate.models.source import Kind
 from loragate.selection.dev import RETENTION_TOKENS, prompts_of, read_dev
 from loragate.selection.settings import DevSettings
 
-CPU_TOKENS, GPU_TOKENS, LEAST_ROWS = 800, 8_000, 8
+LEAST_ROWS = 8
+"""That are read of a text however slow the model is, so that there is an interval."""
+SPEED = {"cpu": 1e11, "other": 3e13}
+"""FLOP a second that texts are cut by: two CPU cores, and a GPU. Not measured, so that the same call reads the same text."""
+TEXT_PASSES, TEXT_SECONDS = 16, 90.0
+"""Passes over each of `Exam.texts`, and what they may take."""
 MOST_AT_ONCE = 64
 """Answers in one batch."""
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
@@ -46,7 +52,6 @@ class ExamSettings:
 
     Attributes:
         max_rows: examples that are read at most.
-        tokens: read of each text in one pass: examples, answers; 0 takes 800 on a CPU and 8,000 elsewhere.
         questions: of the dev set and of the retention set.
         max_length: tokens of an example, cut on the right.
         your_prompts: questions of the examples, or of the dev set, that are asked beside the shipped ones.
@@ -56,7 +61,6 @@ class ExamSettings:
     """
 
     max_rows: int = 64
-    tokens: int = 0
     questions: int = 48
     max_length: int = 512
     your_prompts: int = 8
@@ -186,20 +190,33 @@ class Exam:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Examples as token ids {input_ids, labels, row}, as many as are read in one pass; empty where none are given."""
-        return [] if self.examples is None else self.bounded(self.encoded(self.examples))
+        """The examples as token ids {input_ids, labels, row}; empty where none are given."""
+        return [] if self.examples is None else self.encoded(self.examples)
 
-    def bounded(self, rows: Sequence[Row]) -> list[Row]:
-        """Rows spread evenly over all, of so many tokens as are read in one pass; at least `LEAST_ROWS`, for an interval."""
-        most = self.settings.tokens or (CPU_TOKENS if self.reader.device.type == "cpu" else GPU_TOKENS)
-        mean = np.mean([len(row["input_ids"]) for row in rows]) if rows else 1.0
-        count = min(len(rows), max(LEAST_ROWS, int(most / mean)))
+    def affordable(self, rows: Sequence[Row], passes: int, seconds: float) -> list[Row]:
+        """Rows spread evenly over all, as many as can be read so many times in about so many seconds; at least `LEAST_ROWS`."""
+        if not rows:
+            return []
+        mean = sum(len(row["input_ids"]) for row in rows) / len(rows)
+        count = min(len(rows), max(LEAST_ROWS, int(self.tokens_in(seconds / passes) / mean)))
         return [rows[index * len(rows) // count] for index in range(count)]
 
+    def tokens_in(self, seconds: float) -> float:
+        """Tokens that a model of this size reads in so many seconds, by `SPEED`."""
+        flops = 2 * sum(parameter.numel() for parameter in self.model.parameters())  # a token
+        return SPEED["cpu" if self.reader.device.type == "cpu" else "other"] * seconds / flops
+
     def encoded(self, rows: Rows) -> list[Row]:
-        """Examples as token ids; `row` is the index."""
+        """Examples as token ids; `row` is the index. Of rows that are one text each, every token is a label but the first."""
         length = min(self.settings.max_length, self.loaded.positions or self.settings.max_length)
+        if "text" in rows[0] and not any(form.matches(rows[0]) for form in FORMATS.values()):
+            return [row for row in self._texts(rows, length) if len(row["input_ids"]) > 1]
         return list(encode_rows(rows, self.tokenizer, max_length=length, system=self.settings.system))
+
+    def _texts(self, rows: Rows, length: int) -> Iterator[Row]:
+        for index, row in enumerate(rows):
+            ids = self.tokenizer(text_of(row.get("text"), f"{rows.where(index)}: text"))["input_ids"][:length]
+            yield {"input_ids": ids, "labels": [IGNORED, *ids[1:]], "row": index}
 
     @cached_property
     def prompts(self) -> list[Prompt]:
@@ -254,8 +271,9 @@ class Exam:
     @cached_property
     def texts(self) -> dict[str, list[Row]]:
         """What strengths are tried on: "examples" where there are any, and a part of the "base" and "adapter" answers."""
-        answers: dict[str, list[Row]] = {kind: self.bounded(self.own_rows(kind)) for kind in self.kinds}
-        return {**({"examples": self.rows} if self.rows else {}), **answers}
+        found: dict[str, list[Row]] = {"examples": self.rows} if self.rows else {}
+        found |= {kind: self.own_rows(kind) for kind in self.kinds}
+        return {name: self.affordable(rows, TEXT_PASSES, TEXT_SECONDS) for name, rows in found.items()}
 
     @contextmanager
     def scaled(self, strengths: float | Mapping[str, float]) -> Iterator[None]:

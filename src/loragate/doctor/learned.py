@@ -1,12 +1,268 @@
-"""Losses on the examples: is it the right base, the right strength, learnt or memorised."""
+"""Losses on the examples: is this the adapter's base, is its strength right, did it learn, did it learn by heart?
+
+The adapter is read at several strengths s (its delta times s; s = 0 is the base where nothing but LoRA's factors was trained).
+All losses are nats per response token on the same rows, so that differences are paired. A threshold is met by that end of an
+interval which is nearer to 0, not by the mean: few or unlike rows give no warning.
+"""
 
 from __future__ import annotations
 
-from loragate.doctor.exam import Exam
+from dataclasses import dataclass, field
+from typing import Any
+
+from loragate.analysis.rows import Interval, Row
+from loragate.data import load_rows
+from loragate.doctor.exam import STRENGTHS, Exam, Losses
 from loragate.doctor.record import Learned
+from loragate.errors import DataError
 from loragate.gates.adapter_rules import Finding
+from loragate.gates.control import why_no_base
+from loragate.gates.strength import scales_exactly
+from loragate.losses.head import IGNORED
+
+SCALES = tuple(f"{strength:g}" for strength in STRENGTHS)
+WEAKER, STRONGER = ("0.125", "0.0625"), ("4", "8", "16")
+"""Read as well where even the weakest or the strongest of these is not enough: a wrong alpha is off by such factors."""
+HELDOUT_SECONDS = 15.0
+"""For reading held-out questions: beside the answers within ten minutes."""
+FEWEST = 4
+"""Examples; an interval over fewer rows means nothing."""
+MATTERS = 0.05
+"""Nats per token: a smaller difference of losses, 5 % in the probability of each token, is worth no warning."""
+SHARE_WEAKER, SHARE_STRONGER = 0.1, 0.5
+"""Of what the adapter gains over the base, the share that another strength must gain more. Training stops before the loss on its
+own rows is at its least, so a healthy adapter gains somewhat more above 1; one whose scale was lost gains as much again."""
+NOTHING = 0.01
+"""Nats per token: an adapter that gains less on its examples has learnt nothing there."""
+GAP, SHARE_HELDOUT = 0.5, 0.5
+"""Learnt by heart: nats per token that the examples gained more than questions of the same kind, and the share of their gain
+that these questions reach at the most. Adapters as people train them have a gap of 0.1 to 0.3."""
+SIMILAR = 2.0
+"""Up to this ratio of lengths are answers of the same kind."""
+BY_HEART, ANSWER, VARIED = 0.02, 60.0, 0.9
+"""The same without such questions: nats per token that are left, nats that the base needs for a whole answer (more than what
+follows from a question, such as a number in a sentence), and the share of the answers that are different."""
+
+
+@dataclass
+class Curve:
+    """The examples read at several strengths.
+
+    Attributes:
+        base: of the base as it is; None where it cannot be had.
+        at: {strength: losses}.
+    """
+
+    exam: Exam
+    base: Losses | None = None
+    at: dict[str, Losses] = field(default_factory=dict)
+
+    def read(self, *strengths: str) -> None:
+        """Read the rows at more strengths."""
+        with self.exam.job("the examples at every strength", len(strengths), "strengths") as on_progress:
+            for done, strength in enumerate(strengths, 1):
+                self.at[strength] = self.exam.losses_as("examples", strength, self.exam.scaled(float(strength)))
+                on_progress(done, len(strengths))
+
+    @property
+    def rows(self) -> list[Row]:
+        """The examples that are read."""
+        return self.exam.texts["examples"]
+
+    @property
+    def gain(self) -> Interval | None:
+        """Base minus adapter, nats per token."""
+        return None if self.base is None else self.base.minus(self.at["1"])
+
+    def best(self, *, above: bool) -> str:
+        """The strength of the lowest loss above 1, or between 0 and 1."""
+        side = [s for s in self.at if (float(s) > 1 if above else 0 < float(s) < 1)]
+        return min(side, key=lambda s: self.at[s].mean().mean)
+
+    def better(self, strength: str) -> Interval:
+        """Adapter as it is minus adapter at another strength, nats per token."""
+        return self.at["1"].minus(self.at[strength])
+
+    def evidence(self, **more: Any) -> dict[str, Any]:
+        """Mean losses, by strength."""
+        base = None if self.base is None else self.base.mean().mean
+        return {"base": base, "scales": {s: losses.mean().mean for s, losses in self.at.items()}, **more}
 
 
 def examine_learned(exam: Exam) -> tuple[Learned | None, list[Finding]]:
-    """See `Learned`; None where there is nothing to go by."""
-    return None, []
+    """See `Learned`; None without examples."""
+    if exam.examples is None or not exam.rows:
+        return None, []
+    if not exam.has_base:
+        exam.say(f"the examples are not compared with the base: {why_no_base(exam.model)}")
+    if not scales_exactly(exam.model):
+        exam.say(
+            "between 0 and 1, and above, a DoRA adapter is weakened or strengthened in its direction, not its magnitude"
+        )
+    curve = Curve(exam)
+    if exam.has_base:
+        curve.base = exam.losses_as("examples", "base", exam.acting("base"))
+    curve.read(*SCALES)
+    adapter, heldout = curve.at["1"], _heldout(exam, curve)
+    learned = Learned(
+        source=exam.examples.source,
+        rows=len(curve.rows),
+        tokens=int(adapter.tokens.sum()),
+        base=None if curve.base is None else curve.base.mean(),
+        adapter=adapter.mean(),
+        gain=curve.gain,
+        scales={s: curve.at[s].mean() for s in SCALES},
+        heldout=None if heldout is None else heldout[1].mean(),
+        heldout_base=None if heldout is None or heldout[0] is None else heldout[0].mean(),
+    )
+    if len(curve.rows) < FEWEST:
+        exam.say(f"{len(curve.rows)} examples are too few to judge the adapter by; {FEWEST} are needed")
+        return learned, []
+    return learned, [*_of_strength(curve), *_of_memory(curve, heldout)]
+
+
+def _heldout(exam: Exam, curve: Curve) -> tuple[Losses | None, Losses] | None:
+    """Losses of base and adapter on the dev set's questions with their answers, where these are of the examples' kind."""
+    if exam.dev_data is None:
+        return None
+    try:
+        rows = exam.encoded(load_rows(exam.dev_data, limit=exam.settings.max_rows))
+    except DataError as error:
+        exam.say(f"the dev set is not read for memorisation: {error}")
+        return None
+    rows = exam.affordable(rows, 1 + exam.has_base, HELDOUT_SECONDS)
+    with exam.acting("adapter"):
+        adapter = exam.losses(rows)
+    lengths = [float(one.tokens.mean()) for one in (adapter, curve.at["1"])]
+    if max(lengths) > SIMILAR * min(lengths):
+        exam.say(
+            f"the dev set's answers ({lengths[0]:.0f} tokens) are of another kind than the examples' ({lengths[1]:.0f} tokens), "
+            "so the two are not compared"
+        )
+        return None
+    if not exam.has_base:
+        return None, adapter
+    with exam.acting("base"):
+        return exam.losses(rows), adapter
+
+
+def _of_strength(curve: Curve) -> list[Finding]:
+    """wrong-base, too-strong, too-weak or nothing-learned, at the most one of them."""
+    gain, exam = curve.gain, curve.exam
+    own, rows = curve.at["1"].mean(), f"{len(curve.rows)} examples"
+    if curve.base is not None and _low(loss := curve.at["1"].minus(curve.base)) > MATTERS:
+        curve.read(*WEAKER)
+        weaker = curve.best(above=False)
+        worse = (
+            f"the adapter is worse than its base on its own examples: {own.mean:.2f} nats per token where the base alone has "
+            f"{curve.base.mean().mean:.2f}, worse by {loss.mean:.2f}{loss.ends()} on {rows}"
+        )
+        evidence = curve.evidence(worse=loss.mean, low=loss.low, high=loss.high)
+        if _low(curve.base.minus(curve.at[weaker])) > MATTERS:
+            return [
+                Finding(
+                    "too-strong",
+                    "error",
+                    f"{worse}. At {weaker} of its strength it has {curve.at[weaker].mean().mean:.2f}: it is applied too strongly",
+                    _strength_remedy(weaker),
+                    {**evidence, "best": weaker},
+                )
+            ]
+        return [
+            Finding(
+                "wrong-base",
+                "error",
+                f"{worse}; an adapter on the base that it was trained on is below it, and this one is not at a lower strength "
+                "either",
+                f"check that {exam.place.base.name} is the very model that it was trained on (the same version and fine-tune, not "
+                "only the same shape; name another with --base), and that these examples, in this chat template, are what it "
+                "was trained on",
+                evidence,
+            )
+        ]
+    gained = 0.0 if gain is None else max(0.0, gain.mean)
+    weaker = curve.best(above=False)
+    if _low(curve.better(weaker)) > max(MATTERS, SHARE_WEAKER * gained):
+        return [_other_strength("too-strong", curve, weaker, rows)]
+    if _low(curve.better("2")) > 0:
+        curve.read(*STRONGER)
+    stronger = curve.best(above=True)
+    if _low(curve.better(stronger)) > max(MATTERS, SHARE_STRONGER * gained):
+        return [_other_strength("too-weak", curve, stronger, rows)]
+    if gain is not None and _high(gain) < NOTHING:
+        return [
+            Finding(
+                "nothing-learned",
+                "warning",
+                f"the adapter is no better than its base on the examples: {own.mean:.3f} nats per token, {gain.mean:+.3f}"
+                f"{gain.ends('+.3f')} below the base on {rows}; training on them lowers it by 0.1 or more",
+                "check that these are the examples that it was trained on, in the same chat template, and that the loss fell in "
+                "training (learning rate, number of steps, labels that are not masked)",
+                curve.evidence(gain=gain.mean, low=gain.low, high=gain.high),
+            )
+        ]
+    return []
+
+
+def _other_strength(code: str, curve: Curve, strength: str, rows: str) -> Finding:
+    found = curve.better(strength)
+    return Finding(
+        code,
+        "warning",
+        f"at {strength} of its strength the adapter has a loss of {curve.at[strength].mean().mean:.2f} nats per token on its own "
+        f"examples, as it is {curve.at['1'].mean().mean:.2f}: {found.mean:.2f}{found.ends()} better on {rows}, where training "
+        "should have left the best strength at 1",
+        _strength_remedy(strength),
+        curve.evidence(best=strength, better=found.mean, low=found.low, high=found.high),
+    )
+
+
+def _strength_remedy(strength: str) -> str:
+    return (
+        "compare lora_alpha, r and use_rslora in adapter_config.json with those of the training; where they are not known, "
+        f"multiply lora_alpha by {strength}"
+    )
+
+
+def _of_memory(curve: Curve, heldout: tuple[Losses | None, Losses] | None) -> list[Finding]:
+    gain = curve.gain
+    if gain is None or curve.base is None:
+        return []
+    own, rows = curve.at["1"].mean(), len(curve.rows)
+    remedy = "take an earlier checkpoint, or train for fewer steps, at a lower learning rate or on more examples"
+    if heldout is not None and heldout[0] is not None:
+        other = heldout[0].minus(heldout[1])
+        if _low(gain) - _high(other) > GAP and other.mean < SHARE_HELDOUT * gain.mean:
+            return [
+                Finding(
+                    "memorised",
+                    "warning",
+                    f"the examples were learnt by heart: the adapter gains {gain.mean:.2f}{gain.ends()} nats per token over its "
+                    f"base on them, and {other.mean:.2f}{other.ends()} on questions of the same kind that it has not seen",
+                    remedy,
+                    {"gain": gain.mean, "heldout_gain": other.mean, "adapter": own.mean},
+                )
+            ]
+        return []
+    whole = float(curve.base.sums.mean())
+    answers = {tuple(label for label in row["labels"] if label != IGNORED) for row in curve.rows}
+    if _high(own) < BY_HEART and whole > ANSWER and len(answers) > VARIED * rows:
+        return [
+            Finding(
+                "memorised",
+                "warning",
+                f"the examples seem to be learnt by heart: {own.mean:.3f}{own.ends('.3f')} nats per token are left of "
+                f"{curve.base.mean().mean:.2f}, on {rows} different answers of {whole:.0f} nats each for the base",
+                f"give questions of the same kind with answers (--dev-data) to be sure; {remedy}",
+                {"adapter": own.mean, "base": curve.base.mean().mean, "answer": whole},
+            )
+        ]
+    return []
+
+
+def _low(interval: Interval) -> float:
+    return float("-inf") if interval.low is None else interval.low
+
+
+def _high(interval: Interval) -> float:
+    return float("inf") if interval.high is None else interval.high

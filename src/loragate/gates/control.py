@@ -209,17 +209,26 @@ def constant_gate(peft_model: nn.Module, constant: float, adapter_name: str | No
     """
     name = active_adapter(peft_model, adapter_name)
     plain = not is_gated(peft_model, name)
-    trains = [(parameter, parameter.requires_grad) for parameter in peft_model.parameters()]
-    if plain:  # in a range that holds the constant, though an override is laid over the map and not bound by it
-        attach_gates(peft_model, GateConfig(min(constant, -1.0), max(constant, 2.0)), name)
+    with _same_frozen(peft_model):
+        if plain:  # in a range that holds the constant, though an override is laid over the map and not bound by it
+            attach_gates(peft_model, GateConfig(min(constant, -1.0), max(constant, 2.0)), name)
+        try:
+            with gate_override(peft_model, constant=constant, adapter_name=name):
+                yield
+        finally:
+            if plain:
+                detach_gates(peft_model, name)
+
+
+@contextmanager
+def _same_frozen(model: nn.Module) -> Iterator[None]:
+    """Which parameters are frozen is the same after the context as before; PEFT and gates change it as they are switched."""
+    trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        with gate_override(peft_model, constant=constant, adapter_name=name):
-            yield
+        yield
     finally:
-        if plain:
-            detach_gates(peft_model, name)
-            for parameter, flag in trains:
-                parameter.requires_grad_(flag)
+        for parameter, flag in trains:
+            parameter.requires_grad_(flag)
 
 
 @contextmanager
@@ -327,7 +336,7 @@ def as_base(model: Any) -> Iterator[None]:
                 f"the adapter displaced {name} of the base, which is sharded now, so that the base cannot be had"
             )
     before = {name: value.detach().clone() for name, value in held.items()}
-    with model.disable_adapter():
+    with _same_frozen(model), model.disable_adapter():
         try:
             for name, value in held.items():
                 value.data.copy_(displaced[name])

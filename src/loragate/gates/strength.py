@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from loragate.errors import GateError
+from loragate.gates.attach import GatedLora
 from loragate.gates.eligibility import active_adapter, lora_layers
 
 BANDS = ("lower", "middle", "upper")
@@ -58,6 +59,9 @@ def lora_paths(peft_model: Any, adapter_name: str | None = None) -> list[str]:
 def scaled(peft_model: Any, strengths: float | Mapping[str, float], adapter_name: str | None = None) -> Iterator[None]:
     """Each LoRA layer's delta times a constant inside the context; contexts multiply when they nest.
 
+    With 0 a layer is the base's own, of every kind of LoRA. Otherwise a DoRA layer (see `scales_exactly`) keeps its trained
+    magnitudes, so that what is scaled is the part of its delta that turns the weights.
+
     Args:
         peft_model: with LoRA layers, gated or plain.
         strengths: one for all layers, or {module path: constant}; a module that is not named keeps its strength.
@@ -73,11 +77,22 @@ def scaled(peft_model: Any, strengths: float | Mapping[str, float], adapter_name
         factors = [(layer, float(strengths[path])) for path, layer in layers if path in strengths]
     else:
         factors = [(layer, float(strengths)) for _, layer in layers]
-    before = [(layer, layer.scaling[name]) for layer, _ in factors]
+    before = [(layer, layer.scaling[name], layer.lora_variant.get(name)) for layer, _ in factors]
     try:
         for layer, factor in factors:
             layer.scaling[name] *= factor
+            if factor == 0:  # plain LoRA times 0; a variant may do more than add a delta
+                layer.lora_variant.pop(name, None)
         yield
     finally:
-        for layer, scale in before:
+        for layer, scale, variant in before:
             layer.scaling[name] = scale
+            if variant is not None:
+                layer.lora_variant[name] = variant
+
+
+def scales_exactly(peft_model: Any, adapter_name: str | None = None) -> bool:
+    """Whether `scaled` multiplies the whole delta of every LoRA layer, as it does unless one is DoRA."""
+    name = active_adapter(peft_model, adapter_name)
+    variants = [layer.lora_variant.get(name) for _, layer in lora_layers(peft_model, name)]
+    return all(variant is None or isinstance(variant, GatedLora) for variant in variants)

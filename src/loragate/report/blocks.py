@@ -1,16 +1,20 @@
 """What a page is made of, and what it shows of trainings, selections and diagnoses, from their records (plain data).
 
-A block is a `Table`, or one of these by kind: text ([paragraph]), list ([item]), chart (what draws it, or its SVG), tokens
-({"traces", "left_out"}, see `tokens_block`). `docs/diagnostics.md` has the records of `loragate diagnose`.
+A block is a `Table`, or one of these by kind: text ([paragraph]), list ([item]), chart (what draws it, or its SVG), row ([block],
+side by side where there is room), tokens ({"traces", "left_out"}, see `tokens_block`), and of `examination.py` findings, changes
+and pairs. `docs/diagnostics.md` has the records of `loragate diagnose`.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 from io import StringIO
 from typing import Any
 
@@ -19,7 +23,7 @@ from markupsafe import Markup
 from loragate.display import percent
 from loragate.report.figures import INK, Curve, Draw, History, column_chart, curve_of, lambda_map, line_chart, thinned
 from loragate.report.selection import heat_maps, read_selection, selection_table
-from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Table, difference_cell, or_absent, share_cell
+from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Table, difference_cell, joined, or_absent, share_cell
 
 Record = Mapping[str, Any]
 TRACE_BYTES = 2_300_000
@@ -55,9 +59,33 @@ class Section:
     blocks: Sequence[Block | Table] = ()
 
 
+@dataclass(frozen=True)
+class Banner:
+    """What a report opens with.
+
+    Attributes:
+        advice: what to do.
+        score: what that scores, and on what.
+        more: the alternatives' scores and the reason, sentences.
+        chart: of these scores; None where nothing was scored.
+        tone: "error", "warning" or "good" colours its edge; empty for the usual one.
+    """
+
+    advice: str
+    score: str = ""
+    more: Sequence[str] = ()
+    chart: Block | Table | None = None
+    tone: str = ""
+
+
 def text(*paragraphs: str) -> Block:
     """Paragraphs."""
     return Block("text", paragraphs)
+
+
+def row(*blocks: Block | Table) -> Block:
+    """Blocks side by side, one below the other on a phone."""
+    return Block("row", blocks)
 
 
 def chart(draw: Draw, title: str) -> Block:
@@ -67,20 +95,25 @@ def chart(draw: Draw, title: str) -> Block:
 
 def drawn(block: Block | Table) -> Block | Table:
     """The block with its chart as SVG: the ink is the page's own, and text stays text in the page's letters."""
+    if isinstance(block, Block) and block.kind == "row":
+        return replace(block, data=[drawn(one) for one in block.data])
     if not isinstance(block, Block) or block.kind != "chart" or isinstance(block.data, Markup):
         return block
     buffer = StringIO()
     block.data(buffer)
     # a whole document, with an XML head that cannot stand inside HTML: of its root only the size is kept
     root, _, inside = buffer.getvalue().partition("<svg ")[2].partition(">")
-    box = re.search(r'viewBox="[^"]*"', root)
+    box = re.search(r'viewBox="0 0 ([\d.]+) [\d.]+"', root)
     assert box is not None
     inside = re.sub(r"<metadata>.*?</metadata>", "", inside, flags=re.DOTALL)
     inside = re.sub(r' id="[\w.]+_\d+"', "", inside)  # every figure on the page would have them
     inside = re.sub(r"; font-family: [^;\"]*", "", inside)
     inside = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", inside)  # as matplotlib before 3.10 has it
     inside = inside.replace(INK, "currentColor")
-    head = Markup('<svg {} role="img" aria-label="{}" class="chart">').format(Markup(box[0]), block.title)
+    # its own width lets the page keep the letters of narrow and wide figures at one size
+    head = Markup('<svg {} role="img" aria-label="{}" class="chart" style="--size:{}px">').format(
+        Markup(box[0]), block.title, box[1]
+    )
     return replace(block, data=head + Markup(inside))
 
 
@@ -111,6 +144,45 @@ def safe_json(data: Any) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
+
+
+def build_page(title: str, banner: Banner | None, sections: Sequence[Section], footer: str = "") -> str:
+    """The whole HTML text.
+
+    Args:
+        title: heading and window title.
+        banner: what it opens with; None leaves out heading and contents, too, for a page inside another.
+        sections: what follows it, in order.
+        footer: one line on what wrote the report, and when.
+    """
+    assets = resources.files("loragate.report") / "templates"
+    script = (assets / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page: str = _template().render(
+        title=title,
+        banner=banner,
+        sections=[replace(section, blocks=[drawn(block) for block in section.blocks]) for section in sections],
+        style=Markup((assets / "page.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=digest,
+        footer=footer,
+    )
+    return page
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("loragate.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"joined": joined, "safe_json": lambda data: Markup(safe_json(data))}
+    return environment.get_template("page.html")
 
 
 Blocks = list[Block | Table]
@@ -170,9 +242,9 @@ def _entropy(record: Record) -> Blocks:
         columns = ("tokens", "number", "H base", "H adapter", "H gated", "ΔH", "ΔH < 0, %", "ΔH > 0, %")
         lines = []
         for item in record["classes"]:
-            streams = [_interval(item.get(stream), "{:.3f}".format) for stream in ("base", "adapter", "gated")]
+            streams = [interval_cell(item.get(stream), "{:.3f}".format) for stream in ("base", "adapter", "gated")]
             shares = [(percent(item[side]["mean"]),) for side in ("negative", "positive")]
-            cells = [(f"{item['tokens']:,}",), *streams, _interval(item["delta"], "{:+.3f}".format), *shares]
+            cells = [(f"{item['tokens']:,}",), *streams, interval_cell(item["delta"], "{:+.3f}".format), *shares]
             lines.append(Line(item["name"], cells))
         caption = "Entropy in nats per token, with 95 % intervals over rows"
         blocks.append(Table("By token class", columns, lines, caption))
@@ -222,7 +294,7 @@ def _alignment(record: Record) -> Blocks:
     caption = "Single λ: do entropy and task value agree on the sign? Weighted: by what each matters for the value"
     lines = []
     for item in record["coordinates"]:
-        agreement = [_interval(item[key], percent, "–") for key in ("share", "weighted")]
+        agreement = [interval_cell(item[key], percent, "–") for key in ("share", "weighted")]
         more = [(percent(item[key]),) for key in ("raised", "value_raised")]
         lines.append(Line(item["name"], [(f"{item['coordinates']:,}",), *agreement, *more]))
     return [*blocks, *([Table("Single coefficients", where, lines, caption)] if lines else [])]
@@ -232,8 +304,8 @@ def _terms(item: Record) -> Line:
     total = item["total"]
     cells = [
         (or_absent(total["angle"], "{:.0f}°".format),),
-        _interval(total["cosine"], "{:.2f}".format),
-        _interval(total["rho"], "{:.2f}".format),
+        interval_cell(total["cosine"], "{:.2f}".format),
+        interval_cell(total["rho"], "{:.2f}".format),
         (str(total["verdict"]),),
         *((or_absent(item[error], percent),) for error in ("stopped_error", "tail_error")),
     ]
@@ -268,7 +340,7 @@ def _histogram(data: Record, label: str, title: str) -> Blocks:
     return [chart(partial(column_chart, edges, counts, label), title), numbers]
 
 
-def _interval(value: Mapping[str, float | None] | None, show: Callable[[Any], str], to: str = "\nto ") -> Cell:
+def interval_cell(value: Mapping[str, float | None] | None, show: Callable[[Any], str], to: str = "\nto ") -> Cell:
     """Mean and ends; the ends are null where rows were too few for them."""
     if value is None or value["mean"] is None:
         return (ABSENT,)

@@ -14,8 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from loragate.errors import LoragateError
-from loragate.report.blocks import Section, tokens_block
-from loragate.report.page import build_page
+from loragate.report.blocks import Section, build_page, tokens_block
 
 
 @dataclass(frozen=True)

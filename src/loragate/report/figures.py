@@ -44,6 +44,7 @@ SHARES = {"below_zero": ("λ < 0", "#7B4DA0"), "zero_to_one": ("0 to 1", "#D9D9D
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 KINDS = ("png", "svg", "pdf")
 POINTS = 200  # of a curve
+KIND = 24  # characters of a kind of module below a map
 BEFORE, AFTER, TIME = "#999999", "#D55E00", "#56B4E9"
 INK = "#010203"  # stands for the page's own in a figure on it
 STYLE: Any = {
@@ -150,35 +151,21 @@ def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
     and so are the shares over the modules of a layer; one that saw no token is left out. The colours are centred at 1, where a
     gate leaves the adapter as it was.
     """
-    from matplotlib.colors import Normalize
-
     cells: dict[tuple[int | None, str], list[Mapping[str, float]]] = {}
     for item in modules:
         if item["all"]["count"]:
             cells.setdefault((item["layer"], item["type"]), []).append(item["all"])
-    layers = sorted({layer for layer, _ in cells}, key=lambda layer: (layer is None, layer))
-    order = {kind: place for place, kind in enumerate(MODULES)}
-    kinds = sorted(dict.fromkeys(kind for _, kind in cells), key=lambda kind: order.get(kind, len(MODULES)))
-    means = np.full((len(layers), len(kinds)), np.nan)  # NaN: no such module, the hatched ground shows
-    for (layer, kind), group in cells.items():
-        means[layers.index(layer), kinds.index(kind)] = np.mean([one["mean"] for one in group])
-    reach = max(0.1, float(np.nanmax(np.abs(means - 1))))
+    means = {cell: float(np.mean([one["mean"] for one in group])) for cell, group in cells.items()}
+    layers, kinds = layers_and_kinds(means)
+    reach = max(0.1, max(abs(mean - 1) for mean in means.values()))
 
     size = 4.6 + 0.82 * len(kinds), 1.9 + 0.36 * max(len(layers), 3)
     with drawn(to, *size, {"axes.spines.top": True, "axes.spines.right": True}) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[max(len(kinds), 2), 2.6])
-        left.patch.set(facecolor="white", hatch="////", edgecolor="#CCCCCC")  # seen where a layer has no such module
-        image = left.imshow(means, cmap="PuOr_r", norm=Normalize(1 - reach, 1 + reach), aspect="auto")
-        for (row, column), mean in np.ndenumerate(means):
-            if not np.isnan(mean):
-                ink = "white" if abs(mean - 1) > 0.55 * reach else "black"  # on the dark ends of the colours
-                text = f"{round(float(mean), 2) + 0.0:.2f}".replace("-", "−")  # + 0.0 makes −0.0 a 0
-                left.text(column, row, text, ha="center", va="center", color=ink, fontsize=9)
-        left.set_xticks(range(len(kinds)), kinds, rotation=35, ha="right", rotation_mode="anchor")
-        left.set_yticks(range(len(layers)), ["–" if layer is None else str(layer) for layer in layers])
-        left.set_ylabel("layer")
+        image = module_cells(
+            left, means, "PuOr_r", (1 - reach, 1 + reach), lambda mean: abs(mean - 1) > 0.55 * reach, ".2f"
+        )
         left.set_title("Mean λ")
-        left.tick_params(length=0)
         figure.colorbar(image, ax=left, pad=0.02, fraction=0.06, aspect=min(max(12, 2 * len(layers)), 60))
 
         of_layer = {
@@ -190,6 +177,165 @@ def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
         right.tick_params(axis="y", length=0, labelleft=False)
         right.spines[["top", "right", "left"]].set_visible(False)
         figure.legend(loc="outside lower right", ncols=3, frameon=False, fontsize=9)
+
+
+ByModule = Mapping[tuple[int | None, str], float]
+"""{(layer, kind of module): a figure}; layer None for a module outside the layers."""
+Ends = tuple[float, float, float]
+"""A mean, and the ends of its interval."""
+
+
+def layers_and_kinds(cells: ByModule) -> tuple[list[int | None], list[str]]:
+    """The layers from the first on, those without an index last, and the kinds of modules in the order of `MODULES`."""
+    layers = sorted({layer for layer, _ in cells}, key=lambda layer: (layer is None, layer))
+    order = {kind: place for place, kind in enumerate(MODULES)}
+    kinds = sorted(dict.fromkeys(kind for _, kind in cells), key=lambda kind: order.get(kind, len(MODULES)))
+    return layers, kinds
+
+
+def module_cells(
+    axes: Axes,
+    cells: ByModule,
+    colours: str,
+    ends: tuple[float, float],
+    dark: Callable[[float], bool],
+    form: str,
+    size: float = 9,
+    least: float = -math.inf,
+) -> Any:
+    """A square for each layer and kind, with its figure from `least` up, white where the colour is `dark`; returns the image."""
+    layers, kinds = layers_and_kinds(cells)
+    values = np.full((len(layers), len(kinds)), np.nan)  # NaN: no such module, the hatched ground shows
+    for (layer, kind), value in cells.items():
+        values[layers.index(layer), kinds.index(kind)] = value
+    axes.patch.set(facecolor="white", hatch="////", edgecolor="#CCCCCC")
+    image = axes.imshow(values, cmap=colours, vmin=ends[0], vmax=ends[1], aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        if value >= least:  # no NaN is
+            text = signed(float(value), form)
+            ink = "white" if dark(value) else "black"
+            axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=size)
+    names = [kind if len(kind) <= KIND else f"{kind[: KIND - 1]}…" for kind in kinds]
+    axes.set_xticks(range(len(kinds)), names, rotation=35, ha="right", rotation_mode="anchor")
+    axes.set_yticks(range(len(layers)), ["–" if layer is None else str(layer) for layer in layers])
+    axes.set_ylabel("layer")
+    axes.tick_params(length=0)
+    return image
+
+
+def signed(value: float, form: str) -> str:
+    """The figure with a minus sign; what rounds to zero has none."""
+    text = f"{value:{form}}"
+    return (text.removeprefix("-") if not float(text.rstrip("%")) else text).replace("-", "−")
+
+
+def module_map(
+    cells: ByModule,
+    by_layer: Mapping[int, float],
+    by_kind: Mapping[str, float],
+    label: str,
+    to: Target,
+    *,
+    form: str = "",
+) -> None:
+    """Draw a figure of every layer and kind of module as a square, the figures of whole kinds above and of whole layers beside.
+
+    Args:
+        cells: figures from 0 up; the largest has the darkest square.
+        label: what the figures are, with their unit.
+        form: of a figure as text, such as ".2f"; by default as many decimals as the largest needs.
+    """
+    layers, kinds = layers_and_kinds(cells)
+    of_whole: Any = (by_kind, kinds), (by_layer, layers)
+    most = max(*cells.values(), 0.0) or 1.0
+    form = form or f".{min(4, max(2, 1 - math.floor(math.log10(most))))}f"
+    rows = 0.25 if len(layers) <= 40 else 0.17  # inches
+    width = 1.75 + 0.44 * len(kinds)
+    framed = {"axes.spines.top": True, "axes.spines.right": True}
+    with drawn(to, max(width, 3.4), 2.0 + rows * max(len(layers), 3), framed) as figure:
+        grid_ = figure.add_gridspec(
+            2, 2, width_ratios=[0.44 * len(kinds), 0.95], height_ratios=[0.75, rows * max(len(layers), 3)]
+        )
+        left = figure.add_subplot(grid_[1, 0])
+        # a figure that the colour shows as good as nothing of is left out: many zeros hide the rest
+        least = 0.05 * most
+        module_cells(left, cells, "Blues", (0, most), lambda value: value > 0.72 * most, form, 7.5, least)
+        above, beside = figure.add_subplot(grid_[0, 0], sharex=left), figure.add_subplot(grid_[1, 1], sharey=left)
+        kinds_found, layers_found = ([values.get(key, 0.0) for key in keys] for values, keys in of_whole)
+        for axes, bars, found in (
+            (above, above.bar(range(len(kinds)), kinds_found, 0.72, color=LINES[0]), kinds_found),
+            (beside, beside.barh(range(len(layers)), layers_found, 0.72, color=LINES[0]), layers_found),
+        ):
+            named = [signed(one, form) if one > 0.05 * max(found) else "" for one in found]
+            axes.bar_label(bars, named, fontsize=7.5, padding=2)
+            axes.tick_params(length=0, labelbottom=False, labelleft=False)
+            axes.spines[:].set_visible(False)
+        above.margins(y=0.35)
+        beside.margins(x=0.35)
+        left.set_ylim(len(layers) - 0.5, -0.5)  # the first layer on top
+        figure.suptitle(label, x=0.01, ha="left", fontsize=10)
+
+
+def strength_curve(
+    curves: Sequence[tuple[str, Mapping[float, Ends], str]], marks: Mapping[str, float], to: Target
+) -> None:
+    """Draw measures over the strength of an adapter one above the other, each with the band of its interval.
+
+    A mean that lies far outside what the strengths up to 1 span is written at the edge.
+
+    Args:
+        curves: (heading, {strength: figure}, label of the axis) of each.
+        marks: {what a strength is: strength}, vertical lines with a legend.
+    """
+    with drawn(to, 4.7, 1.0 + 1.9 * len(curves) + 0.2 * len(marks)) as figure:
+        panels = figure.subplots(len(curves), 1, sharex=True)
+        for axes, (heading, points, label), colour in zip(panels, curves, LINES, strict=False):
+            strengths = sorted(points)
+            means, lows, highs = zip(*(points[one] for one in strengths), strict=True)
+            axes.fill_between(strengths, lows, highs, color=colour, alpha=0.25, linewidth=0)
+            axes.plot(strengths, means, color=colour, linewidth=1.8, marker="o", markersize=5)
+            usual = [points[one] for one in strengths if one <= 1] or [points[strengths[0]]]
+            floor, ceiling = min(low for _, low, _ in usual), max(high for *_, high in usual)
+            spread = 2 * (ceiling - floor) or abs(ceiling) or 1.0
+            bottom, top = max(min(lows), floor - spread), min(max(highs), ceiling + spread)
+            room = 0.08 * (top - bottom or 1.0)
+            axes.set_ylim(bottom - room, top + room)
+            for strength, mean in zip(strengths, means, strict=True):
+                if not bottom - room <= mean <= top + room:
+                    place = (strength, top if mean > top else bottom)
+                    axes.annotate(f"{'↑' if mean > top else '↓'} {mean:.3g}", place, ha="center", va="center")
+            for (what, strength), dash, shade in zip(marks.items(), DASHES[1:], ("#777777", *LINES[2:]), strict=False):
+                axes.axvline(strength, color=shade, linestyle=dash, linewidth=2, label=what, zorder=1)
+            axes.set_title(heading)
+            axes.set_ylabel(label)
+            grid(axes, "y")
+        panels[-1].set_xticks(strengths, ["0\n(base)" if one == 0 else f"{one:g}" for one in strengths])
+        panels[-1].set_xlabel("strength: what the adapter adds, times this")
+        if marks:
+            handles, labels = panels[0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower left", frameon=False, fontsize=9)
+
+
+def paired_dots(rows: Sequence[tuple[str, str, Sequence[Ends]]], labels: Sequence[str], to: Target) -> None:
+    """Draw rows of (name, colour, a (mean, low, high) for each panel) as dots with whiskers, panels side by side.
+
+    The first row is what the others are compared with: a line goes through its means, in the band of its intervals.
+    """
+    with drawn(to, 4.9, 1.0 + 0.27 * len(rows)) as figure:
+        for number, (axes, label) in enumerate(zip(figure.subplots(1, len(labels), sharey=True), labels, strict=True)):
+            mean, low, high = rows[0][2][number]
+            axes.axvspan(low, high, color="#999999", alpha=0.2, linewidth=0)
+            axes.axvline(mean, color="#777777", linestyle=DASHES[1], linewidth=1.2)
+            for place, (_, colour, values) in enumerate(rows):
+                mean, low, high = values[number]
+                axes.plot([low, high], [place, place], color=colour, linewidth=1.8)
+                axes.plot(mean, place, "o", color=colour, markersize=6)
+            axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
+            axes.set_ylim(len(rows) - 0.5, -0.5)
+            axes.tick_params(axis="y", length=0)
+            axes.locator_params(axis="x", nbins=4)
+            axes.set_xlabel(label)
+            grid(axes, "x")
 
 
 @contextmanager

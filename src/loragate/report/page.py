@@ -7,38 +7,34 @@ text in it can end the block.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache, partial
-from importlib import resources
+from functools import partial
 from typing import Any
-
-from markupsafe import Markup
 
 from loragate.errors import ConfigError, LoragateError
 from loragate.report.blocks import (
     CURVES,
     DIAGNOSES,
     SHARES,
+    Banner,
     Block,
     Section,
+    build_page,
     chart,
     diagnosis_blocks,
     drawn,
-    safe_json,
     selection_blocks,
     text,
     tokens_block,
     training_blocks,
 )
+from loragate.report.examination import examination_banner, examination_blocks
 from loragate.report.figures import accuracy_bars, curve_of
 from loragate.report.scores import advice_of, caption, evaluation_statements, score_tables
 from loragate.report.selection import SelectionView, read_selection, selection_table
 from loragate.report.sources import Source
-from loragate.report.table import Line, Table, joined
+from loragate.report.table import Line, Table
 from loragate.version import __version__
 
 Record = Mapping[str, Any]
@@ -50,26 +46,10 @@ SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Make], ...] = (
     ("evaluation", "scores", "Scores", lambda record: [*score_tables(record), text(*caption(record).split("\n"))]),
     ("selection", "selection", "How it was selected", selection_blocks),
     ("artifact", "selection", "How it was selected", lambda record: selection_blocks(record.get("selection"))),
+    ("examination", "examination", "Check-up of the adapter", examination_blocks),
     ("diagnosis", "diagnosis", lambda record: DIAGNOSES[record["kind"]][0], diagnosis_blocks),
 )
 """(kind of source, anchor, heading, its blocks) in the order of the page; a section without blocks is left out."""
-
-
-@dataclass(frozen=True)
-class Banner:
-    """What a report opens with.
-
-    Attributes:
-        advice: what to do.
-        score: what that scores, and on what.
-        more: the alternatives' scores and the reason, sentences.
-        chart: of these scores; None where nothing was scored.
-    """
-
-    advice: str
-    score: str = ""
-    more: Sequence[str] = ()
-    chart: Block | Table | None = None
 
 
 def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str:
@@ -131,7 +111,7 @@ def _drawn(make: Make, record: Any) -> list[Block | Table]:
 
 
 def banner_of(sources: Sequence[Source]) -> Banner:
-    """From the one selection among the sources, else from the first evaluation, else from the first selection."""
+    """From the one selection among the sources, else the first evaluation, else the first selection or check-up."""
     found: list[tuple[Source, SelectionView]] = []
     for source in sources:
         views = source.read(lambda record: read_selection(_selection(record)))
@@ -147,6 +127,8 @@ def banner_of(sources: Sequence[Source]) -> Banner:
         advice, score, more, table = source.read(advice_of)
         bars = chart(partial(accuracy_bars, table.lines[:BARS]), table.title)
         return Banner(advice, score, more, drawn(bars))
+    for source in (one for one in sources if one.kind == "examination"):
+        return source.read(examination_banner)
     return Banner("No scores were given to this report", more=["It shows what was trained, not whether it helps."])
 
 
@@ -205,42 +187,3 @@ def _facts(source: Source, record: Any) -> list[tuple[str, str]]:
     if versions := record.get("versions") if isinstance(record, dict) else None:
         found.append(("versions", ", ".join(f"{key} {value}" for key, value in versions.items())))
     return found
-
-
-def build_page(title: str, banner: Banner | None, sections: Sequence[Section], footer: str = "") -> str:
-    """The whole HTML text.
-
-    Args:
-        title: heading and window title.
-        banner: what it opens with; None leaves out heading and contents, too, for a page inside another.
-        sections: what follows it, in order.
-        footer: one line on what wrote the report, and when.
-    """
-    assets = resources.files("loragate.report") / "templates"
-    script = (assets / "page.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page: str = _template().render(
-        title=title,
-        banner=banner,
-        sections=[replace(section, blocks=[drawn(block) for block in section.blocks]) for section in sections],
-        style=Markup((assets / "page.css").read_text(encoding="utf-8")),
-        script=Markup(script),
-        script_hash=digest,
-        footer=footer,
-    )
-    return page
-
-
-@cache
-def _template() -> Any:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("loragate.report", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"joined": joined, "safe_json": lambda data: Markup(safe_json(data))}
-    return environment.get_template("page.html")

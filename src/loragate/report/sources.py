@@ -22,6 +22,7 @@ KINDS = {
     "selection.json": "selection",
     "cells_*.json": "selection",
     "gate_config.json": "artifact",
+    "doctor.json": "examination",
     "entropy.json": "diagnosis",
     "gates.json": "diagnosis",
     "interventions.json": "diagnosis",
@@ -32,8 +33,8 @@ KINDS = {
 """{pattern of a file's name: what it is a record of}, in the order in which a page shows those of one kind"""
 DEPTHS = ("", "*/", "*/*/", "*/*/*/", "*/*/*/*/")  # a trial of a sweep in a recipe's run is the deepest
 KNOWN = (
-    "an artifact (gate_config.json), an evaluation (results.json), a selection (selection.json, "
-    "cells_*.json), a training (run/metrics.jsonl), a diagnosis (entropy.json, gates.json, interventions.json, "
+    "an artifact (gate_config.json), an evaluation (results.json), a selection (selection.json, cells_*.json), a check-up "
+    "(doctor.json), a training (run/metrics.jsonl), a diagnosis (entropy.json, gates.json, interventions.json, "
     "alignment.json, tokens.json)"
 )
 
@@ -43,7 +44,7 @@ class Source:
     """One record found.
 
     Attributes:
-        kind: artifact, evaluation, selection, training, diagnosis or traces.
+        kind: artifact, evaluation, selection, examination, training, diagnosis or traces.
         path: the file it came from.
         record: its content; for a training {"run": run.json or {}, "history": [log records]}.
         name: what to call it.
@@ -123,7 +124,11 @@ def _file(file: Path, name: str) -> Source | None:
     record = read_value(file, BROKEN)
     keys = set(record) if isinstance(record, dict) else set()
     # other programs write files of these names too
-    wanted = {"evaluation": {"results", "tasks", "suites"}, "diagnosis": {"kind", "conclusion"}}
+    wanted = {
+        "evaluation": {"results", "tasks", "suites"},
+        "diagnosis": {"kind", "conclusion"},
+        "examination": {"verdict", "findings", "measures"},
+    }
     of_sweep = kind == "artifact" and file.parent.parent.parent.name == "trials"
     if of_sweep or not wanted.get(kind, set()) <= keys:
         return None

@@ -19,7 +19,7 @@ def exam(tmp_path):
     write_base(tmp_path / "base", tokenizer=tiny_tokenizer())
     write_adapter(tmp_path / "adapter", tmp_path / "base")
     (tmp_path / "run").mkdir()
-    settings = ExamSettings(max_new_tokens=6, tokens=200)
+    settings = ExamSettings(max_new_tokens=6)
     place = resolve(tmp_path / "adapter")
     return Exam(place, tmp_path / "run", Measures(Static("adapter", "base")), settings, data=tiny_rows(12))
 

@@ -1,0 +1,536 @@
+"""The page of `loragate doctor`: what an adapter did to its base, from `doctor.json` alone (plain data), for someone in a hurry.
+
+The verdict with what to do comes first, then findings, then one section for each part that was measured, each opened by a
+sentence on what is seen. A part that is null in the record has no section; the last section says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from loragate.display import duration, percent
+from loragate.files import write_text
+from loragate.report.blocks import (
+    Banner,
+    Block,
+    Blocks,
+    Section,
+    build_page,
+    chart,
+    interval_cell,
+    row,
+    text,
+)
+from loragate.report.figures import (
+    LINES,
+    ByModule,
+    Ends,
+    layers_and_kinds,
+    module_map,
+    paired_dots,
+    signed,
+    strength_curve,
+)
+from loragate.report.table import ABSENT, Cell, Line, Table, joined, or_absent
+from loragate.version import __version__
+
+Record = Mapping[str, Any]
+Bars = Sequence[tuple[str, Record, Sequence[Cell]]]
+TEXT = 2_000  # characters of a prompt or an answer
+SHORT = 80  # of a prompt in a list
+SIGNS = {"error": "✖", "warning": "▲", "note": "●"}
+TONES = {"broken": "error", "warnings": "warning", "healthy": "good"}
+FLAGS = {
+    "cut": "cut at the limit",
+    "repeats": "repeats itself",
+    "language": "other language",
+    "thinking": "no thoughts",
+}
+CLASSES = {"all": "all tokens", "space": "white space", "special": "special tokens", "end": "end of the answer"}
+WORK = {
+    ("q_proj", "k_proj", "qkv_proj"): "q_proj and k_proj decide which earlier tokens are looked at.",
+    ("v_proj", "o_proj", "qkv_proj"): "v_proj and o_proj decide what is taken over from them.",
+    (
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "gate_up_proj",
+    ): "gate_proj, up_proj and down_proj work on each token by itself; much of what a model knows lies there.",
+}
+"""{kinds of modules: what they do}, for readers who meet the names here first."""
+GROUPS = {"scale": LINES[0], "band": LINES[2], "kind": LINES[3], "gates": LINES[1]}
+PER_TOKEN = "nats per token"
+LEAST, BEST = "least that keeps what it is for", "better by more than chance"
+TARGETS = {"loss": "loss on the examples", "kept": "loss on its own answers"}
+MEASURES = {
+    "accuracy": ("What it is for", "right on the dev set", "%", "higher"),
+    "target": ("What it is for", "", PER_TOKEN, "lower"),
+    "kept": ("What the base could", "right on the retention set", "%", "higher"),
+    "retention": ("What the base could", "forgotten", PER_TOKEN, "lower"),
+}
+"""{figure of a way to use the adapter: (what it tells of, what it is, unit, which is better)}, as they stand below each other"""
+PARTS = {
+    "answers": "how it answers",
+    "effect": "what it changed",
+    "learned": "what it learned",
+    "strength": "how strongly it should act",
+}
+
+
+def write_page(examination: Record, path: Path) -> None:
+    """Write the page of an examination, the content of its `doctor.json`, which the page takes to lie beside it."""
+    static = examination["measures"]["static"]
+    name = static["adapter"].rstrip("/").rpartition("/")[2] or "adapter"
+    sections = [*examination_sections(examination), _provenance(examination)]
+    footer = f"Written by loragate {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC."
+    write_text(path, build_page(f"Check-up of {name}", examination_banner(examination), sections, footer))
+
+
+def examination_banner(examination: Record) -> Banner:
+    """The verdict, and what to do."""
+    findings, strength = examination["findings"], examination["measures"]["strength"]
+    verdict = examination["verdict"]
+    counted = {kind: sum(one["severity"] == kind for one in findings) for kind in ("error", "warning")}
+    counts = [f"{count} {kind}{'s' * (count != 1)}" for kind, count in counted.items() if count]
+    advice = {
+        "broken": f"Do not use this adapter as it is: {' and '.join(counts)}",
+        "warnings": f"Usable, but read this first: {' and '.join(counts)}",
+        "healthy": "Healthy: nothing was found that speaks against using it",
+    }[verdict]
+    first = next((one for one in findings if one["severity"] != "note" and one["remedy"]), None)
+    more = [f"What to do first: {_sentence(first['remedy'])}"] if first else []
+    if verdict != "broken" and strength is not None:
+        more += strength["sentences"][:1]
+    if examination["unfinished"]:
+        named = ", ".join(PARTS.get(one, one) for one in examination["unfinished"])
+        why = "they need a model that can be loaded" if verdict == "broken" else "--resume goes on with them"
+        more.append(f"Not measured: {named}; {why}.")
+    return Banner(advice, more=more, tone=TONES[verdict])
+
+
+def examination_blocks(examination: Record) -> Blocks:
+    """The short form inside a report: the verdict, findings, the strength."""
+    banner, strength = examination_banner(examination), examination["measures"]["strength"]
+    said = text(f"{banner.advice}.", *banner.more, "The whole check-up is on the page doctor.html in its folder.")
+    return [said, *_findings(examination["findings"]), *(_strength(strength) if strength else [])]
+
+
+def examination_sections(examination: Record) -> list[Section]:
+    """Findings, then what was measured."""
+    measures = examination["measures"]
+    found: list[Section] = [Section("findings", "What was found", _findings(examination["findings"]))]
+    parts: tuple[tuple[str, str, str, Callable[[Any], Blocks]], ...] = (
+        ("strength", "strength", "How strongly it should act", _strength),
+        ("effect", "where", "Where it acts", _where),
+        ("effect", "changed", "What it changed", _changed),
+        ("answers", "answers", "How it answers", _answers),
+        ("learned", "learned", "What it learned", _learned),
+        ("static", "made", "What it is made of", _static),
+    )
+    for part, anchor, title, make in parts:
+        blocks = make(measures[part]) if measures[part] is not None else []
+        found += [Section(anchor, title, blocks)] if blocks else []
+    return found
+
+
+def _findings(findings: Sequence[Record]) -> Blocks:
+    if not findings:
+        return [text("Everything that was checked is as it should be.")]
+    cards = [
+        {
+            **one,
+            "sign": SIGNS[one["severity"]],
+            "message": _sentence(one["message"]),
+            "remedy": _sentence(one["remedy"]),
+        }
+        for one in findings
+    ]
+    return [text("Worst first, each with what to do about it."), Block("findings", cards)]
+
+
+def _sentence(words: str) -> str:
+    """With a capital, unless it begins with a name, and a full stop."""
+    first = (words.split() or [""])[0]
+    named = any(mark in first.rstrip(".,:;") for mark in "_./") or first.startswith("--")
+    words = words if named else words[:1].upper() + words[1:]
+    return words if not words or words.endswith((".", "!", "?")) else f"{words}."
+
+
+def _strength(record: Record) -> Blocks:
+    points = record["points"]
+    curve = [one for one in points if one["group"] == "scale"]
+    marks = {}
+    for what, label in (("as it is", "1"), (LEAST, record["least"]), (BEST, record["best"])):
+        if found := [one["strength"] for one in curve if one["label"] == label]:
+            marks[f"{found[0]:g}: {what}"] = found[0]
+    measures = {
+        key: (of, what or TARGETS[record["target"]], unit, better)
+        for key, (of, what, unit, better) in MEASURES.items()
+        if any(one[key] is not None for one in points)
+    }
+    curves = [
+        (
+            f"{of}: {what}, {better} is better",
+            {one["strength"]: _ends(one[key], unit) for one in curve if one[key]},
+            unit,
+        )
+        for key, (of, what, unit, better) in measures.items()
+    ]
+    pictures = [chart(partial(strength_curve, curves, marks), "Strength of the whole adapter")] if curve else []
+    parts = [one for one in points if one["group"] != "scale"]
+    whole = [one for label in ("1", "0.5") for one in curve if one["label"] == label]
+    if parts and whole:
+        both = [
+            (key, MEASURES[key][0], unit) for key, (_, _, unit, _) in measures.items() if key in ("target", "retention")
+        ]
+        dots = [
+            (_named(one), GROUPS[one["group"]], [_ends(one[key], unit) for key, _, unit in both])
+            for one in (*whole, *parts)
+        ]
+        labels = [f"{of.lower()}\n{unit}, ← better" for _, of, unit in both]
+        pictures.append(chart(partial(paired_dots, dots, labels), "Weaker in one part, or with gates"))
+    said = {"1": "", record["least"]: f" ({LEAST})", record["best"]: f" ({BEST})"}
+    lines = [
+        Line(
+            _named(one) + said.get(one["label"], ""),
+            [
+                interval_cell(one[key], percent, "–") if unit == "%" else interval_cell(one[key], _three)
+                for key, (_, _, unit, _) in measures.items()
+            ],
+        )
+        for one in points
+    ]
+    columns = ("use", *(f"{what}, {unit}" for _, what, unit, _ in measures.values()))
+    return [
+        text(
+            "All that an adapter adds to its base can be multiplied by a strength: 0 is the base, 1 the adapter as it is. Each "
+            "picture shows what it is for beside what the base could do before."
+        ),
+        *([Block("list", record["sentences"])] if record["sentences"] else []),
+        row(*pictures),
+        text(
+            "Shades and whiskers are 95 % intervals of each figure alone; all were measured on the same texts, so differences "
+            "are surer than they look. Thirds are of the layers, the lower one next to the input; attention is what reads "
+            "earlier tokens, mlp what works on each token by itself."
+        ),
+        Table("", columns, lines, folded="The numbers"),
+    ]
+
+
+def _named(point: Record) -> str:
+    """A way to use the adapter in words."""
+    if point["group"] == "gates":
+        return "with its gates"
+    part = point["label"].rpartition(" ")[0]
+    name = {"scale": "whole", "band": f"{part} third", "kind": part}[point["group"]]
+    strength = point["strength"]
+    if point["group"] == "scale":
+        return {1: "as it is", 0: "the base (0)"}.get(strength, f"whole × {strength:g}")
+    return f"{name} off" if strength == 0 else f"{name} × {strength:g}"
+
+
+def _three(value: float) -> str:
+    return signed(value, ".3f")
+
+
+def _ends(value: Record, unit: str = "") -> Ends:
+    """Mean and ends in the unit; a figure without an interval is its own."""
+    factor = 100 if unit == "%" else 1
+    mean, low, high = (value["mean"] if value[end] is None else value[end] for end in ("mean", "low", "high"))
+    return factor * mean, factor * low, factor * high
+
+
+def _where(record: Record) -> Blocks:
+    cells = record["cells"]
+    if not cells:
+        return []
+    squares = {(one["layer"], one["kind"]): one["nats"] for one in cells if one["layer"] is not None and one["kind"]}
+    by_layer = {one["layer"]: one["nats"] for one in cells if one["layer"] is not None and not one["kind"]}
+    by_kind = {one["kind"]: one["nats"] for one in cells if one["layer"] is None and one["kind"]}
+    on = f"{record['cell_tokens']:,} tokens"
+    most = []
+    for values, what in ((by_layer, "layer {}"), (by_kind, "{}")):
+        if values:
+            key = max(values, key=lambda key: values[key])
+            most.append(f"{what.format(key)} ({values[key]:.3g} nats)")
+    told = f"It leans most on {' and on '.join(most)}." if most else ""
+    if not squares:
+        opening = f"Parts of the adapter were switched off in turn: the longer the bar, the more the predictions change ({on})."
+        tables = [
+            bar_table(
+                f"By {what}", (what, f"change, {PER_TOKEN}"), [(str(key), _plain(values[key]), []) for key in values]
+            )
+            for what, values in (("layer", by_layer), ("kind of module", by_kind))
+            if values
+        ]
+        return [text(*filter(None, (opening, told))), row(*tables)]
+    opening = (
+        "Each square is one kind of weight matrix in one layer (0 is next to the input), switched off alone: the darker, the more "
+        f"the predictions change without it. Bars are whole layers and whole kinds ({on})."
+    )
+    picture, numbers = _map(squares, by_layer, by_kind, f"Change without it, {PER_TOKEN}", "By layer and kind")
+    known = [said for names, said in WORK.items() if any(kind in names for kind in by_kind)]
+    return [text(opening, told), row(picture, *([Block("list", known, "What the kinds do")] if known else [])), numbers]
+
+
+def _map(
+    cells: ByModule, by_layer: Mapping[int, float], by_kind: Mapping[str, float], label: str, title: str, form: str = ""
+) -> Blocks:
+    """A map of the modules and its numbers."""
+    layers, kinds = layers_and_kinds(cells)
+    lines = [
+        Line(
+            ABSENT if layer is None else str(layer),
+            [
+                *((or_absent(cells.get((layer, kind)), "{:.4f}".format),) for kind in kinds),
+                (or_absent(by_layer.get(layer) if layer is not None else None, "{:.4f}".format),),
+            ],
+        )
+        for layer in layers
+    ]
+    if by_kind:
+        lines.append(Line("all", [*((or_absent(by_kind.get(kind), "{:.4f}".format),) for kind in kinds), ("",)]))
+    numbers = Table("", ("layer", *kinds, "all"), lines, folded=f"The numbers: {title[:1].lower()}{title[1:]}")
+    return [chart(partial(module_map, cells, by_layer, by_kind, label, form=form), title), numbers]
+
+
+def _plain(value: float) -> Record:
+    return {"mean": value, "low": None, "high": None}
+
+
+def bar_table(
+    title: str,
+    columns: Sequence[str],
+    lines: Bars,
+    caption: str = "",
+    form: str = ".3f",
+) -> Table:
+    """A table of (name, figure with its interval, more cells) with a bar for each figure, the largest the longest."""
+    top = max((max(_ends(value)) for _, value, _ in lines), default=0) or 1.0
+    made = []
+    for name, value, more in lines:
+        mean, low, high = (max(0.0, one / top) for one in _ends(value))
+        ends = [f"{signed(value['low'], form)} to {signed(value['high'], form)}"] if value["low"] is not None else []
+        cells = [(signed(value["mean"], form), *ends), *more]
+        made.append(Line(name, cells, "baseline", {"mean": mean, "low": low, "high": high}))
+    return Table(title, columns, made, caption)
+
+
+def _changed(record: Record) -> Blocks:
+    opening = (
+        f"Base and adapter read the same {record['tokens']:,} tokens ({record['source']}) and put the same token first at "
+        f"{percent(record['agree'])} % of them."
+    )
+    classes = [(CLASSES.get(one["name"], one["name"]), one) for one in record["classes"]]
+    bars = [
+        (f"{name}, {one['tokens']:,}", one["kl"], [(signed(one["delta"]["mean"], "+.2f"),)]) for name, one in classes
+    ]
+    caption = (
+        "Change: KL(adapter‖base); 0 where the prediction is the same, 0.1 is little, 1 and more is another answer. ΔH: entropy "
+        "of the adapter minus that of the base; below 0 the adapter is surer."
+    )
+    columns = ("tokens", "change", "H of the base", "H of the adapter", "ΔH")
+    numbers = [
+        Line(name, [interval_cell(one[key], _three) for key in ("kl", "base", "adapter", "delta")])
+        for name, one in classes
+    ]
+    blocks: Blocks = [
+        text(opening),
+        bar_table("By kind of token", ("tokens", f"change, {PER_TOKEN}", "ΔH, nats"), bars, caption),
+        Table("", columns, numbers, folded="The numbers, nats per token"),
+    ]
+    if record["changed"]:
+        changes = [
+            {
+                "before": one["before"],
+                "token": _visible(one["token"]),
+                "after": one["after"],
+                "kl": f"{one['kl']:.2f}",
+                "models": [
+                    (name, [(_visible(token), f"{100 * share:.0f}") for token, share in one[name]])
+                    for name in ("base", "adapter")
+                ],
+            }
+            for one in record["changed"]
+        ]
+        blocks.append(text("The marked tokens changed most; what each model thought likeliest there stands below."))
+        blocks.append(Block("changes", changes, "The tokens that changed most"))
+    return blocks
+
+
+def _visible(token: str) -> str:
+    """A token with its white space."""
+    shown = token.replace("\n", "⏎").replace("\t", "⇥")
+    return "∅" if not shown else shown if shown.strip() else shown.replace(" ", "␣")
+
+
+def _answers(record: Record) -> Blocks:
+    base, adapter = record["base"], record["adapter"]
+
+    def line(name: str, key: str, show: Callable[[Any], str]) -> list[Line]:
+        both = [None if one is None else one[key] for one in (base, adapter)]
+        return [] if both == [None, None] else [Line(name, [(or_absent(one, show),) for one in both])]
+
+    def share(value: float) -> str:
+        return f"{percent(value)} %"
+
+    lines = [
+        *line("length of an answer, tokens", "tokens", "{:.1f}".format),
+        *line(f"cut at {record['max_new_tokens']} tokens", "cut", share),
+        *line("ends in a loop", "repeats", share),
+        *line("thinks first, where asked to", "thinking", share),
+        *line("in the language asked for", "languages", share),
+    ]
+    if record["retention_base"] or record["retention_adapter"]:
+        cells = [interval_cell(record[key], percent, "–") for key in ("retention_base", "retention_adapter")]
+        lines.append(Line("right on the questions to keep, %", cells))
+    count, most = len(record["pairs"]), record["max_new_tokens"]
+    opening = f"Both models answered the same {count} prompts greedily, with at most {most} tokens."
+    if base is None:
+        opening = f"The adapter answered {count} prompts greedily; its base cannot be had beside it."
+    blocks: Blocks = [text(opening), Table("", ("", "base", "adapter"), lines)]
+    if record["forgetting"]:
+        ordered = sorted(record["forgetting"].items(), key=lambda item: float(item[0]))
+        forgotten: Bars = [(f"strength {key}" + " (as it is)" * (key == "1"), value, []) for key, value in ordered]
+        caption = "How much less likely the base's own answers become; 0 is nothing forgotten."
+        blocks.append(bar_table("Forgetting", ("adapter", f"forgotten, {PER_TOKEN}"), forgotten, caption))
+    pairs = sorted(record["pairs"], key=lambda one: not one["flags"])
+    odd = sum(bool(one["flags"]) for one in pairs)
+    said = f"All {len(pairs)} prompts with {'the answers of both' if base else 'the answers'}"
+    said += f"; the first {odd} {'has' if odd == 1 else 'have'} something odd" if odd else ""
+    shown = [
+        {
+            "kind": one["kind"],
+            "flags": [FLAGS.get(flag, flag) for flag in one["flags"]],
+            "short": _cut(" ".join(one["prompt"].split()), SHORT),
+            "prompt": _cut(one["prompt"], TEXT),
+            "answers": [
+                (name.capitalize(), _cut(one[name], TEXT) or "(nothing)")
+                for name in ("base", "adapter")[base is None :]
+            ],
+            "nats": ""
+            if one["nats"] is None
+            else f"The base's answer is {signed(one['nats'], '.2f')} nats per token less likely under the adapter.",
+        }
+        for one in pairs
+    ]
+    return [*blocks, *([Block("pairs", {"said": said, "pairs": shown})] if shown else [])]
+
+
+def _cut(words: str, most: int) -> str:
+    return words if len(words) <= most else f"{words[: most - 1]}…"
+
+
+def _learned(record: Record) -> Blocks:
+    opening = (
+        f"Loss is how much the responses of the examples surprise a model; lower is better ({record['rows']:,} rows, "
+        f"{record['tokens']:,} tokens)."
+    )
+    told = ""
+    if record["gain"] is not None:
+        gain = record["gain"]
+        less = "less" if gain["mean"] >= 0 else "more"
+        told = f"The adapter's loss is {_ends_text(gain)} nats per token {less} than the base's."
+    named = {
+        "base": "base, on the examples",
+        "adapter": "adapter, on the examples",
+        "heldout_base": "base, on held-out questions",
+        "heldout": "adapter, on held-out questions",
+    }
+    lines: Bars = [(name, record[key], []) for key, name in named.items() if record[key] is not None]
+    blocks: Blocks = [
+        text(*filter(None, (opening, told))),
+        bar_table("", ("model", f"loss, {PER_TOKEN}"), lines, f"Examples: {record['source']}."),
+    ]
+    if record["scales"]:
+        scales = sorted(record["scales"].items(), key=lambda item: float(item[0]))
+        numbers = [Line(key, [interval_cell(value, _three)]) for key, value in scales]
+        blocks.append(Table("", ("strength", f"loss, {PER_TOKEN}"), numbers, folded="Loss by strength"))
+    return blocks
+
+
+def _ends_text(value: Record) -> str:
+    """An interval's absolute figures on one line."""
+    ends = sorted(abs(value[end]) for end in ("low", "high")) if value["low"] is not None else []
+    return joined((f"{abs(value['mean']):.3f}", " to ".join(f"{end:.3f}" for end in ends)))
+
+
+def _static(record: Record) -> Blocks:
+    modules = record["modules"]
+    facts = {
+        "adapter": record["adapter"],
+        "base": record["base"],
+        "rank and alpha": ""
+        if record["rank"] is None
+        else f"{record['rank']} and {or_absent(record['alpha'], '{:g}'.format)}",
+        "numbers in the file": f"{record['parameters']:,}" if record["parameters"] else "",
+        "modules": f"{len(modules)}" if modules else "",
+        "changes beside LoRA": "; ".join(record["beside"]),
+        "gates can act on": _gateable(record),
+        "training gates": _sentence(record["training"]) if record["training"] else "",
+        "an answer ends with": ", ".join(record["endings"])
+        + {True: "; generation stops there", False: "; generation does not stop there", None: ""}[record["stops"]],
+        "its gates": ", ".join(f"{key} {value}" for key, value in record["gates"].items()),
+    }
+    lines = [Line(name, [(value,)]) for name, value in facts.items() if value]
+    blocks: Blocks = [text("What the files say, without running the model."), Table("", ("what", "value"), lines)]
+    if not modules:
+        return blocks
+    blocks.append(
+        text(
+            "The first map shows which part of the adapter's size (squared norm) lies in which matrix, the second how many "
+            "directions it really uses; far fewer than its rank means that a lower rank would have done."
+        )
+    )
+    grouped: dict[tuple[int | None, str], list[Record]] = {}
+    for one in modules:
+        grouped.setdefault((one["layer"], one["kind"]), []).append(one)
+    maps = []
+    for key, total, label, form in (
+        ("share", sum, "Share of the size, %", ".1f"),
+        ("effective_rank", _mean, "Effective rank", ".1f"),
+    ):
+        factor = 100 if key == "share" else 1
+        cells = {cell: factor * total([one[key] for one in group]) for cell, group in grouped.items()}
+        margins: list[dict[Any, float]] = []
+        for part in ("layer", "kind"):
+            values: dict[Any, list[float]] = {}
+            for one in modules:
+                values.setdefault(one[part], []).append(factor * one[key])
+            margins.append({name: total(found) for name, found in values.items()})
+        maps += _map(cells, margins[0], margins[1], label, label.split(",")[0] + " by layer and kind", form)
+    return [*blocks, row(maps[0], maps[2]), maps[1], maps[3]]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _gateable(record: Record) -> str:
+    words = {"gate": "can be gated", "leave": "stay as they are", "refuse": "cannot be gated"}
+    counts = [f"{count} {words.get(status, status)}" for status, count in record["gateable"].items()]
+    return "; ".join([", ".join(counts), *record["reasons"]]) if counts else ""
+
+
+def _provenance(examination: Record) -> Section:
+    """What ran how long, what did not and why, with which packages."""
+    lines = []
+    for part, name in {"static": "the files", **PARTS}.items():
+        if part in examination["seconds"]:
+            found = examination["measures"][part] is not None
+            said = duration(examination["seconds"][part]) + ("" if found else "; nothing could be measured")
+        elif part in examination["unfinished"]:
+            said = "not done"
+        else:
+            said = "not asked for (--quick)"
+        lines.append(Line(name, [(said,)]))
+    versions = {key: value for key, value in examination["versions"].items() if value != "absent"}
+    lines.append(Line("versions", [(", ".join(f"{key} {value}" for key, value in versions.items()),)]))
+    where = Markup('All figures are in <a href="doctor.json">doctor.json</a>, which lies beside this page.')
+    return Section("provenance", "Where this comes from", [text(where), Table("", ("what", "time"), lines)])
