@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from loragate.doctor import answers
+from loragate.doctor import exam as exam_module
 from loragate.doctor.answers import end_probability, examine_answers
 from loragate.doctor.exam import Exam
 from loragate.doctor.record import Measures, Static
@@ -263,15 +264,18 @@ def test_retention_questions(examined, monkeypatch):
     assert "38 %" in findings["forgets"].message
     right["1"] = right["0"]
     assert "forgets" not in examined(says(SENTENCE), says(SENTENCE), retention_data=[{}])[1]
-    said = []
 
-    def refuse(exam, name):
+
+def test_retention_questions_are_not_asked_of_an_adapter_that_changes_nothing(examined, monkeypatch):
+    def refuse(*given, **more):
         raise GateError("the adapter changes no logit")
 
-    monkeypatch.setattr(Exam, "scores", refuse)
-    found, _ = examined(says(SENTENCE), says(SENTENCE), retention_data=[{}], say=said.append)
+    monkeypatch.setattr(exam_module, "evaluate", refuse)
+    said, questions = [], [{"prompt": f"What is {number} + 1?", "answer": number + 1} for number in range(32)]
+    found, findings = examined(says(SENTENCE), says(SENTENCE), retention_data=questions, say=said.append)
     assert found.retention_base is None
-    assert "changes no logit" in said[0]
+    assert "forgets" not in findings
+    assert said == ["the retention set is not asked: the adapter changes no logit"]
 
 
 def test_answers_are_drawn_in_smaller_batches_where_memory_is_too_small(place, tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ from loragate.analysis.rows import Interval, Row, ratio
 from loragate.doctor.exam import Exam, Losses, Prompt
 from loragate.doctor.record import Answering, AnswerPair, Answers
 from loragate.doctor.texts import language_of, loops_at_end, split_thoughts
-from loragate.errors import GateError
 from loragate.gates.adapter_rules import Finding
 
 MORE_OFTEN = 0.15
@@ -76,7 +75,7 @@ def examine_answers(exam: Exam) -> tuple[Answers, list[Finding]]:
     adapter = seen_in(exam, "adapter")
     base = seen_in(exam, "base") if exam.has_base else None
     forgetting, nats = _forgetting(exam) if base else ({}, {})
-    kept = _retention(exam)
+    kept = {} if exam.retention_data is None else exam.scores("retention")
     findings = [
         *_ends(exam, adapter, base),
         *_loops(adapter, base),
@@ -381,17 +380,6 @@ def _forgets(exam: Exam, forgetting: dict[str, Interval]) -> list[Finding]:
     )
     evidence = {"nats": whole.mean, "low": whole.low, "high": whole.high, "half": half.mean, "entropy": entropy}
     return [Finding("forgets", "warning" if much else "note", message, remedy, evidence)]
-
-
-def _retention(exam: Exam) -> dict[str, np.ndarray]:
-    """Scores of the retention questions by λ, "0" the base; {} where none are given or they cannot be compared."""
-    if exam.retention_data is None:
-        return {}
-    try:
-        return exam.scores("retention")
-    except GateError as error:  # an adapter that changes nothing
-        exam.say(f"the retention questions are not asked: {error}")
-        return {}
 
 
 def _retention_finding(kept: dict[str, np.ndarray]) -> list[Finding]:
