@@ -366,7 +366,7 @@ def _forgets(exam: Exam, forgetting: dict[str, Interval]) -> list[Finding]:
     entropy = ratio(
         [(one.entropy or 0.0) * len(one.token_ids) for one in read], [len(one.token_ids) for one in read]
     ).mean
-    much = _above(whole) > max(FORGETS, entropy)
+    much = _above(whole) > FORGETS
     message = (
         f"The base's own answers to {len(read)} everyday prompts lose {whole.mean:.2f} nats per token{whole.ends()} under the "
         f"adapter: on average a token becomes {np.exp(whole.mean):.1f} times less likely. The base's own uncertainty in them is "
