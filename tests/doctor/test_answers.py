@@ -73,6 +73,7 @@ def examined(place, loaded, tmp_path):
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         exam = Exam(resolve(str(place)), folder, Measures(Static("", "")), **more)
         exam.__dict__["loaded"] = loaded
+        exam.__dict__["texts"] = {"base": [], "adapter": []}  # what is forgotten is tested below
         for kind, answer in (("base", base), ("adapter", adapter)):
             told = [answer(index, prompt) for index, prompt in enumerate(exam.prompts)] if answer else []
             write_samples(folder / f"answers-{kind}.jsonl", told)
@@ -104,8 +105,7 @@ def mixed(first, other, count):
 
 def test_an_adapter_that_answers_as_its_base_has_no_finding_of_behaviour(examined):
     found, findings = examined(says(SENTENCE), says(SENTENCE))
-    assert findings.keys() <= {"forgets"}
-    assert all(one.severity == "note" for one in findings.values())
+    assert findings == {}
     assert found.base == found.adapter
     assert found.base.tokens == len(SENTENCE) + 1
     assert found.base.cut == found.base.repeats == 0
@@ -128,7 +128,7 @@ def test_repeats_are_counted_against_the_base(examined):
 
 def test_a_base_that_loops_itself_accuses_no_adapter(examined):
     looping, sound = says(LOOP), says(SENTENCE)
-    assert not examined(looping, mixed(looping, sound, 30))[1].keys() - {"forgets"}
+    assert not examined(looping, mixed(looping, sound, 30))[1]
     alone = examined(None, mixed(looping, sound, 40))
     assert "repeats" in alone[1]
     assert alone[0].base is None

@@ -42,7 +42,7 @@ SPEED = {"cpu": 1e11, "other": 3e13}
 TEXT_PASSES, TEXT_SECONDS = 16, 90.0
 """Passes over each of `Exam.texts`, and what they may take."""
 MOST_AT_ONCE = 64
-"""Answers in one batch."""
+"""Answers in one batch: on a CPU the 48 of a 135M model take 42 s of processor time so, and 58 s in batches of 16."""
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 """The λ for all modules at which an adapter is tried."""
 
