@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from loragate.doctor import answers
+from loragate.doctor import exam as exam_module
 from loragate.doctor.answers import end_probability, examine_answers
 from loragate.doctor.exam import Exam
 from loragate.doctor.record import Measures, Static
@@ -72,6 +73,7 @@ def examined(place, loaded, tmp_path):
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         exam = Exam(resolve(str(place)), folder, Measures(Static("", "")), **more)
         exam.__dict__["loaded"] = loaded
+        exam.__dict__["texts"] = {"base": [], "adapter": []}  # what is forgotten is tested below
         for kind, answer in (("base", base), ("adapter", adapter)):
             told = [answer(index, prompt) for index, prompt in enumerate(exam.prompts)] if answer else []
             write_samples(folder / f"answers-{kind}.jsonl", told)
@@ -103,8 +105,7 @@ def mixed(first, other, count):
 
 def test_an_adapter_that_answers_as_its_base_has_no_finding_of_behaviour(examined):
     found, findings = examined(says(SENTENCE), says(SENTENCE))
-    assert findings.keys() <= {"forgets"}
-    assert all(one.severity == "note" for one in findings.values())
+    assert findings == {}
     assert found.base == found.adapter
     assert found.base.tokens == len(SENTENCE) + 1
     assert found.base.cut == found.base.repeats == 0
@@ -127,7 +128,7 @@ def test_repeats_are_counted_against_the_base(examined):
 
 def test_a_base_that_loops_itself_accuses_no_adapter(examined):
     looping, sound = says(LOOP), says(SENTENCE)
-    assert not examined(looping, mixed(looping, sound, 30))[1].keys() - {"forgets"}
+    assert not examined(looping, mixed(looping, sound, 30))[1]
     alone = examined(None, mixed(looping, sound, 40))
     assert "repeats" in alone[1]
     assert alone[0].base is None
@@ -263,15 +264,18 @@ def test_retention_questions(examined, monkeypatch):
     assert "38 %" in findings["forgets"].message
     right["1"] = right["0"]
     assert "forgets" not in examined(says(SENTENCE), says(SENTENCE), retention_data=[{}])[1]
-    said = []
 
-    def refuse(exam, name):
+
+def test_retention_questions_are_not_asked_of_an_adapter_that_changes_nothing(examined, monkeypatch):
+    def refuse(*given, **more):
         raise GateError("the adapter changes no logit")
 
-    monkeypatch.setattr(Exam, "scores", refuse)
-    found, _ = examined(says(SENTENCE), says(SENTENCE), retention_data=[{}], say=said.append)
+    monkeypatch.setattr(exam_module, "evaluate", refuse)
+    said, questions = [], [{"prompt": f"What is {number} + 1?", "answer": number + 1} for number in range(32)]
+    found, findings = examined(says(SENTENCE), says(SENTENCE), retention_data=questions, say=said.append)
     assert found.retention_base is None
-    assert "changes no logit" in said[0]
+    assert "forgets" not in findings
+    assert said == ["the retention set is not asked: the adapter changes no logit"]
 
 
 def test_answers_are_drawn_in_smaller_batches_where_memory_is_too_small(place, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import loragate as lg
 from loragate.doctor import examination
 from loragate.doctor.exam import ExamSettings
 from loragate.doctor.record import FILE, read_examination
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, DataError
 from loragate.gates.adapter_rules import Finding
 from tiny import tiny_rows, tiny_tokenizer, write_adapter, write_base
 
@@ -57,3 +57,9 @@ def test_a_folder_that_cannot_be_loaded_is_a_finding_and_not_an_error(folder):
     assert found.verdict == "broken"
     assert found.findings[0].code == "weights-absent"
     assert set(found.unfinished) == set(examination.PARTS)
+
+
+def test_questions_that_cannot_be_asked_are_refused_before_the_model_is_loaded(folder, monkeypatch):
+    monkeypatch.setattr(examination, "PARTS", {"answers": None})
+    with pytest.raises(DataError, match=r"retention set .* has 3 different questions"):
+        lg.examine(folder, retention_data=[{"prompt": f"{number}?", "answer": number} for number in range(3)])

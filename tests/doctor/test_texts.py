@@ -12,6 +12,9 @@ LOOPS = [
     "".join(f"{number}. Be kind to others\n" for number in range(1, 6)),
     "!" * 40,
     "水" * 20,
+    "Il " + "cosa " * 20 + "c",  # cut inside of a word, or of a character
+    "Sabu, " + "kısmına kabulmık, " * 6 + "kısmına kabul",
+    "الأنتشرين " * 12 + "الأنت\ufffd",
     "the the the the the the the the the the the the the",
 ]
 NO_LOOPS = [

@@ -16,7 +16,6 @@ from loragate.analysis.rows import Interval, Row, ratio
 from loragate.doctor.exam import Exam, Losses, Prompt
 from loragate.doctor.record import Answering, AnswerPair, Answers
 from loragate.doctor.texts import language_of, loops_at_end, split_thoughts
-from loragate.errors import GateError
 from loragate.gates.adapter_rules import Finding
 
 MORE_OFTEN = 0.15
@@ -27,7 +26,7 @@ LOST = 0.4
 LEAST = 6
 NEVER_ENDS = 0.15
 """Probability of the end of a turn where the examples end theirs; adapters that learned it give 0.5 and more."""
-GOING_ON, MORE_TOKENS, UNENDED = 8, 512, 0.75
+GOING_ON, MORE_TOKENS, UNENDED = 8, 512, 0.5
 """So many answers that the base ends and the adapter does not are carried on so far; long answers end by then."""
 FORGETS_NOTE, FORGETS = 0.1, 1.0
 """Nats per token: the base's own words become 10 % less likely each, or e times."""
@@ -63,8 +62,8 @@ class Seen:
 
     @property
     def stays(self) -> bool:
-        """Whether it is in the language that was asked for."""
-        return self.prompt.kind in SPOKEN and self.language == self.prompt.language
+        """Whether it is in the language that was asked for, and not only words of it again and again."""
+        return self.prompt.kind in SPOKEN and self.language == self.prompt.language and not self.loops
 
 
 SPOKEN = ("english", "language", "thinking")
@@ -76,7 +75,7 @@ def examine_answers(exam: Exam) -> tuple[Answers, list[Finding]]:
     adapter = seen_in(exam, "adapter")
     base = seen_in(exam, "base") if exam.has_base else None
     forgetting, nats = _forgetting(exam) if base else ({}, {})
-    kept = _retention(exam)
+    kept = {} if exam.retention_data is None else exam.scores("retention")
     findings = [
         *_ends(exam, adapter, base),
         *_loops(adapter, base),
@@ -200,11 +199,9 @@ def _ends(exam: Exam, adapter: Sequence[Seen], base: Sequence[Seen] | None) -> l
     """`never-stops`: the end of its own examples is not learned, or answers that the base ends run on and on."""
     limit, count = exam.settings.max_new_tokens, len(adapter)
     cut = sum(one.cut for one in adapter)
-    evidence = {"prompts": count, "cut": cut, "limit": limit}
-    found = f"{cut} of {count} answers met the limit of {limit} tokens"
-    if base is not None:
-        evidence["base_cut"] = sum(one.cut for one in base)
-        found += f", of the base's own {evidence['base_cut']}"
+    before = None if base is None else [one.cut for one in base]
+    evidence = {"prompts": count, "cut": cut, "limit": limit, **({} if before is None else {"base_cut": sum(before)})}
+    found = f"{_against([one.cut for one in adapter], before)} met the limit of {limit} tokens"
     remedy = (
         "train it with the end of the turn among the labels: each response ends as the chat template ends it, and padding is "
         "another token than the end. Until then set a limit of tokens, or a stop text"
@@ -215,7 +212,7 @@ def _ends(exam: Exam, adapter: Sequence[Seen], base: Sequence[Seen] | None) -> l
         learned = end_probability(exam, exam.rows) if exam.rows else None
     if learned is not None and learned.high is not None and learned.high < NEVER_ENDS:
         at = f"where its own examples end, it gives the end of the turn {_percent(learned)} probability; expected is 50 % and more"
-        message = f"The adapter did not learn to end its answers: {at}. {found[0].upper()}{found[1:]}"
+        message = f"The adapter did not learn to end its answers: {at}. {found}"
         return [Finding("never-stops", "warning", message, remedy, {**evidence, "end_probability": learned.mean})]
     if base is None:
         return []
@@ -265,8 +262,9 @@ def _more_often(adapter: Sequence[bool], base: Sequence[bool] | None) -> Interva
     return more if _above(more) > (0.5 if base is None else MORE_OFTEN) else None
 
 
-def _against(count: int, of: int, base: Sequence[bool] | None) -> str:
-    return f"{count} of {of} answers" + ("" if base is None else f", and {sum(base)} of the base's own,")
+def _against(own: Sequence[bool], base: Sequence[bool] | None) -> str:
+    share = f"{sum(own)} of {len(own)} answers"
+    return share if base is None else f"{share} ({sum(base)} of the base's)"
 
 
 def _loops(adapter: Sequence[Seen], base: Sequence[Seen] | None) -> list[Finding]:
@@ -275,9 +273,8 @@ def _loops(adapter: Sequence[Seen], base: Sequence[Seen] | None) -> list[Finding
         return []
     example = next(one for one in adapter if one.loops)
     message = (
-        f"The adapter repeats itself: {_against(sum(own), len(own), before)} end by saying the same words over and over"
-        f'{"" if base is None else f"; {_percent(more)} of all prompts more than expected"}. To "{example.prompt.text:.60}" it '
-        f'ends in "…{example.text.strip()[-60:]}"'
+        f"The adapter repeats itself: {_against(own, before)} end by saying the same words over and over. To "
+        f'"{example.prompt.text:.60}" it ends in "…{example.text.strip()[-60:]}"'
     )
     remedy = "train it for fewer steps or at a lower rate, and look for repeated text in its examples; or use it at less strength"
     return [Finding("repeats", "warning", message, remedy, {"loops": sum(own), "prompts": len(own), "more": more.mean})]
@@ -288,7 +285,7 @@ def _silence(adapter: Sequence[Seen], base: Sequence[Seen] | None) -> list[Findi
     before = None if base is None else [not one.text.strip() for one in base]
     if (more := _more_often(own, before)) is None:
         return []
-    message = f"The adapter says nothing: {_against(sum(own), len(own), before)} are empty"
+    message = f"The adapter says nothing: {_against(own, before)} are empty"
     remedy = "compare the chat template of its training with the one used here: its prompts may end differently"
     return [
         Finding(
@@ -369,10 +366,10 @@ def _forgets(exam: Exam, forgetting: dict[str, Interval]) -> list[Finding]:
     entropy = ratio(
         [(one.entropy or 0.0) * len(one.token_ids) for one in read], [len(one.token_ids) for one in read]
     ).mean
-    much = _above(whole) > max(FORGETS, entropy)
+    much = _above(whole) > FORGETS
     message = (
         f"The base's own answers to {len(read)} everyday prompts lose {whole.mean:.2f} nats per token{whole.ends()} under the "
-        f"adapter: each of their words becomes {np.exp(whole.mean):.1f} times less likely. The base itself is unsure by "
+        f"adapter: on average a token becomes {np.exp(whole.mean):.1f} times less likely. The base's own uncertainty in them is "
         f"{entropy:.2f} nats. At half the adapter's strength they lose {half.mean:.2f}{half.ends()}"
     )
     remedy = (
@@ -383,17 +380,6 @@ def _forgets(exam: Exam, forgetting: dict[str, Interval]) -> list[Finding]:
     )
     evidence = {"nats": whole.mean, "low": whole.low, "high": whole.high, "half": half.mean, "entropy": entropy}
     return [Finding("forgets", "warning" if much else "note", message, remedy, evidence)]
-
-
-def _retention(exam: Exam) -> dict[str, np.ndarray]:
-    """Scores of the retention questions by λ, "0" the base; {} where none are given or they cannot be compared."""
-    if exam.retention_data is None:
-        return {}
-    try:
-        return exam.scores("retention")
-    except GateError as error:  # an adapter that changes nothing
-        exam.say(f"the retention questions are not asked: {error}")
-        return {}
 
 
 def _retention_finding(kept: dict[str, np.ndarray]) -> list[Finding]:

@@ -25,6 +25,8 @@ from loragate.files import RunFolder, write_json
 from loragate.gates.adapter_rules import Finding
 from loragate.models import Loading, resolve
 from loragate.models.loading import USUAL
+from loragate.selection.dev import read_dev
+from loragate.selection.settings import DevSettings
 
 PARTS: dict[str, Part] = {
     "answers": answers.examine_answers,
@@ -83,6 +85,9 @@ def examine(
         return _concluded(done, () if quick else tuple(PARTS), out)
     given = {"data": data, "dev_data": dev_data, "retention_data": retention_data}
     rows = {name: None if one is None else load_rows(one) for name, one in given.items()}
+    for name in ("dev", "retention"):  # what cannot be asked is refused before the model is loaded
+        if (questions := rows[f"{name}_data"]) is not None:
+            read_dev(questions, DevSettings(), name)
     place = resolve(str(adapter), base)
     identity = {
         "adapter": place.fingerprint,

@@ -41,10 +41,10 @@ def examine_strength(exam: Exam) -> tuple[Strength | None, list[Finding]]:
                 on_progress(sum(map(len, read.values())), 2 * len(ways))
         own = exam.losses_as("base", "base", exam.acting("base"))
     answered: dict[str, dict[str, Array]] = {}
-    if exam.dev_data is not None:
-        answered["dev"] = exam.scores("dev", STRENGTHS)
-    if exam.retention_data is not None:
-        answered["retention"] = exam.scores("retention", STRENGTHS)
+    if exam.dev_data is not None and (scores := exam.scores("dev", STRENGTHS)):
+        answered["dev"] = scores
+    if exam.retention_data is not None and (scores := exam.scores("retention", STRENGTHS)):
+        answered["retention"] = scores
     kept = read[target]["1"] if target == "adapter" else None
     points = tuple(
         Point(

@@ -21,7 +21,12 @@ def loops_at_end(text: str) -> bool:
     >>> loops_at_end("It is late. " * 5), loops_at_end("It is late, and we should go home before it gets dark.")
     (True, False)
     """
-    words = _WORD.findall(_NUMBERING.sub("", text))
+    words = _WORD.findall(_NUMBERING.sub("", text).rstrip("\ufffd"))
+    # the length limit may cut through the last word
+    return _in_loop(words) or _in_loop(words[:-1])
+
+
+def _in_loop(words: list[str]) -> bool:
     for period in range(1, len(words) // LOOPS + 1):
         repeated = period
         while repeated < len(words) and words[-1 - repeated] == words[-1 - repeated + period]:
