@@ -33,6 +33,8 @@ MATTERS = 0.05
 SHARE_WEAKER, SHARE_STRONGER = 0.1, 0.5
 """Of what the adapter gains over the base, the share that another strength must gain more. Training stops before the loss on its
 own rows is at its least, so a healthy adapter gains somewhat more above 1; one whose scale was lost gains as much again."""
+FITS = 0.05
+"""Share of the base's loss that an adapter which is too strong takes away at a lower strength; noise takes almost nothing."""
 FOR_MOVES, MOVES = 0.75, 0.1
 """Nats gained on its own examples for each nat of KL(adapter‖base) there: a model that was fitted to them gains 1 or more, one
 that moves at random almost none. It is looked at where the KL is above MOVES nats per token."""
@@ -82,6 +84,11 @@ class Curve:
     def better(self, strength: str) -> Interval:
         """Adapter as it is minus adapter at another strength, nats per token."""
         return self.at["1"].minus(self.at[strength])
+
+    def fits(self, strength: str) -> bool:
+        """Whether the adapter at this strength is clearly better than the base; True where the base cannot be had."""
+        least = 0.0 if self.base is None else max(MATTERS, FITS * self.base.mean().mean)
+        return self.base is None or _low(self.base.minus(self.at[strength])) > least
 
     def evidence(self, **more: Any) -> dict[str, Any]:
         """Mean losses, by strength."""
@@ -163,7 +170,7 @@ def _of_strength(curve: Curve) -> list[Finding]:
             f"{curve.base.mean().mean:.2f}, worse by {loss.mean:.2f}{loss.ends()} on {rows}"
         )
         evidence = curve.evidence(worse=loss.mean, low=loss.low, high=loss.high)
-        if _low(curve.base.minus(curve.at[weaker])) > MATTERS:
+        if curve.fits(weaker):
             return [
                 Finding(
                     "too-strong",
@@ -185,7 +192,7 @@ def _of_strength(curve: Curve) -> list[Finding]:
         ]
     gained = 0.0 if gain is None else max(0.0, gain.mean)
     weaker = curve.best(above=False)
-    if _low(curve.better(weaker)) > max(MATTERS, SHARE_WEAKER * gained):
+    if _low(curve.better(weaker)) > max(MATTERS, SHARE_WEAKER * gained) and curve.fits(weaker):
         return [_other_strength("too-strong", curve, weaker, rows)]
     moved = 0.0 if exam.measures.effect is None else exam.measures.effect.classes[0].kl.mean
     if gain is not None and moved > MOVES and _high(gain) < FOR_MOVES * moved:
@@ -260,9 +267,9 @@ def _of_memory(curve: Curve, heldout: tuple[Losses | None, Losses] | None) -> li
                 Finding(
                     "memorised",
                     "warning",
-                    f"the examples were learnt by heart: of the base's {base.mean:.2f} nats per token {own.mean:.2f}{own.ends()} are "
-                    f"left on them, and {held.mean:.2f}{held.ends()} of {held_base.mean:.2f} on questions of the same kind that it "
-                    "has not seen",
+                    f"the examples were learnt by heart: of the base's {base.mean:.2f} nats per token {own.mean:.2f}{own.ends()} "
+                    f"are left on them, and {held.mean:.2f}{held.ends()} of {held_base.mean:.2f} on questions of the same kind "
+                    "that it has not seen",
                     remedy,
                     {**evidence, "heldout": held.mean, "heldout_base": held_base.mean},
                 )
@@ -275,7 +282,7 @@ def _of_memory(curve: Curve, heldout: tuple[Losses | None, Losses] | None) -> li
             Finding(
                 "memorised",
                 "note",
-                f"of the base's {base.mean:.2f} nats per token {own.mean:.3f}{own.ends('.3f')} are left on {rows} examples: either "
+                f"of the base's {base.mean:.2f} nats per token {own.mean:.3f}{own.ends('.3f')} are left on {rows} examples: "
                 f"the answers ({whole:.0f} nats each for the base) follow from their questions, or they were learnt by heart",
                 f"give other questions of the same kind with answers (--dev-data) to know; if by heart, {remedy}",
                 {**evidence, "answer": whole},
