@@ -129,6 +129,7 @@ def test_an_adapter_that_moves_much_and_gains_little_has_another_base(folder, tm
 def test_what_was_learnt_by_heart_is_not_known_of_other_questions(tmp_path, monkeypatch):
     monkeypatch.setattr(learned_by, "BY_HEART", 0.5)  # training longer would take longer
     monkeypatch.setattr(learned_by, "ANSWER", 10.0)
+    monkeypatch.setattr(learned_by, "TIMES", 3.0)
     base = tiny_base(tie_word_embeddings=False)
     write_base(tmp_path / "base", base, tiny_tokenizer())
     rows = shifted(8)

@@ -33,16 +33,19 @@ MATTERS = 0.05
 SHARE_WEAKER, SHARE_STRONGER = 0.1, 0.5
 """Of what the adapter gains over the base, the share that another strength must gain more. Training stops before the loss on its
 own rows is at its least, so a healthy adapter gains somewhat more above 1; one whose scale was lost gains as much again."""
+WORSE = 0.02
+"""Nats per token by which an adapter must be worse than its base on its own examples, to be called one of another base."""
 FITS = 0.05
 """Share of the base's loss that an adapter which is too strong takes away at a lower strength; noise takes almost nothing."""
-FOR_MOVES, MOVES = 0.75, 0.1
+FOR_MOVES, MOVES = 0.75, 0.01
 """Nats gained on its own examples for each nat of KL(adapter‖base) there: a model that was fitted to them gains 1 or more, one
 that moves at random almost none. It is looked at where the KL is above MOVES nats per token."""
 NOTHING = 0.01
 """Nats per token: an adapter that gains less on its examples has learnt nothing there."""
-GAP, LEFT = 0.5, 0.35
-"""Learnt by heart: nats per token by which the adapter is worse on questions of the same kind than on its examples, and how much
-more of the base's loss is left there, as a share. Adapters as people train them have about 0.2 and 0.1."""
+GAP, TIMES, CARRIED = 0.2, 10.0, 0.2
+"""Learnt by heart: questions of the same kind have a loss that is higher than the examples' by GAP nats per token, and either
+TIMES as high or with less than the share CARRIED of the gain on the examples. Adapters as people train them have 1.1 to 5 times
+the loss there, and carry over 0.4 or more of the gain."""
 SIMILAR = 2.0
 """Up to this ratio of lengths are answers of the same kind."""
 BY_HEART, ANSWER, VARIED = 0.05, 20.0, 0.9
@@ -162,7 +165,7 @@ def _of_strength(curve: Curve) -> list[Finding]:
     """wrong-base, too-strong, too-weak or nothing-learned, at the most one of them."""
     gain, exam = curve.gain, curve.exam
     own, rows = curve.at["1"].mean(), f"{len(curve.rows)} examples"
-    if curve.base is not None and _low(loss := curve.at["1"].minus(curve.base)) > MATTERS:
+    if curve.base is not None and _low(loss := curve.at["1"].minus(curve.base)) > WORSE:
         curve.read(*WEAKER)
         weaker = curve.best(above=False)
         worse = (
@@ -201,7 +204,7 @@ def _of_strength(curve: Curve) -> list[Finding]:
                 "wrong-base",
                 "warning",
                 f"the adapter changes the predictions on its own examples by {moved:.2f} nats per token (KL) and gains "
-                f"only {gain.mean:.2f}{gain.ends()} of loss by it on {rows}; fitted to them on this base, it would gain as much",
+                f"only {gain.mean:.2f}{gain.ends()} nats of loss by it on {rows}; fitted to them on this base, it would gain as much",
                 _base_remedy(exam),
                 curve.evidence(gain=gain.mean, low=gain.low, high=gain.high, kl=moved),
             )
@@ -261,8 +264,9 @@ def _of_memory(curve: Curve, heldout: tuple[Losses | None, Losses] | None) -> li
     remedy = "take an earlier checkpoint, or train for fewer steps, at a lower learning rate or on more examples"
     evidence = {"adapter": own.mean, "base": base.mean}
     if heldout is not None and heldout[0] is not None:
-        held, held_base = heldout[1].mean(), heldout[0].mean()
-        if _low(held) - _high(own) > GAP and held.mean / held_base.mean - own.mean / base.mean > LEFT:
+        held, held_base, carried = heldout[1].mean(), heldout[0].mean(), heldout[0].minus(heldout[1])
+        by_heart = _low(held) > TIMES * _high(own) or _high(carried) < CARRIED * (base.mean - own.mean)
+        if by_heart and _low(held) - _high(own) > GAP:
             return [
                 Finding(
                     "memorised",
