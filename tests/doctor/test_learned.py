@@ -115,7 +115,8 @@ def test_an_adapter_worse_than_its_base_at_every_strength_has_another_base(folde
     assert str(tmp_path / "base") in finding.remedy
 
 
-def test_an_adapter_that_moves_much_and_gains_little_has_another_base(folder, tmp_path):
+def test_an_adapter_that_moves_much_and_gains_little_has_another_base(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(learned_by, "WORSE", 9.0)
     write_base(tmp_path / "other", tiny_base(5, tie_word_embeddings=False), tiny_tokenizer())
     none = Interval(3.0, None, None)
     moved = Effect("examples", 1, 1, 0.5, (ClassEffect("all", 1, none, none, none, none),), 0, (), ())

@@ -204,7 +204,7 @@ def _of_strength(curve: Curve) -> list[Finding]:
                 "wrong-base",
                 "warning",
                 f"the adapter changes the predictions on its own examples by {moved:.2f} nats per token (KL) and gains "
-                f"only {gain.mean:.2f}{gain.ends()} nats of loss by it on {rows}; fitted to them on this base, it would gain as much",
+                f"only {gain.mean:.2f}{gain.ends()} nats of loss on {rows}; fitted to them on this base, it would gain as much",
                 _base_remedy(exam),
                 curve.evidence(gain=gain.mean, low=gain.low, high=gain.high, kl=moved),
             )
