@@ -27,10 +27,11 @@ from loragate.losses.head import IGNORED
 
 TOKENS, ROW_TOKENS = 2048, 64
 """Response tokens that are read, and of one row: many rows make the intervals narrow."""
-READING_SECONDS, CELL_SECONDS = 40.0, 90.0
+READING_SECONDS, CELL_SECONDS = 30.0, 90.0
 """For reading with base and adapter, and for switching modules off: both beside the answers within ten minutes."""
-CELL_TOKENS, FEWEST = 256, 48
-"""Response tokens that tell the modules apart, at most and at least; with fewer only layers and kinds are told apart."""
+CELL_TOKENS, CELL_ROW_TOKENS, FEWEST = 256, 32, 24
+"""Response tokens that tell the modules apart at most, those of one row, and the fewest; where time allows fewer, only layers and
+kinds are told apart."""
 CHANGED, CHANGED_OF_ROW = 12, 2
 """Most changed tokens that are shown, and of one row."""
 AROUND = 12
@@ -93,13 +94,13 @@ def _rows(exam: Exam) -> tuple[list[Row], str]:
     else:
         rows = [*exam.own_rows("adapter"), *exam.own_rows("base")]
         source = f"answers of base and adapter to {len(exam.prompts)} prompts"
-    cut = [_cut(rows[at]) for at in np.random.default_rng(0).permutation(len(rows))]
+    cut = [_cut(rows[at], ROW_TOKENS) for at in np.random.default_rng(0).permutation(len(rows))]
     return _first([row for row in cut if _responses(row)], TOKENS), source
 
 
-def _cut(row: Row) -> Row:
+def _cut(row: Row, tokens: int) -> Row:
     """The row up to the last of its first response tokens."""
-    end = next(iter(_places(row)[ROW_TOKENS - 1 :]), len(row["labels"])) + 1
+    end = next(iter(_places(row)[tokens - 1 :]), len(row["labels"])) + 1
     return {**row, "input_ids": row["input_ids"][:end], "labels": row["labels"][:end]}
 
 
@@ -128,9 +129,9 @@ def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
                 modules.setdefault(place, []).append(path)
     margins = {place: paths for place, paths in modules.items() if None in place}
     # short rows first: more of their tokens are response
-    ascending = sorted(rows, key=lambda row: len(row["input_ids"]))
+    ascending = sorted((_cut(row, CELL_ROW_TOKENS) for row in rows), key=lambda row: len(row["input_ids"]))
     short = _first(ascending[: exam.settings.batch_size], CELL_TOKENS)
-    chosen = exam.affordable(short, 1 + len(modules), CELL_SECONDS)
+    chosen = exam.affordable(short, 1 + len(modules), CELL_SECONDS, least=0)
     if sum(map(_responses, chosen)) < min(FEWEST, sum(map(_responses, short))):
         modules, chosen = margins, exam.affordable(short, 1 + len(margins), CELL_SECONDS)
     batch = exam.reader.batch(*chosen)

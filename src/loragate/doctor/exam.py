@@ -231,8 +231,8 @@ class Exam:
             counts += np.bincount(rows_T, minlength=len(rows))
         return Losses(sums, counts)
 
-    def affordable(self, rows: Sequence[Row], passes: int, seconds: float) -> list[Row]:
-        """The first rows, one at the least, that can be read so many times in about so many seconds."""
+    def affordable(self, rows: Sequence[Row], passes: int, seconds: float, least: int = 1) -> list[Row]:
+        """The first rows, `least` of them in any case, that can be read so many times in about so many seconds."""
         if self._tokens_per_second is None:
             for _ in range(2):  # the first time memory is laid out and kernels are built
                 began = time.monotonic()
@@ -240,7 +240,7 @@ class Exam:
             tokens = sum(len(row["input_ids"]) for row in rows[:PROBED])
             self._tokens_per_second = tokens / (time.monotonic() - began)
         read = np.cumsum([len(row["input_ids"]) for row in rows])
-        return list(rows[: max(1, int((read <= self._tokens_per_second * seconds / passes).sum()))])
+        return list(rows[: max(least, int((read <= self._tokens_per_second * seconds / passes).sum()))])
 
 
 Part = Callable[[Exam], tuple[Any, list[Finding]]]

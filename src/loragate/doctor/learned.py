@@ -24,10 +24,10 @@ from loragate.losses.head import IGNORED
 STRENGTHS = ("0", "0.25", "0.5", "0.75", "1", "1.25", "1.5", "2")
 WEAKER, STRONGER = ("0.125", "0.0625"), ("4", "8", "16")
 """Read as well where even the weakest or the strongest of these is not enough: a wrong alpha is off by such factors."""
-SECONDS, HELDOUT_SECONDS = 80.0, 15.0
+SECONDS, HELDOUT_SECONDS = 100.0, 20.0
 """For reading the examples at every strength, and held-out questions: beside the answers within ten minutes."""
-FEWEST = 4
-"""Examples; an interval over fewer rows means nothing."""
+FEWEST, SLOWEST = 4, 8
+"""Examples: an interval over fewer rows means nothing; so many are read however long it takes."""
 MATTERS = 0.05
 """Nats per token: a smaller difference of losses, 5 % in the probability of each token, is worth no warning."""
 SHARE_WEAKER, SHARE_STRONGER = 0.1, 0.5
@@ -118,7 +118,7 @@ def examine_learned(exam: Exam) -> tuple[Learned | None, list[Finding]]:
         exam.say(
             "between 0 and 1, and above, a DoRA adapter is weakened or strengthened in its direction, not its magnitude"
         )
-    curve = Curve(exam, exam.affordable(exam.rows, len(STRENGTHS) + exam.has_base, SECONDS))
+    curve = Curve(exam, exam.affordable(exam.rows, len(STRENGTHS) + exam.has_base, SECONDS, SLOWEST))
     if exam.has_base:
         curve.base = read_losses(exam, curve.rows, None)
     curve.read(*STRENGTHS)
@@ -149,7 +149,7 @@ def _heldout(exam: Exam, curve: Curve) -> tuple[Losses | None, Losses] | None:
     except DataError as error:
         exam.say(f"the dev set is not read for memorisation: {error}")
         return None
-    rows = exam.affordable(rows, 1 + exam.has_base, HELDOUT_SECONDS)
+    rows = exam.affordable(rows, 1 + exam.has_base, HELDOUT_SECONDS, SLOWEST)
     adapter = read_losses(exam, rows, 1.0)
     lengths = [float(one.tokens.mean()) for one in (adapter, curve.at["1"])]
     if max(lengths) > SIMILAR * min(lengths):
