@@ -52,6 +52,8 @@ def examine_effect(exam: Exam) -> tuple[Effect | None, list[Finding]]:
     rows = exam.affordable(rows, 2, READING_SECONDS)
     with exam.job("base and adapter on the same text", len(rows), "rows") as on_progress:
         found = measure(exam.reader, exam.loaded.kind, rows, exam.settings.batch_size, on_progress, gates=False)
+    if not np.isfinite(found.kl).all():
+        return None, [_not_finite(found, source)]
     cells, cell_tokens = _cells(exam, rows)
     effect = Effect(
         source=source,
@@ -84,6 +86,17 @@ def _not_applied(found: TokenEntropies, source: str) -> list[Finding]:
             {"kl": mean, "largest": float(found.kl.max()), "tokens": tokens},
         )
     ]
+
+
+def _not_finite(found: TokenEntropies, source: str) -> Finding:
+    share = float((~np.isfinite(found.kl)).mean())
+    return Finding(
+        "weights-not-finite",
+        "error",
+        f"with the adapter the model computes no finite predictions at {100 * share:.0f} % of {len(found.kl):,} tokens ({source})",
+        "compare lora_alpha, r and use_rslora in adapter_config.json with those of the training, and try --dtype float32",
+        {"share": share},
+    )
 
 
 def _rows(exam: Exam) -> tuple[list[Row], str]:

@@ -11,6 +11,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from loragate.analysis.rows import Interval, Row
 from loragate.data import load_rows
 from loragate.doctor.exam import Exam, Losses
@@ -122,6 +124,9 @@ def examine_learned(exam: Exam) -> tuple[Learned | None, list[Finding]]:
     if exam.has_base:
         curve.base = read_losses(exam, curve.rows, None)
     curve.read(*STRENGTHS)
+    if not all(np.isfinite(losses.sums).all() for losses in curve.at.values()):
+        exam.say("the examples are not judged by: the model computes no finite predictions for them at every strength")
+        return None, []
     adapter, heldout = curve.at["1"], _heldout(exam, curve)
     learned = Learned(
         source=exam.examples.source,
