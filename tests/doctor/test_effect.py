@@ -8,6 +8,7 @@ import loragate as lg
 from loragate.doctor import examination
 from loragate.doctor.effect import Below, examine_effect
 from loragate.doctor.exam import LEAST_ROWS, SPEED, Exam, ExamSettings, Prompt
+from loragate.doctor.learned import examine_learned
 from loragate.doctor.record import Measures, Static
 from loragate.gates.strength import kind_of, layer_of, lora_paths, scaled
 from loragate.models import Loading, resolve
@@ -111,6 +112,13 @@ def test_an_adapter_that_changes_nothing_is_said_to_be_off(tmp_path, monkeypatch
     assert found.measures.effect.changed == ()
     assert found.measures.effect.agree == 1
     assert all(cell.nats == 0 for cell in found.measures.effect.cells)
+
+
+def test_predictions_that_are_not_finite_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(examination, "PARTS", {"effect": examine_effect, "learned": examine_learned})
+    found = lg.examine(written(tmp_path, lora_alpha=10**38), data=tiny_rows(5))
+    assert [one.code for one in found.findings if one.severity == "error"] == ["weights-not-finite"]
+    assert found.measures.effect is found.measures.learned is None
 
 
 def test_in_bf16_an_adapter_acts(tmp_path):

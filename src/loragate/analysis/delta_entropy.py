@@ -217,7 +217,8 @@ def measure(
     parts: dict[str, list[np.ndarray]] = {}
 
     def add(name: str, values: torch.Tensor) -> None:
-        parts.setdefault(name, []).append((values.double() if values.is_floating_point() else values).cpu().numpy())
+        found = values.cpu().numpy()
+        parts.setdefault(name, []).append(found.astype(np.float64) if values.is_floating_point() else found)
 
     where, ids = [], []
     for batch, rows_T, ids_T in reader.batches(rows, batch_size, on_progress):

@@ -30,10 +30,11 @@ from loragate.losses.head import IGNORED
 
 TOKENS, ROW_TOKENS = 2048, 64
 """Response tokens that are read, and of one row: many rows make the intervals narrow."""
-READING_SECONDS, CELL_SECONDS = 40.0, 90.0
+READING_SECONDS, CELL_SECONDS = 30.0, 90.0
 """For reading with base and adapter, and for switching modules off: both beside the answers within ten minutes."""
-CELL_TOKENS, FEWEST = 256, 48
-"""Response tokens that tell the modules apart, at most and at least; with fewer only layers and kinds are told apart."""
+CELL_TOKENS, CELL_ROW_TOKENS, FEWEST = 256, 32, 24
+"""Response tokens that tell the modules apart at most, those of one row, and the fewest; where time allows fewer, only layers and
+kinds are told apart."""
 CHANGED, CHANGED_OF_ROW = 12, 2
 """Most changed tokens that are shown, and of one row."""
 AROUND = 12
@@ -54,6 +55,8 @@ def examine_effect(exam: Exam) -> tuple[Effect | None, list[Finding]]:
     rows = exam.affordable(rows, 2, READING_SECONDS)
     with exam.job("base and adapter on the same text", len(rows), "rows") as on_progress:
         found = measure(exam.reader, exam.loaded.kind, rows, exam.settings.batch_size, on_progress, gates=False)
+    if not np.isfinite(found.kl).all():
+        return None, [_not_finite(found, source)]
     cells, cell_tokens = _cells(exam, rows)
     effect = Effect(
         source=source,
@@ -88,6 +91,17 @@ def _not_applied(found: TokenEntropies, source: str) -> list[Finding]:
     ]
 
 
+def _not_finite(found: TokenEntropies, source: str) -> Finding:
+    share = float((~np.isfinite(found.kl)).mean())
+    return Finding(
+        "weights-not-finite",
+        "error",
+        f"with the adapter the model computes no finite predictions at {100 * share:.0f} % of {len(found.kl):,} tokens ({source})",
+        "compare lora_alpha, r and use_rslora in adapter_config.json with those of the training, and try --dtype float32",
+        {"share": share},
+    )
+
+
 def _rows(exam: Exam) -> tuple[list[Row], str]:
     """Rows of few response tokens in a random order, so that the first are a sample of all, and what they are."""
     if exam.rows:
@@ -96,13 +110,13 @@ def _rows(exam: Exam) -> tuple[list[Row], str]:
     else:
         rows = [*exam.own_rows("adapter"), *exam.own_rows("base")]
         source = f"answers of base and adapter to {len(exam.prompts)} prompts"
-    cut = [_cut(rows[at]) for at in np.random.default_rng(0).permutation(len(rows))]
+    cut = [_cut(rows[at], ROW_TOKENS) for at in np.random.default_rng(0).permutation(len(rows))]
     return _first([row for row in cut if _responses(row)], TOKENS), source
 
 
-def _cut(row: Row) -> Row:
+def _cut(row: Row, tokens: int) -> Row:
     """The row up to the last of its first response tokens."""
-    end = next(iter(_places(row)[ROW_TOKENS - 1 :]), len(row["labels"])) + 1
+    end = next(iter(_places(row)[tokens - 1 :]), len(row["labels"])) + 1
     return {**row, "input_ids": row["input_ids"][:end], "labels": row["labels"][:end]}
 
 
@@ -131,7 +145,7 @@ def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
                 modules.setdefault(place, []).append(path)
     margins = {place: paths for place, paths in modules.items() if None in place}
     # short rows first: more of their tokens are response
-    ascending = sorted(rows, key=lambda row: len(row["input_ids"]))
+    ascending = sorted((_cut(row, CELL_ROW_TOKENS) for row in rows), key=lambda row: len(row["input_ids"]))
     short = _first(ascending[: exam.settings.batch_size], CELL_TOKENS)
     passes = 2 + sum(1 if layer is None else 1 / 2 for layer, _ in modules)  # what is below a layer is kept
     if exam.tokens_in(CELL_SECONDS / passes) < min(FEWEST, sum(len(row["input_ids"]) for row in short)):

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from loragate.analysis.rows import Interval, Row
 from loragate.data import load_rows
 from loragate.doctor.exam import STRENGTHS, Exam, Losses
@@ -23,7 +25,7 @@ from loragate.losses.head import IGNORED
 SCALES = tuple(f"{strength:g}" for strength in STRENGTHS)
 WEAKER, STRONGER = ("0.125", "0.0625"), ("4", "8", "16")
 """Read as well where even the weakest or the strongest of these is not enough: a wrong alpha is off by such factors."""
-HELDOUT_SECONDS = 15.0
+HELDOUT_SECONDS = 20.0
 """For reading held-out questions: beside the answers within ten minutes."""
 FEWEST = 4
 """Examples; an interval over fewer rows means nothing."""
@@ -32,16 +34,24 @@ MATTERS = 0.05
 SHARE_WEAKER, SHARE_STRONGER = 0.1, 0.5
 """Of what the adapter gains over the base, the share that another strength must gain more. Training stops before the loss on its
 own rows is at its least, so a healthy adapter gains somewhat more above 1; one whose scale was lost gains as much again."""
+WORSE = 0.02
+"""Nats per token by which an adapter must be worse than its base on its own examples, to be called one of another base."""
+FITS = 0.05
+"""Share of the base's loss that an adapter which is too strong takes away at a lower strength; noise takes almost nothing."""
+FOR_MOVES, MOVES = 0.75, 0.01
+"""Nats gained on its own examples for each nat of KL(adapter‖base) there: a model that was fitted to them gains 1 or more, one
+that moves at random almost none. It is looked at where the KL is above MOVES nats per token."""
 NOTHING = 0.01
 """Nats per token: an adapter that gains less on its examples has learnt nothing there."""
-GAP, SHARE_HELDOUT = 0.5, 0.5
-"""Learnt by heart: nats per token that the examples gained more than questions of the same kind, and the share of their gain
-that these questions reach at the most. Adapters as people train them have a gap of 0.1 to 0.3."""
+GAP, TIMES, CARRIED = 0.2, 10.0, 0.2
+"""Learnt by heart: questions of the same kind have a loss that is higher than the examples' by GAP nats per token, and either
+TIMES as high or with less than the share CARRIED of the gain on the examples. Adapters as people train them have 1.1 to 5 times
+the loss there, and carry over 0.4 or more of the gain."""
 SIMILAR = 2.0
 """Up to this ratio of lengths are answers of the same kind."""
-BY_HEART, ANSWER, VARIED = 0.02, 60.0, 0.9
-"""The same without such questions: nats per token that are left, nats that the base needs for a whole answer (more than what
-follows from a question, such as a number in a sentence), and the share of the answers that are different."""
+BY_HEART, ANSWER, VARIED = 0.05, 20.0, 0.9
+"""Perhaps learnt by heart, without such questions: share of the base's loss that is left, nats that the base needs for a whole
+answer, and the share of the answers that are different. It may as well be an answer that follows from its question."""
 
 
 @dataclass
@@ -83,6 +93,11 @@ class Curve:
         """Adapter as it is minus adapter at another strength, nats per token."""
         return self.at["1"].minus(self.at[strength])
 
+    def fits(self, strength: str) -> bool:
+        """Whether the adapter at this strength is clearly better than the base; True where the base cannot be had."""
+        least = 0.0 if self.base is None else max(MATTERS, FITS * self.base.mean().mean)
+        return self.base is None or _low(self.base.minus(self.at[strength])) > least
+
     def evidence(self, **more: Any) -> dict[str, Any]:
         """Mean losses, by strength."""
         base = None if self.base is None else self.base.mean().mean
@@ -103,6 +118,9 @@ def examine_learned(exam: Exam) -> tuple[Learned | None, list[Finding]]:
     if exam.has_base:
         curve.base = exam.losses_as("examples", "base", exam.acting("base"))
     curve.read(*SCALES)
+    if not all(np.isfinite(losses.sums).all() for losses in curve.at.values()):
+        exam.say("the examples are not judged by: the model computes no finite predictions for them at every strength")
+        return None, []
     adapter, heldout = curve.at["1"], _heldout(exam, curve)
     learned = Learned(
         source=exam.examples.source,
@@ -150,7 +168,7 @@ def _of_strength(curve: Curve) -> list[Finding]:
     """wrong-base, too-strong, too-weak or nothing-learned, at the most one of them."""
     gain, exam = curve.gain, curve.exam
     own, rows = curve.at["1"].mean(), f"{len(curve.rows)} examples"
-    if curve.base is not None and _low(loss := curve.at["1"].minus(curve.base)) > MATTERS:
+    if curve.base is not None and _low(loss := curve.at["1"].minus(curve.base)) > WORSE:
         curve.read(*WEAKER)
         weaker = curve.best(above=False)
         worse = (
@@ -158,7 +176,7 @@ def _of_strength(curve: Curve) -> list[Finding]:
             f"{curve.base.mean().mean:.2f}, worse by {loss.mean:.2f}{loss.ends()} on {rows}"
         )
         evidence = curve.evidence(worse=loss.mean, low=loss.low, high=loss.high)
-        if _low(curve.base.minus(curve.at[weaker])) > MATTERS:
+        if curve.fits(weaker):
             return [
                 Finding(
                     "too-strong",
@@ -174,16 +192,26 @@ def _of_strength(curve: Curve) -> list[Finding]:
                 "error",
                 f"{worse}; an adapter on the base that it was trained on is below it, and this one is not at a lower strength "
                 "either",
-                f"check that {exam.place.base.name} is the very model that it was trained on (the same version and fine-tune, not "
-                "only the same shape; name another with --base), and that these examples, in this chat template, are what it "
-                "was trained on",
+                _base_remedy(exam),
                 evidence,
             )
         ]
     gained = 0.0 if gain is None else max(0.0, gain.mean)
     weaker = curve.best(above=False)
-    if _low(curve.better(weaker)) > max(MATTERS, SHARE_WEAKER * gained):
+    if _low(curve.better(weaker)) > max(MATTERS, SHARE_WEAKER * gained) and curve.fits(weaker):
         return [_other_strength("too-strong", curve, weaker, rows)]
+    moved = 0.0 if exam.measures.effect is None else exam.measures.effect.classes[0].kl.mean
+    if gain is not None and moved > MOVES and _high(gain) < FOR_MOVES * moved:
+        return [
+            Finding(
+                "wrong-base",
+                "warning",
+                f"the adapter changes the predictions on its own examples by {moved:.2f} nats per token (KL) and gains "
+                f"only {gain.mean:.2f}{gain.ends()} nats of loss on {rows}; fitted to them on this base, it would gain as much",
+                _base_remedy(exam),
+                curve.evidence(gain=gain.mean, low=gain.low, high=gain.high, kl=moved),
+            )
+        ]
     if _low(curve.better("2")) > 0:
         curve.read(*STRONGER)
     stronger = curve.best(above=True)
@@ -217,6 +245,13 @@ def _other_strength(code: str, curve: Curve, strength: str, rows: str) -> Findin
     )
 
 
+def _base_remedy(exam: Exam) -> str:
+    return (
+        f"check that {exam.place.base.name} is the very model that it was trained on (the same version and fine-tune, not only "
+        "the same shape; name another with --base), and that these examples, in this chat template, are what it was trained on"
+    )
+
+
 def _strength_remedy(strength: str) -> str:
     return (
         "compare lora_alpha, r and use_rslora in adapter_config.json with those of the training; where they are not known, "
@@ -225,36 +260,39 @@ def _strength_remedy(strength: str) -> str:
 
 
 def _of_memory(curve: Curve, heldout: tuple[Losses | None, Losses] | None) -> list[Finding]:
-    gain = curve.gain
-    if gain is None or curve.base is None:
+    """memorised: a warning where the dev set shows it, a note where the examples alone let one suspect it."""
+    if curve.base is None:
         return []
-    own, rows = curve.at["1"].mean(), len(curve.rows)
+    own, base, rows = curve.at["1"].mean(), curve.base.mean(), len(curve.rows)
     remedy = "take an earlier checkpoint, or train for fewer steps, at a lower learning rate or on more examples"
+    evidence = {"adapter": own.mean, "base": base.mean}
     if heldout is not None and heldout[0] is not None:
-        other = heldout[0].minus(heldout[1])
-        if _low(gain) - _high(other) > GAP and other.mean < SHARE_HELDOUT * gain.mean:
+        held, held_base, carried = heldout[1].mean(), heldout[0].mean(), heldout[0].minus(heldout[1])
+        by_heart = _low(held) > TIMES * _high(own) or _high(carried) < CARRIED * (base.mean - own.mean)
+        if by_heart and _low(held) - _high(own) > GAP:
             return [
                 Finding(
                     "memorised",
                     "warning",
-                    f"the examples were learnt by heart: the adapter gains {gain.mean:.2f}{gain.ends()} nats per token over its "
-                    f"base on them, and {other.mean:.2f}{other.ends()} on questions of the same kind that it has not seen",
+                    f"the examples were learnt by heart: of the base's {base.mean:.2f} nats per token {own.mean:.2f}{own.ends()} "
+                    f"are left on them, and {held.mean:.2f}{held.ends()} of {held_base.mean:.2f} on questions of the same kind "
+                    "that it has not seen",
                     remedy,
-                    {"gain": gain.mean, "heldout_gain": other.mean, "adapter": own.mean},
+                    {**evidence, "heldout": held.mean, "heldout_base": held_base.mean},
                 )
             ]
         return []
     whole = float(curve.base.sums.mean())
     answers = {tuple(label for label in row["labels"] if label != IGNORED) for row in curve.rows}
-    if _high(own) < BY_HEART and whole > ANSWER and len(answers) > VARIED * rows:
+    if _high(own) < BY_HEART * base.mean and whole > ANSWER and len(answers) > VARIED * rows:
         return [
             Finding(
                 "memorised",
-                "warning",
-                f"the examples seem to be learnt by heart: {own.mean:.3f}{own.ends('.3f')} nats per token are left of "
-                f"{curve.base.mean().mean:.2f}, on {rows} different answers of {whole:.0f} nats each for the base",
-                f"give questions of the same kind with answers (--dev-data) to be sure; {remedy}",
-                {"adapter": own.mean, "base": curve.base.mean().mean, "answer": whole},
+                "note",
+                f"of the base's {base.mean:.2f} nats per token {own.mean:.3f}{own.ends('.3f')} are left on {rows} examples: "
+                f"the answers ({whole:.0f} nats each for the base) follow from their questions, or they were learnt by heart",
+                f"give other questions of the same kind with answers (--dev-data) to know; if by heart, {remedy}",
+                {**evidence, "answer": whole},
             )
         ]
     return []
