@@ -128,7 +128,7 @@ def test_the_banner_says_the_verdict_and_what_to_do():
     found = examination_banner(examination().to_json())
     assert (found.advice, found.tone) == ("Usable, but read this first: 1 warning", "warning")
     assert found.more[0].startswith("What to do first: Use it at strength 0.5")
-    assert found.more[1] == strength_part().sentences[0]
+    assert found.more[1].startswith("At 0.75 of its strength it keeps what it is for")
     healthy = examination_banner(examination(findings=FINDINGS[1:]).to_json())
     assert (healthy.advice, healthy.tone) == ("Healthy: nothing was found that speaks against using it", "good")
 
@@ -144,10 +144,8 @@ def test_strengths_are_named_and_marked():
     ]
     assert {"upper third off", "upper third × 0.5", "mlp off", "with its gates"} <= set(numbers)
     assert numbers["as it is"] == ["1.350", "0.310"]
-    points = [
-        replace(one, accuracy=about(0.5), kept=about(0.25)) if one.group == "scale" else one
-        for one in strength_part().points
-    ]
+    scores = {"accuracy": about(0.5), "kept": about(0.25)}
+    points = [replace(one, **(scores if one.group == "scale" else {})) for one in strength_part().points]
     right = replace(strength_part(), points=tuple(points), least=None, best="0.5", decided_by="accuracy", target="kept")
     blocks = sections_of(examination(strength=right))["strength"]
     (numbers,) = tables(blocks).values()
@@ -207,7 +205,11 @@ def test_a_map_shows_layers_kinds_and_their_sums(tmp_path, drawn):
 
 def test_a_curve_marks_strengths_and_writes_what_lies_far_outside(tmp_path, drawn):
     curve = {0: (2.0, 1.9, 2.1), 1: (1.0, 0.9, 1.1), 2: (9.0, 8.0, 10.0)}
-    strength_curve([("a", curve, "x"), ("b", curve, "y")], {"as it is": 1, "least": 0}, tmp_path / "curve.png")
+    strength_curve(
+        [("a", curve, "x", "#111111"), ("b", curve, "y", "#222222")],
+        {"as it is": 1, "least": 0},
+        tmp_path / "curve.png",
+    )
     upper, lower = drawn[0].axes
     assert [text.get_text() for text in upper.texts] == ["↑ 9"]
     assert upper.get_ylim()[1] < 5

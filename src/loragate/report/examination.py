@@ -68,6 +68,7 @@ GROUPS = {"scale": LINES[0], "band": LINES[2], "kind": LINES[3], "gates": LINES[
 PER_TOKEN = "nats per token"
 LEAST, BEST = "least that keeps what it is for", "better by more than chance"
 TARGETS = {"loss": "loss on the examples", "kept": "loss on its own answers"}
+COLOURS = {"What it is for": LINES[0], "What the base could": LINES[1]}
 MEASURES = {
     "accuracy": ("What it is for", "right on the dev set", "%", "higher"),
     "target": ("What it is for", "", PER_TOKEN, "lower"),
@@ -106,7 +107,12 @@ def examination_banner(examination: Record) -> Banner:
     first = next((one for one in findings if one["severity"] != "note" and one["remedy"]), None)
     more = [f"What to do first: {_sentence(first['remedy'])}"] if first else []
     if verdict != "broken" and strength is not None:
-        more += strength["sentences"][:1]
+        for label, gain in (
+            (strength["best"], "does better what it is for"),
+            (strength["least"], "keeps what it is for"),
+        ):
+            if label is not None:
+                more.append(f"At {label} of its strength it {gain}: see “How strongly it should act”.")
     if examination["unfinished"]:
         named = ", ".join(PARTS.get(one, one) for one in examination["unfinished"])
         why = "they need a model that can be loaded" if verdict == "broken" else "--resume goes on with them"
@@ -179,6 +185,7 @@ def _strength(record: Record) -> Blocks:
             f"{of}: {what}, {better} is better",
             {one["strength"]: _ends(one[key], unit) for one in curve if one[key]},
             unit,
+            COLOURS[of],
         )
         for key, (of, what, unit, better) in measures.items()
     ]
@@ -194,7 +201,9 @@ def _strength(record: Record) -> Blocks:
             for one in (*whole, *parts)
         ]
         labels = [f"{of.lower()}\n{unit}, ← better" for _, of, unit in both]
-        pictures.append(chart(partial(paired_dots, dots, labels), "Weaker in one part, or with gates"))
+        gated = any(one["group"] == "gates" for one in parts)
+        title = "Weaker in one part, or with gates" if gated else "Weaker in one part"
+        pictures.append(chart(partial(paired_dots, dots, labels), title))
     said = {"1": "", record["least"]: f" ({LEAST})", record["best"]: f" ({BEST})"}
     lines = [
         Line(
@@ -348,12 +357,18 @@ def _changed(record: Record) -> Blocks:
     if record["changed"]:
         changes = [
             {
-                "before": one["before"],
-                "token": _visible(one["token"]),
+                "before": f"…{one['before']}{' ' * (len(one['token']) - len(one['token'].lstrip(' ')))}",
+                "token": _visible(one["token"].lstrip(" ") or one["token"]),
                 "after": one["after"],
                 "kl": f"{one['kl']:.2f}",
                 "models": [
-                    (name, [(_visible(token), f"{100 * share:.0f}") for token, share in one[name]])
+                    (
+                        name,
+                        [
+                            (_visible(token), "<1" if share < 0.005 else f"{100 * share:.0f}")
+                            for token, share in one[name]
+                        ],
+                    )
                     for name in ("base", "adapter")
                 ],
             }
