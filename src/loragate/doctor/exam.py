@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 
 from loragate import records
 from loragate.analysis.rows import Array, Interval, Reader, Row, TokenClasses, no_progress, ratio
@@ -39,6 +40,8 @@ SPEED = {"cpu": 1e11, "other": 3e13}
 """FLOP a second that texts are cut by: two CPU cores, and a GPU. Not measured, so that the same call reads the same text."""
 TEXT_PASSES, TEXT_SECONDS = 16, 90.0
 """Passes over each of `Exam.texts`, and what they may take."""
+MOST_AT_ONCE = 64
+"""Answers in one batch."""
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 """The λ for all modules at which an adapter is tried."""
 
@@ -232,15 +235,28 @@ class Exam:
     def drawn(self, kind: Kind) -> list[Sample]:
         """Greedy answers of base, adapter or gates to all prompts, in their order; drawn once, and kept in the folder."""
         if kind not in self._drawn:
-            config = SamplingConfig(temperature=0.0, samples=1, max_new_tokens=self.settings.max_new_tokens)
-            file = self.folder / f"answers-{kind}.jsonl"
-            engine = TransformersEngine(
-                self.model, self.tokenizer, self.settings.batch_size, self.loaded.stop_token_ids
-            )
-            with self.job(f"answers of the {kind}", len(self.prompts), "answers") as on_progress, self.acting(kind):
-                draw_samples(engine, self.prompt_ids, config, file, on_progress)
-            self._drawn[kind] = read_samples(file)
+            self._drawn[kind] = self.draw(kind, self.prompt_ids, self.settings.max_new_tokens, f"answers-{kind}")
         return self._drawn[kind]
+
+    def draw(self, kind: Kind, prompts: Sequence[Sequence[int]], max_new_tokens: int, name: str) -> list[Sample]:
+        """Greedy answers to prompts of token ids; a file of this name in the folder keeps them.
+
+        Short answers fit into one batch nearly everywhere; where memory is too small, it is halved.
+        """
+        config = SamplingConfig(temperature=0.0, samples=1, max_new_tokens=max_new_tokens)
+        file, size = self.folder / f"{name}.jsonl", min(len(prompts), MOST_AT_ONCE)
+        with self.job(f"answers of the {kind}", len(prompts), "answers") as on_progress, self.acting(kind):
+            while True:
+                engine = TransformersEngine(self.model, self.tokenizer, size, self.loaded.stop_token_ids)
+                try:
+                    draw_samples(engine, prompts, config, file, on_progress)
+                    return read_samples(file)
+                except torch.OutOfMemoryError:
+                    if size == 1:
+                        raise
+                # out here, where the error no longer holds the batch's tensors
+                size = (size + 1) // 2
+                torch.cuda.empty_cache()
 
     def own_rows(self, kind: Kind) -> list[Row]:
         """The prompts with the answers of `drawn` behind them, which are the labels; `row` is the prompt's index."""

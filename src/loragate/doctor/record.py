@@ -83,7 +83,7 @@ class Answering:
         tokens: mean length of an answer.
         cut: share that met the length limit.
         repeats: share that end in a loop.
-        thinking: share with a closed block of thoughts, of the prompts that ask for one; None where none does.
+        thinking: share that begins with a block of thoughts, closed or cut by the limit; None where neither model writes one.
         languages: share of the answers in the language that was asked for, of the prompts of other languages than English.
     """
 
@@ -100,8 +100,9 @@ class AnswerPair:
 
     Attributes:
         kind: of the prompt: "english", "code", "arithmetic", "language", "thinking", or "yours".
-        nats: of the adapter on the base's own answer minus of the base itself, per token; None where the base said nothing.
-        flags: what is odd about the adapter's answer: "cut", "repeats", "language", "thinking".
+        nats: of the adapter on the base's own answer minus of the base itself, per token; None where it was not read.
+        flags: what is odd about the adapter's answer: "cut" by the limit, "repeats" at its end, another "language" than asked for,
+            without the "thinking" of the base's.
     """
 
     prompt: str
