@@ -185,6 +185,19 @@ def test_figures_of_too_few_rows_stand_without_an_interval():
     assert any(line.cells[0][1].startswith("too few rows") for line in figures[-1].lines)
 
 
+def test_each_token_that_changed_most_is_seen_once():
+    first = effect_part().changed[0]
+    again = tuple(replace(first, kl=5.0 - n) for n in range(3))
+    changes = sections_of(
+        examination(effect=replace(effect_part(), changed=(first, *again, *effect_part().changed[1:])))
+    )
+    found = changes["changed"][-1].data
+    assert [one["token"] for one in found["first"]] == ["sad", "⏎", "<|im_end|>", "∅"]
+    assert found["first"][0]["before"].endswith("I am  ")
+    assert [one["kl"] for one in found["more"]] == ["5.00", "4.00", "3.00"]
+    assert found["first"][0]["models"][0] == ("base", [("sorry", "61"), (" the", "12"), ("glad", "4")])
+
+
 def test_odd_answers_come_first():
     pairs = sections_of(examination(prompts=8))["answers"][-1]
     assert pairs.data["said"] == "All 8 prompts with the answers of both; the first 2 have something odd"
