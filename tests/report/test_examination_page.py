@@ -128,7 +128,7 @@ def test_the_banner_says_the_verdict_and_what_to_do():
     found = examination_banner(examination().to_json())
     assert (found.advice, found.tone) == ("Usable, but read this first: 1 warning", "warning")
     assert found.more[0].startswith("What to do first: Use it at strength 0.5")
-    assert found.more[1].startswith("At 0.75 of its strength it keeps what it is for")
+    assert found.more[1].startswith("At 0.75 times its strength it keeps what it is for")
     healthy = examination_banner(examination(findings=FINDINGS[1:]).to_json())
     assert (healthy.advice, healthy.tone) == ("Healthy: nothing was found that speaks against using it", "good")
 

@@ -114,7 +114,7 @@ def examination_banner(examination: Record) -> Banner:
             (strength["least"], "keeps what it is for"),
         ):
             if label is not None:
-                more.append(f"At {label} of its strength it {gain}: see “How strongly it should act”.")
+                more.append(f"At {label} times its strength it {gain}: see “How strongly it should act”.")
     if examination["unfinished"]:
         named = ", ".join(PARTS.get(one, one) for one in examination["unfinished"])
         unloaded = verdict == "broken" and set(examination["seconds"]) == {"static"}
