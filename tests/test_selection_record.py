@@ -38,6 +38,13 @@ def test_it_is_read_strictly_by_file_and_key(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("weights", "scale", "temperature", "label", "said"),
     [
+        (
+            "scale",
+            0.0,
+            0.0,
+            "adapter upper λ=0 greedy",
+            "Use λ = 0 in the upper third of the layers and the adapter as it is in the others, greedily",
+        ),
         ("adapter", None, 0.0, "adapter greedy", "Use the adapter alone, greedily"),
         ("base", None, 0.0, "base greedy", "Use the base without the adapter, greedily"),
         ("scale", 0.5, 0.0, "adapter λ=0.5 greedy", "Use one λ = 0.5 for all modules, greedily"),
@@ -47,6 +54,7 @@ def test_it_is_read_strictly_by_file_and_key(tmp_path, change, message):
 def test_the_advice_names_what_acts_and_how(weights, scale, temperature, label, said):
     record = selection_record()
     record["recommendation"] |= {"weights": weights, "scale": scale, "temperature": temperature, "label": label}
+    record["recommendation"]["part"] = "upper" if "upper" in label else None
     assert read_selection_record(record).recommendation.advice() == said
 
 

@@ -99,7 +99,8 @@ class Recommended:
 
     Attributes:
         label, weights, temperature: as of its `VariantScore`.
-        scale: the one λ for all modules, where that is recommended.
+        scale: the one λ, where that is recommended.
+        part: where it holds: a third of the layers ("lower", "middle", "upper"); None for all modules.
         range, trial: of the gates, where they are; the trial's name is its folder's.
         score: on the dev set.
         reason: why this one, without a full stop.
@@ -113,16 +114,26 @@ class Recommended:
     trial: str | None
     score: Score
     reason: str
+    part: str | None = None
 
     def advice(self) -> str:
         """What to do: "Use the adapter alone, greedily"."""
         what = {
             "adapter": "the adapter alone",
             "base": "the base without the adapter",
-            "scale": f"one λ = {self.scale:g} for all modules" if self.scale is not None else "",
+            "scale": _strength(self.scale, self.part),
             "gates": f"the gates {self.label.removeprefix('gated ').removesuffix(' greedy').split(' T=')[0]}",
         }[self.weights]
         return f"Use {what}, {at(self.temperature)}"
+
+
+def _strength(scale: float | None, part: str | None) -> str:
+    """One λ in words; empty where there is none."""
+    if scale is None:
+        return ""
+    if part is None:
+        return f"one λ = {scale:g} for all modules"
+    return f"λ = {scale:g} in the {part} third of the layers and the adapter as it is in the others"
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
 """The variant of the base is the base on disk, whatever the adapter changed beside its factors, or it is left out."""
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loragate.evaluation.engines import side_by_side
-from loragate.evaluation.variants import ModelVariant, acting, canary
+from loragate.errors import ConfigError
+from loragate.evaluation.engines import Engines, side_by_side
+from loragate.evaluation.settings import EngineSettings
+from loragate.evaluation.variants import ModelVariant, acting, canary, variants_for
+from loragate.gates.strength import lora_paths, members, scaled
 from loragate.models import Loading, open_model, resolve
 from tiny import logits, tiny_base, write_adapter, write_base
 
@@ -34,3 +38,26 @@ def test_where_there_is_no_base_it_is_left_out(tmp_path):
     variants, left_out = side_by_side(open_model(resolve(tmp_path / "adapter"), CPU), "none")
     assert ModelVariant("base") not in variants
     assert "λ = 0" in left_out["base"]
+
+
+def test_a_constant_may_hold_for_a_part_of_the_model(tmp_path, token_ids):
+    write_base(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", tmp_path / "base")
+    loaded = open_model(resolve(tmp_path / "adapter"), CPU)
+    variants, left_out = side_by_side(loaded, "cheap", (0.5, "lower=0", "mlp=0.5", "upper=0"))
+    half, lower, mlp = variants[-3:]
+    assert [one.label for one in (half, lower, mlp)] == ["adapter λ=0.5", "adapter lower λ=0", "adapter mlp λ=0.5"]
+    assert (lower.slug, lower.scale, lower.part) == ("adapter-lower-lambda0", 0.0, "lower")
+    assert "λ for upper would have no effect" in left_out["adapter upper λ=0"]
+    with scaled(loaded.model, dict.fromkeys(members("lower", lora_paths(loaded.model)), 0.0)):
+        expected = logits(loaded.model, token_ids)
+    with acting(loaded.model, lower, "adapter"):
+        torch.testing.assert_close(logits(loaded.model, token_ids), expected, atol=3e-3, rtol=0)
+    engines = Engines(EngineSettings(), str(tmp_path / "adapter"), "", loaded, tmp_path)
+    assert [engines._served(one)[2] for one in (half, lower)] == ["constant=0.5", "lower=0.0"]
+
+
+@pytest.mark.parametrize("text", ["lower=1", "lowwer=0.5", "clip=0:1", "lower=nan"])
+def test_a_constant_that_is_none_or_without_effect_is_refused(text):
+    with pytest.raises(ConfigError, match=f"--constants {text}: "):
+        variants_for("adapter", constants=(text,))

@@ -6,8 +6,21 @@ import torch
 import loragate as lg
 from loragate.errors import GateError
 from loragate.gates import constant_gate
-from loragate.gates.strength import BANDS, kind_of, layer_bands, layer_of, lora_paths, scaled, scales_exactly
-from tiny import logits, tiny_adapter, tiny_gated
+from loragate.gates.attach import is_gated
+from loragate.gates.override import Override
+from loragate.gates.strength import (
+    BANDS,
+    family_of,
+    kind_of,
+    layer_bands,
+    layer_of,
+    lora_paths,
+    members,
+    overrides_by_module,
+    scaled,
+    scales_exactly,
+)
+from tiny import logits, shake, tiny_adapter, tiny_gated
 
 
 def close(left, right):
@@ -66,3 +79,50 @@ def test_dora_is_switched_off_exactly_and_scaled_only_in_part(token_ids):
     assert scales_exactly(tiny_adapter())
     assert scales_exactly(tiny_gated(-6, 3))
     assert not scales_exactly(dora)
+
+
+@pytest.mark.parametrize(
+    ("path", "family"),
+    [
+        ("model.layers.0.self_attn.q_proj", "attention"),
+        ("transformer.h.0.attn.c_attn", "attention"),
+        ("gpt_neox.layers.3.attention.query_key_value", "attention"),
+        ("model.layers.0.mlp.down_proj", "mlp"),
+        ("model.layers.1.block_sparse_moe.experts.2.w1", "mlp"),
+        ("model.decoder.layers.0.fc1", "mlp"),
+        ("backbone.layers.0.mixer.in_proj", None),
+        ("model.embed_tokens", None),
+    ],
+)
+def test_families(path, family):
+    assert family_of(path) == family
+
+
+@pytest.mark.parametrize("part", ["lower", "middle", "attention", "mlp", "q_proj"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_constant_for_a_part_is_a_scale_of_its_modules(adapter, token_ids, part, gated):
+    inside = members(part, lora_paths(adapter))
+    assert 0 < len(inside) < len(lora_paths(adapter))
+    with scaled(adapter, dict.fromkeys(inside, 0.5)):
+        expected = logits(adapter, token_ids)
+    if gated:  # with gates that act: outside of the part the plain adapter acts, not they
+        shake(lg.attach_gates(adapter, lg.GateConfig(-3, 2)), 0.7)
+    with constant_gate(adapter, 0.5, part=part):
+        close(logits(adapter, token_ids), expected)
+    if gated:
+        with lg.gate_override(adapter, constant=0.5, part=part):
+            close(logits(adapter, token_ids), expected)
+
+
+def test_a_part_that_is_not_there_is_refused(adapter):
+    with (
+        pytest.raises(
+            GateError, match=r"λ for k_prj would have no effect.*did you mean 'k_proj'.*lower, middle, attention"
+        ),
+        constant_gate(adapter, 0.5, part="k_prj"),
+    ):
+        pass
+    assert not is_gated(adapter, "default")
+    paths = lora_paths(adapter)
+    found = overrides_by_module(Override(constant=0.0, part="middle"), paths)
+    assert [path for path in paths if found[path] == Override(constant=1.0)] == members("lower", paths)

@@ -82,6 +82,21 @@ def test_a_plain_adapter_takes_one_constant(folder: Path) -> None:
         placed(f"{plain}@unit")
 
 
+@pytest.mark.parametrize("constant", [-1.5, 0.0, 0.5, 3.0])
+@pytest.mark.parametrize("source", ["gated", "plain"])
+def test_a_constant_for_a_part_is_read_as_one_constant_per_module(folder: Path, source: str, constant: float) -> None:
+    place = folder if source == "gated" else folder / "adapter"
+    gates = placed(f"{place}@lower={constant}")
+    assert gates.override is None
+    assert not gates.weights
+    found = {path: float(gates.config.signed_map(bias)) for path, bias in gates.biases.items()}
+    assert set(found) == set(read_gates(folder).biases)
+    for path, lam in found.items():
+        assert lam == pytest.approx(constant if ".layers.0." in path else 1.0, abs=1e-6)
+    with pytest.raises(ArtifactError, match=r"λ for upper would have no effect"):
+        placed(f"{place}@upper={constant}")
+
+
 def other_adapter(folder: Path) -> None:
     path = folder / "adapter" / "adapter_model.safetensors"
     save_file({name: values + 1 for name, values in load_file(path).items()}, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from beside import BESIDE, loaded, make
 from loragate.errors import LoragateError
-from loragate.models import merge
-from tiny import logits
+from loragate.models import Loading, ModelRef, merge, open_base
+from tiny import chatml_tokenizer, logits, run
 
+NEAR = {"rtol": 1e-4, "atol": 1e-4}
 IDS = torch.tensor([[5, 9, 20, 33, 7, 100, 4, 8]])
 
 
@@ -37,3 +39,40 @@ def test_a_merged_model_that_computes_something_else_is_refused(tmp_path: Path, 
     with pytest.raises(LoragateError, match=r"merged into .* does not compute what the adapter on its base does"):
         merge.merge_adapter(str(base), adapter, tmp_path / "merged")
     assert not (tmp_path / "merged" / merge.RECORD).exists()
+
+
+def test_a_merged_model_is_exported_with_its_figure(tmp_path: Path, fails: Any, capsys: Any) -> None:
+    base, adapter = make(tmp_path, "modules to save")
+    chatml_tokenizer().save_pretrained(base)
+    expected = logits(loaded("modules to save", adapter), IDS)
+    line = ("export", adapter, "--to", "merged", "--out")
+    assert "--skip-comparison has no effect" in fails(*line, tmp_path / "out", "--skip-comparison")
+    run(*line, tmp_path / "out")
+    assert "the base with the adapter merged into it, as it is" in capsys.readouterr().out
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), IDS), expected, **NEAR)
+    assert "nats per token apart" in (tmp_path / "out" / "README.md").read_text()
+    run(*line, tmp_path / "half", "--dtype", "bfloat16")
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    assert half.dtype == torch.bfloat16
+    assert not (tmp_path / "half" / merge.RECORD).exists()
+
+
+def test_a_base_in_four_bits_is_unpacked_and_what_that_changes_is_said(tmp_path: Path, fails: Any, capsys: Any) -> None:
+    pytest.importorskip("bitsandbytes")
+    base, adapter = make(tmp_path, "factors alone")
+    line = ("export", adapter, "--to", "merged", "--base")
+    packed = open_base(ModelRef(str(base)), Loading(device="cpu", quantization="4bit"))
+    packed.save_pretrained(tmp_path / "packed")
+    for place in (base, tmp_path / "packed"):
+        chatml_tokenizer().save_pretrained(place)
+    said = fails(*line, tmp_path / "packed", "--out", tmp_path / "out")
+    assert "is a 4bit base, whose packed weights would round a merged adapter away" in said
+    assert not (tmp_path / "out").exists()
+    run(*line, tmp_path / "packed", "--out", tmp_path / "out", "--dtype", "float32")
+    run(*line, base, "--out", tmp_path / "plain", "--quantization", "4bit")
+    found = re.findall(r"it is ([\d.e-]+) nats per token from the adapter on the base in 4bit", capsys.readouterr().out)
+    unpacked, gap = map(float, found)
+    assert unpacked < 1e-2 < gap
+    assert "on the base in 4bit" in (tmp_path / "plain" / "README.md").read_text()
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not hasattr(written.config, "quantization_config")

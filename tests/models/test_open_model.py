@@ -8,8 +8,9 @@ import transformers as tf
 
 import loragate as lg
 from loragate.analysis.inspection import inspect_adapter
-from loragate.errors import ConfigError, LoragateError
+from loragate.errors import ConfigError, GateError, LoragateError
 from loragate.gates.schema import read_gate_config
+from loragate.gates.strength import lora_paths, members, scaled
 from loragate.models import Loading, ModelRef, load_adapter, open_base, open_model, open_without_weights, resolve
 from loragate.serving.vllm_server import stopping_arguments
 from tiny import logits, shake, tiny_adapter, tiny_base, tiny_tokenizer
@@ -57,6 +58,14 @@ def test_an_override_behind_the_name_is_laid_over_lambda(place, token_ids):
     plain = open_model(resolve(f"{place / 'adapter'}@constant=0", overrides=True), CPU).model
     base = logits(open_model(resolve(place / "base"), CPU).model, token_ids)
     torch.testing.assert_close(logits(plain, token_ids), base)
+    held = open_model(resolve(place / "adapter"), CPU).model
+    with scaled(held, dict.fromkeys(members("lower", lora_paths(held)), 0.5)):
+        expected = logits(held, token_ids)
+    for kind in ("adapter", "gated"):
+        part = open_model(resolve(f"{place / kind}@lower=0.5", overrides=True), CPU).model
+        torch.testing.assert_close(logits(part, token_ids), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(GateError, match="λ for upper would have no effect"):
+        open_model(resolve(f"{place / 'adapter'}@upper=0.5", overrides=True), CPU)
     with pytest.raises(ConfigError, match="plain adapter has no gates"):
         open_model(resolve(f"{place / 'adapter'}@unit", overrides=True), CPU)
     with pytest.raises(ConfigError, match="override of λ"):

@@ -4,19 +4,21 @@ import json
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from selection_kit import RETAINED, FakeEngines, questions
 
 import loragate as lg
 from loragate.errors import ArtifactError, ConfigError, DataError, DivergenceError, GateError
 from loragate.evaluation import evaluate as evaluation
+from loragate.gates import constant_gate
 from loragate.gates.range import Range
 from loragate.gates.schema import read_gate_config
 from loragate.selection import DevSettings, Trial, trials
-from loragate.selection.compare import SCALES
+from loragate.selection.compare import BAND_SCALES, SCALES, scales_of
 from loragate.selection_record import read_selection_record
 from loragate.training import GateTrainingSettings
-from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
+from tiny import run, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 SETTINGS = GateTrainingSettings(
     batch_size=4, per_device_train_batch_size=4, max_steps=2, learning_rate=5e-2, k=10, max_length=64, seed=3
@@ -89,6 +91,8 @@ def test_the_adapter_stays_bit_for_bit_where_a_gain_may_be_chance(tmp_path, engi
     labels = [label for label, _ in fake.asked]
     assert labels.count("adapter greedy") == 1, "nothing is drawn twice"
     scales = [f"adapter λ={scale:g} greedy" for scale in SCALES]
+    # of two layers one is the lower third, and one the middle
+    scales += [f"adapter {band} λ={scale:g} greedy" for band in ("lower", "middle") for scale in BAND_SCALES]
     asked = {"adapter greedy", "base greedy", *scales, GREEDY, "gated [0,1] greedy"}
     asked |= {f"{one} T={heat}" for one in ("adapter", "gated [-3,1]") for heat in ("1", "0.6", "0.3")}
     assert set(labels) == asked, "the rule: all greedily, the best and the adapter at three temperatures"
@@ -124,6 +128,30 @@ def test_one_scale_or_the_base_is_written_as_gates_of_one_value(tmp_path, engine
     with lg.record_gates(model) as recorded:
         logits(model)
     assert recorded.total()["mean"] == pytest.approx(scale, abs=1e-5)
+
+
+@pytest.mark.parametrize("scale", BAND_SCALES)
+def test_one_scale_for_a_third_of_the_layers_is_written_and_exported(tmp_path, engines, scale):
+    label = f"adapter middle λ={scale:g} greedy"
+    engines({"adapter greedy": 10, label: 30})
+    model, chosen = calibrate(tmp_path / "out")
+    found = record_of(chosen)["recommendation"]
+    assert (found["weights"], found["scale"], found["part"], chosen.variant.label) == ("scale", scale, "middle", label)
+    assert chosen.sentences()[0].startswith(f"Use λ = {scale:g} in the middle third of the layers")
+    plain = tiny_adapter()
+    with constant_gate(plain, scale, part="middle"):
+        expected = logits(plain)
+    assert (logits(plain) - expected).abs().max() > 0.01
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    run("export", tmp_path / "out", "--out", tmp_path / "exported")
+    exported = PeftModel.from_pretrained(tiny_base(), str(tmp_path / "exported")).eval()
+    torch.testing.assert_close(logits(exported), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_of_one_layer_has_no_thirds():
+    paths = [f"model.layers.{layer}.mlp.up_proj" for layer in range(3)]
+    assert len(scales_of(paths)) == len(SCALES) + 3 * len(BAND_SCALES)
+    assert len(scales_of(paths[:1])) == len(SCALES)
 
 
 def test_what_clearly_loses_on_the_retention_set_is_not_taken(tmp_path, engines):

@@ -23,7 +23,8 @@ class EvalOptions(EvaluationInputs):
             drawn.
         controls: cheap: adapter and gates at lower temperatures and greedy, and one λ; full: random gates too; alone: nothing
             beside the model.
-        constants: constant λ of the cheap controls, separated by commas.
+        constants: constant λ of the cheap controls, separated by commas; lower=0.5 is one for the lower third of the layers (also
+            middle, upper, attention, mlp, q_proj).
     """
 
     sweep: str = ""
@@ -39,10 +40,10 @@ def run(options: EvalOptions) -> int:
         if options.controls == "full":
             raise ConfigError("--controls full has no effect with --sweep, whose rows are the adapter and the cells")
     try:
-        constants = [float(text) for text in comma_list(options.constants)]
+        constants = [text if "=" in text else float(text) for text in comma_list(options.constants)]
     except ValueError:
         raise ConfigError(
-            f"--constants {options.constants}: expected numbers separated by commas, such as -0.5,0.5"
+            f"--constants {options.constants}: expected numbers separated by commas, such as -0.5,0.5 or 0.5,lower=0.5"
         ) from None
     check_loading(options, options.engine)  # before an engine is asked for that would not read these settings
     from loragate.cli import evaluating

@@ -75,7 +75,7 @@ def load_inputs(options: EvaluationInputs, name: str, engine: str = "transformer
     return loaded
 
 
-def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float]) -> int:
+def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float | str]) -> int:
     """`loragate eval` on one model, with these controls beside it."""
     request = request_of(options, options.model)
     tasks = request.check()

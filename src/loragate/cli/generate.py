@@ -23,7 +23,7 @@ class GenerateOptions(ModelOptions):
 
     Attributes:
         model: gated folder, PEFT adapter or base model, or owner/name[@revision] of one on the hub; an override of λ may stand
-            behind it: @off, @unit, @constant=0.5, @clip=-1:2.
+            behind it: @off, @unit, @constant=0.5, @lower=0.5, @clip=-1:2.
         prompt: the user's turn; "-" reads it from standard input.
         prompts: file with one prompt per line, instead of prompt.
         raw: pass the prompt to the model unchanged, without the chat template.

@@ -16,7 +16,7 @@ from loragate.doctor.exam import STRENGTHS, Exam, Losses
 from loragate.doctor.record import Point, Strength
 from loragate.evaluation.statistics import average_at_k, compare
 from loragate.gates.adapter_rules import Finding
-from loragate.gates.strength import layer_bands, lora_paths, part_of
+from loragate.gates.strength import family_of, layer_bands, lora_paths
 
 PARTIAL = (0.0, 0.5)
 """λ of bands of layers and of kinds of modules, the rest at 1."""
@@ -74,7 +74,7 @@ def _ways(exam: Exam) -> dict[str, Way]:
     paths = lora_paths(exam.model)
     parts: dict[str, list[str]] = {}
     for path in paths:
-        parts.setdefault(part_of(path), []).append(path)
+        parts.setdefault(family_of(path) or "other", []).append(path)
     groups = (("band", layer_bands(paths)), ("kind", parts))
     for group, members in groups:
         if len(members) < 2:  # all modules are one band: the scales say it
@@ -154,6 +154,13 @@ def _sentences(
             f"{least} of its strength keeps {of} and gives {back.mean:.3f} nats per token{back.ends('.3f')} back{share}: "
             f"loragate export {exam.place.ref.name} --constant {least} --out OUT writes that adapter."
         )
+    if decided == "accuracy" and whole.accuracy is not None:
+        base = by_label["0"].accuracy
+        if base is not None and base.mean >= whole.accuracy.mean - ONE_POINT:
+            said.append(
+                f"The base alone scores {100 * base.mean:.0f} % on the dev set and the adapter {100 * whole.accuracy.mean:.0f} %: "
+                "these questions do not show what the adapter is for."
+            )
     if decided == "kept":
         said.append("Without examples (--data) this says how alike the answers stay, not how right they are.")
     costly, cheap = _parts(points, whole)

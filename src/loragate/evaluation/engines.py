@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import transformers
 
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, GateError
 from loragate.evaluation.settings import EngineSettings
 from loragate.evaluation.variants import ModelVariant, acting, variants_for
 from loragate.gates.control import why_no_base
+from loragate.gates.override import constant_name
+from loragate.gates.strength import lora_paths, members
 from loragate.generation import Engine, ShardedEngine, TransformersEngine, VllmEngine
 from loragate.generation.vllm_engine import require_gate_plugin
 from loragate.models import Loaded, Loading, open_model, open_without_weights, resolve
@@ -55,7 +57,12 @@ def why_not(loaded: Loaded, variant: ModelVariant) -> str:
     if loaded.place.is_dora:
         return "DoRA"
     if loaded.model is not None:
-        return ""
+        try:
+            if variant.part is not None:
+                members(variant.part, lora_paths(loaded.model))
+            return ""
+        except GateError as error:
+            return str(error)
     if variant.random is not None:
         return "vLLM serves no random gates"
     try:
@@ -66,7 +73,7 @@ def why_not(loaded: Loaded, variant: ModelVariant) -> str:
 
 
 def side_by_side(
-    loaded: Loaded, controls: str = "cheap", constants: Sequence[float] = (0.5,), recommended: float | None = None
+    loaded: Loaded, controls: str = "cheap", constants: Sequence[float | str] = (0.5,), recommended: float | None = None
 ) -> tuple[list[ModelVariant], dict[str, str]]:
     """(variants of the model that are scored side by side, {label of a variant that it cannot be: why}); see `variants_for`."""
     wanted = variants_for(loaded.kind, controls, constants, recommended)
@@ -187,7 +194,7 @@ class Engines:
             return str(merged), None, None
         # one λ for all goes over the gated modules, as it does in memory
         acts = "gated" if variant.scale is not None and "gated" in names else variant.weights
-        override = variant.override if variant.scale is None else f"constant={variant.scale!r}"
+        override = variant.override if variant.scale is None else constant_name(variant.scale, variant.part)
         return base, _anywhere(variant.gates or names[acts]), override
 
     def _vllm_of(self, base: str, adapter: str | None, override: str | None = None) -> partial[VllmEngine]:

@@ -428,6 +428,7 @@ class Evaluation:
             control=variant.control,
             temperature=variant.temperature,
             scale=variant.scale,
+            part=variant.part,
             seconds=self.seconds.get((variant.label, name), 0.0) + time.monotonic() - began,
         )
 

@@ -99,7 +99,7 @@ class TaskResult:
         task: its name.
         variant: the weights that acted.
         control: label of an untrained control ("T=0.6", "λ=0.5"), None for the variant itself.
-        temperature, scale: what the control changed: sampling temperature, one λ for all modules.
+        temperature, scale, part: what the control changed: sampling temperature, one λ, and where it holds if not everywhere.
         avg_at_k: the score.
         dft_rounded: the score as the DFT evaluation code rounds it; for comparison with numbers published from it.
         pass_at_k: by k.
@@ -135,6 +135,7 @@ class TaskResult:
     control: str | None = None
     temperature: float | None = None
     scale: float | None = None
+    part: str | None = None
     comparison: Difference | None = None
     adjusted_p: float | None = None
     verdict: Verdict | None = None
@@ -275,7 +276,7 @@ def task_result(
         samples, grades: of all answers, ordered by question and sample.
         votes: whether answers can vote; right ones count as one, however they are written.
         adapter: the plain adapter's result on the same questions, to be compared with.
-        others: further fields of `TaskResult`: control, temperature, scale, seconds.
+        others: further fields of `TaskResult`: control, temperature, scale, part, seconds.
     """
     shape = len(question_ids), len(samples) // len(question_ids)
     scores = np.array([float(grade.correct) for grade in grades]).reshape(shape)  # [Q, K] of 0 and 1

@@ -7,7 +7,6 @@ evaluation's own prompts, that adapter and gates act: a comparison of models tha
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from loragate.errors import ConfigError, GateError, nearest
+from loragate.errors import ConfigError, GateError, LoragateError, nearest
 from loragate.gates import (
     constant_gate,
     detach_gates,
@@ -29,7 +28,7 @@ from loragate.gates import (
     sizes_of,
 )
 from loragate.gates.control import as_base, why_no_base
-from loragate.gates.override import parse_override
+from loragate.gates.override import Override, parse_override
 from loragate.generation import SamplingConfig
 from loragate.models.source import Kind
 
@@ -46,7 +45,8 @@ class ModelVariant:
         weights: "base", "adapter" or "gated".
         control: what sets it apart from the weights as they are, as printed ("T=0.6", "λ=0.5", "[-3,1]"); None for these.
         temperature: sampling temperature in place of the task's; 0 is greedy; None keeps the task's.
-        scale: one λ for all modules and tokens; None leaves them.
+        scale: one λ for all tokens and modules; None leaves them.
+        part: where the scale holds, as of `Override`; None for all modules.
         random: seed of random gates, as large as the trained ones module by module, in their place; None leaves them.
         override: override of λ by name ("unit", "clip=-1:2") laid over the gates; None leaves them.
         gates: folder of a gated adapter whose gates act on the plain adapter that is loaded; None for the model's own.
@@ -59,6 +59,12 @@ class ModelVariant:
     random: int | None = None
     override: str | None = None
     gates: str | None = None
+    part: str | None = None
+
+    @classmethod
+    def scaled(cls, scale: float, part: str | None = None) -> ModelVariant:
+        """The adapter under one λ, in a part of it or everywhere: "adapter λ=0.5", "adapter lower λ=0.5"."""
+        return cls("adapter", " ".join(filter(None, (part, f"λ={scale:g}"))), scale=scale, part=part)
 
     @property
     def label(self) -> str:
@@ -100,7 +106,7 @@ class ModelVariant:
 
 
 def variants_for(
-    kind: Kind, controls: str = "cheap", constants: Sequence[float] = (0.5,), recommended: float | None = None
+    kind: Kind, controls: str = "cheap", constants: Sequence[float | str] = (0.5,), recommended: float | None = None
 ) -> list[ModelVariant]:
     """The variants of a base model, a plain adapter or a gated adapter; the adapter comes first, as others refer to it.
 
@@ -109,7 +115,7 @@ def variants_for(
         controls: "cheap" adds adapter and gates at lower temperatures and greedy, and the adapter with one constant λ; "full"
             also random gates of the trained ones' size; "none" leaves them out, "alone" also the adapter and the base beneath
             the model. Controls that must be trained are models of their own.
-        constants: the constant λ of the cheap controls.
+        constants: the constant λ of the cheap controls, each a number or, for a part of the model, "lower=0.5".
         recommended: a temperature at which the model, and the adapter beside it, are scored whatever the controls; None for that
             of the tasks alone.
 
@@ -131,9 +137,13 @@ def variants_for(
         variants += [ModelVariant(weights).at(temperature) for temperature in cooler]
     if controls != "none":
         for value in dict.fromkeys(constants):  # each once, in order: a variant is known by its label
-            if value in (0, 1) or not math.isfinite(value):
-                raise ConfigError(f"--constants {value:g}: λ = 0 is the base and λ = 1 the adapter; give other numbers")
-            variants.append(ModelVariant("adapter", f"λ={value:g}", scale=value))
+            try:
+                one = parse_override(value) if isinstance(value, str) else Override(constant=value)
+            except LoragateError as error:
+                raise ConfigError(f"--constants {value}: {error}") from error
+            if one.constant is None or one.constant == 1 or (one.constant == 0 and one.part is None):
+                raise ConfigError(f"--constants {value}: λ = 0 is the base and λ = 1 the adapter; give other numbers")
+            variants.append(ModelVariant.scaled(one.constant, one.part))
     return variants
 
 
@@ -156,7 +166,7 @@ def _acting(model: Any, variant: ModelVariant, kind: Kind) -> Iterator[None]:
         if variant.weights == "base":
             stack.enter_context(nullcontext() if kind == "base" else as_base(model))
         elif variant.scale is not None:
-            stack.enter_context(constant_gate(model, variant.scale))
+            stack.enter_context(constant_gate(model, variant.scale, part=variant.part))
         elif variant.weights == "adapter":
             stack.enter_context(gates_disabled(model) if kind == "gated" else nullcontext())
         else:
@@ -167,7 +177,7 @@ def _acting(model: Any, variant: ModelVariant, kind: Kind) -> Iterator[None]:
                 stack.enter_context(_random(model, variant.random))
             if variant.override is not None:
                 override = parse_override(variant.override)
-                stack.enter_context(gate_override(model, override.minimum, override.maximum, override.constant))
+                stack.enter_context(gate_override(model, **vars(override)))
         yield
 
 

@@ -26,6 +26,7 @@ from loragate.gates.eligibility import active_adapter, base_path, changed_base_o
 from loragate.gates.gate import GateConfig, SignedGate
 from loragate.gates.override import Override
 from loragate.gates.range import Range
+from loragate.gates.strength import overrides_by_module
 
 STATISTICS = ("count", "below", "above", "at_lower", "at_upper", "sum", "squares")
 SATURATED = 1e-3  # λ this near to an end, as a share of the way there from 1, is at it
@@ -185,24 +186,37 @@ def gate_override(
     maximum: float | None = None,
     constant: float | None = None,
     adapter_name: str | None = None,
+    *,
+    part: str | None = None,
 ) -> Iterator[None]:
     """λ clipped to [minimum, maximum] or replaced by `constant` inside the context; nests, the innermost rules.
 
+    Args:
+        peft_model: with gates.
+        minimum, maximum, constant: of λ.
+        adapter_name: None for the active one.
+        part: where the constant holds: a third of the layers ("lower", "middle", "upper"), "attention", "mlp", or a kind of
+            module such as "q_proj"; elsewhere λ is 1 then. None for all modules.
+
     Raises:
-        GateError: if nothing or something contradictory is asked for, or the adapter carries no gates.
+        GateError: if nothing or something contradictory is asked for, the adapter carries no gates, or has no such part.
     """
-    override = Override(minimum, maximum, constant)
+    override = Override(minimum, maximum, constant, part)
     if override == Override():
         raise GateError("gate_override needs minimum, maximum or constant; with none of them it would have no effect")
     gates = gate_modules(peft_model, adapter_name)
-    # one object for all: the innermost override replaces the outer one, it is not laid over it
-    with _set_on(gates, "override", dict.fromkeys(gates, override)):
+    # the innermost override replaces the outer one, it is not laid over it
+    with _set_on(gates, "override", overrides_by_module(override, gates)):
         yield
 
 
 @contextmanager
-def constant_gate(peft_model: nn.Module, constant: float, adapter_name: str | None = None) -> Iterator[None]:
-    """One λ for a whole adapter inside the context; an adapter without gates gets neutral ones, and freezes, for as long.
+def constant_gate(
+    peft_model: nn.Module, constant: float, adapter_name: str | None = None, *, part: str | None = None
+) -> Iterator[None]:
+    """One λ for a whole adapter or a part of it inside the context; without gates it gets neutral ones, and freezes, for as long.
+
+    `part` as of `gate_override`.
 
     Raises:
         GateError: as `gate_override`, or as `attach_gates` where gates cannot be put on.
@@ -213,7 +227,7 @@ def constant_gate(peft_model: nn.Module, constant: float, adapter_name: str | No
         if plain:  # in a range that holds the constant, though an override is laid over the map and not bound by it
             attach_gates(peft_model, GateConfig(min(constant, -1.0), max(constant, 2.0)), name)
         try:
-            with gate_override(peft_model, constant=constant, adapter_name=name):
+            with gate_override(peft_model, constant=constant, adapter_name=name, part=part):
                 yield
         finally:
             if plain:

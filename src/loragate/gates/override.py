@@ -1,5 +1,7 @@
 """What may be laid over λ, and its short names, so that a folder or a served name can carry one: `my-gates@unit`.
 
+A constant may hold for a part of the model alone, `my-adapter@lower=0.5`; `gates.strength` knows which modules these are.
+
 `gate_override` takes numbers; a server is given strings, and one string is one virtual adapter: the same tensors, another
 λ. The grammar lives here alone, so that vLLM, generate and export read a name alike.
 """
@@ -16,10 +18,17 @@ import torch
 
 from loragate.errors import ConfigError, GateError, nearest
 
+BANDS = ("lower", "middle", "upper")
+"""Thirds of the layers that an adapter touches, the first ones lower."""
+FAMILIES = ("attention", "mlp")
+
 
 @dataclass(frozen=True)
 class Override:
-    """λ clipped to [minimum, maximum], or replaced by `constant`.
+    """λ clipped to [minimum, maximum], or replaced by `constant`: everywhere, or in `part` alone and by 1 elsewhere.
+
+    Attributes:
+        part: one of `BANDS` or `FAMILIES`, or a kind of module such as "q_proj"; None for all modules.
 
     Raises:
         GateError: for a contradiction, or a number that is not finite.
@@ -28,19 +37,24 @@ class Override:
     minimum: float | None = None
     maximum: float | None = None
     constant: float | None = None
+    part: str | None = None
 
     def __post_init__(self) -> None:
-        given = [value for value in vars(self).values() if value is not None]
+        given = [value for value in (self.minimum, self.maximum, self.constant) if value is not None]
         if not all(map(math.isfinite, given)):
             raise GateError(f"an override of λ takes finite numbers, found {given}")
         if self.constant is not None and len(given) > 1:
             raise GateError("an override of λ takes either constant or minimum/maximum, not both")
+        if self.part is not None and self.constant is None:
+            raise GateError(f"an override of λ for {self.part} takes a constant")
         if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
             raise GateError(f"an override of λ: minimum {self.minimum:g} is above maximum {self.maximum:g}")
 
     @property
     def limits(self) -> tuple[float, float]:
-        """(least λ, most λ): what clipping comes to, for a constant as well."""
+        """(least λ, most λ): what clipping comes to, for a constant as well; a GateError where that differs by module."""
+        if self.part is not None:
+            raise GateError(f"λ = {self.constant:g} for {self.part} alone is no one limit for all modules")
         if self.constant is not None:
             return self.constant, self.constant
         return (-math.inf if self.minimum is None else self.minimum, math.inf if self.maximum is None else self.maximum)
@@ -57,11 +71,20 @@ NAMED = {
     "noextrapolate": Override(maximum=1.0),
 }
 """off: λ = 1, the plain adapter; the others are the paper's interventions clip(λ,0,1), max(λ,0) and min(λ,1)."""
-GRAMMAR = ", ".join(["@" + name for name in NAMED] + ["@constant=0.5", "@clip=-1:2", "@clip=:1"])
+GRAMMAR = ", ".join(
+    ["@" + name for name in NAMED]
+    + ["@constant=0.5", "@clip=-1:2", "@clip=:1", *(f"@{part}=0.5" for part in (*BANDS, *FAMILIES)), "@q_proj=0.5"]
+)
+_KIND = re.compile(r"[A-Za-z0-9]+(?:_[A-Za-z0-9]+)+")  # with an underscore, which no name of the grammar has
+
+
+def constant_name(constant: float, part: str | None = None) -> str:
+    """The short name of a constant: "constant=0.5", "lower=0.5"."""
+    return f"{part or 'constant'}={constant!r}"
 
 
 def parse_override(text: str) -> Override:
-    """The override of what stands behind the @: a name, `constant=C`, or `clip=A:B` with one of A and B left out at most.
+    """The override of what stands behind the @: a name, `constant=C`, `PART=C`, or `clip=A:B`, of which A or B may be left out.
 
     Raises:
         ConfigError: naming what was found and the known forms.
@@ -72,12 +95,19 @@ def parse_override(text: str) -> Override:
     try:
         if kind == "constant" and sign:
             return Override(constant=float(value))
+        if _is_part(kind) and sign:
+            return Override(constant=float(value), part=kind)
         if kind == "clip" and value.count(":") == 1 and value != ":":
-            return Override(*(float(part) if part else None for part in value.split(":")))
+            least, most = (float(end) if end else None for end in value.split(":"))
+            return Override(least, most)
     except (ValueError, GateError) as error:
         raise ConfigError(f"@{text}: {error}") from error
-    known = [*NAMED, "constant", "clip"]
+    known = [*NAMED, "constant", "clip", *BANDS, *FAMILIES]
     raise ConfigError(f"@{text} is no known override of λ{nearest(kind, known)}; there are {GRAMMAR}")
+
+
+def _is_part(name: str) -> bool:
+    return name in BANDS or name in FAMILIES or _KIND.fullmatch(name) is not None
 
 
 def split_name(name: str) -> tuple[str, Override | None]:
@@ -109,7 +139,8 @@ def split_folder(place: str | Path) -> tuple[str, Override | None]:
     head, sign, tail = place.rpartition("@")
     if not sign or not head or "/" in tail or Path(place).expanduser().exists():
         return place, None
-    known = tail in NAMED or re.match(r"(constant|clip)=", tail)
+    kind, equals, _ = tail.partition("=")
+    known = tail in NAMED or (equals and (kind in ("constant", "clip") or _is_part(kind)))
     if not known and not Path(head).expanduser().is_dir():
         return place, None
     return head, parse_override(tail)

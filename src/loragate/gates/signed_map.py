@@ -73,6 +73,28 @@ class SignedMap:
         """λ of a logit, same shape, fp32 (fp64 for fp64)."""
         return self.of_response(self.response(gate_logit))
 
+    def logit(self, lam: float) -> float:
+        """g whose λ this is; at an end of the range one at which tanh is 1 in fp32.
+
+        Raises:
+            GateError: for a λ outside of the range.
+        """
+        reach = self.above if lam > 1 else self.below
+        response = (lam - 1.0) / reach if lam != 1 else 0.0
+        if abs(response) > 1:
+            raise GateError(f"λ = {lam:g} lies outside of {self.range}")
+        return self.tau * (math.atanh(response) if abs(response) < 1 else math.copysign(SATURATED, response))
+
+
+CONSTANT_RANGE = Range(-1, 2)
+"""In which one λ for all tokens is written, or wider where λ lies outside."""
+SATURATED = 20.0
+
+
+def range_around(constant: float) -> Range:
+    """The range in which a constant is written as the bias of a gate without weights."""
+    return Range(min(CONSTANT_RANGE.lower, constant), max(CONSTANT_RANGE.upper, constant))
+
 
 def gate_coefficient(gate_logit: torch.Tensor, lower: float, upper: float, tau: float = 1.0) -> torch.Tensor:
     """The signed map of eq:rw-transform: λ(g) in [lower, upper], identity-centred.

@@ -10,12 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from loragate.errors import GateError
+from loragate.errors import GateError, nearest
 from loragate.gates.attach import GatedLora
 from loragate.gates.eligibility import active_adapter, lora_layers
+from loragate.gates.override import BANDS as BANDS
+from loragate.gates.override import FAMILIES, Override
 
-BANDS = ("lower", "middle", "upper")
-"""Thirds of the layers that an adapter touches, the first ones lower."""
+# how the blocks of a layer are called in transformers: self_attn, attention, mlp, feed_forward, and OPT's fc1 without a block
+_FAMILY_OF = {
+    "attention": ("attn", "attention"),
+    "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "moe", "experts", "fc1", "fc2"),
+}
 
 
 def layer_of(path: str) -> int | None:
@@ -28,13 +33,11 @@ def kind_of(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def part_of(path: str) -> str:
-    """ "attention" or "mlp", by the name of the module around it; other modules are "other"."""
-    around = path.rpartition(".")[0].rpartition(".")[2].lower()
-    if "att" in around:
-        return "attention"
-    return (
-        "mlp" if any(name in around for name in ("mlp", "ffn", "feed_forward", "expert", "block_sparse")) else "other"
+def family_of(path: str) -> str | None:
+    """One of `FAMILIES` by the names of the blocks in a path; None for a module of another kind, such as a recurrent one."""
+    blocks = path.lower().split(".")
+    return next(
+        (family for family in FAMILIES if any(word in block for word in _FAMILY_OF[family] for block in blocks)), None
     )
 
 
@@ -48,6 +51,42 @@ def layer_bands(paths: Iterable[str]) -> dict[str, list[str]]:
         if (layer := layer_of(path)) is not None:
             found[band[layer]].append(path)
     return {name: members for name, members in found.items() if members}
+
+
+def members(part: str, paths: Iterable[str]) -> list[str]:
+    """The module paths of a part: a band, a family, or a kind.
+
+    Raises:
+        GateError: where there is no such module among them.
+    """
+    paths = list(paths)
+    if part in BANDS:
+        found = layer_bands(paths).get(part, [])
+    elif part in FAMILIES:
+        found = [path for path in paths if family_of(path) == part]
+    else:
+        found = [path for path in paths if kind_of(path) == part]
+    if not found:
+        kinds = dict.fromkeys(map(kind_of, paths))
+        there = [*layer_bands(paths), *dict.fromkeys(filter(None, map(family_of, paths))), *kinds]
+        raise GateError(
+            f"λ for {part} would have no effect: the adapter touches no such module{nearest(part, there)}; it has "
+            f"{', '.join(there)}"
+        )
+    return found
+
+
+def overrides_by_module(override: Override, paths: Iterable[str]) -> dict[str, Override]:
+    """{module path: what is laid over its λ}; outside of an override's part λ is 1, as of the plain adapter.
+
+    Raises:
+        GateError: as `members`.
+    """
+    paths = list(paths)
+    if override.part is None:
+        return dict.fromkeys(paths, override)
+    inside = set(members(override.part, paths))
+    return {path: Override(constant=override.constant if path in inside else 1.0) for path in paths}
 
 
 def lora_paths(peft_model: Any, adapter_name: str | None = None) -> list[str]:

@@ -1,13 +1,14 @@
-"""Gates whose λ is one number per module, folded into a plain LoRA adapter that any PEFT-reading runtime serves.
+"""Gates whose λ is one number per module, folded into a plain LoRA adapter, and that in the files of the runtime that serves it.
 
 λ·(α/r)·B(Ax) is (α/r)·(λB)(Ax): where a gate has a bias only, or one λ is laid over all, B takes it up and nothing of the
 gates is left. A gate that reads the token cannot be folded: no single B equals it. Folding works on files; where the base is
-here, it is loaded to compare what was written.
+here, it is loaded to compare what was written: what a reader makes of the files, with the model that they stand for.
 """
 
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +20,8 @@ from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.files import first_difference, new_folder, read_json, require_new, write_json, write_text
 from loragate.gates import GateConfig
 from loragate.gates.artifact import write_sampling
-from loragate.gates.override import Override
-from loragate.gates.recommended import SAMPLING, at, exported_sampling
+from loragate.gates.override import Override, constant_name
+from loragate.gates.recommended import SAMPLING, at, exported_sampling, generation_settings
 from loragate.gates.schema import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -35,6 +36,7 @@ from loragate.gates.schema import (
     strength_of,
     write_factors,
 )
+from loragate.gates.strength import overrides_by_module
 from loragate.models.agreement import (
     Agreement,
     compare,
@@ -44,7 +46,9 @@ from loragate.models.agreement import (
     require_agreement,
 )
 from loragate.models.folder_gates import read_gates
-from loragate.models.loading import USUAL, open_weights
+from loragate.models.loading import USUAL, base_config, open_tokenizer, open_weights
+from loragate.models.merge import write_merged
+from loragate.models.runtimes import RUNTIMES
 from loragate.models.settings import Loading
 from loragate.models.source import ModelSource, resolve
 
@@ -54,73 +58,132 @@ class Exported:
     """What `export_adapter` wrote."""
 
     config: dict[str, Any]  # adapter_config.json
-    coefficients: dict[str, float]  # λ of every folded module
+    coefficients: dict[str, float]  # λ of every folded module; empty for an adapter as it is
     base: str  # the base by which it was compared, or would be
     agreement: Agreement | None  # with the model that it stands for; None where it was not compared
+    gap: str = ""  # what a merged model is from the adapter on the base in 8 or 4 bits, in words; empty where none was measured
+
+
+FORMS = ("peft", "merged", *RUNTIMES)
+"""What an adapter can be written as."""
 
 
 def export_adapter(
     model: str,
     out: str | Path,
     *,
+    to: str = "peft",
     constant: float | None = None,
     uniform: bool = False,
     base: str = "",
     compare_outputs: bool = True,
     loading: Loading = USUAL,
 ) -> Exported:
-    """Fold the gates of a folder and write the plain adapter with its card and every file that the source held.
+    """Fold the gates of a folder and write the plain adapter in one of `FORMS`, with its card.
 
-    Where the base is here, the written folder is loaded and its log-probabilities are compared with those of the model that it
-    stands for, before it gets its name.
+    Where the base is here, the written folder is read by that form's reader and its log-probabilities are compared with those of
+    the model that it stands for, before it gets its name.
 
     Args:
-        model: gated folder or hub id, with @OVERRIDE behind it; with `constant` or an override also a plain adapter.
-        out: folder for the plain adapter; new or empty.
+        model: gated folder or hub id, with @OVERRIDE behind it; with `constant` or an override, and in another form than PEFT's,
+            also a plain adapter.
+        out: folder to write; new or empty.
+        to: "peft" is a plain PEFT adapter with every file that the source held, "merged" the base with the adapter in it,
+            "gguf" llama.cpp's adapter, "mlx" that of MLX.
         constant: one λ for all gated modules in place of the gates.
         uniform: as in `fold_adapter`.
         base: folder or hub id of the base, in place of the recorded one; it is compared on it.
         compare_outputs: False compares nothing and loads no model.
-        loading: how the models of the comparison are loaded.
+        loading: how the models of the comparison are loaded; its dtype is also that of a merged model, and its quantisation that
+            of a base with which the merged model is compared as well.
 
     Raises:
-        ConfigError: for a `constant` beside an override, a place that holds no adapter, or a folder that holds anything.
+        ConfigError: for a setting without effect on this form, a base that is not here or of a family that the form does not
+            know, a `constant` beside an override, a place that holds no adapter, or a folder that holds anything.
         GateError: for gates that read the token.
-        ArtifactError: for a file that cannot be read, an adapter that is known again only on its base where that is not here,
-            or a written adapter that computes something else.
+        ArtifactError: for a file that cannot be read, an adapter that the form cannot hold, one that is known again only on its
+            base where that is not here, or files that compute something else.
     """
     require_new(Path(out))
+    if uniform and to != "peft":
+        raise ConfigError(f"--uniform has no effect with --to {to}; leave it out")
+    if to == "merged" and not compare_outputs:
+        raise ConfigError(
+            "--skip-comparison has no effect with --to merged, which is compared while both are in memory"
+        )
+    if to != "merged" and (loading.dtype, loading.quantization) != (USUAL.dtype, USUAL.quantization):
+        raise ConfigError(
+            f"--dtype and --quantization are of a merged model and have no effect with --to {to}; leave them out"
+        )
     place = resolve(model, base, overrides=True, base_later=not base)
     override = place.override
     if constant is not None:
         if override is not None:
             raise ConfigError(f"--constant {constant:g}: {model} has an override already; give one of the two")
         override = Override(constant=constant)
-        place = replace(place, ref=replace(place.ref, override=f"constant={constant!r}"))
+        place = replace(place, ref=replace(place.ref, override=constant_name(constant)))
     temperature = place.recommended_temperature if override is None else None  # shown of the gates as they are
-    if override is None or place.kind == "base":
+    as_it_is = place.kind == "adapter" and override is None and to != "peft"
+    if place.kind == "base" or (override is None and not as_it_is):
         resolve(model, expect="gated", overrides=True, base_later=True)  # says what the folder is instead
-    compared = compare_outputs and (bool(base) or is_here(place.base))
-    gates = read_gates(place.folder, override, beside=True)
-    coefficients = constant_coefficients(gates.config, gates.weights, gates.biases, override)
+    here = bool(base) or is_here(place.base)
+    if to != "peft" and not here:
+        named = f"the base {place.base.name} is not here" if place.base.name else "the adapter names no base"
+        raise ConfigError(f"--to {to} needs the base, and {named}; say where it is with --base")
+    compared = compare_outputs and here
+    adapter, coefficients, recorded = place.adapter, dict[str, float](), ""
+    if not as_it_is:
+        gates = read_gates(place.folder, override, beside=True)
+        adapter, recorded = gates.adapter, str(gates.base.get("id") or "")
+        coefficients = constant_coefficients(gates.config, gates.weights, gates.biases, override)
     # a name that means something elsewhere: of the folder, or the hub id with its commit
     source = "@".join(filter(None, (place.hub_id or place.folder.name, place.ref.override)))
-    with new_folder(Path(out)) as folder:
-        config = fold_adapter(gates.adapter, coefficients, folder, uniform=uniform)
+    with new_folder(Path(out)) as folder, tempfile.TemporaryDirectory(prefix="loragate-export-") as scratch:
+        plain = folder if to == "peft" else Path(scratch) / "plain"
+        plain.mkdir(exist_ok=True)
+        one_scale = uniform or (to in RUNTIMES and bool(needs_uniform(read_adapter_config(adapter))))
+        config = fold_adapter(adapter, coefficients, plain, uniform=one_scale)
         if not compared and (unknown := next((key for key in NEED_MODEL if config.get(key)), "")):
             raise ArtifactError(
-                f"{gates.adapter / ADAPTER_CONFIG}: {unknown} is set, so that the adapter is known again only on its base, "
+                f"{adapter / ADAPTER_CONFIG}: {unknown} is set, so that the adapter is known again only on its base, "
                 f"{place.base.name or 'which has no name'}; say where it is with --base"
             )
-        _copy_files(gates.adapter, folder, keep_sampling=override is None)
-        if temperature is not None:
-            write_sampling(folder, temperature)
-        agreement = _compare(place, folder, loading) if compared else None
+        agreement, gap = None, ""
+        if to == "merged":
+            open_tokenizer(place, loading).save_pretrained(str(folder))
+            merged = write_merged(place.base, plain, folder, loading)
+            agreement = merged.agreement
+            if merged.gap is not None:
+                gap = (
+                    f"{merged.gap.nats:.2g} nats per token from the adapter on the base in {merged.storage}, which is what other "
+                    "weights under the adapter change"
+                )
+            if temperature is not None:  # beside what ends an answer
+                write_json(folder / SAMPLING, read_json(folder / SAMPLING) | generation_settings(temperature))
+        elif to in RUNTIMES:
+            of_base = base_config(place.base, loading.trust_remote_code)
+            try:
+                RUNTIMES[to].write(plain, folder, of_base)
+            except ArtifactError as error:
+                raise ArtifactError(f"{adapter}: {error}") from error
+            plain = Path(scratch) / "read"
+            plain.mkdir()
+            RUNTIMES[to].read(folder, plain, of_base)
+        else:
+            _copy_files(adapter, folder, keep_sampling=override is None)
+            if temperature is not None:
+                write_sampling(folder, temperature)
+        # a merged model was compared with the folded adapter, which is compared here if anything was folded
+        if compared and (to != "merged" or coefficients):
+            folded = _compare(place, plain, replace(loading, dtype=USUAL.dtype, quantization=USUAL.quantization))
+            agreement = agreement or folded
         named = str(place.base.name or config.get("base_model_name_or_path") or "")
-        recorded = str(gates.base.get("id") or config.get("base_model_name_or_path") or "")
-        card = _card(source, recorded, coefficients, override or Override(), uniform, temperature, agreement)
+        recorded = recorded or str(config.get("base_model_name_or_path") or "")
+        receipt = [f"Compared with `{source}` after it was written: {agreement}."] if agreement is not None else []
+        receipt += [f"It is {gap}."] if gap else []
+        card = _card(to, source, recorded, coefficients, override or Override(), one_scale, temperature, receipt)
         write_text(folder / CARD, card)
-    return Exported(config, coefficients, named, agreement)
+    return Exported(config, coefficients, named, agreement, gap)
 
 
 def _copy_files(adapter: Path, folder: Path, keep_sampling: bool) -> None:
@@ -151,6 +214,8 @@ def _compare(place: ModelSource, folder: Path, loading: Loading) -> Agreement:
 
 def folded_in_words(coefficients: Mapping[str, float]) -> str:
     """The folded λ in a few words."""
+    if not coefficients:
+        return "as it is"
     values = sorted(coefficients.values())
     if values[0] == values[-1]:
         return f"λ = {values[0]:.6g} folded into each of {len(values)} modules"
@@ -183,8 +248,8 @@ def constant_coefficients(
             "with loragate.load_gated, or fold one λ for all modules instead of the gates: --constant 0.5. Gates that can be "
             "folded are trained with loragate calibrate --granularity module"
         )
-    laid = override or Override()
-    return {path: float(laid(config.signed_map(bias.float()))) for path, bias in biases.items()}
+    laid = overrides_by_module(override or Override(), biases)
+    return {path: float(laid[path](config.signed_map(bias.float()))) for path, bias in biases.items()}
 
 
 def fold_adapter(
@@ -254,32 +319,42 @@ def _padded(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def _card(
+    to: str,
     source: str,
     base: str,
     coefficients: Mapping[str, float],
     override: Override,
     uniform: bool,
     temperature: float | None,
-    agreement: Agreement | None,
+    receipt: list[str],
 ) -> str:
-    lines = [
-        "# LoRA adapter with folded gates",
-        "",
-        f"A plain PEFT LoRA adapter for `{base or 'the base named in adapter_config.json'}`, written by `loragate export` from "
-        f"`{source}`: {folded_in_words(coefficients)}. Any program that reads PEFT LoRA adapters serves it; no loragate is "
-        "needed.",
-        "",
-        f"λ is one constant, {override.constant:g}, laid over every gated module. Learned gates, if the source had any, are not "
-        "in here."
-        if override.constant is not None
-        else "It computes what the gated adapter computes, up to rounding in fp32: λ·B replaces B.",
-        "",
-    ]
-    if agreement is not None:
-        lines += [f"Compared with `{source}` after it was written: {agreement}.", ""]
+    base = f"`{base}`" if base else "the base named in adapter_config.json"
+    made = f"written by `loragate export` from `{source}`: {folded_in_words(coefficients)}"
+    if to == "merged":
+        lines = ["# A model with a LoRA adapter merged into it", "", f"{base} and an adapter as one model, {made}."]
+    elif to in RUNTIMES:
+        runtime = RUNTIMES[to]
+        lines = [f"# LoRA adapter for {runtime.title}", "", f"A LoRA adapter for {base}, {made}.", ""]
+        lines += ["```sh", runtime.usage.format(folder="THIS_FOLDER"), "```"]
+    else:
+        lines = ["# LoRA adapter with folded gates", "", f"A plain PEFT LoRA adapter for {base}, {made}."]
+        lines[-1] += " Any program that reads PEFT LoRA adapters serves it; no loragate is needed."
+    if override.constant is not None:
+        where = "every gated module" if override.part is None else f"{override.part}; it is 1 elsewhere"
+        lines += [
+            "",
+            f"λ is one constant, {override.constant:g}, laid over {where}. Learned gates, if the source had any, are ",
+        ]
+        lines[-1] += "not in here."
+    elif coefficients:
+        lines += ["", "It computes what the gated adapter computes, up to rounding in fp32: λ·B replaces B."]
+    for text in receipt:
+        lines += ["", text]
     if uniform:
-        lines += ["All modules share one rank (padded with zeros) and lora_alpha / r = 1.", ""]
+        lines += ["", "All modules share one rank (padded with zeros) and lora_alpha / r = 1."]
     if temperature is not None:
-        lines += [f"Recommended sampling: {at(temperature)} (`{SAMPLING}`).", ""]
-    rows = [f"| {path} | {value:.6g} |" for path, value in coefficients.items()]
-    return "\n".join([*lines, "| module | λ |", "|---|---:|", *rows, ""])
+        lines += ["", f"Recommended sampling: {at(temperature)}" + (f" (`{SAMPLING}`)." if to == "peft" else ".")]
+    if coefficients:
+        rows = [f"| {path} | {value:.6g} |" for path, value in coefficients.items()]
+        lines += ["", "| module | λ |", "|---|---:|", *rows]
+    return "\n".join([*lines, ""])

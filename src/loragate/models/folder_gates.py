@@ -11,13 +11,13 @@ import hashlib
 import json
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from loragate.errors import ArtifactError
+from loragate.errors import ArtifactError, GateError
 from loragate.gates.eligibility import changed_base
 from loragate.gates.gate import GateConfig
 from loragate.gates.identity import known_factors, require_same_adapter
@@ -35,6 +35,8 @@ from loragate.gates.schema import (
     read_gate_config,
     read_tensors,
 )
+from loragate.gates.signed_map import CONSTANT_RANGE, range_around
+from loragate.gates.strength import overrides_by_module
 from loragate.models.source import is_gated, plain_adapter
 
 # from the second line on, whole paths: inside a layer, such names are not those of heads (tests/contract/test_heads.py)
@@ -47,7 +49,7 @@ _LEFT = re.compile(
 
 @dataclass(frozen=True)
 class FolderGates:
-    """The checked gates of one folder."""
+    """The checked gates of one folder; those of an override for a part are one constant per module."""
 
     folder: Path  # the artifact
     adapter: Path  # the plain PEFT adapter inside
@@ -62,6 +64,9 @@ class FolderGates:
 def read_gates(folder: str | Path, override: Override | None = None, *, beside: bool = False) -> FolderGates:
     """Read and check a gated folder, or a plain adapter under one constant λ: it has no gates.
 
+    A constant for a part is returned as gates without weights whose biases are that constant, with no override over them, so
+    that whoever knows gates serves it.
+
     Args:
         folder: gated, or a plain adapter.
         override: laid over λ.
@@ -74,7 +79,7 @@ def read_gates(folder: str | Path, override: Override | None = None, *, beside: 
     """
     folder = Path(folder)
     if not is_gated(folder) and override is not None:
-        return _plain_with_constant(folder, override, beside)
+        return _by_part(_plain_with_constant(folder, override, beside))
     record = read_gate_config(folder)
     config = GateConfig(**record["gate"])
     tensors = read_tensors(folder, record)
@@ -90,7 +95,7 @@ def read_gates(folder: str | Path, override: Override | None = None, *, beside: 
             _fail(folder / CONFIG, f"a gate for {path}, which the adapter does not adapt")
     # the settings too: other bounds make other λ out of the same tensors
     identity = [record["gates_sha256"], record["adapter"]["sha256"], record["gate"]]
-    return FolderGates(
+    found = FolderGates(
         folder=folder,
         adapter=folder / ADAPTER,
         config=config,
@@ -100,6 +105,7 @@ def read_gates(folder: str | Path, override: Override | None = None, *, beside: 
         digest=hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
         override=override,
     )
+    return _by_part(found)
 
 
 def left_alone(path: str) -> bool:
@@ -144,18 +150,39 @@ def _read_factors(folder: Path, beside: bool) -> tuple[dict[str, int], str | Non
 def _plain_with_constant(folder: Path, override: Override, beside: bool) -> FolderGates:
     """A plain adapter under one λ: gates that say 1 everywhere, and the constant over them."""
     if override.constant is None:
-        _fail(folder, "a plain adapter has no gates whose λ could be clipped; it takes @constant=C alone")
+        _fail(
+            folder,
+            "a plain adapter has no gates whose λ could be clipped; it takes @constant=C alone, or @lower=C for a part of it",
+        )
     widths, sha256 = _read_factors(folder, beside)
     return FolderGates(
         folder=folder,
         adapter=folder,
-        config=GateConfig(lower=-1.0, upper=2.0, granularity="module"),  # any range: the constant replaces λ
+        config=GateConfig(
+            CONSTANT_RANGE.lower, CONSTANT_RANGE.upper, granularity="module"
+        ),  # any: the constant replaces λ
         weights={},
         biases={path: torch.zeros(1) for path in widths if not left_alone(path)},
         base={},
         digest=sha256 or "",
         override=override,
     )
+
+
+def _by_part(gates: FolderGates) -> FolderGates:
+    """Gates of one constant per module in place of an override for a part; other gates as they are."""
+    override = gates.override
+    if override is None or override.part is None or override.constant is None:
+        return gates
+    try:
+        laid = overrides_by_module(override, gates.biases)
+    except GateError as error:
+        _fail(gates.folder, str(error))
+    bounds = range_around(override.constant)
+    config = GateConfig(bounds.lower, bounds.upper, granularity="module")
+    logits = {path: config.signed_map.logit(one.limits[0]) for path, one in laid.items()}
+    biases = {path: torch.tensor([logit]) for path, logit in logits.items()}
+    return replace(gates, config=config, weights={}, biases=biases, override=None)
 
 
 def _fail(path: Path, message: str) -> NoReturn:

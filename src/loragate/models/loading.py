@@ -49,6 +49,7 @@ from loragate.gates.eligibility import (
     quantization_of_config,
 )
 from loragate.gates.schema import CONFIG
+from loragate.gates.strength import overrides_by_module
 from loragate.hub_names import hub_source, split_file
 from loragate.models.peft_loading import load_peft
 from loragate.models.settings import Loading
@@ -407,11 +408,12 @@ def load_adapter(base: Any, place: ModelSource) -> Any:
         if place.kind != "gated":
             if place.override.constant is None:
                 raise ConfigError(
-                    f"{place.ref}: a plain adapter has no gates whose λ could be clipped; use @constant=C"
+                    f"{place.ref}: a plain adapter has no gates whose λ could be clipped; use @constant=C or @lower=C"
                 )
             attach_gates(model, GateConfig(-1.0, 2.0))  # whose λ the constant replaces
-        for gate in gate_modules(model).values():  # for good, where `gate_override` would take it off again
-            gate.override = place.override
+        gates = gate_modules(model)
+        for path, override in overrides_by_module(place.override, gates).items():
+            gates[path].override = override  # for good, where `gate_override` would take it off again
     return model.eval()
 
 

@@ -1,8 +1,9 @@
 """An adapter merged into its base: a plain model folder for programs that cannot serve the adapter, such as vLLM with DoRA.
 
-The folder is temporary: it is written whole or not at all, known again by what it was made of, and removed by whoever asked
-for it. PEFT merges, in fp32, and the result is rounded once, to the dtype that is served. Head and embedding are tied no
-longer where the adapter changes one of them. What was written is loaded and compared with the adapter on its base.
+`merge_adapter`'s folder is temporary: it is written whole or not at all, known again by what it was made of, and removed by
+whoever asked for it; `loragate export` keeps what `write_merged` gives. PEFT merges, in fp32, and the result is rounded once, to
+the dtype that is served. Head and embedding are tied no longer where the adapter changes one of them. What was written is loaded
+and compared with the adapter on its base.
 """
 
 from __future__ import annotations
@@ -10,22 +11,47 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from loragate.errors import LoragateError
+from loragate.errors import ConfigError, LoragateError
 from loragate.files import folder_sha256, read_json, write_json
+from loragate.gates.eligibility import (
+    EIGHT_BIT,
+    FOUR_BIT,
+    NONE,
+    describe_storage,
+    quantization_of,
+    quantization_of_config,
+)
 from loragate.gates.schema import read_adapter_config
-from loragate.models.agreement import compare, log_probs, probing_prompts, require_agreement
-from loragate.models.loading import base_weights
+from loragate.models.agreement import Agreement, compare, log_probs, probing_prompts, require_agreement
+from loragate.models.loading import USUAL, base_config, base_weights, open_base
 from loragate.models.peft_loading import load_peft
+from loragate.models.settings import Loading
 from loragate.models.source import ModelRef
 
 RECORD = "merged.json"
 
 logger = logging.getLogger("loragate")
+
+
+@dataclass(frozen=True)
+class Merged:
+    """How far the written model is from what it was made of.
+
+    Attributes:
+        agreement: with the adapter on the base as it was merged, which is rounding.
+        gap: with the adapter on the base in 8 or 4 bits, which nobody rounds; None where none was asked for.
+        storage: of that base, such as "4bit".
+    """
+
+    agreement: Agreement
+    gap: Agreement | None = None
+    storage: str = NONE
 
 
 def merge_adapter(
@@ -40,16 +66,15 @@ def merge_adapter(
     """Write base and adapter as one model in safetensors; a folder that holds just that is taken as it is.
 
     Args:
-        base: folder or hub id; its model class must be known to transformers.
-        adapter: folder of a PEFT adapter that can be merged; gates cannot.
+        base: folder or hub id.
+        adapter: folder of a plain adapter.
         folder: what is in it is replaced.
         dtype: of the written weights; "auto" keeps the base's own.
         revision: of a base on the hub.
         trust_remote_code: run the base's own code.
 
     Raises:
-        LoragateError: where the written model does not compute what the adapter does on its base, or the disk has no room for it,
-            naming both sizes.
+        LoragateError: as `write_merged`.
     """
     folder = Path(folder)
     made_of = {
@@ -61,10 +86,58 @@ def merge_adapter(
     if read_json(folder / RECORD) == made_of:
         return folder
     shutil.rmtree(folder, ignore_errors=True)  # of another merge, or of one that was broken off
-    model = base_weights(ModelRef(base, revision or ""), dtype="auto", trust_remote_code=trust_remote_code)
-    served = model.dtype if dtype == "auto" else getattr(torch, dtype)
+    how = Loading(dtype=dtype, trust_remote_code=trust_remote_code)  # type: ignore[arg-type]
+    found = write_merged(ModelRef(base, revision or ""), Path(adapter), folder, how)
+    logger.info("merged into %s: %s", folder, found.agreement)
+    write_json(folder / RECORD, made_of)  # last: what has no record is made anew
+    return folder
+
+
+def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USUAL) -> Merged:
+    """Write base and adapter as one model, load it again, and compare it with the adapter on its base.
+
+    A base that is stored in 8 or 4 bits is unpacked, as packed weights would round the adapter away, and the result is compared
+    with the adapter on the packed one, too; `how.quantization` asks for that comparison on a plain base.
+
+    Args:
+        base: of the adapter.
+        adapter: folder of a plain adapter.
+        folder: new or empty.
+        how: dtype of the written weights ("auto" is the base's own), quantisation and trust.
+
+    Raises:
+        ConfigError: for a packed base without a dtype of 16 bits or more.
+        LoragateError: where the written model does not compute what the adapter does on its base, or the disk has no room for it,
+            naming both sizes.
+    """
+    trust = how.trust_remote_code
+    stored = quantization_of_config(base_config(base, trust))
+    if stored not in (NONE, EIGHT_BIT, FOUR_BIT):
+        raise ConfigError(
+            f"{base} is {describe_storage(stored)}, which is not unpacked here; name the plain one with --base"
+        )
+    if stored != NONE and how.dtype == "auto":
+        raise ConfigError(
+            f"{base} is {describe_storage(stored)}, whose packed weights would round a merged adapter away in part: say in which "
+            "dtype the merged model is written, --dtype bfloat16; what that changes is measured"
+        )
+    packed = stored != NONE or how.quantization != NONE
+    config = read_adapter_config(adapter)
+    quantised: list[torch.Tensor] = []
+    storage = NONE
+    if packed:  # one model in memory at a time
+        model = open_base(base, replace(how, dtype="auto"))
+        storage = quantization_of(model)
+        prompts = probing_prompts(model.config, config)
+        quantised = log_probs(load_peft(model, adapter).eval(), prompts)
+        del model
+        gc.collect()
+    model = base_weights(base, dtype="auto", trust_remote_code=trust)
+    if stored != NONE:
+        model = model.dequantize()
+    served = model.dtype if how.dtype == "auto" else getattr(torch, how.dtype)
     adapted = load_peft(model.float(), adapter)
-    prompts = probing_prompts(model.config, read_adapter_config(Path(adapter)))
+    prompts = probing_prompts(model.config, config)
     expected = log_probs(adapted, prompts)
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(layer, BaseTunerLayer):  # its delta must not reach the layer that it is tied to
@@ -83,13 +156,13 @@ def merge_adapter(
             f"{folder}: {adapter} merged into {base} takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; make room, or "
             "choose an --out on a larger disk"
         )
-    merged.save_pretrained(str(folder))
+    # unpacked weights have no way back to the names of packed ones
+    merged.save_pretrained(str(folder), save_original_format=stored == NONE)
     del model, adapted, merged, inputs, head
     gc.collect()
     # in fp32, so that what is compared is the weights as they were rounded once
-    written = base_weights(ModelRef(str(folder)), dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
-    found = compare(expected, log_probs(written, prompts), served)
+    written = base_weights(ModelRef(str(folder)), dtype=torch.float32, trust_remote_code=trust).eval()
+    outputs = log_probs(written, prompts)
+    found = compare(expected, outputs, served)
     require_agreement(found, f"{adapter} merged into {base}", "the adapter on its base")
-    logger.info("merged into %s: %s", folder, found)
-    write_json(folder / RECORD, made_of)  # last: what has no record is made anew
-    return folder
+    return Merged(found, compare(quantised, outputs, served) if packed else None, storage)

@@ -171,7 +171,8 @@ def _answers(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained: dict[s
         suppressed = comma_list(str(options.get("suppress", "negative,positive")))
         variants = ["adapter", "base"] + ["suppressed"] * len(suppressed)
     else:
-        constants = [float(value) for value in comma_list(str(options.get("constants", "0.5")))]
+        given = comma_list(str(options.get("constants", "0.5")))
+        constants = [value if "=" in value else float(value) for value in given]
         variants = [one.weights for one in variants_for(kind, options.get("controls", "cheap"), constants)]
     need = estimate(model)
     drawn = sum(_questions(task, stage) * _samples(task, stage) for task in tasks)

@@ -100,8 +100,9 @@ def calibrate(
 ) -> Calibrated:
     """Find the best way to use an adapter: as it is, with gates, under one λ, or not at all; and at which temperature.
 
-    The command `loragate calibrate` is this call. Gates are trained in each range; adapter, base, five constant λ and all gates
-    are evaluated on the dev set, and `select` chooses. Scores are shares of right answers, 0 to 1.
+    The command `loragate calibrate` is this call. Gates are trained in each range; adapter, base, five constant λ, two more
+    for each third of the layers and all gates are evaluated on the dev set, and `select` chooses. Scores are shares of right
+    answers, 0 to 1.
 
     Args:
         model: base with a plain LoRA adapter in memory. It is left gated with what was written: λ = 1 everywhere where the
@@ -178,11 +179,11 @@ def write_recommended(run: SelectionRun, record: SelectionRecord, out: Path) -> 
     if scale == 1:
         attach_trained(context, run.trials[0], None)
     else:
-        attach_constant(context.model, scale)
+        attach_constant(context.model, scale, chosen.part)
     save_artifact(context, out, {"selection": record.to_json()}, context.settings.k, temperature)
-    named = f"λ={scale:g}" if chosen.weights == "scale" else None
-    weights = "base" if chosen.weights == "base" else "adapter"
-    return Calibrated(out, ModelVariant(weights, named, scale=chosen.scale).at(temperature), evidence_of(out))  # type: ignore[arg-type]
+    if chosen.weights == "scale":
+        return Calibrated(out, ModelVariant.scaled(scale, chosen.part).at(temperature), evidence_of(out))
+    return Calibrated(out, ModelVariant("base" if scale == 0 else "adapter").at(temperature), evidence_of(out))
 
 
 def trials_of(ranges: str, settings: GateTrainingSettings) -> tuple[Trial, ...]:

@@ -40,6 +40,7 @@ from loragate.gates.control import why_no_base
 from loragate.gates.eligibility import examine_adapter, require_gateable, require_trainable
 from loragate.gates.identity import base_weight_samples
 from loragate.gates.schema import CONFIG
+from loragate.gates.strength import layer_bands, lora_paths
 from loragate.selection.dev import RETENTION_TOKENS, DevSet, answer_tokens
 from loragate.selection.select import RULE, TEMPERATURES, Selection, paired_z, select
 from loragate.selection.settings import require_one_process
@@ -61,6 +62,8 @@ from loragate.training.rows import encoded_fingerprint
 
 SCALES = (0.25, 0.5, 0.75, 1.25, 1.5)
 """One λ for all modules, which needs no training."""
+BAND_SCALES = (0.5, 0.0)
+"""One λ for a third of the layers, the others as they are."""
 TRIALS = "trials"
 READ = ("ok", "wrong")
 """Reasons of verdicts on answers that the grader could read."""
@@ -124,6 +127,13 @@ BASE = Compared("base", (ModelVariant("base"),))
 BASELINE = ADAPTER.at(0)
 
 
+def scales_of(paths: Sequence[str]) -> list[ModelVariant]:
+    """The adapter under one λ, for all modules or a third of the layers; with one layer there are no thirds."""
+    bands = layer_bands(paths)
+    found = [ModelVariant.scaled(scale) for scale in SCALES]
+    return found + [ModelVariant.scaled(scale, band) for band in bands for scale in BAND_SCALES if len(bands) > 1]
+
+
 def require_adapter(context: TrialContext, trials: Sequence[Trial]) -> int:
     """How many modules can be gated; raises GateError for an adapter that cannot be, and ConfigError for trials that cannot."""
     name = active_adapter(context.model)
@@ -169,6 +179,7 @@ class SelectionRun:
         context = self.context
         self.gateable = require_adapter(context, self.trials)
         self.base_left_out = why_no_base(context.model)
+        self.scales = scales_of(lora_paths(context.model))
         self.gated: dict[Trial, Path] = {}
         self.diverged: dict[str, str] = {}
         self._asked: dict[str, dict[ModelVariant, None]] = {"dev": {}, "retention": {}}  # ordered sets
@@ -297,9 +308,7 @@ class SelectionRun:
     def compared(self) -> list[Compared]:
         """Everything that is compared, the simpler first; a cell that lacks a seed is not."""
         found = [ADAPTER] if self.base_left_out else [ADAPTER, BASE]
-        for scale in SCALES:
-            one = ModelVariant("adapter", f"λ={scale:g}", scale=scale)
-            found.append(Compared(one.label, (one,)))
+        found += [Compared(one.label, (one,)) for one in self.scales]
         cells: dict[str, list[Trial]] = {}
         for trial in self.trials:
             cells.setdefault(trial.cell, []).append(trial)
@@ -319,7 +328,7 @@ class SelectionRun:
     def total_answers(self) -> int:
         """How many answers the dev set takes in all, should no training diverge, and those to the retention set so far."""
         task = self.tasks["dev"]
-        models = (2 if self.base_left_out else 3) - 1 + len(SCALES) + len(self.trials)
+        models = (2 if self.base_left_out else 3) - 1 + len(self.scales) + len(self.trials)
         sampled = len(TEMPERATURES) * (1 + len({one.seed for one in self.trials})) * task.sampling.samples
         kept = sum(self._answers_of("retention", one) for one in self._asked["retention"])
         return len(task.questions) * (models + sampled) + kept
@@ -445,6 +454,7 @@ class SelectionRun:
                         ),
                     )
                 ),
+                part=picked.variants[0].part,
             ),
             BASELINE.label,
             tuple(variants.values()),

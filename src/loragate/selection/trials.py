@@ -11,7 +11,6 @@ ungated.
 from __future__ import annotations
 
 import filecmp
-import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +28,13 @@ from loragate.errors import ConfigError, DivergenceError, LoragateError, Trainin
 from loragate.files import held, read_json, write_json, write_text
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters, save_gates
 from loragate.gates.artifact import require_readable, write_sampling
-from loragate.gates.attach import active_adapter, is_gated
+from loragate.gates.attach import active_adapter, gate_modules, is_gated
 from loragate.gates.card import render_card
+from loragate.gates.override import Override
 from loragate.gates.range import Range
 from loragate.gates.schema import ADAPTER, CARD, CONFIG, GATES, copy_file, read_gate_config
+from loragate.gates.signed_map import range_around
+from loragate.gates.strength import overrides_by_module
 from loragate.training import GateTrainingSettings, train_gates, training_rows
 from loragate.training.callbacks import StepReport
 from loragate.training.gate_training import check_start
@@ -40,9 +42,6 @@ from loragate.training.settings import GATE_OBJECTIVES
 
 GATED, RUN, FAILED = "gated", "run", "failed.json"
 WAIT_S = 60.0  # for a worker that died to let go of a trial
-CONSTANT_RANGE = Range(-1, 2)
-"""In which one λ for all is written; the values that are tried lie well inside."""
-
 OnStep = Callable[[int, int, float | None], None]
 """Called with (step, number of steps, entropy)."""
 
@@ -252,13 +251,14 @@ def attach_trained(context: TrialContext, trial: Trial, gated: Path | None) -> N
     _set_gates(context.model, {} if gated is None else load_file(gated / GATES))
 
 
-def attach_constant(model: Any, scale: float) -> None:
-    """Attach one λ for all modules and tokens: gates without weights whose biases are `scale` on `CONSTANT_RANGE`."""
-    config = GateConfig(CONSTANT_RANGE.lower, CONSTANT_RANGE.upper, granularity="module")
+def attach_constant(model: Any, scale: float, part: str | None = None) -> None:
+    """Attach one λ for all tokens: gates without weights whose biases are `scale`, or λ = 1 outside of `part`."""
+    bounds = range_around(scale)
+    config = GateConfig(bounds.lower, bounds.upper, granularity="module")
     attach_gates(model, config, active_adapter(model))
-    reach = CONSTANT_RANGE.upper - 1 if scale > 1 else 1 - CONSTANT_RANGE.lower
-    logit = torch.tensor([math.atanh((scale - 1) / reach)])
-    _set_gates(model, dict.fromkeys(gate_parameters(model), logit))
+    laid = overrides_by_module(Override(constant=scale, part=part), gate_modules(model))
+    logits = {path: torch.tensor([config.signed_map.logit(one.limits[0])]) for path, one in laid.items()}
+    _set_gates(model, {f"{path}.bias": logit for path, logit in logits.items()})
 
 
 def _set_gates(model: Any, values: Mapping[str, torch.Tensor]) -> None:
