@@ -196,6 +196,7 @@ def test_each_token_that_changed_most_is_seen_once():
     assert found["first"][0]["before"].endswith("I am  ")
     assert [one["kl"] for one in found["more"]] == ["5.00", "4.00", "3.00"]
     assert found["first"][0]["models"][0] == ("base", [("sorry", "61"), (" the", "12"), ("glad", "4")])
+    assert found["first"][0]["models"][1] == ("adapter", [(" sad", "93"), (" sorry", "3")]), "0.1 % says nothing"
 
 
 def test_odd_answers_come_first():

@@ -365,7 +365,11 @@ def _change(record: Record) -> Record:
     """A changed token as its card shows it."""
     token = record["token"].lstrip(" ")
     models = {
-        name: [(_visible(one), "<1" if share < 0.005 else f"{100 * share:.0f}") for one, share in record[name]]
+        name: [
+            (_visible(one), f"{100 * share:.0f}")
+            for place, (one, share) in enumerate(record[name])
+            if not place or share >= 0.005  # which is the least that is not shown as 0 %
+        ]
         for name in ("base", "adapter")
     }
     return {
