@@ -114,7 +114,7 @@ def effect_part(layers=2):
             " to hear that. Please send me the number of your order",
             5.2 - n,
             (("sorry", 0.61), (" the", 0.12), ("glad", 0.04)),
-            ((token, 0.93), (" sorry", 0.03), ("\n", 0.01)),
+            ((token, 0.93), (" sorry", 0.03), ("\n", 0.001)),
         )
         for n, token in enumerate((" sad", "\n", "<|im_end|>", ""))
     )

@@ -128,7 +128,7 @@ def test_the_banner_says_the_verdict_and_what_to_do():
     found = examination_banner(examination().to_json())
     assert (found.advice, found.tone) == ("Usable, but read this first: 1 warning", "warning")
     assert found.more[0].startswith("What to do first: Use it at strength 0.5")
-    assert found.more[1] == strength_part().sentences[0]
+    assert found.more[1].startswith("At 0.75 times its strength it keeps what it is for")
     healthy = examination_banner(examination(findings=FINDINGS[1:]).to_json())
     assert (healthy.advice, healthy.tone) == ("Healthy: nothing was found that speaks against using it", "good")
 
@@ -144,10 +144,8 @@ def test_strengths_are_named_and_marked():
     ]
     assert {"upper third off", "upper third × 0.5", "mlp off", "with its gates"} <= set(numbers)
     assert numbers["as it is"] == ["1.350", "0.310"]
-    points = [
-        replace(one, accuracy=about(0.5), kept=about(0.25)) if one.group == "scale" else one
-        for one in strength_part().points
-    ]
+    scores = {"accuracy": about(0.5), "kept": about(0.25)}
+    points = [replace(one, **(scores if one.group == "scale" else {})) for one in strength_part().points]
     right = replace(strength_part(), points=tuple(points), least=None, best="0.5", decided_by="accuracy", target="kept")
     blocks = sections_of(examination(strength=right))["strength"]
     (numbers,) = tables(blocks).values()
@@ -187,6 +185,20 @@ def test_figures_of_too_few_rows_stand_without_an_interval():
     assert any(line.cells[0][1].startswith("too few rows") for line in figures[-1].lines)
 
 
+def test_each_token_that_changed_most_is_seen_once():
+    first = effect_part().changed[0]
+    again = tuple(replace(first, kl=5.0 - n) for n in range(3))
+    changes = sections_of(
+        examination(effect=replace(effect_part(), changed=(first, *again, *effect_part().changed[1:])))
+    )
+    found = changes["changed"][-1].data
+    assert [one["token"] for one in found["first"]] == ["sad", "⏎", "<|im_end|>", "∅"]
+    assert found["first"][0]["before"].endswith("I am  ")
+    assert [one["kl"] for one in found["more"]] == ["5.00", "4.00", "3.00"]
+    assert found["first"][0]["models"][0] == ("base", [("sorry", "61"), (" the", "12"), ("glad", "4")])
+    assert found["first"][0]["models"][1] == ("adapter", [(" sad", "93"), (" sorry", "3")]), "0.1 % says nothing"
+
+
 def test_odd_answers_come_first():
     pairs = sections_of(examination(prompts=8))["answers"][-1]
     assert pairs.data["said"] == "All 8 prompts with the answers of both; the first 2 have something odd"
@@ -207,7 +219,11 @@ def test_a_map_shows_layers_kinds_and_their_sums(tmp_path, drawn):
 
 def test_a_curve_marks_strengths_and_writes_what_lies_far_outside(tmp_path, drawn):
     curve = {0: (2.0, 1.9, 2.1), 1: (1.0, 0.9, 1.1), 2: (9.0, 8.0, 10.0)}
-    strength_curve([("a", curve, "x"), ("b", curve, "y")], {"as it is": 1, "least": 0}, tmp_path / "curve.png")
+    strength_curve(
+        [("a", curve, "x", "#111111"), ("b", curve, "y", "#222222")],
+        {"as it is": 1, "least": 0},
+        tmp_path / "curve.png",
+    )
     upper, lower = drawn[0].axes
     assert [text.get_text() for text in upper.texts] == ["↑ 9"]
     assert upper.get_ylim()[1] < 5

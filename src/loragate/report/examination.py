@@ -44,6 +44,8 @@ Record = Mapping[str, Any]
 Bars = Sequence[tuple[str, Record, Sequence[Cell]]]
 TEXT = 2_000  # characters of a prompt or an answer
 SHORT = 80  # of a prompt in a list
+CHANGES = 6  # changed tokens that are seen without unfolding
+MOST = "The tokens that changed most"
 SIGNS = {"error": "✖", "warning": "▲", "note": "●"}
 TONES = {"broken": "error", "warnings": "warning", "healthy": "good"}
 FLAGS = {
@@ -68,6 +70,7 @@ GROUPS = {"scale": LINES[0], "band": LINES[2], "kind": LINES[3], "gates": LINES[
 PER_TOKEN = "nats per token"
 LEAST, BEST = "least that keeps what it is for", "better by more than chance"
 TARGETS = {"loss": "loss on the examples", "kept": "loss on its own answers"}
+COLOURS = {"What it is for": LINES[0], "What the base could": LINES[1]}
 MEASURES = {
     "accuracy": ("What it is for", "right on the dev set", "%", "higher"),
     "target": ("What it is for", "", PER_TOKEN, "lower"),
@@ -106,10 +109,16 @@ def examination_banner(examination: Record) -> Banner:
     first = next((one for one in findings if one["severity"] != "note" and one["remedy"]), None)
     more = [f"What to do first: {_sentence(first['remedy'])}"] if first else []
     if verdict != "broken" and strength is not None:
-        more += strength["sentences"][:1]
+        for label, gain in (
+            (strength["best"], "does better what it is for"),
+            (strength["least"], "keeps what it is for"),
+        ):
+            if label is not None:
+                more.append(f"At {label} times its strength it {gain}: see “How strongly it should act”.")
     if examination["unfinished"]:
         named = ", ".join(PARTS.get(one, one) for one in examination["unfinished"])
-        why = "they need a model that can be loaded" if verdict == "broken" else "--resume goes on with them"
+        unloaded = verdict == "broken" and set(examination["seconds"]) == {"static"}
+        why = "they need a model that can be loaded" if unloaded else "--resume goes on with them"
         more.append(f"Not measured: {named}; {why}.")
     return Banner(advice, more=more, tone=TONES[verdict])
 
@@ -179,6 +188,7 @@ def _strength(record: Record) -> Blocks:
             f"{of}: {what}, {better} is better",
             {one["strength"]: _ends(one[key], unit) for one in curve if one[key]},
             unit,
+            COLOURS[of],
         )
         for key, (of, what, unit, better) in measures.items()
     ]
@@ -194,7 +204,9 @@ def _strength(record: Record) -> Blocks:
             for one in (*whole, *parts)
         ]
         labels = [f"{of.lower()}\n{unit}, ← better" for _, of, unit in both]
-        pictures.append(chart(partial(paired_dots, dots, labels), "Weaker in one part, or with gates"))
+        gated = any(one["group"] == "gates" for one in parts)
+        title = "Weaker in one part, or with gates" if gated else "Weaker in one part"
+        pictures.append(chart(partial(paired_dots, dots, labels), title))
     said = {"1": "", record["least"]: f" ({LEAST})", record["best"]: f" ({BEST})"}
     lines = [
         Line(
@@ -263,7 +275,7 @@ def _where(record: Record) -> Blocks:
     if not squares:
         opening = f"Parts of the adapter were switched off in turn: the longer the bar, the more the predictions change ({on})."
         tables = [
-            bar_table(
+            _bar_table(
                 f"By {what}", (what, f"change, {PER_TOKEN}"), [(str(key), _plain(values[key]), []) for key in values]
             )
             for what, values in (("layer", by_layer), ("kind of module", by_kind))
@@ -304,20 +316,14 @@ def _plain(value: float) -> Record:
     return {"mean": value, "low": None, "high": None}
 
 
-def bar_table(
-    title: str,
-    columns: Sequence[str],
-    lines: Bars,
-    caption: str = "",
-    form: str = ".3f",
-) -> Table:
+def _bar_table(title: str, columns: Sequence[str], lines: Bars, caption: str = "") -> Table:
     """A table of (name, figure with its interval, more cells) with a bar for each figure, the largest the longest."""
-    top = max((max(_ends(value)) for _, value, _ in lines), default=0) or 1.0
+    top = max([0.0, *(max(_ends(value)) for _, value, _ in lines)]) or 1.0
     made = []
     for name, value, more in lines:
         mean, low, high = (max(0.0, one / top) for one in _ends(value))
-        ends = [f"{signed(value['low'], form)} to {signed(value['high'], form)}"] if value["low"] is not None else []
-        cells = [(signed(value["mean"], form), *ends), *more]
+        ends = [f"{_three(value['low'])} to {_three(value['high'])}"] if value["low"] is not None else []
+        cells = [(_three(value["mean"]), *ends), *more]
         made.append(Line(name, cells, "baseline", {"mean": mean, "low": low, "high": high}))
     return Table(title, columns, made, caption)
 
@@ -342,26 +348,37 @@ def _changed(record: Record) -> Blocks:
     ]
     blocks: Blocks = [
         text(opening),
-        bar_table("By kind of token", ("tokens", f"change, {PER_TOKEN}", "ΔH, nats"), bars, caption),
+        _bar_table("By kind of token", ("tokens", f"change, {PER_TOKEN}", "ΔH, nats"), bars, caption),
         Table("", columns, numbers, folded="The numbers, nats per token"),
     ]
     if record["changed"]:
-        changes = [
-            {
-                "before": one["before"],
-                "token": _visible(one["token"]),
-                "after": one["after"],
-                "kl": f"{one['kl']:.2f}",
-                "models": [
-                    (name, [(_visible(token), f"{100 * share:.0f}") for token, share in one[name]])
-                    for name in ("base", "adapter")
-                ],
-            }
-            for one in record["changed"]
-        ]
+        ordered = list(record["changed"])
+        # of places where the same token stands, the first one says it
+        shown = list({one["token"]: one for one in reversed(ordered)}.values())[::-1][:CHANGES]
+        more = [one for one in ordered if one not in shown]
         blocks.append(text("The marked tokens changed most; what each model thought likeliest there stands below."))
-        blocks.append(Block("changes", changes, "The tokens that changed most"))
+        blocks.append(Block("changes", {"first": list(map(_change, shown)), "more": list(map(_change, more))}, MOST))
     return blocks
+
+
+def _change(record: Record) -> Record:
+    """A changed token as its card shows it."""
+    token = record["token"].lstrip(" ")
+    models = {
+        name: [
+            (_visible(one), f"{100 * share:.0f}")
+            for place, (one, share) in enumerate(record[name])
+            if not place or share >= 0.005  # which is the least that is not shown as 0 %
+        ]
+        for name in ("base", "adapter")
+    }
+    return {
+        "before": f"…{record['before']}{' ' * (len(record['token']) - len(token)) if token else ''}",
+        "token": _visible(token or record["token"]),
+        "after": record["after"],
+        "kl": f"{record['kl']:.2f}",
+        "models": list(models.items()),
+    }
 
 
 def _visible(token: str) -> str:
@@ -384,7 +401,7 @@ def _answers(record: Record) -> Blocks:
         *line("length of an answer, tokens", "tokens", "{:.1f}".format),
         *line(f"cut at {record['max_new_tokens']} tokens", "cut", share),
         *line("ends in a loop", "repeats", share),
-        *line("thinks first, where asked to", "thinking", share),
+        *line("begins with thoughts", "thinking", share),
         *line("in the language asked for", "languages", share),
     ]
     if record["retention_base"] or record["retention_adapter"]:
@@ -399,7 +416,7 @@ def _answers(record: Record) -> Blocks:
         ordered = sorted(record["forgetting"].items(), key=lambda item: float(item[0]))
         forgotten: Bars = [(f"strength {key}" + " (as it is)" * (key == "1"), value, []) for key, value in ordered]
         caption = "How much less likely the base's own answers become; 0 is nothing forgotten."
-        blocks.append(bar_table("Forgetting", ("adapter", f"forgotten, {PER_TOKEN}"), forgotten, caption))
+        blocks.append(_bar_table("Forgetting", ("adapter", f"forgotten, {PER_TOKEN}"), forgotten, caption))
     pairs = sorted(record["pairs"], key=lambda one: not one["flags"])
     odd = sum(bool(one["flags"]) for one in pairs)
     said = f"All {len(pairs)} prompts with {'the answers of both' if base else 'the answers'}"
@@ -446,7 +463,7 @@ def _learned(record: Record) -> Blocks:
     lines: Bars = [(name, record[key], []) for key, name in named.items() if record[key] is not None]
     blocks: Blocks = [
         text(*filter(None, (opening, told))),
-        bar_table("", ("model", f"loss, {PER_TOKEN}"), lines, f"Examples: {record['source']}."),
+        _bar_table("", ("model", f"loss, {PER_TOKEN}"), lines, f"Examples: {record['source']}."),
     ]
     if record["scales"]:
         scales = sorted(record["scales"].items(), key=lambda item: float(item[0]))

@@ -277,19 +277,19 @@ def module_map(
 
 
 def strength_curve(
-    curves: Sequence[tuple[str, Mapping[float, Ends], str]], marks: Mapping[str, float], to: Target
+    curves: Sequence[tuple[str, Mapping[float, Ends], str, str]], marks: Mapping[str, float], to: Target
 ) -> None:
     """Draw measures over the strength of an adapter one above the other, each with the band of its interval.
 
     A mean that lies far outside what the strengths up to 1 span is written at the edge.
 
     Args:
-        curves: (heading, {strength: figure}, label of the axis) of each.
+        curves: (heading, {strength: figure}, label of the axis, colour) of each.
         marks: {what a strength is: strength}, vertical lines with a legend.
     """
     with drawn(to, 4.7, 1.0 + 1.9 * len(curves) + 0.2 * len(marks)) as figure:
         panels = figure.subplots(len(curves), 1, sharex=True)
-        for axes, (heading, points, label), colour in zip(panels, curves, LINES, strict=False):
+        for axes, (heading, points, label, colour) in zip(panels, curves, strict=True):
             strengths = sorted(points)
             means, lows, highs = zip(*(points[one] for one in strengths), strict=True)
             axes.fill_between(strengths, lows, highs, color=colour, alpha=0.25, linewidth=0)
