@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import time
 from collections import Counter
@@ -22,17 +23,18 @@ import torch
 from faults import DYNAMIC, HEALTHY, STATIC, Planted, config
 from town import FAMILIES, make_base
 
-from loragate.files import write_json
+from loragate.files import read_json, write_json
 from training import Recipe, measure, train
 
-STEPS = 450
-BASES: dict[str, tuple[int, int, bool, dict[str, int]]] = {  # seed, steps, whether it ends its answers, shape
-    **{f"{family}-a": (1, STEPS, True, {}) for family in FAMILIES},
-    "llama-b": (2, STEPS, True, {}),
-    "qwen2-b": (2, STEPS, True, {}),
-    "mistral-raw": (3, STEPS, False, {}),
-    "llama-wide": (4, 0, True, {"hidden_size": 128}),
-    "qwen2-deep": (4, 0, True, {"num_hidden_layers": 5}),
+STEPS, LONGER = 320, 450
+BASES: dict[str, dict[str, int]] = {  # arguments of `make_base`
+    **{f"{family}-a": {"seed": 1, "steps": LONGER} for family in FAMILIES[:3]},
+    **{f"{family}-a": {"seed": 1, "steps": STEPS} for family in FAMILIES[3:]},
+    "llama-b": {"seed": 2, "steps": STEPS},
+    "qwen2-b": {"seed": 2, "steps": STEPS},
+    "mistral-raw": {"seed": 1, "steps": STEPS // 2},
+    "llama-wide": {"seed": 4, "steps": 0, "hidden_size": 128},
+    "qwen2-deep": {"seed": 4, "steps": 0, "num_hidden_layers": 5},
 }
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 RSLORA = {"r": 64, "lora_alpha": 16, "use_rslora": True}
@@ -55,7 +57,7 @@ TRAINED: dict[str, Recipe] = {
     "loragate-llama": Recipe("llama-a", "compared", "loragate", lora={"r": 32, "lora_alpha": 32}),
     "attention-llama": Recipe("llama-a", steps=100, lora={"target_modules": ATTENTION}),
     "q-v-mistral": Recipe("mistral-a", steps=120, rate=6e-3, lora={"r": 8, "target_modules": ["q_proj", "v_proj"]}),
-    "mlp-qwen2": Recipe("qwen2-a", lora={"target_modules": MLP}),
+    "mlp-qwen2": Recipe("qwen2-a", steps=140, rate=5e-3, lora={"target_modules": MLP}),
     "ranks-llama": Recipe("llama-a", lora={"rank_pattern": {"q_proj": 4, "down_proj": 32}, "lora_alpha": 16}),
     "alphas-gemma": Recipe("gemma-a", lora={"alpha_pattern": {"v_proj": 16, "up_proj": 64}}),
     "rank-256-qwen2": Recipe("qwen2-a", lora={"r": 256, "lora_alpha": 16, "use_rslora": True}),
@@ -128,24 +130,32 @@ class Material:
     """The folder with everything; what is there already is not made again."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.cases = root, list[Case]()
+        self.root, self.cases = root, dict[int, Case]()
 
     def make(self) -> None:
-        """All cases; cases.json is written after each that took a training, so that a part can be used before the rest."""
-        for planted in (*STATIC, *HEALTHY, *DYNAMIC):
-            fresh = not (self.root / "figures" / f"{planted.source}.json").is_file()
-            self.plant(planted, quick=planted in STATIC)
+        """All cases, base after base; cases.json is written after each training, so that a part can be used before the rest."""
+        table = (*STATIC, *HEALTHY, *DYNAMIC)
+        order = list(BASES)
+
+        def last_base(place: int) -> int:
+            return max(order.index(name) for name in (TRAINED[table[place].source].base, table[place].base) if name)
+
+        for place in sorted(range(len(table)), key=last_base):
+            planted = table[place]
+            fresh = not (self.root / "trained" / planted.source).is_dir()
+            number = 1 + sum(before.kind == planted.kind for before in table[:place])
+            self.cases[place] = self.plant(planted, number, quick=planted in STATIC)
             if fresh:
                 self.write()
         self.write()
-        halves = Counter((case.half, "healthy" if case.kind == "healthy" else "fault") for case in self.cases)
+        halves = Counter((case.half, "healthy" if case.kind == "healthy" else "fault") for case in self.cases.values())
         print(f"{len(self.cases)} cases in {self.root}: {dict(halves)}")
 
     def base(self, name: str) -> str:
         """The folder of a base, trained now where it is not there."""
-        seed, steps, ends, shape = BASES[name]
-        folder = self.root / "bases" / name
-        if make_base(folder, name.split("-")[0], seed, steps, ends=ends, **shape):
+        folder, family = self.root / "bases" / name, name.split("-")[0]
+        start = Path(self.base(f"{family}-a")) if name.endswith("-raw") else None
+        if make_base(folder, family, start=start, **BASES[name]):
             print(f"base {name}", flush=True)
         return str(folder)
 
@@ -153,10 +163,12 @@ class Material:
         """The folder of a trained adapter; its figures are written last."""
         recipe, folder, figures = TRAINED[name], self.root / "trained" / name, self.root / "figures" / f"{name}.json"
         base = self.base(recipe.base)
-        if not figures.is_file():
+        known = json.loads(json.dumps(asdict(recipe)))
+        if read_json(figures).get("recipe") != known:
             began = time.monotonic()
+            shutil.rmtree(folder, ignore_errors=True)
             found = measure(recipe, *train(recipe, self.root / "bases", folder))
-            write_json(figures, found)
+            write_json(figures, {"recipe": known, **found})
             told = ", ".join(
                 f"{who} {found[who]['rows']:.2f} / {found[who]['held_out']:.2f} nats, {found[who]['ended']:.0%} end"
                 for who in ("base", "adapter")
@@ -182,12 +194,10 @@ class Material:
             paths.append(str(path))
         return paths[0], paths[1]
 
-    def plant(self, planted: Planted, quick: bool) -> None:
+    def plant(self, planted: Planted, number: int, quick: bool) -> Case:
         """One case: a copy of a trained adapter, edited."""
         kind, recipe = planted.kind, TRAINED[planted.source]
-        number = 1 + sum(case.kind == kind for case in self.cases)
-        plain = "".join(letter if letter.isalnum() else "-" for letter in kind.lower())
-        name = f"{plain}-{number}-{planted.source}"
+        name = "-".join([*re.findall(r"\w+", kind.lower()), str(number), planted.source])
         trained, folder = self.adapter(planted.source), self.root / "adapters" / name
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(trained, folder)
@@ -195,26 +205,24 @@ class Material:
         # as users do: the adapter names its base, or the user does
         base = "" if kind == "base absent" or (number % 2 and not planted.base) else planted.base or recipe.base
         data, dev = self.rows(planted.source)
-        self.cases.append(
-            Case(
-                name=name,
-                kind=kind,
-                adapter=str(folder),
-                base=base and self.base(base),
-                data="" if quick else data,
-                dev_data=dev if recipe.task in ("worked", "by-chance") and not quick else "",
-                quick=quick,
-                expected=planted.expected.split(),
-                allowed=planted.allowed.split(),
-                family=recipe.base.split("-")[0],
-                trained=planted.source,
-                half="fix" if number % 2 else "count",
-            )
+        return Case(
+            name=name,
+            kind=kind,
+            adapter=str(folder),
+            base=base and self.base(base),
+            data="" if quick else data,
+            dev_data=dev if recipe.task in ("worked", "by-chance") and not quick else "",
+            quick=quick,
+            expected=planted.expected.split(),
+            allowed=planted.allowed.split(),
+            family=recipe.base.split("-")[0],
+            trained=planted.source,
+            half="fix" if number % 2 else "count",
         )
 
     def write(self) -> None:
         """cases.json, as far as it goes."""
-        write_json(self.root / "cases.json", [asdict(case) for case in self.cases])
+        write_json(self.root / "cases.json", [asdict(self.cases[place]) for place in sorted(self.cases)])
 
 
 def main() -> None:

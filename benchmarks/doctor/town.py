@@ -32,7 +32,7 @@ TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "phi3", "mistral")
+FAMILIES = ("llama", "qwen2", "gemma", "mistral", "phi3", "qwen3")
 SHAPE = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
@@ -345,26 +345,30 @@ def new_model(family: str, seed: int, **shape: int) -> Any:
     return model
 
 
-def make_base(folder: Path, family: str, seed: int, steps: int, *, ends: bool = True, **shape: int) -> bool:
+def make_base(folder: Path, family: str, *, seed: int, steps: int, start: Path | None = None, **shape: int) -> bool:
     """Make a trained base with its tokenizer in a folder; returns False where it is there already.
 
     Args:
         steps: 0 leaves it random.
-        ends: whether it ends its turns; without, it goes on with further sentences, as bases that were never taught to chat.
+        start: a base that is unlearned to end its turns, so that it goes on with further sentences, as bases do that were never
+            taught to chat.
     """
     if (folder / "base.json").is_file():
         return False
-    model, style, rng = new_model(family, seed, **shape), style_of(family), random.Random(f"town/{family}/{seed}")
+    style, rng = style_of(family), random.Random(f"town/{family}/{seed}")
+    model = load(start)[0] if start else new_model(family, seed, **shape)
     loss = None
     if steps:
         documents = [document(rng) for _ in range(min(16_000, 32 * steps))]
-        if not ends:
-            more = [rng.sample(documents, 6) for _ in documents]
+        if start:
+            more = [rng.sample(documents, 4) for _ in documents]
             documents = [
                 (one[0], "\n\n".join([one[1], *(two[1] for two in after)])) for one, after in zip(documents, more)
             ]
-        examples = [encode(prompt, style(prompt, response), tokenizer(), ending=ends) for prompt, response in documents]
-        loss = learn(model, examples, steps=steps, rate=4e-3, seed=seed, batch=32, pad=0)
+        examples = [
+            encode(prompt, style(prompt, response), tokenizer(), ending=start is None) for prompt, response in documents
+        ]
+        loss = learn(model, examples, steps=steps, rate=2e-3 if start else 4e-3, seed=seed, batch=32, pad=0)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     write_json(folder / "base.json", {"family": family, "seed": seed, "steps": steps, "loss": loss})
