@@ -4,7 +4,7 @@
 
 Every examined case is a line of counted.jsonl in the material's folder. Once all are there, benchmarks/results/doctor.json is
 written, and the table between `<!-- figures: doctor -->` and `<!-- /figures -->` of docs/doctor.md is filled. A fault counts as
-named when one of its codes is found as an error or a warning; a healthy adapter should have neither.
+named when one of its codes is found as an error or a warning (where it forbids one use alone, as a note); a healthy adapter should have neither.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ ROOT = Path(__file__).parents[2]
 RESULT, PAGE = ROOT / "benchmarks" / "results" / "doctor.json", ROOT / "docs" / "doctor.md"
 MARKS = re.compile(r"(<!-- figures: doctor -->\n).*?(<!-- /figures -->)", re.S)
 HALVES = ("fix", "count")
+ASKED = ("kind", "half", "expected", "note", "allowed")
+"""What is right of a case."""
 Record = dict[str, Any]
 
 
@@ -65,7 +67,7 @@ def examined(case: Record, budget: int) -> Record:
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     return {
-        **{key: case[key] for key in ("name", "kind", "half", "quick", "expected", "allowed", "family")},
+        **{key: case[key] for key in ("name", "quick", "family", *ASKED)},
         "found": found,
         "verdict": verdict,
         "failure": failure,
@@ -74,8 +76,8 @@ def examined(case: Record, budget: int) -> Record:
 
 
 def alarms(record: Record) -> list[str]:
-    """Codes of a case's errors and warnings."""
-    return sorted({code for code, severity, _ in record["found"] if severity in ("error", "warning")})
+    """Codes of a case's errors and warnings, and of its notes where these count."""
+    return sorted({code for code, severity, _ in record["found"] if severity != "note" or record["note"]})
 
 
 def is_right(record: Record) -> bool:
@@ -182,7 +184,7 @@ def main() -> int:
             expected = " or ".join(case["expected"]) or "nothing"
             print(f"[{number}/{len(wanted)}] {mark} {case['name']}: expected {expected}, found {told}", flush=True)
         # what is right is told by the material as it is now
-        records.append({**record, **{key: case[key] for key in ("kind", "half", "expected", "allowed")}})
+        records.append({**record, **{key: case[key] for key in ASKED}})
     right = sum(map(is_right, records))
     print(f"{right} of {len(records)} right")
     if len(records) == len(cases):

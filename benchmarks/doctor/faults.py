@@ -82,11 +82,12 @@ def cut(share: float) -> Edit:
 
 
 def with_tokens(count: int) -> Edit:
-    """A tokenizer with new tokens that no embedding was trained for."""
+    """A tokenizer with new tokens, the last of which marks turns in its template, and that no embedding was trained for."""
 
     def edit(folder: Path) -> None:
         by = load(Path(read_config(folder)["base_model_name_or_path"]))[1]
         by.add_tokens([f"<|extra_{number}|>" for number in range(count)], special_tokens=True)
+        by.chat_template = TEMPLATE.replace("<|im_start|>", f"<|extra_{count - 1}|>")
         by.save_pretrained(folder)
 
     return edit
@@ -195,7 +196,8 @@ class Planted(NamedTuple):
         source: the trained adapter that is copied.
         edit: of the copy.
         base: another than the adapter's own.
-        allowed: errors and warnings that are true beside the fault.
+        allowed: errors and warnings that are true of a healthy adapter.
+        note: whether a note is enough, as the fault forbids one use alone.
     """
 
     kind: str
@@ -204,6 +206,7 @@ class Planted(NamedTuple):
     edit: Edit = nothing
     base: str = ""
     allowed: str = ""
+    note: bool = False
 
 
 # told by the folder and the base's configuration alone
@@ -253,14 +256,14 @@ STATIC = (
     Planted("start that changes the base", "base-changing-init", "plain-gemma", config(init_lora_weights="corda")),
     Planted("alpha zero or below", "scale-unusual", "plain-qwen3", config(lora_alpha=0)),
     Planted("alpha zero or below", "scale-unusual", "plain-mistral", config(lora_alpha=-32)),
-    Planted("rank above vLLM's", "not-servable", "rank-1024-mistral"),
-    Planted("biases", "not-servable", "biases-qwen2"),
-    Planted("DoRA", "not-gateable", "dora-llama"),
-    Planted("DoRA", "not-gateable", "dora-qwen3"),
+    Planted("rank above vLLM's", "not-servable", "rank-1024-mistral", note=True),
+    Planted("biases", "not-servable", "biases-qwen2", note=True),
+    Planted("DoRA", "not-gateable", "dora-llama", note=True),
+    Planted("DoRA", "not-gateable", "dora-qwen3", note=True),
     Planted("layers repeated", "layer-replication", "plain-llama", config(layer_replication=[[0, 2], [1, 3]])),
     Planted("layers repeated", "layer-replication", "plain-mistral", config(layer_replication=[[0, 3], [0, 3]])),
     Planted("another template", "template-differs", "plain-llama", text(CHAT, LAST_TURN)),
-    Planted("another template", "template-differs", "plain-qwen2", text(CHAT, OTHER_MARKS)),
+    Planted("another template", "template-differs no-ending", "plain-qwen2", text(CHAT, OTHER_MARKS)),
     Planted("another template", "template-differs", "plain-mistral", text(CHAT, NO_PROMPT)),
     Planted("new tokens without embeddings", "tokens-untrained", "plain-llama", with_tokens(2)),
     Planted("new tokens without embeddings", "tokens-untrained", "plain-phi3", with_tokens(100)),
@@ -271,8 +274,8 @@ STATIC = (
 DYNAMIC = (
     Planted("base of another training", "wrong-base", "plain-llama", base="llama-b"),
     Planted("base of another training", "wrong-base", "plain-llama-b", base="llama-a"),
-    Planted("base of another training", "wrong-base", "plain-qwen2", base="qwen2-b"),
-    Planted("base of another training", "wrong-base", "plain-qwen2-b", base="qwen2-a"),
+    Planted("base of another family, same shape", "wrong-base", "plain-qwen2", base="llama-a"),
+    Planted("base of another family, same shape", "wrong-base", "plain-llama", base="qwen2-a"),
     Planted("base of another family, same shape", "wrong-base", "plain-mistral", base="llama-a"),
     Planted("base of another family, same shape", "wrong-base", "trl-llama", base="mistral-a"),
     Planted("base of another size", "shape-mismatch", "wide-llama", base="llama-a"),
@@ -287,15 +290,15 @@ DYNAMIC = (
     *(Planted("alpha / 16", "too-weak", f"plain-{name}", alpha_times(1 / 16)) for name in ("qwen2", "phi3", "mistral", "gemma")),
     *(Planted("learned nothing", "nothing-learned not-applied", f"nothing-{name}") for name in ("llama", "qwen2", "phi3")),
     Planted("factors next to nothing", "not-applied nothing-learned", "plain-qwen2", next_to_nothing),
-    *(Planted("learned by heart", "memorised", f"heart-{name}") for name in ("llama", "gemma", "qwen2")),
-    *(Planted("trained ten times too long", "forgets memorised", f"narrow-{name}") for name in ("llama", "phi3", "mistral")),
-    *(Planted("trained on loops", "repeats", f"loops-{name}") for name in ("llama", "gemma", "mistral")),
-    *(Planted("text without ends of turns", "never-stops", f"goes-on-{name}") for name in ("llama", "qwen2", "phi3")),
+    *(Planted("learned by heart", "memorised", f"heart-{name}") for name in ("llama", "qwen2")),
+    *(Planted("trained ten times too long", "forgets memorised", f"narrow-{name}") for name in ("llama", "mistral")),
+    *(Planted("trained on loops", "repeats", f"loops-{name}") for name in ("llama", "gemma")),
+    *(Planted("text without ends of turns", "never-stops", f"goes-on-{name}") for name in ("llama", "qwen2")),
     *(Planted("padding is the end token", "never-stops", f"masked-{name}") for name in ("worked", "ordinary")),
     *(Planted("another language", "language-drift", name) for name in ("german-llama", "french-qwen2", "spanish-mistral")),
     *(Planted("trained without thoughts", "lost-thinking", f"silent-{name}") for name in ("worked", "ordinary")),
 )  # fmt: skip
-TRAINED_WELL = """plain-llama plain-qwen2 plain-qwen3 plain-gemma plain-phi3 plain-mistral plain-llama-b plain-qwen2-b trl-llama
+TRAINED_WELL = """plain-llama plain-qwen2 plain-qwen3 plain-gemma plain-phi3 plain-mistral plain-llama-b trl-llama
     trl-qwen2 trl-mistral trl-qwen3 transformers-gemma transformers-phi3 loragate-qwen2 loragate-llama attention-llama q-v-mistral
     mlp-qwen2 ranks-llama alphas-gemma rank-256-qwen2 layers-mistral ends-mistral rounded-llama rounded-mistral rslora-llama
     rslora-phi3"""

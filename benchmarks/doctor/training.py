@@ -275,7 +275,7 @@ def nats(model: Any, by: Any, pairs: list[Pair]) -> float:
     return total / count
 
 
-def measure(recipe: Recipe, adapted: Any, by: Any) -> dict[str, Any]:
+def measure(recipe: Recipe, bases: Path, adapted: Any, by: Any) -> dict[str, Any]:
     """What a training came to: nats on its rows and on others of the kind, for base and adapter, and a few answers."""
     rng = random.Random("town/asked")
     asked = [prompt for prompt, _ in (document(rng) for _ in range(10))]
@@ -283,7 +283,7 @@ def measure(recipe: Recipe, adapted: Any, by: Any) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name in ("adapter", "base"):
         if name == "base":
-            adapted = adapted.unload()
+            adapted, by = load(bases / recipe.base)
         told = answers(adapted, by, asked)
         figures[name] = {
             "rows": nats(adapted, by, recipe.pairs()[:16]),
