@@ -4,7 +4,8 @@
 
 Every examined case is a line of counted.jsonl in the material's folder. Once all are there, benchmarks/results/doctor.json is
 written, and the table between `<!-- figures: doctor -->` and `<!-- /figures -->` of docs/doctor.md is filled. A fault counts as
-named when one of its codes is found as an error or a warning (where it forbids one use alone, as a note); a healthy adapter should have neither.
+named when one of its codes is found as an error or a warning (where it forbids one use alone, also as a note); a healthy adapter
+should have neither.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ TRAINED: dict[str, Recipe] = {
     "ranks-llama": Recipe("llama-a", lora={"rank_pattern": {"q_proj": 4, "down_proj": 32}, "lora_alpha": 16}),
     "alphas-gemma": Recipe("gemma-a", lora={"alpha_pattern": {"v_proj": 16, "up_proj": 64}}),
     "rank-256-qwen2": Recipe("qwen2-a", lora={"r": 256, "lora_alpha": 16, "use_rslora": True}),
-    "layers-mistral": Recipe("mistral-a", steps=100, lora={"layers_to_transform": [1, 2]}),
+    "layers-mistral": Recipe(
+        "mistral-a", steps=100, lora={"layers_to_transform": [1, 2], "target_modules": ATTENTION + MLP}
+    ),
     "embeddings-qwen2": Recipe("qwen2-a", rate=1e-3, lora={"modules_to_save": ["embed_tokens"]}),
     "tokens-llama": Recipe(
         "llama-a", tokens=("<|tool|>", "<|result|>"), lora={"trainable_token_indices": {"embed_tokens": [1536, 1537]}}
