@@ -90,16 +90,18 @@ def is_right(record: Record) -> bool:
     return bool(set(alarms(record)) & set(record["expected"]))
 
 
-def share(records: list[Record]) -> dict[str, Any]:
-    """How many are right, with a 95 % interval of the share."""
-    right = np.array([[float(is_right(record))] for record in records])
-    estimate = average_at_k(right)
-    return {
-        "cases": len(records),
-        "right": int(right.sum()),
-        "share": round(float(right.mean()), 4),
-        "interval": [round(estimate.low, 4), round(estimate.high, 4)],
-    }
+def tally(records: list[Record]) -> Record:
+    """How many are right."""
+    return {"cases": len(records), "right": sum(map(is_right, records))}
+
+
+def share(records: list[Record]) -> Record:
+    """How many are right, with their share and its 95 % interval; of a part of the material there may be none."""
+    if not records:
+        return tally(records) | {"share": 0.0, "interval": [0.0, 1.0]}
+    estimate = average_at_k(np.array([[float(is_right(record))] for record in records]))
+    interval = [round(estimate.low, 4), round(estimate.high, 4)]
+    return tally(records) | {"share": round(estimate.mean, 4), "interval": interval}
 
 
 def counted(records: list[Record]) -> Record:
@@ -115,7 +117,7 @@ def counted(records: list[Record]) -> Record:
         here = [record for record in records if record["kind"] == kind]
         kinds[kind] = {
             "expected": here[0]["expected"],
-            **{half: share(part) for half in HALVES if (part := [record for record in here if record["half"] == half])},
+            **{half: tally(part) for half in HALVES if (part := [record for record in here if record["half"] == half])},
             "found": dict(Counter(code for record in here for code in alarms(record)).most_common()),
         }
     result["kinds"] = kinds
