@@ -1,0 +1,136 @@
+"""`loragate verify` passes an honest server and catches each planted fault."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from served_fake import FakeServer, running
+
+from loragate.cli.main import main
+from loragate.serving.verify.served import Answer, Step, difference
+from tiny import write_adapter
+
+ENOUGH = ("--prompts", "1", "--tokens", "4", "--dtype", "float32", "--json")
+
+
+@pytest.fixture(scope="module")
+def folders(saved, once):
+    """(adapter, another adapter) on one base."""
+    other = once("second", lambda root: write_adapter(root / "adapter", saved / "base", seed=7))
+    return saved / "adapter", other / "adapter"
+
+
+def verify(capsys, url, adapter, *more):
+    """(exit status, {check: verdict}, checks) of a run."""
+    capsys.readouterr()
+    status = main(["verify", str(adapter), "--endpoint", url, *ENOUGH, *map(str, more)])
+    record = json.loads(capsys.readouterr().out)
+    verdicts = {}
+    for one in record["checks"]:  # a check of several models fails where one of them does
+        if verdicts.get(one["name"]) != "FAILS":
+            verdicts[one["name"]] = one["verdict"]
+    return status, verdicts, record["checks"]
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "llama"])
+def test_an_honest_server_passes(dialect, folders, capsys):
+    adapter, other = folders
+    with running(FakeServer(adapter, {"other": other}, dialect=dialect)) as url:
+        status, verdicts, checks = verify(capsys, url, adapter, "--adapters", f"other={other}")
+    assert set(verdicts.values()) == {"passes", "–"}, checks
+    assert status == 0
+    labels = {"base", "adapter", "other", "adapter at 0", "adapter at 0.5", "adapter at 1"}
+    parity = [one for one in checks if one["name"].startswith("parity")]
+    assert {one["of"] for one in parity} == labels
+    assert all(one["figure"] < 1e-5 for one in parity)
+
+
+def test_a_server_of_the_bare_standard_is_read_by_its_text(folders, capsys):
+    adapter, _ = folders
+    with running(FakeServer(adapter, dialect="plain")) as url:
+        status, verdicts, checks = verify(capsys, url, adapter)
+    assert verdicts["parity with transformers"] == verdicts["mixed batch"] == verdicts["chat template"] == "passes", (
+        checks
+    )
+    assert verdicts["zero is the base"] == "not measured"
+    assert status == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "caught_by"),
+    [
+        ("template, does not stop, last adapter in a batch", {"chat template", "stop tokens", "mixed batch"}),
+        ("adapter ignored", {"parity with transformers", "isolation: with transformers"}),
+        ("zero is not zero", {"parity with transformers", "zero is the base", "isolation: with transformers"}),
+        ("cache over strengths", {"isolation: with transformers"}),
+        ("cache over adapters", {"isolation: with transformers"}),
+    ],
+)
+def test_a_planted_fault_is_caught(fault, caught_by, folders, capsys):
+    adapter, _ = folders
+    with running(FakeServer(adapter, fault=fault)) as url:
+        status, verdicts, checks = verify(capsys, url, adapter)
+    failed = {name for name, verdict in verdicts.items() if verdict == "FAILS"}
+    assert failed == caught_by, checks
+    assert status == 1
+
+
+def test_an_empty_list_that_leaves_adapters_on_is_caught(folders, capsys):
+    adapter, _ = folders
+    with running(FakeServer(adapter, fault="empty list is full strength", dialect="llama")) as url:
+        status, verdicts, checks = verify(capsys, url, adapter)
+    assert verdicts["zero is the base"] == verdicts["parity with transformers"] == "FAILS"
+    (base,) = [one for one in checks if one["name"].startswith("parity") and one["of"] == "base"]
+    assert base["note"] == "nearer to adapter"
+    assert status == 1
+
+
+def test_a_gated_adapter_and_its_override(saved, capsys):
+    with running(FakeServer(saved / "gated")) as url:
+        status, verdicts, _ = verify(capsys, url, saved / "gated", "--served-adapter", "adapter")
+        assert status == 0
+        assert verdicts["one is the adapter"] == "not measured"
+        status, verdicts, _ = verify(capsys, url, f"{saved / 'gated'}@unit", "--served-adapter", "adapter")
+    assert status == 1
+    assert verdicts["parity with transformers"] == "FAILS"
+
+
+def test_table_and_record(folders, capsys, tmp_path):
+    adapter, _ = folders
+    with running(FakeServer(adapter, fault="does not stop")) as url:
+        call = ["verify", str(adapter), "--endpoint", url, *ENOUGH[:-1], "--out", str(tmp_path / "out")]
+        assert main(call) == 1
+        shown = capsys.readouterr().out
+        assert "vLLM 0.0-fake serving" in shown
+        assert "it goes on after '<eos>' (1)" in shown
+        assert shown.strip().endswith("1 checks FAIL: stop tokens")
+    record = json.loads((tmp_path / "out" / "verify.json").read_text())
+    assert record["runtime"] == "vLLM 0.0-fake"
+    assert record["passes"] is False
+
+
+def test_what_cannot_be_checked_is_refused(folders, saved, fails, tmp_path):
+    adapter, _ = folders
+    assert "either --endpoint URL or --llama-cpp" in fails("verify", adapter)
+    assert "is no adapter" in fails("verify", saved / "base", "--endpoint", "http://127.0.0.1:1/v1")
+    assert "does not answer" in fails("verify", adapter, "--endpoint", "http://127.0.0.1:1/v1", status=1)
+    assert "expected a URL" in fails("verify", adapter, "--endpoint", "localhost:8000")
+    with running(FakeServer(adapter)) as url:
+        assert "serves no model 'mine', it serves base, adapter" in fails(
+            "verify", adapter, "--endpoint", url, "--served-adapter", "mine"
+        )
+        assert "--adapters other=…" in fails("verify", adapter, "--endpoint", url, "--adapters", f"other={adapter}")
+
+
+def test_answers_are_compared_up_to_where_they_part():
+    def answer(*steps):
+        return Answer(tuple(Step(token, top[token], top) for token, top in steps), None)
+
+    near, far = {"a": -0.7, "b": -0.7001}, {"a": -0.1, "b": -3.0}
+    swapped = {"a": -0.7001, "b": -0.7}
+    tie = difference(answer(("a", near), ("c", {"c": -1.0})), answer(("b", swapped), ("d", {"d": -2.0})))
+    assert tie.parted
+    assert tie.largest == pytest.approx(1e-4)
+    assert difference(answer(("a", far)), answer(("b", swapped))).largest == pytest.approx(2.3)
+    assert difference(answer(("a", {"a": -1.0})), answer(("b", {"b": -1.0}))).largest == float("inf")
