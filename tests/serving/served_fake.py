@@ -76,9 +76,9 @@ class FakeServer:
 
     def complete(self, body):
         prompt = body["prompt"]
-        if self.dialect == "plain":
-            if not isinstance(prompt, str) or set(body) & {"return_tokens_as_token_ids", "ignore_eos"}:
-                raise ValueError("unknown field")
+        extras = {"return_tokens_as_token_ids", "ignore_eos"} & set(body)
+        if self.dialect == "plain" and (extras or not isinstance(prompt, str)):
+            raise ValueError("unknown field")
         ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
         name, strength = self.target(body)
         self.waiting.append(name)

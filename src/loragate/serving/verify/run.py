@@ -108,12 +108,14 @@ def verify(settings: VerifySettings) -> int:
         )
         if settings.limit:
             checks.rounding = settings.limit
+        has_gates = "the served adapter has gates; parity at 1 compares with the adapter beneath them"
+        unlike = {0.0: why_no_base(loaded.model), 1.0: has_gates if place.kind == "gated" else ""}
         found = [checks.chat_template(tokenizer)]
         found.append(checks.stop_tokens(endings, {one: repr(tokenizer.decode([one])) for one in endings.token_ids}))
         found += [
             *checks.parity(),
             *checks.batches(),
-            *checks.strengths(why_no_base(loaded.model)),
+            *checks.strengths(unlike),
             *checks.isolation(),
         ]
     record = _record(runtime, settings, place, found)
