@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
+from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 from served_fake import FakeServer, running
 
+import loragate as lg
 from loragate.cli.main import main
-from loragate.serving.verify.served import Answer, Step, difference
-from tiny import write_adapter
+from loragate.serving.verify.checks import Checks, Prompts
+from loragate.serving.verify.served import Answer, Step, Target, difference
+from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
 
 ENOUGH = ("--prompts", "1", "--tokens", "4", "--dtype", "float32", "--json")
 
 
 @pytest.fixture(scope="module")
-def folders(saved, once):
+def served(once):
+    """A folder with base/ of one layer, adapter/ and other/ on it, and gated/."""
+
+    def fill(root):
+        base = tiny_base(num_hidden_layers=1)
+        write_base(root / "base", base)
+        model = lg.attach_gates(
+            write_adapter(root / "adapter", root / "base", tiny_adapter(base=base)), lg.GateConfig(-3, 2)
+        )
+        lg.save_gates(shake(model, 0.5), root / "gated", adapter_source=root / "adapter", base_id=str(root / "base"))
+        write_adapter(root / "other", root / "base", tiny_adapter(7, tiny_base(num_hidden_layers=1)))
+
+    return once("served", fill)
+
+
+@pytest.fixture(scope="module")
+def folders(served):
     """(adapter, another adapter) on one base."""
-    other = once("second", lambda root: write_adapter(root / "adapter", saved / "base", seed=7))
-    return saved / "adapter", other / "adapter"
+    return served / "adapter", served / "other"
 
 
 def verify(capsys, url, adapter, *more):
@@ -86,12 +108,12 @@ def test_an_empty_list_that_leaves_adapters_on_is_caught(folders, capsys):
     assert status == 1
 
 
-def test_a_gated_adapter_and_its_override(saved, capsys):
-    with running(FakeServer(saved / "gated")) as url:
-        status, verdicts, _ = verify(capsys, url, saved / "gated", "--served-adapter", "adapter")
+def test_a_gated_adapter_and_its_override(served, capsys):
+    with running(FakeServer(served / "gated")) as url:
+        status, verdicts, _ = verify(capsys, url, served / "gated", "--served-adapter", "adapter")
         assert status == 0
         assert verdicts["one is the adapter"] == "not measured"
-        status, verdicts, _ = verify(capsys, url, f"{saved / 'gated'}@unit", "--served-adapter", "adapter")
+        status, verdicts, _ = verify(capsys, url, f"{served / 'gated'}@unit", "--served-adapter", "adapter")
     assert status == 1
     assert verdicts["parity with transformers"] == "FAILS"
 
@@ -110,11 +132,13 @@ def test_table_and_record(folders, capsys, tmp_path):
     assert record["passes"] is False
 
 
-def test_what_cannot_be_checked_is_refused(folders, saved, fails, tmp_path):
+def test_what_cannot_be_checked_is_refused(folders, served, fails):
     adapter, _ = folders
     assert "either --endpoint URL or --llama-cpp" in fails("verify", adapter)
-    assert "is no adapter" in fails("verify", saved / "base", "--endpoint", "http://127.0.0.1:1/v1")
+    assert "is no adapter" in fails("verify", served / "base", "--endpoint", "http://127.0.0.1:1/v1")
     assert "does not answer" in fails("verify", adapter, "--endpoint", "http://127.0.0.1:1/v1", status=1)
+    if importlib.util.find_spec("llama_cpp") is None:
+        assert "pip install llama-cpp-python" in fails("verify", adapter, "--llama-cpp", "base.gguf")
     assert "expected a URL" in fails("verify", adapter, "--endpoint", "localhost:8000")
     with running(FakeServer(adapter)) as url:
         assert "serves no model 'mine', it serves base, adapter" in fails(
@@ -134,3 +158,62 @@ def test_answers_are_compared_up_to_where_they_part():
     assert tie.largest == pytest.approx(1e-4)
     assert difference(answer(("a", far)), answer(("b", swapped))).largest == pytest.approx(2.3)
     assert difference(answer(("a", {"a": -1.0})), answer(("b", {"b": -1.0}))).largest == float("inf")
+
+
+def test_noise_of_a_batch_that_is_no_rounding_excuses_nothing():
+    class Restless:
+        targets, parallel, calls = (Target("base"), Target("adapter")), True, 0
+
+        def complete(self, request):
+            self.calls += 1
+            return Answer((Step("a", -float(self.calls), {}),), None)
+
+    prompts = Prompts(tiny_tokenizer(), 64, 4)
+    checks = Checks(Restless(), prompts, lambda served: {}, dtype="bfloat16", per_target=1, tokens=4)
+    assert [one.verdict for one in checks.batches()] == ["FAILS", "FAILS"]
+
+
+@pytest.mark.parametrize("fault", ["", "scale ignored"])
+def test_llama_cpp_in_this_process(fault, served, monkeypatch, tmp_path, capsys):
+    models = FakeServer(served / "adapter")
+
+    class Llama:
+        """What is used of llama-cpp-python's class."""
+
+        def __init__(self, model_path, *, n_ctx, logits_all, verbose, lora_path=None, lora_scale=1.0):
+            assert logits_all
+            assert n_ctx > 272
+            self.target = (None, None) if lora_path is None else ("adapter", None if fault else lora_scale)
+
+        def generate(self, tokens, temp, repeat_penalty):
+            own = list(tokens)
+            while True:
+                with models.acting(*self.target) as model:
+                    self.scores = model(torch.tensor([own])).logits[0].numpy()
+                self.n_tokens = len(own)
+                own.append(int(np.argmax(self.scores[-1])))
+                yield own[-1]
+
+        def create_completion(self, prompt, max_tokens, temperature, logit_bias):
+            assert set(logit_bias) == {models.tokenizer.eos_token_id}
+            return {"choices": [{"finish_reason": "stop"}], "usage": {"completion_tokens": 1}}
+
+        def create_chat_completion(self, messages, max_tokens, temperature):
+            return {"usage": {"prompt_tokens": len(models.chat_ids(messages))}}
+
+    library = ModuleType("llama_cpp")
+    library.Llama, library.__version__ = Llama, "0.0-fake"
+    library.__spec__ = importlib.util.spec_from_loader("llama_cpp", loader=None)
+    monkeypatch.setitem(sys.modules, "llama_cpp", library)
+    files = [tmp_path / "base.gguf", tmp_path / "adapter.gguf"]
+    call = ["verify", str(served / "adapter"), *ENOUGH, "--llama-cpp", str(files[0]), "--lora", str(files[1])]
+    assert main(call) == 2
+    for path in files:
+        path.touch()
+    capsys.readouterr()
+    assert main(call) == int(bool(fault))
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    failed = {(one["name"], one["of"]) for one in checks if one["verdict"] == "FAILS"}
+    parity = {("parity with transformers", f"adapter at {strength}") for strength in ("0", "0.5")}
+    assert failed >= parity if fault else not failed
+    assert ("zero is the base", "adapter at 0") in failed or not fault

@@ -186,26 +186,29 @@ class Checks:
         first = targets[0]
         same = [(first, prompt) for prompt in self._draw(4 * self.per_target)]
         apart, parted = self._alone_and_together(same)
-        if not math.isfinite(apart):
-            apart = 0.0 if not parted else apart
-        self.batching = apart if math.isfinite(apart) else 0.0
+        # more is no rounding, and would excuse anything
+        self.batching = min(apart, LIMITS["16 bits"])
+        rounds = apart <= NOISE * LIMITS["16 bits"]
         mixed = [(target, prompt) for prompt in self._draw(self.per_target) for target in targets]
         random.Random(SEED).shuffle(mixed)
         worst, others = self._alone_and_together(mixed)
         limit = self._own_limit()
-        note = f"{others} of {len(mixed)} answers part" if others else ""
-        if note and worst <= limit:
-            note += ", at near ties"
+        fits = worst <= limit
         return [
             Check(
                 "batching alone",
                 first.label,
-                FIGURE,
+                FIGURE if rounds else FAILS,
                 apart,
-                note=f"{parted} of {len(same)} answers part" if parted else "",
+                note=_parted(parted, len(same), rounds),
             ),
             Check(
-                "mixed batch", f"{len(mixed)} requests", PASSES if worst <= limit else FAILS, worst, limit, note=note
+                "mixed batch",
+                f"{len(mixed)} requests",
+                PASSES if fits else FAILS,
+                worst,
+                limit,
+                note=_parted(others, len(mixed), fits),
             ),
         ]
 
@@ -271,9 +274,8 @@ class Checks:
     def _to_itself(self, name: str, of: str, found: Iterable[Difference]) -> Check:
         found = [*found]
         worst, parted, limit = max(one.largest for one in found), sum(one.parted for one in found), self._own_limit()
-        verdict: Verdict = PASSES if worst <= limit else FAILS
-        note = f"{parted} of {len(found)} answers part" + (", at near ties" if worst <= limit else "") if parted else ""
-        return Check(name, of, verdict, worst, limit, note=note)
+        fits = worst <= limit
+        return Check(name, of, PASSES if fits else FAILS, worst, limit, note=_parted(parted, len(found), fits))
 
     def _read(self, answers: Mapping[Target, Sequence[tuple[Prompt, Answer]]]) -> Mapping[Target, VariantAgreement]:
         """Read again what has log-probs and token ids; the prompt's own tokens too, where the runtime scored them."""
@@ -311,6 +313,10 @@ def _chat_note(messages: Sequence[Mapping[str, Any]], found: list[int] | int, ex
     at = next((place for place in range(shorter) if found[place] != expected[place]), shorter)
     shown = f"{found[at : at + 3]}, in transformers {expected[at : at + 3]}"
     return f"the turns {roles} become other tokens from place {at} on ({shown})"
+
+
+def _parted(parted: int, count: int, fits: bool) -> str:
+    return f"{parted} of {count} answers part" + ", at near ties" * fits if parted else ""
 
 
 def _sentences(notes: Iterable[str]) -> str:
