@@ -132,7 +132,7 @@ class FakeServer:
                 {
                     "text": self.tokenizer.decode([token for token, _ in rows]),
                     "finish_reason": finish,
-                    "logprobs": self.logprobs(before + rows),
+                    "logprobs": None if "no log-probs" in self.faults else self.logprobs(before + rows),
                 }
             ],
             "usage": {"completion_tokens": count, "prompt_tokens": len(ids)},

@@ -98,6 +98,15 @@ def test_a_planted_fault_is_caught(fault, caught_by, folders, capsys):
     assert status == 1
 
 
+def test_a_server_without_log_probs_proves_nothing(folders, capsys):
+    adapter, _ = folders
+    with running(FakeServer(adapter, fault="no log-probs", dialect="plain")) as url:
+        status, verdicts, checks = verify(capsys, url, adapter)
+    assert verdicts.pop("chat template") == verdicts.pop("stop tokens") == "passes"  # which need none
+    assert set(verdicts.values()) == {"not measured"}, checks
+    assert status == 1
+
+
 def test_an_empty_list_that_leaves_adapters_on_is_caught(folders, capsys):
     adapter, _ = folders
     with running(FakeServer(adapter, fault="empty list is full strength", dialect="llama")) as url:
@@ -122,14 +131,15 @@ def test_table_and_record(folders, capsys, tmp_path):
     adapter, _ = folders
     with running(FakeServer(adapter, fault="does not stop")) as url:
         call = ["verify", str(adapter), "--endpoint", url, *ENOUGH[:-1], "--out", str(tmp_path / "out")]
-        assert main(call) == 1
+        assert main([*call, "--limit", "1e-12"]) == 1
         shown = capsys.readouterr().out
         assert "vLLM 0.0-fake serving" in shown
         assert "it goes on after '<eos>' (1)" in shown
-        assert shown.strip().endswith("1 checks FAIL: stop tokens")
+        assert shown.strip().endswith("FAILS: stop tokens, parity with transformers, isolation: with transformers")
     record = json.loads((tmp_path / "out" / "verify.json").read_text())
     assert record["runtime"] == "vLLM 0.0-fake"
     assert record["passes"] is False
+    assert {one["limit"] for one in record["checks"] if one["unit"] == "nats"} == {1e-12, None}
 
 
 def test_what_cannot_be_checked_is_refused(folders, served, fails):
@@ -157,6 +167,7 @@ def test_answers_are_compared_up_to_where_they_part():
     assert tie.parted
     assert tie.largest == pytest.approx(1e-4)
     assert difference(answer(("a", far)), answer(("b", swapped))).largest == pytest.approx(2.3)
+    assert difference(answer(), answer()) is None
     assert difference(answer(("a", {"a": -1.0})), answer(("b", {"b": -1.0}))).largest == float("inf")
 
 

@@ -171,10 +171,13 @@ class Checks:
             target: [(prompt, self._ask(target, prompt, scored=True)) for prompt in self._draw(self.per_target)]
             for target in self.runtime.targets
         }
-        checks = []
-        for target, found in self._read(answers).items():
-            checks.append(self._judged("parity with transformers", target, found))
-        return checks or [Check("parity with transformers", "–", UNMEASURED, note=NO_LOGPROBS)]
+        name, found = "parity with transformers", self._read(answers)
+        return [
+            self._judged(name, target, found[target])
+            if target in found
+            else Check(name, target.label, UNMEASURED, note=NO_LOGPROBS)
+            for target in answers
+        ]
 
     def batches(self) -> list[Check]:
         """The same requests alone and at once: of one model, which is what batching alone does, then of all models."""
@@ -184,33 +187,17 @@ class Checks:
         targets = [*self.runtime.targets]
         # the model that is least likely to be wrong in a batch of its own
         first = targets[0]
-        same = [(first, prompt) for prompt in self._draw(4 * self.per_target)]
-        apart, parted = self._alone_and_together(same)
-        # more is no rounding, and would excuse anything
-        self.batching = min(apart, LIMITS["16 bits"])
-        rounds = apart <= NOISE * LIMITS["16 bits"]
+        alike = self._alone_and_together([(first, prompt) for prompt in self._draw(4 * self.per_target)])
         mixed = [(target, prompt) for prompt in self._draw(self.per_target) for target in targets]
         random.Random(SEED).shuffle(mixed)
-        worst, others = self._alone_and_together(mixed)
-        limit = self._own_limit()
-        fits = worst <= limit
-        return [
-            Check(
-                "batching alone",
-                first.label,
-                FIGURE if rounds else FAILS,
-                apart,
-                note=_parted(parted, len(same), rounds),
-            ),
-            Check(
-                "mixed batch",
-                f"{len(mixed)} requests",
-                PASSES if fits else FAILS,
-                worst,
-                limit,
-                note=_parted(others, len(mixed), fits),
-            ),
-        ]
+        among = self._alone_and_together(mixed)
+        batching = self._to_itself("batching alone", first.label, alike)
+        if batching.figure is not None:
+            # more is no rounding, and would excuse anything
+            self.batching = min(batching.figure, LIMITS["16 bits"])
+            rounds = batching.figure <= NOISE * LIMITS["16 bits"]
+            batching = replace(batching, limit=None, verdict=FIGURE if rounds else FAILS)
+        return [batching, self._to_itself("mixed batch", f"{len(mixed)} requests", among)]
 
     def strengths(self, unlike: Mapping[float, str]) -> list[Check]:
         """Strength 0 is the base and strength 1 the adapter, on the runtime itself.
@@ -242,10 +229,11 @@ class Checks:
         there = {target: self._ask(target, prompt) for target in targets}
         back = {target: self._ask(target, prompt) for target in reversed(targets)}
         itself = {target: difference(there[target], back[target]) for target in targets}
-        worst = max(itself, key=lambda target: itself[target].largest)
         checks = [self._to_itself("isolation: asked again", f"{len(targets)} models", itself.values())]
         if checks[0].verdict == FAILS:
-            checks = [replace(checks[0], note=f"{worst.label} answers otherwise once others were asked the same")]
+            changed = [target.label for target, one in itself.items() if one and one.largest == checks[0].figure]
+            why = f"{changed[0]} answers otherwise once others were asked the same"
+            checks = [replace(checks[0], note=why)]
         read = self._read({target: [(prompt, there[target]), (prompt, back[target])] for target in targets})
         if read:
             furthest = max(read, key=lambda target: math.inf if read[target].mean is None else read[target].mean or 0.0)
@@ -260,22 +248,23 @@ class Checks:
     def _ask(self, target: Target, prompt: Prompt, scored: bool = False) -> Answer:
         return self.runtime.complete(Request(target, prompt, self.tokens, scored=scored))
 
-    def _alone_and_together(self, asked: Sequence[tuple[Target, Prompt]]) -> tuple[float, int]:
-        """(largest difference, answers that part) of requests alone and all at once."""
+    def _alone_and_together(self, asked: Sequence[tuple[Target, Prompt]]) -> list[Difference | None]:
+        """Each request alone against all of them at once."""
         alone = [self._ask(target, prompt) for target, prompt in asked]
         with ThreadPoolExecutor(len(asked)) as pool:
             together = [*pool.map(lambda one: self._ask(*one), asked)]
-        found = [difference(*pair) for pair in zip(alone, together)]
-        return max(one.largest for one in found), sum(one.parted for one in found)
+        return [difference(*pair) for pair in zip(alone, together)]
 
-    def _own_limit(self) -> float:
-        return max(self.rounding, NOISE * self.batching)
-
-    def _to_itself(self, name: str, of: str, found: Iterable[Difference]) -> Check:
-        found = [*found]
-        worst, parted, limit = max(one.largest for one in found), sum(one.parted for one in found), self._own_limit()
+    def _to_itself(self, name: str, of: str, found: Iterable[Difference | None]) -> Check:
+        seen = [*found]
+        known = [one for one in seen if one is not None]
+        if len(known) < len(seen):
+            return Check(name, of, UNMEASURED, note=NO_LOGPROBS)
+        worst, parted = max(one.largest for one in known), sum(one.parted for one in known)
+        limit = max(self.rounding, NOISE * self.batching)
         fits = worst <= limit
-        return Check(name, of, PASSES if fits else FAILS, worst, limit, note=_parted(parted, len(found), fits))
+        note = f"{parted} of {len(known)} answers part" + ", at near ties" * fits if parted else ""
+        return Check(name, of, PASSES if fits else FAILS, worst, limit, note=note)
 
     def _read(self, answers: Mapping[Target, Sequence[tuple[Prompt, Answer]]]) -> Mapping[Target, VariantAgreement]:
         """Read again what has log-probs and token ids; the prompt's own tokens too, where the runtime scored them."""
@@ -313,10 +302,6 @@ def _chat_note(messages: Sequence[Mapping[str, Any]], found: list[int] | int, ex
     at = next((place for place in range(shorter) if found[place] != expected[place]), shorter)
     shown = f"{found[at : at + 3]}, in transformers {expected[at : at + 3]}"
     return f"the turns {roles} become other tokens from place {at} on ({shown})"
-
-
-def _parted(parted: int, count: int, fits: bool) -> str:
-    return f"{parted} of {count} answers part" + ", at near ties" * fits if parted else ""
 
 
 def _sentences(notes: Iterable[str]) -> str:

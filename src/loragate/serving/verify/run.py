@@ -174,7 +174,7 @@ def _print(runtime: Runtime, place: ModelSource, found: Sequence[Check]) -> None
     failed = [one.name for one in found if one.verdict == FAILS]
     passed = sum(one.verdict == PASSES for one in found)
     if failed:
-        out.print(f"{len(failed)} checks FAIL: {', '.join(dict.fromkeys(failed))}")
+        out.print(f"FAILS: {', '.join(dict.fromkeys(failed))}")
     else:
         open_ones = [one.name for one in found if one.verdict == UNMEASURED]
         out.print(

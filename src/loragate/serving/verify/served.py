@@ -118,8 +118,13 @@ class Difference:
     parted: bool
 
 
-def difference(one: Answer, other: Answer) -> Difference:
-    """How far two answers to one request are apart, up to where they part: behind it the contexts differ."""
+def difference(one: Answer, other: Answer) -> Difference | None:
+    """How far two answers to one request are apart, up to where they part: behind it the contexts differ.
+
+    None where an answer has no log-probs.
+    """
+    if not one.steps or not other.steps:
+        return None
     largest = 0.0
     for first, second in zip(one.steps, other.steps):
         for own, there in ((first, second), (second, first)):
