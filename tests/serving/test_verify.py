@@ -105,6 +105,9 @@ def test_a_server_without_log_probs_proves_nothing(folders, capsys):
     assert verdicts.pop("chat template") == verdicts.pop("stop tokens") == "passes"  # which need none
     assert set(verdicts.values()) == {"not measured"}, checks
     assert status == 1
+    with running(FakeServer(adapter, fault="no log-probs", dialect="plain")) as url:
+        assert main(["verify", str(adapter), "--endpoint", url, *ENOUGH[:-1]]) == 1
+    assert "the adapter was not compared" in capsys.readouterr().out
 
 
 def test_an_empty_list_that_leaves_adapters_on_is_caught(folders, capsys):
@@ -147,6 +150,8 @@ def test_what_cannot_be_checked_is_refused(folders, served, fails):
     assert "either --endpoint URL or --llama-cpp" in fails("verify", adapter)
     assert "is no adapter" in fails("verify", served / "base", "--endpoint", "http://127.0.0.1:1/v1")
     assert "does not answer" in fails("verify", adapter, "--endpoint", "http://127.0.0.1:1/v1", status=1)
+    assert "--lora has no effect" in fails("verify", adapter, "--endpoint", "http://127.0.0.1:1", "--lora", "a.gguf")
+    assert "--adapters has no effect" in fails("verify", adapter, "--llama-cpp", "b.gguf", "--adapters", "a=b")
     if importlib.util.find_spec("llama_cpp") is None:
         assert "pip install llama-cpp-python" in fails("verify", adapter, "--llama-cpp", "base.gguf")
     assert "expected a URL" in fails("verify", adapter, "--endpoint", "localhost:8000")

@@ -21,7 +21,7 @@ from loragate.models import Loaded, open_model, resolve
 from loragate.models.source import ModelSource
 from loragate.report.table import Line, Table
 from loragate.serving.settings import VerifySettings
-from loragate.serving.verify.checks import FAILS, PASSES, UNMEASURED, Check, Checks, Prompts
+from loragate.serving.verify.checks import FAILS, NO_LOGPROBS, PASSES, UNMEASURED, Check, Checks, Prompts
 from loragate.serving.verify.endpoint import Endpoint
 from loragate.serving.verify.llama_cpp import LlamaCpp
 from loragate.serving.verify.served import ADAPTER, BASE, Runtime, Target
@@ -79,6 +79,11 @@ def verify(settings: VerifySettings) -> int:
     """
     if bool(settings.endpoint) == bool(settings.llama_cpp):
         raise ConfigError("loragate verify needs a runtime: either --endpoint URL or --llama-cpp BASE.gguf")
+    other = ("lora",) if settings.endpoint else ("adapters", "served_adapter", "served_base")
+    if idle := [f"--{name.replace('_', '-')}" for name in other if getattr(settings, name)]:
+        raise ConfigError(
+            f"{idle[0]} has no effect with {'--endpoint' if settings.endpoint else '--llama-cpp'}; leave it out"
+        )
     if settings.out:
         require_new(Path(settings.out))
     place, others, display = resolve(settings.adapter, settings.base, overrides=True), _others(settings), Display()
@@ -126,6 +131,8 @@ def verify(settings: VerifySettings) -> int:
         print(json.dumps(record, indent=2))
     else:
         _print(runtime, place, found)
+        if not record["compared"]:
+            console().print(f"the adapter was not compared: {NO_LOGPROBS}", soft_wrap=True)
     return DONE if record["passes"] else FAILED
 
 
@@ -156,6 +163,7 @@ def _record(runtime: Runtime, settings: VerifySettings, place: ModelSource, foun
         "adapter": place.ref.lasting,
         "base": place.base.lasting,
         "dtype": settings.dtype,
+        "compared": compared,
         "passes": compared and all(one.verdict != FAILS for one in found),
         "checks": rows,
     }
