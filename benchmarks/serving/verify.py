@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -166,11 +167,11 @@ def served(command: list[str], port: int, log: Path, **environment: str) -> Iter
         yield f"{url}/v1"
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 2)
+            os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def free_port() -> int:
