@@ -35,6 +35,7 @@ PAGES = {
     "report": "report.md",
     "explore": "report.md",
     "serve": "serving.md",
+    "verify": "verify.md",
     "export": "serving.md",
     "env": "install.md",
 }

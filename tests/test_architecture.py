@@ -28,6 +28,7 @@ RESERVED = {
     "vllm": {"generation", "serving"},
     "lm_eval": {"evaluation"},
     "math_verify": {"evaluation"},
+    "llama_cpp": {"serving"},
 }
 SIDEWAYS = {("report", "*"), ("world", "*"), ("gates", "losses"), ("data", "gates"), ("generation", "gates")}
 # what of serving/ runs inside vLLM knows gates and the files that hold them alone

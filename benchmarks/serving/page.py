@@ -1,4 +1,4 @@
-"""Fill the figures of docs/serving.md from benchmarks/results/serving_*.json: text between `<!-- figures: NAME -->` marks.
+"""Fill the figures of docs/serving.md and docs/verify.md from benchmarks/results: text between `<!-- figures: NAME -->` marks.
 
 python benchmarks/serving/page.py [--check]
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "serving.md"
+PAGES = [ROOT / "docs" / name for name in ("serving.md", "verify.md")]
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.S)
 RATIOS = ("gated_to_adapter", "strengths_to_adapter", "adapter_to_base", "adapter_to_vllm")
@@ -95,11 +95,34 @@ def clients() -> str:
     return table(["requests", "errors", "replies that differ", "p50, p95 latency", memory], [row], left=0)
 
 
+def verify() -> str:
+    """One line for each check, with the worst figure and the verdict of each runtime."""
+    runs = json.loads((RESULTS / "verify.json").read_text(encoding="utf-8"))["runs"]
+    names = dict.fromkeys(one["name"] for run in runs.values() for one in run["checks"])
+    rows = [
+        [name, *(verdict([one for one in run["checks"] if one["name"] == name]) for run in runs.values())]
+        for name in names
+    ]
+    return table(["", *(f"{case}<br>{run['runtime']}" for case, run in runs.items())], rows)
+
+
+def verdict(checks: list[dict[str, Any]]) -> str:
+    """Of a check of one or several models: the one that fails, else the largest figure."""
+    if not checks or all(one["verdict"] == "not measured" for one in checks):
+        return "not measured"
+    worst = max(checks, key=lambda one: (one["verdict"] == "FAILS", one["figure"] is None, one["figure"] or 0.0))
+    figure = "other tokens" if worst["figure"] is None else f"{worst['figure']:.1e}"
+    if worst["unit"] != "nats":
+        figure = f"{worst['figure']:g} {worst['unit']}"
+    return f"**fails**: {worst['of']}, {figure}" if worst["verdict"] == "FAILS" else figure
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "agreement": agreement,
     "rounding": rounding,
     "throughput": throughput,
     "clients": clients,
+    "verify": verify,
 }
 
 
@@ -112,11 +135,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; the exit status tells")
     options = parser.parse_args()
-    text = PAGE.read_text(encoding="utf-8")
-    new = filled(text)
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
     if options.check:
-        sys.exit(new != text)
-    PAGE.write_text(new, encoding="utf-8")
+        sys.exit(any(filled(text) != text for text in texts.values()))
+    for page, text in texts.items():
+        page.write_text(filled(text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ COMMANDS = {
     "report": ("cli.report", "one self-contained HTML file, or the paper's figures, from any runs"),
     "explore": ("cli.explore", "a local page: one prompt, three models, every token coloured by its gates"),
     "serve": ("cli.serve", "vLLM's OpenAI-compatible server for gated adapters, plain adapters and the base"),
+    "verify": ("cli.verify", "whether a server or llama.cpp computes a served adapter as transformers does"),
     "export": ("cli.export", "write an adapter for PEFT, llama.cpp or MLX, or merged into its base"),
     "push": ("cli.push", "upload a gated adapter to the hub, with its model card"),
     "recipes": ("recipes.command", "the trainings of the paper, by name: list, show and run"),

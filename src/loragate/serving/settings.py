@@ -1,14 +1,14 @@
-"""Settings of a server; torch-free, so that a command line can be checked at once."""
+"""Settings of a server and of its check; torch-free, so that a command line can be checked at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
 from loragate.models.settings import Loading
-from loragate.validate import Count, Share, Size
+from loragate.validate import Amount, Count, Share, Size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +45,44 @@ class ServerSettings(Loading):
     vllm_args: str = ""
     vllm_memory: Share = 0.0
     tensor_parallel: Count = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifySettings(Loading):
+    """What is checked, and against which reference.
+
+    Attributes:
+        adapter: folder, or owner/name[@revision] on the hub, of the adapter that is served, plain or gated; with @OVERRIDE
+            where the served λ is overridden.
+        endpoint: URL of an OpenAI-compatible server; its key is read from the environment variable OPENAI_API_KEY.
+        llama_cpp: GGUF file of the base, for llama.cpp in this process instead of a server.
+        lora: GGUF file of the adapter, with --llama-cpp.
+        base: where the base model is, instead of the recorded one.
+        served_adapter: what the server calls the adapter; by default a model from that folder, or called adapter. Of
+            llama-server the file's name without .gguf, or its id.
+        served_base: what the server calls the base; by default base, or the model without a parent.
+        adapters: further served adapters that must not mix with this one: NAME=FOLDER separated by commas.
+        strength_by: how a request says a strength: name (NAME@constant=0.5), lora_scale (vLLM's extra argument), lora (the list
+            of llama-server) or none; auto looks at what is served.
+        prompts: prompts for each served model.
+        tokens: greedy tokens of each answer.
+        limit: largest mean difference of a log-prob, in nats; 0 takes 0.001 with --dtype float32, else 0.1.
+        dtype: what the runtime computes in, and the reference with it; auto is any of 16 bits.
+        json: print the record as JSON.
+        out: folder for verify.json.
+    """
+
+    adapter: str
+    endpoint: str = ""
+    llama_cpp: str = ""
+    lora: str = ""
+    base: str = ""
+    served_adapter: str = ""
+    served_base: str = ""
+    adapters: str = ""
+    strength_by: Literal["auto", "name", "lora_scale", "lora", "none"] = "auto"
+    prompts: Count = 4
+    tokens: Count = 24
+    limit: Amount = 0.0
+    json: bool = False
+    out: str = ""

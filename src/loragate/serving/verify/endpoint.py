@@ -1,0 +1,315 @@
+"""An OpenAI-compatible server as a runtime to check: vLLM, llama-server, or any other that answers `/v1/completions`.
+
+What a server takes beyond the standard is found out by asking, once: prompts as token ids, log-probs of the prompt, tokens by id,
+answers that go on after their end. It knows three ways to say a strength: behind the name, in a field of vLLM's extra arguments,
+and in llama-server's `lora` list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from loragate.errors import ConfigError, LoragateError, nearest
+from loragate.models.source import ModelSource
+from loragate.printable import excerpt
+from loragate.serving.settings import VerifySettings
+from loragate.serving.verify.served import ADAPTER, BASE, Answer, Prompt, Request, Step, Target
+
+PATIENCE_S = 600.0  # for one answer; a server on a CPU compiles at the first
+TOP = 5  # most likely tokens that are asked for with each
+BIAS = 100.0  # the most that the API takes
+STRENGTHS = (0.0, 0.5, 1.0)
+KEY = "OPENAI_API_KEY"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a server takes beyond the standard."""
+
+    ids: bool  # prompts as token ids
+    extras: bool  # fields that vLLM and llama-server know
+    echo: bool  # the prompt again, with log-probs
+
+
+FORMS = tuple(
+    Form(ids, extras, echo)
+    for ids, extras, echo in (
+        (True, True, True),
+        (True, True, False),
+        (True, False, True),
+        (True, False, False),
+        (False, True, False),
+        (False, False, False),
+    )
+)
+
+
+class Endpoint:
+    """A server at a URL; see `Runtime`.
+
+    Args:
+        settings: with `endpoint`.
+        place: of the adapter.
+        others: names of further served adapters.
+        tokenizer: of the adapter, to tell tokens from text where the server gives no ids.
+        probe: a prompt to find out with what the server takes.
+
+    Raises:
+        ConfigError: for names that are not served.
+        LoragateError: for a server that does not answer.
+    """
+
+    parallel = True
+
+    def __init__(
+        self, settings: VerifySettings, place: ModelSource, others: Sequence[str], tokenizer: Any, probe: Prompt
+    ) -> None:
+        self._place = place
+        self.url = settings.endpoint.rstrip("/").removesuffix("/v1")
+        if urllib.parse.urlsplit(self.url).scheme not in ("http", "https"):
+            raise ConfigError(f"--endpoint {settings.endpoint}: expected a URL such as http://127.0.0.1:8000/v1")
+        # a proxy of the environment is for the outside, not for this machine
+        local = urllib.parse.urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
+        self._opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * local)
+        self._tokenizer = tokenizer
+        served = [one for one in self._get("/v1/models").get("data", []) if isinstance(one, dict)]
+        names = [str(one.get("id")) for one in served]
+        adapters = self._optional("/lora-adapters")
+        self._adapters = adapters if isinstance(adapters, list) else None
+        self.label = self._label()
+        self._by = settings.strength_by if settings.strength_by != "auto" else self._strength_by(names, settings)
+        self._names = self._served_names(settings, served, names, others)
+        self.targets = self._targets(names)
+        self._form = self._find_form(probe)
+
+    def complete(self, request: Request) -> Answer:
+        """One answer; raises LoragateError where the server refuses."""
+        reply = self._post("/v1/completions", self._body(request, self._form))
+        return self._answer(reply, request)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | int:
+        """See `Runtime`; by `/tokenize` where there is one."""
+        model = self._model(Target(ADAPTER))
+        asked = {"model": model, "messages": list(messages), "add_generation_prompt": True}
+        if self._adapters is not None:  # llama-server tokenizes text alone
+            text = self._optional("/apply-template", {"messages": list(messages)})
+            if isinstance(text, dict) and "prompt" in text:
+                asked = {"content": text["prompt"], "add_special": True, "parse_special": True}
+        found = self._optional("/tokenize", asked)
+        if isinstance(found, dict) and isinstance(found.get("tokens"), list):
+            return [int(token) for token in found["tokens"]]
+        body = {"model": model, "messages": list(messages), "max_tokens": 1, "temperature": 0}
+        usage = self._post("/v1/chat/completions", {**body, **self._extra_fields(Target(ADAPTER))}).get("usage") or {}
+        if "prompt_tokens" not in usage:
+            raise LoragateError(f"{self.url} does not say how many tokens a conversation has (usage.prompt_tokens)")
+        return int(usage["prompt_tokens"])
+
+    def _label(self) -> str:
+        found = self._optional("/version")
+        if isinstance(found, dict) and found.get("version"):
+            return f"vLLM {found['version']}"
+        found = self._optional("/props")
+        if isinstance(found, dict) and found.get("build_info"):
+            return f"llama-server {found['build_info']}"
+        return self.url
+
+    def _strength_by(self, names: Sequence[str], settings: VerifySettings) -> str:
+        if self._adapters is not None:
+            return "lora"
+        return "name" if any("@constant=" in name for name in names) else "none"
+
+    def _served_names(
+        self, settings: VerifySettings, served: Sequence[Mapping[str, Any]], names: Sequence[str], others: Sequence[str]
+    ) -> dict[str, str]:
+        """{name of a target: what the server calls it}; for llama-server the id of the adapter in its list."""
+        if self._by == "lora" and self._adapters is not None:
+            return self._adapter_ids(settings, others)
+        folder = PurePath(settings.adapter).name
+        # vLLM names an adapter's folder as its root
+        likely = [str(one.get("id")) for one in served if str(one.get("root")) in (settings.adapter, self._place.text)]
+        candidates = [settings.served_adapter] if settings.served_adapter else [*likely, self._place.kind, folder]
+        found = {ADAPTER: next((name for name in candidates if name in names), "")}
+        if not found[ADAPTER]:
+            asked = settings.served_adapter or folder
+            raise ConfigError(
+                f"{self.url} serves no model {asked!r}, it serves {', '.join(names)}{nearest(asked, names)}; name the "
+                "adapter's with --served-adapter"
+            )
+        # vLLM names an adapter's base as its parent
+        roots = [str(one.get("id")) for one in served if one.get("parent") is None and "@" not in str(one.get("id"))]
+        candidates = [settings.served_base] if settings.served_base else [BASE, *roots]
+        base = next((name for name in candidates if name in names and name != found[ADAPTER]), "")
+        if settings.served_base and not base:
+            raise ConfigError(f"--served-base {settings.served_base}: {self.url} serves {', '.join(names)}")
+        found |= {BASE: base} if base else {}
+        for name in others:
+            if name not in names:
+                raise ConfigError(f"--adapters {name}=…: {self.url} serves {', '.join(names)}{nearest(name, names)}")
+        return found | {name: name for name in others}
+
+    def _adapter_ids(self, settings: VerifySettings, others: Sequence[str]) -> dict[str, str]:
+        assert self._adapters is not None
+        stems = {PurePath(str(one.get("path"))).stem: str(one.get("id")) for one in self._adapters}
+        known = ", ".join(f"{stem} (id {index})" for stem, index in stems.items())
+        own = settings.served_adapter or (next(iter(stems)) if len(stems) == 1 else PurePath(settings.adapter).name)
+        found: dict[str, str] = {BASE: ""}
+        for name, stem, flag in [(ADAPTER, own, "--served-adapter"), *((one, one, "--adapters") for one in others)]:
+            if stem not in stems and stem not in stems.values():
+                raise ConfigError(f"{self.url} has no LoRA file called {stem}, it has {known}; name it with {flag}")
+            found[name] = stems.get(stem, stem)
+        return found
+
+    def _targets(self, names: Sequence[str]) -> list[Target]:
+        strengths: Sequence[float] = () if self._by == "none" else STRENGTHS
+        if self._by == "name":  # those that are there, or any where the server makes them on demand
+            prefix = f"{self._names[ADAPTER]}@constant="
+            listed = [float(name.removeprefix(prefix)) for name in names if name.startswith(prefix)]
+            strengths = listed or STRENGTHS
+        named = sorted(self._names, key=lambda name: (name != BASE, name != ADAPTER))
+        return [*map(Target, named), *(Target(ADAPTER, strength) for strength in strengths)]
+
+    def _model(self, target: Target) -> str:
+        if self._by == "lora":
+            return target.name  # llama-server has one model
+        name = self._names[target.name]
+        return name if self._by != "name" or target.strength is None else f"{name}@constant={target.strength:g}"
+
+    def _extra_fields(self, target: Target) -> dict[str, Any]:
+        if self._by == "lora":
+            index = self._names[target.name]
+            # an adapter that the list leaves out has strength 0, says llama-server's manual
+            return {
+                "lora": [{"id": int(index), "scale": 1.0 if target.strength is None else target.strength}]
+                if index
+                else []
+            }
+        if self._by == "lora_scale" and target.strength is not None:
+            return {"vllm_xargs": {"lora_scale": target.strength}}
+        return {}
+
+    def _body(self, request: Request, form: Form) -> dict[str, Any]:
+        prompt: Any = list(request.prompt.ids) if form.ids else request.prompt.text
+        body = {"model": self._model(request.target), "prompt": prompt, "max_tokens": request.tokens, "temperature": 0}
+        body |= {"logprobs": TOP, **self._extra_fields(request.target)}
+        if form.echo and request.scored:
+            body["echo"] = True
+        if request.forced is not None:
+            body["logit_bias"] = {str(request.forced): BIAS}
+        if form.extras:
+            body |= {"return_tokens_as_token_ids": True, "ignore_eos": request.forced is None}
+        return body
+
+    def _find_form(self, probe: Prompt) -> Form:
+        """The first of `FORMS` that the server takes, without what it passes over."""
+        said = ""
+        for form in FORMS:
+            request = Request(Target(ADAPTER), probe, 2, scored=True)
+            try:
+                reply = self._post("/v1/completions", self._body(request, form))
+            except LoragateError as error:
+                said = str(error)
+                continue
+            answer = self._answer(reply, request)
+            return Form(form.ids, form.extras, form.echo and bool(answer.prompt_logprobs))
+        raise LoragateError(said)
+
+    def _answer(self, reply: Mapping[str, Any], request: Request) -> Answer:
+        choice = (reply.get("choices") or [{}])[0]
+        steps = _steps(choice.get("logprobs") or {})
+        count = (reply.get("usage") or {}).get("completion_tokens")
+        before: list[Step] = []
+        # echo puts the prompt's tokens in front
+        if request.scored and len(steps) > request.tokens:
+            own = len(request.prompt.ids)
+            before, steps = steps[:own], steps[own:]
+        given = choice.get("token_ids")
+        ids = _token_ids(steps, given)
+        if ids is None and steps:
+            ids = self._ids_of_text(request.prompt, str(choice.get("text") or ""), len(steps))
+        finish = str(choice.get("finish_reason") or "")
+        scores = tuple(step.logprob for step in before[1:])
+        return Answer(tuple(steps), ids, scores, finish, None if count is None else int(count))
+
+    def _ids_of_text(self, prompt: Prompt, text: str, count: int) -> tuple[int, ...] | None:
+        """The answer's ids where its text, behind the prompt, is tokenized into as many tokens as the server wrote."""
+        for whole in (prompt.text + text, f"{prompt.text} {text}"):
+            ids = self._tokenizer(whole)["input_ids"]
+            if tuple(ids[: len(prompt.ids)]) == prompt.ids and len(ids) == len(prompt.ids) + count:
+                return tuple(ids[len(prompt.ids) :])
+        return None
+
+    def _get(self, path: str) -> dict[str, Any]:
+        found = self._call(path)
+        return found if isinstance(found, dict) else {}
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        found = self._call(path, body)
+        return found if isinstance(found, dict) else {}
+
+    def _optional(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """What a path answers that not every server has; None without it."""
+        try:
+            return self._call(path, body)
+        except LoragateError:
+            return None
+
+    def _call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with self._opener.open(urllib.request.Request(self.url + path, data, headers), timeout=PATIENCE_S) as reply:
+                return json.loads(reply.read())
+        except urllib.error.HTTPError as error:
+            said = excerpt(error.read().decode(errors="replace"), 300)
+            hint = f"; give its key in the environment variable {KEY}" if error.code in (401, 403) else ""
+            raise LoragateError(f"{self.url}{path} answered with status {error.code}: {said}{hint}") from error
+        except (urllib.error.URLError, OSError) as error:
+            raise LoragateError(f"{self.url}{path} does not answer ({error}); is the server running?") from error
+        except ValueError as error:
+            raise LoragateError(
+                f"{self.url}{path} did not answer in JSON; is it an OpenAI-compatible server?"
+            ) from error
+
+
+def _steps(logprobs: Mapping[str, Any]) -> list[Step]:
+    """Of completions (four lists) or of chat (a list of objects), as llama-server gives them in both."""
+    if isinstance(content := logprobs.get("content"), list):
+        return [
+            Step(
+                _key(one),
+                float(one["logprob"]),
+                {_key(other): float(other["logprob"]) for other in one.get("top_logprobs") or ()},
+            )
+            for one in content
+        ]
+    tops = logprobs.get("top_logprobs") or [None] * len(logprobs.get("tokens") or ())
+    return [
+        # the first token of a prompt has no log-prob
+        Step(
+            str(token),
+            0.0 if value is None else float(value),
+            {str(key): float(one) for key, one in (top or {}).items()},
+        )
+        for token, value, top in zip(logprobs.get("tokens") or (), logprobs.get("token_logprobs") or (), tops)
+    ]
+
+
+def _key(one: Mapping[str, Any]) -> str:
+    return f"token_id:{one['id']}" if "id" in one else str(one.get("token"))
+
+
+def _token_ids(steps: Sequence[Step], given: Any) -> tuple[int, ...] | None:
+    if isinstance(given, list) and len(given) == len(steps):
+        return tuple(map(int, given))
+    found = [step.token.removeprefix("token_id:") for step in steps if step.token.startswith("token_id:")]
+    return tuple(map(int, found)) if len(found) == len(steps) else None

@@ -1,0 +1,198 @@
+"""`loragate verify`: the runtime, the reference and the checks together; one table and one record."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from loragate.display import Display, console
+from loragate.errors import DONE, FAILED, ConfigError
+from loragate.evaluation import agreement
+from loragate.evaluation.agreement import Served
+from loragate.evaluation.results import VariantAgreement
+from loragate.evaluation.variants import ModelVariant
+from loragate.files import require_new, write_json
+from loragate.gates.control import why_no_base
+from loragate.models import Loaded, open_model, resolve
+from loragate.models.source import ModelSource
+from loragate.report.table import Line, Table
+from loragate.serving.settings import VerifySettings
+from loragate.serving.verify.checks import FAILS, NO_LOGPROBS, PASSES, UNMEASURED, Check, Checks, Prompts
+from loragate.serving.verify.endpoint import Endpoint
+from loragate.serving.verify.llama_cpp import LlamaCpp
+from loragate.serving.verify.served import ADAPTER, BASE, Runtime, Target
+from loragate.validate import comma_list
+
+RECORD = "verify.json"
+UNLIMITED = 1 << 20
+
+
+class References:
+    """The models of transformers that served answers are read again with; one adapter is in memory at a time."""
+
+    def __init__(self, settings: VerifySettings, place: ModelSource, others: Mapping[str, ModelSource]) -> None:
+        self.settings, self.others = settings, others
+        self.loaded: Loaded = open_model(place, settings)
+
+    def read(self, served: Mapping[Target, Sequence[Served]]) -> dict[Target, VariantAgreement]:
+        """How far answers lie from transformers, and which model explains them best."""
+        own = {target: answers for target, answers in served.items() if target.name in (BASE, ADAPTER)}
+        found = self._of(self.loaded, own)
+        for target, answers in served.items():
+            if target not in own:
+                found |= self._of(open_model(self.others[target.name], self.settings), {target: answers})
+        return {target: found[target] for target in served}
+
+    def _of(self, loaded: Loaded, served: Mapping[Target, Sequence[Served]]) -> dict[Target, VariantAgreement]:
+        variants = {_variant(target, loaded): target for target in served}
+        answers = {variant: served[target] for variant, target in variants.items()}
+        found = agreement.verify(loaded, answers, self.settings.dtype)
+        judged = {}
+        for variant, target in variants.items():
+            one = found[variant.label]
+            nearest = target.label if one.nearest == variant.label else one.nearest
+            if limit := self.settings.limit:
+                agrees = one.mean is not None and one.mean <= limit and nearest == target.label
+                one = replace(one, limit=limit, agrees=agrees)
+            judged[target] = replace(one, nearest=nearest)
+        return judged
+
+
+def _variant(target: Target, loaded: Loaded) -> ModelVariant:
+    if target.name == BASE:
+        return ModelVariant(BASE)
+    if target.strength is None:
+        return ModelVariant(loaded.kind)
+    return ModelVariant(ADAPTER, f"λ={target.strength:g}", scale=target.strength)
+
+
+def verify(settings: VerifySettings) -> int:
+    """Check a runtime and print what was found; returns the exit status, 1 where a check fails or the adapter was not compared.
+
+    Raises:
+        ConfigError: for settings that name no runtime, or a model that is not served.
+        LoragateError: for a runtime that does not answer.
+    """
+    if bool(settings.endpoint) == bool(settings.llama_cpp):
+        raise ConfigError("loragate verify needs a runtime: either --endpoint URL or --llama-cpp BASE.gguf")
+    other = ("lora",) if settings.endpoint else ("adapters", "served_adapter", "served_base")
+    if idle := [f"--{name.replace('_', '-')}" for name in other if getattr(settings, name)]:
+        raise ConfigError(
+            f"{idle[0]} has no effect with {'--endpoint' if settings.endpoint else '--llama-cpp'}; leave it out"
+        )
+    if settings.out:
+        require_new(Path(settings.out))
+    place, others, display = resolve(settings.adapter, settings.base, overrides=True), _others(settings), Display()
+    if place.kind == "base":
+        raise ConfigError(
+            f"{settings.adapter} is no adapter, plain or gated; a server of a base alone has nothing to check here"
+        )
+    others = {name: replace(other, base=place.base) for name, other in others.items()}
+    with display.job("loading the reference"):
+        references = References(settings, place, others)
+    loaded = references.loaded
+    tokenizer, endings = loaded.tokenizer, loaded.endings
+    prompts = Prompts(tokenizer, loaded.positions or UNLIMITED, settings.tokens)
+    runtime: Runtime
+    if settings.endpoint:
+        runtime = Endpoint(settings, place, [*others], tokenizer, prompts.draw())
+    else:
+        runtime = LlamaCpp(settings)
+    with display.job(f"checking {runtime.label}"):
+        checks = Checks(
+            runtime,
+            prompts,
+            references.read,
+            dtype=settings.dtype,
+            per_target=settings.prompts,
+            tokens=settings.tokens,
+        )
+        if settings.limit:
+            checks.rounding = settings.limit
+        has_gates = "the served adapter has gates; parity at 1 compares with the adapter beneath them"
+        unlike = {0.0: why_no_base(loaded.model), 1.0: has_gates if place.kind == "gated" else ""}
+        found = [checks.chat_template(tokenizer)]
+        found.append(checks.stop_tokens(endings, {one: repr(tokenizer.decode([one])) for one in endings.token_ids}))
+        found += [
+            *checks.parity(),
+            *checks.batches(),
+            *checks.strengths(unlike),
+            *checks.isolation(),
+        ]
+    record = _record(runtime, settings, place, found)
+    if settings.out:
+        Path(settings.out).mkdir(parents=True, exist_ok=True)
+        write_json(Path(settings.out) / RECORD, record)
+    if settings.json:
+        print(json.dumps(record, indent=2))
+    else:
+        _print(runtime, place, found)
+        if not record["compared"]:
+            console().print(f"the adapter was not compared: {NO_LOGPROBS}", soft_wrap=True)
+    return DONE if record["passes"] else FAILED
+
+
+def _others(settings: VerifySettings) -> dict[str, ModelSource]:
+    """{served name: where the adapter is} of --adapters."""
+    found = {}
+    for part in comma_list(settings.adapters):
+        name, _, text = part.partition("=")
+        if not name or not text or name in (BASE, ADAPTER):
+            raise ConfigError(
+                f"--adapters {part}: expected NAME=FOLDER, the served name and the folder of another adapter"
+            )
+        found[name] = resolve(text, overrides=True, base_later=True)
+    return found
+
+
+def _record(runtime: Runtime, settings: VerifySettings, place: ModelSource, found: Sequence[Check]) -> dict[str, Any]:
+    compared = any(one.verdict != UNMEASURED and one.of == ADAPTER for one in found if one.name.startswith("parity"))
+    rows = [
+        {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(one).items()
+        }
+        for one in found
+    ]
+    return {
+        "runtime": runtime.label,
+        "adapter": place.ref.lasting,
+        "base": place.base.lasting,
+        "dtype": settings.dtype,
+        "compared": compared,
+        "passes": compared and all(one.verdict != FAILS for one in found),
+        "checks": rows,
+    }
+
+
+def _print(runtime: Runtime, place: ModelSource, found: Sequence[Check]) -> None:
+    out = console()
+    lines = [
+        Line(one.name, [(one.of,), (_shown(one.figure, one.unit),), (_shown(one.limit, one.unit),), (one.verdict,)])
+        for one in found
+    ]
+    out.print(Table(f"{runtime.label} serving {place.ref.name}", ("check", "of", "figure", "limit", "verdict"), lines))
+    for one in found:
+        if one.note:
+            out.print(f"{one.name}, {one.of}: {one.note}", soft_wrap=True)
+    failed = [one.name for one in found if one.verdict == FAILS]
+    passed = sum(one.verdict == PASSES for one in found)
+    if failed:
+        out.print(f"FAILS: {', '.join(dict.fromkeys(failed))}")
+    else:
+        open_ones = [one.name for one in found if one.verdict == UNMEASURED]
+        out.print(
+            f"{passed} checks pass" + (f"; not measured: {', '.join(dict.fromkeys(open_ones))}" if open_ones else "")
+        )
+
+
+def _shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return "–"
+    if unit != "nats":
+        return f"{value:g}"
+    return f"{value:.1e} nats" if math.isfinite(value) else "other tokens"
