@@ -57,7 +57,7 @@ def said(capsys):
 
 def parts(*names):
     """Parts of an examination: one with a finding, one with measures."""
-    curve = Strength("kept", "forgetting", (), None, None, ("Strength 0.5 gives back most.",))
+    curve = Strength("kept", "forgetting", "kept", (), None, None, ("Strength 0.5 gives back most.",))
     found = {"answers": (None, [Finding("never-stops", "warning", "answers never stop", "train on the end")])}
     found["strength"] = (curve, [])
     return {name: lambda exam, name=name: found[name] for name in names}

@@ -22,6 +22,7 @@ BAD_INPUT = {
     "report": ("absent",),
     "explore": ("absent",),
     "serve": ("absent",),
+    "verify": ("absent", "--endpoint", "http://127.0.0.1:9/v1"),
     "export": ("absent", "--out", "out"),
     "push": ("absent", "owner/name"),
     "recipes": ("show", "no/such/recipe"),

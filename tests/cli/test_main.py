@@ -27,7 +27,9 @@ def options_of(text):
 
 
 def test_the_commands():
-    names = "quickstart doctor sft calibrate sweep eval regrade generate diagnose report explore serve export push"
+    names = (
+        "quickstart doctor sft calibrate sweep eval regrade generate diagnose report explore serve verify export push"
+    )
     assert list(COMMANDS) == [*names.split(), "recipes", "mask", "env"]
     assert all(f"\n  {name} " in overview() for name in COMMANDS)
     assert lines_at(100, overview()) <= 40

@@ -1,7 +1,7 @@
 """Every command samples a folder as it recommends unless told otherwise, and says which."""
 
+import asyncio
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +15,9 @@ from loragate.evaluation.variants import ModelVariant, variants_for
 from loragate.gates import recommended
 from loragate.models import Loading, resolve
 from loragate.models.export import export_adapter
+from loragate.serving import frontend
 from loragate.serving.explore import explorer_of
-from loragate.serving.hooks import recommend_sampling, replace_method, warn_of_sampling
+from loragate.serving.hooks import replace_method
 from loragate.serving.settings import ServerSettings
 from loragate.serving.vllm_server import print_sampling, served_adapters
 from tiny import tiny_adapter, tiny_base, write_base
@@ -125,7 +126,9 @@ def test_vllm_samples_each_name_as_its_own_folder_recommends(place):
     def look_up(_, request):
         return SimpleNamespace(lora_path=str(paths[request.model])) if request.model in paths else None
 
-    adapters = partial(recommend_sampling, look_up)
+    def adapters(_, request):
+        served = SimpleNamespace(models=SimpleNamespace(lora_requests={}))
+        return frontend.find_adapter(lambda _, request: look_up(_, request), served, request)
 
     def asked(model, **given):
         request = Request(model=model, **{"temperature": None, "top_p": None, "top_k": None, **given})
@@ -144,16 +147,26 @@ def test_vllm_samples_each_name_as_its_own_folder_recommends(place):
 
 def test_vllm_warns_once(place, tmp_path, caplog):
     class Server:
-        def generate(self, prompt, sampling_params, request_id, *, lora_request=None):
-            return request_id
+        model_config = SimpleNamespace(served_model_name="base")
+        errored = False
 
-    replace_method(Server, "generate", warn_of_sampling)
+        async def add_lora(self, lora_request):
+            return True
+
+        async def generate(self, prompt, sampling_params, request_id, *, lora_request=None):
+            yield SimpleNamespace(outputs=[], finished=True)
+
+    replace_method(Server, "generate", frontend.generate)
     server = Server()
     (tmp_path / "gate_config.json").write_text("{")
 
+    async def answered(path, temperature):
+        lora = path and SimpleNamespace(lora_name="g", lora_path=str(path), lora_int_id=1)
+        sampling = SimpleNamespace(temperature=temperature, output_kind=None)
+        return [one async for one in server.generate("w1", sampling, "id", lora_request=lora)]
+
     def ask(path, temperature):
-        lora = None if path is None else SimpleNamespace(lora_name="g", lora_path=str(path))
-        assert server.generate("w1", SimpleNamespace(temperature=temperature), "id", lora_request=lora) == "id"
+        assert len(asyncio.run(answered(path, temperature))) == 1
 
     ask(place / "cool", 0.3)
     for path in (None, place / "plain", place / "cool" / "adapter", f"{place / 'cool'}@unit", tmp_path, "owner/name"):

@@ -3,7 +3,9 @@
 import json
 import random
 import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,7 +52,8 @@ def folder(tmp_path_factory):
 
 
 def examined(folder, tmp_path, data, base="", **given):
-    exam = Exam(resolve(str(folder), str(base)), tmp_path, Measures(Static("a", "b")), ExamSettings(batch_size=32))
+    kept = Path(tempfile.mkdtemp(dir=tmp_path))  # each examination has a folder of its own
+    exam = Exam(resolve(str(folder), str(base)), kept, Measures(Static("a", "b")), ExamSettings(batch_size=32))
     exam.data, heard = data, []
     exam.say = heard.append
     for name, value in given.items():

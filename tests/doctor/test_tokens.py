@@ -164,3 +164,11 @@ def test_an_end_that_other_programs_do_not_know(tmp_path):
     found = place_of(tmp_path, chatml_tokenizer(), base=chatml_tokenizer())
     assert {code: one.severity for code, one in found.items()} == {"ending-undeclared": "note"}
     assert found["ending-undeclared"].evidence["token_ids"] == [TURN_END]
+
+
+def test_a_template_that_does_not_open_the_answer_is_a_warning(tmp_path):
+    closed = TEMPLATE[: TEMPLATE.index("{% if add_generation_prompt")]
+    found = place_of(tmp_path, templated(closed))["template-differs"]
+    assert found.severity == "warning"
+    assert "add_generation_prompt" in found.message
+    assert place_of(tmp_path / "both", templated(closed), base=templated(closed)) == {}

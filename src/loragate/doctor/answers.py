@@ -352,9 +352,16 @@ def _forgetting(exam: Exam) -> tuple[dict[str, Interval], dict[int, float]]:
     read: dict[str, Losses] = {
         label: exam.losses_as("base", label, exam.scaled(float(label))) for label in ("0.5", "1")
     }
+    if not all(np.isfinite(one.sums).all() for one in (own, *read.values())):
+        return {}, {}
     each = (read["1"].sums - own.sums) / own.tokens
     nats = {int(row["row"]): float(value) for row, value in zip(rows, each, strict=True)}
     return {label: losses.minus(own) for label, losses in read.items()}, nats
+
+
+def _times(nats: float) -> str:
+    factor = float(np.exp(nats))
+    return f"{factor:.1f}" if factor < 10 else f"{factor:,.0f}"
 
 
 def _forgets(exam: Exam, forgetting: dict[str, Interval]) -> list[Finding]:
@@ -369,7 +376,7 @@ def _forgets(exam: Exam, forgetting: dict[str, Interval]) -> list[Finding]:
     much = _above(whole) > FORGETS
     message = (
         f"The base's own answers to {len(read)} everyday prompts lose {whole.mean:.2f} nats per token{whole.ends()} under the "
-        f"adapter: on average a token becomes {np.exp(whole.mean):.1f} times less likely. The base's own uncertainty in them is "
+        f"adapter: on average a token becomes {_times(whole.mean)} times less likely. The base's own uncertainty in them is "
         f"{entropy:.2f} nats. At half the adapter's strength they lose {half.mean:.2f}{half.ends()}"
     )
     remedy = (

@@ -103,9 +103,7 @@ CODES: dict[str, Code] = {
         _NOTE, "an answer ends with a token that other programs do not know as an end", "tell them"
     ),
     # behaviour on prompts
-    "never-stops": Code(
-        _WARNING, "answers are cut at the limit far more often than the base's", "train on the end of a turn"
-    ),
+    "never-stops": Code(("warning", "note"), "answers do not end where the base's do", "train on the end of a turn"),
     "repeats": Code(_WARNING, "answers end in loops, the base's do not", "use it weaker; train less"),
     "empty-answers": Code(
         _WARNING, "the adapter answers nothing where the base answers", "look at what its examples end with"
@@ -116,16 +114,22 @@ CODES: dict[str, Code] = {
     "language-drift": Code(
         _WARNING, "answers are in another language than asked for", "use it weaker; mix languages in"
     ),
-    "forgets": Code(_WARNING, "the base's own answers became unlikely", "use it weaker, as the strength curve says"),
-    # what it does, and whether it learnt
-    "not-applied": Code(
-        ("error", "warning"), "predictions are the base's: the adapter does nothing", "check base, keys and scale"
+    "forgets": Code(
+        ("warning", "note"), "the base's own answers became unlikely", "use it weaker, as the strength curve says"
     ),
-    "wrong-base": Code(_ERROR, "worse than the base on its own examples", "name the base that it was trained on"),
-    "too-strong": Code(_WARNING, "a smaller scale is better on the examples", "use the scale that is named"),
+    # what it does, and whether it learnt
+    "not-applied": Code(_ERROR, "predictions are the base's: the adapter does nothing", "check base, keys and scale"),
+    "wrong-base": Code(
+        ("error", "warning"),
+        "worse than the base on its own examples, or moved far for a small gain",
+        "name the base that it was trained on",
+    ),
+    "too-strong": Code(
+        ("error", "warning"), "a smaller scale is better on the examples", "use the scale that is named"
+    ),
     "too-weak": Code(_WARNING, "a larger scale is better on the examples", "use the scale that is named"),
     "memorised": Code(
-        _WARNING, "the examples are known by heart, questions like them are not", "train less, or on more"
+        ("warning", "note"), "the examples are known by heart, questions like them are not", "train less, or on more"
     ),
     "nothing-learned": Code(
         _WARNING, "no better than the base on its own examples", "check the training's rows and rate"

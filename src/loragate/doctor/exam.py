@@ -292,7 +292,8 @@ class Exam:
         if key not in self._losses:
             with acting:
                 self._losses[key] = self.losses(self.texts[text])
-            write_json(file, {key: [one.sums.tolist(), one.tokens.tolist()] for key, one in self._losses.items()})
+            kept = {key: one for key, one in self._losses.items() if np.isfinite(one.sums).all()}
+            write_json(file, {key: [one.sums.tolist(), one.tokens.tolist()] for key, one in kept.items()})
         return self._losses[key]
 
     def scores(

@@ -80,6 +80,11 @@ class Curve:
         return self.exam.texts["examples"]
 
     @property
+    def applied(self) -> bool:
+        """Whether the adapter moves the losses at all; one that does not is not-applied, and has no chance to learn."""
+        return self.base is None or bool((self.base.sums != self.at["1"].sums).any())
+
+    @property
     def gain(self) -> Interval | None:
         """Base minus adapter, nats per token."""
         return None if self.base is None else self.base.minus(self.at["1"])
@@ -181,7 +186,7 @@ def _of_strength(curve: Curve) -> list[Finding]:
                 Finding(
                     "too-strong",
                     "error",
-                    f"{worse}. At {weaker} of its strength it has {curve.at[weaker].mean().mean:.2f}: it is applied too strongly",
+                    f"{worse}. At {weaker} times its strength it has {curve.at[weaker].mean().mean:.2f}: it acts too strongly",
                     _strength_remedy(weaker),
                     {**evidence, "best": weaker},
                 )
@@ -217,7 +222,7 @@ def _of_strength(curve: Curve) -> list[Finding]:
     stronger = curve.best(above=True)
     if _low(curve.better(stronger)) > max(MATTERS, SHARE_STRONGER * gained):
         return [_other_strength("too-weak", curve, stronger, rows)]
-    if gain is not None and _high(gain) < NOTHING:
+    if gain is not None and _high(gain) < NOTHING and curve.applied:
         return [
             Finding(
                 "nothing-learned",
@@ -237,8 +242,8 @@ def _other_strength(code: str, curve: Curve, strength: str, rows: str) -> Findin
     return Finding(
         code,
         "warning",
-        f"at {strength} of its strength the adapter has a loss of {curve.at[strength].mean().mean:.2f} nats per token on its own "
-        f"examples, as it is {curve.at['1'].mean().mean:.2f}: {found.mean:.2f}{found.ends()} better on {rows}, where training "
+        f"at {strength} times its strength the adapter has a loss of {curve.at[strength].mean().mean:.2f} nats per token on its "
+        f"own examples, as it is {curve.at['1'].mean().mean:.2f}: {found.mean:.2f}{found.ends()} better on {rows}, where training "
         "should have left the best strength at 1",
         _strength_remedy(strength),
         curve.evidence(best=strength, better=found.mean, low=found.low, high=found.high),

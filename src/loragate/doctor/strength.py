@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
+import numpy as np
+
 from loragate.analysis.rows import Array, Interval
 from loragate.doctor.exam import STRENGTHS, Exam, Losses
 from loragate.doctor.record import Point, Strength
@@ -40,6 +42,9 @@ def examine_strength(exam: Exam) -> tuple[Strength | None, list[Finding]]:
                 found[label] = exam.losses_as(text, label, context())
                 on_progress(sum(map(len, read.values())), 2 * len(ways))
         own = exam.losses_as("base", "base", exam.acting("base"))
+    if not all(np.isfinite(one.sums).all() for found in read.values() for one in found.values()):
+        exam.say("strengths are not compared: the model computes no finite predictions at every one of them")
+        return None, []
     answered: dict[str, dict[str, Array]] = {}
     if exam.dev_data is not None and (scores := exam.scores("dev", STRENGTHS)):
         answered["dev"] = scores
@@ -139,10 +144,8 @@ def _sentences(
         "kept": "its own answers",
         "accuracy": "its score on the dev set",
     }[decided]
-    said = [
-        f"At its own strength the adapter takes {whole.retention.mean:.3f} nats per token{whole.retention.ends('.3f')} from the "
-        "base's own answers."
-    ]
+    lost = f"{max(0.0, whole.retention.mean):.3f} nats per token{whole.retention.ends('.3f')}"
+    said = [f"At its own strength the adapter takes {lost} from the base's own answers."]
     if best is not None:
         said.append(f"{best} times its strength is better by {of} than its own, by more than the interval.")
     if least is None:
@@ -151,7 +154,7 @@ def _sentences(
         back = read["base"]["1"].minus(read["base"][least])
         share = f" ({100 * back.mean / whole.retention.mean:.0f} % of it)" if whole.retention.mean > 0 else ""
         said.append(
-            f"{least} of its strength keeps {of} and gives {back.mean:.3f} nats per token{back.ends('.3f')} back{share}: "
+            f"{least} times its strength keeps {of} and gives {back.mean:.3f} nats per token{back.ends('.3f')} back{share}: "
             f"loragate export {exam.place.ref.name} --constant {least} --out OUT writes that adapter."
         )
     if decided == "accuracy" and whole.accuracy is not None:

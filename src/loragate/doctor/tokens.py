@@ -260,6 +260,15 @@ def _templates(own: Chat, base: Chat) -> Iterator[Finding]:
                 "template-differs", "warning", message, remedy, {"roles": roles, "lost": lost, "text": text[:500]}
             )
             return
+    first = _CONVERSATIONS[0]
+    if own.rendered(first, True) == own.rendered(first) and base.rendered(first, True) != base.rendered(first):
+        message = (
+            "the adapter's chat template does not open the assistant's turn when it is asked to (add_generation_prompt), as the "
+            "base's does, so the model is asked in another form than it answers in"
+        )
+        remedy = "mend the template, or give that of the training: --chat-template FILE"
+        yield Finding("template-differs", "warning", message, remedy, {"adapter": own.rendered(first, True)[:500]})
+        return
     if base.template is None:
         yield Finding("template-differs", "note", "the base has no chat template, and the adapter brings one", use)
         return
