@@ -122,7 +122,13 @@ def counted(records: list[Record]) -> Record:
         }
     result["kinds"] = kinds
     result["misses"] = [
-        {key: record[key] for key in ("name", "half", "expected", "found", "failure")}
+        {
+            **{key: record[key] for key in ("name", "half", "expected", "failure")},
+            # without the folder of the material
+            "found": [
+                [code, severity, re.sub(r"\S*/(?=adapters/)", "", said)] for code, severity, said in record["found"]
+            ],
+        }
         for record in records
         if not is_right(record)
     ]
