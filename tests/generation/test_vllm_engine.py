@@ -194,10 +194,10 @@ def test_one_engine_answers_as_several_adapters(fake_vllm: Any, folders: tuple[s
         row.generate(PROMPTS[:1], GREEDY)
     assert [call[2] for call in engine._llm.calls] == [
         ("adapter-1", 1, folders[1]),
-        ("adapter-2", 2, f"{folders[1]}@constant=0.5"),
+        ("adapter-1", 1, f"{folders[1]}@constant=0.5"),
         None,
         ("adapter-1", 1, folders[1]),
-        ("adapter-3", 3, f"{folders[1]}@unit"),
+        ("adapter-1", 1, f"{folders[1]}@unit"),
     ]
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16}')
     with pytest.raises(ConfigError, match="was made for 8; make one"):

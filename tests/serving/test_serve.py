@@ -302,6 +302,7 @@ def test_a_request_says_how_strongly_an_adapter_acts(vllm_server: Running) -> No
     first = "".join(part["choices"][0]["text"] for part in parts if part["choices"][0]["index"] == 0)
     assert first.strip() == scaled("gated", -0.5)[0]
     wait_for(vllm_server, "adapter gated, strength constant=-0.5, ")
+    vllm_server.complete("base", PROMPTS[0])
     wait_for(vllm_server, f"model base, adapter none, strength none, {len(PROMPTS[0].split())} prompt tokens")
 
 
@@ -422,7 +423,7 @@ def test_a_killed_worker_ends_the_server_with_a_message(folders: Path) -> None:
         os.kill(workers[0], signal.SIGKILL)
         assert server.process.wait(120) == 1
         server.reader.join(10)
-        assert "loragate: vLLM ended" in "".join(server.lines[-30:])
+        assert "loragate: vLLM ended by itself" in "".join(server.lines[-30:])
     finally:
         server.end()
 

@@ -89,7 +89,7 @@ class VllmEngine(Engine):
         self.rank = 0 if adapter is None else lora_rank(plain_adapter(adapter))
         vllm = _import_vllm()
         self._request_class = vllm.lora.request.LoRARequest
-        self._numbers: dict[str, int] = {}  # folder to its number; vLLM tells adapters apart by number and name
+        self._numbers: dict[str, int] = {}  # folder to its number, one for all overrides: they share a slot
         self._lora_request = self._request(adapter, override)
         self.batch_size = batch_size
         trusted = {"trust_remote_code": trust_remote_code}
@@ -229,7 +229,7 @@ class VllmEngine(Engine):
         if override is not None or is_gated(adapter):
             require_gate_plugin(adapter)
         folder = str(adapter) if override is None else f"{adapter}@{override}"
-        number = self._numbers.setdefault(folder, len(self._numbers) + 1)
+        number = self._numbers.setdefault(str(adapter), len(self._numbers) + 1)
         return self._request_class(f"adapter-{number}", number, folder)
 
     def close(self) -> None:

@@ -103,9 +103,9 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
     except KeyboardInterrupt:
         out.print("stopped", markup=False)
         return 0
-    if status:
-        print(f"loragate: vLLM ended with status {status}; its log above says why", file=sys.stderr)
-    return 1 if status else 0
+    # nobody asked it to: vLLM ends with status 0 when one of its processes was killed
+    print(f"loragate: vLLM ended by itself, with status {status}; its log above says why", file=sys.stderr)
+    return 1
 
 
 def served_adapters(settings: ServerSettings) -> tuple[ModelSource, dict[str, ModelSource]]:
