@@ -9,6 +9,7 @@ from typing import Literal
 from loragate.cli.arguments import Command
 from loragate.files import read_json
 from loragate.gates.recommended import SAMPLING, exported_sampling
+from loragate.models.settings import Loading
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,6 @@ class ExportOptions:
 def run(options: ExportOptions) -> int:
     """Fold, write the adapter and its card, and say what was written."""
     from loragate.models.export import export_adapter, folded_in_words, needs_uniform
-    from loragate.models.runtimes import RUNTIMES
-    from loragate.models.settings import Loading
 
     done = export_adapter(
         options.model,
@@ -55,9 +54,7 @@ def run(options: ExportOptions) -> int:
         compare_outputs=not options.skip_comparison,
         loading=Loading(dtype=options.dtype, quantization=options.quantization),
     )
-    what = {"peft": "a plain LoRA adapter", "merged": "the base with the adapter merged into it"}
-    written = what[options.to] if options.to in what else f"a LoRA adapter for {RUNTIMES[options.to].title}"
-    print(f"{options.out}: {written}, {folded_in_words(done.coefficients)}")
+    print(f"{options.out}: {done.title}, {folded_in_words(done.coefficients)}")
     if done.agreement is not None:
         print(f"loaded again and compared with the model that it stands for: {done.agreement}")
     elif not options.skip_comparison:
@@ -68,10 +65,7 @@ def run(options: ExportOptions) -> int:
         print(f"{SAMPLING} holds the recommended sampling")
     if options.to == "peft" and (more := needs_uniform(done.config)):
         print(f"its adapter_config.json has {', '.join(more)}, which SGLang does not read: add --uniform for it")
-    usage = f"loragate generate --model {options.out} --prompt TEXT"
-    if options.to in RUNTIMES:
-        usage = RUNTIMES[options.to].usage.format(folder=options.out)
-    print(f"next: {usage}")
+    print(f"next: {done.usage}")
     return 0
 
 

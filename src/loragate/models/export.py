@@ -57,6 +57,8 @@ from loragate.models.source import ModelSource, resolve
 class Exported:
     """What `export_adapter` wrote."""
 
+    title: str  # what the folder holds, in a few words
+    usage: str  # a command that uses it
     config: dict[str, Any]  # adapter_config.json
     coefficients: dict[str, float]  # λ of every folded module; empty for an adapter as it is
     base: str  # the base by which it was compared, or would be
@@ -183,7 +185,11 @@ def export_adapter(
         receipt += [f"It is {gap}."] if gap else []
         card = _card(to, source, recorded, coefficients, override or Override(), one_scale, temperature, receipt)
         write_text(folder / CARD, card)
-    return Exported(config, coefficients, named, agreement, gap)
+    title = {"peft": "a plain LoRA adapter", "merged": "the base with the adapter merged into it"}.get(to)
+    usage = f"loragate generate --model {out} --prompt TEXT"
+    if to in RUNTIMES:
+        title, usage = f"a LoRA adapter for {RUNTIMES[to].title}", RUNTIMES[to].usage.format(folder=out)
+    return Exported(title or to, usage, config, coefficients, named, agreement, gap)
 
 
 def _copy_files(adapter: Path, folder: Path, keep_sampling: bool) -> None:
