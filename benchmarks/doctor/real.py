@@ -70,8 +70,8 @@ def main() -> int:
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--models", type=Path, default=Path("runs/models"), help="where models are kept")
     parser.add_argument("--out", type=Path, default=Path("runs/doctor-real"))
-    parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=8)
     given = parser.parse_args()
     out = given.out / given.model
     if not (out / "adapter" / "adapter_model.safetensors").is_file():

@@ -80,7 +80,8 @@ def losses(*means):
     [
         ((2.0, 1.0, 0.5, 0.2, 0.2, 0.3, 0.4, 0.6), "0.75", None),  # the last quarter does nothing
         ((2.0, 1.5, 1.2, 1.1, 1.0, 1.1, 1.2, 1.3), None, None),
-        ((2.0, 1.9, 1.7, 1.5, 1.2, 1.0, 0.9, 1.4), None, "1.5"),  # too weak
+        ((2.0, 1.9, 1.8, 1.7, 1.6, 1.2, 0.9, 1.4), None, "1.5"),  # too weak
+        ((2.0, 1.5, 1.2, 1.1, 1.0, 0.9, 0.8, 0.7), None, None),  # somewhat better above 1, as every training leaves it
         ((2.0, 0.4, 0.9, 1.4, 1.9, 2.4, 2.8, 4.0), "0.25", "0.25"),  # too strong
         ((2.0, 0.2, 0.5, 0.2, 0.2, 0.3, 0.4, 0.6), "0.75", None),  # 0.25 keeps it, but 0.5 between does not
     ],

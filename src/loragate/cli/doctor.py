@@ -175,7 +175,7 @@ def _static(static: Static) -> Iterator[str]:
             yield f"       because {reason}"
     if cost := static.cost:
         yield (
-            f"gates: {cost['gate_parameters']:,} parameters, {100 * cost['gate_share']:.3f} % of the base; a step of training "
+            f"gates: {cost['gate_parameters']:,.0f} parameters, {100 * cost['gate_share']:.3f} % of the base; a step of training "
             f"takes {cost['tflop_per_million_tokens']:,.1f} TFLOP per million tokens, {cost['ratio_to_lora_step']:.2f} of a LoRA "
             f"step; one row of 2,048 tokens takes {static.training}"
         )

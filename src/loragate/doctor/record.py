@@ -261,7 +261,8 @@ class Strength:
         decided_by: what `least` and `best` go by: the target, or "accuracy" on the dev set where one was given.
         points: the curve over s first.
         least: label of the least scale below 1 that keeps the target; None where none does.
-        best: label of a scale that is better than 1 by more than its interval; None where none is.
+        best: label of a scale that is better than 1 by more than its interval, and of a loss by as much as a finding needs; None
+            where none is.
         sentences: what to do and what it gives back.
     """
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from loragate.analysis.rows import Array, Interval
 from loragate.doctor.exam import STRENGTHS, Exam, Losses
+from loragate.doctor.learned import MATTERS, SHARE_STRONGER, SHARE_WEAKER
 from loragate.doctor.record import Point, Strength
 from loragate.evaluation.statistics import average_at_k, compare
 from loragate.gates.adapter_rules import Finding
@@ -114,8 +115,14 @@ def _chosen(
     costs = {label: losses[label].minus(losses["1"]) for label in labels if label != "1"}
     allowed = KEPT_NATS if kept else ONE_POINT * max(costs["0"].mean, 0.0)
     keeps = [label for label in below if costs[label].mean <= allowed or (not kept and (costs[label].low or 0.0) < 0)]
-    better = [label for label in costs if label != "0" and costs[label].high is not None and costs[label].high < 0]  # type: ignore[operator]
+    better = [label for label in costs if label != "0" and _matters(costs[label], label, costs["0"].mean)]
     return _least(keeps, below), None if kept else min(better, key=lambda label: costs[label].mean, default=None)
+
+
+def _matters(cost: Interval, label: str, gain: float) -> bool:
+    """Whether a strength's loss is so far below that at 1 as `learned` wants for a finding: more is always a little better."""
+    share = SHARE_STRONGER if float(label) > 1 else SHARE_WEAKER
+    return cost.high is not None and -cost.high > max(MATTERS, share * max(gain, 0.0))
 
 
 def _least(keeps: list[str], below: list[str]) -> str | None:

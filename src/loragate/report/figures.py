@@ -257,8 +257,8 @@ def module_map(
             2, 2, width_ratios=[0.44 * len(kinds), 0.95], height_ratios=[0.75, rows * max(len(layers), 3)]
         )
         left = figure.add_subplot(grid_[1, 0])
-        # a figure that the colour shows as good as nothing of is left out: many zeros hide the rest
-        least = 0.05 * most
+        # a figure that the colour shows as good as nothing of, or that rounds to 0, is left out: many zeros hide the rest
+        least = max(0.05 * most, 0.5 * 10.0 ** -int(form.strip(".f%") or 0))
         module_cells(left, cells, "Blues", (0, most), lambda value: value > 0.72 * most, form, 7.5, least)
         above, beside = figure.add_subplot(grid_[0, 0], sharex=left), figure.add_subplot(grid_[1, 1], sharey=left)
         kinds_found, layers_found = ([values.get(key, 0.0) for key in keys] for values, keys in of_whole)
