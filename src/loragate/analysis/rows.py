@@ -13,7 +13,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,10 +21,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from loragate.data import Collator
-from loragate.generation import OnProgress, Sample
 from loragate.losses import StatisticsRequest, TokenStatistics
 from loragate.losses.causal_head import Batch, Reference, ResponseScorer, counted
 from loragate.losses.head import IGNORED
+
+if TYPE_CHECKING:
+    from loragate.generation import OnProgress, Sample
 
 Row = dict[str, Any]
 Array = NDArray[np.float64]

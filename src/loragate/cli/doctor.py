@@ -7,7 +7,7 @@ import os
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,14 +72,16 @@ def run(options: DoctorOptions) -> int:
     out = console()
     stopped = False
     try:
-        with _uncompiled() if options.quick else nullcontext():
+        if options.quick:
+            with _uncompiled():
+                found = doctor.examine_files(options.adapter, options.base, folder, loading)
+        else:
             found = doctor.examine(
                 options.adapter,
                 options.base,
                 data=options.data or None,
                 dev_data=options.dev_data or None,
                 retention_data=options.retention_data or None,
-                quick=options.quick,
                 out=folder,
                 resume=options.resume,
                 settings=doctor.ExamSettings(max_rows=options.max_rows, system=options.system),

@@ -77,12 +77,14 @@ def examine(
         ConfigError: for a place that holds no adapter, or a folder with another examination.
         DataError: for examples or questions that cannot be read.
     """
+    if quick:
+        return static.examine_files(str(adapter), base, out, loading)
     settings = settings or ExamSettings()
     began = time.monotonic()
     measured, found = static.examine_static(str(adapter), base, loading)
     done = Done(Measures(measured), tuple(found), {"static": round(time.monotonic() - began, 3)})
-    if quick or static.prevents_loading(found):
-        return _concluded(done, () if quick else tuple(PARTS), out)
+    if static.prevents_loading(found):
+        return _concluded(done, tuple(PARTS), out)
     given = {"data": data, "dev_data": dev_data, "retention_data": retention_data}
     rows = {name: None if one is None else load_rows(one) for name, one in given.items()}
     for name in ("dev", "retention"):  # what cannot be asked is refused before the model is loaded

@@ -8,6 +8,7 @@ and chat templates.
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,9 +19,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from loragate.analysis.plan import GIB, estimate
-from loragate.doctor.record import Module, Static
+from loragate.doctor.record import FILE, Examination, Measures, Module, Static, conclude
 from loragate.doctor.tokens import examine_tokens
 from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
+from loragate.files import write_json
 from loragate.gates import examine_adapter
 from loragate.gates.adapter_folder import AdapterFolder, UnusableAdapterError, read_adapter_folder
 from loragate.gates.adapter_rules import Finding, wrong_types
@@ -34,6 +36,24 @@ from loragate.models.settings import Loading
 from loragate.models.source import ModelRef, require_here
 
 _FETCH = "fetch the folder again, or write it again with what made it"
+
+
+def examine_files(
+    adapter: str, base: str = "", out: str | Path | None = None, loading: Loading = USUAL
+) -> Examination:
+    """The quick examination: `examine_static` as a record, written to `out` where that is given.
+
+    This module imports no engine and no evaluation, as reading files takes less time than importing those.
+
+    Raises:
+        ConfigError: as `examine_static`.
+    """
+    began = time.monotonic()
+    measured, found = examine_static(adapter, base, loading)
+    examination = conclude(found, Measures(measured), seconds={"static": round(time.monotonic() - began, 3)})
+    if out is not None:
+        write_json(Path(out) / FILE, examination.to_json())
+    return examination
 
 
 def examine_static(adapter: str, base: str = "", loading: Loading = USUAL) -> tuple[Static, list[Finding]]:
