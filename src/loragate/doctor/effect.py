@@ -10,7 +10,7 @@ Shapes: T response tokens of a batch, V vocabulary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,9 +32,9 @@ TOKENS, ROW_TOKENS = 2048, 64
 """Response tokens that are read, and of one row: many rows make the intervals narrow."""
 READING_SECONDS, CELL_SECONDS = 30.0, 90.0
 """For reading with base and adapter, and for switching modules off: both beside the answers within ten minutes."""
-CELL_TOKENS, CELL_ROW_TOKENS, FEWEST = 256, 32, 24
-"""Response tokens that tell the modules apart at most, those of one row, and the fewest; where time allows fewer, only layers and
-kinds are told apart."""
+CELL_TOKENS, CELL_ROW_TOKENS, FEWEST = 256, 32, 96
+"""Response tokens that tell the modules apart at most, those of one row, and the fewest tokens in all; where time allows fewer, only
+layers and kinds are told apart."""
 CHANGED, CHANGED_OF_ROW = 12, 2
 """Most changed tokens that are shown, and of one row."""
 AROUND = 12
@@ -147,10 +147,9 @@ def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
     # short rows first: more of their tokens are response
     ascending = sorted((_cut(row, CELL_ROW_TOKENS) for row in rows), key=lambda row: len(row["input_ids"]))
     short = _first(ascending[: exam.settings.batch_size], CELL_TOKENS)
-    passes = 2 + sum(1 if layer is None else 1 / 2 for layer, _ in modules)  # what is below a layer is kept
-    if exam.tokens_in(CELL_SECONDS / passes) < min(FEWEST, sum(len(row["input_ids"]) for row in short)):
-        modules, passes = margins, 2 + len(margins)
-    chosen = _within(short, exam.tokens_in(CELL_SECONDS / passes))
+    if _tokens_each(exam, modules) < min(FEWEST, sum(len(row["input_ids"]) for row in short)):
+        modules = margins
+    chosen = _within(short, _tokens_each(exam, modules))
     batch = exam.reader.batch(*chosen)
     nats: dict[tuple[str, ...], float] = {}
     ordered = sorted(modules, key=lambda place: (place[0] is None, place[1] is None))
@@ -169,6 +168,12 @@ def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
                 on_progress(done, len(ordered))
     cells = tuple(Cell(*place, nats[tuple(modules[place])]) for place in ordered)
     return cells, sum(map(_responses, chosen))
+
+
+def _tokens_each(exam: Exam, places: Iterable[tuple[int | None, str | None]]) -> float:
+    """Tokens that can be read once with each of these switched off."""
+    passes = 2 + sum(1 if layer is None else 1 / 2 for layer, _ in places)  # what is below a layer is kept
+    return exam.tokens_in(CELL_SECONDS / passes)
 
 
 def _within(rows: Sequence[Row], tokens: float) -> list[Row]:
