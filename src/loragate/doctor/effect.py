@@ -33,8 +33,8 @@ TOKENS, ROW_TOKENS = 2048, 64
 READING_SECONDS, CELL_SECONDS = 30.0, 90.0
 """For reading with base and adapter, and for switching modules off: both beside the answers within ten minutes."""
 CELL_TOKENS, CELL_ROW_TOKENS, FEWEST = 256, 32, 96
-"""Response tokens that tell the modules apart at most, those of one row, and the fewest tokens in all; where time allows fewer, only
-layers and kinds are told apart."""
+"""Response tokens that tell the modules apart at most, those of one row, and the fewest tokens in all; where time allows fewer,
+only layers and kinds are told apart."""
 CHANGED, CHANGED_OF_ROW = 12, 2
 """Most changed tokens that are shown, and of one row."""
 AROUND = 12
