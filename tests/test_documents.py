@@ -128,7 +128,7 @@ def inline_lines():
 @pytest.fixture
 def in_a_folder_with_configs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (example,) = [fence.text for fence in fences(DOCS / "data.md") if fence.language == "yaml"]
+    (example,) = [fence.text for fence in fences(DOCS / "training.md") if fence.language == "yaml"]
     Path("calibrate.yaml").write_text(example, encoding="utf-8")
     for name in ("sft.yaml", "wide.yaml", "grid.yaml"):
         Path(name).write_text("max_rows: 100\n")
