@@ -35,7 +35,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 LANGUAGES = ("", "sh", "bash", "python", "json", "yaml", "toml", "text", "dockerfile")
 # first words of shell lines that belong to others
 OTHERS = {"vllm", "lm_eval", "sbatch", "sky", "srun", "curl", "accelerate", "torchrun", "mkdocs", "jupyter", "apt"}
-OTHERS |= {"pytest", "pre-commit", "docker", "huggingface-cli", "hf", "eval", "source"}
+OTHERS |= {"pytest", "pre-commit", "docker", "huggingface-cli", "hf", "eval", "source", "export"}
 # flags of other programs that pages name by themselves
 FOREIGN_FLAGS = {"--lora-paths", "--lora-modules", "--max-loras", "--kill-on-bad-exit", "--strict"}
 
