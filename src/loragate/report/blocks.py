@@ -283,7 +283,6 @@ def _alignment(record: Record) -> Blocks:
     blocks: Blocks = []
     for title, what, terms, folded in (
         ("All gates", "module", [record["all"]], ""),
-        ("Over training", "point", record["checkpoints"], ""),
         ("By module", "module", record["modules"], f"{count} modules"),
     ):
         if terms:
