@@ -145,9 +145,7 @@ def choose(
     )
     dev_set, retention = None, None
     if options.dev_data:
-        dev_set, retention = read_questions(
-            context, dev, options.dev_data, options.retention_data or None, folder / "run"
-        )
+        dev_set, retention = read_questions(context, dev, options.dev_data, options.retention_data or None)
         for warning in (*dev_set.questions.warnings, *(retention.questions.warnings if retention else ())):
             out.print(f"warning: {warning}")
     with display.job("reading the data", unit="example") as job:

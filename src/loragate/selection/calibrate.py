@@ -151,7 +151,7 @@ def calibrate(
         return take_as_given(context, trials[0], Path(out), resume=resume, on_event=on_event)
     if dev_dataset is None:
         raise ConfigError(NO_DEV)
-    questions = read_questions(context, dev, dev_dataset, retention_dataset, Path(out) / "run")
+    questions = read_questions(context, dev, dev_dataset, retention_dataset)
     return run_calibration(SelectionRun(context, trials, Path(out) / "run", *questions, on_event), Path(out), resume)
 
 
@@ -201,15 +201,12 @@ def heldout_of(
 
 
 def read_questions(
-    context: TrialContext, dev: DevSettings, dev_dataset: RowsGiven, retention_dataset: RowsGiven | None, folder: Path
+    context: TrialContext, dev: DevSettings, dev_dataset: RowsGiven, retention_dataset: RowsGiven | None
 ) -> tuple[DevSet, DevSet | None]:
-    """Dev and retention set, neither of which shares a question with the examples.
-
-    `folder` as of `read_dev`; raises as it and `check_responses`.
-    """
+    """Dev and retention set, neither of which shares a question with the examples; raises as `read_dev` and `check_responses`."""
     taken = taken_prompts(context.examples, dev)
-    retention = None if retention_dataset is None else read_dev(retention_dataset, dev, "retention", taken, folder)
-    found = read_dev(dev_dataset, dev, "dev", taken, folder)
+    retention = None if retention_dataset is None else read_dev(retention_dataset, dev, "retention", taken)
+    found = read_dev(dev_dataset, dev, "dev", taken)
     examples, grading = context.examples, GradingSettings(sandbox=dev.sandbox)
     said = check_responses(found.task, found.questions.questions, examples, grading)
     warnings = (*found.questions.warnings, *said)

@@ -38,7 +38,6 @@ from loragate.selection.compare import (
     no_trial,
     trained_in,
 )
-from loragate.selection.dev import OVERLAP
 from loragate.selection.settings import DevSettings
 from loragate.selection.trials import Trial, TrialContext
 from loragate.selection_record import SelectionRecord
@@ -109,7 +108,7 @@ class Sweep:
         )
         dev, retention = None, None
         if self.dev_data:
-            dev, retention = read_questions(context, self.dev, self.dev_data, self.retention_data or None, folder)
+            dev, retention = read_questions(context, self.dev, self.dev_data, self.retention_data or None)
         return SelectionRun(context, tuple(trials), folder, dev, retention, on_event)
 
 
@@ -211,7 +210,7 @@ def run_sweep(
     """
     folder = Path(folder)
     if not resume and not (folder / RunFolder.RECORD).exists():
-        require_new(folder, OVERLAP)
+        require_new(folder)
     run = sweep.open(trials, folder, on_event)
     with run.begun(resume):
         if run.dev is not None:
