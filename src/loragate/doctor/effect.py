@@ -10,10 +10,7 @@ Shapes: T response tokens of a batch, V vocabulary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -129,10 +126,10 @@ def _responses(row: Row) -> int:
     return len(_places(row))
 
 
-def _first(rows: Sequence[Row], tokens: int) -> list[Row]:
-    """The first rows with so many response tokens, one row at the least."""
-    reached = np.cumsum([_responses(row) for row in rows])
-    return list(rows[: max(1, int((reached <= tokens).sum()))])
+def _first(rows: Sequence[Row], most: float, size: Callable[[Row], int] = _responses) -> list[Row]:
+    """The first rows with so many response tokens (or what `size` counts), one row at the least."""
+    reached = np.cumsum([size(row) for row in rows])
+    return list(rows[: max(1, int((reached <= most).sum()))])
 
 
 def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
@@ -143,92 +140,27 @@ def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
         for place in dict.fromkeys([(layer, kind), (layer, None), (None, kind)]):
             if place != (None, None):
                 modules.setdefault(place, []).append(path)
-    margins = {place: paths for place, paths in modules.items() if None in place}
     # short rows first: more of their tokens are response
     ascending = sorted((_cut(row, CELL_ROW_TOKENS) for row in rows), key=lambda row: len(row["input_ids"]))
     short = _first(ascending[: exam.settings.batch_size], CELL_TOKENS)
-    passes = 2 + sum(1 if layer is None else 1 / 2 for layer, _ in modules)  # what is below a layer is kept
-    if exam.tokens_in(CELL_SECONDS / passes) < min(FEWEST, sum(len(row["input_ids"]) for row in short)):
-        modules, passes = margins, 2 + len(margins)
-    chosen = _within(short, exam.tokens_in(CELL_SECONDS / passes))
+    if exam.tokens_in(CELL_SECONDS / (1 + len(modules))) < min(FEWEST, sum(len(row["input_ids"]) for row in short)):
+        modules = {place: paths for place, paths in modules.items() if None in place}
+    chosen = _first(short, exam.tokens_in(CELL_SECONDS / (1 + len(modules))), lambda row: len(row["input_ids"]))
     batch = exam.reader.batch(*chosen)
     nats: dict[tuple[str, ...], float] = {}
     ordered = sorted(modules, key=lambda place: (place[0] is None, place[1] is None))
     with torch.no_grad(), exam.acting("adapter"):
-        below = Below(exam.model, {layer for layer, _ in modules if layer is not None})
-        with below.kept():
-            with_all_TV = exam.reader.log_probs(exam.reader.states(batch))
-        below.check(lambda: torch.equal(exam.reader.log_probs(exam.reader.states(batch)), with_all_TV))
+        with_all_TV = exam.reader.log_probs(exam.reader.states(batch))
         with exam.job("switching modules off in turn", len(ordered), "cells") as on_progress:
             for done, place in enumerate(ordered, 1):
                 paths = tuple(modules[place])
                 if paths not in nats:
-                    with scaled(exam.model, dict.fromkeys(paths, 0.0)), below.replayed(place[0]):
+                    with scaled(exam.model, dict.fromkeys(paths, 0.0)):
                         without_TV = exam.reader.log_probs(exam.reader.states(batch))
                     nats[paths] = float(divergence(with_all_TV, without_TV).mean())
                 on_progress(done, len(ordered))
     cells = tuple(Cell(*place, nats[tuple(modules[place])]) for place in ordered)
     return cells, sum(map(_responses, chosen))
-
-
-def _within(rows: Sequence[Row], tokens: float) -> list[Row]:
-    """The first rows with so many tokens, one row at the least."""
-    reached = np.cumsum([len(row["input_ids"]) for row in rows])
-    return list(rows[: max(1, int((reached <= tokens).sum()))])
-
-
-class Below:
-    """The layers of a model whose outputs on one batch are kept, so that a change in a layer costs the layers from there on.
-
-    Args:
-        model: a PeftModel.
-        layers: indices of the layers that are changed in turn.
-    """
-
-    def __init__(self, model: Any, layers: Collection[int]) -> None:
-        bare, self.blocks = model.get_base_model(), dict[int, Any]()
-        for path in lora_paths(model):
-            if (layer := layer_of(path)) in layers and layer not in self.blocks:
-                parts = path.split(".")
-                self.blocks[layer] = bare.get_submodule(".".join(parts[: parts.index(str(layer)) + 1]))  # type: ignore[index]
-        self.outputs: dict[int, Any] = {}
-        self.usable = True
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """The next pass's outputs are those that are replayed."""
-
-        def keep(layer: int, block: Any, given: Any, output: Any) -> None:
-            self.outputs[layer] = output
-
-        hooks = [block.register_forward_hook(partial(keep, layer)) for layer, block in self.blocks.items()]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    @contextmanager
-    def replayed(self, layer: int | None) -> Iterator[None]:
-        """Layers below this one give what they gave, without computing it; every layer computes for None."""
-        below = [one for one in self.blocks if layer is not None and one < layer] if self.usable else []
-        try:
-            for one in below:
-                self.blocks[one].forward = partial(_given, self.outputs[one])
-            yield
-        finally:
-            for one in below:
-                del self.blocks[one].forward  # the class's is behind it
-
-    def check(self, same: Callable[[], bool]) -> None:
-        """Keep to whole passes where replaying changes the outcome, as in a model whose layers share more than their outputs."""
-        if self.blocks:
-            with self.replayed(sorted(self.blocks)[len(self.blocks) // 2]):
-                self.usable = same()
-
-
-def _given(output: Any, *args: Any, **kwargs: Any) -> Any:
-    return output
 
 
 def _changed(exam: Exam, rows: Sequence[Row], found: TokenEntropies) -> tuple[ChangedToken, ...]:
