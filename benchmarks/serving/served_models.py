@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import loragate as lg
 
@@ -30,6 +30,15 @@ def make_models(
         write_gated(
             place, name, _base(hidden, layers, vocabulary, positions), lg.GateConfig(lower, upper), seed=seed, rank=rank
         )
+    return place
+
+
+def real_models(place: Path, base: Path, *, rank: int) -> Path:
+    """The same names for a real base: base as a link, and one random gated adapter of it; returns `place`."""
+    (place / "base").symlink_to(base.resolve(), target_is_directory=True)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    seed, lower, upper = GATES["gated"]
+    write_gated(place, "gated", model, lg.GateConfig(lower, upper), seed=seed, rank=rank)
     return place
 
 

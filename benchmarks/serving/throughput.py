@@ -1,6 +1,7 @@
 """Throughput and latency in vLLM: base, plain adapter, gated adapter and vLLM's own LoRA, alternating in short blocks of one run.
 
     python benchmarks/serving/throughput.py [--rounds 9] [--dtype float32] [--out FILE]
+    python benchmarks/serving/throughput.py --base FOLDER      # a real base, under a random adapter of rank 16 on all layers
 
 "vllm" is the plain adapter by vLLM's own products on a CPU, which the plugin replaces there; "strengths" is the plain adapter with
 another strength for each sequence of the batch.
@@ -30,7 +31,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from served_models import make_models
+from served_models import make_models, real_models
 
 CASES = {"decode, 16 sequences": (16, 16, 16), "prefill, 4 prompts of 192": (4, 192, 1), "one sequence": (1, 16, 16)}
 """{case: (sequences, prompt tokens, new tokens)}"""
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--base", type=Path, help="folder of a real base in place of a random one")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
@@ -66,9 +68,11 @@ def main() -> None:
         torch.set_num_threads(1)
     clock = time.process_time if on_cpu else time.perf_counter
     with tempfile.TemporaryDirectory() as scratch:
-        place = make_models(
-            Path(scratch), hidden=options.hidden, layers=options.layers, vocabulary=2048, rank=options.rank
-        )
+        sizes = {"hidden": options.hidden, "layers": options.layers, "vocabulary": 2048}
+        if options.base:
+            place = real_models(Path(scratch), options.base, rank=options.rank)
+        else:
+            place = make_models(Path(scratch), **sizes, rank=options.rank)
         folders = {"gated": str(place / "gated"), "adapter": str(place / "gated" / "adapter")}
         llm, requests = open_llm(
             str(place / "base"), folders, max_lora_rank=options.rank, dtype=options.dtype, max_num_seqs=16
@@ -138,7 +142,11 @@ def main() -> None:
             print(case, json.dumps(cases[case]))
     record = {
         "vllm": vllm.__version__,
-        "model": f"random Qwen2, {options.layers} layers, hidden {options.hidden}, rank {options.rank}, {options.dtype}",
+        "model": options.base.name
+        if options.base
+        else f"random Qwen2, {options.layers} layers, hidden {options.hidden}",
+        "adapter": f"random, rank {options.rank}, all linear layers",
+        "dtype": options.dtype,
         "time": "CPU time, one thread" if on_cpu else "wall time",
         "rounds": options.rounds,
         "machine": f"{os.cpu_count()} {platform.machine()} CPU cores" if on_cpu else torch.cuda.get_device_name(),

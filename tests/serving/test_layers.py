@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,11 @@ from loragate.gates.range import Range
 from loragate.gates.signed_map import SignedMap
 from loragate.serving.layers import (
     ANY,
+    GatedPunica,
     TokenLimits,
     empty_slots,
     expand_slots,
+    owners_of,
     shrink_slots,
     slot_coefficients,
     slot_constants,
@@ -136,10 +140,52 @@ def test_products_of_each_token_with_its_own_slot(dtype: torch.dtype, slots: lis
             columns = slice(left, left + width)
             wanted[row, columns] = delta.to(dtype) + (y[row, columns] if add else 0)
             left += width
-    buffer = torch.full((2, len(slots), rank), torch.nan)
-    shrink_slots(buffer, x, a, 0.5, at)
-    expand_slots(y, buffer, b, widths, at, start, add)
+    buffer, owners = torch.full((2, len(slots), rank), torch.nan), owners_of(at)
+    shrink_slots(buffer, x, a, 0.5, owners)
+    expand_slots(y, buffer, b, widths, owners, start, add)
     torch.testing.assert_close(
         y, wanted, rtol=1e-5, atol=1e-5
     ) if dtype == torch.float32 else torch.testing.assert_close(y, wanted)
     assert torch.equal(y[at < 0], wanted[at < 0])
+
+
+def test_the_slots_of_a_batch_are_worked_out_once() -> None:
+    """vLLM fills one tensor in place for every batch."""
+    kept, limits = torch.tensor([0, 0, 2, -1]), TokenLimits(8)
+    found = limits.owners(kept[:3])
+    assert [(slot, rows.tolist()) for slot, rows in found if rows is not None] == [(0, [0, 1]), (2, [2])]
+    assert limits.owners(kept[:3]) is found
+    kept[2] = 0
+    assert limits.owners(kept[:3]) == [(0, None)]
+    assert limits.owners(kept[3:]) == []
+
+
+class Stacked:
+    """What GatedPunica reads of a layer: gates of `stacks`, slots 0 and 1 gated."""
+
+    gate_weight, gate_bias, gate_constants = stacks()
+    gate_reduce = None
+    gated_slots = frozenset({0, 1})
+
+
+@pytest.mark.parametrize("slots", [[0] * 6, [2] * 6, [0, 2, 1, -1, 2, 2], [2, -1, 2, 2, -1, 2]], ids=str)
+@pytest.mark.parametrize("limits", [None, (0.5, 0.5)], ids=["free", "half"])
+def test_a_layer_on_a_cpu(slots: list[int], limits: tuple[float, float] | None) -> None:
+    """y + B(λ A x), λ from the gate of each token's slot, or what its request lays over it."""
+    widths, rank, at = (5, 3), 4, torch.tensor(slots)
+    draw = torch.Generator().manual_seed(0)
+    a = [torch.randn(SLOTS, 1, rank, WIDTH, generator=draw) for _ in widths]
+    b = [torch.randn(SLOTS, 1, width, rank, generator=draw) for width in widths]
+    x, y = (torch.randn(len(at), width, generator=draw) for width in (WIDTH, sum(widths)))
+    lam = expected(x, at) if limits is None else torch.full((len(at), SLICES), limits[0])
+    deltas = [
+        torch.stack([b[n][slot, 0] @ (lam[t, n] * (a[n][slot, 0] @ x[t])) for t, slot in enumerate(slots)])
+        for n in range(SLICES)
+    ]
+    wanted = torch.where((at >= 0).unsqueeze(-1), y + torch.cat(deltas, dim=1), y)
+    wrapper = SimpleNamespace(_token_lora_indices=torch.cat([at, torch.tensor([0, 0])]))
+    punica = GatedPunica(wrapper, Stacked())
+    if limits is not None:
+        punica.limits.fill([limits], [len(at)])
+    punica.add_lora_linear(y, x, a, b, 1.0, widths)
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)

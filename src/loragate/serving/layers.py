@@ -8,9 +8,10 @@ captured graph.
 On a CPU, and in a captured graph's small batches, the cost is the number of operations, not their size: what can be worked
 out when a slot is filled (1/τ in weight and bias, the two slopes) is not worked out per token.
 
-On a CPU vLLM gathers the A and B of every token, which costs many times the base's own product. There `shrink_slots` makes one
-product with the A of all slots, of which each token takes its own R columns, and `expand_slots` one product with B for each slot
-in the batch; a batch of the base alone costs neither. On a GPU vLLM's kernels are left alone.
+On a CPU vLLM gathers the A and B of every token, which costs many times the base's own product. There `shrink_slots` and
+`expand_slots` make one product with A and one with B for each slot in the batch; which tokens are whose is worked out once for all
+layers, λ only where a slot of the batch has gates or a request lays something over it, and a batch of the base alone costs
+nothing. On a GPU vLLM's kernels are left alone.
 
 Models whose head may be adapted (Llama, Mistral, Qwen3) have it wrapped as soon as LoRA is on. vLLM's own operations for it on
 a CPU take one row per sampled request: the log-probs of a prompt, with a row per prompt token, end the engine; and rows
@@ -64,6 +65,7 @@ class TokenLimits:
         self.values_M2 = torch.tensor(ANY, dtype=torch.float32, device=device).repeat(most_tokens, 1)
         self.overridden = False
         """Whether any token has limits; only where nothing is compiled or captured may this be asked."""
+        self._known: tuple[torch.Tensor, Owners] = torch.empty(0), []
 
     def fill(self, limits: Sequence[tuple[float, float]], tokens: Sequence[int]) -> None:
         """Set the limits of a batch: those of each request, and how many tokens of it the batch has."""
@@ -74,6 +76,12 @@ class TokenLimits:
             self.values_M2[: len(rows_T2)].copy_(rows_T2)
         elif before:
             self.values_M2.copy_(torch.tensor(ANY))
+
+    def owners(self, slots_T: torch.Tensor) -> Owners:
+        """`owners_of` a batch, on a CPU; worked out in its first layer."""
+        if not torch.equal(self._known[0], slots_T):
+            self._known = slots_T.clone(), owners_of(slots_T)
+        return self._known[1]
 
 
 def slot_coefficients(
@@ -118,31 +126,38 @@ def slot_coefficients(
     return lam_TN.clamp(least_TN, most_TN)
 
 
-def shrink_slots(
-    buffer_NTR: torch.Tensor, x_TD: torch.Tensor, a_NS1RD: Any, scale: float, slots_T: torch.Tensor
-) -> None:
+Owners = Sequence[tuple[int, torch.Tensor | None]]
+"""The slots in a batch, each with the rows of its tokens; None where all tokens are its own."""
+
+
+def owners_of(slots_T: torch.Tensor) -> Owners:
+    """Which rows belong to which slot; rows of tokens without one (negative) belong to none."""
+    used = [slot for slot in torch.unique(slots_T).tolist() if slot >= 0]
+    if len(used) == 1 and bool((slots_T >= 0).all()):
+        return [(used[0], None)]
+    return [(slot, (slots_T == slot).nonzero()[:, 0]) for slot in used]
+
+
+def shrink_slots(buffer_NTR: torch.Tensor, x_TD: torch.Tensor, a_NS1RD: Any, scale: float, owners: Owners) -> None:
     """scale · A x of every token under its own slot's A, written into the buffer in its dtype (fp32).
 
     Args:
-        buffer_NTR: one [T, R] for each slice.
+        buffer_NTR: one [T, R] for each slice; rows of tokens without a slot keep what they hold.
         x_TD: input of the layer, any floating dtype.
         a_NS1RD: one [S, 1, R, D] for each slice.
-        slots_T: slot of each token; the rows of tokens without one (negative) are set to 0.
+        owners: of the batch.
     """
-    last = int(slots_T.max()) if len(slots_T) else -1
-    for buffer_TR, a_S1RD in zip(buffer_NTR, a_NS1RD):
-        rank = a_S1RD.shape[2]
-        buffer_TR.zero_()
-        if last < 0:
-            continue
-        # slots are filled from the first: those after the batch's last one are left out
-        table_DX = a_S1RD[: last + 1].reshape(-1, a_S1RD.shape[3]).to(buffer_TR.dtype).t()
-        reduced_TSR = torch.mm(x_TD.to(buffer_TR.dtype), table_DX).view(len(x_TD), last + 1, rank)
-        if last == 0:
-            own_TR = reduced_TSR[:, 0]
-        else:
-            own_TR = reduced_TSR.gather(1, slots_T.clamp(min=0).view(-1, 1, 1).expand(-1, 1, rank)).squeeze(1)
-        torch.mul(own_TR, ((slots_T >= 0) * scale).to(own_TR.dtype).unsqueeze(-1), out=buffer_TR[:, :rank])
+    for slot, rows in owners:
+        own_TD = (x_TD if rows is None else x_TD[rows]).to(buffer_NTR.dtype)
+        for buffer_TR, a_S1RD in zip(buffer_NTR, a_NS1RD):
+            a_RD = a_S1RD[slot, 0].to(buffer_TR.dtype)
+            reduced_TR = torch.mm(own_TD, a_RD.t())
+            if scale != 1:
+                reduced_TR.mul_(scale)
+            if rows is None:
+                buffer_TR[:, : len(a_RD)] = reduced_TR
+            else:
+                buffer_TR[rows, : len(a_RD)] = reduced_TR
 
 
 def expand_slots(
@@ -150,7 +165,7 @@ def expand_slots(
     buffer_NTR: torch.Tensor,
     b_NS1OR: Any,
     output_slices: tuple[int, ...],
-    slots_T: torch.Tensor,
+    owners: Owners,
     start: int = 0,
     add: bool = True,
 ) -> None:
@@ -161,27 +176,26 @@ def expand_slots(
         buffer_NTR: one [T, R] for each slice.
         b_NS1OR: one [S, 1, O, R] for each slice; O is that of `output_slices`.
         output_slices: number of columns of each slice.
-        slots_T: as in `shrink_slots`.
+        owners: of the batch.
         start: first column of the first slice.
         add: False puts the products in place of what the columns hold.
     """
-    used = [slot for slot in torch.unique(slots_T).tolist() if slot >= 0]
-    # nearly always one adapter for all tokens, which needs no rows picked
-    rows = [
-        None if len(used) == 1 and bool((slots_T >= 0).all()) else (slots_T == slot).nonzero()[:, 0] for slot in used
-    ]
     for buffer_TR, b_S1OR, width in zip(buffer_NTR, b_NS1OR, output_slices):
         part_TO = y_TO[:, start : start + width]
         start += width
-        for slot, own in zip(used, rows):
+        for slot, rows in owners:
             b_RO = b_S1OR[slot, 0, :width].to(buffer_TR.dtype).t()
-            delta_TO = torch.mm((buffer_TR if own is None else buffer_TR[own])[:, : len(b_RO)], b_RO).to(y_TO.dtype)
-            if own is None:
+            own_TR = (buffer_TR if rows is None else buffer_TR[rows])[:, : len(b_RO)]
+            if rows is None and part_TO.dtype == buffer_TR.dtype:
+                part_TO.addmm_(own_TR, b_RO, beta=int(add))  # a beta of 0 never reads what the columns hold
+                continue
+            delta_TO = torch.mm(own_TR, b_RO).to(y_TO.dtype)
+            if rows is None:
                 part_TO.add_(delta_TO) if add else part_TO.copy_(delta_TO)
             elif add:
-                part_TO.index_add_(0, own, delta_TO)
+                part_TO.index_add_(0, rows, delta_TO)
             else:
-                part_TO.index_copy_(0, own, delta_TO)
+                part_TO.index_copy_(0, rows, delta_TO)
 
 
 class PunicaProxy:
@@ -220,16 +234,18 @@ class GatedPunica(PunicaProxy):
     def add_shrink(self, y: Any, x: torch.Tensor, lora_a_stacked: Any, scale: float, **kwargs: Any) -> Any:
         """A x into the fp32 buffer [N, T, R], times λ."""
         flat_TD = x.view(-1, x.shape[-1])
-        slots_T = self.slots(len(flat_TD))
+        slots_T, layer, limits_T2 = self.slots(len(flat_TD)), self.layer, self.limits.values_M2[: len(flat_TD)]
+        shrunk, buffer = None, y
         if x.device.type == "cpu":
-            shrunk, buffer = None, y
-            shrink_slots(y, flat_TD, lora_a_stacked, scale, slots_T)
+            owners = self.limits.owners(slots_T)
+            shrink_slots(y, flat_TD, lora_a_stacked, scale, owners)
+            if not self.limits.overridden:
+                if not any(slot in layer.gated_slots for slot, _ in owners):
+                    return None  # λ is exactly 1
+                limits_T2 = None
         else:
             shrunk = self.punica.add_shrink(y, x, lora_a_stacked, scale, **kwargs)
             buffer = y if shrunk is None else shrunk
-        layer, limits_T2 = self.layer, None
-        if x.device.type != "cpu" or self.limits.overridden:
-            limits_T2 = self.limits.values_M2[: len(flat_TD)]
         lam_TN = slot_coefficients(
             flat_TD, slots_T, layer.gate_weight, layer.gate_bias, layer.gate_constants, layer.gate_reduce, limits_T2
         )
@@ -250,7 +266,8 @@ class GatedPunica(PunicaProxy):
         if y.device.type != "cpu":
             return self.punica.add_expand(y, x, lora_b_stacked, output_slices, offset_start, add_inputs, **kwargs)
         flat_TO = y.view(-1, y.shape[-1])
-        expand_slots(flat_TO, x, lora_b_stacked, output_slices, self.slots(len(flat_TO)), offset_start, add_inputs)
+        owners = self.limits.owners(self.slots(len(flat_TO)))
+        expand_slots(flat_TO, x, lora_b_stacked, output_slices, owners, offset_start, add_inputs)
         return None
 
     def add_lora_linear(
@@ -266,7 +283,7 @@ class GatedPunica(PunicaProxy):
         """Both in turn; vLLM's own method would call its own shrink."""
         add_inputs = kwargs.pop("add_inputs", True)
         kwargs.pop("buffer", None)  # None in vLLM 0.32: its kernels make their own, which λ could not reach
-        if x.device.type == "cpu" and not bool((self.slots(x.view(-1, x.shape[-1]).shape[0]) >= 0).any()):
+        if x.device.type == "cpu" and not self.limits.owners(self.slots(x.view(-1, x.shape[-1]).shape[0])):
             return None  # a batch of the base alone
         shape = (len(output_slices), x.size(0), lora_b_stacked[0].size(-1))
         buffer_NTR = torch.zeros(shape, dtype=torch.float32, device=x.device)
@@ -283,12 +300,14 @@ class GateMixin:
         slices, width, device = len(stacked), stacked[0].shape[-1], stacked[0].device
         self.gate_weight, self.gate_bias, self.gate_constants = empty_slots(max_loras, slices, width, device)
         self.gate_reduce = _reduction(self)
+        self.gated_slots: set[int] = set()
 
     def set_mapping(self: Any, punica_wrapper: Any) -> None:
         super().set_mapping(GatedPunica(punica_wrapper, self))  # type: ignore[misc]
 
     def reset_lora(self: Any, index: int) -> None:
         super().reset_lora(index)  # type: ignore[misc]
+        self.gated_slots.discard(index)
         self.gate_weight[index] = 0
         self.gate_bias[index] = 0
         for column, value in enumerate(_UNGATED):
@@ -304,6 +323,7 @@ class GateMixin:
     ) -> None:
         """Fill slot `index`, slice `piece`; the weight is the whole layer's."""
         tau = signed_map.tau
+        self.gated_slots.add(index)
         if weight_D is not None:
             width = self.gate_weight.shape[-1]
             # a row-parallel layer holds the features of its rank; any other holds all of them on every rank
