@@ -20,6 +20,7 @@ from loragate.display import Display, console, duration
 from loragate.errors import DONE, FAILED, INTERRUPTED, ConfigError
 from loragate.gates.recommended import at
 from loragate.models.settings import Loading
+from loragate.validate import Count
 
 if TYPE_CHECKING:
     from loragate.analysis.rows import Interval
@@ -54,7 +55,7 @@ class DoctorOptions(ModelOptions):
     json: bool = False
     out: str = ""
     resume: bool = False
-    max_rows: int = 64
+    max_rows: Count = 64
 
 
 def run(options: DoctorOptions) -> int:
@@ -64,8 +65,6 @@ def run(options: DoctorOptions) -> int:
         raise ConfigError(
             f"--{extra.replace('_', '-')} has no effect with --quick, which reads files alone; leave out one of them"
         )
-    if options.max_rows < 1:
-        raise ConfigError(f"--max-rows must be 1 or more, found {options.max_rows}")
     loading = taken_from(options, Loading)
     loading.require_possible()
     folder = _folder(options)

@@ -121,8 +121,8 @@ def drawn(block: Block | Table) -> Block | Table:
 def tokens_block(traces: Mapping[str, Any], limit: int = TRACE_BYTES) -> Block:
     """The token view of a record of `loragate diagnose tokens`; a page can show one.
 
-    Questions are left out from the end until the rest fits `limit`. The first stays even where it alone passes it; the report
-    then refuses by its own limit.
+    Questions are left out from the end until the rest fits `limit` bytes, so that the page can be mailed and opened on a phone;
+    the first always stays.
     """
     head = {key: traces[key] for key in ("lower", "upper", "modules")}
     size = len(safe_json(head).encode())

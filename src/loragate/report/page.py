@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.display import duration
-from loragate.errors import ConfigError, DataError, LoragateError
+from loragate.errors import ConfigError, DataError
 from loragate.report.blocks import (
     CURVES,
     DIAGNOSES,
@@ -42,8 +42,6 @@ from loragate.version import __version__
 
 Record = Mapping[str, Any]
 Make = Callable[[Any], Sequence[Block | Table]]
-PAGE_LIMIT = 3_000_000
-"""Bytes that a report stays below, so that it can be mailed and opened on a phone."""
 BARS = 8  # of the banner's chart
 SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Make], ...] = (
     ("evaluation", "scores", "Scores", evaluation_blocks),
@@ -56,11 +54,7 @@ SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Make], ...] = (
 
 
 def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str:
-    """The HTML of some sources; `more` are statements that follow those of their records.
-
-    Raises:
-        LoragateError: if it would pass `PAGE_LIMIT`.
-    """
+    """The HTML of some sources; `more` are statements that follow those of their records."""
     banner = banner_of(sources)
     # what the banner says need not be found again below it
     said = [
@@ -99,14 +93,7 @@ def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str
     where = Table("", ("What", "Value"), facts)
     sections.append(Section("provenance", "Where this comes from", (where,)))
     footer = f"Written by loragate {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from {len(sources)} records."
-    whole = build_page(title, banner, sections, footer)
-    size = len(whole.encode())
-    if size > PAGE_LIMIT:
-        raise LoragateError(
-            f"the report would be {size / 1e6:.1f} MB, more than {PAGE_LIMIT / 1e6:g} MB; give it fewer runs, or fewer "
-            "token traces (diagnose tokens --limit)"
-        )
-    return whole
+    return build_page(title, banner, sections, footer)
 
 
 def _drawn(make: Make, record: Any) -> list[Block | Table]:

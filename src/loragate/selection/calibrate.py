@@ -145,12 +145,9 @@ def calibrate(
         origin,
     )
     dev = dev or DevSettings()
-    if skip_selection:
-        if dev_dataset is not None or len(trials) != 1:
-            raise ConfigError("skip_selection takes the gates of one range as they come, without a dev set")
-        return take_as_given(context, trials[0], Path(out), resume=resume, on_event=on_event)
+    require_evidence(trials, dev_dataset, skip_selection)
     if dev_dataset is None:
-        raise ConfigError(NO_DEV)
+        return take_as_given(context, trials[0], Path(out), resume=resume, on_event=on_event)
     questions = read_questions(context, dev, dev_dataset, retention_dataset)
     return run_calibration(SelectionRun(context, trials, Path(out) / "run", *questions, on_event), Path(out), resume)
 
@@ -189,6 +186,16 @@ def write_recommended(run: SelectionRun, record: SelectionRecord, out: Path) -> 
 def trials_of(ranges: str, settings: GateTrainingSettings) -> tuple[Trial, ...]:
     """Trials in ranges as typed, with the objective and seed of the settings; a ConfigError names what is none."""
     return grid(parse_ranges(ranges), (settings.objective,), (settings.seed,))
+
+
+def require_evidence(trials: Sequence[Trial], dev_dataset: RowsGiven | None, skip_selection: bool) -> None:
+    """Refuse (ConfigError) several ranges or none without a dev set, and one with gates that are taken as they come."""
+    if skip_selection and (dev_dataset or len(trials) != 1):
+        raise ConfigError(
+            "--skip-selection takes the gates of one range as they come, as in --ranges=0,1 --skip-selection, without a dev set"
+        )
+    if not skip_selection and not dev_dataset:
+        raise ConfigError(NO_DEV)
 
 
 def heldout_of(
