@@ -135,7 +135,7 @@ def test_reward_values_give_the_policy_gradient():
     reader, tokenizer = gated_reader()
     prompts = ["w1 w2"]
     sample = TransformersEngine(reader.model, tokenizer).generate(prompts, SamplingConfig(max_new_tokens=5, seed=2))[0]
-    (row,) = answer_rows(tokenizer, prompts, [sample])
+    (row,) = answer_rows(tokenizer(prompts, add_special_tokens=False)["input_ids"], [sample])
     found = row_directions(reader, case_of(row, reward_values(reader, row, 1.0, 0.25)), K)
     with gate_input_gradient(reader.model, detached=False):
         log_p = torch.log_softmax(logits_of(reader.model, row), -1)

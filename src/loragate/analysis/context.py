@@ -93,7 +93,7 @@ class Answers:
 
     def rows(self, tokenizer: Any) -> list[Row]:
         """The answers behind their prompts."""
-        return answer_rows(tokenizer, self.prepared.prompts, self.samples)
+        return answer_rows(tokenizer(self.prepared.prompts, add_special_tokens=False)["input_ids"], self.samples)
 
 
 def stored_answers(

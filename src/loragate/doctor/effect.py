@@ -22,7 +22,7 @@ from loragate.analysis.delta_entropy import TokenEntropies, by_class, divergence
 from loragate.analysis.rows import Row
 from loragate.analysis.token_traces import token_texts
 from loragate.doctor.exam import Exam
-from loragate.doctor.record import Cell, ChangedToken, ClassEffect, Effect
+from loragate.doctor.record import Cell, ChangedToken, Effect
 from loragate.gates.adapter_rules import Finding
 from loragate.gates.control import why_no_base
 from loragate.gates.strength import kind_of, layer_of, lora_paths, scaled
@@ -63,10 +63,7 @@ def examine_effect(exam: Exam) -> tuple[Effect | None, list[Finding]]:
         rows=len(rows),
         tokens=len(found.token_ids),
         agree=found.agree,
-        classes=tuple(
-            ClassEffect(one.name, one.tokens, one.kl, one.delta, one.base, one.adapter)
-            for one in by_class(found, exam.classes)
-        ),
+        classes=by_class(found, exam.classes),
         cell_tokens=cell_tokens,
         cells=cells,
         changed=_changed(exam, rows, found),
