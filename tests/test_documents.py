@@ -35,7 +35,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 LANGUAGES = ("", "sh", "bash", "python", "json", "yaml", "toml", "text", "dockerfile")
 # first words of shell lines that belong to others
 OTHERS = {"vllm", "lm_eval", "sbatch", "sky", "srun", "curl", "accelerate", "torchrun", "mkdocs", "jupyter", "apt"}
-OTHERS |= {"pytest", "pre-commit", "docker", "huggingface-cli", "hf", "eval", "source"}
+OTHERS |= {"pytest", "pre-commit", "docker", "huggingface-cli", "hf", "eval", "source", "export"}
 # flags of other programs that pages name by themselves
 FOREIGN_FLAGS = {"--lora-paths", "--lora-modules", "--max-loras", "--kill-on-bad-exit", "--strict"}
 
@@ -128,7 +128,7 @@ def inline_lines():
 @pytest.fixture
 def in_a_folder_with_configs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (example,) = [fence.text for fence in fences(DOCS / "data.md") if fence.language == "yaml"]
+    (example,) = [fence.text for fence in fences(DOCS / "training.md") if fence.language == "yaml"]
     Path("calibrate.yaml").write_text(example, encoding="utf-8")
     for name in ("sft.yaml", "wide.yaml", "grid.yaml"):
         Path(name).write_text("max_rows: 100\n")

@@ -1,4 +1,4 @@
-"""`make real`: its commands are those of docs/real-model.md, their options exist, and a second run goes on where one stopped."""
+"""`make real`: its commands are those of docs/five-minutes.md, their options exist, and a second run goes on where one stopped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def commands_run(script, monkeypatch, out, *arguments, fails_at=None):
 
 
 def test_the_page_shows_what_is_run(script):
-    page = (ROOT / "docs" / "real-model.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "five-minutes.md").read_text(encoding="utf-8")
     shown = [shlex.split(block) for block in re.findall(r"<!-- real -->\n```sh\n(.*?)\n```", page, re.S)]
     assert shown == [shlex.split(command) for command, _ in script.steps("runs/real", "bf16").values()]
     assert script.GGUF in page

@@ -27,7 +27,6 @@ NAMES = {
     "gates_naive": "gates done naively",
     "gates_loragate": "**gates, loragate**",
 }
-SERIES = {"flops": "FLOPs", "flops_without_attention": "FLOPs without attention", "saved_bytes": "saved bytes"}
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -67,19 +66,6 @@ def step(found: dict[str, Any]) -> str:
     return table(["FLOPs / saved bytes / time ÷ LoRA", *shapes], rows) + "\n" + made_on(found)
 
 
-def step_targets(found: dict[str, Any]) -> str:
-    """Targets and what was found with the wider and the narrower MLP; bold where it was missed."""
-    lines: dict[str, dict[str, list[str]]] = {}
-    for row in found["targets"]:  # "time to LoRA, full logits; vocabulary 32k, MLP 2048"
-        what, _, against = row["figure"].rsplit(", MLP ", 1)[0].partition(" to ")
-        cells = lines.setdefault(against, {}).setdefault(what, [f"{row['target']}:"])
-        cells.append(f"{row['measured']:g}" if row["met"] else f"**{row['measured']:g}**")
-    rows = [
-        [against, *(f"{cells[0]} {', '.join(cells[1:])}" for cells in line.values())] for against, line in lines.items()
-    ]
-    return table(["loragate's step to", "FLOPs", "saved activations", "time"], rows)
-
-
 def true_shapes(found: dict[str, Any]) -> str:
     limits = {row["figure"]: row for row in found["targets"]}
     rows = []
@@ -99,15 +85,6 @@ def true_shapes(found: dict[str, Any]) -> str:
         )
     head = ["", "tokens", "floor, TFLOP", "step, TFLOP", "÷ floor", "÷ LoRA step", "÷ LoRA, without attention"]
     return table(head, rows) + "\n" + made_on(found)
-
-
-def scaling(found: dict[str, Any]) -> str:
-    rows = []
-    for name, curve in found["curves"].items():
-        slope, values = curve["slope"], curve["values"]
-        rows.append([name, f"{values[0]:,} … {values[-1]:,}", *(f"{slope[key]:.2f}" for key in (*SERIES, "seconds"))])
-    head = ["slope of the cost when this grows", "from … to", *SERIES.values(), "time"]
-    return table(head, rows, left=2) + "\n" + made_on(found)
 
 
 def targets_by(found: dict[str, Any], row: int, column: int) -> str:
@@ -203,9 +180,7 @@ GPU = {"parity": parity, "decode": decoding, "step": gpu_steps, "token": one_tok
 OTHERS: dict[str, Callable[[], str]] = {f"gpu {part}": partial(gpu, part) for part in GPU}
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "step": ("step", step),
-    "step targets": ("step", step_targets),
     "true shapes": ("true_shapes", true_shapes),
-    "scaling": ("scaling", scaling),
     "attention": ("attention", attention),
     "head": ("head", partial(targets_by, row=1, column=2)),
     "decode": ("decode", partial(targets_by, row=1, column=2)),

@@ -19,8 +19,8 @@ from loragate.validate import validate
 FILE = "selection.json"
 Kind = Literal["adapter", "base", "scale", "gates"]
 EVERY_KIND = (
-    "the dev set must hold every kind of question that the adapter will be asked: what it does not ask, nothing here measures "
-    "(a retention set, --retention-data, guards other abilities)"
+    "the dev set must hold every kind of question that the adapter will be asked; other kinds are not measured "
+    "(--retention-data, a second set, guards abilities that must be kept)"
 )
 
 

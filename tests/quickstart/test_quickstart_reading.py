@@ -21,7 +21,7 @@ def test_the_gates_are_compared_with_every_control():
     }
     rows = [SimpleNamespace(task="t", control=name, label=name, question_scores=each) for name, each in scores.items()]
     said = control_statements(SimpleNamespace(results=rows, find=lambda task: gated))
-    stands = ("below", "above", "not told apart from")
+    stands = ("below", "above", "not significantly different from")
     assert [line.split(" (")[0] for line in said] == [
         f"On t, gated is {how} the control {name}" for how, name in zip(stands, (DFT, RANDOM, AGAIN), strict=True)
     ]

@@ -309,14 +309,14 @@ def score(made: Trained, variants: dict[ModelVariant, Any], tasks: list[Prepared
 
 
 def control_statements(record: EvaluationRecord) -> list[str]:
-    """Are the gates above, below or not told apart from DFT and each trained control? Paired by question."""
+    """Are the gates above, below or not significantly different from DFT and each trained control? Paired by question."""
     said = []
     for row in record.results:
         if row.control != DFT and row.control not in CONTROLS:
             continue
         gated = record.find(row.task)
         gap = compare(*(np.array(one.question_scores)[:, None] for one in (gated, row)))
-        stands = {"better": "above", "worse": "below"}.get(verdict(gap), "not told apart from")
+        stands = {"better": "above", "worse": "below"}.get(verdict(gap), "not significantly different from")
         size = f"{points(gap.mean)} points, 95 % interval {points(gap.low)} to {points(gap.high)}"
         said.append(f"On {row.task}, gated is {stands} the control {row.label} ({size}).")
     return said

@@ -3,7 +3,7 @@
 The launch is read from the environment that the launchers set, before torch is imported. Combinations that cannot work are a
 table: each rule is a test over the plan of a run and a sentence that says what to change. It is consulted when a command starts,
 before a model is loaded, and again by the trainer. What is slow or untested but right is not refused;
-docs/sweep.md says what was tested. The launch configurations that the package ships lie beside this file in `accelerate/`.
+docs/training.md says what was tested. The launch configurations that the package ships lie beside this file in `accelerate/`.
 """
 
 from __future__ import annotations
