@@ -2,14 +2,13 @@
 
 import math
 
-from loragate.analysis.rows import Interval
+from loragate.analysis.rows import ClassEntropy, Interval
 from loragate.doctor.record import (
     Answering,
     AnswerPair,
     Answers,
     Cell,
     ChangedToken,
-    ClassEffect,
     Effect,
     Learned,
     Measures,
@@ -94,7 +93,9 @@ def answers_part(prompts=2):
 
 def effect_part(layers=2):
     classes = tuple(
-        ClassEffect(name, tokens, about(kl, kl / 6), about(delta, 0.04), about(1.4), about(1.4 + delta))
+        ClassEntropy(
+            name, tokens, about(delta, 0.04), about(0.5), about(0.5), about(kl, kl / 6), about(1.4), about(1.4 + delta)
+        )
         for name, tokens, kl, delta in (
             ("all", 4321, 0.41, -0.21),
             ("words", 3100, 0.38, -0.18),

@@ -131,24 +131,17 @@ def selection_record():
     }
 
 
-def sweep_record(ranges, picked="[-3,1]"):
-    """Cells of a sweep on a suite that score from 10 % to 90 % in this order, on an adapter of 35 %."""
-    cells = []
+def sweep_record(ranges, chosen=(-3, 1)):
+    """A selection among ranges that score from 10 % to 90 % in this order, on an adapter of 35 %."""
+    record = selection_record()
+    own, base, *_, gates = record["variants"]
+    variants = [{**own, **estimate(0.35), "label": "adapter greedy"}, base]
     for number, (lower, upper) in enumerate(ranges):
         mean = 0.1 + 0.8 * number / max(1, len(ranges) - 1)
-        cells.append(
-            {
-                "name": f"[{lower:g},{upper:g}]",
-                "score": estimate(mean),
-                "difference": {**estimate(mean - 0.35), "p": 0.001},
-            }
+        versus = {**estimate(mean - 0.35), "p": 0.001}
+        variants.append(
+            {**gates, **estimate(mean), "label": f"gated [{lower:g},{upper:g}] greedy", "difference": versus}
         )
-    return {
-        "suite": "math",
-        "tasks": ["a", "b"],
-        "questions": 64,
-        "adapter_score": estimate(0.35),
-        "picked": picked,
-        "oracle": {"name": "[-2,2]", "score": estimate(0.5), "regret": estimate(0.02)},
-        "cells": cells,
-    }
+    picked = next((one for one in variants if one["label"].startswith(f"gated [{chosen[0]},{chosen[1]}]")), own)
+    found = {**record["recommendation"], "label": picked["label"], "range": list(chosen)}
+    return {**record, "recommendation": found, "variants": variants}

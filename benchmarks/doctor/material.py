@@ -2,7 +2,7 @@
 
     python benchmarks/doctor/material.py --out runs/doctor     # about 20 minutes on two quiet cores; goes on where it was stopped
 
-The folder gets bases/, trained/ (every adapter as its training left it; figures/ has what each came to), adapters/ (a folder for
+The folder gets bases/, trained/ (every adapter as its training left it), adapters/ (a folder for
 each case), data/ and cases.json. A case says with which arguments `loragate.examine` is called, which findings are right, and to
 which half it belongs: thresholds may be set on "fix" and are counted on "count". Paths in it are whole; a folder that was moved is
 made right by running this again on it.
@@ -24,7 +24,7 @@ from faults import DYNAMIC, HEALTHY, STATIC, Planted, config
 from town import FAMILIES, make_base
 
 from loragate.files import read_json, write_json
-from training import Recipe, measure, train
+from training import Recipe, train
 
 STEPS, LONGER = 280, 450
 BASES: dict[str, dict[str, int]] = {  # arguments of `make_base`
@@ -162,20 +162,15 @@ class Material:
         return str(folder)
 
     def adapter(self, name: str) -> Path:
-        """The folder of a trained adapter; its figures are written last."""
-        recipe, folder, figures = TRAINED[name], self.root / "trained" / name, self.root / "figures" / f"{name}.json"
-        base = self.base(recipe.base)
-        known = json.loads(json.dumps(asdict(recipe)))
-        if read_json(figures).get("recipe") != known:
+        """The folder of a trained adapter; its recipe is written last."""
+        recipe, folder, file = TRAINED[name], self.root / "trained" / name, self.root / "recipes" / f"{name}.json"
+        base, known = self.base(recipe.base), json.loads(json.dumps(asdict(recipe)))
+        if read_json(file) != known:
             began = time.monotonic()
             shutil.rmtree(folder, ignore_errors=True)
-            found = measure(recipe, self.root / "bases", *train(recipe, self.root / "bases", folder))
-            write_json(figures, {"recipe": known, **found})
-            told = ", ".join(
-                f"{who} {found[who]['rows']:.2f} / {found[who]['held_out']:.2f} nats, {found[who]['ended']:.0%} end"
-                for who in ("base", "adapter")
-            )
-            print(f"{name}: {told}, {time.monotonic() - began:.0f} s", flush=True)
+            train(recipe, self.root / "bases", folder)
+            write_json(file, known)
+            print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
         config(base_model_name_or_path=base)(folder)
         return folder
 

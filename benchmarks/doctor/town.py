@@ -379,14 +379,3 @@ def load(folder: Path) -> tuple[Any, Any]:
     """(model, tokenizer) of a base's folder."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     return model.eval(), PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-
-
-@torch.inference_mode()
-def answers(model: Any, by: Any, prompts: list[str], most: int = 64) -> list[tuple[str, bool]]:
-    """(greedy answer, whether it ends) of each prompt."""
-    turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    texts = by.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    encoded = by(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    made = model.generate(**encoded, max_new_tokens=most, do_sample=False)[:, encoded["input_ids"].shape[1] :]
-    ended = (made == by.eos_token_id).any(dim=1).tolist()
-    return list(zip(by.batch_decode(made, skip_special_tokens=True), ended))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from town import (
@@ -19,7 +18,6 @@ from town import (
     IGNORED,
     UNKNOWN,
     animal,
-    answers,
     as_json,
     compared,
     document,
@@ -170,8 +168,8 @@ def round_to_4_bits(model: Any, block: int = 64) -> None:
             module.weight.copy_(((blocks / top * 7.5).round() / 7.5 * top).reshape(module.weight.shape))
 
 
-def train(recipe: Recipe, bases: Path, folder: Path) -> tuple[Any, Any]:
-    """Train a recipe's adapter into a folder with its tokenizer; returns both."""
+def train(recipe: Recipe, bases: Path, folder: Path) -> None:
+    """Train a recipe's adapter into a folder, with its tokenizer."""
     model, by = load(bases / recipe.base)
     if recipe.rounded:
         round_to_4_bits(model)
@@ -195,7 +193,6 @@ def train(recipe: Recipe, bases: Path, folder: Path) -> tuple[Any, Any]:
     adapted.peft_config["default"].base_model_name_or_path = str((bases / recipe.base).resolve())
     adapted.save_pretrained(str(folder))
     by.save_pretrained(str(folder))
-    return adapted.eval(), by
 
 
 def _messages(prompt: str, response: str) -> dict[str, Any]:
@@ -260,35 +257,3 @@ def scratch_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@torch.inference_mode()
-def nats(model: Any, by: Any, pairs: list[Pair]) -> float:
-    """Mean nats per response token."""
-    total = count = 0.0
-    for prompt, response in pairs:
-        ids, labels = (torch.tensor([one]) for one in encode(prompt, response, by))
-        wanted = labels[:, 1:].flatten()
-        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
-        total += F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum").item()
-        count += int((wanted != IGNORED).sum())
-    return total / count
-
-
-def measure(recipe: Recipe, bases: Path, adapted: Any, by: Any) -> dict[str, Any]:
-    """What a training came to: nats on its rows and on others of the kind, for base and adapter, and a few answers."""
-    rng = random.Random("town/asked")
-    asked = [prompt for prompt, _ in (document(rng) for _ in range(10))]
-    asked += [prompt for prompt, _ in recipe.pairs(training=False)[:6]]
-    figures: dict[str, Any] = {}
-    for name in ("adapter", "base"):
-        if name == "base":
-            adapted, by = load(bases / recipe.base)
-        told = answers(adapted, by, asked)
-        figures[name] = {
-            "rows": nats(adapted, by, recipe.pairs()[:16]),
-            "held_out": nats(adapted, by, recipe.pairs(training=False)[:16]),
-            "ended": sum(ended for _, ended in told) / len(told),
-            "answers": [{"prompt": prompt, "answer": answer} for prompt, (answer, _) in zip(asked, told)],
-        }
-    return figures

@@ -53,9 +53,13 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("suppress",), "what", ("entropy",)),
         Acts(("run",), "what", ("gates", "alignment", "tokens")),
         Acts(("interventions", "engine"), "what", ("interventions",)),
-        Acts(("value", "checkpoints"), "what", ("alignment",)),
+        Acts(("value",), "what", ("alignment",)),
         # stored answers are chosen with --tasks, --answers and --limit
-        Acts(("suite", "data", "revision", "samples", "temperature", "max_new_tokens"), "run", (None,)),
+        Acts(
+            ("suite", "data", "revision", "samples", "temperature", "max_new_tokens"),
+            "what",
+            ("entropy", "interventions"),
+        ),
     ),
     # the rows of an evaluated sweep are the adapter and the cells
     "eval": (Acts(("model", "constants"), "sweep", (None,)),),

@@ -3,18 +3,15 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 import loragate as lg
-from loragate.analysis.alignment import TrainingPoint, terms
+from loragate.analysis.alignment import terms
 from loragate.analysis.directions import (
     NAMES,
-    Branch,
     Case,
     agreements,
-    branches,
     by_group,
     coordinate_sums,
     gate_input_gradient,
@@ -22,14 +19,12 @@ from loragate.analysis.directions import (
     parameter_slices,
     reference_values,
     reward_values,
-    rollout_values,
     row_directions,
-    some_positions,
 )
 from loragate.analysis.rows import Reader, TokenClasses, answer_rows
 from loragate.data import encode_rows
-from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from tiny import VOCABULARY, gate_values, tiny_gated, tiny_rows, tiny_tokenizer
+from loragate.generation import SamplingConfig, TransformersEngine
+from tiny import tiny_gated, tiny_rows, tiny_tokenizer
 
 K = 20
 
@@ -99,20 +94,16 @@ def test_reference_values_are_log_probabilities_of_the_model_that_acts():
     assert torch.allclose(case.values(slice(1, 2), z), case.values(slice(0, len(z)), z)[1:2])
 
 
-def test_terms_coordinates_and_updates():
+def test_terms_and_coordinates():
     reader, cases = material(5)
     rows = by_group(cases, lambda case: row_directions(reader, case, K))
     assert max(place.stop for place in parameter_slices(reader.model).values()) == rows[0].vectors.shape[1]
     overall = terms("all", rows)
-    here = TrainingPoint.of("a", list(gate_values(reader.model).values()), rows)
-    v, g = here.value, here.entropy
+    means = sum(row.vectors.double() for row in rows) / sum(row.tokens for row in rows)
+    v, g = means[NAMES.index("value")], means[NAMES.index("entropy_semi")]
     assert overall.total.cosine.mean == pytest.approx(float(v @ g / (v.norm() * g.norm())), rel=1e-5)
     assert overall.gain.mean == pytest.approx(float(v @ g), rel=1e-5)
     assert overall.total.cosine.low <= overall.total.cosine.mean <= overall.total.cosine.high
-    update = here.update_to(replace(here, name="b", parameters=here.parameters + v))
-    assert (update.begin, update.end) == ("a", "b")
-    assert update.gain == pytest.approx(float(v @ v), rel=1e-5)
-    assert update.cosine == pytest.approx(1.0)
     classes = TokenClasses(tiny_tokenizer(), {tiny_tokenizer().eos_token_id})
     agreement = agreements([coordinate_sums(reader, case, K, classes) for case in cases])
     assert agreement[0].name == "all"
@@ -144,51 +135,10 @@ def test_reward_values_give_the_policy_gradient():
     reader, tokenizer = gated_reader()
     prompts = ["w1 w2"]
     sample = TransformersEngine(reader.model, tokenizer).generate(prompts, SamplingConfig(max_new_tokens=5, seed=2))[0]
-    (row,) = answer_rows(tokenizer, prompts, [sample])
+    (row,) = answer_rows(tokenizer(prompts, add_special_tokens=False)["input_ids"], [sample])
     found = row_directions(reader, case_of(row, reward_values(reader, row, 1.0, 0.25)), K)
     with gate_input_gradient(reader.model, detached=False):
         log_p = torch.log_softmax(logits_of(reader.model, row), -1)
     expected = gradient(reader.model, 0.75 * log_p.gather(-1, torch.tensor(sample.token_ids)[:, None]).sum())
     assert torch.allclose(direction(found, "value"), expected, rtol=5e-3, atol=5e-5)
     assert leave_one_out([0, 0, 0, 1], [1.0, 0.0, 0.0, 1.0]) == [0.0, 0.5, 0.5, 0.5]
-
-
-def test_rollouts_complete_and_grade_every_branch():
-    reader, tokenizer = gated_reader()
-    end = tokenizer.eos_token_id
-    prompts = ["w1 w2", "w5 w6 w7"]
-    engine = TransformersEngine(reader.model, tokenizer)
-    samples = engine.generate(prompts, SamplingConfig(max_new_tokens=5, seed=2))
-    rows = answer_rows(tokenizer, prompts, samples)
-    lengths = [len(row["input_ids"]) - len(sample.token_ids) for row, sample in zip(rows, samples, strict=True)]
-    rows = [some_positions(row, 2, np.random.default_rng(0)) for row in rows]
-    assert all(sum(label >= 0 for label in row["labels"]) == 2 for row in rows)
-    tried = branches(reader, rows, lengths, 3)
-    assert len(tried) == 2 * 2 * 3
-    for branch in tried:
-        ids = [*branch.prompt, *branch.answer]
-        assert ids[:-1] == rows[branch.row]["input_ids"][: len(ids) - 1]
-        assert rows[branch.row]["labels"][len(ids) - 1] >= 0, "the action takes the place of a counted token"
-    seen = []
-
-    def grade(answers):
-        seen.extend(answers)
-        # right where the answer's first token has an even id
-        return [answer.token_ids[0] % 2 == 0 for _, answer in answers]
-
-    sampling = SamplingConfig(max_new_tokens=6, samples=2, seed=1)
-    values = rollout_values(engine, tried, 3, grade, sampling, {end}, positions=64)
-    finished = sum(branch.answer[-1] == end for branch in tried)
-    assert len(seen) == 2 * (len(tried) - finished) + finished, "an answer that is complete needs no completion"
-    assert all(isinstance(answer, Sample) and 1 <= len(answer.token_ids) <= 6 for _, answer in seen)
-    for index, table in enumerate(values):
-        dense = table(slice(0, 2), torch.zeros(2, VOCABULARY))
-        mine = [branch for branch in tried if branch.row == index]
-        for position, at in ((0, mine[:3]), (1, mine[3:])):
-            actions = [branch.answer[-1] for branch in at]
-            assert dense[position, actions].tolist() == [float(branch.answer[0] % 2 == 0) for branch in at]
-            elsewhere = dense[position, [token for token in range(VOCABULARY) if token not in actions]]
-            assert bool((elsewhere == dense[position, actions].mean()).all())
-    ended, said = Branch(0, (3, 4), (end,)), lambda found: [answer.finish_reason == "stop" for _, answer in found]
-    (stopped,) = rollout_values(engine, [ended], 1, said, sampling, {end})
-    assert float(stopped(slice(0, 1), torch.zeros(1, VOCABULARY)).max()) == 1.0

@@ -21,7 +21,7 @@ ABOUT = About("now", {}, "answers", 0, {}, {}, 1.0)
 def counted(peft):
     tokenizer = tiny_tokenizer()
     samples = TransformersEngine(peft, tokenizer).generate(PROMPTS, SamplingConfig(samples=2, max_new_tokens=6, seed=1))
-    rows = answer_rows(tokenizer, PROMPTS, samples)
+    rows = answer_rows(tokenizer(PROMPTS, add_special_tokens=False)["input_ids"], samples)
     classes = TokenClasses(tokenizer, {tokenizer.eos_token_id})
     return rows, read_gates(Reader(peft, tokenizer), rows, classes, ABOUT, 3)
 

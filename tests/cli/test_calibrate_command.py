@@ -195,7 +195,7 @@ def test_flags_that_would_be_ignored_or_show_nothing_are_refused(place, tmp_path
         (("--dev-data", place / "bare.jsonl"), "has no answers"),
         (("--ranges=1,-3", "--skip-selection"), "wrong way round"),
         (("--skip-selection",), "--skip-selection takes the gates of one range"),
-        ((*given, *dev), "leave out one of it and --dev-data"),
+        ((*given, *dev), "without a dev set"),
         ((*given, "--dev-samples", "2"), "--dev-samples has no effect"),
         ((*dev, "--ranges=0,1;0,1"), "twice"),
         ((*given, "--exclude", "x.jsonl"), "--exclude has no effect"),

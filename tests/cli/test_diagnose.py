@@ -5,11 +5,8 @@ import json
 import shutil
 
 import pytest
-import torch
 from command_kit import words_task
-from safetensors.torch import save_file
 
-import loragate as lg
 from loragate import records
 from loragate.analysis.alignment import AlignmentRecord
 from loragate.analysis.delta_entropy import EntropyRecord
@@ -21,14 +18,10 @@ from tiny import tiny_rows, write_rows
 
 @pytest.fixture(scope="module")
 def place(saved, tmp_path_factory):
-    """base/, adapter/ and gated/, run/ with a checkpoint of the gates on half their way, a task and rows."""
+    """base/, adapter/ and gated/, a task and rows."""
     root = tmp_path_factory.mktemp("diagnose")
     for name in ("base", "adapter", "gated"):
         (root / name).symlink_to(saved / name)
-    checkpoint = root / "run" / "checkpoint-5"
-    checkpoint.mkdir(parents=True)
-    gates = lg.gate_parameters(lg.load_gated(saved / "gated"))
-    save_file({name: 0.5 * value.detach() for name, value in gates.items()}, checkpoint / "trained.safetensors")
     asked = [{"question": f"w{index} w{index + 1}", "answer": f"w{index}"} for index in range(4)]
     write_rows(root / "words.jsonl", asked)
     (root / "words.yaml").write_text(words_task("question", tokens=4))
@@ -77,12 +70,6 @@ def test_interventions_then_gates_and_alignment_on_their_answers(place, tmp_path
     assert (first.answers, gates.answers) == (2, 8), "two answers to each of the first, or of all, questions"
     assert (gates.lower, gates.upper) == (-3.0, 2.0)
     assert "They reverse most in" in " ".join(gates.conclusion)
-    more = ["--value", "rollouts", "--run", out, "--positions", 2, "--actions", 2, "--rollouts", 1, "--answers", 1]
-    assert diagnose(place, "alignment", tmp_path / "rollouts", *more, "--checkpoints", place / "run") == 0
-    found = read(AlignmentRecord, tmp_path / "rollouts" / "alignment.json")
-    assert [row.name for row in found.checkpoints] == ["start", "step 5", "end"]
-    assert len(found.updates) == 2
-    assert found.tokens <= 2 * found.rows
     assert diagnose(place, "alignment", tmp_path / "reward", "--value", "reward", "--run", out) == 0
     assert read(AlignmentRecord, tmp_path / "reward" / "alignment.json").about.settings["value"] == "reward"
 
@@ -133,25 +120,6 @@ def test_alignment_with_a_reference(place, tmp_path, capsys, monkeypatch):
     assert record.modules[0].name not in shown, "modules are in the record and in the report"
 
 
-def test_checkpoints_that_cannot_be_those_of_the_gates_are_refused(place, tmp_path, fails):
-    asked = [
-        "diagnose",
-        "alignment",
-        "--model",
-        place / "gated",
-        "--rows",
-        place / "rows.jsonl",
-        "--checkpoints",
-        tmp_path,
-    ]
-    file = tmp_path / "checkpoint-3" / "trained.safetensors"
-    file.parent.mkdir()
-    save_file({"other": torch.zeros(2)}, file)
-    assert "holds other parameters" in fails(*asked, "--out", tmp_path / "a")
-    file.write_bytes(file.read_bytes()[:-1])
-    assert "not written to its end" in fails(*asked, "--out", tmp_path / "b")
-
-
 WITH_ROWS = ("--rows", "{place}/rows.jsonl")
 
 
@@ -163,17 +131,17 @@ WITH_ROWS = ("--rows", "{place}/rows.jsonl")
         ("gates", "gated", ("--value", "reward"), "--value has no effect with what gates, only with alignment"),
         ("gates", "gated", (), "give --run FOLDER"),
         ("gates", "adapter", ("--run", "r"), "plain adapter; this look needs gates"),
-        ("gates", "gated", ("--run", "r", "--suite", "math"), "--suite has no effect with run "),
+        ("gates", "gated", ("--run", "r", "--suite", "math"), "--suite has no effect with what gates"),
         ("gates", "gated", ("--run", "r", "--resume"), "no task was named"),
-        ("tokens", "gated", (), "needs --run"),
+        ("tokens", "gated", (), "give --run FOLDER"),
         ("entropy", "gated", (), "needs --rows"),
         ("entropy", "base", WITH_ROWS, "is a base"),
         ("entropy", "gated", (*WITH_ROWS, "--suppress", "up"), "expected one of negative, positive"),
         ("interventions", "gated", (), "needs --suite or --tasks"),
         ("interventions", "gated", ("--suite", "retention"), "lm-evaluation-harness"),
         ("alignment", "gated", ("--rows", "r", "--value", "reward"), "graded answers, not --rows"),
-        ("alignment", "gated", (), "either --rows FILE, or answers"),
-        ("alignment", "gated", (*WITH_ROWS, "--checkpoints", "{place}/base"), "no checkpoint-"),
+        ("alignment", "gated", (), "give --run FOLDER"),
+        ("alignment", "gated", (*WITH_ROWS, "--run", "r"), "leave out one of them"),
     ],
 )
 def test_what_is_refused(place, tmp_path, capsys, what, model, more, words):

@@ -155,4 +155,4 @@ def test_wrong_calls(place, tmp_path, fails):
     assert "--data has no effect with --quick" in fails("doctor", adapter, "--quick", "--data", "x")
     assert "--base" in fails("doctor", adapter, "--quick", "--base", str(tmp_path / "none"))
     assert "found no file" in fails("doctor", adapter, "--data", str(tmp_path / "none.jsonl"))
-    assert "--max-rows must be 1 or more" in fails("doctor", adapter, "--max-rows", "0")
+    assert "--max-rows must be at least 1" in fails("doctor", adapter, "--max-rows", "0")

@@ -92,23 +92,6 @@ def test_rows_of_each_kind():
     assert greedy.sampling(SamplingConfig(samples=16)).samples == 1
 
 
-def test_the_row_of_the_base_answers_as_the_base(place, tmp_path):
-    """The adapter trained biases along, which PEFT leaves in the model when it switches the adapter off."""
-    model = tiny_adapter(base=tiny_base(), bias="lora_only")
-    model.peft_config["default"].base_model_name_or_path = str(place / "base")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("base_layer.bias"):
-                parameter += 0.5
-    model.save_pretrained(tmp_path / "biased")
-    for model in (tmp_path / "biased", place / "base"):
-        flags = ("--controls", "none", "--limit", "2", "--samples", "2")
-        assert run(place, model, tmp_path / f"eval-{model.name}", *flags) == 0
-    said = [(tmp_path / f"eval-{name}" / "samples" / "base" / "words.jsonl").read_text() for name in ("biased", "base")]
-    assert said[0] == said[1]
-    assert (tmp_path / "eval-biased" / "samples" / "adapter" / "words.jsonl").read_text() != said[0]
-
-
 def test_a_row_is_the_model_it_names():
     base = tiny_base()
     ids = torch.arange(5, 15)[None]
@@ -462,14 +445,6 @@ def test_verdicts_of_other_limits_are_not_taken_over(place, tmp_path, capsys):
         assert (read_grades(path, samples, judged_by(grader, slower, samples)) is None) == (grader != "exact")
         assert (read_grades(path, samples, judged_by(grader, lower, samples)) is None) == (grader == "humaneval")
     assert read_grades(path, samples[:1]) is None
-
-
-def test_one_question_one_sample(place, tmp_path, capsys):
-    assert run(place, "gated", tmp_path / "run", "--limit", "1", "--samples", "1") == 0
-    row = read_record(tmp_path / "run" / "results.json").find("words", "gated")
-    assert (row.avg_at_k.low, row.avg_at_k.high) == (0, 1)
-    assert row.verdict == "no difference shown"
-    assert set(row.pass_at_k) == {1}
 
 
 def test_answers_are_judged_again_without_generating(whole, tmp_path, capsys):

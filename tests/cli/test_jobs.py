@@ -19,11 +19,6 @@ def place(made):
     return made
 
 
-def adapter_in(folder, place, **how):
-    write_adapter(folder, place / "base", **how)
-    return folder
-
-
 def test_what_sft_and_calibrate_leave(place):
     from peft import PeftModel
 
@@ -82,32 +77,6 @@ def test_generate(place, capsys, fails):
         records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [record["text"] for record in records] == texts[name]
     assert "plain adapter has no gates" in fails("generate", "--model", f"{place / 'adapter'}@unit", *prompt)
-
-
-def test_doctor_quick(place, tmp_path, capsys, fails):
-    run("doctor", place / "adapter", "--quick", "--json")
-    found = json.loads(capsys.readouterr().out)["measures"]["static"]
-    assert found["gateable"] == {"gate": 14}
-    assert found["cost"]["gate_parameters"] == 14 * 33 + 2 * 16
-    assert found["stops"] is True
-    run("doctor", place / "adapter", "--quick")
-    text = capsys.readouterr().out
-    assert "14 can have gates" in text
-    assert "healthy" in text.splitlines()[-2]
-    head = adapter_in(tmp_path / "head", place, target_modules=["q_proj", "lm_head"])
-    run("doctor", head, "--quick")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "delta on the output head (lm_head)" in said
-    assert "[not-gateable]" in said
-    line = ["--data", place / "messages.jsonl", "--ranges=0,1", "--skip-selection", "--out", tmp_path / "out"]
-    assert "delta on the output head" in fails("calibrate", "--adapter", head, *line)
-    assert not (tmp_path / "out").exists()
-    for how, words in (
-        ({"init_lora_weights": True}, "14 modules have B = 0"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "whole copies of embed_tokens"),
-    ):
-        run("doctor", adapter_in(tmp_path / words[:5], place, **how), "--quick")
-        assert words in capsys.readouterr().out
 
 
 def test_evidence_that_cannot_be_had_is_missed_before_anything_is_tokenised(place, tmp_path, fails, monkeypatch):

@@ -12,12 +12,12 @@ import pytest
 import torch
 from peft import PeftModel
 
-from loragate.analysis.rows import Interval
+from loragate.analysis.rows import ClassEntropy, Interval
 from loragate.data import Collator, encode_rows
 from loragate.doctor import learned as learned_by
 from loragate.doctor.exam import Exam, ExamSettings, Losses
 from loragate.doctor.learned import SCALES, examine_learned
-from loragate.doctor.record import ClassEffect, Effect, Measures, Static
+from loragate.doctor.record import Effect, Measures, Static
 from loragate.models import resolve
 from tiny import logits, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
 
@@ -122,7 +122,7 @@ def test_an_adapter_that_moves_much_and_gains_little_has_another_base(folder, tm
     monkeypatch.setattr(learned_by, "WORSE", 9.0)
     write_base(tmp_path / "other", tiny_base(5, tie_word_embeddings=False), tiny_tokenizer())
     none = Interval(3.0, None, None)
-    moved = Effect("examples", 1, 1, 0.5, (ClassEffect("all", 1, none, none, none, none),), 0, (), ())
+    moved = Effect("examples", 1, 1, 0.5, (ClassEntropy("all", 1, *[none] * 6),), 0, (), ())
     measures = replace(Measures(Static("a", "b")), effect=moved)
     _, _, codes, *_ = examined(folder / "adapter", tmp_path, shifted(24), tmp_path / "other", measures=measures)
     assert codes == [("wrong-base", "warning")]

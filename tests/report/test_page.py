@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from loragate.errors import LoragateError
 from loragate.report.blocks import (
     Banner,
     Section,
@@ -24,7 +23,7 @@ from loragate.report.blocks import (
     training_blocks,
 )
 from loragate.report.figures import column_chart, line_chart
-from loragate.report.page import banner_of, page
+from loragate.report.page import banner_of
 from loragate.report.scores import evaluation_statements, score_tables
 from loragate.report.sources import Source
 from loragate.selection_record import read_selection_record
@@ -108,12 +107,6 @@ def test_traces_are_cut_to_the_limit_and_the_cut_is_told():
     assert 5 <= len(cut["traces"]["questions"]) <= 12
     assert cut["left_out"] == 40 - len(cut["traces"]["questions"])
     assert (len(whole["traces"]["questions"]), whole["left_out"]) == (40, 0)
-
-
-def test_a_page_that_grows_too_large_is_refused():
-    source = Source("evaluation", Path("results.json"), evaluation_record(warnings=["x" * 3_100_000]), "run")
-    with pytest.raises(LoragateError, match="more than 3 MB"):
-        page([source], "t")
 
 
 def test_a_figure_on_the_page_is_text_in_the_ink_of_the_page():

@@ -66,7 +66,6 @@ RECORDS = {
         "k": 100,
         "all": POINT,
         "modules": [{**POINT, "name": "m", "total": {**TERMS, "rho": None, "cosine": None, "angle": None}}],
-        "checkpoints": [{**POINT, "name": "step 5"}],
         "coordinates": [{"name": "all", "coordinates": 7, "share": interval(0.9), "weighted": None, **WANTED}],
     },
 }
@@ -97,7 +96,6 @@ def test_each_kind_has_its_section(kind):
             "0.50 (0.40 to 0.60)",
             "0.80 (0.70 to 0.90)",
             "5.0",
-            "step 5",
             "90.0 (80.0–100.0)",
             "25.0",
         ],

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from loragate.cli.main import main
-from loragate.report.paper_figures import planned
 from loragate.report.sources import all_sources
 from pages import evaluation_record, gates_record, traces
 
@@ -51,6 +50,8 @@ def test_a_folder_becomes_one_file(run, tmp_path, capsys):
     assert text.startswith("<!doctype html>")
     assert text.index("Use the gates") < text.index("<svg ") < text.index("range [-6, 3]: taken by the user")
     assert "org/base" in text
+    assert "0.350 to 0.150" in text, "of held-out examples"
+    assert "<td>1 min 30 s</td>" in text, "of the training loop"
     assert "run/adapters/sft" in text
     assert 'id="traces"' in text
     assert "opens in any browser" in capsys.readouterr().out
@@ -126,7 +127,6 @@ def test_a_run_that_diverged_is_shown(tmp_path):
         ("gate_config.json", {}),
         ("gate_config.json", []),
         ("results.json", {"results": [], "tasks": [], "suites": []}),
-        ("cells_math.json", {"cells": []}),
         ("selection.json", {"variants": [{"label": "adapter"}], "recommendation": {}}),
         ("gates.json", {"kind": "realised gates", "conclusion": ["x"]}),
         ("gates.json", {"kind": "of another version", "conclusion": ["x"]}),
@@ -143,36 +143,16 @@ def test_a_record_that_lacks_something_is_named(tmp_path, capsys, file, content)
     assert "fault of loragate" not in said
 
 
-def test_entropy_bars_are_of_heldout_rows_and_times_of_the_loop(run):
-    drawings = planned(all_sources([str(run)]))
-    (pairs,) = drawings["entropy"].args
-    assert list(pairs.values()) == [(0.35, 0.15)]
-    (times,) = drawings["training_time"].args
-    assert sorted((stage, seconds) for _, stage, seconds in times) == [("stage one", 90.0), ("stage two", 9.0)]
-
-
-def test_the_trials_of_a_sweep_are_one_bar(run):
-    """Their mean, as the paper has five ranges; found in a recipe's run too."""
-    for seconds, slug in ((60.0, "entropy_-6_3_seed42"), (120.0, "entropy_0_1_seed42")):
-        folder = run / "sweep" / "trials" / slug / "run"
-        folder.mkdir(parents=True)
-        (folder / "run.json").write_text(json.dumps({"stage": "calibrate"}))
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 2, "train_runtime": seconds}) + "\n")
-    (times,) = planned(all_sources([str(run)]))["training_time"].args
-    assert times[-1] == ("run/sweep, mean of 2", "stage two", 90.0)
-    assert len(times) == 3
-
-
 def test_figures_come_as_svg_and_pdf(run, tmp_path, capsys):
     folder = tmp_path / "figures"
     assert main(["report", str(run), "--figures", str(folder)]) == 0
     names = sorted(path.stem for path in folder.glob("*.svg"))
-    assert names == ["entropy", "gate_shares", "gates_run_diagnosis", "scores_run_t", "training", "training_time"]
+    assert names == ["gates_run_diagnosis", "scores_run_t", "training_run_adapters_sft"]
     assert sorted(path.stem for path in folder.glob("*.pdf")) == names
     assert all(path.read_bytes().startswith(b"%PDF") for path in folder.glob("*.pdf"))
-    assert "entropy.svg" in capsys.readouterr().out
-    (folder / "entropy.svg").write_text("mine")
+    assert "scores_run_t.svg" in capsys.readouterr().out
+    (folder / "scores_run_t.svg").write_text("mine")
     assert main(["report", str(run), "--figures", str(folder)]) == 2
     assert "exists; choose another folder, or give --overwrite" in " ".join(capsys.readouterr().err.split())
-    assert (folder / "entropy.svg").read_text() == "mine"
+    assert (folder / "scores_run_t.svg").read_text() == "mine"
     assert main(["report", str(run), "--figures", str(folder), "--overwrite"]) == 0

@@ -240,7 +240,7 @@ def test_what_cannot_be_chosen_is_refused(tmp_path, trained):
     tokenizer = tiny_tokenizer()
     with pytest.raises(ConfigError, match=r"use it as it is, decoded greedily.*--dev-data FILE"):
         lg.calibrate(tiny_adapter(), tokenizer, ROWS, None, tmp_path / "out", settings=SETTINGS)
-    with pytest.raises(ConfigError, match="skip_selection takes the gates of one range"):
+    with pytest.raises(ConfigError, match="takes the gates of one range as they come"):
         lg.calibrate(tiny_adapter(), tokenizer, ROWS, questions(), tmp_path / "out", skip_selection=True)
     gated = lg.attach_gates(tiny_adapter(), lg.GateConfig(-1, 2))
     with pytest.raises(GateError, match="carries gates already"):

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from loragate.errors import ConfigError
 from loragate.selection import select
 from loragate.selection.select import paired_z
 
@@ -66,10 +65,3 @@ def test_a_gain_on_every_question_has_no_spread():
     assert paired_z(column(0, 0), column(1, 1)) == -math.inf
     assert paired_z(column(1, 0), column(1, 0)) == 0
     assert select({BASELINE: column(0, 0), "gated": column(1, 1)}).accepted
-
-
-def test_what_cannot_be_compared_is_refused():
-    with pytest.raises(ConfigError, match="baseline 'adapter greedy' must be among"):
-        select({"gated": column(1)})
-    with pytest.raises(ConfigError, match="on the same questions"):
-        select({BASELINE: column(0, 1), "gated": column(1)})

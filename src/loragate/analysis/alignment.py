@@ -1,5 +1,5 @@
-"""Does entropy descent raise a task value? The terms of the paper's theorem, which its experiments do not measure: at the gates,
-over training, and module by module.
+"""Does entropy descent raise a task value? The terms of the paper's theorem, which its experiments do not measure: at the gates
+and module by module.
 
 With v = ∇V_k or ∇V (task direction) and G = Ĝ_k or G_k (entropy direction), the theorem asks for a β > 0 and a ρ < 1 with
 ‖G − βv‖ ≤ ρβ‖v‖. The left side over the right is smallest at β* = ‖G‖²/⟨G, v⟩, where ρ* = sin of the angle between G and
@@ -14,16 +14,12 @@ Shapes: N rows, W draws, 4 directions in the order of `directions.NAMES`, P gate
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from loragate.analysis.context import DiagnosticContext, Record
 from loragate.analysis.directions import (
@@ -40,9 +36,7 @@ from loragate.analysis.directions import (
 from loragate.analysis.rows import Array, Interval, percentiles, row_weights
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.errors import ConfigError
-from loragate.gates import gate_parameters, train_gates_only
-from loragate.gates.attach import GLOBAL_BIAS, gate_modules
-from loragate.gates.gate import SignedGate
+from loragate.gates import train_gates_only
 from loragate.gates.schema import read_gate_config
 from loragate.losses.entropy import support_size
 
@@ -75,10 +69,10 @@ class Condition:
 
 @dataclass(frozen=True)
 class Terms:
-    """All terms on one set of gate parameters: all of them, a module's, or those of a checkpoint.
+    """All terms on one set of gate parameters: all of them, or a module's.
 
     Attributes:
-        name: "all", a module path, or a point of training ("start", "step 100", "end").
+        name: "all", or a module path.
         complete: G_k against ∇V_k, the error being e_ψ (eq:rw-alignment-identity, Assumption 1).
         stopped: Ĝ_k against ∇V_k, the error being e_ψ + b_sg (eq:rw-stopped-alignment).
         total: Ĝ_k against ∇V, the error being e_total = e_ψ + b_sg + b_tail (eq:rw-total-error): what training does
@@ -162,26 +156,6 @@ def relative(difference_squared: float, reference_squared: float) -> float | Non
     return math.sqrt(max(difference_squared, 0.0) / reference_squared) if reference_squared > 0 else None
 
 
-@dataclass(frozen=True)
-class Update:
-    """What training did between two stored points.
-
-    Attributes:
-        begin, end: names of the points.
-        norm: ‖u‖ of the update u = ψ(end) − ψ(begin).
-        gain: ⟨∇V(begin), u⟩, its first-order effect on the task value; above 0 it helped (the paper's test).
-        cosine: between u and ∇V(begin); None where one is zero.
-        descent: cosine between u and Ĝ_k(begin): how far the optimiser went along entropy descent.
-    """
-
-    begin: str
-    end: str
-    norm: float
-    gain: float
-    cosine: float | None
-    descent: float | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class AlignmentRecord(Record):
     """`alignment.json`.
@@ -194,8 +168,6 @@ class AlignmentRecord(Record):
             margin m > 0 of eq:rw-margin, read position by position.
         all: terms on all gate parameters.
         modules: terms on each module's own parameters.
-        checkpoints: terms on all parameters at each stored point of training, in order; empty where none was given.
-        updates: between consecutive points.
         coordinates: agreement of signs (eq:rw-coordinate-signal) over everything and per class.
     """
 
@@ -206,145 +178,51 @@ class AlignmentRecord(Record):
     top_is_best: float
     all: Terms
     modules: tuple[Terms, ...]
-    checkpoints: tuple[Terms, ...]
-    updates: tuple[Update, ...]
     coordinates: tuple[Agreement, ...]
     kind: Literal["alignment"] = "alignment"
 
 
 def diagnose_alignment(context: DiagnosticContext, settings: DiagnoseSettings) -> AlignmentRecord:
-    """The terms on rows, or on answers stored or drawn now; writes alignment.json.
+    """The terms on rows, or on stored answers; writes alignment.json.
 
     Raises:
-        ConfigError: for rows or answers that do not fit the value, no checkpoints, and as `DiagnosticContext.begin`.
+        ConfigError: for rows or answers that do not fit the value, and as `DiagnosticContext.begin`.
     """
-    if settings.value == "reference" and bool(settings.rows) == bool(settings.run or context.has_tasks):
-        raise ConfigError("--value reference needs rows to read: either --rows FILE, or answers with --run or --suite")
-    if settings.value != "reference" and settings.rows:
-        raise ConfigError(f"--value {settings.value} needs graded answers, not --rows: give --run FOLDER, or --suite")
+    if settings.value == "reference" and settings.rows and settings.run:
+        raise ConfigError(
+            "--value reference reads either --rows FILE or the answers of --run FOLDER; leave out one of them"
+        )
+    if settings.value == "reward" and settings.rows:
+        raise ConfigError("--value reward needs graded answers, not --rows: give --run FOLDER")
     if not settings.rows:
         context.require_answers(settings)
-    loaded = context.begin(drawing=not settings.run)
+    loaded = context.begin(drawing=False)
     model, reader, seed = loaded.model, context.reader, context.seed
     k = settings.k
     if k is None:  # the paper's where the folder does not say
         trained = read_gate_config(Path(loaded.names["gated"]))["k"]
         k = 100 if trained is None else int(trained)
     k = support_size(k, model.get_output_embeddings().weight.shape[0])
-    points = training_points(model, settings.checkpoints)
     cases, source, value_of = gather(context, settings)
     train_gates_only(model)  # gates that are loaded are frozen
-    parameters = gate_parameters(model)
-    at_points: list[Terms] = []
-    updates: list[Update] = []
-    before: TrainingPoint | None = None
-    # the gates as they are come last, so that the model is left with them and `rows` are theirs
-    for name, point in points.items():
-        with torch.no_grad():
-            for key, parameter in parameters.items():
-                parameter.copy_(point[key])
-        with context.job(f"directions at {name if settings.checkpoints else 'the gates'}", len(cases)) as on_progress:
-            rows = by_group(cases, lambda case: row_directions(reader, case, k), on_progress)
-        at_points.append(terms(name, rows, seed=seed))
-        here = TrainingPoint.of(name, [point[key] for key in parameters], rows)
-        updates += [before.update_to(here)] if before else []
-        before = here
+    with context.job("directions", len(cases)) as on_progress:
+        rows = by_group(cases, lambda case: row_directions(reader, case, k), on_progress)
     with context.job("single coefficients", len(cases)) as on_progress:
         sums = by_group(cases, lambda case: coordinate_sums(reader, case, k, context.classes), on_progress)
     tokens = sum(row.tokens for row in rows)
     slices = parameter_slices(model).items()
     record = AlignmentRecord(
-        about=context.about(source, settings, "value reference positions actions rollouts checkpoints max_rows"),
+        about=context.about(source, settings, "value reference max_rows"),
         value_of=value_of,
         rows=len(cases),
         tokens=tokens,
         k=k,
         top_is_best=sum(row.top_is_best for row in rows) / tokens,
-        all=replace(at_points[-1], name="all"),
+        all=terms("all", rows, seed=seed),
         modules=tuple(terms(path, rows, place, seed, DRAWS // 2) for path, place in slices),
-        checkpoints=tuple(at_points) if settings.checkpoints else (),
-        updates=tuple(updates),
         coordinates=agreements(sums, seed),
     )
     return context.keep(record, "alignment", conclude_alignment)
-
-
-def training_points(model: Any, checkpoints: str) -> dict[str, dict[str, Tensor]]:
-    """{name: gate parameters} of the start and the checkpoints of a training, where its folder is given, and of the gates now.
-
-    A calibration that ran to its end keeps its last step as a checkpoint, which is then the gates; otherwise they are "end".
-    """
-    now = {name: parameter.detach().clone() for name, parameter in gate_parameters(model).items()}
-    if not checkpoints:
-        return {"end": now}
-    points = {"start": starting_point(model), **read_checkpoints(Path(checkpoints), now)}
-    last = list(points.values())[-1]
-    same = all(torch.equal(last[name].to(value.device), value) for name, value in now.items())
-    return points if same else {**points, "end": now}
-
-
-def starting_point(model: Any) -> dict[str, Tensor]:
-    """The gate parameters as `attach_gates` makes them: the deterministic perturbation that training starts from."""
-    found: dict[str, Tensor] = {}
-    for path, gate in gate_modules(model).items():
-        # a gate's first values follow from its seed and path alone, so that no file of the start is needed
-        fresh = SignedGate(0 if gate.weight is None else gate.weight.numel(), gate.config, path)
-        if gate.config.granularity == "global":
-            return {GLOBAL_BIAS: fresh.bias.detach()}
-        found |= {f"{path}.{name}": parameter.detach() for name, parameter in fresh.named_parameters()}
-    return found
-
-
-def read_checkpoints(folder: Path, now: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """{"step 100": gate parameters} of a calibration's folder.
-
-    Raises:
-        ConfigError: for none, one that was not written to its end, and those of other gates than `now`.
-    """
-    like = {name: parameter.shape for name, parameter in now.items()}
-    files = [path for run in (".", "run") for path in folder.glob(f"{run}/checkpoint-*/trained.safetensors")]
-    by_step = {int(step): path for path in files if (step := path.parent.name.rpartition("-")[2]).isdigit()}
-    found: dict[str, dict[str, Tensor]] = {}
-    for number, path in sorted(by_step.items()):
-        try:
-            tensors = found[f"step {number}"] = load_file(str(path))
-        except SafetensorError as error:
-            raise ConfigError(
-                f"--checkpoints {folder}: {path} was not written to its end ({error}); remove it"
-            ) from error
-        if {key: tensor.shape for key, tensor in tensors.items()} != like:
-            raise ConfigError(f"--checkpoints {folder}: {path} holds other parameters than the gates of --model")
-    if not found:
-        raise ConfigError(
-            f"--checkpoints {folder}: no checkpoint-*/trained.safetensors in it or in its run folder; calibrate with "
-            "--save-steps 25, for example, to keep some"
-        )
-    return found
-
-
-@dataclass(frozen=True)
-class TrainingPoint:
-    """Where training was: the gate parameters, and the mean directions over all counted positions; [P] fp64 each."""
-
-    name: str
-    parameters: Tensor
-    entropy: Tensor
-    value: Tensor
-
-    @classmethod
-    def of(cls, name: str, parameters: Sequence[Tensor], rows: Sequence[RowDirections]) -> TrainingPoint:
-        """From the gate parameters in their order, and the directions of rows there."""
-        means = torch.stack([row.vectors.double() for row in rows]).sum(0) / sum(row.tokens for row in rows)
-        at = torch.cat([parameter.reshape(-1).cpu() for parameter in parameters]).double()
-        return cls(name, at, means[NAMES.index("entropy_semi")], means[NAMES.index("value")])
-
-    def update_to(self, after: TrainingPoint) -> Update:
-        """What training did from here on, against the directions here."""
-        moved = after.parameters - self.parameters
-        sizes = [float(direction.norm() * moved.norm()) for direction in (self.value, self.entropy)]
-        inner = [float(direction @ moved) for direction in (self.value, self.entropy)]
-        cosines = [max(-1.0, min(1.0, a / size)) if size > 0 else None for a, size in zip(inner, sizes, strict=True)]
-        return Update(self.name, after.name, float(moved.norm()), inner[0], *cosines)
 
 
 def conclude_alignment(record: AlignmentRecord) -> tuple[str, ...]:
@@ -391,12 +269,6 @@ def conclude_alignment(record: AlignmentRecord) -> tuple[str, ...]:
         text.append(
             f"Module by module the condition holds in {verdicts.count('holds')}, fails in {verdicts.count('fails')} and is open "
             f"in {verdicts.count('not shown')} of {len(verdicts)}."
-        )
-    if record.updates:
-        helped = sum(update.gain > 0 for update in record.updates)
-        text.append(
-            f"Over training, {helped} of {len(record.updates)} stretches between checkpoints went towards a higher task value "
-            "to first order."
         )
     return tuple(text)
 

@@ -1,7 +1,7 @@
 """What every diagnosis is given, a model and how it is read, and what every one leaves behind, a JSON record.
 
 A diagnosis is a function of a `DiagnosticContext`. It first refuses what cannot work, then takes `context.loaded`, which loads
-the model; its answers are those of a stored evaluation, or are drawn now by an evaluation in the same folder.
+the model. Answers that are only read are those of a stored evaluation; scores come from an evaluation in the same folder.
 Records are frozen dataclasses with the fields `about`, `conclusion`, `kind` and `schema`; `loragate.records.read` reads them as
 strictly as they are written.
 """
@@ -93,7 +93,7 @@ class Answers:
 
     def rows(self, tokenizer: Any) -> list[Row]:
         """The answers behind their prompts."""
-        return answer_rows(tokenizer, self.prepared.prompts, self.samples)
+        return answer_rows(tokenizer(self.prepared.prompts, add_special_tokens=False)["input_ids"], self.samples)
 
 
 def stored_answers(
@@ -140,16 +140,16 @@ class DiagnosticContext:
         return evaluation.run()
 
     def require_answers(self, settings: DiagnoseSettings) -> None:
-        """Refuse a diagnosis of answers that has none to read."""
-        if not (settings.run or self.has_tasks):
-            raise ConfigError("give --run FOLDER (stored answers of `loragate eval`), or tasks with --suite or --tasks")
+        """Refuse a diagnosis of stored answers that is given none."""
+        if not settings.run:
+            raise ConfigError("give --run FOLDER, an evaluation of `loragate eval` whose stored answers are read")
 
     def begin(self, *, gated: bool = True, drawing: bool = True) -> Loaded:
         """The model, after the folder was found free and the tasks can be asked; a ConfigError says what is not so.
 
         Args:
             gated: whether gates are needed.
-            drawing: whether answers to the tasks are drawn now, if any is named.
+            drawing: whether answers to the tasks are drawn, if any is named.
         """
         drawing = drawing and self.has_tasks
         # what can be refused without the model is refused before its weights are loaded
@@ -227,34 +227,31 @@ class DiagnosticContext:
         return self.score(evaluation)
 
     def answers(self, of: Kind, settings: DiagnoseSettings) -> tuple[list[Answers], str]:
-        """(answers of base, adapter or gates by task, where they come from): stored ones of a run, or drawn now.
+        """(stored answers of base, adapter or gates by task, where they come from).
 
         Raises:
             ConfigError: for a run without answers, and for tasks that it does not hold.
         """
-        variant, count, run = ModelVariant(of), settings.answers, Path(settings.run) if settings.run else None
-        if run is None:
-            self.evaluate([variant], {"of": of})
-        folder, asked, grading = run or self.folder, self.request.tasks, self.request.grading
-        evaluation = open_evaluation(folder, grading)
+        folder, asked = Path(settings.run), self.request.tasks
+        evaluation = open_evaluation(folder, self.request.grading)
         theirs, here = evaluation.models.get("gated"), self.loaded.sources.get("gated")
-        if run is not None and of == "gated" and theirs != here:
+        if of == "gated" and theirs != here:
             self.say(f"note: the answers in {folder} were given by {theirs}; the gates read here are {here}")
         by_name = {one.task.name: one for one in evaluation.tasks if one.task.harness is None}
-        names = comma_list(asked.tasks) if run is not None else []
         if not by_name:
             raise ConfigError(
                 f"{folder} holds no answers to read: its tasks were asked through lm-evaluation-harness, which loragate "
                 "diagnose does not read; give a run with other tasks"
             )
+        names = comma_list(asked.tasks) or list(by_name)
         for name in names:
             if name not in by_name:
                 raise ConfigError(f"--tasks {name}: the run holds {', '.join(by_name)}{nearest(name, by_name)}")
-        chosen = [by_name[name] for name in dict.fromkeys(names or by_name)]
+        variant, count = ModelVariant(of), settings.answers
+        chosen = [by_name[name] for name in dict.fromkeys(names)]
         found = [stored_answers(evaluation, variant, prepared, count, asked.limit) for prepared in chosen]
-        where = "" if run is None else f" stored in {folder}"
         tasks = ", ".join(answers.prepared.task.name for answers in found)
-        return found, f"answers of the {of} model to {tasks}{where}, {count} per question at most"
+        return found, f"answers of the {of} model to {tasks} stored in {folder}, {count} per question at most"
 
     def about(self, source: str, settings: DiagnoseSettings, names: str) -> About:
         """`About` of a diagnosis, with the settings of these names (some are the tasks') as text; `keep` tells its time."""

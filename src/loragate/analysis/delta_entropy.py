@@ -19,7 +19,18 @@ import torch
 
 from loragate.analysis.context import DiagnosticContext, Record, stored_answers
 from loragate.analysis.gates import InterventionRow, in_points
-from loragate.analysis.rows import CHUNK, CLASSES, Histogram, Interval, Reader, Row, TokenClasses, no_progress, ratio
+from loragate.analysis.rows import (
+    CHUNK,
+    CLASSES,
+    ClassEntropy,
+    Histogram,
+    Interval,
+    Reader,
+    Row,
+    TokenClasses,
+    no_progress,
+    ratio,
+)
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.supplied import SIGNS, Sign, suppressing, switched_off
 from loragate.display import percent
@@ -69,29 +80,6 @@ class TokenEntropies:
     def delta(self) -> np.ndarray:
         """ΔH [T], nats."""
         return self.entropy["adapter"] - self.entropy["base"]
-
-
-@dataclass(frozen=True)
-class ClassEntropy:
-    """One class of tokens (or "all"); intervals over rows.
-
-    Attributes:
-        tokens: number of tokens.
-        delta: mean ΔH in nats.
-        negative, positive: share of tokens with ΔH below, above 0.
-        kl: mean KL(adapter‖base) in nats.
-        base, adapter, gated: mean entropies; gated is None without gates.
-    """
-
-    name: str
-    tokens: int
-    delta: Interval
-    negative: Interval
-    positive: Interval
-    kl: Interval
-    base: Interval
-    adapter: Interval
-    gated: Interval | None = None
 
 
 @dataclass(frozen=True)

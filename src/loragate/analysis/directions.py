@@ -1,15 +1,12 @@
 """Where entropy descent goes and where a task value goes: in the gate parameters, and λ by λ.
 
-**Action values.** The theory assumes fixed action values r_t(a) at every position (text before eq:rw-alignment-identity). Three
-kinds are given here, all independent of entropy:
+**Action values.** The theory assumes fixed action values r_t(a) at every position (text before eq:rw-alignment-identity). Two
+kinds are given here, both independent of entropy:
 
 - reference: r_t(a) = log π_ref(a | c_t) of another model on the same prefix; V is then minus the cross-entropy to it.
 - reward: an answer sampled by a policy μ and graded R, spread over its own tokens with a baseline b from the other
   answers to its question: r_t(y_t) = b + (R − b)/μ(y_t | c_t) and r_t(a) = b elsewhere. By eq:rw-is-sft its gradient at
   μ is the policy gradient (R − b)·∇log μ(y_t). Unbiased, and noisy.
-- rollouts: at a position the likeliest actions are each taken, the answer is completed by a fixed continuation policy and
-  graded; r_t(a) is the mean verdict. Actions not tried get the mean over those tried, so that they count neither for
-  nor against.
 
 **Directions.** In the gate parameters there are four vectors per row, as sums over its counted positions; all are gradients at
 the gates as they are, on the top-k support of the moment:
@@ -35,10 +32,9 @@ P gate parameters.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,10 +47,9 @@ from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.supplied import supplied_coefficients
 from loragate.data.encoding import IGNORED
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.judging import grader_for, judge
 from loragate.gates import gate_parameters
 from loragate.gates.attach import GLOBAL_BIAS, gate_modules
-from loragate.generation import OnProgress, Sample, SamplingConfig, TransformersEngine
+from loragate.generation import OnProgress
 from loragate.losses.entropy import support_size
 from loragate.models.source import Kind
 
@@ -79,7 +74,7 @@ class Case:
     """One row that directions are computed on.
 
     Attributes:
-        row: of token ids; for rollouts only some of its response tokens count.
+        row: of token ids.
         values: of the actions at its counted positions.
         group: what is drawn together for intervals, as the answers to one question are.
         prompt_length: tokens before its response.
@@ -92,7 +87,7 @@ class Case:
 
 
 def gather(context: DiagnosticContext, settings: DiagnoseSettings) -> tuple[list[Case], str, str]:
-    """Rows of a file, or answers stored or drawn now, with their action values; where they come from, and the values, in words.
+    """Rows of a file, or stored answers, with their action values; where they come from, and the values, in words.
 
     Raises:
         ConfigError: for a reference of another vocabulary, and answers that were not sampled as their values require.
@@ -115,12 +110,8 @@ def gather(context: DiagnosticContext, settings: DiagnoseSettings) -> tuple[list
         values, what = _reference(context, settings.reference, rows)
     elif None in one.grades:
         raise DataError(f"the answers of the {of} model are not graded; finish the evaluation first")
-    elif settings.value == "reward":
-        values, what = _reward(context, one, rows, of)
     else:
-        generator = np.random.default_rng(context.seed)
-        rows = [some_positions(row, settings.positions, generator) for row in rows]
-        values, what = _rollouts(context, one, rows, lengths, settings)
+        values, what = _reward(context, one, rows, of)
     return list(map(Case, rows, values, groups, lengths)), source, what
 
 
@@ -152,7 +143,7 @@ def _reward(
     if (sampling.temperature, sampling.top_p) != (1.0, 1.0):
         raise ConfigError(
             f"--value reward needs answers sampled at temperature 1 and top-p 1, found {sampling.temperature:g} and "
-            f"{sampling.top_p:g}; use --value rollouts"
+            f"{sampling.top_p:g}; use --value reference"
         )
     rewards = [float(grade.correct) for grade in answers.grades if grade]
     baselines = leave_one_out([sample.question for sample in answers.samples], rewards)
@@ -162,43 +153,6 @@ def _reward(
         ]
     grader = answers.prepared.task.grader
     return values, f"verdicts of {grader} on the {of} model's answers, with the question's mean as baseline"
-
-
-def _rollouts(
-    context: DiagnosticContext,
-    answers: Answers,
-    rows: Sequence[Row],
-    prompt_lengths: Sequence[int],
-    settings: DiagnoseSettings,
-) -> tuple[list[ActionValues], str]:
-    """Values of the likeliest actions at a few positions, by completing and grading."""
-    prepared, request, loaded = answers.prepared, context.request, context.loaded
-    if prepared.sampling.stop:
-        raise ConfigError(
-            f"--value rollouts: {prepared.task.name} ends answers at texts, which rollouts do not know; use reward"
-        )
-    tried = branches(context.reader, rows, prompt_lengths, settings.actions)
-    grader = grader_for(prepared.task, request.grading.grader)
-
-    def grade(whole: Sequence[tuple[int, Sample]]) -> list[bool]:
-        asked = [
-            replace(answer, question=answers.samples[row].question, sample=index)
-            for index, (row, answer) in enumerate(whole)
-        ]
-        verdicts = judge(prepared.task, prepared.questions, asked, grader, request.grading)
-        return [verdict.correct for verdict in verdicts]
-
-    completions = 1 if prepared.sampling.temperature == 0 else settings.rollouts
-    sampling = replace(prepared.sampling, samples=completions, seed=context.seed)
-    engine = TransformersEngine(loaded.model, loaded.tokenizer, context.batch_size)
-    ends = loaded.endings.token_ids
-    with context.job(f"completing {len(tried) * completions:,} answers") as on_progress, context.acting("adapter"):
-        values = rollout_values(engine, tried, settings.actions, grade, sampling, ends, loaded.positions, on_progress)
-    what = (
-        f"mean verdict of {grader} over {completions} completions by the adapter, of the {settings.actions} likeliest tokens "
-        f"at {settings.positions} positions per answer"
-    )
-    return values, what
 
 
 @torch.no_grad()
@@ -237,97 +191,6 @@ def leave_one_out(questions: Sequence[int], rewards: Sequence[float]) -> list[fl
     return [
         (sum(group[question]) - reward) / (len(group[question]) - 1) if len(group[question]) > 1 else overall
         for question, reward in zip(questions, rewards, strict=True)
-    ]
-
-
-def some_positions(row: Row, count: int, generator: np.random.Generator) -> Row:
-    """The row with `count` of its response tokens counted, drawn without replacement; all where it has fewer."""
-    labels = list(row["labels"])
-    response = [at for at, label in enumerate(labels) if label != IGNORED]
-    kept = set(generator.choice(response, size=min(count, len(response)), replace=False).tolist())
-    return {**row, "labels": [label if at in kept else IGNORED for at, label in enumerate(labels)]}
-
-
-@dataclass(frozen=True)
-class Branch:
-    """One action tried at one counted position of one row: its prompt, and its answer up to and with the action, in token ids."""
-
-    row: int
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-
-
-def branches(reader: Reader, rows: Sequence[Row], prompt_lengths: Sequence[int], actions: int) -> list[Branch]:
-    """The likeliest `actions` tokens at every counted position, by row, position and rank, under the model as it acts now."""
-    found = []
-    for index, (row, length) in enumerate(zip(rows, prompt_lengths, strict=True)):
-        with torch.no_grad():
-            top_TA = reader.logits(reader.states(reader.batch(row))).topk(actions, -1).indices
-        prompt, answer = tuple(row["input_ids"][:length]), tuple(row["input_ids"][length:])
-        # a label at `at` is predicted at the position before, and takes the place of the token at `at`
-        counted = [at - length for at, label in enumerate(row["labels"]) if label != IGNORED and at > 0]
-        for at, tokens in zip(counted, top_TA.tolist(), strict=True):
-            found += [Branch(index, prompt, (*answer[:at], token)) for token in tokens]
-    return found
-
-
-def rollout_values(
-    engine: TransformersEngine,
-    tried: Sequence[Branch],
-    actions: int,
-    grade: Callable[[Sequence[tuple[int, Sample]]], Sequence[bool]],
-    sampling: SamplingConfig,
-    stop_token_ids: Collection[int],
-    positions: int | None = None,
-    on_progress: OnProgress = no_progress,
-) -> list[ActionValues]:
-    """Mean verdict of answers completed from every branch, for each row; the engine's model acts as the continuation policy.
-
-    Args:
-        tried: as `branches` gives them, `actions` at each position.
-        grade: judges (row, answer from its first token on, the part before the branch included).
-        sampling: samples per branch, temperature, and the limit of the whole answer in tokens.
-        stop_token_ids: ids that end an answer; a branch that ends with one is complete.
-        positions: of the model; an answer that would pass them is cut off.
-    """
-
-    def room(branch: Branch) -> int:
-        """Tokens that may still follow."""
-        if branch.answer[-1] in stop_token_ids:
-            return 0
-        left = sampling.max_new_tokens - len(branch.answer)
-        return max(0, left if positions is None else min(left, positions - len(branch.prompt) - len(branch.answer)))
-
-    def whole(ids: Sequence[int], ended: bool) -> Sample:
-        """A whole answer; one that passed the limit of the whole is cut there."""
-        ended = ended and len(ids) <= sampling.max_new_tokens
-        kept = tuple(ids[: sampling.max_new_tokens])
-        plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        text = engine.tokenizer.decode(kept[:-1] if ended else kept, **plain)
-        return Sample(0, 0, text, kept, "stop" if ended else "length", None)
-
-    rooms = [room(branch) for branch in tried]
-    still = [number for number, left in enumerate(rooms) if left]
-    # (branch, its answer): first those that go on, then those that ended with the branch itself
-    answers: list[tuple[int, Sample]] = []
-    if still:
-        prompts = [(*tried[number].prompt, *tried[number].answer) for number in still]
-        # all may draw what the one with the most room may; the others are cut to their own by `whole`
-        for drawn in engine.generate(prompts, replace(sampling, max_new_tokens=max(rooms)), on_progress):
-            number = still[drawn.question]
-            answers.append((number, whole((*tried[number].answer, *drawn.token_ids), drawn.finish_reason == "stop")))
-    for number, branch in enumerate(tried):
-        if not rooms[number]:
-            answers.append((number, whole(branch.answer, branch.answer[-1] in stop_token_ids)))
-    right = grade([(tried[number].row, answer) for number, answer in answers])
-    owners = [number for number, _ in answers]
-    means = np.bincount(owners, np.asarray(right, dtype=float)) / np.bincount(owners)
-    values_NA = torch.from_numpy(means).float().view(-1, actions)
-    actions_NA = torch.tensor([branch.answer[-1] for branch in tried]).view(-1, actions)
-    of_rows = list(Counter(branch.row for branch in tried[::actions]).values())  # positions of each row
-    return [
-        sparse_values(actions_TA, values_TA, values_TA.mean(-1))
-        for actions_TA, values_TA in zip(actions_NA.split(of_rows), values_NA.split(of_rows), strict=True)
     ]
 
 

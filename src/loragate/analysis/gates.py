@@ -94,9 +94,9 @@ def histogram_edges(bounds: Range) -> np.ndarray:
 
 
 def diagnose_gates(context: DiagnosticContext, settings: DiagnoseSettings) -> GatesRecord:
-    """Realised λ on answers, stored or drawn now; writes gates.json. A ConfigError where there are none."""
+    """Realised λ on stored answers; writes gates.json. A ConfigError where there are none."""
     context.require_answers(settings)
-    context.begin(drawing=not settings.run)
+    context.begin(drawing=False)
     found, source = context.answers(settings.of or "gated", settings)
     rows = [row for one in found for row in one.rows(context.loaded.tokenizer)]
     with context.job("reading the answers with the gates", len(rows)) as on_progress:

@@ -39,9 +39,8 @@ def no_progress(done: int, of: int) -> None:
     """An `OnProgress` for nobody."""
 
 
-def answer_rows(tokenizer: Any, prompts: Sequence[str], samples: Sequence[Sample]) -> list[Row]:
+def answer_rows(prompt_ids: Sequence[Sequence[int]], samples: Sequence[Sample]) -> list[Row]:
     """Rows {input_ids, labels, row} of answers behind their prompts; `row` is the index of the sample."""
-    prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
     rows = []
     for index, sample in enumerate(samples):
         head, answer = list(prompt_ids[sample.question]), list(sample.token_ids)
@@ -156,6 +155,29 @@ class Interval:
     def ends(self, form: str = ".2f") -> str:
         """ " (low to high)" in this format; empty where there is no interval."""
         return "" if self.low is None or self.high is None else f" ({self.low:{form}} to {self.high:{form}})"
+
+
+@dataclass(frozen=True)
+class ClassEntropy:
+    """One class of tokens (or "all"); intervals over rows.
+
+    Attributes:
+        tokens: number of tokens.
+        delta: mean ΔH in nats.
+        negative, positive: share of tokens with ΔH below, above 0.
+        kl: mean KL(adapter‖base) in nats.
+        base, adapter, gated: mean entropies; gated is None without gates.
+    """
+
+    name: str
+    tokens: int
+    delta: Interval
+    negative: Interval
+    positive: Interval
+    kl: Interval
+    base: Interval
+    adapter: Interval
+    gated: Interval | None = None
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,8 @@ class DiagnoseSettings:
             constant=0.5, clip=-1:2; the first four if empty.
         value: (alignment) source of the task value.
         reference: (alignment) with --value reference: base, adapter, or a model with the same vocabulary.
-        positions: (alignment) with --value rollouts: positions per answer.
-        actions: (alignment) with --value rollouts: likeliest tokens tried at each position.
-        rollouts: (alignment) with --value rollouts: completions of each token tried, by the plain adapter.
         k: (alignment) support of the entropy objective, 0 for the whole vocabulary; by default the one that the gates were trained
             with.
-        checkpoints: (alignment) run folder of a calibration, whose checkpoints are measured too.
     """
 
     rows: str = ""
@@ -43,10 +39,6 @@ class DiagnoseSettings:
     answers: Count = 4
     suppress: str = "negative,positive"
     interventions: str = ""
-    value: Literal["reference", "reward", "rollouts"] = "reference"
+    value: Literal["reference", "reward"] = "reference"
     reference: str = "base"
-    positions: Count = 4
-    actions: Count = 8
-    rollouts: Count = 4
     k: int | None = None
-    checkpoints: str = ""

@@ -57,8 +57,7 @@ def diagnose_tokens(context: DiagnosticContext, settings: DiagnoseSettings) -> d
     Raises:
         ConfigError: where there is no run, or one without answers, and as `DiagnosticContext.begin`.
     """
-    if not settings.run:
-        raise ConfigError("loragate diagnose tokens needs --run FOLDER, an evaluation whose stored answers are read")
+    context.require_answers(settings)
     loaded, limit = context.begin(drawing=False), context.request.tasks.limit or QUESTIONS
     asked: dict[tuple[str, int], Question] = {}
     for of in STREAMS:

@@ -11,7 +11,6 @@ from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import GATE_CONFIG_ONLY, GateOptions, RunOptions, taken_from
 from loragate.display import Display, console, next_evaluation
 from loragate.effects import require_effect
-from loragate.errors import ConfigError
 from loragate.selection.settings import DevSettings, require_one_process
 from loragate.selection_record import EVERY_KIND
 from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
@@ -92,15 +91,10 @@ def trials_given(options: CalibrateOptions) -> tuple[Trial, ...]:
         ConfigError: for what is no range, gates without evidence that were not accepted, a flag without effect, or several
             processes.
     """
-    from loragate.selection.calibrate import NO_DEV, trials_of
+    from loragate.selection.calibrate import require_evidence, trials_of
 
-    if options.skip_selection and options.dev_data:
-        raise ConfigError("--skip-selection takes gates without a dev set; leave out one of it and --dev-data")
     trials = trials_of(options.ranges, options)
-    if options.skip_selection and len(trials) > 1:
-        raise ConfigError("--skip-selection takes the gates of one range, as in --ranges=0,1 --skip-selection")
-    if not options.skip_selection and not options.dev_data:
-        raise ConfigError(NO_DEV)
+    require_evidence(trials, options.dev_data, options.skip_selection)
     if not options.skip_selection:
         require_one_process(options.processes)
     require_effect("calibrate", options, flags=True)
@@ -145,9 +139,7 @@ def choose(
     )
     dev_set, retention = None, None
     if options.dev_data:
-        dev_set, retention = read_questions(
-            context, dev, options.dev_data, options.retention_data or None, folder / "run"
-        )
+        dev_set, retention = read_questions(context, dev, options.dev_data, options.retention_data or None)
         for warning in (*dev_set.questions.warnings, *(retention.questions.warnings if retention else ())):
             out.print(f"warning: {warning}")
     with display.job("reading the data", unit="example") as job:

@@ -20,6 +20,7 @@ from loragate.display import Display, console, duration
 from loragate.errors import DONE, FAILED, INTERRUPTED, ConfigError
 from loragate.gates.recommended import at
 from loragate.models.settings import Loading
+from loragate.validate import Count
 
 if TYPE_CHECKING:
     from loragate.analysis.rows import Interval
@@ -54,7 +55,7 @@ class DoctorOptions(ModelOptions):
     json: bool = False
     out: str = ""
     resume: bool = False
-    max_rows: int = 64
+    max_rows: Count = 64
 
 
 def run(options: DoctorOptions) -> int:
@@ -64,8 +65,6 @@ def run(options: DoctorOptions) -> int:
         raise ConfigError(
             f"--{extra.replace('_', '-')} has no effect with --quick, which reads files alone; leave out one of them"
         )
-    if options.max_rows < 1:
-        raise ConfigError(f"--max-rows must be 1 or more, found {options.max_rows}")
     loading = taken_from(options, Loading)
     loading.require_possible()
     folder = _folder(options)
@@ -136,8 +135,7 @@ def _job(display: Display, name: str, total: int = 0, unit: str = "") -> Iterato
 
 def _lines(found: Examination, options: DoctorOptions, folder: Path | None, stopped: bool) -> Iterator[str]:
     yield from _static(found.measures.static)
-    for part in _PARTS:
-        yield from part(found.measures)
+    yield from _measured(found.measures)
     for one in found.findings:
         yield f"{one.severity}: {one} [{one.code}]"
     if found.unfinished:
@@ -186,45 +184,28 @@ def _static(static: Static) -> Iterator[str]:
         yield f"endings: a turn ends with {ends}; generation {'stops' if static.stops else 'does NOT stop'} there"
 
 
-def _answers(measures: Measures) -> Iterator[str]:
-    if (part := measures.answers) is None:
-        return
-    for name, one in (("base", part.base), ("adapter", part.adapter)):
-        if one is not None:
-            yield (
-                f"answers of the {name} to {len(part.pairs)} prompts: {one.tokens:.0f} tokens, {100 * one.cut:.0f} % cut at "
-                f"{part.max_new_tokens}, {100 * one.repeats:.0f} % in a loop"
-            )
-    if whole := part.forgetting.get("1"):
-        yield f"forgetting: the base's own answers lose {_of(whole)} nats per token"
-
-
-def _effect(measures: Measures) -> Iterator[str]:
-    if (part := measures.effect) is None:
-        return
-    if part.classes:
-        whole = part.classes[0]
+def _measured(measures: Measures) -> Iterator[str]:
+    """A line or two of each part that was measured; the page has the rest."""
+    if part := measures.answers:
+        for name, one in (("base", part.base), ("adapter", part.adapter)):
+            if one is not None:
+                yield (
+                    f"answers of the {name} to {len(part.pairs)} prompts: {one.tokens:.0f} tokens, {100 * one.cut:.0f} % cut at "
+                    f"{part.max_new_tokens}, {100 * one.repeats:.0f} % in a loop"
+                )
+        if whole := part.forgetting.get("1"):
+            yield f"forgetting: the base's own answers lose {_of(whole)} nats per token"
+    if effect := measures.effect:
+        every = effect.classes[0]
         yield (
-            f"effect: KL {_of(whole.kl)} nats per token, entropy {_of(whole.base)} to {_of(whole.adapter)}, the likeliest token "
-            f"is the same at {100 * part.agree:.0f} % ({part.source})"
+            f"effect: KL {_of(every.kl)} nats per token, entropy {_of(every.base)} to {_of(every.adapter)}, the likeliest token "
+            f"is the same at {100 * effect.agree:.0f} % ({effect.source})"
         )
-    if kinds := sorted((one for one in part.cells if one.layer is None and one.kind), key=lambda one: -one.nats):
-        yield "  acts most in " + ", ".join(f"{one.kind} ({one.nats:.3g})" for one in kinds[:3])
-
-
-def _learned(measures: Measures) -> Iterator[str]:
-    if (part := measures.learned) is None:
-        return
-    base = "" if part.base is None else f", base {_of(part.base)}"
-    yield f"loss on {part.rows} examples: adapter {_of(part.adapter)}{base} nats per token"
-
-
-def _strength(measures: Measures) -> Iterator[str]:
-    if measures.strength is not None:
+    if learned := measures.learned:
+        base = "" if learned.base is None else f", base {_of(learned.base)}"
+        yield f"loss on {learned.rows} examples: adapter {_of(learned.adapter)}{base} nats per token"
+    if measures.strength:
         yield from (f"strength: {sentence}" for sentence in measures.strength.sentences[:3])
-
-
-_PARTS = (_answers, _effect, _learned, _strength)
 
 
 def _of(interval: Interval) -> str:

@@ -24,17 +24,17 @@ from loragate.analysis.token_traces import diagnose_tokens
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.options import EvaluationInputs
 from loragate.display import Display, console, duration
-from loragate.evaluation.engines import load, side_by_side, trained_controls
+from loragate.evaluation.engines import load, side_by_side
 from loragate.evaluation.evaluate import Evaluation, counted
 from loragate.evaluation.prepared import Request
 from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.variants import describe
-from loragate.files import write_json, write_text
+from loragate.files import write_text
 from loragate.generation import OnProgress
 from loragate.models import Loaded
 from loragate.report.blocks import diagnosis_blocks
-from loragate.report.scores import caption, score_markdown, score_tables
-from loragate.report.selection import heat_maps, read_selection, selection_table
+from loragate.report.scores import advice_of, caption, score_markdown, score_tables
+from loragate.report.selection import write_maps
 from loragate.report.table import Table
 from loragate.serving.vllm_server import require_served, usual_share
 
@@ -92,9 +92,6 @@ def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float
         out.print(note)
     rows = ", ".join(variant.label for variant in evaluation.variants)
     begin(options, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
-    if controls == "full":
-        for line in trained_controls(loaded):
-            out.print(line)
     record = sample(evaluation, out, display)
     show(out, request.out / "results", record)
     out.print(next_line(request.out, record))
@@ -117,20 +114,12 @@ def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
     count = f"{len(cells.trials)} cells, {evaluation.sample_count:,} answers to sample"
     begin(told, evaluation, out, count)
     record = sample(evaluation, out, display)
-    folder = cells.request.out
-    write_text(folder / "results.md", score_markdown(record.to_json()))
-    for suite in dict.fromkeys(task.suite for task in cells.tasks):
-        maps = cells.on_suite(record, suite)
-        write_json(folder / f"cells_{suite}.json", maps)
-        for name, draw in heat_maps(maps).items():
-            for suffix in ("png", "svg"):
-                draw(folder / f"{name}_{suite}.{suffix}")
-        for view in read_selection(maps):
-            out.print(selection_table(view))
-            for line in view.sentences:
-                out.print(line)
-    took = duration(record.seconds)
-    out.print(f"written to {folder / 'results.json'}, .md, cells_*.json and heatmap_*.png in {took}")
+    folder, plain = cells.request.out, record.to_json()
+    write_text(folder / "results.md", score_markdown(plain))
+    out.print(advice_of(plain)[-1])
+    out.print(f"written to {folder}/results.json and .md in {duration(record.seconds)}")
+    if maps := write_maps(plain, folder):
+        out.print(f"maps of the ranges: {', '.join(f'{name}.png' for name in maps)}")
     out.print(f"next: loragate report {folder} --figures {folder}/figures")
     return 0
 

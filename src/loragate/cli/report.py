@@ -1,4 +1,4 @@
-"""`loragate report`: one self-contained HTML file out of any runs, or the paper's figures out of them."""
+"""`loragate report`: one self-contained HTML file out of any runs, or figures out of them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def run(options: ReportOptions) -> int:
         raise ConfigError(f"--out {path}: a report is an HTML file; end its name in .html")
     if path.exists() and not (options.overwrite or options.figures):
         raise ConfigError(f"--out {path} exists; choose another name, or give --overwrite")
-    from loragate.report.page import page
-    from loragate.report.paper_figures import draw_figures
+    from loragate.report.page import draw_figures, page
     from loragate.report.sources import all_sources
 
     sources, out = all_sources(options.runs), console()

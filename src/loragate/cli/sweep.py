@@ -61,7 +61,7 @@ def run(options: SweepOptions) -> int:
         raise ConfigError(
             f"--seeds: expected whole numbers separated by commas, such as 0,1,2, found {options.seeds!r}"
         ) from None
-    from loragate.report.selection import read_selection, selection_table, write_selection
+    from loragate.report.selection import selection_table, write_selection
     from loragate.selection.compare import counted
     from loragate.selection.sweep import Sweep, absolute, choose_runner, raise_failures, run_sweep
     from loragate.selection.trials import Trial, grid
@@ -105,10 +105,9 @@ def run(options: SweepOptions) -> int:
         out.print(f"next: loragate eval --sweep {folder} --suite math --engine vllm --out {folder}-eval")
         return 0
     maps = write_selection(swept.selection, folder)
-    for view in read_selection(swept.selection):
-        for line in view.sentences:
-            out.print(line)
-        out.print(selection_table(view))
+    for line in swept.selection.sentences():
+        out.print(line)
+    out.print(selection_table(swept.selection))
     drawn = " and heatmap*.png" if maps else ""
     out.print(f"written to {folder}: best/, selection.json, .md{drawn}")
     out.print(next_evaluation(folder / "best", "runs/best"))

@@ -22,7 +22,7 @@ from loragate.analysis.delta_entropy import TokenEntropies, by_class, divergence
 from loragate.analysis.rows import Row
 from loragate.analysis.token_traces import token_texts
 from loragate.doctor.exam import Exam
-from loragate.doctor.record import Cell, ChangedToken, ClassEffect, Effect
+from loragate.doctor.record import Cell, ChangedToken, Effect
 from loragate.gates.adapter_rules import Finding
 from loragate.gates.control import why_no_base
 from loragate.gates.strength import kind_of, layer_of, lora_paths, scaled
@@ -63,10 +63,7 @@ def examine_effect(exam: Exam) -> tuple[Effect | None, list[Finding]]:
         rows=len(rows),
         tokens=len(found.token_ids),
         agree=found.agree,
-        classes=tuple(
-            ClassEffect(one.name, one.tokens, one.kl, one.delta, one.base, one.adapter)
-            for one in by_class(found, exam.classes)
-        ),
+        classes=by_class(found, exam.classes),
         cell_tokens=cell_tokens,
         cells=cells,
         changed=_changed(exam, rows, found),
@@ -129,10 +126,10 @@ def _responses(row: Row) -> int:
     return len(_places(row))
 
 
-def _first(rows: Sequence[Row], tokens: int) -> list[Row]:
-    """The first rows with so many response tokens, one row at the least."""
-    reached = np.cumsum([_responses(row) for row in rows])
-    return list(rows[: max(1, int((reached <= tokens).sum()))])
+def _first(rows: Sequence[Row], most: float, size: Callable[[Row], int] = _responses) -> list[Row]:
+    """The first rows with so many response tokens (or what `size` counts), one row at the least."""
+    reached = np.cumsum([size(row) for row in rows])
+    return list(rows[: max(1, int((reached <= most).sum()))])
 
 
 def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
@@ -149,7 +146,7 @@ def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
     short = _first(ascending[: exam.settings.batch_size], CELL_TOKENS)
     if _tokens_each(exam, modules) < min(FEWEST, sum(len(row["input_ids"]) for row in short)):
         modules = margins
-    chosen = _within(short, _tokens_each(exam, modules))
+    chosen = _first(short, _tokens_each(exam, modules), lambda row: len(row["input_ids"]))
     batch = exam.reader.batch(*chosen)
     nats: dict[tuple[str, ...], float] = {}
     ordered = sorted(modules, key=lambda place: (place[0] is None, place[1] is None))
@@ -174,12 +171,6 @@ def _tokens_each(exam: Exam, places: Iterable[tuple[int | None, str | None]]) ->
     """Tokens that can be read once with each of these switched off."""
     passes = 2 + sum(1 if layer is None else 1 / 2 for layer, _ in places)  # what is below a layer is kept
     return exam.tokens_in(CELL_SECONDS / passes)
-
-
-def _within(rows: Sequence[Row], tokens: float) -> list[Row]:
-    """The first rows with so many tokens, one row at the least."""
-    reached = np.cumsum([len(row["input_ids"]) for row in rows])
-    return list(rows[: max(1, int((reached <= tokens).sum()))])
 
 
 class Below:

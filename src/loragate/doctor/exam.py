@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from loragate import records
-from loragate.analysis.rows import Array, Interval, Reader, Row, TokenClasses, no_progress, ratio
+from loragate.analysis.rows import Array, Interval, Reader, Row, TokenClasses, answer_rows, no_progress, ratio
 from loragate.data import encode_rows, load_rows, prompt_ids
 from loragate.data.chat import active_template
 from loragate.data.formats import FORMATS, text_of
@@ -262,13 +262,9 @@ class Exam:
 
     def own_rows(self, kind: Kind) -> list[Row]:
         """The prompts with the answers of `drawn` behind them, which are the labels; `row` is the prompt's index."""
-        rows = []
-        for sample in self.drawn(kind):
-            head, answer = self.prompt_ids[sample.question], list(sample.token_ids)
-            if answer:
-                labels = [*[IGNORED] * len(head), *answer]
-                rows.append({"input_ids": [*head, *answer], "labels": labels, "row": sample.question})
-        return rows
+        # one answer to each prompt, in their order
+        rows = zip(answer_rows(self.prompt_ids, self.drawn(kind)), self.drawn(kind), strict=True)
+        return [row for row, sample in rows if sample.token_ids]
 
     @cached_property
     def texts(self) -> dict[str, list[Row]]:

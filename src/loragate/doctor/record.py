@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loragate import records
-from loragate.analysis.rows import Interval
+from loragate.analysis.rows import ClassEntropy, Interval
 from loragate.gates.adapter_rules import Finding
 
 FILE = "doctor.json"
@@ -135,24 +135,6 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class ClassEffect:
-    """One class of tokens, or "all".
-
-    Attributes:
-        kl: KL(adapter‖base), nats per token.
-        delta: ΔH, the adapter's entropy minus the base's, nats.
-        base, adapter: mean entropies, nats.
-    """
-
-    name: str
-    tokens: int
-    kl: Interval
-    delta: Interval
-    base: Interval
-    adapter: Interval
-
-
-@dataclass(frozen=True)
 class Cell:
     """Modules of one layer and kind (None: of all): nats per token between the adapter with and without them."""
 
@@ -196,7 +178,7 @@ class Effect:
     rows: int
     tokens: int
     agree: float
-    classes: tuple[ClassEffect, ...]
+    classes: tuple[ClassEntropy, ...]
     cell_tokens: int
     cells: tuple[Cell, ...]
     changed: tuple[ChangedToken, ...]

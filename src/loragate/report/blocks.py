@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from loragate.display import percent
 from loragate.report.figures import INK, Curve, Draw, History, column_chart, curve_of, lambda_map, line_chart, thinned
+from loragate.report.scores import caption, score_tables
 from loragate.report.selection import heat_maps, read_selection, selection_table
 from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Table, difference_cell, joined, or_absent, share_cell
 
@@ -120,8 +121,8 @@ def drawn(block: Block | Table) -> Block | Table:
 def tokens_block(traces: Mapping[str, Any], limit: int = TRACE_BYTES) -> Block:
     """The token view of a record of `loragate diagnose tokens`; a page can show one.
 
-    Questions are left out from the end until the rest fits `limit`. The first stays even where it alone passes it; the report
-    then refuses by its own limit.
+    Questions are left out from the end until the rest fits `limit` bytes, so that the page can be mailed and opened on a phone;
+    the first always stays.
     """
     head = {key: traces[key] for key in ("lower", "upper", "modules")}
     size = len(safe_json(head).encode())
@@ -216,19 +217,26 @@ def _curves(curves: Mapping[str, Curve], label: str, title: str) -> Blocks:
     return [chart(partial(line_chart, curves, label), title), numbers]
 
 
+def evaluation_blocks(record: Record) -> Blocks:
+    """Maps of the ranges where several are compared, the tables of scores, and what they mean."""
+    return [*_maps(record), *score_tables(record), text(*caption(record).split("\n"))]
+
+
 def selection_blocks(record: Record | None) -> Blocks:
     """What was selected of how many, maps of the ranges, and the scores; of a record without scores what it says."""
     if not record:
         return []
-    views = read_selection(record)
-    if not views:
+    if (found := read_selection(record)) is None:
         return [text(f"Selection: {record.get('reason', 'not recorded')}.")]
-    blocks: Blocks = [text(*(line for view in views for line in view.sentences))]
-    blocks += [
+    return [text(*found.sentences()), *_maps(record), selection_table(found, most=None)]
+
+
+def _maps(record: Record) -> Blocks:
+    """Maps of the ranges that a selection or an evaluation compares."""
+    return [
         chart(draw, f"Scores by range{name.removeprefix('heatmap').replace('_', ' ')}")
         for name, draw in heat_maps(record).items()
     ]
-    return [*blocks, *(selection_table(view, most=None) for view in views)]
 
 
 def diagnosis_blocks(record: Record) -> Blocks:
@@ -283,7 +291,6 @@ def _alignment(record: Record) -> Blocks:
     blocks: Blocks = []
     for title, what, terms, folded in (
         ("All gates", "module", [record["all"]], ""),
-        ("Over training", "point", record["checkpoints"], ""),
         ("By module", "module", record["modules"], f"{count} modules"),
     ):
         if terms:

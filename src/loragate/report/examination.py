@@ -412,11 +412,6 @@ def _answers(record: Record) -> Blocks:
     if base is None:
         opening = f"The adapter answered {count} prompts greedily; its base cannot be had beside it."
     blocks: Blocks = [text(opening), Table("", ("", "base", "adapter"), lines)]
-    if record["forgetting"]:
-        ordered = sorted(record["forgetting"].items(), key=lambda item: float(item[0]))
-        forgotten: Bars = [(f"strength {key}" + " (as it is)" * (key == "1"), value, []) for key, value in ordered]
-        caption = "How much less likely the base's own answers become; 0 is nothing forgotten."
-        blocks.append(_bar_table("Forgetting", ("adapter", f"forgotten, {PER_TOKEN}"), forgotten, caption))
     pairs = sorted(record["pairs"], key=lambda one: not one["flags"])
     odd = sum(bool(one["flags"]) for one in pairs)
     said = f"All {len(pairs)} prompts with {'the answers of both' if base else 'the answers'}"
@@ -465,10 +460,6 @@ def _learned(record: Record) -> Blocks:
         text(*filter(None, (opening, told))),
         _bar_table("", ("model", f"loss, {PER_TOKEN}"), lines, f"Examples: {record['source']}."),
     ]
-    if record["scales"]:
-        scales = sorted(record["scales"].items(), key=lambda item: float(item[0]))
-        numbers = [Line(key, [interval_cell(value, _three)]) for key, value in scales]
-        blocks.append(Table("", ("strength", f"loss, {PER_TOKEN}"), numbers, folded="Loss by strength"))
     return blocks
 
 

@@ -45,7 +45,6 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 KINDS = ("png", "svg", "pdf")
 POINTS = 200  # of a curve
 KIND = 24  # characters of a kind of module below a map
-BEFORE, AFTER, TIME = "#999999", "#D55E00", "#56B4E9"
 INK = "#010203"  # stands for the page's own in a figure on it
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -172,7 +171,13 @@ def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
             layer: [one for (at, _), group in cells.items() if at == layer for one in group] for layer in layers
         }
         shares = [{key: np.mean([one[key] for one in group]) for key in SHARES} for group in of_layer.values()]
-        share_bars(right, shares, "% of tokens")
+        reached = np.zeros(len(shares))
+        for key, (name, colour) in SHARES.items():
+            widths = np.array([100 * one[key] for one in shares])
+            right.barh(range(len(shares)), widths, left=reached, height=0.72, color=colour, label=name)
+            reached += widths
+        right.set_xlim(0, 100)
+        right.set_xlabel("% of tokens")
         right.set_title("Where λ lies")
         right.tick_params(axis="y", length=0, labelleft=False)
         right.spines[["top", "right", "left"]].set_visible(False)
@@ -375,73 +380,3 @@ def legend(figure: Figure, colours: Mapping[str, str], columns: int) -> None:
 def grid(axes: Axes, axis: Any) -> None:
     axes.grid(axis=axis, color="#999999", alpha=0.35, linewidth=0.8)
     axes.set_axisbelow(True)
-
-
-def share_bars(axes: Axes, shares: Sequence[Mapping[str, Any]], what: str) -> list[Any]:
-    """One stacked bar for each {key of `SHARES`: share of 1}, in per cent of `what`; returns the bars of each key."""
-    bars, reached = [], np.zeros(len(shares))
-    for key, (label, colour) in SHARES.items():
-        widths = np.array([100 * one[key] for one in shares])
-        bars.append(axes.barh(range(len(shares)), widths, left=reached, height=0.72, color=colour, label=label))
-        reached += widths
-    axes.set_xlim(0, 100)
-    axes.set_xlabel(what)
-    return bars
-
-
-def entropy_bars(pairs: Mapping[str, tuple[float, float]], to: Target) -> None:
-    """Top-k entropy of held-out response tokens before and after gating, one pair of bars per calibration.
-
-    Args:
-        pairs: {label: (before, after)}, each divided by log k, teacher-forced, on rows that were not trained on.
-    """
-    with drawn(to, max(4.0, 1.4 + 1.1 * len(pairs)), 3.6) as figure:
-        axes = figure.subplots()
-        places = range(len(pairs))
-        for offset, number, colour, label in ((-0.2, 0, BEFORE, "adapter"), (0.2, 1, AFTER, "gated")):
-            heights = [pair[number] for pair in pairs.values()]
-            bars = axes.bar([place + offset for place in places], heights, 0.38, color=colour, label=label)
-            axes.bar_label(bars, fmt="%.3f", fontsize=8, padding=2)
-        axes.set_xticks(list(places), list(pairs), rotation=20 if len(pairs) > 4 else 0)
-        axes.set_ylabel("top-k entropy / log k")
-        axes.set_title("Entropy of held-out rows before and after gating (its fall shows no better answers)")
-        axes.margins(y=0.15)
-        grid(axes, "y")
-        figure.legend(loc="outside upper right", ncols=2, frameon=False)
-
-
-def gate_shares(shares: Mapping[str, Mapping[str, float]], to: Target) -> None:
-    """Where λ lies, in per cent of tokens over all gated modules: one stacked bar per gated model.
-
-    Args:
-        shares: {label: {"below_zero", "zero_to_one", "above_one"}}, shares of 1.
-    """
-    with drawn(to, 7.0, 1.5 + 0.45 * len(shares)) as figure:
-        axes = figure.subplots()
-        for number, bars in enumerate(share_bars(axes, list(shares.values()), "% of (token, module) pairs")):
-            labels = [f"{bar.get_width():.1f}" if bar.get_width() >= 6 else "" for bar in bars]
-            axes.bar_label(bars, labels, label_type="center", fontsize=9, color="black" if number else "white")
-        axes.set_yticks(range(len(shares)), list(shares))
-        axes.invert_yaxis()
-        axes.tick_params(axis="y", length=0)
-        figure.legend(loc="outside upper center", ncols=3, frameon=False)
-
-
-def time_bars(times: Sequence[tuple[str, str, float]], to: Target) -> None:
-    """Time of the training loop in minutes: steps and checkpoints, without loading, parity, checksums and measuring.
-
-    Args:
-        times: (label, "stage one" or "stage two", seconds), in the order to be drawn.
-    """
-    colours: dict[str, Any] = {"stage one": TIME, "stage two": AFTER}
-    with drawn(to, 7.0, 1.5 + 0.4 * len(times)) as figure:
-        axes = figure.subplots()
-        minutes = [seconds / 60 for _, _, seconds in times]
-        bars = axes.barh(range(len(times)), minutes, height=0.7, color=[colours[stage] for _, stage, _ in times])
-        axes.bar_label(bars, fmt="%.1f", fontsize=9, padding=3)
-        axes.set_yticks(range(len(times)), [label for label, _, _ in times])
-        axes.invert_yaxis()
-        axes.margins(x=0.12)
-        axes.set_xlabel("minutes in the training loop (one run each; loading, checks and evaluation left out)")
-        grid(axes, "x")
-        legend(figure, {stage: colour for stage, colour in colours.items() if stage in {at for _, at, _ in times}}, 2)

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from loragate.errors import ConfigError, LoragateError
+from loragate.display import duration
+from loragate.errors import ConfigError, DataError
 from loragate.report.blocks import (
     CURVES,
     DIAGNOSES,
@@ -24,26 +26,25 @@ from loragate.report.blocks import (
     chart,
     diagnosis_blocks,
     drawn,
+    evaluation_blocks,
     selection_blocks,
-    text,
     tokens_block,
     training_blocks,
 )
 from loragate.report.examination import examination_banner, examination_blocks
-from loragate.report.figures import accuracy_bars, curve_of
-from loragate.report.scores import advice_of, caption, evaluation_statements, score_tables
-from loragate.report.selection import SelectionView, read_selection, selection_table
+from loragate.report.figures import Draw, accuracy_bars, curve_of, lambda_map, line_chart
+from loragate.report.scores import advice_of, evaluation_statements, score_tables
+from loragate.report.selection import heat_maps, read_selection, selection_table
 from loragate.report.sources import Source
 from loragate.report.table import Line, Table
+from loragate.selection_record import SelectionRecord
 from loragate.version import __version__
 
 Record = Mapping[str, Any]
 Make = Callable[[Any], Sequence[Block | Table]]
-PAGE_LIMIT = 3_000_000
-"""Bytes that a report stays below, so that it can be mailed and opened on a phone."""
 BARS = 8  # of the banner's chart
 SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Make], ...] = (
-    ("evaluation", "scores", "Scores", lambda record: [*score_tables(record), text(*caption(record).split("\n"))]),
+    ("evaluation", "scores", "Scores", evaluation_blocks),
     ("selection", "selection", "How it was selected", selection_blocks),
     ("artifact", "selection", "How it was selected", lambda record: selection_blocks(record.get("selection"))),
     ("examination", "examination", "Check-up of the adapter", examination_blocks),
@@ -53,11 +54,7 @@ SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Make], ...] = (
 
 
 def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str:
-    """The HTML of some sources; `more` are statements that follow those of their records.
-
-    Raises:
-        LoragateError: if it would pass `PAGE_LIMIT`.
-    """
+    """The HTML of some sources; `more` are statements that follow those of their records."""
     banner = banner_of(sources)
     # what the banner says need not be found again below it
     said = [
@@ -96,14 +93,7 @@ def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str
     where = Table("", ("What", "Value"), facts)
     sections.append(Section("provenance", "Where this comes from", (where,)))
     footer = f"Written by loragate {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from {len(sources)} records."
-    whole = build_page(title, banner, sections, footer)
-    size = len(whole.encode())
-    if size > PAGE_LIMIT:
-        raise LoragateError(
-            f"the report would be {size / 1e6:.1f} MB, more than {PAGE_LIMIT / 1e6:g} MB; give it fewer runs, or fewer "
-            "token traces (diagnose tokens --limit)"
-        )
-    return whole
+    return build_page(title, banner, sections, footer)
 
 
 def _drawn(make: Make, record: Any) -> list[Block | Table]:
@@ -112,17 +102,18 @@ def _drawn(make: Make, record: Any) -> list[Block | Table]:
 
 def banner_of(sources: Sequence[Source]) -> Banner:
     """From the one selection among the sources, else the first evaluation, else the first selection or check-up."""
-    found: list[tuple[Source, SelectionView]] = []
+    found: list[SelectionRecord] = []
     for source in sources:
-        views = source.read(lambda record: read_selection(_selection(record)))
-        found += [(source, view) for view in views if view not in [known for _, known in found]]
+        selection = source.read(lambda record: read_selection(_selection(record)))
+        found += [selection] if selection and selection not in found else []
     evaluations = [source for source in sources if source.kind == "evaluation"]
     if found and (len(found) == 1 or not evaluations):
-        source, view = found[0]
+        record, table = found[0], selection_table(found[0], BARS)
         tested = [line for one in evaluations[:1] for line in one.read(evaluation_statements)[:1]]
-        more = [line for line in (view.alternatives, view.reason, *tested) if line]
-        bars = chart(partial(accuracy_bars, selection_table(view, BARS).lines), f"Scores on {view.size}")
-        return Banner(view.advice, view.score, more, drawn(bars))
+        why = f"Why: {record.recommendation.reason}."
+        more = [line for line in (record.alternatives(), why, *tested) if line]
+        bars = chart(partial(accuracy_bars, table.lines), table.title)
+        return Banner(record.recommendation.advice(), record.score(), more, drawn(bars))
     for source in evaluations[:1]:
         advice, score, more, table = source.read(advice_of)
         bars = chart(partial(accuracy_bars, table.lines[:BARS]), table.title)
@@ -157,8 +148,8 @@ def _artifact(record: Record) -> list[str]:
     range_ = f"range [{gate['lower']:g}, {gate['upper']:g}]"
     if not selection:
         lines = [f"{range_}; how it was selected is not recorded."]
-    elif views := read_selection(selection):
-        lines = [f"{range_}; recommended: {view.label}." for view in views]
+    elif found := read_selection(selection):
+        lines = [f"{range_}; recommended: {found.recommendation.label}."]
     else:
         lines = [f"{range_}: {selection.get('reason', 'how it was selected is not recorded')}."]
     if {"entropy_before", "entropy_after"} <= set(training):
@@ -178,12 +169,63 @@ def _facts(source: Source, record: Any) -> list[tuple[str, str]]:
             ("adapter sha256", record["adapter"]["sha256"][:16]),
             ("gates sha256", str(record.get("gates_sha256", ""))[:16]),
         ]
+        training = record.get("training") or {}
+        if heldout := training.get("heldout"):
+            change = f"{heldout['entropy_before']:.3f} to {heldout['entropy_after']:.3f}"
+            found.append(("top-k entropy / log k of held-out examples", change))
+        if training.get("training_seconds"):
+            found.append(("time of the training loop", duration(training["training_seconds"])))
         if parity := record.get("parity"):  # zero gates were not trained
             found.append(("parity before training", f"{parity['initial']:.2g} in logits"))
     elif source.kind == "evaluation":
         found += [(key, str(value)) for key, value in record["models"].items() if value]
         for task in record["tasks"]:
             found.append((task["name"], f"{task['dataset']} @ {task['dataset_revision'] or 'no revision'}"))
+    elif source.kind == "training":
+        took = next((one["train_runtime"] for one in reversed(record["history"]) if "train_runtime" in one), None)
+        found += [] if took is None else [("time of the training loop", duration(took))]
     if versions := record.get("versions") if isinstance(record, dict) else None:
         found.append(("versions", ", ".join(f"{key} {value}" for key, value in versions.items())))
+    return found
+
+
+def draw_figures(sources: Sequence[Source], folder: Path, *, overwrite: bool = False) -> list[Path]:
+    """Write scores, maps of λ and of ranges, and training curves, as far as the records have them, as SVG and PDF.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: if one of them is there already and is not to be overwritten.
+        DataError: if no record allows a figure.
+    """
+    drawings: dict[str, Draw] = {}
+    for source in sources:
+        drawings |= source.read(partial(_figures, source))
+    if not drawings:
+        raise DataError("none of these runs holds what a figure shows: scores, gates, a sweep, a training")
+    written = {folder / f"{name}{suffix}": draw for name, draw in drawings.items() for suffix in (".svg", ".pdf")}
+    present = [path for path in written if path.exists()]
+    if present and not overwrite:
+        raise ConfigError(f"--figures {folder}: {present[0].name} exists; choose another folder, or give --overwrite")
+    for path, draw in written.items():
+        draw(path)
+    return list(written)
+
+
+def _figures(source: Source, record: Any) -> dict[str, Draw]:
+    """{file name without suffix: draws it} of one record."""
+    tag = source.name.replace("/", "_")
+    if source.kind == "training":
+        curve = curve_of(record["history"], "topk_entropy")
+        label = CURVES["topk_entropy"]
+        return {f"training_{tag}": partial(line_chart, {source.name: curve}, label)} if curve else {}
+    if source.kind == "diagnosis" and record["kind"] == "realised gates":
+        return {f"gates_{tag}": partial(lambda_map, record["modules"])}
+    found: dict[str, Draw] = {}
+    if source.kind == "evaluation":
+        for task, table in zip(record["tasks"], score_tables(record)):
+            found[f"scores_{tag}_{task['name']}"] = partial(accuracy_bars, table.lines)
+    if source.kind in ("evaluation", "selection"):
+        found |= {f"{name}_{tag}": draw for name, draw in heat_maps(record).items()}
     return found

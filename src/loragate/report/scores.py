@@ -134,6 +134,12 @@ def rows_of(record: Record, task: str) -> list[Record]:
     return [row for row in record["results"] if row["task"] == task]
 
 
+def compared_rows(record: Record) -> list[tuple[str, list[Record], str]]:
+    """[(what was scored, rows, key of their scores)]: the averages of the suites, or the tasks where there is none."""
+    suites = [(title, rows, "average") for title, rows in suites_of(record)]
+    return suites or [(task["name"], rows_of(record, task["name"]), "avg_at_k") for task in record["tasks"]]
+
+
 def evaluation_statements(record: Record) -> list[str]:
     """What the record's own verdicts say of the gated model, task by task, and what stands beside it."""
     statements, surer = [], False
@@ -200,10 +206,9 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     It follows the verdicts on the averages of suites, or on the tasks where there is none. The rest is named and not recommended:
     what was found the best on a test is not known to be the best elsewhere.
     """
-    suites = [(title, rows, "average") for title, rows in suites_of(record)]
-    every = suites or [(task["name"], rows_of(record, task["name"]), "avg_at_k") for task in record["tasks"]]
+    every = compared_rows(record)
     title, rows, key = every[0]
-    table = score_tables(record)[len(record["tasks"]) if suites else 0]
+    table = score_tables(record)[len(record["tasks"]) if key == "average" else 0]
     own = {row["variant"]: row for row in rows if row["control"] is None}
     verdicts = {
         where: row["verdict"]

@@ -20,7 +20,6 @@ BROKEN = "was it written to its end?"
 KINDS = {
     "results*.json": "evaluation",
     "selection.json": "selection",
-    "cells_*.json": "selection",
     "gate_config.json": "artifact",
     "doctor.json": "examination",
     "entropy.json": "diagnosis",
@@ -33,7 +32,7 @@ KINDS = {
 """{pattern of a file's name: what it is a record of}, in the order in which a page shows those of one kind"""
 DEPTHS = ("", "*/", "*/*/", "*/*/*/", "*/*/*/*/")  # a trial of a sweep in a recipe's run is the deepest
 KNOWN = (
-    "an artifact (gate_config.json), an evaluation (results.json), a selection (selection.json, cells_*.json), a check-up "
+    "an artifact (gate_config.json), an evaluation (results.json), a selection (selection.json), a check-up "
     "(doctor.json), a training (run/metrics.jsonl), a diagnosis (entropy.json, gates.json, interventions.json, "
     "alignment.json, tokens.json)"
 )
@@ -132,8 +131,8 @@ def _file(file: Path, name: str) -> Source | None:
     of_sweep = kind == "artifact" and file.parent.parent.parent.name == "trials"
     if of_sweep or not wanted.get(kind, set()) <= keys:
         return None
-    if file.name.startswith("cells_") or (kind == "evaluation" and file.name != "results.json"):
-        name += f" ({file.stem.removeprefix('cells_')})"
+    if kind == "evaluation" and file.name != "results.json":
+        name += f" ({file.stem})"
     return Source(kind, file, record, name)
 
 

@@ -145,13 +145,10 @@ def calibrate(
         origin,
     )
     dev = dev or DevSettings()
-    if skip_selection:
-        if dev_dataset is not None or len(trials) != 1:
-            raise ConfigError("skip_selection takes the gates of one range as they come, without a dev set")
-        return take_as_given(context, trials[0], Path(out), resume=resume, on_event=on_event)
+    require_evidence(trials, dev_dataset, skip_selection)
     if dev_dataset is None:
-        raise ConfigError(NO_DEV)
-    questions = read_questions(context, dev, dev_dataset, retention_dataset, Path(out) / "run")
+        return take_as_given(context, trials[0], Path(out), resume=resume, on_event=on_event)
+    questions = read_questions(context, dev, dev_dataset, retention_dataset)
     return run_calibration(SelectionRun(context, trials, Path(out) / "run", *questions, on_event), Path(out), resume)
 
 
@@ -191,6 +188,16 @@ def trials_of(ranges: str, settings: GateTrainingSettings) -> tuple[Trial, ...]:
     return grid(parse_ranges(ranges), (settings.objective,), (settings.seed,))
 
 
+def require_evidence(trials: Sequence[Trial], dev_dataset: RowsGiven | None, skip_selection: bool) -> None:
+    """Refuse (ConfigError) several ranges or none without a dev set, and one with gates that are taken as they come."""
+    if skip_selection and (dev_dataset or len(trials) != 1):
+        raise ConfigError(
+            "--skip-selection takes the gates of one range as they come, as in --ranges=0,1 --skip-selection, without a dev set"
+        )
+    if not skip_selection and not dev_dataset:
+        raise ConfigError(NO_DEV)
+
+
 def heldout_of(
     given: RowsGiven | None, tokenizer: Any, settings: GateTrainingSettings, system: str
 ) -> EncodedRows | None:
@@ -201,15 +208,12 @@ def heldout_of(
 
 
 def read_questions(
-    context: TrialContext, dev: DevSettings, dev_dataset: RowsGiven, retention_dataset: RowsGiven | None, folder: Path
+    context: TrialContext, dev: DevSettings, dev_dataset: RowsGiven, retention_dataset: RowsGiven | None
 ) -> tuple[DevSet, DevSet | None]:
-    """Dev and retention set, neither of which shares a question with the examples.
-
-    `folder` as of `read_dev`; raises as it and `check_responses`.
-    """
+    """Dev and retention set, neither of which shares a question with the examples; raises as `read_dev` and `check_responses`."""
     taken = taken_prompts(context.examples, dev)
-    retention = None if retention_dataset is None else read_dev(retention_dataset, dev, "retention", taken, folder)
-    found = read_dev(dev_dataset, dev, "dev", taken, folder)
+    retention = None if retention_dataset is None else read_dev(retention_dataset, dev, "retention", taken)
+    found = read_dev(dev_dataset, dev, "dev", taken)
     examples, grading = context.examples, GradingSettings(sandbox=dev.sandbox)
     said = check_responses(found.task, found.questions.questions, examples, grading)
     warnings = (*found.questions.warnings, *said)

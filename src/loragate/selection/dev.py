@@ -31,7 +31,6 @@ from loragate.evaluation.references import check_references
 from loragate.evaluation.settings import GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Question, Questions, Task, load_questions, load_task
 from loragate.evaluation.tasks.task import Dataset, Generation, Grader, found_columns
-from loragate.files import write_text
 from loragate.selection.settings import DevSettings
 
 Taken = tuple[Sequence[tuple[str, str]], str]
@@ -43,8 +42,7 @@ TINY_COLUMNS = ("prompt", "kind", "operations")  # that the grader of the tiny w
 MIN_QUESTIONS = 32
 LONG = 60
 """Characters from which a question is looked for inside other prompts; shorter ones occur by accident."""
-SHARED, LINE = 20, 1000  # shared questions in a message, and characters of each; a file has them all
-OVERLAP = "overlap.txt"
+SHARED, SAME = 20, 3  # shared questions in a message, and places of each
 RETENTION_TOKENS = 512  # of an answer to a plain file of retention questions
 MEASURED = 2_000  # training examples whose answers are measured
 
@@ -90,7 +88,6 @@ def read_dev(
     settings: DevSettings,
     name: str = "dev",
     taken: Sequence[Taken] = (),
-    folder: Path | None = None,
 ) -> DevSet:
     """Questions of a file or of rows in memory, checked as far as they can be without a model.
 
@@ -100,7 +97,6 @@ def read_dev(
         given: .jsonl, .json or .parquet with a prompt and an answer column, or such rows; or the schema of the settings' task.
         name: "dev" or "retention", which has a task of its own in the settings.
         taken: questions must not be among these, or are left out with the settings' `drop_overlap`.
-        folder: where a long list of shared questions is written.
 
     Raises:
         ConfigError: for a grader that cannot be used, or questions without answers.
@@ -126,7 +122,7 @@ def read_dev(
     for prompts, what in taken:
         if shared := shared_with(left, prompts):
             if not settings.drop_overlap:
-                raise DataError(_overlap(shared, what, name, known, folder))
+                raise DataError(_overlap(shared, what, name, known))
             dropped[what] = len(shared)
             left = [question for question in left if question.place not in shared]
     questions = _different(left)
@@ -287,21 +283,16 @@ def shared_with(questions: Sequence[Question], others: Sequence[tuple[str, str]]
     return found
 
 
-def _overlap(shared: Mapping[str, Sequence[str]], what: str, name: str, count: int, folder: Path | None) -> str:
-    """Which questions are also among others, line by line; a long list goes into a file of the folder as well."""
-    lines = [f"{place} = {', '.join(there)}" for place, there in shared.items()]
-    shown = [line if len(line) <= LINE else f"{line[:LINE]}…" for line in lines[:SHARED]]
-    if (more := len(lines) - len(shown)) or any(len(line) > LINE for line in lines):
-        rest = f"and {more} more" if more else "long lines are cut"
-        if folder is not None:
-            write_text(folder / OVERLAP, "\n".join(lines) + "\n")
-            rest += f"; {folder / OVERLAP} has them all"
-        shown.append(rest)
+def _overlap(shared: Mapping[str, Sequence[str]], what: str, name: str, count: int) -> str:
+    """Which questions are also among others, line by line."""
+    lines = [f"{place} = {', '.join(there[:SAME])}" for place, there in list(shared.items())[:SHARED]]
+    if len(shared) > SHARED:
+        lines.append(f"and {len(shared) - SHARED} more")
     return "\n".join(
         [
             f"{next(iter(shared))}: {len(shared)} of {count} {name} questions are also among {what}; a choice made on questions "
             "that were trained on, or that the result is reported on, means nothing. Take other questions, or leave these out of "
             f"the {name} set with --drop-overlap (drop_overlap=True):",
-            *shown,
+            *lines,
         ]
     )

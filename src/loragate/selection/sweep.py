@@ -5,26 +5,22 @@
     <folder>/best/     the recommended variant as a gated adapter
 
 A `Sweep` can be sent to another process, because it holds names and settings, not weights. Without a dev set the trials are
-trained and nothing is chosen; `loragate eval --sweep` scores them on whole suites (`SweptCells`), where the best cell is an
-oracle that shows what choosing on a dev set cost. No choice may rest upon it.
+trained and nothing is chosen; `loragate eval --sweep` scores them on whole suites (`SweptCells`), by which nobody may choose: the
+best of many on a test is not known to be the best elsewhere.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from loragate.data import Rows
 from loragate.errors import ConfigError, DataError, DivergenceError, LoragateError
 from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.prepared import Request
-from loragate.evaluation.results import EvaluationRecord
-from loragate.evaluation.statistics import Difference, compare_suites, simultaneous, suite_average
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import ModelVariant
 from loragate.files import RunFolder, require_new
@@ -42,13 +38,10 @@ from loragate.selection.compare import (
     no_trial,
     trained_in,
 )
-from loragate.selection.dev import OVERLAP
 from loragate.selection.settings import DevSettings
 from loragate.selection.trials import Trial, TrialContext
-from loragate.selection_record import FILE, SelectionRecord, read_selection_record
+from loragate.selection_record import SelectionRecord
 from loragate.training import GateTrainingSettings
-
-LEVEL = 0.05  # of the cells that are said to differ from the adapter
 
 
 @dataclass
@@ -115,7 +108,7 @@ class Sweep:
         )
         dev, retention = None, None
         if self.dev_data:
-            dev, retention = read_questions(context, self.dev, self.dev_data, self.retention_data or None, folder)
+            dev, retention = read_questions(context, self.dev, self.dev_data, self.retention_data or None)
         return SelectionRun(context, tuple(trials), folder, dev, retention, on_event)
 
 
@@ -217,7 +210,7 @@ def run_sweep(
     """
     folder = Path(folder)
     if not resume and not (folder / RunFolder.RECORD).exists():
-        require_new(folder, OVERLAP)
+        require_new(folder)
     run = sweep.open(trials, folder, on_event)
     with run.begun(resume):
         if run.dev is not None:
@@ -250,35 +243,16 @@ def run_sweep(
         return Swept(record, best, {})
 
 
-def _head(trials: Sequence[Trial]) -> dict[str, Any]:
-    one = trials[0]
-    return {
-        "name": one.cell,
-        "objective": one.objective,
-        "lower": one.range.lower,
-        "upper": one.range.upper,
-        "seeds": [trial.seed for trial in trials],
-    }
-
-
-def _tell_apart(cells: Sequence[dict[str, Any]], differences: Sequence[Difference]) -> None:
-    """Say in records of cells how they differ from the adapter, by Holm's method over all of them."""
-    for cell, versus, p in zip(cells, *simultaneous(differences), strict=True):
-        cell["difference"] = {**asdict(versus), "p_holm": p}
-        cell["differs"] = p <= LEVEL
-
-
 @dataclass(frozen=True)
 class SweptCells:
     """The trained cells of a sweep, which are variants of one evaluation beside its adapter.
 
     Attributes:
         trials: {trial: its gated folder}, of those that are trained.
-        left: the others; their cells are not compared.
+        left: the others, which are not scored.
         request: of the evaluation: its model is the adapter of the cells.
         tasks: what is asked.
         stop_token_ids: that end an answer, as the cells record them.
-        picked: the cell that the sweep chose on its dev set; empty where it chose none.
     """
 
     trials: dict[Trial, Path]
@@ -286,7 +260,6 @@ class SweptCells:
     request: Request
     tasks: list[Task]
     stop_token_ids: tuple[int, ...]
-    picked: str
 
     @classmethod
     def of(cls, sweep: Path, request: Request) -> SweptCells:
@@ -310,10 +283,8 @@ class SweptCells:
         if asked := [task.name for task in tasks if task.harness is not None]:
             raise ConfigError(f"--sweep: {', '.join(asked)} are retention suites, which are scored one model at a time")
         endings = tuple(gates.get("stop_token_ids") or ())
-        chosen = read_selection_record(sweep / FILE).recommendation.trial if (sweep / FILE).is_file() else None
-        picked = next((one.cell for one in every if one.slug == chosen), "")
         left = tuple(one for one in every if one not in trials)
-        return cls(trials, left, own, tasks, endings, picked)
+        return cls(trials, left, own, tasks, endings)
 
     def evaluation(self, loaded: Loaded) -> Evaluation:
         """The adapter and a variant for each cell."""
@@ -322,46 +293,6 @@ class SweptCells:
         rows = [ModelVariant("gated", trial.name, gates=str(place)) for trial, place in self.trials.items()]
         prepared = self.request.prepare(self.tasks, loaded)
         return Evaluation.of(self.request, prepared, loaded, [ModelVariant("adapter"), *rows], notes=notes)
-
-    def on_suite(self, record: EvaluationRecord, suite: str) -> dict[str, Any]:
-        """The cells on one suite, in the form that `report.sweep` draws, and the best one, an oracle.
-
-        A score is the mean over the suite's tasks, each counting the same, as in the paper's maps.
-        """
-        tasks = [task.name for task in self.tasks if task.suite == suite]
-        rows = {(row.task, row.label): row for row in record.results}
-        own, groups = [rows[task, "adapter"].means_Q1 for task in tasks], dict[str, list[Trial]]()
-        incomplete = {trial.cell for trial in self.left}
-        for trial in self.trials:
-            if trial.cell not in incomplete:
-                groups.setdefault(trial.cell, []).append(trial)
-        tables: dict[str, list[np.ndarray]] = {"adapter": own}
-        cells, differences = list[dict[str, Any]](), list[Difference]()
-        for name, trials in groups.items():
-            tables[name] = [
-                np.mean([rows[task, f"gated {one.name}"].means_Q1 for one in trials], axis=0) for task in tasks
-            ]
-            cells.append({**_head(trials), "score": asdict(suite_average(tables[name]))})
-            differences.append(compare_suites(tables[name], own))
-        _tell_apart(cells, differences)
-        best, regret = max(tables, key=lambda name: suite_average(tables[name]).mean), None
-        if self.picked in tables:
-            # a model does not differ from itself, which the test cannot know
-            alike = {"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
-            regret = alike if best == self.picked else asdict(compare_suites(tables[best], tables[self.picked]))
-        return {
-            "suite": suite,
-            "tasks": tasks,
-            "adapter": Path(self.request.model).parent.name,
-            "questions": sum(map(len, own)),
-            "samples": rows[tasks[0], "adapter"].avg_at_k.samples,
-            "seeds": list(dict.fromkeys(trial.seed for trial in self.trials)),
-            "comparisons": len(cells),
-            "adapter_score": asdict(suite_average(own)),
-            "picked": self.picked if self.picked in tables else "",
-            "oracle": {"name": best, "score": asdict(suite_average(tables[best])), "regret": regret},
-            "cells": cells,
-        }
 
 
 def raise_failures(swept: Swept, count: int) -> None:
