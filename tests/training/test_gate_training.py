@@ -144,7 +144,7 @@ def skipping(monkeypatch):
 
         monkeypatch.setattr(AcceleratedOptimizer, "step", sometimes)
         monkeypatch.setattr(callbacks.SkippedStepCheck, "LONGEST", longest)
-        monkeypatch.setattr(trainer, "FiniteGradientCheck", lambda trained: callbacks.SkippedStepCheck())
+        monkeypatch.setattr(trainer, "GradientCheck", lambda trained, gates, scaled: callbacks.SkippedStepCheck())
         return replace(SETTINGS, per_device_train_batch_size=8, max_steps=len(skipped), save_steps=2)
 
     return prepare

@@ -79,7 +79,7 @@ class LaunchSettings:
         processes: processes on this machine; 0 takes one, or one per GPU if a strategy is given.
     """
 
-    strategy: Literal["auto", "ddp", "fsdp2", "zero3"] = "auto"
+    strategy: Literal["auto", "ddp", "fsdp2"] = "auto"
     processes: Size = 0
 
     def __post_init__(self) -> None:
