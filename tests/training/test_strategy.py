@@ -23,7 +23,6 @@ FORBIDDEN = [
     ("sharding × fp16", Plan(launch=FSDP2, precision="fp16"), "use precision bf16"),
     ("fp16 needs CUDA", Plan(device="cpu", precision="fp16"), "this run is on cpu"),
     ("several processes × mps", Plan(launch=DDP, device="mps"), "run in one process"),
-    ("offload needs a GPU", Plan(device="cpu", activation_offload=True), "has no effect on cpu"),
     ("packing × grouping", Plan(packing=True, group_by_length=True), "leave one of them out"),
     ("quantised base × mps", Plan(device="mps", quantization="8bit"), "use cuda or cpu"),
 ]
@@ -47,7 +46,7 @@ def test_a_rule_refuses_with_its_advice(name, plan, words):
         Plan(launch=DDP, quantization="4bit", device="cuda", precision="bf16", packing=True),
         Plan(launch=FSDP2, objective="entropy", device="cuda", precision="bf16", group_by_length=True),
         Plan(launch=DDP, device="cpu", dora=True, reference=True),
-        Plan(device="cuda", precision="fp16", activation_offload=True),
+        Plan(device="cuda", precision="fp16"),
     ],
 )
 def test_what_works_is_let_through(plan):

@@ -126,13 +126,13 @@ def work_in(folder: Path) -> str:
     """What a run folder holds that another run must not be mixed with, in words; empty where no step was kept yet.
 
     The log of a finished run ends in the wall time, at the last step; a run that was stopped logs its wall time too, and
-    leaves a checkpoint. Random gates take no steps: their run is finished once it is on record.
+    leaves a checkpoint.
     """
     last = last_checkpoint(folder)
-    finished = (read_json(folder / RunFolder.RECORD).get("settings") or {}).get("objective") == "random"
+    finished = False
     with suppress(OSError, ValueError, LookupError, TypeError):
         end = json.loads((folder / LOG).read_text(encoding="utf-8").splitlines()[-1])
-        finished |= "train_runtime" in end and (last is None or end["step"] >= read_json(last / STATE)["max_steps"])
+        finished = "train_runtime" in end and (last is None or end["step"] >= read_json(last / STATE)["max_steps"])
     if finished:
         return "the log of a finished run"
     return "" if last is None else f"an unfinished run ({last.name})"

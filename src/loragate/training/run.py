@@ -74,7 +74,6 @@ def trainer_arguments(
         packing=settings.packing,
         train_sampling_strategy="group_by_length" if settings.group_by_length else "sequential",
         **recomputation_argument(SFTConfig, settings.gradient_checkpointing),
-        activation_offloading=settings.activation_offload,
         bf16=settings.precision == "bf16",
         fp16=settings.precision == "fp16",
         tf32=None,

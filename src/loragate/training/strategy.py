@@ -101,7 +101,7 @@ class Plan:
         launch: how the processes were started.
         device: "cuda", "cpu" or "mps".
         quantization: "none", "8bit" or "4bit".
-        precision, packing, group_by_length, activation_offload: as in the settings.
+        precision, packing, group_by_length: as in the settings.
         dora: a DoRA adapter is trained.
         reference: a frozen reference model of its own is loaded beside the trained one.
         sampling: the run samples answers, to choose a range.
@@ -114,7 +114,6 @@ class Plan:
     precision: str = "fp32"
     packing: bool = False
     group_by_length: bool = False
-    activation_offload: bool = False
     dora: bool = False
     reference: bool = False
     sampling: bool = False
@@ -170,10 +169,6 @@ RULES: dict[str, tuple[Callable[[Plan], bool], str]] = {
     "several processes × mps": (
         lambda p: p.launch.processes > 1 and p.device == "mps",
         "there is no exchange between processes on mps: run in one process",
-    ),
-    "offload needs a GPU": (
-        lambda p: p.activation_offload and p.device not in ("", "cuda"),
-        "activation_offload moves activations from a CUDA device to host memory and has no effect on {p.device}: leave it out",
     ),
     "packing × grouping": (
         lambda p: p.packing and p.group_by_length,

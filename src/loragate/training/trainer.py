@@ -231,7 +231,6 @@ class StatisticsTrainer(SFTTrainer):
                 precision="fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
                 packing=self.packing,
                 group_by_length=grouped,
-                activation_offload=args.activation_offloading,
                 dora=any(getattr(config, "use_dora", False) for config in model.peft_config.values()),
                 reference=self.reference is not None,
             )
