@@ -78,7 +78,7 @@ class Trial:
     def config(self, config: GateConfig) -> GateConfig:
         """Its gates; raises ConfigError for some that no training moves."""
         own = replace(config, lower=self.range.lower, upper=self.range.upper, seed=self.seed)
-        check_start(own, self.objective)
+        check_start(own)
         return own
 
     def as_record(self) -> dict[str, Any]:

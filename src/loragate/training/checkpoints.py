@@ -140,17 +140,12 @@ def work_in(folder: Path) -> str:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint that was written to its end; a killed run may leave a torn one, which is passed over."""
-    return next((path for path in reversed(checkpoints(folder)) if is_complete(path)), None)
+    return next((path for path in reversed(checkpoints(folder)) if not fault_of(path)), None)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoints in the order of their steps, torn ones too; not a folder of the user's that is called alike."""
     return sorted((path for path in folder.glob("checkpoint-*") if _step_of(path)), key=_step_of)
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end and is as it was written; raises as `fault_of` does."""
-    return not fault_of(checkpoint)
 
 
 def fault_of(checkpoint: Path) -> str:
