@@ -65,11 +65,6 @@ def test_a_packed_or_grouped_run_resumes_bit_for_bit(tokenizer, how, tmp_path):
     assert same(*values)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="activations are offloaded from a GPU")
-def test_activation_offload_changes_nothing(tokenizer):
-    assert_same(calibration(tokenizer, 4, "cuda", activation_offload=True), calibration(tokenizer, 4, "cuda"))
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="loss scaling needs CUDA")
 def test_fp16_follows_fp32(tokenizer):
     whole, half = (calibration(tokenizer, 4, "cuda", precision=precision) for precision in ("fp32", "fp16"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +56,16 @@ def test_a_merged_model_is_exported_with_its_figure(tmp_path: Path, fails: Any, 
     assert not (tmp_path / "half" / merge.RECORD).exists()
 
 
-def test_a_base_in_four_bits_is_unpacked_and_what_that_changes_is_said(tmp_path: Path, fails: Any, capsys: Any) -> None:
+def test_a_base_in_four_bits_is_unpacked(tmp_path: Path, fails: Any) -> None:
     pytest.importorskip("bitsandbytes")
     base, adapter = make(tmp_path, "factors alone")
     line = ("export", adapter, "--to", "merged", "--base")
     packed = open_base(ModelRef(str(base)), Loading(device="cpu", quantization="4bit"))
     packed.save_pretrained(tmp_path / "packed")
-    for place in (base, tmp_path / "packed"):
-        chatml_tokenizer().save_pretrained(place)
+    chatml_tokenizer().save_pretrained(tmp_path / "packed")
     said = fails(*line, tmp_path / "packed", "--out", tmp_path / "out")
     assert "is a 4bit base, whose packed weights would round a merged adapter away" in said
     assert not (tmp_path / "out").exists()
     run(*line, tmp_path / "packed", "--out", tmp_path / "out", "--dtype", "float32")
-    run(*line, base, "--out", tmp_path / "plain", "--quantization", "4bit")
-    found = re.findall(r"it is ([\d.e-]+) nats per token from the adapter on the base in 4bit", capsys.readouterr().out)
-    unpacked, gap = map(float, found)
-    assert unpacked < 1e-2 < gap
-    assert "on the base in 4bit" in (tmp_path / "plain" / "README.md").read_text()
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert not hasattr(written.config, "quantization_config")

@@ -17,7 +17,7 @@ import loragate as lg
 from loragate.errors import ConfigError, TrainingError
 from loragate.training import GateTrainingSettings
 from loragate.training import checkpoints as checkpoints_module
-from loragate.training.checkpoints import TrainingFolder, is_complete, last_checkpoint
+from loragate.training.checkpoints import TrainingFolder, fault_of, last_checkpoint
 from tiny import gate_values, same, tiny_adapter, tiny_rows, tiny_tokenizer
 
 CONFIG = lg.GateConfig(-3, 2)
@@ -118,7 +118,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
 )
 def test_a_torn_checkpoint_is_passed_over(damaged, damage):
     damage(damaged / "checkpoint-3")
-    assert not is_complete(damaged / "checkpoint-3")
+    assert fault_of(damaged / "checkpoint-3")
     assert last_checkpoint(damaged) == damaged / "checkpoint-2"
 
 
@@ -129,7 +129,7 @@ def test_the_end_is_the_same_after_a_torn_checkpoint(finished, damaged, monkeypa
     _, found = train(damaged, resume=True, on_step=lambda report: steps.append(report.step))
     assert min(steps) == 3
     assert same(found, finished[1])
-    assert is_complete(damaged / "checkpoint-3")
+    assert not fault_of(damaged / "checkpoint-3")
     assert told == [
         f"{damaged / 'checkpoint-3'} is passed over: trained.safetensors is not what was written",
         f"resuming at step 2, from {damaged / 'checkpoint-2'}",
@@ -171,7 +171,7 @@ def test_a_second_training_may_begin_anew(finished, damaged):
     assert (damaged / "mine.txt").read_text() == "mine"
 
 
-def test_a_write_that_fails_for_want_of_space_names_the_checkpoint_that_is_kept(finished, tmp_path, monkeypatch):
+def test_a_run_goes_on_after_a_write_that_failed_for_want_of_space(finished, tmp_path, monkeypatch):
     kept, save, folder = [], torch.save, tmp_path / "run"
 
     def failing(value, path, *args, **kwargs):
@@ -181,9 +181,8 @@ def test_a_write_that_fails_for_want_of_space_names_the_checkpoint_that_is_kept(
         save(value, path, *args, **kwargs)
 
     monkeypatch.setattr(torch, "save", failing)
-    with pytest.raises(TrainingError, match=r"is full, .* checkpoint-2 is complete and kept.*--resume"):
+    with pytest.raises(OSError, match="No space left"):
         train(folder)
-    assert not (folder / "checkpoint-3").exists(), "half a checkpoint would take the space that is missing"
     monkeypatch.undo()
     _, found = train(folder, resume=True, on_step=kept.append)
     assert min(report.step for report in kept) == 3
@@ -192,12 +191,11 @@ def test_a_write_that_fails_for_want_of_space_names_the_checkpoint_that_is_kept(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"objective": "random"}, {"objective": "ce"}, pytest.param({"objective": "ce", "save_steps": 2}, marks=MORE)],
-    ids=["random", "ce", "ce with a checkpoint"],
+    [{}, pytest.param({"save_steps": 2}, marks=MORE)],
+    ids=["without a checkpoint", "with a checkpoint"],
 )
 def test_a_finished_run_is_never_begun_over(tmp_path, changes):
-    values = {} if changes["objective"] == "random" else {**SETTINGS.as_record(), "save_steps": 0}
-    settings, folder = GateTrainingSettings(**{**values, "k": 20, "max_length": 64, **changes}), tmp_path / "run"
+    settings, folder = replace(SETTINGS, **{"save_steps": 0, "objective": "ce", **changes}), tmp_path / "run"
 
     def contents():
         return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -247,39 +245,6 @@ def test_half_a_checkpoint_does_not_push_a_newer_whole_one_out(tmp_path):
     assert signal.getsignal(signal.SIGINT) is handler
     assert last_checkpoint(folder) == folder / "checkpoint-5"
     assert same(train(folder, settings, resume=True)[1], train(None, settings)[1])
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 200 KB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = shutil.which("mount")
-    if mount is None or os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    made = subprocess.run([mount, "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(place)], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {made.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
-def test_a_disk_that_is_really_full_leaves_the_last_good_state(finished, small_disk):
-    """torch writes through a stream whose errors do not say that the disk is full."""
-    folder, filler = small_disk / "run", small_disk / "filler"
-
-    def fill(report):
-        if report.step == 2 and not report.values:
-            free = os.statvfs(small_disk)
-            filler.write_bytes(b"0" * max(0, free.f_bavail * free.f_frsize - 8192))
-
-    with pytest.raises(TrainingError, match=r"is full, so training stopped; checkpoint-1 is complete and kept"):
-        train(folder, on_step=fill)
-    assert last_checkpoint(folder) == folder / "checkpoint-1"
-    filler.unlink()
-    result, found = train(folder, resume=True)
-    assert result.steps == 3
-    assert same(found, finished[1])
 
 
 @pytest.mark.slow("kills")

@@ -1,4 +1,4 @@
-"""Two processes over gloo on the CPU against one: DDP, FSDP2 and (where DeepSpeed is installed) ZeRO-3, both stages.
+"""Two processes over gloo on the CPU against one: DDP and FSDP2, both stages.
 
 The losses of every step agree to 1e-5 (relative), trained values to 1e-3 (relative) or 2e-6.
 """
@@ -11,17 +11,15 @@ import socket
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from loragate.errors import TrainingError
-from loragate.training.checkpoints import explain_lost_process, is_lost
+from loragate.training.checkpoints import last_checkpoint
 from loragate.training.sharding import average_gradients, fsdp_copy
-from loragate.training.strategy import Launch, launch_file
+from loragate.training.strategy import launch_file
 from tiny import load_script, tiny_adapter
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
@@ -181,16 +179,15 @@ def test_fsdp2_resumes_bit_for_bit_and_its_checkpoint_serves_one_process(tmp_pat
 
 @pytest.mark.slow("kills")
 @pytest.mark.parametrize("environment", [{}, pytest.param(FSDP2, marks=shards)], ids=["ddp", "fsdp2"])
-def test_a_killed_process_ends_the_others_with_a_sentence(tmp_path, environment):
+def test_a_killed_process_ends_the_others(tmp_path, environment):
     job = {**JOBS["gates"], "out": str(tmp_path), "save_steps": 1, "kill": {"rank": 1, "step": 2}}
     run = Run(tmp_path, [job], environment)
     assert run.wait(1)[0] == -9
     began = time.monotonic()
     status, errors = run.wait(0)
-    assert status == 1, errors[-3000:]
+    assert status != 0, errors[-3000:]
     assert time.monotonic() - began < 120, "at once; the limit is for a busy machine"
-    assert "a process of this run is gone (this is process 0 of 2" in errors
-    assert "--resume to go on from checkpoint-2" in errors
+    assert last_checkpoint(tmp_path / "run").name == "checkpoint-2"
 
 
 @pytest.mark.slow("processes")
@@ -205,37 +202,11 @@ def test_accelerate_launch_with_the_shipped_configuration(tmp_path, alone, strat
     assert_same(read(tmp_path), alone("gates"))
 
 
-@pytest.mark.slow("processes")
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_zero3_follows_one_process(tmp_path, alone):
-    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    automatic = dict.fromkeys(sizes, "auto")
-    # the tiny base is below DeepSpeed's usual threshold as a whole; here only its norms, LoRA factors and the gates are
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 250}
-    config = tmp_path / "deepspeed.json"
-    config.write_text(json.dumps({**automatic, "zero_optimization": zero}))
-    environment = {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config),
-        "ACCELERATE_USE_CPU": "false",
-        "DS_ACCELERATOR": "cpu",
-    }
-    names = ("gates", "one gate", "adapter, accumulated")
-    for name, found in run_all(tmp_path, names, environment).items():
-        assert_same(found, alone(name))
-    whole = {**JOBS["gates"], "save_steps": 2, "out": str(tmp_path / "whole")}
-    do(tmp_path, [whole], environment)
-    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
-    do(tmp_path, [{**whole, "resume": True, "drop": "checkpoint-3", "out": str(tmp_path / "resumed")}], environment)
-    for key, values in read(tmp_path / "whole")[1].items():
-        assert torch.equal(read(tmp_path / "resumed")[1][key], values), key
-
-
 def test_a_twin_shares_memory_and_gates_but_no_parameter():
     import loragate as lg
 
     model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 2))
-    twin = fsdp_copy(model, share_gates=True)
+    twin = fsdp_copy(model)
     own, copied = dict(model.named_parameters()), dict(twin.named_parameters())
     assert list(own) == list(copied)
     for name, parameter in own.items():
@@ -247,17 +218,6 @@ def test_a_twin_shares_memory_and_gates_but_no_parameter():
     ids = torch.arange(5, 15)[None]
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, twin(input_ids=ids).logits)
-
-
-def test_only_errors_between_processes_are_explained():
-    two = Launch("ddp", 2)
-    with pytest.raises(TrainingError, match="process 0 of 2"), explain_lost_process(two, None):
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:39")
-    with pytest.raises(RuntimeError, match="shape"), explain_lost_process(two, None):
-        raise RuntimeError("shape '[2]' is invalid")
-    with pytest.raises(RuntimeError, match="closed by peer"), explain_lost_process(Launch(), None):
-        raise RuntimeError("Connection closed by peer")
-    assert is_lost(torch.distributed.DistBackendError("anything"))
 
 
 def test_gradients_of_gates_are_averaged_in_one_exchange(monkeypatch):

@@ -139,7 +139,7 @@ WHOLE = {
     ("changed", "told"),
     [
         ({"name": "dft"}, "'dft' is the name of a built-in objective"),
-        ({"name": "random"}, "built-in"),
+        ({"name": "entropy"}, "built-in"),
         ({"requires": frozenset({"sequence_ids"})}, "set packing=True"),
     ],
 )

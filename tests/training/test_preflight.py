@@ -43,7 +43,7 @@ def begin(quantization="none", **asked):
     return preflight.begin(settings, LaunchSettings(**asked), Loading(device="cpu", quantization=quantization))
 
 
-@pytest.mark.parametrize("strategy", ["", "ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", ["", "ddp", "fsdp2"])
 def test_the_command_is_started_again_on_several_processes(started, strategy):
     assert begin() is None
     assert started == [], "one process goes on"
@@ -54,7 +54,6 @@ def test_the_command_is_started_again_on_several_processes(started, strategy):
     assert command[-4:] == ["loragate", "calibrate", "--strategy", "fsdp2"]
     assert environment["LORAGATE_STRATEGY"] == (strategy or "ddp"), "processes alone mean ddp"
     assert environment["ACCELERATE_USE_CPU"] == "true"
-    assert ("ACCELERATE_USE_DEEPSPEED" in environment) == (strategy == "zero3")
 
 
 def test_under_a_launcher_nothing_is_started(started, monkeypatch):
@@ -71,7 +70,7 @@ def test_under_a_launcher_nothing_is_started(started, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "environment", "words"),
     [
-        ({"strategy": "zero3", "processes": 2, "quantization": "4bit"}, {}, "cannot be sharded"),
+        ({"strategy": "fsdp2", "processes": 2, "quantization": "4bit"}, {}, "cannot be sharded"),
         ({"strategy": "ddp", "processes": 3}, {}, "multiple of per_device_train_batch_size"),
         (
             {"strategy": "ddp"},

@@ -1,4 +1,4 @@
-"""Stage II without training, over the whole vocabulary, with the complete gradient and at every granularity."""
+"""Stage II over the whole vocabulary, with the complete gradient and at every granularity."""
 
 import math
 
@@ -23,22 +23,6 @@ def settings(**options):
         "k": 20,
     }
     return GateTrainingSettings(**{**usual, **options})
-
-
-def test_random_gates_are_drawn_not_trained(adapter, tokenizer, rows, tmp_path):
-    chosen = settings(objective="random", random_scale=0.3, seed=7)
-    result = lg.train_gates(adapter, tokenizer, rows, lg.GateConfig(-3, 2), chosen, run_folder=tmp_path / "run")
-    values = torch.cat([value.detach().flatten() for value in lg.gate_parameters(adapter).values()])
-    assert float(values.std()) == pytest.approx(0.3, rel=0.1)
-    assert abs(float(values.mean())) < 0.03
-    assert (result.steps, result.history) == (0, [])
-    assert result.gates_total["below_zero"] > 0.05
-    assert result.gates_total["above_one"] > 0.05
-    record = result.evidence()["training"]["settings"]
-    assert record == {
-        "objective": "random", "random_scale": 0.3, "seed": 7, "k": 20, "max_rows": 20_000, "max_length": 64
-    }  # fmt: skip
-    assert (tmp_path / "run" / "run.json").is_file()
 
 
 def test_draws_depend_on_seed_and_name_alone():

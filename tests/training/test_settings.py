@@ -66,7 +66,6 @@ def test_a_chosen_batch_can_be_dealt_out(micro, processes):
     ("options", "words"),
     [
         ({"objective": "entropi"}, "did you mean 'entropy'"),
-        ({"objective": "random", "random_scale": 0.0}, "above 0"),
         ({"batch_size": -1}, "batch_size must be at least 0"),
         ({"learning_rate": -1.0}, "learning_rate must be above 0"),
         ({"lr_scheduler_type": "cosinus"}, "lr_scheduler_type must be one of"),

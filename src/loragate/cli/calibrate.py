@@ -150,10 +150,8 @@ def choose(
         context.model = models.open_weights(source, options, host_memory=launch_of().sharded)
     warn_about_endings(out, tokenizer, encoded, context.model.get_base_model())
     count = require_adapter(context, trials)
-    drawn = {trial.objective for trial in trials} == {"random"}
-    out.print(f"gating {count} modules" + (", drawn at random, no training" if drawn else ""))
-    if not drawn:
-        say_steps(out, settings, len(encoded), " for each range" if len(trials) > 1 else "")
+    out.print(f"gating {count} modules")
+    say_steps(out, settings, len(encoded), " for each range" if len(trials) > 1 else "")
     keep_configuration(options, folder)
     if dev_set is None:
         with display.job("calibrating") as shown:

@@ -29,7 +29,6 @@ OPTIONAL = {
     "bitsandbytes": '4- and 8-bit bases (pip install "loragate[quantization]")',
     "gguf": 'bases in one GGUF file (pip install "loragate[gguf]")',
     "gradio": 'loragate explore (pip install "loragate[explore]")',
-    "deepspeed": "--strategy zero3",
 }
 
 

@@ -26,7 +26,6 @@ class ExportOptions:
         base: where the base is, if it is not where the folder says.
         skip_comparison: load no model to compare what was written with the model that it stands for.
         dtype: of a merged model; auto is the base's own. A base stored in 8 or 4 bits needs one.
-        quantization: compare a merged model with the adapter on the base in 8 or 4 bits as well, in which it was trained.
     """
 
     model: str
@@ -37,7 +36,6 @@ class ExportOptions:
     base: str = ""
     skip_comparison: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["none", "8bit", "4bit"] = "none"
 
 
 def run(options: ExportOptions) -> int:
@@ -52,15 +50,13 @@ def run(options: ExportOptions) -> int:
         uniform=options.uniform,
         base=options.base,
         compare_outputs=not options.skip_comparison,
-        loading=Loading(dtype=options.dtype, quantization=options.quantization),
+        loading=Loading(dtype=options.dtype),
     )
     print(f"{options.out}: {done.title}, {folded_in_words(done.coefficients)}")
     if done.agreement is not None:
         print(f"loaded again and compared with the model that it stands for: {done.agreement}")
     elif not options.skip_comparison:
         print(f"its outputs were not compared: the base {done.base or '(unnamed)'} is not here; name it with --base")
-    if done.gap:
-        print(f"it is {done.gap}")
     if exported_sampling(read_json(Path(options.out) / SAMPLING)):
         print(f"{SAMPLING} holds the recommended sampling")
     if options.to == "peft" and (more := needs_uniform(done.config)):

@@ -28,7 +28,7 @@ class SweepOptions(AdapterOptions):
     Attributes:
         ranges: "grid" for the paper's 42, or ranges separated by semicolons, as in --ranges="-3,1;0,1;-6,3".
         seeds: seeds of gates and example order, separated by commas.
-        objectives: entropy, ce or random; separated by commas.
+        objectives: entropy or ce; separated by commas.
         runner: auto takes Ray if it is installed.
         workers: parallel trials on this machine; 0 takes as many as fit, on a cluster on the nodes that it has at the start.
         gpus_per_trial: GPUs of one trial on Ray; 0.5 lets two trials share one. By default 1 if there is a GPU.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,62 +32,39 @@ _FOREIGN_KEYS = {
     r"^(?:module\.|_fsdp_wrapped_module\.|_orig_mod\.)": "a checkpoint of a wrapped model",
     r"^blk\.\d+\.": "llama.cpp",
 }
-# files that other tools leave where PEFT's weights would be, and what to do with each
-_FOREIGN_FILES: tuple[tuple[str, str, str], ...] = (
-    (
-        "adapter_model*-of-*",
+_MLX = (
+    "fuse it with mlx_lm.fuse, or write its lora_a and lora_b transposed as lora_A.weight and lora_B.weight into "
+    "adapter_model.safetensors, with lora_alpha = scale · rank"
+)
+# files that other tools leave where PEFT's weights would be: {patterns: (what they are, what to do)}
+_FOREIGN_FILES: dict[tuple[str, ...], tuple[str, str]] = {
+    ("adapter_model*-of-*", "adapter_model*.index.json"): (
         "weights in shards, which PEFT does not read",
         "join them: load every shard with safetensors.torch.load_file and write one adapter_model.safetensors",
     ),
-    (
-        "adapter_model*.index.json",
-        "weights in shards, which PEFT does not read",
-        "join them: load every shard with safetensors.torch.load_file and write one adapter_model.safetensors",
-    ),
-    (
-        "adapters.safetensors",
-        "an adapter in MLX's form (adapters.safetensors), which PEFT does not read",
-        "fuse it with mlx_lm.fuse, or write its lora_a and lora_b transposed as lora_A.weight and lora_B.weight into "
-        "adapter_model.safetensors, with lora_alpha = scale · rank",
-    ),
-    (
-        "adapters.npz",
-        "an adapter in MLX's form (adapters.npz), which PEFT does not read",
-        "convert it to adapter_model.safetensors with PEFT's names, lora_a and lora_b transposed",
-    ),
-    (
-        "*.gguf",
-        "an adapter for llama.cpp (GGUF), which PEFT does not read",
-        "take the PEFT adapter that it was converted from",
-    ),
-    (
-        "ggml-adapter-model.bin",
+    ("adapters.safetensors", "adapters.npz"): ("an adapter in MLX's form, which PEFT does not read", _MLX),
+    ("*.gguf", "ggml-adapter-model.bin"): (
         "an adapter for llama.cpp, which PEFT does not read",
         "take the PEFT adapter that it was converted from",
     ),
-    (
-        "adapter_*.pt",
+    ("adapter_*.pt",): (
         "an adapter in torchtune's own form, which PEFT does not read",
         "have torchtune write it in PEFT's form (save_adapter_weights_only with the HF checkpointer)",
     ),
-    (
-        "pytorch_lora_weights.*",
+    ("pytorch_lora_weights.*",): (
         "an adapter of diffusers, which is no language model's",
         "give a PEFT adapter of a causal language model",
     ),
-    (
-        "pytorch_model_fsdp*",
+    ("pytorch_model_fsdp*",): (
         "a checkpoint in FSDP's shards",
         "merge it with `accelerate merge-weights`, then save the adapter with save_pretrained",
     ),
-    ("global_step*", "a checkpoint of DeepSpeed", "collect its weights with the zero_to_fp32.py beside them"),
-    (
-        "model*.safetensors",
+    ("global_step*",): ("a checkpoint of DeepSpeed", "collect its weights with the zero_to_fp32.py beside them"),
+    ("model*.safetensors",): (
         "the weights of a whole model",
         "give the folder of the adapter, or make one of a fine-tune with mergekit-extract-lora",
     ),
-)
-
+}
 
 _ZERO3 = (
     "DeepSpeed ZeRO-3 writes such files where weights are not gathered: save with stage3_gather_16bit_weights_on_model_save, or "
@@ -178,11 +155,14 @@ def _read(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> AdapterFold
 # ---- the configuration
 
 
+def _error(code: str, message: str, remedy: str) -> list[Finding]:
+    return [Finding(code, "error", message, remedy)]
+
+
 def _read_config(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], list[Finding]]:
     path = folder / ADAPTER_CONFIG
-    fail: Callable[..., list[Finding]] = lambda code, message, remedy: [Finding(code, "error", message, remedy)]  # noqa: E731
     if ADAPTER_CONFIG not in names:
-        return {}, fail(
+        return {}, _error(
             "config-unreadable",
             f"{folder} holds no {ADAPTER_CONFIG}",
             "give the folder that PEFT's save_pretrained wrote",
@@ -191,26 +171,25 @@ def _read_config(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], 
     try:
         data = path.read_bytes()
         if data.startswith(_LFS):
-            return {}, fail("other-format", f"{path} is a Git LFS pointer, not the file itself", _FETCH)
+            return {}, _error("other-format", f"{path} is a Git LFS pointer, not the file itself", _FETCH)
         record = json.loads(data)
     except (OSError, ValueError, RecursionError) as error:
-        return {}, fail(
+        return {}, _error(
             "config-unreadable", f"{path}: not a readable configuration of an adapter ({error!r:.200})", again
         )
     if not isinstance(record, dict):
         what = f"expected a JSON object, found a {type(record).__name__}"
-        return {}, fail("config-unreadable", f"{path}: not a readable configuration of an adapter ({what})", again)
+        return {}, _error("config-unreadable", f"{path}: not a readable configuration of an adapter ({what})", again)
     if "peft_type" not in record:
         if {"fine_tune_type", "lora_parameters", "lora_layers"} & record.keys():
-            mlx = next(row for row in _FOREIGN_FILES if row[0] == "adapters.safetensors")
-            return {}, fail("other-format", f"{path} is the configuration of an MLX adapter", mlx[2])
+            return {}, _error("other-format", f"{path} is the configuration of an MLX adapter", _MLX)
         found = f"no key 'peft_type' (it has {', '.join(list(record)[:4]) or 'none at all'})"
-        return {}, fail("config-unreadable", f"{path}: not a readable configuration of an adapter ({found})", again)
+        return {}, _error("config-unreadable", f"{path}: not a readable configuration of an adapter ({found})", again)
     kind = record["peft_type"]
     if kind != "LORA":
         spelling = isinstance(kind, str) and kind.upper() == "LORA"
         remedy = "write it as 'LORA'" if spelling else "gates need a LoRA adapter"
-        return {}, fail("other-format", f"{path}: peft_type is {kind}", remedy)
+        return {}, _error("other-format", f"{path}: peft_type is {kind}", remedy)
     return record, []
 
 
@@ -229,37 +208,29 @@ def _read_weights(
     try:
         with path.open("rb") as file:
             if file.read(len(_LFS)) == _LFS:
-                return (
-                    path,
-                    {},
-                    [Finding("other-format", "error", f"{path} is a Git LFS pointer, not the file itself", _FETCH)],
-                )
+                return path, {}, _error("other-format", f"{path} is a Git LFS pointer, not the file itself", _FETCH)
         if name == ADAPTER_WEIGHTS:
             with safe_open(str(path), framework="pt") as stored:
                 keys = list(stored.keys())
                 return path, *_survey(path, ((key, stored.get_tensor(key)) for key in keys), config)
         state = load_pickled(path)
     except (SafetensorError, OSError) as error:
-        return (
-            path,
-            {},
-            [Finding("weights-absent", "error", f"{path}: not a readable safetensors file ({error})", again)],
-        )
+        return path, {}, _error("weights-absent", f"{path}: not a readable safetensors file ({error})", again)
     except ArtifactError as error:
         remedy = "have the tool that wrote it save the adapter with PEFT's save_pretrained"
-        return path, {}, [Finding("other-format", "error", str(error), remedy)]
+        return path, {}, _error("other-format", str(error), remedy)
     if not (isinstance(state, dict) and state and all(isinstance(one, torch.Tensor) for one in state.values())):
         held = ", ".join(map(str, list(state)[:3])) if isinstance(state, dict) else type(state).__name__
         message = f"{path}: expected tensors by their names, found {held or 'nothing'}"
         remedy = "save the adapter alone, with PEFT's save_pretrained"
-        return path, {}, [Finding("other-format", "error", message, remedy)]
+        return path, {}, _error("other-format", message, remedy)
     return path, *_survey(path, iter({str(key): value for key, value in state.items()}.items()), config)
 
 
 def _absent(folder: Path, names: tuple[str, ...]) -> Finding:
     """The finding where neither of PEFT's files of weights is there."""
-    for pattern, what, remedy in _FOREIGN_FILES:
-        if found := sorted(one.name for one in folder.glob(pattern)):
+    for patterns, (what, remedy) in _FOREIGN_FILES.items():
+        if found := sorted(one.name for pattern in patterns for one in folder.glob(pattern)):
             message = f"{folder} holds {what} ({found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''})"
             return Finding("other-format", "error", message, remedy, {"files": found[:8]})
     return Finding(

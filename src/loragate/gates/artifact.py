@@ -54,7 +54,6 @@ from loragate.gates.gate import GateConfig
 from loragate.gates.identity import (
     adapter_fingerprint,
     base_weight_samples,
-    changed_strength,
     compare_base_samples,
     config_fingerprint,
     known_factors,
@@ -188,13 +187,6 @@ def save_gates(
                 f"{folder / SAMPLING} would not be that of these gates; choose another folder or remove it"
             )
     peft_config: Any = getattr(peft_model, "peft_config", {}).get(name)
-    if changed := changed_strength(peft_model, name):
-        logger.warning(
-            "the adapter's rank or scale was changed in memory (%s is the first; set_scale, or preparation for hot swapping), "
-            "which adapter_config.json does not record: loragate.load_gated will refuse this folder, and loragate.load_gates "
-            "takes it only onto an adapter that was changed in the same way",
-            changed,
-        )
     record = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
@@ -227,16 +219,15 @@ def save_gates(
     if not _foreign_card(folder):
         write_text(folder / CARD, render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)  # last: without it the folder is no artifact
-    require_readable(folder, known_again=not changed)
+    require_readable(folder)
     return folder
 
 
-def require_readable(folder: Path, known_again: bool = True) -> None:
+def require_readable(folder: Path) -> None:
     """Read a written artifact back: the record, the gates, and the adapter beside them by its hash.
 
     Args:
         folder: the artifact; its record is removed where it is refused.
-        known_again: whether the adapter's files have the hash of the adapter in memory; not where its strength was changed.
 
     Raises:
         ArtifactError: as a reader would raise it.
@@ -245,8 +236,8 @@ def require_readable(folder: Path, known_again: bool = True) -> None:
         record = read_gate_config(folder)
         gates, (config, state) = read_tensors(folder, record), read_adapter(folder / ADAPTER)
         widths, sha256 = known_factors(config, state)
-        by_files = known_again and not any(config.get(key) for key in NEED_MODEL)
-        require_same_adapter(folder, record, gates, widths, sha256 if by_files else None)
+        partly = any(config.get(key) for key in NEED_MODEL)
+        require_same_adapter(folder, record, gates, widths, None if partly else sha256)
     except ArtifactError:
         (folder / CONFIG).unlink(missing_ok=True)
         raise

@@ -21,12 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from loragate.errors import GateError
-from loragate.gates.attach import GatedLora, attach_gates, detach_gates, gate_modules, is_gated
-from loragate.gates.eligibility import active_adapter, base_path, changed_base_of, lora_layers, trains_biases
-from loragate.gates.gate import GateConfig, SignedGate
+from loragate.gates.attach import GatedLora, gate_modules, is_gated
+from loragate.gates.eligibility import (
+    active_adapter,
+    base_path,
+    changed_base_of,
+    examine_adapter,
+    lora_layers,
+    require_gateable,
+    trains_biases,
+)
+from loragate.gates.gate import SignedGate
 from loragate.gates.override import Override
 from loragate.gates.range import Range
-from loragate.gates.strength import overrides_by_module
+from loragate.gates.strength import overrides_by_module, scaled
 
 STATISTICS = ("count", "below", "above", "at_lower", "at_upper", "sum", "squares")
 SATURATED = 1e-3  # λ this near to an end, as a share of the way there from 1, is at it
@@ -80,15 +88,13 @@ class Recorder:
     def __init__(self, bounds: Range, margin: float = SATURATED) -> None:
         self.bounds, self.margin = bounds, margin
         self.owner: Recording | None = None
-        self.positions: Tensor | None = None
         self.sums: Tensor | None = None
 
     def update(self, lam_T: Tensor) -> None:
         """Add the λ of one forward pass, [...]; positions outside the owner's token mask are left out.
 
-        A module that is run on some positions only is matched by `positions`, flat indices into the mask. One whose tokens
-        are laid out in another way, as an expert's routed tokens [tokens] are, records nothing under a mask unless their
-        number is that of the mask.
+        A module whose tokens are laid out in another way, as an expert's routed tokens [tokens] are, records nothing under a mask
+        unless their number is that of the mask.
 
         Raises:
             GateError: for a mask that is not bool, or of another shape than the [batch, sequence] of the forward pass.
@@ -98,14 +104,12 @@ class Recorder:
         if mask is not None:
             if mask.dtype != torch.bool:  # whole numbers would choose tokens by their index
                 raise GateError(f"token_mask must be a bool tensor (labels.ne(-100), mask.bool()), found {mask.dtype}")
-            if self.positions is not None and self.positions.numel() == values.numel():
-                mask = mask.reshape(-1)[self.positions.to(mask.device)]
-            elif lam_T.dim() == 2 and lam_T.shape != mask.shape:
+            if lam_T.dim() == 2 and lam_T.shape != mask.shape:
                 raise GateError(
                     f"token_mask has shape {list(mask.shape)}, but the forward pass has {list(lam_T.shape)} tokens; set a mask "
                     "of the batch's own shape before each forward pass, or None to count every token"
                 )
-            elif mask.numel() != values.numel():
+            if mask.numel() != values.numel():
                 return  # an expert's routed tokens, of which nothing says where they stand
             mask = mask.reshape(-1)
             values = values[mask.to(values.device)]
@@ -214,24 +218,23 @@ def gate_override(
 def constant_gate(
     peft_model: nn.Module, constant: float, adapter_name: str | None = None, *, part: str | None = None
 ) -> Iterator[None]:
-    """One λ for a whole adapter or a part of it inside the context; without gates it gets neutral ones, and freezes, for as long.
+    """One λ for a whole adapter or a part of it inside the context: laid over its gates, or as a scale of the plain adapter.
 
     `part` as of `gate_override`.
 
     Raises:
-        GateError: as `gate_override`, or as `attach_gates` where gates cannot be put on.
+        GateError: as `gate_override`, or as `attach_gates` where gates could not be put on.
     """
     name = active_adapter(peft_model, adapter_name)
-    plain = not is_gated(peft_model, name)
-    with _same_frozen(peft_model):
-        if plain:  # in a range that holds the constant, though an override is laid over the map and not bound by it
-            attach_gates(peft_model, GateConfig(min(constant, -1.0), max(constant, 2.0)), name)
-        try:
-            with gate_override(peft_model, constant=constant, adapter_name=name, part=part):
-                yield
-        finally:
-            if plain:
-                detach_gates(peft_model, name)
+    if is_gated(peft_model, name):
+        with gate_override(peft_model, constant=constant, adapter_name=name, part=part):
+            yield
+        return
+    # what no gate reaches keeps its strength here, too
+    paths = [verdict.path for verdict in require_gateable(examine_adapter(peft_model, name))]
+    laid = overrides_by_module(Override(constant=constant, part=part), paths)
+    with scaled(peft_model, {path: one.limits[0] for path, one in laid.items()}, name):
+        yield
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from loragate.errors import ArtifactError, GateError
 from loragate.gates.control import gate_override, gates_disabled, record_gates, variants_replaced
-from loragate.gates.eligibility import GATEABLE_CLASSES, active_adapter, adapter_configs, base_path, lora_layers
+from loragate.gates.eligibility import active_adapter, base_path, lora_layers
 from loragate.gates.schema import ADAPTER, CONFIG, FACTORS, GATES, factor_of, strength_of
 from loragate.modes import evaluation_mode
 
@@ -123,23 +123,6 @@ def require_same_adapter(
         size = widths.get(name.removesuffix(".weight"), len(tensor)) if name.endswith(".weight") else 1
         if tensor.shape != (size,):
             raise ArtifactError(f"{folder / GATES}: {name} has shape {tuple(tensor.shape)}, expected ({size},)")
-
-
-def changed_strength(model: nn.Module, adapter_name: str) -> str:
-    """The first gateable module whose rank or scale is not what the adapter's configuration says; empty where there is none.
-
-    `set_scale` and PEFT's preparation for hot swapping change them in memory; neither is written to the configuration.
-    """
-    if not (configs := adapter_configs(model, adapter_name)):
-        return ""
-    for path, layer in lora_layers(model, adapter_name):
-        if type(layer).__name__ not in GATEABLE_CLASSES:
-            continue
-        rank, _, scale = strength_of(vars(configs[0]), path)
-        same = math.isclose(float(layer.scaling[adapter_name]), scale, rel_tol=1e-6)
-        if not same or layer.lora_A[adapter_name].weight.shape[0] != rank:
-            return path
-    return ""
 
 
 def _update(digest: Any, tensor: Tensor) -> None:

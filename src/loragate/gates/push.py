@@ -1,7 +1,7 @@
 """Sending a gated folder to the hub: checked as a reader checks it, only the artifact's own files, in one commit.
 
 The folder itself is never changed. In the copy that is sent a local base is named by its hub id, and a value that is an absolute
-path of this machine, in the evidence, the adapter's configuration and the tokenizer's, is cut to its last part. Files that are on
+path of this machine, in the evidence and the adapter's configuration, is cut to its last part. Files that are on
 the hub already are not sent again, so a broken upload is taken up by repeating it.
 """
 
@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
 from loragate.errors import ArtifactError, ConfigError
-from loragate.files import read_json, write_json, write_text
+from loragate.files import write_json, write_text
 from loragate.gates.card import plain, render_card
 from loragate.gates.identity import known_factors, require_same_adapter
 from loragate.gates.recommended import SAMPLING
@@ -40,18 +40,6 @@ from loragate.gates.schema import (
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
-# keys under which tokenizers keep what they were loaded from; other values of theirs may look like paths
-_PLACES = ("name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file", "merges_file")
-# files whose texts are tokens and templates, among which anything may look like a path
-_WORDS = (
-    "tokenizer.json",
-    "vocab.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "tekken.json",
-    "chat_template.json",
-)
 # a trainer's records beside the adapter: for whoever trained it
 _OF_A_TRAINING = re.compile(r"trainer_state\.json|trainer_log\.jsonl|training_args\.\w+|\w+_results\.json")
 
@@ -156,7 +144,7 @@ def stage(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool 
     # a list of what is sent, so that run folders and checkpoints beside it stay here
     kept = [file for file in adapter_files(folder / ADAPTER)[0] if not _OF_A_TRAINING.fullmatch(file)]
     for file in [GATES, *([SAMPLING] if record.get("sampling") else []), *(f"{ADAPTER}/{name}" for name in kept)]:
-        _copy_without_paths(folder / file, into / file, private)
+        copy_file(folder / file, into / file)
     write_json(into / CONFIG, shown)
     named = adapter.get("base_model_name_or_path")  # by which plain PEFT looks for the base
     findable = named if isinstance(named, str) and is_hub_id(named) else base
@@ -182,19 +170,6 @@ def stage(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool 
     if wrong := [key for key in state if key not in sent or not same_bits(state[key], sent[key])]:
         raise ArtifactError(f"{folder / ADAPTER}: {wrong[0]} could not be copied for the upload; run again")
     return base
-
-
-def _copy_without_paths(source: Path, target: Path, private: dict[str, str]) -> None:
-    """Copy a file; in JSON that holds no tokens and templates, values that are absolute paths are cut."""
-    words = read_json(source) if source.suffix == ".json" and source.name not in _WORDS else {}
-    if source.name == TOKENIZER_CONFIG:
-        words |= _without_paths({key: words[key] for key in _PLACES if key in words}, private)
-    else:
-        words = _without_paths(words, private)
-    if words:
-        write_json(target, words)
-    else:
-        copy_file(source, target)
 
 
 def _shortened(text: str, private: dict[str, str]) -> str:

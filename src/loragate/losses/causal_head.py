@@ -169,29 +169,19 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
 
 
 def gathered(head: Head) -> Head:
-    """The head with its full weight and bias, once per forward pass, where FSDP2, ZeRO-3 or tensor parallelism spread it.
+    """The head with its full weight and bias, once per forward pass, where FSDP2 or tensor parallelism spread it.
 
     In FSDP2's root group the weight is whole already. Every process must call this.
     """
-    if not any(hasattr(head.weight, name) for name in ("full_tensor", "ds_id")):
+    if not hasattr(head.weight, "full_tensor"):
         return head
     bias = None if head.bias is None else whole_parameter(head.bias)
     return dataclasses.replace(head, weight=whole_parameter(head.weight), bias=bias)
 
 
 def whole_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's full values, where FSDP2, ZeRO-3 or tensor parallelism spread it; every process must ask."""
-    if hasattr(parameter, "full_tensor"):
-        return parameter.full_tensor()
-    if not hasattr(parameter, "ds_id"):
-        return parameter
-    if parameter.numel() == getattr(parameter, "ds_numel", None):
-        return parameter.detach().clone()  # a small parameter that DeepSpeed keeps, or one in use
-    import deepspeed
-
-    # the values vanish again where the context ends, and the backward pass needs them: a copy
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().clone()
+    """A parameter's full values, where FSDP2 or tensor parallelism spread it; every process must ask."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 @torch.no_grad()

@@ -63,7 +63,6 @@ class Exported:
     coefficients: dict[str, float]  # λ of every folded module; empty for an adapter as it is
     base: str  # the base by which it was compared, or would be
     agreement: Agreement | None  # with the model that it stands for; None where it was not compared
-    gap: str = ""  # what a merged model is from the adapter on the base in 8 or 4 bits, in words; empty where none was measured
 
 
 FORMS = ("peft", "merged", *RUNTIMES)
@@ -96,8 +95,7 @@ def export_adapter(
         uniform: as in `fold_adapter`.
         base: folder or hub id of the base, in place of the recorded one; it is compared on it.
         compare_outputs: False compares nothing and loads no model.
-        loading: how the models of the comparison are loaded; its dtype is also that of a merged model, and its quantisation that
-            of a base with which the merged model is compared as well.
+        loading: how the models of the comparison are loaded; its dtype is that of a merged model.
 
     Raises:
         ConfigError: for a setting without effect on this form, a base that is not here or of a family that the form does not
@@ -113,10 +111,8 @@ def export_adapter(
         raise ConfigError(
             "--skip-comparison has no effect with --to merged, which is compared while both are in memory"
         )
-    if to != "merged" and (loading.dtype, loading.quantization) != (USUAL.dtype, USUAL.quantization):
-        raise ConfigError(
-            f"--dtype and --quantization are of a merged model and have no effect with --to {to}; leave them out"
-        )
+    if to != "merged" and loading.dtype != USUAL.dtype:
+        raise ConfigError(f"--dtype is that of a merged model and has no effect with --to {to}; leave it out")
     place = resolve(model, base, overrides=True, base_later=not base)
     override = place.override
     if constant is not None:
@@ -150,16 +146,10 @@ def export_adapter(
                 f"{adapter / ADAPTER_CONFIG}: {unknown} is set, so that the adapter is known again only on its base, "
                 f"{place.base.name or 'which has no name'}; say where it is with --base"
             )
-        agreement, gap = None, ""
+        agreement = None
         if to == "merged":
             open_tokenizer(place, loading).save_pretrained(str(folder))
-            merged = write_merged(place.base, plain, folder, loading)
-            agreement = merged.agreement
-            if merged.gap is not None:
-                gap = (
-                    f"{merged.gap.nats:.2g} nats per token from the adapter on the base in {merged.storage}, which is what other "
-                    "weights under the adapter change"
-                )
+            agreement = write_merged(place.base, plain, folder, loading)
             if temperature is not None:  # beside what ends an answer
                 write_json(folder / SAMPLING, read_json(folder / SAMPLING) | generation_settings(temperature))
         elif to in RUNTIMES:
@@ -177,19 +167,18 @@ def export_adapter(
                 write_sampling(folder, temperature)
         # a merged model was compared with the folded adapter, which is compared here if anything was folded
         if compared and (to != "merged" or coefficients):
-            folded = _compare(place, plain, replace(loading, dtype=USUAL.dtype, quantization=USUAL.quantization))
+            folded = _compare(place, plain, replace(loading, dtype=USUAL.dtype))
             agreement = agreement or folded
         named = str(place.base.name or config.get("base_model_name_or_path") or "")
         recorded = recorded or str(config.get("base_model_name_or_path") or "")
         receipt = [f"Compared with `{source}` after it was written: {agreement}."] if agreement is not None else []
-        receipt += [f"It is {gap}."] if gap else []
         card = _card(to, source, recorded, coefficients, override or Override(), one_scale, temperature, receipt)
         write_text(folder / CARD, card)
     title = {"peft": "a plain LoRA adapter", "merged": "the base with the adapter merged into it"}.get(to)
     usage = f"loragate generate --model {out} --prompt TEXT"
     if to in RUNTIMES:
         title, usage = f"a LoRA adapter for {RUNTIMES[to].title}", RUNTIMES[to].usage.format(folder=out)
-    return Exported(title or to, usage, config, coefficients, named, agreement, gap)
+    return Exported(title or to, usage, config, coefficients, named, agreement)
 
 
 def _copy_files(adapter: Path, folder: Path, keep_sampling: bool) -> None:

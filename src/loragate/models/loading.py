@@ -13,7 +13,7 @@ import importlib.util
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -48,7 +48,6 @@ from loragate.gates.eligibility import (
     quantization_of,
     quantization_of_config,
 )
-from loragate.gates.schema import CONFIG
 from loragate.gates.strength import overrides_by_module
 from loragate.hub_names import hub_source, split_file
 from loragate.models.peft_loading import RESIZE, load_peft
@@ -385,9 +384,6 @@ def open_without_weights(place: ModelSource, how: Loading = USUAL) -> Loaded:
 
 def open_weights(place: ModelSource, how: Loading, host_memory: bool = False) -> Any:
     """The model of `open_model` without its tokenizer; `host_memory` as in `open_base`."""
-    if place.kind == "gated":  # whose base has errors of its own, which name the artifact
-        with explained("gated adapter", place.ref.name):
-            return load_adapter(_base_of_gated(place, lambda: open_base(place.base, how, host_memory)), place)
     with explained("base model", place.base.name):
         base = open_base(place.base, how, host_memory)
     return base if place.kind == "base" else load_adapter(base, place)
@@ -443,7 +439,8 @@ def load_gated(
         `loragate.gates.train_gates_only(model)` has the gates train again.
 
     Raises:
-        ArtifactError: if the artifact is malformed, belongs to another base or adapter, or it or the base is not to be had.
+        ArtifactError: if the artifact is malformed, belongs to another base or adapter, or is not to be had.
+        LoragateError: for a base that cannot be loaded.
         ConfigError: for arguments that have no effect on a base in memory.
     """
     if isinstance(base, nn.Module):
@@ -452,7 +449,8 @@ def load_gated(
         there = resolve(folder, expect="gated", revision=revision, overrides=True, base_later=True)
         return load_adapter(base, there)
     place = resolve(folder, base or "", expect="gated", revision=revision, base_revision=base_revision, overrides=True)
-    weights = _base_of_gated(place, lambda: base_weights(place.base, **from_pretrained_kwargs))
+    with explained("base model", place.base.name):
+        weights = base_weights(place.base, **from_pretrained_kwargs)
     return load_adapter(weights, place)
 
 
@@ -497,39 +495,8 @@ def explained(what: str, name: str) -> Iterator[None]:
         raise _sentence(what, name, error) from error
 
 
-def _base_of_gated(place: ModelSource, load: Callable[[], Any]) -> Any:
-    """The base of a gated folder, with errors that say where it was recorded."""
-    name = place.base.name
-    try:
-        return load()
-    except (OSError, ValueError) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        if said.startswith(_NO_CLASS):
-            raise ArtifactError(_other_class(place, f"{name} has the configuration {_configuration(said)}")) from error
-        if isinstance(error, ValueError) and (Path(name) / "config.json").is_file():
-            raise  # about an argument, such as trust_remote_code or quantization_config
-        raise ArtifactError(
-            f"{place.folder / CONFIG}: the base {name} cannot be loaded ({said}); a relative path counts from the working "
-            "folder. Say where the base is with base=… (--base)"
-        ) from error
-
-
-_NO_CLASS = (
-    "Unrecognized configuration class "  # how transformers says that AutoModelForCausalLM has no class for a base
-)
-
-
-def _configuration(said: str) -> str:
-    """The class of a configuration in the error that begins with `_NO_CLASS`."""
-    return said.split(" for this kind", 1)[0].removeprefix(_NO_CLASS)
-
-
-def _other_class(place: ModelSource, reason: str) -> str:
-    """What to do where the base is no causal language model of transformers."""
-    return (
-        f"{place.folder}: load_gated loads causal language models (AutoModelForCausalLM), and {reason}. Load the base with its "
-        f'own class, then PeftModel.from_pretrained(base, "{place.adapter}") and loragate.load_gates(model, "{place.folder}")'
-    )
+_NO_CLASS = "Unrecognized configuration class "
+"""How transformers says that AutoModelForCausalLM has no class for a base."""
 
 
 def _sentence(what: str, name: str, error: Exception) -> LoragateError:
@@ -552,8 +519,10 @@ def _sentence(what: str, name: str, error: Exception) -> LoragateError:
             f"(HF_HUB_OFFLINE) and access rights ({first[:200]}){elsewhere}"
         )
     if first.startswith(_NO_CLASS):
+        found = first.split(" for this kind", 1)[0].removeprefix(_NO_CLASS)
         return ConfigError(
-            f"{what} {name}: gates act on causal language models (AutoModelForCausalLM), and it has the configuration "
-            f"{_configuration(first)}; take an adapter of a model that writes text"
+            f"{what} {name}: causal language models are loaded here (AutoModelForCausalLM), and it has the configuration {found}. "
+            "In Python load it with its own class, then PeftModel.from_pretrained(base, ADAPTER) and, for gates, "
+            "loragate.load_gates(model, FOLDER)"
         )
     return LoragateError(f"{what} {name} cannot be loaded: {type(error).__name__}: {first[:400]}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,17 +18,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from loragate.errors import ConfigError, LoragateError
 from loragate.files import folder_sha256, read_json, write_json
-from loragate.gates.eligibility import (
-    EIGHT_BIT,
-    FOUR_BIT,
-    NONE,
-    describe_storage,
-    quantization_of,
-    quantization_of_config,
-)
+from loragate.gates.eligibility import EIGHT_BIT, FOUR_BIT, NONE, describe_storage, quantization_of_config
 from loragate.gates.schema import read_adapter_config
 from loragate.models.agreement import Agreement, compare, log_probs, probing_prompts, require_agreement
-from loragate.models.loading import USUAL, base_config, base_weights, open_base
+from loragate.models.loading import USUAL, base_config, base_weights
 from loragate.models.peft_loading import load_peft
 from loragate.models.settings import Loading
 from loragate.models.source import ModelRef
@@ -37,21 +29,6 @@ from loragate.models.source import ModelRef
 RECORD = "merged.json"
 
 logger = logging.getLogger("loragate")
-
-
-@dataclass(frozen=True)
-class Merged:
-    """How far the written model is from what it was made of.
-
-    Attributes:
-        agreement: with the adapter on the base as it was merged, which is rounding.
-        gap: with the adapter on the base in 8 or 4 bits, which nobody rounds; None where none was asked for.
-        storage: of that base, such as "4bit".
-    """
-
-    agreement: Agreement
-    gap: Agreement | None = None
-    storage: str = NONE
 
 
 def merge_adapter(
@@ -88,22 +65,21 @@ def merge_adapter(
     shutil.rmtree(folder, ignore_errors=True)  # of another merge, or of one that was broken off
     how = Loading(dtype=dtype, trust_remote_code=trust_remote_code)  # type: ignore[arg-type]
     found = write_merged(ModelRef(base, revision or ""), Path(adapter), folder, how)
-    logger.info("merged into %s: %s", folder, found.agreement)
+    logger.info("merged into %s: %s", folder, found)
     write_json(folder / RECORD, made_of)  # last: what has no record is made anew
     return folder
 
 
-def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USUAL) -> Merged:
+def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USUAL) -> Agreement:
     """Write base and adapter as one model, load it again, and compare it with the adapter on its base.
 
-    A base that is stored in 8 or 4 bits is unpacked, as packed weights would round the adapter away, and the result is compared
-    with the adapter on the packed one, too; `how.quantization` asks for that comparison on a plain base.
+    A base that is stored in 8 or 4 bits is unpacked, as packed weights would round the adapter away.
 
     Args:
         base: of the adapter.
         adapter: folder of a plain adapter.
         folder: new or empty.
-        how: dtype of the written weights ("auto" is the base's own), quantisation and trust.
+        how: dtype of the written weights ("auto" is the base's own) and trust.
 
     Raises:
         ConfigError: for a packed base without a dtype of 16 bits or more.
@@ -119,25 +95,14 @@ def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USU
     if stored != NONE and how.dtype == "auto":
         raise ConfigError(
             f"{base} is {describe_storage(stored)}, whose packed weights would round a merged adapter away in part: say in which "
-            "dtype the merged model is written, --dtype bfloat16; what that changes is measured"
+            "dtype the merged model is written, --dtype bfloat16"
         )
-    packed = stored != NONE or how.quantization != NONE
-    config = read_adapter_config(adapter)
-    quantised: list[torch.Tensor] = []
-    storage = NONE
-    if packed:  # one model in memory at a time
-        model = open_base(base, replace(how, dtype="auto"))
-        storage = quantization_of(model)
-        prompts = probing_prompts(model.config, config)
-        quantised = log_probs(load_peft(model, adapter).eval(), prompts)
-        del model
-        gc.collect()
     model = base_weights(base, dtype="auto", trust_remote_code=trust)
     if stored != NONE:
         model = model.dequantize()
     served = model.dtype if how.dtype == "auto" else getattr(torch, how.dtype)
     adapted = load_peft(model.float(), adapter)
-    prompts = probing_prompts(model.config, config)
+    prompts = probing_prompts(model.config, read_adapter_config(adapter))
     expected = log_probs(adapted, prompts)
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(layer, BaseTunerLayer):  # its delta must not reach the layer that it is tied to
@@ -162,7 +127,6 @@ def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USU
     gc.collect()
     # in fp32, so that what is compared is the weights as they were rounded once
     written = base_weights(ModelRef(str(folder)), dtype=torch.float32, trust_remote_code=trust).eval()
-    outputs = log_probs(written, prompts)
-    found = compare(expected, outputs, served)
+    found = compare(expected, log_probs(written, prompts), served)
     require_agreement(found, f"{adapter} merged into {base}", "the adapter on its base")
-    return Merged(found, compare(quantised, outputs, served) if packed else None, storage)
+    return found

@@ -124,7 +124,6 @@ def _training(stage: Stage, model: Any, gpu: Gpu) -> Cost:
     options, need = stage.options, estimate_of(stage, model)
     runs = len(parse_ranges(options["ranges"])) if "ranges" in options else 1
     runs *= len(comma_list(str(options.get("seeds", "")))) or 1
-    runs *= options.get("objective") != "random"  # which are drawn
     processes = int(options.get("processes") or 1)
     return Cost(need.sentence(), _hours(runs * need.flops * _tokens(stage) / processes, gpu))
 

@@ -185,7 +185,7 @@ class SelectionRun:
         self._asked: dict[str, dict[ModelVariant, None]] = {"dev": {}, "retention": {}}  # ordered sets
         self._done: dict[str, dict[str, int]] = {stage: {} for stage in UNITS}
         _, encoded = context.encoded(context.settings.seed)
-        self._steps = context.settings.fitted(len(encoded)).steps(len(encoded))
+        self.steps = context.settings.fitted(len(encoded)).steps(len(encoded))
         how: dict[str, Any] = {"system": context.system, "raw": encoded.summary.all_plain}
         self.tasks: dict[str, Prepared] = {}
         for name, questions, tokens in (
@@ -294,7 +294,7 @@ class SelectionRun:
             failed_in(self.folder, self.trials, diverged=True),
         )
         ended = [one for one in self.trials if one in self.gated or one.name in self.diverged]
-        self._done["training"] |= {self.name_of(one): self.steps_of(one) for one in ended}
+        self._done["training"] |= {self.name_of(one): self.steps for one in ended}
         return [one for one in self.trials if one not in self.gated and one.name not in self.diverged]
 
     def name_of(self, trial: Trial) -> str:
@@ -317,13 +317,9 @@ class SelectionRun:
                 found.append(Compared(f"gated {cell}", tuple(map(self.variant_of, trials)), tuple(trials)))
         return found
 
-    def steps_of(self, trial: Trial) -> int:
-        """Steps of its training; random gates are not trained."""
-        return 0 if trial.objective == "random" else self._steps
-
     def total_steps(self) -> int:
         """How many steps all trainings take."""
-        return sum(map(self.steps_of, self.trials))
+        return len(self.trials) * self.steps
 
     def total_answers(self) -> int:
         """How many answers the dev set takes in all, should no training diverge, and those to the retention set so far."""

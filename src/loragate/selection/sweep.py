@@ -222,7 +222,7 @@ def run_sweep(
                 run.context.model = None  # its room is the workers'
 
                 def ended(trial: Trial, how: str, run: SelectionRun = run) -> None:
-                    run.report("training", run.name_of(trial), run.steps_of(trial), how)  # a worker reports no step
+                    run.report("training", run.name_of(trial), run.steps, how)  # a worker reports no step
                     on_trial(trial, how)
 
                 runner(functools.partial(sweep.open, tuple(trials), folder.resolve()), pending, ended)

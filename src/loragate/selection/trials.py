@@ -52,7 +52,7 @@ class Trial:
 
     Attributes:
         range: of λ.
-        objective: "entropy" is the paper's, "ce" its ablation, "random" a control that trains nothing.
+        objective: "entropy" is the paper's, "ce" its ablation.
         seed: of the gates' start and of the order of the examples.
     """
 
@@ -78,7 +78,7 @@ class Trial:
     def config(self, config: GateConfig) -> GateConfig:
         """Its gates; raises ConfigError for some that no training moves."""
         own = replace(config, lower=self.range.lower, upper=self.range.upper, seed=self.seed)
-        check_start(own, self.objective)
+        check_start(own)
         return own
 
     def as_record(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def copy_artifact(source: Path, target: Path, selection: dict[str, Any], tempera
     record |= write_sampling(target, temperature)
     write_text(target / CARD, render_card(target.resolve().name, record))
     write_json(target / CONFIG, record)  # last: without it there is no artifact
-    require_readable(target, known_again=False)  # the adapter was known again when the trial was written
+    require_readable(target)
 
 
 def attach_trained(context: TrialContext, trial: Trial, gated: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""What happens around the training loop: the JSONL log, progress reports, the first-gradient check, stopping on Ctrl-C.
+"""What happens around the training loop: the JSONL log, progress reports, checks of the gradient, stopping on Ctrl-C.
 
 All through the transformers callback contract; nothing here computes a loss.
 """
@@ -95,34 +95,23 @@ class StepReporter(TrainerCallback):
             self.on_step(StepReport(state.global_step, state.max_steps, time.monotonic() - self.began, self.values))
 
 
-class FirstGradientCheck(TrainerCallback):
-    """Refuses a run whose first gradient is exactly zero everywhere: the gates could never move."""
+class GradientCheck(TrainerCallback):
+    """Refuses a gradient that is not finite before it is applied: after it, every weight that trains would be NaN.
 
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.checked = False
+    Also refuses gates whose first gradient is exactly zero everywhere: they could never move.
+
+    Args:
+        parameters: what trains, by name.
+        gates: whether they are gates.
+        scaled: whether loss scaling (fp16) skips what is not finite; see `SkippedStepCheck`.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], *, gates: bool, scaled: bool) -> None:
+        self.parameters, self.gates, self.scaled = parameters, gates, scaled
+        self.first = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.checked = state.global_step > 0  # gates that go on from a checkpoint have moved
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.checked:
-            return
-        self.checked = True
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        if not any(bool(torch.count_nonzero(gradient)) for gradient in gradients):
-            raise TrainingError(
-                "the first gradient of every gate is exactly zero, so training would change nothing. With an upper bound "
-                "of 1 a gate with a positive logit has no slope; start it below zero, or widen the range. Otherwise check "
-                "that the adapter acts at all"
-            )
-
-
-class FiniteGradientCheck(TrainerCallback):
-    """Refuses a gradient that is not finite before it is applied: after it, every weight that trains would be NaN."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
-        self.parameters = parameters
+        self.first = self.gates and state.global_step == 0  # gates that go on from a checkpoint have moved
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         found: list[torch.Tensor] = []
@@ -133,8 +122,16 @@ class FiniteGradientCheck(TrainerCallback):
             if gradient is not None and gradient.numel():
                 largest = torch.linalg.vector_norm(gradient, math.inf).float()
                 found.append(largest.to(found[0].device if found else largest.device))
-        # the device is waited for once, not for each of hundreds of gates
-        if found and not bool(torch.isfinite(torch.stack(found)).all()):
+        # the device is waited for once, not for each of hundreds of gates; NaN is the largest
+        largest_of_all = float(torch.stack(found).max()) if found else 0.0
+        if self.first and largest_of_all == 0:
+            raise TrainingError(
+                "the first gradient of every gate is exactly zero, so training would change nothing. With an upper bound "
+                "of 1 a gate with a positive logit has no slope; start it below zero, or widen the range. Otherwise check "
+                "that the adapter acts at all"
+            )
+        self.first = False
+        if not self.scaled and not math.isfinite(largest_of_all):
             raise DivergenceError(
                 f"the gradient is not finite at step {state.global_step + 1}, though the loss is. Nothing was updated in this "
                 "step. Lower the learning rate or train in fp32; if the objective is your own, look for a slope that is infinite "

@@ -3,13 +3,11 @@
 A run that was killed, at any moment, goes on from the last checkpoint that was written to its end. The last file of a checkpoint
 holds the checksums of all others: without it a kill or a full disk left the checkpoint half-written, and a file that differs was
 damaged afterwards. Both are passed over aloud, and a run that has damaged checkpoints alone is not begun anew unasked. The record,
-the lock and the comparison on resume are those of every job that can be resumed (`loragate.files.RunFolder`). What stops a run
-from outside, a full disk or a lost process, is told with the checkpoint that is left.
+the lock and the comparison on resume are those of every job that can be resumed (`loragate.files.RunFolder`).
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import shutil
@@ -20,32 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from loragate.errors import ConfigError, SetupError, TrainingError
+from loragate.errors import ConfigError, SetupError
 from loragate.files import RunFolder, file_sha256, read_json, write_json
-from loragate.training.strategy import Launch, launch_of, process_state
+from loragate.training.strategy import launch_of, process_state
 
 logger = logging.getLogger("loragate")
 
 STATE, LOG, TRAINED, CHECKSUMS = "trainer_state.json", "metrics.jsonl", "trained.safetensors", "checksums.json"
-# of an exchange between processes that failed, in the words of gloo, TCP and NCCL
-LOST_SIGNS = (
-    "closed by peer",
-    "reset by peer",
-    "broken pipe",
-    "connection refused",
-    "timed out waiting",
-    "timed out after",
-    "wait timeout",
-    "nccl",
-    "gloo",
-    "watchdog",
-    "process group",
-)
-FULL_SIGNS = ("No space left", "disk is full")
-STREAM_SIGNS = ("failed writing file", "file write failed", "iostream error", "unexpected pos")
-LITTLE = 256 << 20  # bytes
 UNFINISHED = "it was not written to its end"
 
 
@@ -147,13 +126,13 @@ def work_in(folder: Path) -> str:
     """What a run folder holds that another run must not be mixed with, in words; empty where no step was kept yet.
 
     The log of a finished run ends in the wall time, at the last step; a run that was stopped logs its wall time too, and
-    leaves a checkpoint. Random gates take no steps: their run is finished once it is on record.
+    leaves a checkpoint.
     """
     last = last_checkpoint(folder)
-    finished = (read_json(folder / RunFolder.RECORD).get("settings") or {}).get("objective") == "random"
+    finished = False
     with suppress(OSError, ValueError, LookupError, TypeError):
         end = json.loads((folder / LOG).read_text(encoding="utf-8").splitlines()[-1])
-        finished |= "train_runtime" in end and (last is None or end["step"] >= read_json(last / STATE)["max_steps"])
+        finished = "train_runtime" in end and (last is None or end["step"] >= read_json(last / STATE)["max_steps"])
     if finished:
         return "the log of a finished run"
     return "" if last is None else f"an unfinished run ({last.name})"
@@ -161,17 +140,12 @@ def work_in(folder: Path) -> str:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint that was written to its end; a killed run may leave a torn one, which is passed over."""
-    return next((path for path in reversed(checkpoints(folder)) if is_complete(path)), None)
+    return next((path for path in reversed(checkpoints(folder)) if not fault_of(path)), None)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoints in the order of their steps, torn ones too; not a folder of the user's that is called alike."""
     return sorted((path for path in folder.glob("checkpoint-*") if _step_of(path)), key=_step_of)
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end and is as it was written; raises as `fault_of` does."""
-    return not fault_of(checkpoint)
 
 
 def fault_of(checkpoint: Path) -> str:
@@ -208,88 +182,3 @@ def write_checksums(checkpoint: Path) -> None:
 def _step_of(checkpoint: Path) -> int:
     number = checkpoint.name.removeprefix("checkpoint-")
     return int(number) if number.isdigit() else 0
-
-
-@contextmanager
-def explain_full_disk(folder: Path | None) -> Iterator[None]:
-    """A write that failed for want of space becomes one sentence with the checkpoint that is still good.
-
-    What was half-written is removed, so that it does not take the space that is missing.
-
-    Raises:
-        TrainingError: in place of the errors of torch, safetensors and the operating system.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not _is_full(error, folder):
-            raise
-        if folder is None:
-            raise TrainingError("the disk is full; free some space in the temporary folder and run again") from error
-        for torn in checkpoints(folder):
-            if not is_complete(torn):
-                shutil.rmtree(torn, ignore_errors=True)
-        last = last_checkpoint(folder)
-        kept = f"{last.name} is complete and kept" if last else "no checkpoint had been written yet"
-        size = sum(path.stat().st_size for path in last.rglob("*") if path.is_file()) if last else 0
-        needs = f"about {max(0.1, size / 1e6):.1f} MB" if last else "a few MB"
-        raise TrainingError(
-            f"the disk that holds {folder} is full, so training stopped; {kept}. Free some space (a checkpoint needs {needs}, and "
-            "two are kept), then run the same command with --resume (resume=True)"
-        ) from error
-
-
-def _is_full(error: BaseException | None, folder: Path | None) -> bool:
-    """Whether an error, or what it came from, is a lack of space.
-
-    torch writes through a C++ stream, whose errors do not say why; they count where little space is left indeed.
-    """
-    # "file write failed" alone may have many causes
-    little = folder is not None and folder.is_dir() and shutil.disk_usage(folder).free < LITTLE
-    signs = FULL_SIGNS + (STREAM_SIGNS if little else ())
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return True
-        if any(sign in str(error) for sign in signs):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-@contextmanager
-def explain_lost_process(launch: Launch, folder: Path | None) -> Iterator[None]:
-    """Turns the errors of torch.distributed into one sentence about the lost process.
-
-    When a process dies its connections close, and the next exchange of the others fails at once (gloo, TCP) or at the
-    latest when its time limit passes (NCCL).
-
-    Args:
-        launch: how the run was launched; errors of a single process pass as they are.
-        folder: the run folder, for what there is to go on from; None where nothing is kept.
-
-    Raises:
-        TrainingError: naming this process, the library's first line, and what to do.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if launch.processes < 2 or not is_lost(error):
-            raise
-        first = str(error).strip().splitlines()[0][:200]
-        saved = None if folder is None else last_checkpoint(folder)
-        again = (
-            f"repeat the same command with --resume to go on from {saved.name}"
-            if saved
-            else "no checkpoint was written yet, so begin again with --overwrite; set save_steps to keep some"
-        )
-        raise TrainingError(
-            f"a process of this run is gone (this is process {launch.rank} of {launch.processes}, counted from 0; {first}). "
-            f"Look at the first error of the other processes: killed, out of memory, or a machine lost? Then {again}"
-        ) from error
-
-
-def is_lost(error: RuntimeError) -> bool:
-    """Whether an error says that an exchange between processes failed."""
-    known = getattr(torch.distributed, "DistError", None)
-    text = str(error).lower()
-    return (known is not None and isinstance(error, known)) or any(sign in text for sign in LOST_SIGNS)

@@ -30,7 +30,6 @@ from loragate.gates import (
     adapter_fingerprint,
     attach_gates,
     detach_gates,
-    draw_gates,
     gate_parameters,
     measure_parity,
     record_gates,
@@ -153,8 +152,7 @@ class GateTrainingArguments(SFTConfig):
 
     Attributes:
         k: support of the top-k entropy; 0, or at least the vocabulary size, means the full entropy.
-        objective: "entropy" is the paper's, "ce" its ablation; "random", a control, draws gates and trains nothing.
-        random_scale: standard deviation of the gate weights and biases that "random" draws.
+        objective: "entropy" is the paper's, "ce" its ablation.
     """
 
     learning_rate: float = 5e-4
@@ -172,7 +170,6 @@ class GateTrainingArguments(SFTConfig):
     train_sampling_strategy: str = "sequential"
     k: int = field(default=100, metadata={"help": "Support of the top-k entropy; 0 is the whole vocabulary."})
     objective: str = field(default="entropy", metadata={"help": f"One of {', '.join(GATE_OBJECTIVES)}."})
-    random_scale: float = field(default=0.02, metadata={"help": "Size of the gates that the objective random draws."})
 
     def __post_init__(self) -> None:
         if self.objective not in GATE_OBJECTIVES:
@@ -244,7 +241,7 @@ class GateTrainer(StatisticsTrainer):
             processing_class = AutoTokenizer.from_pretrained(causal_model(model).config.name_or_path)
         trained_by = args.objective if objective is None else objective.name
         if gates is not None:
-            check_start(gates, trained_by)
+            check_start(gates)
         elif not is_gated(model, name):
             raise ConfigError("the model carries no gates to train: give their range, as in gates=GateConfig(-6, 3)")
         if objective is None:
@@ -376,11 +373,7 @@ class GateTrainer(StatisticsTrainer):
         began = time.monotonic()
         self.check()
         with without_dropout(self.model):
-            if self.trained_by == "random":
-                draw_gates(self.model, self.args.seed, self.args.random_scale, self.adapter_name)
-                output = TrainOutput(0, 0.0, {})
-            else:
-                output = super().train(resume_from_checkpoint, **kwargs)
+            output = super().train(resume_from_checkpoint, **kwargs)
         # the gates are not in it, but everything that they act through: bit for bit
         if self._frozen_checksum() != self.frozen:
             raise TrainingError(
@@ -484,7 +477,7 @@ def train_gates(
         require_own(objective, settings)
     name = active_adapter(peft_model, adapter_name)
     require_causal_model(causal_model(peft_model))
-    check_start(config, settings.objective if objective is None else objective.name)
+    check_start(config)
     with training_folder(run_folder, resume, overwrite) as folder:
         source = load_rows(rows)
         require_encoded(encoded, source)
@@ -493,7 +486,7 @@ def train_gates(
         if objective is not None:
             require_mask_column(objective, encoded, source.source)
         settings = settings.fitted(len(encoded), launch_of().processes)  # run.json and the artifact get what was done
-        chosen = {"k": settings.k, "objective": settings.objective, "random_scale": settings.random_scale}
+        chosen = {"k": settings.k, "objective": settings.objective}
         device = target_device(peft_model).type
         arguments = trainer_arguments(
             GateTrainingArguments, settings, folder.path, len(encoded), device, max_length=settings.max_length, **chosen
@@ -551,9 +544,9 @@ def training_rows(
     return chosen, encode_rows(chosen, tokenizer, max_length=settings.max_length, system=system, **how)
 
 
-def check_start(config: GateConfig, objective: str) -> None:
+def check_start(config: GateConfig) -> None:
     """Raises ConfigError for gates that training could not move: a logit of zero is on the branch to U, which is flat at U = 1."""
-    if config.init_scale == 0 and config.upper == 1 and objective != "random":
+    if config.init_scale == 0 and config.upper == 1:
         raise ConfigError(
             "init_scale=0 with an upper bound of 1 starts every gate where its gradient is exactly zero, so training would "
             "change nothing: set init_scale above 0 (1e-6 by default), or the upper bound above 1"

@@ -131,10 +131,7 @@ def begin(settings: TrainSettings, asked: LaunchSettings, how: Loading, **more: 
     settings.accumulation(launch.processes)
     if launched or launch.processes < 2:
         return None
-    # what torch's launcher does not know is handed on in the words of Accelerate, and one of ours
-    environment = {**os.environ, ASKED: launch.strategy}
-    if launch.strategy == "zero3":
-        environment |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+    environment = {**os.environ, ASKED: launch.strategy}  # which torch's launcher does not know
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.processes)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={launch.processes}"]
     return wait_for(subprocess.Popen([*command, "-m", "loragate", *sys.argv[1:]], env=environment))

@@ -98,8 +98,7 @@ def require_short_enough(model: Any, encoded: EncodedRows, where: Callable[[int]
             f"set max_length to {positions} or less"
         )
     weight = getattr(causal_model(model).get_input_embeddings(), "weight", None)
-    # ZeRO-3 leaves an empty tensor in the place of a weight that it has spread
-    shape = tuple(getattr(weight, "ds_shape", getattr(weight, "shape", ())))
+    shape = tuple(getattr(weight, "shape", ()))
     embedded = int(shape[0]) if len(shape) == 2 else None
     largest = int(ids.argmax())
     if embedded is not None and ids[largest] >= embedded:

@@ -17,7 +17,7 @@ from trl import SFTConfig
 from loragate.errors import ConfigError
 from loragate.losses.objectives import Objective
 from loragate.training.callbacks import JsonlLog, OnStep, StepReporter, StopOnInterrupt
-from loragate.training.checkpoints import LOG, TrainingFolder, explain_full_disk, explain_lost_process
+from loragate.training.checkpoints import LOG, TrainingFolder
 from loragate.training.model_state import recomputation_argument
 from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, GateTrainingSettings, TrainSettings
 from loragate.training.strategy import launch_of, process_state
@@ -54,10 +54,9 @@ def trainer_arguments(
         device: type of the device that computes.
         more: further arguments.
     """
-    steps, launch = settings.steps(rows), launch_of()
-    if launch.strategy == "fsdp2":
+    steps = settings.steps(rows)
+    if launch_of().strategy == "fsdp2":
         process_state()  # before Accelerate reads the launcher's wish: the sharding is loragate's
-    deepspeed = launch.strategy == "zero3"
     arguments = kind(
         output_dir=str(folder),
         per_device_train_batch_size=settings.per_device_train_batch_size,
@@ -75,13 +74,10 @@ def trainer_arguments(
         packing=settings.packing,
         train_sampling_strategy="group_by_length" if settings.group_by_length else "sequential",
         **recomputation_argument(SFTConfig, settings.gradient_checkpointing),
-        activation_offloading=settings.activation_offload,
         bf16=settings.precision == "bf16",
         fp16=settings.precision == "fp16",
         tf32=None,
-        # DeepSpeed on the CPU: see `process_state`
-        use_cpu=device == "cpu" and not deepspeed,
-        ddp_backend="gloo" if device == "cpu" and deepspeed else None,
+        use_cpu=device == "cpu",
         dataloader_pin_memory=device != "cpu",
         logging_strategy="steps",
         logging_steps=settings.logging_steps,
@@ -109,8 +105,7 @@ def run_in_folder(
         on_step: called after every optimiser step.
 
     Raises:
-        TrainingError: non-finite loss, a resume that does not fit, a full disk, a lost process, or a stop by Ctrl-C (after
-            writing a checkpoint).
+        TrainingError: non-finite loss, a resume that does not fit, or a stop by Ctrl-C (after writing a checkpoint).
     """
     checkpoint, kept = folder.begin(identity), folder.path if folder.kept else None
     stopper = StopOnInterrupt()
@@ -121,8 +116,7 @@ def run_in_folder(
     if on_step is not None:
         trainer.add_callback(StepReporter(on_step))
     try:
-        with explain_lost_process(launch_of(), kept), explain_full_disk(kept):
-            output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         stopper.restore()
     stopper.refuse_unfinished(trainer.state.global_step, trainer.state.max_steps, kept)

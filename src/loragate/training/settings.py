@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from annotated_types import Ge, Len, Lt
@@ -14,7 +14,7 @@ from loragate.validate import Amount, Count, Positive, Size, check
 FineTuningObjective = Literal[
     "sft", "dft", "profit", "eaft", "talr", "mask", "eksft", "forgetting", "entropy", "interleaved"
 ]
-GateObjective = Literal["entropy", "ce", "random"]
+GateObjective = Literal["entropy", "ce"]
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 Precision = Literal["fp32", "bf16", "fp16"]
 OBJECTIVES: tuple[str, ...] = get_args(FineTuningObjective)
@@ -23,21 +23,6 @@ GATE_OBJECTIVES: tuple[str, ...] = get_args(GateObjective)
 # the paper's batch, its 157 steps rounded, and the smallest batch that is taken in order to have them
 BATCH, STEPS, SMALLEST = 128, 150, 8
 PER_PASS = 8
-
-# what random gates, which nothing trains, do not read
-OF_TRAINING = (
-    *(
-        "learning_rate",
-        "batch_size",
-        "per_device_train_batch_size",
-        "num_train_epochs",
-        "max_steps",
-        "lr_scheduler_type",
-    ),
-    *("warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "precision", "packing"),
-    *("group_by_length", "gradient_checkpointing", "activation_offload", "logging_steps", "save_steps"),
-    *("save_total_limit", "report_to"),
-)
 
 # they change no number, so that a resumed run may have others
 _UNRECORDED = ("save_total_limit",)
@@ -79,7 +64,7 @@ class LaunchSettings:
         processes: processes on this machine; 0 takes one, or one per GPU if a strategy is given.
     """
 
-    strategy: Literal["auto", "ddp", "fsdp2", "zero3"] = "auto"
+    strategy: Literal["auto", "ddp", "fsdp2"] = "auto"
     processes: Size = 0
 
     def __post_init__(self) -> None:
@@ -110,7 +95,6 @@ class TrainSettings:
         packing: join the rows of a forward pass end to end instead of padding them; each step keeps its rows.
         group_by_length: sort the rows of a step by length before they are cut into forward passes; less padding.
         gradient_checkpointing: recompute activations in the backward pass.
-        activation_offload: keep activations in host memory between the forward and the backward pass (GPU only).
         precision: of autocast (fp16 on CUDA only); trained parameters stay fp32.
         report_to: transformers logging integrations, comma separated (tensorboard, wandb, trackio); "none" for JSONL only.
     """
@@ -136,7 +120,6 @@ class TrainSettings:
     packing: bool = False
     group_by_length: bool = False
     gradient_checkpointing: bool = False
-    activation_offload: bool = False
     precision: Precision = "fp32"
     report_to: str = "none"
 
@@ -235,8 +218,7 @@ class GateTrainingSettings(TrainSettings):
     Attributes:
         k: support of the entropy objective; 0, or at least the vocabulary size, means the full entropy.
         max_rows: at most this many rows after a seeded shuffle (0: all).
-        objective: entropy is the paper's and ce its ablation; random, a control, draws gates and trains nothing.
-        random_scale: standard deviation of the gate weights and biases that random draws.
+        objective: entropy is the paper's and ce its ablation.
     """
 
     MOST_EPOCHS: ClassVar[int] = 10
@@ -245,7 +227,6 @@ class GateTrainingSettings(TrainSettings):
     k: Size = 100
     max_rows: Size = 20_000
     objective: GateObjective = "entropy"
-    random_scale: Positive = 0.02
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -253,7 +234,5 @@ class GateTrainingSettings(TrainSettings):
             raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
 
     def as_record(self) -> dict[str, Any]:
-        """The settings that the objective reads, for run.json and the artifact."""
-        # drawn at random: the settings of a training are kept out, as none took place
-        unread = ("random_scale",) if self.objective != "random" else OF_TRAINING
-        return recorded({field.name: getattr(self, field.name) for field in fields(self) if field.name not in unread})
+        """The settings, for run.json and the artifact."""
+        return recorded(asdict(self))

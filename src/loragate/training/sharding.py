@@ -1,10 +1,10 @@
-"""Models whose weights are spread over processes: FSDP2's shards, ZeRO-3's partitions, and the gates outside of them.
+"""Models whose weights FSDP2 spreads over processes, and the gates outside of its shards.
 
 A sharded run works on a twin of the model: same modules, own parameters over the same memory, the gate modules shared
-with the original under FSDP2, which shards the twin layer by layer; the gates are left out of every group, stay whole and fp32
-on every process, and their gradients are averaged by one all-reduce per optimiser step (`average_gradients`). ZeRO-3 partitions
-what it is given for good, so it is given a twin too. The original is not touched until the end, when what trained is written
-back into it. It therefore lies in host memory while the twin's shards lie on the device (`host_memory` of `open_base`).
+with the original. The twin is sharded layer by layer; the gates are left out of every group, stay whole and fp32 on every
+process, and their gradients are averaged by one all-reduce per optimiser step (`average_gradients`). The original is not touched
+until the end, when what trained is written back into it. It therefore lies in host memory while the twin's shards lie on the
+device (`host_memory` of `open_base`).
 """
 
 from __future__ import annotations
@@ -34,22 +34,19 @@ def target_device(model: nn.Module) -> torch.device:
 
 
 def training_twin(model: Any) -> Any:
-    """The model to train: a twin where the launcher asks for FSDP2 or ZeRO-3, else the model itself.
+    """The model to train: a sharded twin where the launcher asks for FSDP2, else the model itself.
 
     Every process must call this, and run the same forward passes with the twin. Gates move to the twin's device.
 
     Raises:
         ConfigError: if the model has no repeated layers that FSDP2 could shard.
     """
-    strategy = launch_of().strategy
-    if strategy == "zero3":
-        return fsdp_copy(model, share_gates=False)
-    if strategy != "fsdp2":
+    if launch_of().strategy != "fsdp2":
         return model
     process_state()
     # asked while the weights are whole: on shards the check would need a gathered head and every process
     verified = verify_head(causal_model(model))
-    twin = fsdp_copy(model, share_gates=True)
+    twin = fsdp_copy(model)
     causal_model(twin)._loragate_verified_head = verified
     gates = [module for module in twin.modules() if isinstance(module, SignedGate)]
     device = target_device(model)
@@ -70,11 +67,11 @@ def is_sharded(model: Any) -> bool:
     return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
-def fsdp_copy(model: Any, *, share_gates: bool) -> Any:
-    """A second set of modules over the same tensors: sharding it frees nothing of the original and renames nothing."""
+def fsdp_copy(model: Any) -> Any:
+    """A second set of modules over the same tensors, with the same gates: sharding it frees nothing of the original."""
     memo: dict[int, Any] = {}  # what deepcopy takes for copied already
     for module in model.modules():
-        if share_gates and isinstance(module, SignedGate):
+        if isinstance(module, SignedGate):
             memo[id(module)] = module
             memo.update({id(parameter): parameter for parameter in module.parameters()})
     # tied weights are one parameter here, and one again in the twin

@@ -8,10 +8,8 @@ docs/training.md says what was tested. The launch configurations that the packag
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 from loragate.errors import ConfigError
 from loragate.training.settings import TrainSettings
 
-STRATEGIES = ("ddp", "fsdp2", "zero3")
+STRATEGIES = ("ddp", "fsdp2")
 ASKED = "LORAGATE_STRATEGY"
 
 
@@ -28,7 +26,7 @@ class Launch:
     """How a run was launched.
 
     Attributes:
-        strategy: "single", "ddp", "fsdp2" or "zero3"; "fsdp1", "zero0", "zero1" and "zero2" are recognised to be refused.
+        strategy: "single", "ddp" or "fsdp2"; "fsdp1" and "deepspeed" are recognised to be refused.
         processes: processes of all machines together.
         rank: this process among them.
         local_rank: this process on its machine.
@@ -66,11 +64,7 @@ def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
     if flag("ACCELERATE_USE_FSDP"):
         strategy = f"fsdp{number('FSDP_VERSION', 1)}"
     elif flag("ACCELERATE_USE_DEEPSPEED"):
-        stage = number("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)
-        with suppress(OSError, ValueError, LookupError, TypeError):  # a DeepSpeed configuration of the user's own
-            own = json.loads(Path(known.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")).read_text(encoding="utf-8"))
-            stage = int(own["zero_optimization"]["stage"])
-        strategy = f"zero{stage}"
+        strategy = "deepspeed"
     strategy = known.get(ASKED) or strategy
     offload = strategy.startswith("fsdp") and flag("FSDP_OFFLOAD_PARAMS")
     local = max(0, number("LOCAL_RANK", 0))
@@ -90,9 +84,6 @@ def process_state() -> Any:
     if launch.strategy == "fsdp2" and os.environ.pop("ACCELERATE_USE_FSDP", None) is not None:
         os.environ[ASKED] = launch.strategy
     on_cpu = launch.cpu or not (torch.cuda.is_available() or torch.backends.mps.is_available())
-    if launch.strategy == "zero3":
-        # Accelerate gives DeepSpeed no process of a group on the CPU; with a backend named it does
-        return PartialState(backend="gloo") if on_cpu else PartialState()
     return PartialState(cpu=on_cpu and launch.processes > 1)
 
 
@@ -110,7 +101,7 @@ class Plan:
         launch: how the processes were started.
         device: "cuda", "cpu" or "mps".
         quantization: "none", "8bit" or "4bit".
-        precision, packing, group_by_length, activation_offload: as in the settings.
+        precision, packing, group_by_length: as in the settings.
         dora: a DoRA adapter is trained.
         reference: a frozen reference model of its own is loaded beside the trained one.
         sampling: the run samples answers, to choose a range.
@@ -123,7 +114,6 @@ class Plan:
     precision: str = "fp32"
     packing: bool = False
     group_by_length: bool = False
-    activation_offload: bool = False
     dora: bool = False
     reference: bool = False
     sampling: bool = False
@@ -138,14 +128,9 @@ class Plan:
 
 # by name: whether a plan is forbidden, and what to change, with fields of the plan `p` in braces
 RULES: dict[str, tuple[Callable[[Plan], bool], str]] = {
-    "FSDP version": (
-        lambda p: p.launch.strategy.startswith("fsdp") and p.launch.strategy not in STRATEGIES,
-        "FSDP version 1 is not supported: set fsdp_version: 2 in the launch configuration",
-    ),
-    "ZeRO stage": (
-        lambda p: p.launch.strategy.startswith("zero") and p.launch.strategy not in STRATEGIES,
-        "DeepSpeed ZeRO is not supported as {p.launch.strategy}: gates and LoRA factors are small, so that sharding their "
-        "optimiser alone saves nothing. Launch with ddp, or set zero_stage: 3",
+    "other sharding": (
+        lambda p: p.launch.strategy not in ("single", *STRATEGIES),
+        "{p.launch.strategy} is not supported: shard with FSDP2 (fsdp_version: 2 in the launch configuration), or launch with ddp",
     ),
     "sharding needs processes": (
         lambda p: p.launch.sharded and p.launch.processes < 2,
@@ -177,11 +162,6 @@ RULES: dict[str, tuple[Callable[[Plan], bool], str]] = {
         lambda p: p.launch.sharded and p.precision == "fp16",
         "fp16 with its loss scaling is not combined with {p.launch.strategy}: use precision bf16, or ddp",
     ),
-    "ZeRO-3 × autocast": (
-        lambda p: p.launch.strategy == "zero3" and p.precision == "bf16",
-        "under DeepSpeed, precision bf16 would cast everything that trains to bf16, and gates train in fp32: leave precision at "
-        "fp32 and load the base with --dtype bfloat16, or launch with fsdp2",
-    ),
     "fp16 needs CUDA": (
         lambda p: p.precision == "fp16" and p.device not in ("", "cuda"),
         "precision fp16 needs CUDA's loss scaling, and this run is on {p.device}: use fp32 or bf16",
@@ -189,10 +169,6 @@ RULES: dict[str, tuple[Callable[[Plan], bool], str]] = {
     "several processes × mps": (
         lambda p: p.launch.processes > 1 and p.device == "mps",
         "there is no exchange between processes on mps: run in one process",
-    ),
-    "offload needs a GPU": (
-        lambda p: p.activation_offload and p.device not in ("", "cuda"),
-        "activation_offload moves activations from a CUDA device to host memory and has no effect on {p.device}: leave it out",
     ),
     "packing × grouping": (
         lambda p: p.packing and p.group_by_length,

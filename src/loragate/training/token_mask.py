@@ -5,8 +5,8 @@ Token Cleaning (arXiv 2502.01968), fixed-model variant. With the base model θ a
     influence_t = ℓ_t(θ) − ℓ_t(θ′),    ℓ_t = −log p(y_t | y_<t, x)
 
 and the tokens of the largest influence are kept: the first `int(keep · N)` of all N response tokens ("global", the
-method's own choice) or of each row ("row"). Scores of finished passes are kept in a folder, so that long work can be
-interrupted. The self-evolving variant is this one repeated by hand on the parts of a data set, each time with the model
+method's own choice) or of each row ("row"). The scores of a finished pass are kept in a folder, so that an interrupted call goes
+on with the other one. The self-evolving variant is this one repeated by hand on the parts of a data set, each time with the model
 trained on the part before as the reference.
 """
 
@@ -26,7 +26,7 @@ import torch
 from loragate.data import Collator, encode_rows, load_rows
 from loragate.display import Display
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.files import RunFolder, write_json, write_text
+from loragate.files import RunFolder, write_atomically, write_json, write_text
 from loragate.losses import StatisticsRequest
 from loragate.losses.head import IGNORED
 from loragate.models import Loading, load_adapter, open_tokenizer, open_weights, resolve
@@ -67,7 +67,7 @@ def mask_rows(
         per_device_train_batch_size: rows per forward pass.
         system: "none" or "keep", see `loragate.data.Chat`.
         loading: how the models are loaded.
-        resume: go on with the scores of an interrupted call.
+        resume: go on with the finished pass of an interrupted call.
 
     Returns:
         Counts and mean influences, as in OUT.record.json.
@@ -118,19 +118,33 @@ def mask_rows(
         **({} if how.quantization == "none" else {"quantization": how.quantization}),
     }
     partial = out.with_name(out.name + ".partial")
-    folder = ScoreFolder(partial, identity, lengths, resume=resume)
+    RunFolder(partial).begin(identity, resume=resume)
 
     def score(name: str, load: Callable[[], Any]) -> Any:
-        first = folder.finished(name)
-        if first == len(scored):
+        path, found = partial / f"{name}.npy", Scores()
+        if path.is_file():
             return None
         with display.job(f"scoring under the {name}", len(scored), "row") as job:
             scorer, pad = load(), tokenizer.pad_token_id
-            windows = response_log_probs(
-                scorer, scored, pad, per_device_train_batch_size=per_device_train_batch_size, first=first
-            )
-            folder.append(name, windows, lambda done: job.advance_to(done))
+            for window in response_log_probs(
+                scorer, scored, pad, per_device_train_batch_size=per_device_train_batch_size
+            ):
+                found += window
+                job.advance_to(len(found))
+        if wrong := [
+            row for row, (values, length) in enumerate(zip(found, lengths, strict=True)) if len(values) != length
+        ]:
+            raise DataError(f"row {wrong[0]}: {len(found[wrong[0]])} scores for {lengths[wrong[0]]} tokens")
+
+        def write(temporary: Path) -> None:
+            with temporary.open("wb") as file:
+                np.save(file, np.concatenate(found))
+
+        write_atomically(path, write)
         return scorer
+
+    def scores(name: str) -> Scores:
+        return np.split(np.load(partial / f"{name}.npy"), np.cumsum(lengths)[:-1])
 
     # one model in memory at a time; an adapter is put on the base that is there
     plain = score("base", lambda: open_weights(base, how))
@@ -140,7 +154,7 @@ def mask_rows(
         plain = None
         gc.collect()
         score("reference", lambda: open_weights(other, how))
-    influence = [under - alone for alone, under in zip(folder.read("base"), folder.read("reference"), strict=True)]
+    influence = [under - alone for alone, under in zip(scores("base"), scores("reference"), strict=True)]
     masks, full_lengths = keep_masks(influence, keep, scope), response_lengths(whole)
     lines = []
     for item, mask, length in zip(whole, masks, full_lengths, strict=True):
@@ -177,7 +191,6 @@ def response_log_probs(
     pad_token_id: int,
     *,
     per_device_train_batch_size: int = 8,
-    first: int = 0,
 ) -> Iterator[Scores]:
     """log p of every response token, window by window and in the order of the rows, each row [tokens] fp32.
 
@@ -186,7 +199,6 @@ def response_log_probs(
         encoded: tokenised rows.
         pad_token_id: for the collator.
         per_device_train_batch_size: rows per forward pass.
-        first: rows to leave out at the beginning, as they were scored before.
 
     Raises:
         DataError: if a log-probability is not finite.
@@ -196,7 +208,7 @@ def response_log_probs(
     step = WINDOW * per_device_train_batch_size
     model.eval()
     with statistics_forward(model):
-        for start in range(first, len(encoded), step):
+        for start in range(0, len(encoded), step):
             rows = list(encoded[start : start + step])
             found: Scores = [np.empty(0, dtype=np.float32)] * len(rows)
             # like lengths share a pass, which saves padding; scores go back in the order of the rows
@@ -207,7 +219,7 @@ def response_log_probs(
                 chosen = {name: batch[name].to(device) for name in ("input_ids", "attention_mask", "labels")}
                 stats = model(**chosen, statistics=request)
                 for index, values, mask in zip(members, stats.log_prob.float().cpu(), stats.mask.cpu(), strict=True):
-                    found[index] = values[mask].numpy().astype(np.float32)  # [response tokens], 4 bytes each on disk
+                    found[index] = values[mask].numpy().astype(np.float32)  # [response tokens]
             if not all(np.isfinite(values).all() for values in found):
                 bad = next(i for i, values in enumerate(found) if not np.isfinite(values).all())
                 raise DataError(f"row {rows[bad]['row']}: the model gives a response token no finite probability")
@@ -263,57 +275,6 @@ def require_same_tokens(base: Any, reference: Any, texts: Sequence[str]) -> None
                 f"the tokenizers of base and reference cut {text[:60]!r} differently; take a reference that was trained "
                 "from this base"
             )
-
-
-class ScoreFolder:
-    """Scores of passes over the rows, appended window by window: an interrupted pass goes on where it stopped.
-
-    Args:
-        folder: created if need be.
-        identity: what the scores belong to; another identity in the folder is refused.
-        lengths: response tokens of each row.
-        resume: whether scores that are there may be used.
-
-    Raises:
-        ConfigError: if the folder holds scores that are not to be used, or of another job.
-    """
-
-    def __init__(self, folder: Path, identity: dict[str, Any], lengths: Sequence[int], *, resume: bool) -> None:
-        self.folder, self.lengths = folder, list(lengths)
-        RunFolder(folder).begin(identity, resume=resume)
-
-    def finished(self, name: str) -> int:
-        """Rows whose scores of this pass are complete."""
-        path = self._path(name)
-        tokens = path.stat().st_size // 4 if path.is_file() else 0  # four bytes each; a torn last one does not count
-        ends = np.cumsum(self.lengths)  # of the rows, in tokens
-        return int(np.searchsorted(ends, tokens, side="right"))
-
-    def append(self, name: str, windows: Iterator[Scores], on_progress: Callable[[int], None] | None = None) -> None:
-        """Write the windows of a pass that begins at row `finished(name)`."""
-        done = self.finished(name)
-        path = self._path(name)
-        with path.open("ab") as file:
-            file.truncate(4 * sum(self.lengths[:done]))  # scores of a row that is not complete
-            for scores in windows:
-                for offset, values in enumerate(scores):
-                    if len(values) != self.lengths[done + offset]:
-                        raise DataError(
-                            f"row {done + offset}: {len(values)} scores for {self.lengths[done + offset]} tokens"
-                        )
-                file.write(b"".join(values.astype("<f4").tobytes() for values in scores))
-                file.flush()
-                done += len(scores)
-                if on_progress is not None:
-                    on_progress(done)
-
-    def read(self, name: str) -> Scores:
-        """The scores of a finished pass, per row."""
-        joined = np.fromfile(self._path(name), dtype="<f4")
-        return np.split(joined, np.cumsum(self.lengths)[:-1])
-
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.f32"
 
 
 def response_lengths(encoded: Sequence[dict[str, Any]]) -> list[int]:

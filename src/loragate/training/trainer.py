@@ -44,7 +44,7 @@ from loragate.losses.head import IGNORED
 from loragate.losses.objectives import Objective
 from loragate.losses.objectives.base import within_batch
 from loragate.modes import evaluation_mode
-from loragate.training.callbacks import FiniteGradientCheck, FirstGradientCheck, SkippedStepCheck
+from loragate.training.callbacks import GradientCheck, SkippedStepCheck
 from loragate.training.checkpoints import STATE, TRAINED, last_checkpoint, require_whole, write_checksums
 from loragate.training.model_state import dropouts, restore_state, short_row_attention, statistics_forward
 from loragate.training.rows import PassCollator, arranged_steps, as_dataset, require_separate_sequences
@@ -84,7 +84,7 @@ class StatisticsTrainer(SFTTrainer):
     What a training switches on in the model it takes back at the end: forward methods, modes, attention, checkpointing.
 
     Attributes:
-        given: the model that was given; `model` is its twin under FSDP2 and ZeRO-3.
+        given: the model that was given; `model` is its twin under FSDP2.
         trained: the parameters that train, by name.
         fused: whether the fused head serves; known once a training or an evaluation has begun.
     """
@@ -192,6 +192,9 @@ class StatisticsTrainer(SFTTrainer):
         # TRL casts trainable parameters of quantised models to bf16; what is trained here keeps its precision.
         kept = {name: parameter.data for name, parameter in self.trained.items()}
         own_forward = causal_model(twin).__dict__.get("forward")
+        fp16 = bool(args.fp16)
+        checks: list[Any] = [GradientCheck(self.trained, gates=adapter_name is not None, scaled=fp16)]
+        checks += [SkippedStepCheck()] if fp16 else []
         super().__init__(
             model=twin,
             args=args,
@@ -199,7 +202,7 @@ class StatisticsTrainer(SFTTrainer):
             train_dataset=dataset,
             eval_dataset=evaluated,
             processing_class=processing_class,
-            callbacks=[*self._checks(args), *callbacks],
+            callbacks=[*checks, *callbacks],
             optimizers=optimizers,
         )
         # TRL puts a head of its own before the model's forward
@@ -228,7 +231,6 @@ class StatisticsTrainer(SFTTrainer):
                 precision="fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
                 packing=self.packing,
                 group_by_length=grouped,
-                activation_offload=args.activation_offloading,
                 dora=any(getattr(config, "use_dora", False) for config in model.peft_config.values()),
                 reference=self.reference is not None,
             )
@@ -237,14 +239,6 @@ class StatisticsTrainer(SFTTrainer):
             raise ConfigError(
                 "push_to_hub would push checkpoints, which no one can load: save the result, then push that"
             )
-
-    def _checks(self, args: SFTConfig) -> list[Any]:
-        # DeepSpeed takes the gradients for itself and steps before they could be looked at
-        seen = launch_of().strategy != "zero3"
-        first = [FirstGradientCheck(self.trained)] if seen and self.adapter_name is not None else []
-        if args.fp16:
-            return [*first, SkippedStepCheck()]
-        return [*first, FiniteGradientCheck(self.trained)] if seen else first
 
     def evaluation_rows(self, rows: EncodedRows, args: SFTConfig | None = None) -> Any:
         """Tokenised rows as a data set of evaluation batches, filled up over several processes with rows that do not count."""
@@ -499,7 +493,7 @@ class StatisticsTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """What trains; FSDP's and DeepSpeed's own way would gather the base."""
+        """What trains; FSDP's own way would gather the base."""
         self._save(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
