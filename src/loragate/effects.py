@@ -35,7 +35,7 @@ _CHOOSING = (
     Acts(("dev_grader",), "dev_task", (None,)),  # a task has a grader of its own
     Acts(("dev_pattern",), "dev_grader", ("regex",)),
 )
-_GRADERS = ("default", "math_verify", "dft", "gsm8k", "regex", "choice", "exact", "boxed", "humaneval", "mbpp", "tiny")
+_GRADERS = ("default", "math_verify", "gsm8k", "regex", "choice", "exact", "boxed", "humaneval", "mbpp", "tiny")
 
 TABLE: dict[str, tuple[Acts, ...]] = {
     "calibrate": _CHOOSING,

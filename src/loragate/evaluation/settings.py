@@ -62,7 +62,7 @@ class GradingSettings:
     """How answers are judged.
 
     Attributes:
-        grader: in place of the tasks' own: default, math_verify or dft of math answers, gsm8k (a last number) or regex of any.
+        grader: in place of the tasks' own: default or math_verify of math answers, gsm8k (a last number) or regex of any.
         pattern: regular expression for --grader regex; its one group is the answer, and its last match counts.
         sandbox: where programs run; rlimits isolates nothing.
         workers: grading processes.
