@@ -22,7 +22,7 @@ from loragate.data.rows import SAVED_SPLITS, is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import LETTERS
 from loragate.evaluation.tasks import arithmetic
-from loragate.evaluation.tasks.published import FORMS
+from loragate.evaluation.tasks.published import as_on_hub
 from loragate.evaluation.tasks.task import (
     DEFINITIONS,
     Dataset,
@@ -143,13 +143,12 @@ def load_questions(
     column = task.harness.subset_column if task.harness is not None else None
     # a task of one's own may have the name of a suite
     check = CHECKS.get(task.name) if task.harness is not None else None
-    published = FORMS.get(task.name) if task.path.parent == DEFINITIONS else None
     for part, rows in parts:
         for index in range(len(rows)):
             where, row = rows.where(index), dict(rows[index])
-            if published is not None:
+            if task.path.parent == DEFINITIONS:
                 try:
-                    row = published(row)
+                    row = as_on_hub(task.name, row)
                 except DataError as error:
                     raise DataError(f"{where}: {error}") from None
             check_row(row, dataset.schema, where, task.name)
