@@ -55,7 +55,7 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("interventions", "engine"), "what", ("interventions",)),
         Acts(("value", "checkpoints"), "what", ("alignment",)),
         # stored answers are chosen with --tasks, --answers and --limit
-        Acts(("suite", "data", "revision", "samples", "temperature", "max_new_tokens"), "run", (None,)),
+        Acts(("suite", "data", "samples", "temperature", "max_new_tokens"), "run", (None,)),
     ),
     # the rows of an evaluated sweep are the adapter and the cells
     "eval": (Acts(("model", "constants"), "sweep", (None,)),),

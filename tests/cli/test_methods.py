@@ -1,8 +1,6 @@
 """Every method of the paper by its flags, what the run folder and the artifact say of it, and flags that contradict."""
 
 import json
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -152,14 +150,3 @@ def test_random_gates_stand_in_for_trained_ones_and_leave_them():
     assert not torch.allclose(found[0], found[2], atol=1e-3)
     assert not torch.allclose(found[0], gated, atol=1e-3)
     assert torch.equal(model(input_ids=ids).logits, gated)
-
-
-def test_eval_names_the_controls_that_it_cannot_make():
-    from loragate.evaluation.engines import trained_controls
-    from loragate.models import Loaded, Loading, ModelRef, ModelSource
-
-    place = ModelSource(ModelRef("G"), "gated", Path("G"), ModelRef("B"))
-    lines = trained_controls(Loaded(place, Loading(), None, None))
-    assert len(lines) == 5
-    assert "--adapter G/adapter --data EXAMPLES --objective entropy" in lines[-1]
-    assert trained_controls(Loaded(replace(place, kind="base"), Loading(), None, None)) == []

@@ -24,7 +24,7 @@ from loragate.analysis.token_traces import diagnose_tokens
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.options import EvaluationInputs
 from loragate.display import Display, console, duration
-from loragate.evaluation.engines import load, side_by_side, trained_controls
+from loragate.evaluation.engines import load, side_by_side
 from loragate.evaluation.evaluate import Evaluation, counted
 from loragate.evaluation.prepared import Request
 from loragate.evaluation.results import EvaluationRecord
@@ -92,9 +92,6 @@ def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float
         out.print(note)
     rows = ", ".join(variant.label for variant in evaluation.variants)
     begin(options, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
-    if controls == "full":
-        for line in trained_controls(loaded):
-            out.print(line)
     record = sample(evaluation, out, display)
     show(out, request.out / "results", record)
     out.print(next_line(request.out, record))

@@ -81,25 +81,6 @@ def side_by_side(
     return [variant for variant in wanted if variant.label not in left_out], left_out
 
 
-def trained_controls(loaded: Loaded) -> list[str]:
-    """The controls that an evaluation cannot make, each with the command that trains it."""
-    if loaded.kind == "base":
-        return []
-    base, adapter = loaded.names["base"], loaded.names["adapter"]
-    gates = f"loragate calibrate --adapter {adapter} --data EXAMPLES --ranges=L,U --skip-selection"
-    more = f"loragate sft --model {base} --adapter {adapter} --data EXAMPLES"
-    of_gates = [
-        f"  one λ per module            {gates} --granularity module --out OUT",
-        f"  gates trained with CE       {gates} --objective ce --out OUT",
-    ]
-    return [
-        "not run: controls that are trainings of their own. Train them on the gates' examples and score each like this model:",
-        *([] if loaded.place.is_dora else of_gates),
-        f"  LoRA, same examples again   {more} --out OUT",
-        f"  LoRA trained with entropy   {more} --objective entropy --out OUT",
-    ]
-
-
 EngineFor = Callable[[ModelVariant], AbstractContextManager[Engine]]
 """The context in which an engine answers as a variant."""
 
