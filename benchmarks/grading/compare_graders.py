@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from loragate.evaluation.grading import MATH_GRADERS, GradingPool, Job
+from loragate.evaluation.grading import MATH_GRADERS, GradingPool
 from loragate.files import write_json
 
 PAIRS = Path(__file__).parent / "pairs.jsonl"
@@ -67,12 +67,10 @@ def judge_all(
     pairs: list[dict[str, Any]], name: str, workers: int | None = None
 ) -> tuple[list[bool], list[str], float]:
     """Verdict and reason on every pair, and the seconds it took, start of the workers included."""
-    grader = MATH_GRADERS[name]
     started = time.perf_counter()
-    begun = [grader.begin(pair["response"], pair["gold"], pair.get("tolerance")) for pair in pairs]
     with GradingPool(name, workers) as pool:
-        judged = iter(pool.run([item for item in begun if isinstance(item, Job)]))
-        grades = [next(judged) if isinstance(item, Job) else item for item in begun]
+        answers = [(pair["response"], pair["gold"]) for pair in pairs]
+        grades = pool.grade(answers, tolerances=[pair.get("tolerance") for pair in pairs])
     return [grade.correct for grade in grades], [grade.reason for grade in grades], time.perf_counter() - started
 
 
@@ -129,10 +127,10 @@ def main() -> None:
                 print(pair["id"], pair["split"], f"should be {pair['correct']}, said {said} ({reason})", sep="  ")
                 print("     ", repr(pair["gold"]), "<-", repr(pair["response"]), pair["note"])
         return
-    judged = {name: judge_all(pairs, name) for name in ("default", "math_verify", "dft")}
+    judged = {name: judge_all(pairs, name) for name in MATH_GRADERS}
     verdicts_by = {name: verdicts for name, (verdicts, _, _) in judged.items()}
     rows = table(pairs, verdicts_by)
-    print("| difficulty | pairs | default | math_verify | dft |", "|---|---|---|---|---|", sep="\n")
+    print("| difficulty | pairs | default | math_verify |", "|---|---|---|---|", sep="\n")
     for row in rows:
         print(f"| {row['group']} | {row['pairs']} |", *(f"{row[name]['right']} |" for name in judged))
     classes = by_class(load_classes())

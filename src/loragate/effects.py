@@ -35,7 +35,7 @@ _CHOOSING = (
     Acts(("dev_grader",), "dev_task", (None,)),  # a task has a grader of its own
     Acts(("dev_pattern",), "dev_grader", ("regex",)),
 )
-_GRADERS = ("default", "math_verify", "dft", "gsm8k", "regex", "choice", "exact", "boxed", "humaneval", "mbpp", "tiny")
+_GRADERS = ("default", "math_verify", "gsm8k", "regex", "choice", "exact", "boxed", "humaneval", "mbpp", "tiny")
 
 TABLE: dict[str, tuple[Acts, ...]] = {
     "calibrate": _CHOOSING,
@@ -56,7 +56,7 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("value",), "what", ("alignment",)),
         # stored answers are chosen with --tasks, --answers and --limit
         Acts(
-            ("suite", "data", "revision", "samples", "temperature", "max_new_tokens"),
+            ("suite", "data", "samples", "temperature", "max_new_tokens"),
             "what",
             ("entropy", "interventions"),
         ),

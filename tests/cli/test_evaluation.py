@@ -453,11 +453,9 @@ def test_answers_are_judged_again_without_generating(whole, tmp_path, capsys):
     text = path.read_text()
     assert text.count('"correct": false') > 1
     path.write_text(text.replace('"correct": false', '"correct": true', 1))
-    for again, differ in (((), 0), (("--again",), 1)):
+    for again, left in (((), 1), (("--again",), 0)):
         assert main(["regrade", str(folder), *again]) == 0
-        assert f"{differ} of 72 verdicts differ" in capsys.readouterr().out, "verdicts on file are used again"
-    (change,) = map(json.loads, (folder / "results-regraded-changes.jsonl").read_text().splitlines())
-    assert (change["before"]["correct"], change["now"]["correct"]) == (True, False)
+        assert (path.read_text() != text) == left, "verdicts on file are used again"
     (folder / "tasks" / "words.yaml").write_text(TASK.replace("grader: exact", "grader: boxed"))
     assert main(["regrade", str(folder)]) == 0
     again = read_record(folder / "results-regraded.json")
@@ -482,7 +480,7 @@ def test_bad_input(place, tmp_path, fails):
     known = ("eval", *model, *task, "--out", out)
     assert "say what to evaluate" in fails("eval", *model, "--out", out)
     assert "'math500'" in fails("eval", *model, "--out", out, "--tasks", "math50")
-    assert "has no effect" in fails(*known, "--grader", "dft")
+    assert "has no effect" in fails(*known, "--grader", "math_verify")
     assert "unknown grader" in fails(*known, "--grader", "mathverify")
     assert "is not among the tasks" in fails(*known, "--data", "wrods=a.jsonl")
     assert "so all 3 samples" in fails(*known, "--temperature", "0", "--samples", "3")

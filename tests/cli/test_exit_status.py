@@ -16,7 +16,7 @@ BAD_INPUT = {
     "calibrate": ("--adapter", "absent", "--data", "d.jsonl", "--dev-data", "absent.jsonl", "--out", "out"),
     "sweep": ("--adapter", "absent", "--data", "absent.jsonl", "--out", "out"),
     "eval": ("--model", "absent", "--tasks", "absent.yaml", "--out", "out"),
-    "regrade": ("absent", "--grader", "dft"),
+    "regrade": ("absent", "--grader", "math_verify"),
     "generate": ("--model", "absent", "--prompt", "w1"),
     "diagnose": ("gates", "--model", "absent", "--run", "absent", "--out", "out"),
     "report": ("absent",),

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from safetensors.torch import load_file
 
 import loragate as lg
 from loragate.cli.main import main
+from loragate.evaluation import judging
 from loragate.selection import trials
 from tiny import run, tiny_base, tiny_tokenizer, write_adapter, write_base, write_rows
 
@@ -85,8 +85,9 @@ def test_evidence_that_cannot_be_had_is_missed_before_anything_is_tokenised(plac
     probe = tmp_path / "dev.jsonl"
     assert "found no file" in fails("calibrate", *options, "--dev-data", probe)
     probe.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    assert "math answers need math-verify" in fails("calibrate", *options, "--dev-data", probe)
+    monkeypatch.setattr(judging, "find_spec", lambda name: None)
+    options += ["--dev-data", probe, "--dev-grader", "math_verify"]
+    assert "needs math-verify" in fails("calibrate", *options)
     assert not (tmp_path / "out").exists()
 
 

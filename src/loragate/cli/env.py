@@ -19,7 +19,7 @@ from loragate.training.strategy import launch_file
 from loragate.version import __version__
 
 OPTIONAL = {
-    "math_verify": 'math answers in eval and calibrate (pip install "loragate[math]")',
+    "math_verify": 'a second grader of math answers (pip install "loragate[math]")',
     "lm_eval": 'retention suites (pip install "loragate[eval]")',
     "ray": 'sweeps on several processes, replicas (pip install "loragate[sweep]")',
     "vllm": 'fast sampling and serving (pip install ".[vllm]" in a checkout, in an environment of its own)',

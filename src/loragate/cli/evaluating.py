@@ -158,7 +158,7 @@ def show(out: Console, place: Path, record: EvaluationRecord) -> None:
 
 def next_line(folder: Path, record: EvaluationRecord) -> str:
     """What to run next: a second opinion where there is one, else a look at the answers."""
-    other = {"default": "dft", "dft": "default", "math_verify": "default"}
+    other = {"default": "math_verify", "math_verify": "default"}
     for info in record.tasks:
         if info.grader in other:
             return f"next: loragate regrade {folder} --grader {other[info.grader]}"

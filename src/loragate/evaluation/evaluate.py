@@ -30,7 +30,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -289,12 +289,8 @@ class Evaluation:
             .with_best_temperatures()
         )
 
-    def judge_again(
-        self, again: bool = False, on_event: OnEvent = no_progress
-    ) -> tuple[EvaluationRecord, list[dict[str, Any]] | None]:
-        """The record under this evaluation's grader, and the answers that it judges differently than results.json has them.
-
-        Nothing is generated. The second is None where there is no earlier record of these answers.
+    def judge_again(self, again: bool = False, on_event: OnEvent = no_progress) -> EvaluationRecord:
+        """The record under this evaluation's grader; nothing is generated.
 
         Args:
             again: judge again even if this grader's verdicts are on file.
@@ -306,39 +302,10 @@ class Evaluation:
         require_graders([prepared.task for prepared in self.tasks], self.grading)
         for prepared in self.tasks:
             check_references(prepared.task, prepared.questions, self._grader(prepared), self.grading)
-        earlier = self.folder / "results.json"
-        judged = read_record(earlier).tasks if earlier.is_file() else ()
-        # of "lm-eval acc,none" the metric is no part of the folder
-        known = {info.name: info.grader.split()[0] for info in judged}
-        before: list[tuple[ModelVariant, Prepared, list[Grade]]] = []
-        for variant, prepared in self._cells():
-            name = prepared.task.name
-            if name in known and (old := self.answers(variant, name, known[name])[1]) is not None:
-                before.append((variant, prepared, old))
-            if again:  # `judge` judges what has no grades on file
-                self._grades_path(variant, name, self._grader(prepared)).unlink(missing_ok=True)
-        record = self.judge(on_event)
-        changes: list[dict[str, Any]] = []
-        for variant, prepared, old in before:
-            name, grader = prepared.task.name, self._grader(prepared)
-            samples, now = self.answers(variant, name, grader)
-            assert now is not None, "they were judged above"
-            for sample, was, new in zip(samples, old, now, strict=True):
-                if was.correct == new.correct:
-                    continue
-                question = prepared.questions[sample.question]
-                changes.append(
-                    {
-                        "task": name,
-                        "variant": variant.label,
-                        "question": question.id,
-                        "sample": sample.sample,
-                        "gold": question.gold,
-                        "before": {"grader": known[name], **asdict(was)},
-                        "now": {"grader": grader, **asdict(new)},
-                    }
-                )
-        return record, changes if before else None
+        if again:  # `judge` judges what has no grades on file
+            for variant, prepared in self._cells():
+                self._grades_path(variant, prepared.task.name, self._grader(prepared)).unlink(missing_ok=True)
+        return self.judge(on_event)
 
     @property
     def warnings(self) -> list[str]:

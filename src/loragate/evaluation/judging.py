@@ -1,6 +1,6 @@
 """From samples to verdicts: which grader a task names, and the pools that it runs in.
 
-Math answers go to killable worker processes, programs to the sandbox; the rest is a string comparison. Grading reads
+Math answers go to worker processes, programs to the sandbox; the rest is a string comparison. Grading reads
 stored samples and stored questions only, so it can be repeated with another grader long after the model is gone.
 """
 
@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +139,10 @@ def require_graders(tasks: Sequence[Task], settings: GradingSettings) -> None:
         if grader_for(task, settings.grader) == "regex":
             place = "--pattern" if settings.grader == "regex" else f"{task.path.name or 'the dev set'}: pattern"
             compile_pattern(pattern_of(task, settings), place)
-    if graders & set(MATH):
-        try:
-            import_module("math_verify")
-        except ImportError as error:
-            raise ConfigError(f'math answers need math-verify ({error}); pip install "loragate[math]"') from error
+    if "math_verify" in graders and find_spec("math_verify") is None:
+        raise ConfigError(
+            'the grader math_verify needs math-verify; pip install "loragate[math]", or use the grader default'
+        )
     if "lm-eval" in graders:
         require_harness()
     if graders & set(CODE):
@@ -154,7 +153,7 @@ def grader_version(grader: str) -> str:
     """What a verdict depends on beside the answer."""
     packages = [
         "loragate",
-        *(("math-verify", "sympy") if grader in MATH else ("lm_eval",) if grader == "lm-eval" else ()),
+        *(("math-verify", "sympy") if grader == "math_verify" else ("lm_eval",) if grader == "lm-eval" else ()),
     ]
     return ", ".join(
         f"{package} {version}" for package, version in package_versions(packages).items() if package in packages

@@ -70,48 +70,40 @@ def chosen_tasks(settings: TaskSettings) -> list[Task]:
 
 
 def questions_of(settings: TaskSettings, task: Task, tasks: Sequence[Task]) -> Questions:
-    """The questions of one of `tasks`, from the file or commit that the settings name for it.
+    """The questions of one of `tasks`, from the file that the settings name for it.
 
     Raises:
-        ConfigError: for a file or a commit of no task.
+        ConfigError: for a file of no task.
         DataError: for rows that cannot be read or used.
     """
-    names = [one.name for one in tasks]
-    file = _files(settings.data, names).get(task.name)
-    commit = _assignments(settings.revision, "--revision", names).get(task.name)
-    return load_questions(task, file, settings.limit, settings.seed, commit)
+    file = _files(settings.data, [one.name for one in tasks]).get(task.name)
+    return load_questions(task, file, settings.limit, settings.seed)
 
 
 def _files(data: str, names: list[str]) -> dict[str, str]:
-    """Local files by task, from `--data`."""
-    if not data or "=" in data:
-        return _assignments(data, "--data", names)
-    folder = Path(data)
-    if (folder.is_file() or is_saved(folder)) and len(names) == 1:
-        return {names[0]: data}
-    if not folder.is_dir():
+    """Local files by task, from `--data`: one file, a folder, or "TASK=FILE,TASK=FILE"."""
+    folder, found = Path(data), dict[str, str]()
+    if not data:
+        return found
+    if "=" in data:
+        for part in comma_list(data):
+            name, _, found[name] = part.partition("=")
+            if not found[name]:
+                raise ConfigError(f"--data {part}: expected TASK=FILE")
+            if name not in names:
+                near = nearest(name, names)
+                raise ConfigError(f"--data {part}: {name} is not among the tasks{near} ({', '.join(names)})")
+    elif (folder.is_file() or is_saved(folder)) and len(names) == 1:
+        found = {names[0]: data}
+    elif not folder.is_dir():
         raise ConfigError(f"--data {data}: expected TASK=FILE, or a folder that holds TASK.jsonl files")
-    found = {name: data for name in names if files_in(folder, name)}
-    if not found:
-        raise ConfigError(
-            f"--data {data}: the folder holds a file of none of the tasks; expected {names[0]}.jsonl, .json or .parquet, and "
-            "so on"
-        )
-    return found
-
-
-def _assignments(text: str, flag: str, known: list[str]) -> dict[str, str]:
-    """{task: value} of "TASK=VALUE,TASK=VALUE"."""
-    found: dict[str, str] = {}
-    for part in comma_list(text):
-        name, _, value = part.partition("=")
-        if not value:
-            raise ConfigError(f"{flag} {part}: expected TASK=VALUE")
-        if name not in known:
+    else:
+        found = {name: data for name in names if files_in(folder, name)}
+        if not found:
             raise ConfigError(
-                f"{flag} {part}: {name} is not among the tasks{nearest(name, known)} ({', '.join(known)})"
+                f"--data {data}: the folder holds a file of none of the tasks; expected {names[0]}.jsonl, .json or .parquet, "
+                "and so on"
             )
-        found[name] = value
     return found
 
 

@@ -19,7 +19,6 @@ class TaskSettings:
         suite: math, retention, code, arithmetic, tiny, tiny_retention or all.
         tasks: tasks by name, or your own task files, separated by commas; instead of a suite, or in addition to it.
         data: local files in place of hub data sets: TASK=FILE separated by commas, or a folder that holds TASK.jsonl files.
-        revision: commits of hub data sets: TASK=COMMIT separated by commas.
         limit: first questions of each task only.
         samples: samples per question, in place of the task's own.
         temperature: sampling temperature, in place of the task's own.
@@ -30,7 +29,6 @@ class TaskSettings:
     suite: str = ""
     tasks: str = ""
     data: str = ""
-    revision: str = ""
     limit: Count | None = None
     samples: Count | None = None
     temperature: float | None = None
@@ -62,7 +60,7 @@ class GradingSettings:
     """How answers are judged.
 
     Attributes:
-        grader: in place of the tasks' own: default, math_verify or dft of math answers, gsm8k (a last number) or regex of any.
+        grader: in place of the tasks' own: default or math_verify of math answers, gsm8k (a last number) or regex of any.
         pattern: regular expression for --grader regex; its one group is the answer, and its last match counts.
         sandbox: where programs run; rlimits isolates nothing.
         workers: grading processes.

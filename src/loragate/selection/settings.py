@@ -16,7 +16,7 @@ class DevSettings:
 
     Attributes:
         dev_task: task (name or file) whose prompt, columns and grader it has.
-        dev_grader: grader without a task: default (math), math_verify, dft, gsm8k (last number), regex, choice, exact, boxed,
+        dev_grader: grader without a task: default (math), math_verify, gsm8k (last number), regex, choice, exact, boxed,
             tiny.
         dev_pattern: regular expression of the grader regex; its one group is the answer.
         dev_samples: samples per question where a variant is sampled at a temperature above 0.

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from loragate.errors import ConfigError
 from loragate.evaluation.grading import MATH_GRADERS, grade_math, last_boxed
 from loragate.evaluation.grading.default import UnjudgedError, decide, judge
-from loragate.evaluation.grading.dft import extract, strip_string
 from loragate.evaluation.grading.expression import read_expression
 from loragate.evaluation.grading.notation import name_of, normalise
-from loragate.evaluation.grading.symbolic import python_expression
 from loragate.evaluation.grading.values import evaluate
 
 ROOT = Path(__file__).parents[3]
@@ -112,7 +110,7 @@ def test_no_answer_costs_two_seconds(answer):
 
 @pytest.mark.slow("products")
 def test_all_committed_numbers_are_reproduced():
-    verdicts = {name: judge_all(PAIRS, name, workers=2)[0] for name in ("default", "math_verify", "dft")}
+    verdicts = {name: judge_all(PAIRS, name, workers=2)[0] for name in MATH_GRADERS}
     assert table(PAIRS, verdicts) == COMMITTED["table"]
     assert minerva_ceiling(PAIRS, verdicts) == COMMITTED["minerva_ceiling"]
 
@@ -145,12 +143,10 @@ def test_grades_say_why():
     assert grade_math(boxed("0.5"), "0.6", tolerance=0.1).correct
     with pytest.raises(ConfigError, match="did you mean 'math_verify'"):
         grade_math("", "", "math-verify")
-    assert list(MATH_GRADERS) == ["default", "math_verify", "dft"]
+    assert list(MATH_GRADERS) == ["default", "math_verify"]
 
 
-@pytest.mark.parametrize(
-    "name", ["default", *(pytest.param(name, marks=pytest.mark.slow("products")) for name in ("dft", "math_verify"))]
-)
+@pytest.mark.parametrize("name", ["default", pytest.param("math_verify", marks=pytest.mark.slow("products"))])
 def test_verdicts_repeat_in_any_order(name):
     pairs = [pair for pair in PAIRS if pair["difficulty"] == "expressions"][5::-1]
     committed = [pair["correct"] != (pair["id"] in COMMITTED["wrong"][name]) for pair in pairs]
@@ -207,7 +203,7 @@ def test_lists_have_no_order_and_tuples_do(numbers, random):
 @given(st.text(max_size=60))
 def test_any_text_gets_a_grade(text):
     assert quick("5", text) in (True, False, None)
-    extract(text), strip_string(text), last_boxed("\\boxed{" + text)
+    last_boxed("\\boxed{" + text)
 
 
 REALISTIC = [
@@ -278,22 +274,6 @@ def test_a_sentence_in_the_box_costs_no_time():
     assert time.process_time() - began < 2
 
 
-def test_dft_faults_are_kept():
-    assert strip_string(r"I_0e^{-t/\tau}") == r"I_0e^{-/\tau}"
-    assert extract("the sum of 3 and 4") == "4"
-    assert extract("The final answer is $7$. I hope it is correct. \\boxed{8}") == "7"
-    assert grade_math(boxed(r"\text{west}"), r"\text{east}", "dft").correct
-    assert grade_math(boxed("500"), "5", "dft").correct
-    assert not grade_math(boxed(r"4.5\times 10^{33}"), "4.5e33", "dft").correct
-
-
-def test_python_expressions_are_never_run():
-    assert str(python_expression("2*sqrt(3)+x^2")) == "x**2 + 2*sqrt(3)"
-    for text in ("__import__('os')", "x.__class__", "[1]", "lambda: 1", "f(1)"):
-        with pytest.raises(ValueError):
-            python_expression(text)
-
-
 def test_an_answer_stuck_on_open_boxes_costs_no_time() -> None:
     """What a model that repeats itself writes: looked at in the caller's process, where nothing can be killed."""
     began = time.process_time()
@@ -302,13 +282,3 @@ def test_an_answer_stuck_on_open_boxes_costs_no_time() -> None:
     assert time.process_time() - began < 2
     assert last_boxed(r"} \boxed{\{a\} {b}} {") == r"\{a\} {b}"
     assert last_boxed(r"\\boxed{1} and \boxed{2") == "1"
-
-
-def test_dft_reads_an_answer_stuck_on_open_commands_at_once() -> None:
-    """Cut off at the token limit, no brace closes; the caller's process reads it, where nothing can be killed."""
-    began = time.process_time()
-    for command in (r"\text{", r"\mbox{", r"\text{a"):
-        assert extract(r"\boxed{\text{cm} 5" + command * 8_000).startswith("5")
-    assert time.process_time() - began < 2
-    assert strip_string(r"5\text{ cm}") == "5"
-    assert strip_string(r"5\text{a}\mbox{b}6\text{") == r"56\text{"

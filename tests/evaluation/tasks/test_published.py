@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 
 import datasets
@@ -25,17 +24,10 @@ BASE = {
     "canonical_solution": "    return sum(values)\n",
     "test": "\n\nMETADATA = {}\n\n\ndef check(candidate):\n    assert candidate([1, 2]) == 3\n",
 }
-RELEASE = BASE | {
-    "contract": "\n    assert all(type(value) in (int, float) for value in values)\n",
-    "base_input": [[[1, 2]]],
-    "plus_input": [[[]], [[0.1, 0.2]], [[-5, 5]], [[1e300, 1e300]]],
-    "atol": 0,
-}
+RELEASE = BASE | {"base_input": [[[1, 2]]], "plus_input": [[[]], [[0.1, 0.2]]], "atol": 0}
 PLUS = BASE | {
     "test": "import numpy as np\n\n\ndef check(candidate):\n    assert np.isclose(candidate([0.1, 0.2]), 0.3)\n"
 }
-# right for the base test alone
-CHEAT = "    return 3\n"
 SANITIZED = {
     "source_file": "a.ipynb",
     "task_id": 702,
@@ -58,46 +50,6 @@ def read(tmp_path, task, *rows):
     return load_questions(load_task(task), write_rows(tmp_path / "rows.jsonl", rows)).questions
 
 
-def test_the_release_of_evalplus_runs_all_of_its_inputs(tmp_path):
-    path = tmp_path / "HumanEvalPlus.jsonl.gz"
-    path.write_bytes(gzip.compress(json.dumps(RELEASE).encode() + b"\n"))
-    for row in (load_questions(load_task("humaneval_plus"), path).questions[0].row, RELEASE):
-        assert grade_code("humaneval", row, RELEASE["canonical_solution"], TIER).reason == "ok"
-        assert grade_code("humaneval", row, CHEAT, TIER).reason == "wrong"
-    assert grade_code("humaneval", BASE, CHEAT, TIER).reason == "ok", "the base test alone does not see it"
-
-
-NEAR = [
-    ("    return sum(values) + 1e-9\n", 0, "wrong"),  # whole numbers are compared exactly
-    ("    return sum(values) + (1e-9 if values[:1] == [0.1] else 0)\n", 0, "ok"),  # floats within 1e-6
-    ("    return sum(values) + (1e-3 if values[:1] == [0.1] else 0)\n", 0, "wrong"),
-    ("    return sum(values) + (1e-3 if values[:1] == [0.1] else 0)\n", 1e-2, "ok"),
-    ("    return [sum(values)]\n", 1e-2, "wrong"),
-    ("    class A(float):\n        __eq__ = lambda *_: True\n    return A(3)\n", 0, "wrong"),
-    ("    class A:\n        __eq__ = lambda *_: True\n    return A()\n", 0, "wrong"),
-]
-
-
-@pytest.mark.parametrize(("answer", "tolerance", "reason"), NEAR)
-def test_results_are_compared_as_evalplus_does(answer, tolerance, reason):
-    assert grade_code("humaneval", RELEASE | {"atol": tolerance}, answer, TIER).reason == reason
-
-
-def test_any_root_is_right():
-    row = {
-        "task_id": "HumanEval/32",
-        "prompt": "import math\n\n\ndef poly(xs: list, x: float):\n"
-        "    return sum([c * math.pow(x, i) for i, c in enumerate(xs)])\n\n\ndef find_zero(xs: list):\n    '''A root.'''\n",
-        "canonical_solution": "    return -1.0\n",
-        "entry_point": "find_zero",
-        "base_input": [[[-1, 0, 1]]],
-        "plus_input": [[[-1, 0, 1]]],
-        "atol": 0,
-    }
-    assert grade_code("humaneval", row, "    return 1.0\n", TIER).reason == "ok"
-    assert grade_code("humaneval", row, "    return 1.1\n", TIER).reason == "wrong"
-
-
 def test_sanitized_and_plus_rows_of_mbpp(tmp_path):
     (question,) = read(tmp_path, "mbpp_sanitized", SANITIZED)
     assert "largest of a list. Your code should pass these tests:\n\nassert largest" in question.prompt
@@ -114,8 +66,7 @@ OTHERS = [
     ("humaneval", PLUS, "tests of HumanEval\\+.*--tasks humaneval_plus"),
     ("humaneval", RELEASE, "--tasks humaneval_plus"),
     ("humaneval_raw", RELEASE, "--tasks humaneval_plus"),
-    ("humaneval_plus", RELEASE | {"plus_input": []}, "only the base tests would run"),
-    ("humaneval_plus", RELEASE | {"base_input": "x"}, "expected a list of lists of arguments"),
+    ("humaneval_plus", RELEASE, "evalplus/humanevalplus .* on the hub"),
     ("mbpp", SANITIZED, "--tasks mbpp_sanitized"),
     ("mbpp", MBPP_PLUS, "--tasks mbpp_plus"),
     ("mbpp_sanitized", MBPP_PLUS, "--tasks mbpp_plus"),
@@ -132,9 +83,10 @@ def test_rows_of_another_set_are_refused_by_name(task, row, why, tmp_path):
         read(tmp_path, task, row)
 
 
-def test_the_program_of_a_release_of_mbpp_is_refused():
+@pytest.mark.parametrize(("kind", "row"), [("mbpp", MBPP_PLUS), ("humaneval", RELEASE)])
+def test_inputs_without_their_tests_are_never_judged_by_the_base_tests(kind, row):
     with pytest.raises(DataError, match="evalplus/mbppplus"):
-        grade_code("mbpp", MBPP_PLUS | {"plus_input": [[[1]]]}, "x", TIER)
+        grade_code(kind, row | {"plus_input": [[[1]]]}, "x", TIER)
 
 
 def test_math_as_it_is_published(tmp_path):

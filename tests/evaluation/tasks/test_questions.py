@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import datasets
 import huggingface_hub
@@ -8,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from loragate.errors import ConfigError, DataError
+from loragate.errors import DataError
 from loragate.evaluation.tasks import Question, load_questions, load_task
 from loragate.recipes import QUESTIONS
 from tiny import rehearsal_rows, write_rows
@@ -237,16 +238,15 @@ def test_the_pinned_revision_is_asked_for(monkeypatch):
 
 
 def test_the_commit_of_a_branch_is_recorded(monkeypatch):
-    hub = Hub(monkeypatch, "b" * 40)
-    loaded = load_questions(load_task("aime24"), limit=3, revision="main")
+    hub, task = Hub(monkeypatch, "b" * 40), load_task("aime24")
+    task = replace(task, dataset=replace(task.dataset, revision="main"))
+    loaded = load_questions(task, limit=3)
     assert hub.calls[0] == ("HuggingFaceH4/aime_2024", "main")
     assert hub.calls[1][1]["revision"] == "b" * 40, "what the branch meant is read"
     assert (loaded.revision, loaded.warnings, len(loaded.questions)) == ("b" * 40, (), 3)
     hub.sha = None
-    loaded = load_questions(load_task("aime24"), limit=3, revision="main")
+    loaded = load_questions(task, limit=3)
     assert loaded.revision is None
     assert loaded.warnings == (
-        "aime24: the commit of HuggingFaceH4/aime_2024 is not known; pin one with --revision to make this repeatable",
+        "aime24: the commit of HuggingFaceH4/aime_2024 is not known; dataset.revision in the task file makes this repeatable",
     )
-    with pytest.raises(ConfigError, match=r"revision='main', which has no effect without a hub data set"):
-        load_questions(load_task("aime24"), file=QUESTIONS, revision="main")

@@ -112,7 +112,10 @@ MISTAKES = [
         changed("suite: math", "suite: maths"),
         r"suite must be one of 'math', 'code'.*found 'maths'; did you mean 'math'\?",
     ),
-    (changed("grader: default", "grader: dtf"), r"grader must be one of .* found 'dtf'; did you mean 'dft'\?"),
+    (
+        changed("grader: default", "grader: defualt"),
+        r"grader must be one of .* found 'defualt'; did you mean 'default'\?",
+    ),
     (
         changed("{{ question }}", "{{ qestion }}"),
         r"prompt uses 'qestion', which dataset.schema does not have; did you mean 'question'\?",

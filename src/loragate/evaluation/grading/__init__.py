@@ -1,6 +1,6 @@
 """Judging mathematical answers: `grade_math` for one, `GradingPool` for many.
 
-Importing this package is light: sympy and math-verify are imported by worker processes only, torch by none of them.
+Importing this package is light: math-verify is imported by worker processes only, torch by none of them.
 """
 
 from loragate.evaluation.answers import Grade, last_boxed

@@ -1,8 +1,8 @@
-"""The process in which algebra runs: reads one job per line, answers one line, may be killed at any time.
+"""The process in which algebra runs: reads one job per line, answers one line, and ends itself when a job takes too long.
 
-Started by `pool.py` as `python -m loragate.evaluation.grading.worker MODULE:FUNCTION MEMORY_MB`. It never outlives its
-caller: the end of its standard input ends it, and an alarm that the system delivers, even to native code, ends it when
-a job runs past its time and the caller is no longer there to kill it.
+Started by `pool.py` as `python -m loragate.evaluation.grading.worker MODULE:FUNCTION MEMORY_MB SECONDS`. The time limit is an
+alarm that the system delivers, even to native code; the end of standard input ends the process as well, so that it never
+outlives its caller.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-GRACE_S = 5  # seconds that a living caller has to kill the process itself, and to tell that as a timeout
+START_S = 120  # seconds for imports; sympy takes two, and much more on a busy machine
 
 
 def main() -> None:
     """Serve jobs from standard input until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle; it then closes our input
+    judge_name, memory_mb, seconds = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle; it then kills this process
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")  # verdicts go by a copy of standard output
     os.dup2(2, 1)  # whatever a library prints must not look like a verdict
-    module, _, function = sys.argv[1].partition(":")
+    signal.alarm(START_S)  # SIGALRM without a handler ends the process
+    module, _, function = judge_name.partition(":")
     try:
         # and all that it needs, before memory and time count
         judge = getattr(importlib.import_module(module), function)
@@ -34,18 +36,19 @@ def main() -> None:
     except ImportError as error:
         _send(channel, {"failed": str(error)})
         return
-    _limit_memory(int(sys.argv[2]))
-    _send(channel, {"ready": True})
+    signal.alarm(0)
+    _limit_memory(int(memory_mb))
+    _send(channel, {})
     for line in sys.stdin:
-        gold, text, tolerance, seconds = json.loads(line)
-        signal.alarm(int(seconds) + GRACE_S)  # SIGALRM without a handler ends the process
+        gold, text, tolerance = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, float(seconds))
         try:
             correct, reason, extracted = judge(gold, text, tolerance)
         except MemoryError:
-            os._exit(1)  # what is left of the memory may not do for a clean end; a fresh process judges the next
+            os._exit(1)  # what is left of the memory may not do for a clean end
         except RecursionError:
             correct, reason, extracted = False, "unparsed", text
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         _send(channel, {"correct": correct, "reason": reason, "extracted": extracted})
 
 

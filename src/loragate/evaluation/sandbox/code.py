@@ -1,4 +1,4 @@
-"""Code tasks: what a row of HumanEval, MBPP or EvalPlus's forms of them holds the program in an answer against."""
+"""Code tasks: what a row of HumanEval, MBPP or EvalPlus's sets holds the program in an answer against."""
 
 from __future__ import annotations
 
@@ -10,23 +10,31 @@ from typing import Any
 
 from loragate.errors import DataError
 from loragate.evaluation.answers import Grade
-from loragate.evaluation.evalplus import MBPP_RELEASE, is_release, release_test
 from loragate.evaluation.sandbox.extract import extract_code, top_level_names
 from loragate.evaluation.sandbox.run import Checks, Limits, require_sandbox, run_program
 
 Row = Mapping[str, Any]
+RELEASE = (
+    "it has the inputs of EvalPlus's own files in place of tests; give the rows of evalplus/humanevalplus or evalplus/mbppplus on "
+    "the hub, which hold the tests in `test`"
+)
+
+
+def is_release(row: Row) -> bool:
+    """Whether a row has EvalPlus's inputs; without them only the base tests would run."""
+    return any(row.get(name) is not None for name in ("base_input", "plus_input"))
 
 
 def humaneval_program(row: Row, response: str) -> tuple[str, Checks] | None:
     """The program and the checks for a row of HumanEval or HumanEval+ (prompt, test, entry_point), or None without code.
 
-    A row with EvalPlus's inputs (`base_input`, `plus_input`) is held against all of them.
-
     A response may be a continuation of the prompt or an answer with the whole function; the latter is put behind the
     prompt, whose imports and helper functions it may rely on. Helpers that the checks use come from the prompt.
     """
     prompt, entry = _text(row, "prompt"), _text(row, "entry_point")
-    test = release_test(row) if is_release(row) else _text(row, "test")
+    if is_release(row):
+        raise DataError(f"HumanEval row {row.get('task_id')!r}: {RELEASE}")
+    test = _text(row, "test")
     code = extract_code(response, entry, prompt)
     if code is None:
         return None
@@ -54,7 +62,7 @@ def mbpp_program(row: Row, response: str) -> tuple[str, Checks] | None:
     # An object of a class crosses only if the class is the program's.
     kept = "\n".join(ast.unparse(node) for node in prepared if not isinstance(node, ast.ClassDef))
     if is_release(row):
-        raise DataError(f"MBPP row {row.get('task_id')!r}: {MBPP_RELEASE}")
+        raise DataError(f"MBPP row {row.get('task_id')!r}: {RELEASE}")
     source = "\n".join([imports, kept, *([_text(row, "test")] if row.get("test") else tests)]) + "\n"
     reference = top_level_names(_module(_text(row, "code"), row, "code"))
     tests_tree = _module(source, row, "test_list")

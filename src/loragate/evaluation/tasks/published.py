@@ -12,7 +12,7 @@ from typing import Any
 
 from loragate.errors import DataError
 from loragate.evaluation.answers import last_boxed
-from loragate.evaluation.evalplus import INPUTS, MBPP_RELEASE, is_release, release_test
+from loragate.evaluation.sandbox.code import RELEASE, is_release
 
 Row = dict[str, Any]
 
@@ -34,59 +34,58 @@ def _has_plus_tests(row: Row) -> bool:
     return is_release(row) or "numpy" in str(row.get("test") or "")
 
 
-def _humaneval(row: Row) -> Row:
-    if _has_plus_tests(row):
-        raise DataError(
-            "it has the tests of HumanEval+, so the score would not be HumanEval's; use --tasks humaneval_plus"
-        )
-    return row
-
-
-def _humaneval_plus(row: Row) -> Row:
-    if is_release(row):  # the inputs are in the test now
-        return {name: value for name, value in row.items() if name not in INPUTS} | {"test": release_test(row)}
-    if isinstance(row.get("test"), str) and not _has_plus_tests(row):
-        raise DataError(
+Refusal = tuple[Callable[[Row], bool], str]
+_HUMANEVAL: tuple[Refusal, ...] = (
+    (
+        _has_plus_tests,
+        "it has the tests of HumanEval+, so the score would not be HumanEval's; use --tasks humaneval_plus",
+    ),
+)
+_NOT_MBPP_PLUS: Refusal = (
+    _has_plus_tests,
+    "it is a row of MBPP+, which has other questions and tests; use --tasks mbpp_plus",
+)
+REFUSED: dict[str, tuple[Refusal, ...]] = {
+    "humaneval": _HUMANEVAL,
+    "humaneval_raw": _HUMANEVAL,
+    "humaneval_plus": (
+        (is_release, RELEASE),
+        (
+            lambda row: isinstance(row.get("test"), str) and not _has_plus_tests(row),
             "it has HumanEval's own tests alone, so the score would not be HumanEval+'s; use --tasks humaneval, or give the rows "
-            "of evalplus/humanevalplus on the hub or EvalPlus's HumanEvalPlus.jsonl"
-        )
-    return row
-
-
-def _mbpp(row: Row) -> Row:
-    if _has_plus_tests(row):
-        raise DataError("it is a row of MBPP+, which has other questions and tests; use --tasks mbpp_plus")
-    if "prompt" in row and "text" not in row:
-        raise DataError("it is a row of the sanitized MBPP, which has other questions; use --tasks mbpp_sanitized")
-    return row
-
-
-def _mbpp_sanitized(row: Row) -> Row:
-    if _has_plus_tests(row):
-        raise DataError("it is a row of MBPP+, which has other questions and tests; use --tasks mbpp_plus")
-    if "text" in row and "prompt" not in row:
-        raise DataError("it is a row of the full MBPP; use --tasks mbpp")
-    return row
-
-
-def _mbpp_plus(row: Row) -> Row:
-    if is_release(row):
-        raise DataError(MBPP_RELEASE)
-    if not row.get("test"):
-        raise DataError(
+            "of evalplus/humanevalplus on the hub",
+        ),
+    ),
+    "mbpp": (
+        _NOT_MBPP_PLUS,
+        (
+            lambda row: "prompt" in row and "text" not in row,
+            "it is a row of the sanitized MBPP, which has other questions; use --tasks mbpp_sanitized",
+        ),
+    ),
+    "mbpp_sanitized": (
+        _NOT_MBPP_PLUS,
+        (lambda row: "text" in row and "prompt" not in row, "it is a row of the full MBPP; use --tasks mbpp"),
+    ),
+    "mbpp_plus": (
+        (is_release, RELEASE),
+        (
+            lambda row: not row.get("test"),
             "it has no 'test', so only MBPP's base tests would run and the score would not be MBPP+'s; give the rows of "
-            "evalplus/mbppplus on the hub"
-        )
-    return row
-
-
-FORMS: dict[str, Callable[[Row], Row]] = {
-    "math500": _math,
-    "humaneval": _humaneval,
-    "humaneval_raw": _humaneval,
-    "humaneval_plus": _humaneval_plus,
-    "mbpp": _mbpp,
-    "mbpp_sanitized": _mbpp_sanitized,
-    "mbpp_plus": _mbpp_plus,
+            "evalplus/mbppplus on the hub",
+        ),
+    ),
 }
-"""The row as the hub has it, from the row as it was read, by task; a DataError says what belongs elsewhere."""
+"""By task, the rows that belong elsewhere, and what to say of them."""
+
+
+def as_on_hub(task: str, row: Row) -> Row:
+    """The row of a built-in task as the hub has it, from the row as it was read.
+
+    Raises:
+        DataError: for a row of another set.
+    """
+    for belongs_elsewhere, why in REFUSED.get(task, ()):
+        if belongs_elsewhere(row):
+            raise DataError(why)
+    return _math(row) if task == "math500" else row

@@ -22,7 +22,7 @@ from loragate.data.rows import SAVED_SPLITS, is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import LETTERS
 from loragate.evaluation.tasks import arithmetic
-from loragate.evaluation.tasks.published import FORMS
+from loragate.evaluation.tasks.published import as_on_hub
 from loragate.evaluation.tasks.task import (
     DEFINITIONS,
     Dataset,
@@ -97,7 +97,6 @@ def load_questions(
     file: str | Path | Rows | None = None,
     limit: int | None = None,
     seed: int = 0,
-    revision: str | None = None,
 ) -> Questions:
     """The questions of a task.
 
@@ -108,20 +107,13 @@ def load_questions(
             also a folder, or `<task>/` in it, with a file for each.
         limit: the first questions only, in the data set's order; of a suite with subsets those of each subset.
         seed: of a generated set; fixed sets do not depend on it.
-        revision: of the hub data set, in place of the pinned one.
 
     Raises:
         DataError: naming file and line for a row that does not fit, or the local file that would do where the hub cannot
             be reached.
-        ConfigError: for a revision without effect.
     """
-    # the task itself stays as it is pinned: its fingerprint does not follow `revision`
     dataset, warnings = task.dataset, []
     local = file if isinstance(file, Rows) else _local_file(task, file)
-    if revision is not None:
-        if local is not None or dataset.hub is None:
-            raise ConfigError(f"{task.name}: found revision={revision!r}, which has no effect without a hub data set")
-        dataset = dataclasses.replace(dataset, revision=revision)
     subsets = task.harness.subsets if task.harness is not None else ()
     commit = None
     if local is None and dataset.hub is not None:
@@ -129,7 +121,7 @@ def load_questions(
         dataset = dataclasses.replace(dataset, revision=commit or dataset.revision)
         if commit is None:
             warnings.append(
-                f"{task.name}: the commit of {dataset.hub} is not known; pin one with --revision to make this repeatable"
+                f"{task.name}: the commit of {dataset.hub} is not known; dataset.revision in the task file makes this repeatable"
             )
     # the first questions of each subset are known only when all rows are
     parts, source = _parts(task, dataset, local, None if subsets else limit, seed)
@@ -143,13 +135,12 @@ def load_questions(
     column = task.harness.subset_column if task.harness is not None else None
     # a task of one's own may have the name of a suite
     check = CHECKS.get(task.name) if task.harness is not None else None
-    published = FORMS.get(task.name) if task.path.parent == DEFINITIONS else None
     for part, rows in parts:
         for index in range(len(rows)):
             where, row = rows.where(index), dict(rows[index])
-            if published is not None:
+            if task.path.parent == DEFINITIONS:
                 try:
-                    row = published(row)
+                    row = as_on_hub(task.name, row)
                 except DataError as error:
                     raise DataError(f"{where}: {error}") from None
             check_row(row, dataset.schema, where, task.name)

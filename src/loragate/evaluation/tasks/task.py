@@ -157,7 +157,6 @@ OurName = Literal["id", "question", "gold"]
 Grader = Literal[
     "default",
     "math_verify",
-    "dft",
     "gsm8k",
     "regex",
     "choice",
@@ -254,7 +253,7 @@ class Task:
         system: system message, or None for none.
         raw: plain completion, without the chat template.
         generation: how answers are sampled.
-        grader: "default", "math_verify" or "dft" for mathematics; "gsm8k" for a last number; "regex" for the group of `pattern`;
+        grader: "default" or "math_verify" for mathematics; "gsm8k" for a last number; "regex" for the group of `pattern`;
             "choice", "exact", "boxed", "humaneval", "mbpp", "tiny"; or "lm-eval" for a task whose prompts and verdicts are the
             harness's.
         pattern: regular expression with one group, for the grader "regex".
