@@ -125,11 +125,12 @@ def train(stage: str, folder: Path, resume: bool, report: Any) -> str:
     return digest(trained, folder)
 
 
-def tokenizer() -> Any:
+def tokenizer(vocabulary: int = VOCABULARY) -> Any:
+    """A word-level tokenizer with a chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"] + [f"w{index}" for index in range(VOCABULARY - 5)]
+    words = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"] + [f"w{index}" for index in range(vocabulary - 5)]
     core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")

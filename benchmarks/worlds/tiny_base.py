@@ -89,7 +89,7 @@ class TinyBaseRecipe:
 
 
 def arithmetic_documents(recipe: TinyBaseRecipe, seed: int) -> list[Document]:
-    """What a base of the arithmetic world reads; the first n documents do not depend on how many the recipe asks for."""
+    """What a base reads; the first n documents do not depend on how many the recipe asks for."""
     rng = random.Random(f"pretraining/{seed}")
     documents = []
     for _ in range(recipe.documents):
@@ -109,12 +109,7 @@ def arithmetic_documents(recipe: TinyBaseRecipe, seed: int) -> list[Document]:
 
 
 def train_base(
-    recipe: TinyBaseRecipe,
-    seed: int,
-    on_progress: Progress | None = None,
-    *,
-    write_documents: Callable[[TinyBaseRecipe, int], list[Document]] = arithmetic_documents,
-    tokenizer: PreTrainedTokenizerFast | None = None,
+    recipe: TinyBaseRecipe, seed: int, on_progress: Progress | None = None
 ) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     """Train a base from nothing on one thread; the same recipe and seed give the same bits on the same machine.
 
@@ -122,14 +117,12 @@ def train_base(
         recipe: shape, documents and optimiser.
         seed: decides the initial weights, the documents and their order.
         on_progress: called after every optimiser step with (steps done, steps in all, loss in nats per token).
-        write_documents: (recipe, seed) -> the documents to read.
-        tokenizer: another vocabulary, whose chat template ends a prompt with a special token; the world's own when left out.
 
     Returns:
         The model, fp32 and in eval mode, and its tokenizer. Torch's global generator and thread count are left as found.
     """
-    tokenizer = build_tokenizer() if tokenizer is None else tokenizer
-    encoded = _encode(write_documents(recipe, seed), tokenizer)
+    tokenizer = build_tokenizer()
+    encoded = _encode(arithmetic_documents(recipe, seed), tokenizer)
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _new_model(recipe, tokenizer).train()

@@ -1,8 +1,8 @@
 """The synthetic world: everything a full run needs, without a download or a GPU.
 
 One kind of problem (left-to-right arithmetic modulo ten), three skills that must not be forgotten, demonstrations, a
-strict verifier, and a 157,504-parameter base model that ships with the package. How it was trained, further worlds and the
-situations that benchmarks compare are in `benchmarks/worlds`.
+strict verifier, and a 157,504-parameter base model that ships with the package. How it was trained is in
+`benchmarks/worlds`.
 
     tokenizer       the 144 words by the role they play, words <-> ids, chat template
     problems        problems and retention items in four disjoint splits; is this finished response right?
