@@ -4,7 +4,7 @@ One kind of problem (left-to-right arithmetic modulo ten), three skills that mus
 strict verifier, and a 157,504-parameter base model that ships with the package. How it was trained is in
 `benchmarks/worlds`.
 
-    tokenizer       the 144 words by the role they play, words <-> ids, chat template
+    vocabulary      the words by the role they play
     problems        problems and retention items in four disjoint splits; is this finished response right?
     demonstrations  the noisy rows to fine-tune on
     base            save and load the tiny base

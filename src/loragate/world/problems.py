@@ -21,7 +21,7 @@ import random
 from dataclasses import dataclass
 
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.world.tokenizer import DIGITS, EOS, FACT_JOINER, FACT_VALUES, LETTERS, OPERATORS, SUBJECTS
+from loragate.world.vocabulary import DIGITS, EOS, FACT_JOINER, FACT_VALUES, LETTERS, OPERATORS, SUBJECTS
 
 SPLITS = ("train", "probe", "dev", "test")
 RETENTION_KINDS = ("reverse", "sort", "fact")
