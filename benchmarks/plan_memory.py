@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # which holds the tiny models
+
 import loragate as lg
-from crash_safety import tokenizer as word_tokenizer
 from loragate.analysis.plan import Estimate, estimate
 from loragate.losses.objectives import objectives
 from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter
+from tiny import tiny_tokenizer
 
 SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5}
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048}
@@ -140,7 +143,7 @@ def train(case: Case, marks: list[int]) -> None:
             with record_function("loragate step"):
                 pass
 
-    tokenizer = word_tokenizer(base.config.vocab_size)
+    tokenizer = tiny_tokenizer(base.config.vocab_size)
     if case.stage == "sft":
         settings = FineTuningSettings(rank=RANK, objective=case.objective, dora=case.dora, **shared)
         train_adapter(base, tokenizer, rows, settings, on_step=mark)
