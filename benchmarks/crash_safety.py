@@ -27,7 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STEPS, VOCABULARY = 6, 64
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # which holds the tiny models
+
+STEPS = 6
 STAGES = ("sft", "calibrate")
 
 
@@ -56,36 +58,11 @@ class Outcome:
 
 def train(stage: str, folder: Path, resume: bool, report: Any) -> str:
     """The training under test; returns the digest of its end."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     import loragate as lg
     from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter
+    from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.2,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    base = Qwen2ForCausalLM(config).eval()
-    draw = random.Random(1)
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": " ".join(f"w{draw.randrange(40)}" for _ in range(3))},
-                {"role": "assistant", "content": " ".join(f"w{draw.randrange(40)}" for _ in range(5))},
-            ]
-        }
-        for _ in range(2 * STEPS)
-    ]
+    tokenizer, rows = tiny_tokenizer(), tiny_rows(2 * STEPS)
     shared: dict[str, Any] = {
         "batch_size": 2,
         "per_device_train_batch_size": 1,
@@ -102,18 +79,14 @@ def train(stage: str, folder: Path, resume: bool, report: Any) -> str:
     if stage == "sft":
         settings = FineTuningSettings(rank=2, dropout=0.2, **shared)
         result: Any = train_adapter(
-            base, tokenizer(), rows, settings, run_folder=folder, resume=resume, on_step=on_step
+            tiny_base(), tokenizer, rows, settings, run_folder=folder, resume=resume, on_step=on_step
         )
         trained = {name: value for name, value in result.model.named_parameters() if "lora_" in name}
     else:
-        torch.manual_seed(2)
-        lora = LoraConfig(
-            r=2, lora_alpha=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
-        )
-        model = get_peft_model(base, lora)
+        model = tiny_adapter()
         result = lg.train_gates(
             model,
-            tokenizer(),
+            tokenizer,
             rows,
             lg.GateConfig(-3, 2),
             GateTrainingSettings(k=20, **shared),
@@ -123,22 +96,6 @@ def train(stage: str, folder: Path, resume: bool, report: Any) -> str:
         )
         trained = dict(lg.gate_parameters(model))
     return digest(trained, folder)
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"] + [f"w{index}" for index in range(VOCABULARY - 5)]
-    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    made.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}<user> {{ m['content'] }} {% else %}"
-        "<assistant> {{ m['content'] }} <eos> {% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant> {% endif %}"
-    )
-    return made
 
 
 def digest(trained: dict[str, Any], folder: Path) -> str:
@@ -306,6 +263,7 @@ def main() -> int:
 
     import loragate.training.fine_tuning
     import loragate.training.gate_training  # noqa: F401
+    import tiny  # noqa: F401
 
     torch.set_num_threads(1)
     datasets.disable_progress_bars()

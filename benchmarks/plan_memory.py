@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,15 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # which holds the tiny models
 
 import loragate as lg
 from loragate.analysis.plan import Estimate, estimate
 from loragate.losses.objectives import objectives
 from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter
+from tiny import tiny_tokenizer
 
 SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5}
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048}
@@ -97,21 +101,6 @@ def configuration(case: Case) -> Any:
     )
 
 
-def tokenizer_of(vocabulary: int) -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"] + [f"w{i}" for i in range(vocabulary - 5)]
-    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}<user> {{ m['content'] }} {% else %}"
-        "<assistant> {{ m['content'] }} <eos> {% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant> {% endif %}"
-    )
-    return tokenizer
-
-
 def rows_of(case: Case) -> tuple[list[dict[str, Any]], float]:
     """Rows of exactly `sequence` tokens, a quarter of them prompt, and the share of response tokens of a pass."""
     prompt = case.sequence // 4
@@ -154,7 +143,7 @@ def train(case: Case, marks: list[int]) -> None:
             with record_function("loragate step"):
                 pass
 
-    tokenizer = tokenizer_of(base.config.vocab_size)
+    tokenizer = tiny_tokenizer(base.config.vocab_size)
     if case.stage == "sft":
         settings = FineTuningSettings(rank=RANK, objective=case.objective, dora=case.dora, **shared)
         train_adapter(base, tokenizer, rows, settings, on_step=mark)

@@ -1,11 +1,10 @@
-"""Shared small models and rows, made on the spot from configurations; and what a run says of the tests that it left out."""
+"""Shared small models and rows, made on the spot from configurations; and the order of slow tests."""
 
 from __future__ import annotations
 
 import gc
 import os
 import shutil
-from collections import Counter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -42,7 +41,6 @@ KINDS = (
     "other",
     "rehearsals",
 )
-LEFT = pytest.StashKey[Counter]()
 
 
 def kind_of(item):
@@ -56,43 +54,13 @@ def kind_of(item):
     return kind
 
 
-def pytest_configure(config):
-    config.stash[LEFT] = Counter()
-
-
 def pytest_collection_modifyitems(items):
     # a run that is cut off has done the quick tests and the weightiest of the slow ones
     items.sort(key=lambda item: KINDS.index(kind) + 1 if (kind := kind_of(item)) else 0)
 
 
-def pytest_deselected(items):
-    if items:
-        items[0].config.stash[LEFT].update(kind for item in items if (kind := kind_of(item)))
-
-
-def pytest_sessionfinish(session):
+def pytest_sessionfinish():
     gc.unfreeze()
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left"] = dict(session.config.stash[LEFT])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    # all workers collect the same tests
-    node.config.stash[LEFT] |= Counter(getattr(node, "workeroutput", {}).get("left", {}))
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    """Name the groups that were skipped, and those that are left to `make test-all`."""
-    skipped = Counter(
-        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
-    )
-    for reason, count in skipped.most_common():
-        terminalreporter.write_line(f"skipped: {count} × {reason}")
-    left = config.stash[LEFT]
-    if left and "slow" in config.option.markexpr:
-        named = ", ".join(f"{left[kind]} {kind}" for kind in KINDS if left[kind])
-        terminalreporter.write_line(f"left to `make test-all`: {left.total()} slow tests ({named})")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -44,16 +44,3 @@ def test_the_formula_of_a_training_row_is_read_by_the_grader(maker, rows):
         answer = maker.shown(maker.operated(left, sign, right))
         assert grade_math(row["response"], answer).correct, row
         assert not grade_math(row["response"], f"{answer}1").correct, row
-
-
-def test_what_one_operation_does_not_answer_is_left_out(maker, tmp_path):
-    def svamp(number, equation, answer):
-        body = {"ID": f"chal-{number}", "Body": "Jake has 6 peaches", "Question": "How many are left?"}
-        return {**body, "Equation": equation, "Answer": answer}
-
-    source = tmp_path / "svamp.json"
-    given = [("( 6.0 - 2.0 )", 4.0), ("( ( 6.0 - 2.0 ) * 3.0 )", 12.0), ("( 6.0 - 2.0 )", 5.0), ("( 6.0 / 0.0 )", 0.0)]
-    source.write_text(json.dumps([svamp(number, *one) for number, one in enumerate(given)]), encoding="utf-8")
-    (row,) = maker.read_svamp(source)
-    assert row["prompt"] == f"Jake has 6 peaches, how many are left? {maker.ASK}"
-    assert (row["response"], row["answer"]) == ("The answer is \\boxed{6 - 2}.", "4")

@@ -55,11 +55,11 @@ def is_packed(layer) -> bool:
     return bool(getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False))
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Word-level tokenizer over VOCABULARY tokens with a chat template."""
+def tiny_tokenizer(vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    """Word-level tokenizer with a chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"] + [f"w{i}" for i in range(VOCABULARY - 5)]
+    words = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"] + [f"w{i}" for i in range(vocabulary - 5)]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return _fast(core, TEMPLATE)

@@ -12,10 +12,9 @@ from typing import Any
 
 import contestants
 import torch
-from common import alternate, ratios, spread
+from common import alternate, ratios, spread, step_of
 from contestants import Shape, adapter
 from parts import TINY, Task, error, mild, on, require, shaken
-from torch import nn
 from true_shapes import SHAPES
 
 
@@ -78,11 +77,7 @@ def step_rows(task: Task, shape: Shape, names: list[str]) -> dict[str, Any]:
     with on(task.device):
         for side in names:
             model, loss = contestants.CONTESTANTS[side](shape)
-
-            def run(model: nn.Module = model, loss: Any = loss) -> None:
-                loss().backward()
-                model.zero_grad(set_to_none=True)
-
+            run = step_of(model, loss)
             run()
             rows[side], sides[side] = {"peak_bytes": peak_bytes(task, run)}, run
         seconds = alternate(sides, 2 if task.rehearsal else 7, clock(task))

@@ -142,7 +142,7 @@ def _with_vector(matrix: Any, vector: Any, *rest: Any, **_: Any) -> int:
 
 
 def _added_with_vector(start: Any, matrix: Any, vector: Any, *rest: Any, **_: Any) -> int:
-    return 2 * math.prod(matrix)
+    return _with_vector(matrix, vector)
 
 
 def _added(start: Any, left: Any, right: Any, *rest: Any, **_: Any) -> int:
@@ -207,6 +207,16 @@ def count(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Counts:
     return Counts(counter.get_total_flops(), attention, saved)
 
 
+def step_of(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    """One forward and backward pass without the optimiser, to be timed."""
+
+    def step() -> None:
+        loss().backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
 # --- times ----------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +250,14 @@ def spread(values: list[float]) -> dict[str, Any]:
     """Median and quartiles, to four digits."""
     quarters = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return {"median": _short(statistics.median(values)), "quartiles": [_short(quarters[0]), _short(quarters[2])]}
+
+
+def slope(values: list[int], costs: list[float]) -> float:
+    """Exponent of growth: of the least-squares line through the logarithms; NaN where a cost is 0."""
+    if min(costs) <= 0:
+        return math.nan
+    xs, ys = [math.log(value) for value in values], [math.log(cost) for cost in costs]
+    return round(statistics.linear_regression(xs, ys).slope, 3)
 
 
 def ratios(seconds: Mapping[str, list[float]], side: str, against: str) -> dict[str, Any]:

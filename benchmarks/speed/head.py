@@ -19,15 +19,13 @@ turn on a CPU at width 128 in fp32; at such a width the search for the largest c
 from __future__ import annotations
 
 import gc
-import math
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from common import MORE, alternate, begin, count, finish, options, ratios, spread, stopwatch, target
+from common import alternate, begin, count, finish, options, ratios, slope, spread, stopwatch, target
 from fake import StorageTracker, without_data
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
@@ -43,13 +41,6 @@ TIMED_WIDTH, TIMED_TOKENS, TIMED_VOCABULARY = 128, 128, 8192
 TIMED_TOKEN_COUNTS = [512, 1024, 2048, 4096, 8192]
 PATHS = {"fp32": torch.float32, "bf16 on a CPU": torch.bfloat16, "bf16 as on a GPU": torch.bfloat16}
 LIMIT = 0.7  # GiB
-
-
-def _added_product(total: Any, left: Any, right: Any, *rest: Any, **_: Any) -> int:
-    return 2 * math.prod(left) * right[1]
-
-
-MORE[torch.ops.aten.addmm_] = _added_product  # of TRL's backward; in place, it is unknown to PyTorch's counter
 
 
 def ours(name: str, chunk: int | None = None) -> Callable[..., torch.Tensor]:
@@ -120,11 +111,6 @@ def projections(side: Callable[..., torch.Tensor], tokens: int, vocabulary: int)
         model.weight = torch.nn.Parameter(weight, requires_grad=False)
         flops = count(model, lambda: side(hidden, model.weight, labels)).flops
     return round(flops / (2 * tokens * vocabulary * WIDTH), 4)
-
-
-def slope(values: list[int], costs: list[float]) -> float:
-    """Exponent of growth: of the least-squares line through the logarithms."""
-    return round(statistics.linear_regression([math.log(x) for x in values], [math.log(y) for y in costs]).slope, 3)
 
 
 def timed(points: list[tuple[int, int]], values: list[int], repeats: int, threads: int) -> dict[str, Any]:

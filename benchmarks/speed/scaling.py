@@ -13,12 +13,10 @@ Attention is counted apart, since its products grow with the square of a row's l
 from __future__ import annotations
 
 import gc
-import math
-import statistics
 from dataclasses import asdict, replace
 from typing import Any
 
-from common import Counts, alternate, begin, count, finish, options, spread, stopwatch, target
+from common import Counts, alternate, begin, count, finish, options, slope, spread, step_of, stopwatch, target
 from contestants import ALL_KINDS, Shape, gates_loragate
 
 START = Shape(256, 1024, 4, 4, 2, vocabulary=8192, rows=1, sequence=512)
@@ -44,14 +42,6 @@ def shape_at(name: str, value: int, start: Shape = START) -> Shape:
     return replace(start, **{name: value})
 
 
-def slope(values: list[int], costs: list[float]) -> float:
-    """Of the least-squares line through the logarithms."""
-    if min(costs) <= 0:
-        return math.nan
-    xs, ys = [math.log(value) for value in values], [math.log(cost) for cost in costs]
-    return round(statistics.linear_regression(xs, ys).slope, 3)
-
-
 def bend(values: list[int], costs: list[float]) -> float:
     """Largest distance from the straight line through the first and last point, as a share of the last cost."""
     rise = (costs[-1] - costs[0]) / (values[-1] - values[0])
@@ -65,12 +55,7 @@ def curve(name: str, values: list[int], start: Shape, repeats: int, threads: int
     for value in values:
         model, loss = gates_loragate(shape_at(name, value, start))
         counted.append(count(model, loss))
-
-        def step(model: Any = model, loss: Any = loss) -> None:
-            loss().backward()
-            model.zero_grad(set_to_none=True)
-
-        sides[str(value)] = step
+        sides[str(value)] = step_of(model, loss)
     seconds = alternate(sides, repeats, stopwatch(threads))
     del sides, model, loss
     gc.collect()

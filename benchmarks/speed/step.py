@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from common import Counts, alternate, begin, count, finish, options, ratios, spread, stopwatch, target
+from common import Counts, alternate, begin, count, finish, options, ratios, spread, step_of, stopwatch, target
 from contestants import CONTESTANTS, NAMES, Shape
 
 # (vocabulary, against, figure): at most
@@ -36,29 +36,20 @@ WORDS = {"flops": "FLOPs", "saved": "saved activations", "time": "time"}
 
 def measure(shape: Shape, repeats: int, threads: int) -> dict[str, Any]:
     """{contestant: counts, seconds}, of one shape."""
-    rows: dict[str, Any] = {}
+    counts: dict[str, Counts] = {}
     sides = {}
     for name, make in CONTESTANTS.items():
         model, loss = make(shape)
-        rows[name] = count(model, loss).record()
-
-        def step(model: Any = model, loss: Any = loss) -> None:
-            loss().backward()
-            model.zero_grad(set_to_none=True)
-
-        sides[name] = step
+        counts[name] = count(model, loss)
+        sides[name] = step_of(model, loss)
         gc.collect()
     seconds = alternate(sides, repeats, stopwatch(threads))
-    for name, row in rows.items():
-        row["seconds"] = spread(seconds[name])
+    rows: dict[str, Any] = {}
+    for name, counted in counts.items():
+        rows[name] = {**counted.record(), "seconds": spread(seconds[name])}
         for other in ("lora", "lora_trl"):
-            row[f"to_{other}"] = compared(Counts(*row_counts(row)), Counts(*row_counts(rows[other])))
-            row[f"to_{other}"]["time"] = ratios(seconds, name, other)
+            rows[name][f"to_{other}"] = {**compared(counted, counts[other]), "time": ratios(seconds, name, other)}
     return rows
-
-
-def row_counts(row: dict[str, Any]) -> tuple[int, int, int]:
-    return row["flops"], row["flops_attention"], row["saved_bytes"]
 
 
 def compared(one: Counts, other: Counts) -> dict[str, Any]:
@@ -71,7 +62,7 @@ def compared(one: Counts, other: Counts) -> dict[str, Any]:
 
 
 def targets(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The issue's limits against what was found."""
+    """The limits against what was found."""
     found = []
     for case in cases:
         for (vocabulary, against, figure), limit in TARGETS.items():

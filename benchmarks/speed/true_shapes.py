@@ -5,7 +5,12 @@
 One row of so many tokens, 75 % of them response, LoRA rank 16 on all linear layers, k = 100. The shapes are those of
 Qwen2.5-1.5B and 7B (the Math models have the same) and Qwen3-4B, written down below. The step itself runs, on fake
 tensors: every operator of forward and backward is met with the shapes it will have, in models of two and of three
-layers; all layers between the first and the last cost the same, which gives the rest exactly. The floor: `floor.py`.
+layers; all layers between the first and the last cost the same, which gives the rest exactly.
+
+The arithmetic floor is counted by running it, not by a formula: the adapted model with everything frozen, forward; the gradient
+of the activations from the last hidden state back to the first place where a gate can act, the outputs of the first layer's
+queries, keys and values; and one projection of the response positions through the output head. What a gate step adds: gate
+logits and their gradients, and the sparse backward of the head.
 """
 
 from __future__ import annotations
@@ -14,10 +19,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from common import Counts, begin, count, finish, options, target
-from contestants import Shape, gates_loragate, lora
+from contestants import Shape, adapter, batch, gates_loragate, lora
 from fake import without_data
-from floor import floor
 
 SHAPES = {
     "Qwen2.5-1.5B": Shape(1536, 8960, 28, 12, 2, vocabulary=151936, rows=1, sequence=2048),
@@ -27,6 +32,22 @@ SHAPES = {
 TO_FLOOR = 1.02
 TO_LORA = {"Qwen2.5-1.5B": 0.92, "Qwen2.5-7B": 0.96, "Qwen3-4B": 0.95}
 JUDGED = 2048  # tokens of the row that the targets are read at
+
+
+def floor(shape: Shape) -> Counts:
+    """The counted floor of a Stage-II step; `saved` has no meaning here."""
+    model, data = adapter(shape).requires_grad_(False), batch(shape)
+    causal = model.get_base_model()
+    first = causal.model.layers[0].self_attn
+    for module in (first.q_proj, first.k_proj, first.v_proj):
+        module.register_forward_hook(lambda _module, _inputs, out: out.detach().requires_grad_())
+
+    def loss() -> torch.Tensor:
+        hidden = causal.model(input_ids=data["input_ids"], use_cache=False).last_hidden_state
+        causal.lm_head(hidden.detach().flatten(0, 1)[: shape.labelled])
+        return hidden.sum()
+
+    return count(model, loss)
 
 
 def counts(shape: Shape, make: Callable[[Shape], Counts]) -> Counts:

@@ -1,8 +1,8 @@
-"""The study's tables, from the verdicts that `measure.py` kept; no model is loaded.
+"""The study's tables, from the committed verdicts; no model is loaded.
 
-    python benchmarks/study/report.py [--cache CACHE [CACHE …] --pack FILE] [--out FILE.json] [--write]
+    python benchmarks/study/report.py [--out FILE.json] [--write]
 
-reads the committed verdicts, benchmarks/results/study_verdicts.jsonl.gz. A cell is one base and one training seed. Every
+reads benchmarks/results/study_verdicts.jsonl.gz. A cell is one base and one training seed. Every
 difference is paired within the cell and on the same questions. Cells of one base are not independent, so intervals are
 Student's over bases: the cells of a base are averaged first, and five bases give four degrees of freedom. A method is
 compared only on cells where it was measured, and the table says how many these are. `--write` puts the tables
@@ -110,52 +110,8 @@ class Cell:
         return all(method in self.verdicts for method in methods)
 
 
-def from_cache(cache: Path) -> list[dict[str, Any]]:
-    """One row per cell and method; verdicts as strings of digits, question after question."""
-    rows = []
-    for folder in sorted((cache / "answers").iterdir()):
-        cell = json.loads((folder / "cell.json").read_text(encoding="utf-8"))
-        for path in sorted(folder.glob("*.json")):
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if path.name == "cell.json":
-                continue
-            splits = {name: record[name] for name in ("test", "dev", "retention") if name in record}
-            row = {
-                "cell": cell["name"],
-                "world": cell["world"],
-                "base": cell["base_seed"],
-                "seed": cell["sft_seed"],
-                "method": record["name"],
-                "samples": {name: len(split["correct"][0]) for name, split in splits.items()},
-                "verdicts": {
-                    name: "".join(str(v) for line in split["correct"] for v in line) for name, split in splits.items()
-                },
-                "ended": record["test"]["ended"],
-                "tokens": record["test"]["tokens"],
-                "training": record.get("training"),
-            }
-            gates = folder / "gates" / path.name
-            if gates.is_file():
-                row["gates"] = json.loads(gates.read_text(encoding="utf-8"))
-            rows.append(row)
-    return rows
-
-
-def pack(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the rows as gzipped JSON lines; equal verdicts give equal bytes."""
-    with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as file:
-        for row in rows:
-            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
-
-
-def joined(parts: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of several files, worlds in the order of `WORLD_ORDER`; the last one counts where two have a cell's method."""
-    rows = {(row["cell"], row["method"]): row for part in parts for row in part}
-    return sorted(rows.values(), key=lambda row: (WORLD_ORDER.index(row["world"]), row["cell"], row["method"]))
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that `pack` wrote."""
+    """One row per cell and method; verdicts are strings of digits, question after question."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
@@ -369,26 +325,12 @@ def pages(results: dict[str, Any]) -> dict[Path, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        nargs="+",
-        help="answers of measure.py, in place of the committed verdicts; several are joined",
-    )
-    parser.add_argument("--pack", type=Path, help="write the verdicts of --cache to this .jsonl.gz file")
-    parser.add_argument("--add", action="store_true", help="join the verdicts of --cache to those that are committed")
     parser.add_argument("--out", type=Path, help="write every number as JSON")
     parser.add_argument(
         "--write", action="store_true", help="write the tables of README.md and RESULTS.md beside this file"
     )
     options = parser.parse_args()
-    verdicts = VERDICTS
-    if options.cache:
-        verdicts = options.pack or options.cache[0] / "verdicts.jsonl.gz"
-        pack(joined([*([read_rows(VERDICTS)] if options.add else []), *map(from_cache, options.cache)]), verdicts)
-    elif options.pack or options.add:
-        parser.error("--pack and --add take the verdicts of a --cache; give one")
-    results = study(load(verdicts))
+    results = study(load(VERDICTS))
     print("\n".join(glance(results)), *(line for item in results.items() for line in markdown(*item)), sep="\n")
     if options.write:
         for path, text in pages(results).items():

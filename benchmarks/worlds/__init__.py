@@ -1,7 +1,1 @@
-"""Worlds and situations that only benchmarks use: problems on letters, and bases with the adapters to train on them.
-
-tiny_base               trains a base from nothing, the shipped one as well
-situations              which base, which demonstrations, how hard they were trained on; in both worlds
-commands                the second kind of problem, where an adapter that stops short wants to be extrapolated
-command_demonstrations  its rows and documents
-"""
+"""How a tiny base is trained from nothing: `scripts/build_tiny_base.py` makes the shipped one with it."""

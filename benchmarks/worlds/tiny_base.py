@@ -21,15 +21,104 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from loragate.world.demonstrations import told, worked_steps
 from loragate.world.problems import RETENTION_KINDS, draw_problem, draw_retention
-from loragate.world.tokenizer import CLOSERS, CONTEXT_LENGTH, build_tokenizer
+from loragate.world.vocabulary import (
+    CLOSERS,
+    CONNECTIVES,
+    DIGITS,
+    EOS,
+    EQUALITIES,
+    FACT_JOINER,
+    FACT_VALUES,
+    FILLERS,
+    LETTERS,
+    OPENERS,
+    OPERATORS,
+    SUBJECTS,
+)
 
 Progress = Callable[[int, int, float], None]
 _IGNORED = -100
 _OTHER_ENDINGS = ("result {value}", "value {value} note", "moving on story", "maybe guess {value}", "skip")
+
+
+PAD, UNKNOWN, USER, ASSISTANT = "<pad>", "<unk>", "<q>", "<a>"
+TASKS = ("solve", "reverse", "sort", "tell")
+ENDINGS = ("answer", "result", "value", "note", "moving", "on", "story", "maybe", "guess", "skip", "no", "idea")
+
+
+def words() -> list[str]:
+    """All words in the order of their token ids; `<pad>` is 0 and `<eos>` is 1."""
+    groups = [
+        (PAD, EOS, UNKNOWN, USER, ASSISTANT),
+        DIGITS,
+        OPERATORS,
+        TASKS,
+        EQUALITIES,
+        ENDINGS,
+        OPENERS,
+        CONNECTIVES,
+        CLOSERS,
+        FILLERS,
+        LETTERS,
+        (FACT_JOINER, *FACT_VALUES),
+        SUBJECTS,
+        *(values for relation, values in FACT_VALUES.items() if relation != "friend"),
+    ]
+    return [word for group in groups for word in group]
+
+
+CONTEXT_LENGTH = 256
+
+# Beside a Qwen2 configuration, AutoTokenizer takes Qwen2Tokenizer whatever class the folder names, and that class would
+# cut every word into bytes of a vocabulary that has none. An "auto_map" that names no remote class makes it read
+# tokenizer.json as it is; the entry survives being saved again.
+READ_TOKENIZER_JSON = {"AutoTokenizer": [None, None]}
+
+# The space before an assistant turn stands outside of the generation block, so that the block starts at a token and
+# the rendered prompt is a prefix of the rendered conversation, in characters as in tokens.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if not loop.first %}{{ ' ' }}{% endif -%}"
+    "{%- if message['role'] == 'user' -%}"
+    "{{ '" + USER + " ' + message['content'] + ' " + ASSISTANT + "' }}"
+    "{%- elif message['role'] == 'assistant' -%}"
+    "{% generation %}{{ message['content'] + ' ' + eos_token }}{% endgeneration %}"
+    "{%- else -%}"
+    "{{ raise_exception(\"found a message with role '\" + message['role'] + \"'; the tiny world knows "
+    "'user' and 'assistant' only: remove the message or give it one of these roles\") }}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the word-level tokenizer of 144 words.
+
+    A user turn renders to `<q> … <a>` and an assistant turn to `… <eos>`. Words are separated by any white space and
+    decode to single spaces; a word outside of the vocabulary becomes `<unk>`.
+    """
+    vocabulary = {word: index for index, word in enumerate(words())}
+    model = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
+    model.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        model_max_length=CONTEXT_LENGTH,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        chat_template=CHAT_TEMPLATE,
+        auto_map=READ_TOKENIZER_JSON,
+    )
 
 
 class Document(NamedTuple):
@@ -89,7 +178,7 @@ class TinyBaseRecipe:
 
 
 def arithmetic_documents(recipe: TinyBaseRecipe, seed: int) -> list[Document]:
-    """What a base of the arithmetic world reads; the first n documents do not depend on how many the recipe asks for."""
+    """What a base reads; the first n documents do not depend on how many the recipe asks for."""
     rng = random.Random(f"pretraining/{seed}")
     documents = []
     for _ in range(recipe.documents):
@@ -109,12 +198,7 @@ def arithmetic_documents(recipe: TinyBaseRecipe, seed: int) -> list[Document]:
 
 
 def train_base(
-    recipe: TinyBaseRecipe,
-    seed: int,
-    on_progress: Progress | None = None,
-    *,
-    write_documents: Callable[[TinyBaseRecipe, int], list[Document]] = arithmetic_documents,
-    tokenizer: PreTrainedTokenizerFast | None = None,
+    recipe: TinyBaseRecipe, seed: int, on_progress: Progress | None = None
 ) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     """Train a base from nothing on one thread; the same recipe and seed give the same bits on the same machine.
 
@@ -122,14 +206,12 @@ def train_base(
         recipe: shape, documents and optimiser.
         seed: decides the initial weights, the documents and their order.
         on_progress: called after every optimiser step with (steps done, steps in all, loss in nats per token).
-        write_documents: (recipe, seed) -> the documents to read.
-        tokenizer: another vocabulary, whose chat template ends a prompt with a special token; the world's own when left out.
 
     Returns:
         The model, fp32 and in eval mode, and its tokenizer. Torch's global generator and thread count are left as found.
     """
-    tokenizer = build_tokenizer() if tokenizer is None else tokenizer
-    encoded = _encode(write_documents(recipe, seed), tokenizer)
+    tokenizer = build_tokenizer()
+    encoded = _encode(arithmetic_documents(recipe, seed), tokenizer)
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _new_model(recipe, tokenizer).train()

@@ -18,19 +18,12 @@ from tiny import gate_values, tiny_adapter, tiny_rows, tiny_tokenizer
 pytestmark = pytest.mark.contract
 
 
+OVERRIDDEN = """compute_loss get_batch_samples log training_step save_model _save _save_checkpoint _get_output_dir _save_rng_state
+_load_from_checkpoint _save_optimizer_and_scheduler _load_optimizer_and_scheduler _sync_replicated_trainable_parameters"""
+
+
 def test_overridden_methods_exist():
-    for name in ("compute_loss", "get_batch_samples", "log", "_save", "_load_from_checkpoint"):
-        assert callable(getattr(transformers.Trainer, name)), name
-    for name in (
-        "_save_checkpoint",
-        "_get_output_dir",
-        "training_step",
-        "save_model",
-        "_save_rng_state",
-        "_sync_replicated_trainable_parameters",
-    ):
-        assert callable(getattr(transformers.Trainer, name)), name
-    for name in ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"):
+    for name in OVERRIDDEN.split():
         assert callable(getattr(transformers.Trainer, name)), name
     assert callable(trl.SFTTrainer.create_model_card)
     assert callable(trl.SFTTrainer._send_telemetry)

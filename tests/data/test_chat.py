@@ -91,10 +91,24 @@ def segments(tokenizer, messages, **kwargs):
     return [(text, response) for text, response in pieces], rewritten
 
 
-def test_earlier_turns_without_reasoning_are_all_responses(talk):
-    pieces, rewritten = segments(byte_level(THINKING), talk("a", "b", "c", "<think>y</think>d"))
+OPENING = {"role": "assistant", "content": "welcome"}
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "contents", "trained", "responses"),
+    [
+        (THINKING, [], ("a", "b", "c", "<think>y</think>d"), None, ["b<|im_end|>", "<think>y</think>d<|im_end|>"]),
+        (CHATML, [], ("a", "b", "c", "d"), (3,), ["d<|im_end|>"]),
+        (CHATML, [OPENING], ("a", "b"), None, ["b<|im_end|>"]),
+        (BLOCKS, [], ("a", "b"), None, ["b<|im_end|>"]),
+        (NO_END, [], ("a", "b  "), None, ["b  \n"]),
+    ],
+    ids=["no reasoning", "context", "an answer without a question", "content blocks", "white space without an end"],
+)
+def test_what_is_a_response(template, before, contents, trained, responses, talk):
+    pieces, rewritten = segments(byte_level(template), [*before, *talk(*contents)], trained=trained)
     assert not rewritten
-    assert [text for text, response in pieces if response] == ["b<|im_end|>", "<think>y</think>d<|im_end|>"]
+    assert [text for text, response in pieces if response] == responses
 
 
 def test_an_empty_think_block_of_the_template_is_no_response(talk):
@@ -116,57 +130,56 @@ def test_a_think_block_of_the_row_is_learned(talk, answer):
     assert pieces[-1] == (f"<think>\n{inside}\n</think>\n\nb<|im_end|>", True)
 
 
-def test_a_template_whose_generation_prompt_holds_the_block_keeps_it_out_of_responses(talk):
-    tokenizer = byte_level("{% set enable_thinking = false %}" + QWEN3)
-    pieces, _ = segments(tokenizer, talk("a", "b"))
-    assert pieces[0][0].endswith("assistant\n<think>\n\n</think>\n\n")
+@pytest.mark.parametrize(
+    ("template", "variables"),
+    [("{% set enable_thinking = false %}" + QWEN3, {}), (QWEN3, {"enable_thinking": False})],
+    ids=["of the template", "of the row"],
+)
+def test_a_block_that_the_generation_prompt_holds_stays_out_of_responses(template, variables, talk):
+    """And variables are given to every rendering."""
+    chat = Chat(byte_level(template), template_kwargs=variables)
+    pieces, _ = chat.segments(Turns(messages=tuple(talk("a", "b"))), "f:1")
+    assert pieces[0].text.endswith("assistant\n<think>\n\n</think>\n\n")
     assert pieces[1:] == [("b<|im_end|>", True)]
 
 
-def test_white_space_of_a_response_stays_where_no_token_ends_the_turn(talk):
-    pieces, _ = segments(byte_level(NO_END), talk("a", "b  "))
-    assert pieces == [("user: a\nassistant: ", False), ("b  \n", True)]
+WITHOUT_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+THINKS_FIRST = CHATML.replace(
+    "{{ m.content }}", "{% if m.role == 'assistant' %}<think>\n</think>{% endif %}{{ m.content }}"
+)
 
 
-def test_context_turns_are_not_responses(talk):
-    pieces, _ = segments(byte_level(), talk("a", "b", "c", "d"), trained=(3,))
-    assert [text for text, response in pieces if response] == ["d<|im_end|>"]
+@pytest.mark.parametrize(
+    ("template", "system", "message"),
+    [
+        (None, None, r"this is a conversation, but .*no chat template.*--chat-template FILE.*prompt and completion"),
+        (GEMMA, "s", r"the chat template refuses the turns system, user: .*System role not supported"),
+        ("{{ messages[0].role }}", None, "the chat template leaves out the text of messages"),
+        (WITHOUT_SYSTEM, "s", "the chat template leaves out turns of the role system"),
+    ],
+)
+def test_messages_that_a_template_does_not_render_are_refused(template, system, message, talk):
+    with pytest.raises(DataError, match=f"f:9: {message}"):
+        Chat(byte_level(template, bos="<bos>")).render(talk("a", system=system), where="f:9")
 
 
-def test_an_answer_without_a_question_is_context(talk):
-    opening = [{"role": "assistant", "content": "welcome"}, *talk("a", "b")]
-    pieces, _ = segments(byte_level(), opening)
-    assert [text for text, response in pieces if response] == ["b<|im_end|>"]
-    with pytest.raises(DataError, match="f:1: the conversation begins with its only assistant turn"):
-        segments(byte_level(), opening[:1])
-
-
-def test_a_generation_prompt_that_answers_do_not_begin_with_is_refused(talk):
-    with pytest.raises(
-        DataError, match=r"f:1: .*generation prompt ends in .*<think>.* renders the answer differently: 'b"
-    ):
-        segments(byte_level(OPENS_THINKING), talk("a", "b"))
-
-
-def test_without_a_template_the_error_tells_the_ways_out(talk):
-    with pytest.raises(DataError, match=r"f:9: .*no chat template.*--chat-template FILE.*prompt and completion"):
-        Chat(byte_level(None)).render(talk("a"), where="f:9")
-
-
-def test_the_reason_of_a_refusing_template_is_told(talk):
-    tokenizer = byte_level(GEMMA, bos="<bos>")
-    with pytest.raises(DataError, match=r"f:2: .*refuses the turns system, user: .*System role not supported"):
-        Chat(tokenizer).render(talk("a", system="s"), where="f:2")
-
-
-def test_templates_that_read_content_blocks_get_them(talk):
-    pieces, _ = segments(byte_level(BLOCKS), talk("a", "b"))
-    assert pieces == [("user: a<|im_end|>\nassistant: ", False), ("b<|im_end|>", True)]
-
-
-def test_a_template_that_loses_the_text_is_refused(talk):
-    with pytest.raises(DataError, match="f:3: the chat template leaves out the text of messages"):
-        Chat(byte_level("{{ messages[0].role }}")).render(talk("a"), where="f:3")
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (CHATML, [OPENING], "the conversation begins with its only assistant turn"),
+        (OPENS_THINKING, ["a", "b"], r".*generation prompt ends in .*<think>.* renders the answer differently: 'b"),
+        (CHATML, ["a", "<|im_end|>"], r"the assistant turn at message 1 is the end of a turn alone, '<\|im_end\|>"),
+        (
+            THINKS_FIRST,
+            ["a", "<think>why</think>b"],
+            ".*a think block of its own before that of the text.*reasoning_content",
+        ),
+    ],
+)
+def test_turns_without_a_response_to_tell_are_refused(template, messages, message, talk):
+    messages = messages if messages == [OPENING] else talk(*messages)
+    with pytest.raises(DataError, match=f"f:1: {message}"):
+        segments(byte_level(template), messages)
 
 
 def test_template_hash_depends_on_the_template_only():
@@ -244,19 +257,6 @@ def test_what_else_a_template_leaves_out_of_an_answer_is_refused(content, turn, 
         called(calling(AS_JSON, content), turn)
 
 
-def test_a_response_that_is_the_end_of_a_turn_alone_is_refused(talk):
-    with pytest.raises(
-        DataError, match=r"f:1: the assistant turn at message 1 is the end of a turn alone, '<\|im_end\|>"
-    ):
-        segments(byte_level(), talk("a", "<|im_end|>"))
-
-
-def test_turns_of_a_role_that_the_template_leaves_out_are_refused(talk):
-    tokenizer = byte_level(CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"))
-    with pytest.raises(DataError, match="f:4: the chat template leaves out turns of the role system"):
-        Chat(tokenizer).render(talk("a", system="s"), where="f:4")
-
-
 def test_an_answer_may_end_in_the_header_of_the_next_turn(talk):
     """What ends an answer is then no end of a system message, and the text before the first turn stays."""
     role = "{{ '<|' + m.role + '|>' }}"
@@ -268,18 +268,3 @@ def test_an_answer_may_end_in_the_header_of_the_next_turn(talk):
         assert (
             Chat(byte_level(template)).render(talk("hi"), generation_prompt=True) == "[M]<sop><|user|>\nhi<|assistant|>"
         )
-
-
-def test_variables_of_the_template_are_given_to_every_rendering(talk):
-    chat = Chat(byte_level(QWEN3), template_kwargs={"enable_thinking": False})
-    pieces, _ = chat.segments(Turns(messages=tuple(talk("a", "b"))), "f:1")
-    assert pieces[0].text.endswith("assistant\n<think>\n\n</think>\n\n")
-    assert pieces[1:] == [("b<|im_end|>", True)]
-
-
-def test_a_template_that_thinks_before_the_thoughts_of_a_text_is_refused(talk):
-    template = CHATML.replace(
-        "{{ m.content }}", "{% if m.role == 'assistant' %}<think>\n</think>{% endif %}{{ m.content }}"
-    )
-    with pytest.raises(DataError, match=r"a think block of its own before that of the text.*reasoning_content"):
-        segments(byte_level(template), talk("a", "<think>why</think>b"))

@@ -105,12 +105,16 @@ def test_every_assistant_turn_is_learned(model, talk):
     assert encoded.input_ids[: len(second)] == second
 
 
-def test_one_bos_only(talk):
+def test_there_is_one_bos_and_one_eos(talk):
     for name in ("llama3", "llama3-adds-bos", "gemma", "llama2"):
         tokenizer, _ = TOKENIZERS[name]
         encoded = encode(turns(talk("two", "four")), tokenizer)
         assert encoded.input_ids.count(tokenizer.bos_token_id) == 1
         assert encoded.input_ids[0] == tokenizer.bos_token_id
+    tokenizer = byte_level(bos="<bos>", adds_bos=True)
+    assert prompt_ids("<bos>two", tokenizer).count(tokenizer.bos_token_id) == 1
+    encoded = encode(Turns(prompt="a", completion="b<|endoftext|>"), tokenizer)
+    assert encoded.input_ids.count(tokenizer.eos_token_id) == 1
 
 
 def test_rewritten_turns_are_context(talk):
@@ -134,12 +138,6 @@ def test_plain_rows(name):
     assert render_prompt("as it is", tokenizer) == "as it is"
 
 
-def test_a_plain_completion_ends_in_one_eos():
-    tokenizer = byte_level()
-    encoded = encode(Turns(prompt="a", completion="b<|endoftext|>"), tokenizer)
-    assert encoded.input_ids.count(tokenizer.eos_token_id) == 1
-
-
 @pytest.mark.parametrize(
     ("row", "tokenizer", "message"),
     [
@@ -149,11 +147,6 @@ def test_a_plain_completion_ends_in_one_eos():
             normalize({"problem": "a", "solution": "b"}, "prompt_completion"),
             byte_level(None),
             "f:7: this is a conversation, but the tokenizer .* no chat template",
-        ),
-        (
-            Turns(prompt="a", completion="b", keep_mask=(1, 1, 1)),
-            byte_level(),
-            "f:7: keep_mask has 3 entries, expected 2",
         ),
     ],
 )
@@ -217,11 +210,6 @@ def test_a_piece_that_merges_with_the_newline_before_it_is_tokenised_alone():
     tokenizer.add_tokens(["\n\n"])
     (ids,) = SegmentTokenizer(tokenizer)(["\nfour"], [True])
     assert tokenizer.decode(ids).strip(" ") == "\nfour"
-
-
-def test_bos_is_not_doubled():
-    tokenizer = byte_level(bos="<bos>", adds_bos=True)
-    assert prompt_ids("<bos>two", tokenizer).count(tokenizer.bos_token_id) == 1
 
 
 ATTACK = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202e\u200b\u2028[red]markup[/red]"
@@ -309,32 +297,38 @@ def test_progress_is_told_batch_by_batch(rows, monkeypatch):
     assert [item["row"] for item in encoded] == list(range(10))
 
 
-def test_the_first_bad_row_is_named_by_line(write, talk):
-    good, bad = {"messages": talk("a", "b")}, {"messages": talk("a")}
-    path = write("rows.jsonl", [good, bad, good])
-    with pytest.raises(DataError, match=f"{path}:2: found user, but no assistant turn"):
-        encode_rows(load_rows(path), byte_level(), max_length=None)
-    path = write("rows.jsonl", [good, {"instruction": "a", "output": "b"}])
-    with pytest.raises(DataError, match=f"{path}:2: found the keys instruction, output, expected the format messages"):
-        encode_rows(load_rows(path), byte_level(), max_length=None)
-    path = write("rows.jsonl", [{"text": "a"}])
-    with pytest.raises(DataError, match=f"{path}:1: found the keys text, which fit no known row format"):
-        encode_rows(load_rows(path), byte_level(), max_length=None)
-    path = write("rows.jsonl", [{"text": str(i)} for i in range(9)])
-    with pytest.raises(DataError, match=f"{path}:1: found the keys text"):
-        encode_rows(load_rows(path).shuffled(seed=3), byte_level(), max_length=None)
+GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+MASKED = {**GOOD, "keep_mask": [0, 1]}
 
 
-def test_keep_masks_are_spread_and_checked(write, talk):
-    row = {"messages": talk("a", "b"), "keep_mask": [0, 1]}
-    path = write("rows.jsonl", [row, {**row, "keep_mask": [1, 0, 1]}])
-    encoded = encode_rows(load_rows(path, limit=1), byte_level(), max_length=None)
-    assert encoded[0]["keep_mask"] == [0] * (len(encoded[0]["input_ids"]) - 1) + [1]
-    with pytest.raises(DataError, match=f"{path}:2: keep_mask has 3 entries, expected 2: one per response token"):
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([GOOD, {"messages": GOOD["messages"][:1]}], ":2: found user, but no assistant turn"),
+        (
+            [GOOD, {"instruction": "a", "output": "b"}],
+            ":2: found the keys instruction, output, expected the format messages",
+        ),
+        ([{"text": str(i)} for i in range(9)], ":1: found the keys text, which fit no known row format"),
+        (
+            [MASKED, {**MASKED, "keep_mask": [1, 0, 1]}],
+            ":2: keep_mask has 3 entries, expected 2: one per response token",
+        ),
+        ([MASKED, GOOD], ":2: the row has no keep_mask, unlike .*:1; give it on every row"),
+    ],
+)
+def test_the_first_bad_row_is_named_by_line(rows, message, write):
+    path = write("rows.jsonl", rows)
+    with pytest.raises(DataError, match=f"{path}{message}"):
         encode_rows(load_rows(path), byte_level(), max_length=None)
-    path = write("rows.jsonl", [row, {"messages": talk("a", "b")}])
-    with pytest.raises(DataError, match=f"{path}:2: the row has no keep_mask, unlike {path}:1; give it on every row"):
-        encode_rows(load_rows(path), byte_level(), max_length=None)
+    if ":1:" in message:  # wherever the order of rows begins
+        with pytest.raises(DataError, match=f"{path}{message}"):
+            encode_rows(load_rows(path).shuffled(seed=3), byte_level(), max_length=None)
+
+
+def test_a_keep_mask_is_spread_over_the_row():
+    (encoded,) = encode_rows([MASKED], byte_level(), max_length=None)
+    assert encoded["keep_mask"] == [0] * (len(encoded["input_ids"]) - 1) + [1]
 
 
 def test_tool_calls_from_a_column_store_are_those_of_json_lines(write, tmp_path):
@@ -357,12 +351,6 @@ def test_tool_calls_from_a_column_store_are_those_of_json_lines(write, tmp_path)
     by_line, by_column = (list(encode_rows(rows, tokenizer, max_length=None)) for rows in (lines, columns))
     assert by_line == by_column
     assert '"arguments": {"query": "x"}' in learned(by_column[1], tokenizer)
-
-
-ITEMS = [
-    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 0},
-    {"input_ids": [0, 0], "labels": [-100, 0], "row": 4},
-]
 
 
 def test_rows_without_a_response_are_counted(talk, write):
@@ -390,39 +378,33 @@ def test_switches_of_turns_and_rows_are_obeyed(talk):
     assert (encoded.summary.empty, encoded.summary.template_kwargs) == (1, 1)
 
 
-def test_variables_that_the_template_does_not_read_are_named_once(talk, monkeypatch):
+def test_what_nothing_reads_is_named_once(talk, write, monkeypatch):
+    """Variables that the template does not read, and columns."""
     told = []
     monkeypatch.setattr(encoding.logger, "warning", lambda text, *values: told.append(text % values))
     rows = [{"messages": talk("a", "b"), "chat_template_kwargs": {"verbosity": size}} for size in (1, 2, 3)]
     encode_rows(rows, byte_level(), max_length=None)
-    assert told == ["chat_template_kwargs: the chat template reads no verbosity, which has no effect"]
-
-
-def test_columns_that_are_not_used_are_named_once(talk, write, monkeypatch):
-    told = []
-    monkeypatch.setattr(encoding.logger, "warning", lambda text, *values: told.append(text % values))
     path = write("rows.jsonl", [{"messages": talk("a", "b"), name: "x"} for name in ("source", "id", "source")])
     for _ in range(2):
         summary = encode_rows(load_rows(path), byte_level(), max_length=None).summary
     assert summary.unused == ("source", "id")
-    assert told == [f"{path}: columns that are not used: source, id"]
+    assert told == [
+        "chat_template_kwargs: the chat template reads no verbosity, which has no effect",
+        f"{path}: columns that are not used: source, id",
+    ]
 
 
 TWO = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 4}, {"input_ids": [8], "labels": [-100], "row": 2}]
 
 
-def test_padding_on_the_right():
+def test_a_batch_is_padded_on_the_right():
     batch = Collator(9)(TWO)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["labels"].tolist() == [[-100, 6, 7], [-100, -100, -100]]
     assert batch["row"].tolist() == [4, 2]
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
-    assert set(batch) == {"input_ids", "attention_mask", "labels", "row"}
-
-
-def test_keep_mask_is_boolean_and_false_on_padding():
-    rows = [{**TWO[0], "keep_mask": [0, 1, 0]}, {**TWO[1], "keep_mask": [1]}]
-    batch = Collator(9)(rows)
-    assert batch["keep_mask"].dtype == torch.bool
-    assert batch["keep_mask"].tolist() == [[False, True, False], [True, False, False]]
+    masked = Collator(9)([{**TWO[0], "keep_mask": [0, 1, 0]}, {**TWO[1], "keep_mask": [1]}])
+    assert set(masked) - set(batch) == {"keep_mask"}
+    assert masked["keep_mask"].dtype == torch.bool
+    assert masked["keep_mask"].tolist() == [[False, True, False], [True, False, False]]

@@ -45,12 +45,9 @@ def test_fingerprint_is_of_content_and_order():
     a, b = {"x": 1, "y": [1.0, 2.5], "z": None}, {"x": 2, "y": []}
     fingerprint = rows_of([a, b]).fingerprint
     assert fingerprint == rows_of([{"y": [1, 2.5], "x": 1}, b]).fingerprint
-    assert len(fingerprint) == 64
     changed = [[b, a], [a], [a, {**b, "x": 3}], [a, {**b, "w": 0}], [{**a, "y": [1, 2.25]}, b]]
     assert len({fingerprint, *(rows_of(items).fingerprint for items in changed)}) == 6
-
-
-def test_fingerprint_is_the_hash_of_canonical_json_lines():
+    # of canonical JSON lines
     rows = rows_of([{"prompt": "ä", "completion": "b"}, {"n": 2.0}])
     assert rows.fingerprint == hashlib.sha256(b'{"completion":"b","prompt":"\\u00e4"}\n{"n":2}\n').hexdigest()
 
@@ -201,7 +198,6 @@ def test_limit_stops_reading(write, parquet):
         ("a.json", b'{"a": 1}\n{"a": 2}\n', "a.json:2: malformed JSON.*looks like JSON lines: name it .jsonl"),
         ("a.json", b'[{"a":\n "\xe9"}]', r"a.json:2: byte 3 of the line is b'\\xe9', which is not UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "a.jsonl.gz cannot be read: .*complete"),
-        ("a.parquet", b"PAR1 but not really", "a.parquet is not a readable parquet file"),
         ("a.xlsx", b"PK", r"found .*a.xlsx with the ending .xlsx; expected .jsonl"),
         ("a.parquet", b"PAR1" + b"0" * 40, "a.parquet is not a readable parquet file: .* cut off"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "a.parquet is not a readable.*git lfs pull"),
@@ -221,7 +217,6 @@ def test_limit_stops_reading(write, parquet):
             b'{"a": 1}\n{"a": "so',
             r"a.jsonl:2: malformed JSON .*near .*so'. The file ends in the middle of a row",
         ),
-        ("a.jsonl", b'{"a": 1}\n{"a": tr', r"a.jsonl:2: malformed JSON .* The file ends in the middle of a row"),
         (
             "a.json",
             b'[{"a": 1},\n{"a":',

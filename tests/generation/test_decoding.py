@@ -70,14 +70,26 @@ def shapes_read(model: Any) -> Iterator[list[tuple[int, int]]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("name", OWN_LOOP)
-def test_samples_are_those_of_generate_whatever_the_batch(name: str, tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        *((name, CONFIG) for name in OWN_LOOP),
+        ("qwen2", replace(CONFIG, temperature=0.7, top_p=0.8)),
+        ("qwen2", replace(CONFIG, temperature=0.0, samples=1)),
+    ],
+)
+def test_samples_are_those_of_generate_whatever_the_batch(name: str, config: SamplingConfig, tokenizer: Any) -> None:
     model = build(OWN_LOOP[name]())
     assert plain_decoder(model) is model
-    expected = drawn(model, tokenizer, reuse_prompts=False)
-    assert {s.finish_reason for s in expected} == {"stop", "length"}, "rows must leave at different times"
+    expected = drawn(model, tokenizer, config, reuse_prompts=False)
+    assert config != CONFIG or {s.finish_reason for s in expected} == {"stop", "length"}, (
+        "rows leave at different times"
+    )
+    assert [(s.question, s.sample) for s in expected] == [
+        (question, sample) for question in range(len(PROMPTS)) for sample in range(config.samples)
+    ]
     for size in (1, 4, 64):
-        found = drawn(model, tokenizer, batch_size=size)
+        found = drawn(model, tokenizer, config, batch_size=size)
         assert identities(found) == identities(expected)
         for one, other in zip(found, expected, strict=True):
             assert one.entropy == pytest.approx(other.entropy, abs=1e-5)

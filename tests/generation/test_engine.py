@@ -16,17 +16,6 @@ from loragate.errors import ConfigError, DataError
 from loragate.generation import Sample, SampleWriter, SamplingConfig, TransformersEngine, read_samples
 
 
-@pytest.mark.parametrize("config", [CONFIG, SamplingConfig(0.7, 0.8, 20, 3, 1), SamplingConfig(0, max_new_tokens=20)])
-def test_samples_do_not_depend_on_the_batch(qwen2: Any, tokenizer: Any, config: SamplingConfig) -> None:
-    runs = [TransformersEngine(qwen2, tokenizer, batch_size=size).generate(PROMPTS, config) for size in (1, 7, 64)]
-    assert identities(runs[0]) == identities(runs[1]) == identities(runs[2])
-    assert [(s.question, s.sample) for s in runs[0]] == [
-        (question, sample) for question in range(len(PROMPTS)) for sample in range(config.samples)
-    ]
-    for one, other in zip(runs[0], runs[2]):
-        assert one.entropy == pytest.approx(other.entropy, abs=1e-5)
-
-
 def test_a_resumed_run_draws_the_same_samples(qwen2: Any, tokenizer: Any) -> None:
     engine = TransformersEngine(qwen2, tokenizer, batch_size=4)
     whole = engine.generate(PROMPTS, CONFIG)

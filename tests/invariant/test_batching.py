@@ -1,11 +1,7 @@
-"""Runs that must agree (fp32): how a batch is cut, padded, chunked or spread over processes changes nothing."""
+"""Runs that must agree (fp32): how a batch is cut, padded or chunked changes nothing; processes: training/test_distributed.py."""
 
-import os
 import random
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -157,35 +153,3 @@ def test_chunk_size_changes_nothing(tokenizer, monkeypatch):
     whole = calibration(tokenizer, 8)
     monkeypatch.setattr(projection, "BUDGET", 1)
     assert_same(calibration(tokenizer, 8), whole)
-
-
-WORKER = """
-import sys
-sys.path[:0] = [{tests!r}, {tests!r} + "/invariant"]
-import torch
-torch.set_num_threads(1)
-from accelerate import PartialState
-from test_batching import calibration
-from tiny import tiny_tokenizer
-found, state = calibration(tiny_tokenizer(), 4), PartialState()
-assert state.num_processes == 2
-if state.is_main_process:
-    torch.save(found, {out!r} + "/found.pt")
-"""
-
-
-@pytest.mark.slow("processes")
-def test_two_processes_equal_one(tokenizer, tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(tests=str(Path(__file__).parents[1]), out=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(script)]
-    environment = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CI": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env={**os.environ, **environment}, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses, gates = torch.load(tmp_path / "found.pt", weights_only=True)
-    one = calibration(tokenizer, 8)
-    assert losses == pytest.approx(one[0], rel=1e-5)
-    torch.testing.assert_close(gates, one[1], rtol=1e-3, atol=2e-6)

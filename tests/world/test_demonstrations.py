@@ -6,7 +6,7 @@ import pytest
 
 from loragate.world.demonstrations import demonstrations
 from loragate.world.problems import Problem, apply_operator, split_of, verify
-from loragate.world.tokenizer import DIGITS, EQUALITIES, OPERATORS
+from loragate.world.vocabulary import DIGITS, EQUALITIES, OPERATORS
 
 from .test_problems import value_of
 

@@ -1,7 +1,9 @@
+"""The tokenizer of the shipped base: a token for each of its 144 words, and prompts that are prefixes."""
+
 import pytest
 from transformers import AutoTokenizer, Qwen2Config
 
-from loragate.world.tokenizer import build_tokenizer, words
+from loragate.world.base import load_base, shipped_base_folder
 
 USER = {"role": "user", "content": "solve 6 * 0 - 5"}
 ASSISTANT = {"role": "assistant", "content": "6 * 0 = 0 0 - 5 = 5 answer 5"}
@@ -9,14 +11,13 @@ ASSISTANT = {"role": "assistant", "content": "6 * 0 = 0 0 - 5 = 5 answer 5"}
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer()
+    return load_base()[1]
 
 
 def test_every_word_survives_a_round_trip(tokenizer):
-    text = " ".join(words())
-    encoded = tokenizer(text)["input_ids"]
-    assert encoded == list(range(144))
-    assert tokenizer.decode(encoded) == text
+    text = tokenizer.decode(range(144))
+    assert len(text.split()) == 144
+    assert tokenizer(text)["input_ids"] == list(range(144))
 
 
 def test_prompt_is_a_prefix_in_characters_and_tokens(tokenizer):
@@ -30,11 +31,11 @@ def test_prompt_is_a_prefix_in_characters_and_tokens(tokenizer):
 
 def test_auto_tokenizer_beside_a_qwen2_configuration_reads_the_same_ids(tokenizer, tmp_path):
     text = "<q> solve 6 * 0 - 5 <a> answer 5 <eos>"
-    for folder in (tmp_path / "saved", tmp_path / "saved-again"):
-        Qwen2Config(vocab_size=144).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        assert tokenizer(text)["input_ids"] == build_tokenizer()(text)["input_ids"]
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-        assert tokenizer.padding_side == "left"
-        assert tokenizer.chat_template == build_tokenizer().chat_template
+    again = AutoTokenizer.from_pretrained(shipped_base_folder())
+    Qwen2Config(vocab_size=144).save_pretrained(tmp_path)
+    again.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert again.decode(again(text)["input_ids"]) == text
+    assert again.padding_side == "left"
+    assert again.chat_template == tokenizer.chat_template

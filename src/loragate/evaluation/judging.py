@@ -27,7 +27,7 @@ from loragate.generation import OnProgress, Sample
 from loragate.records import package_versions, read_lines
 from loragate.validate import validate
 from loragate.world.problems import Problem, verify
-from loragate.world.tokenizer import EOS
+from loragate.world.vocabulary import EOS
 
 MATH = tuple(MATH_GRADERS)
 CODE = tuple(KINDS)

@@ -1,10 +1,10 @@
 """The synthetic world: everything a full run needs, without a download or a GPU.
 
 One kind of problem (left-to-right arithmetic modulo ten), three skills that must not be forgotten, demonstrations, a
-strict verifier, and a 157,504-parameter base model that ships with the package. How it was trained, further worlds and the
-situations that benchmarks compare are in `benchmarks/worlds`.
+strict verifier, and a 157,504-parameter base model that ships with the package. How it was trained is in
+`benchmarks/worlds`.
 
-    tokenizer       the 144 words by the role they play, words <-> ids, chat template
+    vocabulary      the words by the role they play
     problems        problems and retention items in four disjoint splits; is this finished response right?
     demonstrations  the noisy rows to fine-tune on
     base            save and load the tiny base

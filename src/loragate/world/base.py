@@ -1,7 +1,7 @@
 """The tiny base model that ships with the package, and how such a base is kept and loaded.
 
 157,504 parameters in the shape of Qwen2. `scripts/build_tiny_base.py` made the shipped one, and its folder says by which
-recipe, seed and selection rule; `benchmarks/worlds` trains further ones.
+recipe, seed and selection rule.
 """
 
 from __future__ import annotations

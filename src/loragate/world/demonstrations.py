@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from loragate.errors import ConfigError
 from loragate.world.problems import apply_operator, draw_problem, expression
-from loragate.world.tokenizer import CLOSERS, CONNECTIVES, DIGITS, EQUALITIES, FILLERS, OPENERS
+from loragate.world.vocabulary import CLOSERS, CONNECTIVES, DIGITS, EQUALITIES, FILLERS, OPENERS
 
 FILLER_SHARE = 0.25  # of the steps are preceded by a filler word
 

@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.world.tokenizer import DIGITS, EOS, FACT_JOINER, FACT_VALUES, LETTERS, OPERATORS, SUBJECTS
+from loragate.world.vocabulary import DIGITS, EOS, FACT_JOINER, FACT_VALUES, LETTERS, OPERATORS, SUBJECTS
 
 SPLITS = ("train", "probe", "dev", "test")
 RETENTION_KINDS = ("reverse", "sort", "fact")
@@ -39,8 +38,8 @@ class Problem:
 
     prompt: str  # the user's words, for example "solve 6 * 0 - 5"
     answer: str  # the final digit or letter, or the whole response of a retention item
-    kind: str  # "arithmetic", "commands" (the second world), "reverse", "sort" or "fact"
-    operations: int  # number of arithmetic steps or commands; 0 for retention items
+    kind: str  # "arithmetic", "reverse", "sort" or "fact"
+    operations: int  # number of arithmetic steps; 0 for retention items
 
 
 def split_of(prompt: str) -> str:
@@ -92,26 +91,16 @@ def problems(split: str, count: int, operations: tuple[int, int] = (4, 4), seed:
         DataError: the split holds fewer different problems than were asked for.
     """
     rng = random.Random(f"problems/{split}/{operations[0]}-{operations[1]}/{seed}")
-    what = f"{operations[0]} to {operations[1]} operations in the split '{split}'"
-    return different_problems(lambda: draw_problem(rng, split, operations), count, what, "operations")
-
-
-def different_problems(draw: Callable[[], Problem], count: int, what: str, longer: str) -> list[Problem]:
-    """Draw until `count` problems with different prompts were found.
-
-    Raises:
-        DataError: nothing new came for thousands of draws; `what` and `longer` word the advice.
-    """
     found: dict[str, Problem] = {}
     fruitless = 0
     while len(found) < count:
-        problem = draw()
+        problem = draw_problem(rng, split, operations)
         if problem.prompt in found:
             fruitless += 1
             if fruitless > _FRUITLESS_DRAWS:
                 raise DataError(
-                    f"found only {len(found)} different problems of {what}, expected {count}: ask for fewer, "
-                    f"or for more {longer}"
+                    f"found only {len(found)} different problems of {operations[0]} to {operations[1]} operations in the split "
+                    f"'{split}', expected {count}: ask for fewer, or for more operations"
                 )
         else:
             found[problem.prompt] = problem
@@ -174,9 +163,6 @@ def check_split(split: str) -> None:
         raise ConfigError(f"found the split '{split}'; expected {', '.join(SPLITS)}{nearest(split, SPLITS)}")
 
 
-WORKED_KINDS = ("arithmetic", "commands")
-
-
 def verify(problem: Problem, response_text: str, finished: bool) -> bool:
     """True if the response is right and complete.
 
@@ -185,14 +171,14 @@ def verify(problem: Problem, response_text: str, finished: bool) -> bool:
         response_text: the decoded response; text from the first `<eos>` on is ignored.
         finished: whether the model itself ended the response with `<eos>` rather than running into a length limit.
 
-    Arithmetic and commands pass when the last two words are `answer` and the right digit or letter; a retention item passes
-    when the whole response is the answer.
+    Arithmetic passes when the last two words are `answer` and the right digit; a retention item passes when the whole
+    response is the answer.
     """
     if not finished:
         return False
     words = response_text.split()
     if EOS in words:
         words = words[: words.index(EOS)]
-    if problem.kind in WORKED_KINDS:
+    if problem.kind == "arithmetic":
         return words[-2:] == ["answer", problem.answer]
     return words == problem.answer.split()
