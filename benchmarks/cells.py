@@ -231,7 +231,10 @@ class Cell:
             return self.made("LoRA", budget), replace(variant, random=self.seed) if "random" in spec else variant
         if "sft" in spec:
             return folder, ModelVariant("adapter")
-        return (self._kept[0] if self._kept else folder), ModelVariant("base")  # any adapter's, where one is loaded
+        if self._kept:  # any adapter's, where one is loaded
+            return self._kept[0], ModelVariant("base")
+        adapter = self.folder / "LoRA"  # which the next methods need
+        return (adapter if (adapter / DONE["sft"]).is_file() else folder), ModelVariant("base")
 
     @contextmanager
     def acting(self, method: str, budget: Budget) -> Iterator[tuple[Loaded, Engine]]:

@@ -54,7 +54,7 @@ def test_an_early_stop_has_the_main_comparison(study: ModuleType, design: dict[s
     assert {who for methods in design["families"].values() for who in methods} <= set(design["methods"])
 
 
-def test_every_question_can_be_asked_and_its_answer_is_read(
+def test_every_question_is_asked_and_its_answer_read(
     study: ModuleType, cells: ModuleType, design: dict[str, Any], tmp_path: Path
 ) -> None:
     cell, counts = a_cell(study, design, tmp_path), study.counts_of(design)
