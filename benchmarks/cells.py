@@ -88,9 +88,14 @@ class Asked:
     part: tuple[int, int] | None = None
 
     @property
+    def kind(self) -> str:
+        """The set and the temperature, by which the time of a part is foreseen."""
+        return self.split + ("" if self.temperature is None else f" T={self.temperature:g}")
+
+    @property
     def what(self) -> str:
-        heat = "" if self.temperature is None else f" T={self.temperature:g}"
-        return self.split + heat + (f" {self.part[0]}-{self.part[1]}" if self.part else "")
+        """The name of the line."""
+        return self.kind + (f" {self.part[0]}-{self.part[1]}" if self.part else "")
 
 
 class Budget:
@@ -313,10 +318,10 @@ class Cell:
         """
         if (method, asked.what) in record.lines:
             return
-        if not budget.fits(asked.what):
+        if not budget.fits(asked.kind):
             raise OutOfTime
         began = time.monotonic()
-        with budget.spent(asked.what):
+        with budget.spent(asked.kind):
             found = self.found(loaded, engine, asked)
         seconds = round(time.monotonic() - began, 1)
         by = {

@@ -92,6 +92,15 @@ def test_the_own_style_takes_right_and_complete_answers_alone(
     assert [(row["id"], row["response"]) for row in rows] == [(ids[0], "a"), (ids[3], "d")]
 
 
+def test_an_hour_is_kept_by_what_is_on_record(study: ModuleType, cells: ModuleType, tmp_path: Path) -> None:
+    line = {"method": "LoRA", "what": "gsm8k T=0 0-100", "seconds": 120.0}
+    study.Record(tmp_path / "terse-0" / "LoRA" / "one.jsonl.gz").add(line)
+    budget = study.Budget(1)
+    study.prime(budget, tmp_path)
+    assert not budget.fits(study.Asked("gsm8k", 0.0, part=(100, 200)).kind)  # two minutes do not fit into one
+    assert budget.fits(study.Asked("gsm8k", 1.0, part=(0, 100)).kind)
+
+
 def test_a_majority_needs_the_most_frequent_answer(report: ModuleType) -> None:
     line = {
         "correct": "110" + "001" + "000",
@@ -115,6 +124,20 @@ def test_the_best_setting_is_picked_on_the_other_half(report: ModuleType) -> Non
     best = report.family_best(answers, ["LoRA"])
     assert list(best.values()) == [0, 0, 0, 1, 0, 0, 0, 1]  # of the half that did not pick, and so below either setting
     assert report.family_best(answers, ["gates"]) == {}
+
+
+def test_seeds_are_averaged_by_question(report: ModuleType, design: dict[str, Any]) -> None:
+    names = [f"q{place}" for place in range(40)]
+
+    def cell(right: int) -> dict[tuple[str, str, float], dict[str, float]]:
+        gates = {name: float(place < right) for place, name in enumerate(names)}
+        return {("LoRA", "gsm8k", 1.0): dict.fromkeys(names, 0.0), ("gates [0,1]", "gsm8k", 1.0): gates}
+
+    found = report.over_seeds({"terse-0": cell(30), "terse-1": cell(10), "own-0": cell(0)}, design)
+    rows = [line for line in found.splitlines() if "terse" in line]
+    assert [row.split("|")[2].strip() for row in rows] == ["gates [0,1]", "entropy gates", "all but entropy gates"]
+    assert "+50.0 (" in rows[0].split("|")[4]  # the mean of 75 and 25 %
+    assert "own" not in found  # one seed is no mean
 
 
 @pytest.mark.slow("training")

@@ -18,7 +18,6 @@ import gzip
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,7 +187,7 @@ def measure(cells: dict[str, PaperCell], units: list[Unit], budget: Budget) -> N
         if loaded_cell not in (None, cell):
             loaded_cell.close()  # a model at a time
         loaded_cell = cell
-        if not budget.fits(unit.asked.what):
+        if not budget.fits(unit.asked.kind):
             raise OutOfTime
         try:
             with cell.acting(unit.method, budget) as (loaded, engine):
@@ -225,18 +224,25 @@ def train(cells: dict[str, PaperCell], units: list[Unit], budget: Budget) -> Non
 
 
 def prime(budget: Budget, records: Path) -> None:
-    """Tell the budget how long units took that are on record, so that the first step of a call is judged too."""
+    """Tell the budget how long steps took that are on record, so that the first step of a call is judged too."""
     for path in records.rglob("*.jsonl.gz"):
         for line in Record(path).lines.values():
-            if "seconds" in line:
-                budget.note(line["what"], line["seconds"])
+            if line["what"] == "training":
+                for kind in DONE:  # a step of gates and one of an adapter take about as long
+                    budget.note(kind, line.get("training_seconds", 0.0))
+            else:
+                budget.note(line["what"].rsplit(" ", 1)[0], line["seconds"])
 
 
-def chosen(units: list[Unit], cells: str, methods: str) -> Iterator[Unit]:
-    """The units of the named cells and methods; all for an empty name."""
-    for unit in units:
-        if (not cells or unit.cell in cells.split(",")) and (not methods or unit.method in methods.split(";")):
-            yield unit
+def chosen(units: list[Unit], cells: str, methods: str, tests: str) -> list[Unit]:
+    """The units of the named cells, methods and tests; all for an empty name."""
+    return [
+        unit
+        for unit in units
+        if (not cells or unit.cell in cells.split(","))
+        and (not methods or unit.method in methods.split(";"))
+        and (not tests or unit.asked.split in tests.split(","))
+    ]
 
 
 def main() -> None:
@@ -250,6 +256,7 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--cells", default="", help="such as terse-0,own-0; all otherwise")
     parser.add_argument("--methods", default="", help="separated by semicolons; all otherwise")
+    parser.add_argument("--tests", default="", help="such as gsm8k,svamp; all otherwise (humaneval needs bubblewrap)")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--device", default="cpu", help="where transformers draws the answers")
     parser.add_argument("--batch-size", type=int, default=0, help="answers decoded at a time")
@@ -261,9 +268,10 @@ def main() -> None:
     if given.smoke and given.records == RECORDS:
         parser.error("--smoke needs --records of its own")
     design, records = read_design(DESIGN), given.records / given.model
-    units = list(chosen(units_of(design, counts_of(design, given.smoke)), given.cells, given.methods))
+    everything = units_of(design, counts_of(design, given.smoke))
+    units = chosen(everything, given.cells, given.methods, given.tests)
     if not units:
-        parser.error(f"no unit of --cells {given.cells} and --methods {given.methods}; design.yaml lists them")
+        parser.error("no unit has these --cells, --methods and --tests; design.yaml lists them")
     missing = [unit for unit in units if not is_answered(unit, records)]
     print(f"{given.model}: {len(units) - len(missing)} of {len(units)} units are on record", flush=True)
     if given.list:

@@ -157,20 +157,19 @@ def guard_table(answers: Answers, design: dict[str, Any]) -> str:
 def over_seeds(cells: Mapping[str, Answers], design: dict[str, Any]) -> str:
     """Differences to the LoRA on the mean of a situation's seeds, by question; those that have all seeds of the situation."""
     rows = [["situation", "method or family", "seeds", "T = 1", "greedy", "best against best"]]
+    compared = {name: [name] for name in design["methods"]} | design["families"]
+    del compared[ADAPTER]
     for situation in design["situations"]:
-        own = {name: one for name, one in cells.items() if name.rsplit("-", 1)[0] == situation}
-        for family, methods in [
-            *((name, [name]) for name in design["methods"] if name != ADAPTER),
-            *design["families"].items(),
-        ]:
+        own = [one for name, one in cells.items() if name.rsplit("-", 1)[0] == situation]
+        for name, methods in compared.items():
             at_heats = [
-                [(one.get((methods[0], MAIN, heat), {}), one.get((ADAPTER, MAIN, heat), {})) for one in own.values()]
+                [(one.get((name, MAIN, heat), {}), one.get((ADAPTER, MAIN, heat), {})) for one in own]
                 for heat in (1.0, 0.0)
             ]
-            bests = [(family_best(one, methods), family_best(one, [ADAPTER])) for one in own.values()]
-            sides = [mean_of(pairs) for pairs in ([*at_heats, bests] if len(methods) == 1 else [[], [], bests])]
-            if family not in (ADAPTER, "base") and len(own) > 1 and any(sides):
-                rows.append([situation, family, str(len(own)), *sides])
+            bests = [(family_best(one, methods), family_best(one, [ADAPTER])) for one in own]
+            sides = [mean_of(pairs) for pairs in (*at_heats, bests)]
+            if len(own) > 1 and any(sides):
+                rows.append([situation, name, str(len(own)), *sides])
     return table(rows) if len(rows) > 1 else "No two seeds of a situation yet."
 
 
