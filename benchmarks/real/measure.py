@@ -17,36 +17,25 @@ import json
 import random
 import re
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import real_model
 
-from loragate.evaluation.judging import grader_for, judge
+from cells import DONE, Asked, Budget, Cell, OutOfTime, Record, read_design
 from loragate.evaluation.tasks import load_questions, load_task
-from loragate.evaluation.tasks.questions import render_questions
-from loragate.files import held, write_atomically
-from loragate.gates import draw_gates, gate_parameters, sizes_of
-from loragate.gates.control import constant_gate
-from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from loragate.models import Loaded, Loading, open_base, open_model, open_tokenizer, resolve
-from loragate.records import package_versions
+from loragate.evaluation.tasks.questions import Question, render_questions
+from loragate.evaluation.tasks.task import Task
+from loragate.generation import Engine, SamplingConfig, TransformersEngine
+from loragate.models import Loaded, Loading, open_base, open_tokenizer, resolve
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
 QUESTIONS = HERE / "questions"
-BATCH, BATCH_GPU = 128, 1024  # answers decoded at a time
 BATCH_SCORED = 8  # answers of the base scored at a time, whose logits are kept whole
-DONE = {"sft": "adapter_model.safetensors", "calibrate": "gate_config.json"}
 
 
 # Gemma-3-270M comes in four packages under Gemma's terms; no part of it is in this repository. It was never tuned to chat, so it
@@ -61,49 +50,7 @@ TURNS = (
 )
 
 
-def read_design(path: Path = HERE / "design.yaml") -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
-
-
-class Record:
-    """The finished lines of one cell: {(method, what): line}.
-
-    The file is written anew after each line, whole or not at all, with what other processes have added to it meanwhile.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lines = self.read()
-
-    def read(self) -> dict[tuple[str, str], dict[str, Any]]:
-        """What is on file now."""
-        if not self.path.is_file():
-            return {}
-        with gzip.open(self.path, "rt", encoding="utf-8") as file:
-            return {(line["method"], line["what"]): line for line in map(json.loads, file)}
-
-    def add(self, line: dict[str, Any]) -> None:
-        lock = self.path.with_name(f".{self.path.name}.lock")
-        with held(lock, 300, f"{self.path} has been locked by another process for five minutes"):
-            self.lines = {**self.read(), (line["method"], line["what"]): line}
-            self.write()
-
-    def write(self) -> None:
-        text = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in self.lines.values())
-        write_atomically(self.path, lambda path: path.write_bytes(gzip.compress(text.encode(), mtime=0)))
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One line that a record is to hold: answers to a set of questions at a temperature, or the retention."""
-
-    split: str
-    temperature: float = 0.0
-    samples: int = 1
-
-    @property
-    def what(self) -> str:
-        return "retention" if self.split == "retention" else f"{self.split} T={self.temperature:g}"
+DESIGN = HERE / "design.yaml"
 
 
 def asked_of(design: dict[str, Any], method: str = "LoRA") -> list[Asked]:
@@ -111,68 +58,18 @@ def asked_of(design: dict[str, Any], method: str = "LoRA") -> list[Asked]:
     heats = [(float(heat), samples) for heat, samples in design["asked"]["temperatures"].items()]
     chosen = method in ("LoRA", "base", *design["automatic"]) or "constant" in design["methods"][method]
     answers = [Asked(split, *heat) for split in ("test", "dev")[: 1 + chosen] for heat in reversed(heats)]
-    return [*answers, Asked("retention")]
+    return [*answers, Asked("retention", None)]
 
 
 REST = [Asked("rest")]
 """What `--rest` asks: the rows of the pool that a cell deals to nobody, greedily; most need two operations, see the README."""
 
 
-class Budget:
-    """Minutes to spend; a step is begun only if the longest of its kind so far would still fit."""
+class WordProblems(Cell):
+    """A cell of this study."""
 
-    def __init__(self, minutes: float) -> None:
-        self.ends = time.monotonic() + 60 * minutes
-        self.longest: dict[str, float] = {}
-
-    def fits(self, kind: str) -> bool:
-        return time.monotonic() + self.longest.get(kind, 0.0) < self.ends
-
-    @contextmanager
-    def spent(self, kind: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.longest[kind] = max(self.longest.get(kind, 0.0), time.monotonic() - began)
-
-
-class OutOfTime(Exception):
-    """The next step would not fit."""
-
-
-class Cell:
-    """One situation and training seed: rows, adapters and gates, made when they are asked for.
-
-    Args:
-        design: what `read_design` reads.
-        situation: its name.
-        seed: of rows, initialisation and order.
-        base: folder of the base model.
-        out: where the cell's folder is.
-        precision: bf16 or fp32, of training and answers.
-        smoke: two steps and four questions, to see that everything runs.
-        device: where answers are drawn, as `Loading` has it; training takes a GPU where there is one.
-    """
-
-    def __init__(
-        self,
-        design: dict[str, Any],
-        situation: str,
-        seed: int,
-        base: Path,
-        out: Path,
-        precision: str,
-        smoke: bool,
-        device: str = "cpu",
-    ) -> None:
-        self.design, self.seed, self.base, self.precision, self.smoke = design, seed, base, precision, smoke
-        self.device = device
-        self.settings = design["situations"][situation]
-        self.name = f"{situation}-{seed}"
-        self.folder = out / self.name
-        self.task = load_task(str(QUESTIONS / "task.yaml"))
-        self.limit = 4 if smoke else None
-
-    # rows
+    own_solutions: list[str] | None = None
+    """The base's own solutions of GSM8K's questions, by whose likelihood retention is measured."""
 
     def rows_file(self, which: str) -> Path:
         """The rows of the adapter ("own") or those that it never sees ("unseen"); both are written when first asked for."""
@@ -194,159 +91,38 @@ class Cell:
             path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         return path
 
-    # models
+    def task(self, split: str) -> Task:
+        return load_task(str(QUESTIONS / "task.yaml"))
 
-    def made(self, method: str, budget: Budget) -> Path:
-        """The folder of a trained method, trained now if it is not there; the base's for what needs no training."""
-        spec = self.design["methods"][method]
-        kind = next((kind for kind in DONE if kind in spec), None)
-        if kind is None:
-            known = spec.get("random", "LoRA" if "constant" in spec else "")
-            return self.made(known, budget) if known else self.base
-        folder = self.folder / re.sub(r"[^\w-]+", "_", method).strip("_")
-        if (folder / DONE[kind]).is_file():
-            return folder
-        words = [kind, "--data", str(self.rows_file(spec.get("rows", "own"))), "--out", str(folder)]
-        common = {"precision": self.precision, "seed": self.seed, "max_length": 512}
-        if kind == "sft":
-            options = {**common, **self.design["adapter"], **self.settings.get("adapter", {}), **spec["sft"]}
-            words += ["--model", str(self.base)]
-            if "from" in spec:
-                words += ["--adapter", str(self.made(spec["from"], budget))]
-        else:
-            options = {**common, **self.design["gates"], **spec["calibrate"]}
-            words += ["--adapter", str(self.made("LoRA", budget)), "--skip-selection"]
-        if self.smoke:
-            options |= {"max_steps": 2}
-        words += [flag for key, value in options.items() if (flag := as_flag(key, value))]
-        if (folder / "run" / "run.json").is_file():
-            words.append("--resume")
-        if not budget.fits(kind):
-            raise OutOfTime
-        print(f"{self.name}: loragate {' '.join(words)}", flush=True)
-        with budget.spent(kind):
-            run(words)
-        return folder
+    def questions(self, split: str) -> list[Question]:
+        return load_questions(self.task(split), self.questions_file(split), self.limit).questions
 
-    @contextmanager
-    def acting(self, method: str, budget: Budget) -> Iterator[Loaded]:
-        """The method's model in memory, as it answers."""
-        spec = self.design["methods"][method]
-        folder = self.made(method, budget)
-        dtype = "bfloat16" if self.precision == "bf16" else "float32"
-        loaded = open_model(resolve(folder), Loading(dtype=dtype, device=self.device))
-        if "constant" in spec:
-            with constant_gate(loaded.model, spec["constant"]):
-                yield loaded
-            return
-        if "random" in spec:
-            draw_gates(loaded.model, self.seed, sizes_of(gate_parameters(loaded.model)))
-        yield loaded
+    def max_new_tokens(self, split: str) -> int:
+        return self.settings["max_new_tokens"]
 
-    def training(self, method: str) -> dict[str, Any]:
-        """How a trained method's training went: the gates' entropy and λ on training rows, or the adapter's last logged step."""
-        folder = self.made(method, Budget(0))  # which is there
-        if (folder / DONE["calibrate"]).is_file():
-            told = json.loads((folder / DONE["calibrate"]).read_text(encoding="utf-8"))["training"]
-            return {
-                name: told[name] for name in ("entropy_before", "entropy_after", "gates", "steps", "training_seconds")
-            }
-        *_, last = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return json.loads(last)
+    def found(self, loaded: Loaded, engine: Engine, asked: Asked) -> dict[str, Any]:
+        return self.retention(loaded, engine) if asked.split == "retention" else super().found(loaded, engine, asked)
 
-    # answers
-
-    def questions(self, split: str) -> list[Any]:
-        return load_questions(self.task, self.questions_file(split), self.limit).questions
-
-    def answers(self, loaded: Loaded, drawing: TransformersEngine, asked: Asked) -> dict[str, Any]:
-        """Texts of one set of questions at one temperature."""
-        questions = self.questions(asked.split)
-        prompts = render_questions(self.task, questions, loaded.tokenizer)
-        drawn = drawing.generate(
-            prompts,
-            SamplingConfig(
-                temperature=asked.temperature,
-                max_new_tokens=self.settings["max_new_tokens"],
-                samples=asked.samples,
-                seed=self.design["asked"]["seeds"][asked.split],
-            ),
-        )
-        texts: list[list[str]] = [[] for _ in questions]
-        for sample in drawn:  # in the order of questions and samples
-            texts[sample.question].append(sample.text)
-        return {
-            "questions": [question.id for question in questions],
-            "samples": asked.samples,
-            "texts": texts,
-            "cut_off": "".join(str(int(sample.finish_reason == "length")) for sample in drawn),
-            "tokens": sum(len(sample.token_ids) for sample in drawn),
-        }
-
-    def judged(self, split: str, line: dict[str, Any]) -> dict[str, Any]:
-        """A line of answers with its verdicts."""
-        samples = [
-            Sample(question, index, text, (), "stop", None)
-            for question, texts in enumerate(line["texts"])
-            for index, text in enumerate(texts)
-        ]
-        grades = judge(self.task, self.questions(split), samples, grader_for(self.task))
-        return {**line, "correct": "".join(str(int(grade.correct)) for grade in grades)}
-
-    def retention(self, loaded: Loaded, own: list[str] | None) -> dict[str, Any]:
-        """How likely the base's own solutions of GSM8K's questions are, in nats; written now if `own` is None (the base)."""
+    def retention(self, loaded: Loaded, engine: Engine) -> dict[str, Any]:
+        """How likely the base's own solutions of GSM8K's questions are, in nats; written now if there are none (by the base)."""
         questions = self.questions("retention")
-        prompts = render_questions(self.task, questions, loaded.tokenizer)
-        written = own is not None
+        prompts = render_questions(self.task("retention"), questions, loaded.tokenizer)
+        own = self.own_solutions
         if own is None:
             config = SamplingConfig(temperature=0.0, max_new_tokens=self.design["asked"]["retention_tokens"])
-            own = [sample.text for sample in engine(loaded).generate(prompts, config)]
-        encode, own = loaded.tokenizer.encode, own[: self.limit]
+            own = [sample.text for sample in engine.generate(prompts, config)]
+        encode, texts = loaded.tokenizer.encode, own[: self.limit]
         pairs = [
             (encode(prompt, add_special_tokens=False), encode(text, add_special_tokens=False))
-            for prompt, text in zip(prompts, own, strict=True)
+            for prompt, text in zip(prompts, texts, strict=True)
         ]
-        found = engine(loaded, BATCH_SCORED).log_likelihoods(pairs)
+        scoring = TransformersEngine(loaded.model, loaded.tokenizer, BATCH_SCORED, loaded.stop_token_ids)
+        found = scoring.log_likelihoods(pairs)
         return {
-            **({} if written else {"texts": own}),
+            **({} if self.own_solutions is not None else {"texts": texts}),
             "log_likelihoods": [round(value, 3) for value, _ in found],
             "tokens": [len(ids) for _, ids in pairs],
         }
-
-    def fill(
-        self,
-        record: Record,
-        method: str,
-        loaded: Loaded,
-        wanted: list[Asked],
-        budget: Budget,
-        own: list[str] | None = None,
-    ) -> None:
-        """Ask a method what its record lacks; `own` are the base's solutions, see `retention`.
-
-        Raises:
-            OutOfTime: before a step that would not fit.
-        """
-        drawing = engine(loaded)
-        for one in wanted:
-            if (method, one.what) in record.lines:
-                continue
-            if not budget.fits(one.what):
-                raise OutOfTime
-            began = time.monotonic()
-            with budget.spent(one.what):
-                found = self.retention(loaded, own) if one.split == "retention" else self.answers(loaded, drawing, one)
-                if "texts" in found and one.split != "retention":
-                    found = self.judged(one.split, found)
-            seconds = round(time.monotonic() - began, 1)
-            by = {
-                "precision": self.precision,
-                **gpu_of(loaded),
-                **package_versions(("loragate", "torch", "transformers", "peft")),
-            }
-            record.add({"method": method, "what": one.what, **found, "seconds": seconds, "by": by})
-            score = f"{100 * found['correct'].count('1') / len(found['correct']):.1f} %" if "correct" in found else ""
-            print(f"{self.name} {method}, {one.what}: {score} {seconds:.0f} s", flush=True)
 
 
 def demonstrations(settings: dict[str, Any], seed: int) -> dict[str, list[dict[str, str]]]:
@@ -424,30 +200,6 @@ def spoiled(formula: str, draw: random.Random) -> str:
     return " ".join(words)
 
 
-def as_flag(key: str, value: Any) -> str:
-    name = f"--{key.replace('_', '-')}"
-    return (name if value else "") if isinstance(value, bool) else f"{name}={value}"
-
-
-def run(words: list[str]) -> None:
-    """One command of the library, in this process."""
-    from loragate.cli.main import main as command
-
-    if status := command(words):
-        raise SystemExit(f"loragate {' '.join(words)} ended with {status}")
-
-
-def engine(loaded: Loaded, batch: int | None = None) -> TransformersEngine:
-    usual = BATCH if loaded.model.device.type == "cpu" else BATCH_GPU
-    return TransformersEngine(loaded.model, loaded.tokenizer, batch or usual, loaded.stop_token_ids)
-
-
-def gpu_of(loaded: Loaded) -> dict[str, str]:
-    """{"gpu": its name} if the model is on one."""
-    device = loaded.model.device
-    return {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
-
-
 def situation_of(cell: str, design: dict[str, Any]) -> dict[str, Any]:
     return design["situations"][cell.rsplit("-", 1)[0]]
 
@@ -460,7 +212,7 @@ def records_of(cell: str, design: dict[str, Any], folder: Path) -> tuple[Record,
 
 
 def run_cell(
-    cell: Cell,
+    cell: WordProblems,
     methods: list[str],
     records: tuple[Record, Record],
     budget: Budget,
@@ -480,17 +232,18 @@ def run_cell(
     """
     own, of_base = records
     plan = {method: everything or asked_of(cell.design, method) for method in methods}
-    written = [] if everything else [Asked("retention")]
+    written = [] if everything else [Asked("retention", None)]
     for method, asked in [("base", written), *plan.items()]:
         record = of_base if method == "base" else own
         if all((method, one.what) in record.lines for one in asked):
             continue
-        with cell.acting(method, budget) as loaded:
+        with cell.acting(method, budget) as (loaded, engine):
             trained = DONE.keys() & cell.design["methods"][method].keys()
             if trained and (method, "training") not in record.lines:  # who is trained again keeps the first's
                 record.add({"method": method, "what": "training", **cell.training(method)})
-            solutions = of_base.lines.get(("base", "retention"), {}).get("texts")
-            cell.fill(record, method, loaded, asked, budget, solutions)
+            cell.own_solutions = of_base.lines.get(("base", "retention"), {}).get("texts")
+            for one in asked:
+                cell.fill(record, method, loaded, engine, one, budget)
 
 
 def fetched_base(out: Path, name: str | None = None) -> Path:
@@ -532,7 +285,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.smoke and given.records == RECORDS:
         parser.error("--smoke needs --records of its own")
-    design, budget = read_design(), Budget(given.minutes)
+    design, budget = read_design(DESIGN), Budget(given.minutes)
     precision = "bf16" if real_model.has_bf16() else "fp32"
     try:
         for one in design["cells"]:
@@ -540,7 +293,7 @@ def main() -> None:
             if given.cells and name not in given.cells.split(","):
                 continue
             base = given.base or fetched_base(given.out, situation_of(name, design).get("base"))
-            cell = Cell(design, one["situation"], one["seed"], base, given.out, precision, given.smoke)
+            cell = WordProblems(design, one["situation"], one["seed"], base, given.out, precision, given.smoke)
             listed = design["short"] if given.short or one["list"] == "short" else list(design["methods"])
             methods = given.methods.split(";") if given.methods else listed
             if given.train_only:

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import RECORDS, Asked, asked_of, demonstrations, read_design, records_of, situation_of
+from measure import DESIGN, RECORDS, Asked, asked_of, demonstrations, read_design, records_of, situation_of
 from measure import REST as OF_REST
 from scipy import stats
 
 from loragate.evaluation import average_at_k, compare
 from loragate.evaluation.statistics import Difference, compare_suites
 from loragate.files import write_text
+from reading import best_by_halves, interval, points, scores
 
 Lines = Mapping[tuple[str, str], Mapping[str, Any]]
 """The lines of one cell's record: {(method, what): line}."""
@@ -61,11 +62,6 @@ HEAD = (
 )
 
 
-def scores(line: Mapping[str, Any]) -> np.ndarray:
-    """The verdicts of a line, [questions, samples], 0 or 1."""
-    return np.array([int(one) for one in line["correct"]], dtype=float).reshape(-1, line["samples"])
-
-
 def is_longer(text: str) -> bool:
     """Whether the formula in the box has two operations or more; not, if there is none."""
     formula = FORMULA.search(text)
@@ -87,7 +83,7 @@ def longer_and_right(line: Mapping[str, Any]) -> str:
 @cache
 def rows_of(cell: str) -> dict[str, list[dict[str, str]]]:
     """The rows that a cell deals to adapters and gates: `measure.demonstrations`."""
-    return demonstrations(situation_of(cell, read_design()), int(cell.rsplit("-", 1)[1]))
+    return demonstrations(situation_of(cell, read_design(DESIGN)), int(cell.rsplit("-", 1)[1]))
 
 
 def share_of_longer_rows(cell: str) -> float:
@@ -121,15 +117,6 @@ def side_by_side(cell: str, lines: Lines, method: str) -> list[str]:
     return [*cells, *(["", ""] if method == ADAPTER else map(interval, against_adapter(cell, lines, method)[1:]))]
 
 
-def points(value: float) -> str:
-    return f"{100 * value:+.1f}"
-
-
-def interval(gap: Difference) -> str:
-    """A difference in points, with its interval."""
-    return f"{points(gap.mean)} ({points(gap.low)} to {points(gap.high)})"
-
-
 def heats(design: dict[str, Any], split: str = "test") -> list[Asked]:
     """The temperatures of a split, from the hottest on."""
     return sorted((one for one in asked_of(design) if one.split == split), key=lambda one: -one.temperature)
@@ -139,10 +126,7 @@ def at_its_best(lines: Lines, method: str, asked: list[Asked]) -> np.ndarray | N
     """Score per question [Q] at the temperature that is best on the other half of the questions; None if one is missing."""
     if any((method, one.what) not in lines for one in asked):
         return None
-    means = np.stack([scores(lines[method, one.what]).mean(axis=1) for one in asked])  # [temperatures, Q]
-    half = means.shape[1] // 2
-    first, second = means[:, :half], means[:, half:]
-    return np.concatenate([first[np.argmax(second.mean(axis=1))], second[np.argmax(first.mean(axis=1))]])
+    return best_by_halves([scores(lines[method, one.what]).mean(axis=1) for one in asked])
 
 
 def ledger(lines: Lines, method: str, what: str = GREEDY) -> tuple[int, int] | None:
@@ -413,7 +397,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the pages; without it the tables are printed")
     parser.add_argument("--check", action="store_true", help="change nothing; the exit status tells")
     given = parser.parse_args()
-    design = read_design()
+    design = read_design(DESIGN)
     records = read(given.records, design)
     found = page(records, read(ON_GPU, design), design)
     if given.check:

@@ -1,0 +1,220 @@
+"""The tables of the study at the paper's size, from the records that `measure.py` kept; no model is loaded.
+
+    python benchmarks/paper_size/report.py [--records FOLDER] [--write] [--check]
+
+Scores are of the questions that a method has answered so far; differences are paired by question, over those that both have.
+Best against best: each family's setting (method and temperature) is picked on one half of the questions and scored on the other,
+and the reverse; a setting counts where it has all questions that the LoRA has. Intervals are over questions (95 %), not over
+trainings.
+`--write` writes RESULTS.md beside this file, `--check` tells whether it is that of the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cells import Record, read_design
+from loragate.evaluation import average_at_k, compare
+from loragate.files import write_text
+from reading import best_by_halves, interval, scores
+
+HERE = Path(__file__).parent
+RECORDS, RESULTS, DESIGN = HERE / "records", HERE / "RESULTS.md", HERE / "design.yaml"
+MAIN, GUARDS, VOTES, ADAPTER = "gsm8k", ("humaneval", "mmlu_stem", "svamp", "math500"), "gsm8k_of_8", "LoRA"
+HEATS = (1.0, 0.6, 0.3, 0.0)
+TITLE = """# Results of the study at the paper's size
+
+Made by `report.py` from `records/`; [PROTOCOL.md](PROTOCOL.md) says what was asked and what counts. Scores are percents with 95 %
+intervals over questions, differences points. Weights of 4 bits were unpacked, so these are not the published models."""
+
+Answers = Mapping[tuple[str, str, float], Mapping[str, float]]
+"""{(method, test, temperature): {question: score}}."""
+
+
+def read(folder: Path, cell: str) -> tuple[dict[tuple[str, str, float], dict[str, float]], dict[str, dict[str, Any]]]:
+    """(answers, trainings by method) of a cell, the base's answers among them; slices are put together."""
+    answers: dict[tuple[str, str, float], dict[str, float]] = {}
+    trainings = {}
+    for path in sorted([*(folder / cell).rglob("*.jsonl.gz"), *(folder / "base").glob("*.jsonl.gz")]):
+        for (method, what), line in Record(path).lines.items():
+            if what == "training":
+                trainings[method] = line
+                continue
+            test, heat, _ = what.split(" ")
+            values = votes(line) if "extracted" in line else scores(line).mean(axis=1)
+            found = answers.setdefault((method, test, float(heat.removeprefix("T="))), {})
+            found.update(zip(line["questions"], values.tolist(), strict=True))
+    return answers, trainings
+
+
+def votes(line: Mapping[str, Any]) -> np.ndarray:
+    """Whether the most frequent answer of each question is right, [Q]; of equally frequent ones the first."""
+    right, samples = scores(line), line["samples"]
+    found = []
+    for place, verdicts in enumerate(right):
+        texts = line["extracted"][place * samples : (place + 1) * samples]
+        counted = Counter(text for text in texts if text is not None)
+        found.append(verdicts[texts.index(counted.most_common(1)[0][0])] if counted else 0.0)
+    return np.array(found)
+
+
+def side_by_side(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Scores [Q] of the questions that both have; None for fewer than two."""
+    shared = sorted(one.keys() & other.keys())
+    if len(shared) < 2:
+        return None
+    return np.array([one[name] for name in shared]), np.array([other[name] for name in shared])
+
+
+def difference(one: Mapping[str, float], other: Mapping[str, float]) -> str:
+    """Of two methods, in points with its interval; empty where they share no questions."""
+    pair = side_by_side(one, other)
+    return "" if pair is None else interval(compare(pair[0][:, None], pair[1][:, None]))
+
+
+def score(answers: Answers, method: str, test: str, heat: float) -> str:
+    values = answers.get((method, test, heat))
+    if not values or len(values) < 2:
+        return "not run"
+    found = average_at_k(np.array(list(values.values()))[:, None])
+    return f"{100 * found.mean:.1f} ({100 * found.low:.1f}–{100 * found.high:.1f}; {len(values)})"
+
+
+def family_best(answers: Answers, methods: list[str]) -> dict[str, float]:
+    """Scores of a family's best setting, by halves, on all questions that the LoRA has; empty where no setting has them."""
+    everything = [values for (who, test, _), values in answers.items() if who == ADAPTER and test == MAIN]
+    names = sorted(set().union(*everything)) if everything else []
+    settings = [
+        np.array([values[name] for name in names])
+        for (who, test, _), values in answers.items()
+        if who in methods and test == MAIN and len(names) > 3 and values.keys() >= set(names)
+    ]
+    return dict(zip(names, best_by_halves(settings).tolist())) if settings else {}
+
+
+def table(rows: list[list[str]]) -> str:
+    """Markdown; the first row is the head."""
+    head, *body = rows
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *body))
+
+
+def main_table(answers: Answers, trainings: Mapping[str, Any], design: dict[str, Any]) -> str:
+    """GSM8K at every temperature, and the difference to the LoRA at T = 1 and greedily."""
+    rows = [["method", "T = 1", "0.6", "0.3", "greedy", "to the LoRA, T = 1", "greedily", "λ < 0 / > 1, %"]]
+    for method in design["methods"]:
+        if not any(who == method and test == MAIN for who, test, _ in answers):
+            continue
+        gaps = [
+            ""
+            if method == ADAPTER
+            else difference(answers.get((method, MAIN, heat), {}), answers.get((ADAPTER, MAIN, heat), {}))
+            for heat in (1.0, 0.0)
+        ]
+        share = trainings.get(method, {}).get("gates")
+        shares = "" if share is None else f"{100 * share['below_zero']:.0f} / {100 * share['above_one']:.0f}"
+        rows.append([method, *(score(answers, method, MAIN, heat) for heat in HEATS), *gaps, shares])
+    if (ADAPTER, VOTES, 0.6) in answers:
+        rows.append(["LoRA, majority of 8", "", score(answers, ADAPTER, VOTES, 0.6), *[""] * 5])
+    return table(rows)
+
+
+def family_table(answers: Answers, design: dict[str, Any]) -> str:
+    """Best against best: each family against the LoRA, and the entropy gates against each."""
+    best = {family: family_best(answers, methods) for family, methods in design["families"].items()}
+    rows = [["family", "best, %", "against the LoRA's best", "entropy gates against it"]]
+    for family, values in best.items():
+        if values:
+            gates = best.get("entropy gates", {}) if family != "entropy gates" else {}
+            against = "" if family == ADAPTER else difference(values, best[ADAPTER])
+            rows.append([family, f"{100 * np.mean(list(values.values())):.1f}", against, difference(gates, values)])
+    return table(rows) if len(rows) > 1 else "Not asked yet."
+
+
+def guard_table(answers: Answers, design: dict[str, Any]) -> str:
+    """The other tests, greedily and at T = 1, each with the greedy difference to the LoRA."""
+    rows = [["method", *(f"{test}{heat}" for test in GUARDS for heat in (", greedy", ", to the LoRA", ", T = 1"))]]
+    for method in design["methods"]:
+        row = [method]
+        for test in GUARDS:
+            own, other = (answers.get((who, test, 0.0), {}) for who in (method, ADAPTER))
+            row += [score(answers, method, test, 0.0), "" if method == ADAPTER else difference(own, other)]
+            row.append(score(answers, method, test, 1.0))
+        if any(cell not in ("not run", "") for cell in row[1:]):
+            rows.append(row)
+    return table(rows) if len(rows) > 1 else "Not asked yet."
+
+
+def over_seeds(cells: Mapping[str, Answers], design: dict[str, Any]) -> str:
+    """Differences to the LoRA on the mean of a situation's seeds, by question; those that have all seeds of the situation."""
+    rows = [["situation", "method or family", "seeds", "T = 1", "greedy", "best against best"]]
+    compared = {name: [name] for name in design["methods"]} | design["families"]
+    del compared[ADAPTER]
+    for situation in design["situations"]:
+        own = [one for name, one in cells.items() if name.rsplit("-", 1)[0] == situation]
+        for name, methods in compared.items():
+            at_heats = [
+                [(one.get((name, MAIN, heat), {}), one.get((ADAPTER, MAIN, heat), {})) for one in own]
+                for heat in (1.0, 0.0)
+            ]
+            bests = [(family_best(one, methods), family_best(one, [ADAPTER])) for one in own]
+            sides = [mean_of(pairs) for pairs in (*at_heats, bests)]
+            if len(own) > 1 and any(sides):
+                rows.append([situation, name, str(len(own)), *sides])
+    return table(rows) if len(rows) > 1 else "No two seeds of a situation yet."
+
+
+def mean_of(pairs: list[tuple[Mapping[str, float], Mapping[str, float]]]) -> str:
+    """The difference on the mean over seeds, on the questions that all have."""
+    shared = set.intersection(*(set(side) for pair in pairs for side in pair)) if pairs else set()
+    if len(shared) < 2:
+        return ""
+    names = sorted(shared)
+    one, other = (np.mean([[pair[at][name] for name in names] for pair in pairs], axis=0) for at in (0, 1))
+    return interval(compare(one[:, None], other[:, None]))
+
+
+def page(records: Path, design: dict[str, Any]) -> str:
+    """RESULTS.md."""
+    parts = [TITLE]
+    for folder in sorted(path for path in records.iterdir() if path.is_dir()) if records.is_dir() else []:
+        names = dict.fromkeys(f"{cell['situation']}-{cell['seed']}" for cell in design["plan"])
+        begun = {name: read(folder, name) for name in names if (folder / name).is_dir()}
+        parts.append(f"## {folder.name}")
+        for name, (answers, trainings) in begun.items():
+            parts += [f"### {name}: GSM8K", main_table(answers, trainings, design)]
+            parts += ["Best against best, GSM8K:", family_table(answers, design)]
+            parts += ["Other tests:", guard_table(answers, design)]
+        parts += [
+            "### Over seeds, against the LoRA",
+            over_seeds({name: one for name, (one, _) in begun.items()}, design),
+        ]
+    return "\n\n".join(parts if len(parts) > 1 else [*parts, "Nothing was run yet."]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--write", action="store_true", help="write the page; without it the tables are printed")
+    parser.add_argument("--check", action="store_true", help="change nothing; the exit status tells")
+    given = parser.parse_args()
+    found = page(given.records, read_design(DESIGN))
+    if given.check:
+        sys.exit(RESULTS.read_text(encoding="utf-8") != found)
+    if given.write:
+        write_text(RESULTS, found)
+    else:
+        print(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""What the reports of the studies on real models share: verdicts of records, and best against best.
+
+A temperature or a setting that is picked by the answers that it is then scored by flatters whoever has more of them. So it is
+picked on one half of the questions and scored on the other, and the reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from loragate.evaluation.statistics import Difference
+
+
+def scores(line: Mapping[str, Any]) -> np.ndarray:
+    """The verdicts of a line, [questions, samples], 0 or 1."""
+    return np.array([int(one) for one in line["correct"]], dtype=float).reshape(-1, line["samples"])
+
+
+def points(value: float) -> str:
+    return f"{100 * value:+.1f}"
+
+
+def interval(gap: Difference) -> str:
+    """A difference in points, with its interval."""
+    return f"{points(gap.mean)} ({points(gap.low)} to {points(gap.high)})"
+
+
+def best_by_halves(settings: Sequence[np.ndarray]) -> np.ndarray:
+    """Score per question [Q] of the setting that is best on the other half of the questions; of equals the first.
+
+    Args:
+        settings: mean score of each question [Q] under each setting.
+    """
+    means = np.stack(list(settings))  # [settings, Q]
+    half = means.shape[1] // 2
+    first, second = means[:, :half], means[:, half:]
+    return np.concatenate([first[np.argmax(second.mean(axis=1))], second[np.argmax(first.mean(axis=1))]])

@@ -1,0 +1,193 @@
+"""The study at the paper's size: the order of its units, its rows, and the whole of it on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from loragate.generation import Sample
+from tiny import scripts_of, write_base
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+METHODS = "base;LoRA;gates [-6,3];λ=0.5;lower λ=0;random gates [-6,3]"
+
+
+@pytest.fixture(scope="module")
+def study() -> Iterator[ModuleType]:
+    with scripts_of(BENCHMARKS / "paper_size", BENCHMARKS) as load:
+        yield load("measure")
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[ModuleType]:
+    with scripts_of(BENCHMARKS / "paper_size", BENCHMARKS) as load:
+        yield load("report")
+
+
+@pytest.fixture(scope="module")
+def cells(study: ModuleType) -> ModuleType:
+    return sys.modules["cells"]
+
+
+@pytest.fixture(scope="module")
+def design(study: ModuleType) -> dict[str, Any]:
+    return study.read_design(study.DESIGN)
+
+
+def test_an_early_stop_has_the_main_comparison(study: ModuleType, design: dict[str, Any]) -> None:
+    counts = study.counts_of(design)
+    units = study.units_of(design, counts)
+    first = [(unit.cell, unit.method, unit.asked.what) for unit in units[:6]]
+    asked = ("gsm8k T=0 0-100", "gsm8k T=1 0-100")
+    assert first == [("terse-0", who, what) for what in asked for who in ("base", "LoRA", "gates [-6,3]")]
+    files = [unit.file(Path()) for unit in units]
+    assert len(set(files)) == len(files)  # a unit is a file of its own, and the base is asked once for all cells
+    for unit in units:
+        assert unit.method in design["methods"]
+        assert unit.asked.part[1] <= counts[unit.asked.split]
+    assert {who for methods in design["families"].values() for who in methods} <= set(design["methods"])
+
+
+def test_every_question_is_asked_and_its_answer_read(
+    study: ModuleType, cells: ModuleType, design: dict[str, Any], tmp_path: Path
+) -> None:
+    cell, counts = a_cell(study, design, tmp_path), study.counts_of(design)
+    for test in ("gsm8k", "svamp", "mmlu_stem", "math500", "humaneval"):
+        task, questions = cell.task(test), cell.questions(test)
+        assert len(questions) == counts[test]
+        if test not in ("humaneval", "math500"):  # whose golds the graders' own tests read
+            samples = [
+                Sample(place, 0, f"It is \\boxed{{{question.gold}}}.", (0,), "stop", None)
+                for place, question in enumerate(questions[:20])
+            ]
+            assert set(cells.judged(task, questions, samples)["correct"]) == {"1"}
+    trained, tested = ({question.prompt for question in cell.questions(test)} for test in ("pool", "gsm8k"))
+    assert not trained & tested
+
+
+def test_the_own_style_takes_right_and_complete_answers_alone(
+    study: ModuleType, design: dict[str, Any], tmp_path: Path
+) -> None:
+    cell = a_cell(study, design, tmp_path, "own")
+    with pytest.raises(study.NotYet, match="0 right answers of the base to the pool, of 256"):
+        cell.rows_file("own")
+    ids = [question.id for question in cell.questions("pool")[:4]]
+    record = study.Record(cell.records / "base" / "pool_T0_0-4.jsonl.gz")
+    answers = {
+        "questions": ids,
+        "samples": 1,
+        "texts": [["a"], ["b"], ["c"], [" d "]],
+        "correct": "1011",
+        "cut_off": "0010",
+    }
+    record.add({"method": "base", "what": "pool T=0 0-4", **answers})
+    cell.settings = {"rows": 2}
+    rows = [json.loads(line) for line in cell.rows_file("own").read_text(encoding="utf-8").splitlines()]
+    assert [(row["id"], row["response"]) for row in rows] == [(ids[0], "a"), (ids[3], "d")]
+
+
+def test_an_hour_is_kept_by_what_is_on_record(study: ModuleType, cells: ModuleType, tmp_path: Path) -> None:
+    line = {"method": "LoRA", "what": "gsm8k T=0 0-100", "seconds": 120.0}
+    study.Record(tmp_path / "terse-0" / "LoRA" / "one.jsonl.gz").add(line)
+    budget = study.Budget(1)
+    study.prime(budget, tmp_path)
+    assert not budget.fits(study.Asked("gsm8k", 0.0, part=(100, 200)).kind)  # two minutes do not fit into one
+    assert budget.fits(study.Asked("gsm8k", 1.0, part=(0, 100)).kind)
+
+
+def test_a_majority_needs_the_most_frequent_answer(report: ModuleType) -> None:
+    line = {
+        "correct": "110" + "001" + "000",
+        "samples": 3,
+        "extracted": ["7", "7", "3", "2", None, "5", None, None, None],
+    }
+    assert report.votes(line).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_the_best_setting_is_picked_on_the_other_half(report: ModuleType) -> None:
+    names = [f"q{place}" for place in range(8)]
+
+    def scored(text: str) -> dict[str, float]:
+        return dict(zip(names, map(float, text)))
+
+    answers = {
+        ("LoRA", "gsm8k", 0.0): scored("11000001"),
+        ("LoRA", "gsm8k", 1.0): scored("00010111"),
+        ("gates", "gsm8k", 0.0): {"q0": 1.0},  # not all questions yet: no setting of its family
+    }
+    best = report.family_best(answers, ["LoRA"])
+    assert list(best.values()) == [0, 0, 0, 1, 0, 0, 0, 1]  # of the half that did not pick, and so below either setting
+    assert report.family_best(answers, ["gates"]) == {}
+
+
+def test_seeds_are_averaged_by_question(report: ModuleType, design: dict[str, Any]) -> None:
+    names = [f"q{place}" for place in range(40)]
+
+    def cell(right: int) -> dict[tuple[str, str, float], dict[str, float]]:
+        gates = {name: float(place < right) for place, name in enumerate(names)}
+        return {("LoRA", "gsm8k", 1.0): dict.fromkeys(names, 0.0), ("gates [0,1]", "gsm8k", 1.0): gates}
+
+    found = report.over_seeds({"terse-0": cell(30), "terse-1": cell(10), "own-0": cell(0)}, design)
+    rows = [line for line in found.splitlines() if "terse" in line]
+    assert [row.split("|")[2].strip() for row in rows] == ["gates [0,1]", "entropy gates", "all but entropy gates"]
+    assert "+50.0 (" in rows[0].split("|")[4]  # the mean of 75 and 25 %
+    assert "own" not in found  # one seed is no mean
+
+
+@pytest.mark.slow("training")
+def test_the_whole_study_on_a_tiny_model(
+    study: ModuleType,
+    report: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    write_base(tmp_path / "base", num_hidden_layers=3, max_position_embeddings=2048)
+    small = study.read_design(study.DESIGN)
+    small["waves"] = {
+        "main": {"test": "gsm8k", "temperatures": [0, 1], "methods": METHODS.split(";")},
+        "majority": {"test": "gsm8k_of_8", "temperatures": [0.6], "methods": ["LoRA"]},
+    }
+    small["plan"] = [{"situation": "terse", "seed": seed, "waves": ["main", "majority"]} for seed in (0, 1)]
+    monkeypatch.setattr(study, "read_design", lambda path: small)
+
+    def measure(*more: str) -> str:
+        argv = ["measure", "--base", str(tmp_path / "base"), "--out", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", [*argv, "--records", str(tmp_path / "records"), "--smoke", *more])
+        study.main()
+        return capsys.readouterr().out
+
+    assert "the next step would not fit" in measure("--hours", "0", "--cells", "terse-0")
+    assert "0 of 13 units are on record" in measure("--list", "--cells", "terse-0")
+    measure("--cells", "terse-0")
+    assert "13 of 13 units are on record" in measure("--list", "--cells", "terse-0")
+    records = tmp_path / "records" / "qwen2.5-coder-0.5b"
+    answers, trainings = report.read(records, "terse-0")
+    assert {method for method, _, _ in answers} == set(METHODS.split(";"))
+    assert set(trainings) == {"LoRA", "gates [-6,3]"}
+    page = report.page(tmp_path / "records", small)
+    assert "LoRA, majority of 8" in page
+    assert page.count("0.0 (0.0–") >= 12  # random words hold no box
+    # another training of the cell is not mixed into it
+    (records / "terse-0" / "LoRA" / "gsm8k_T1_0-4.jsonl.gz").unlink()
+    adapter = tmp_path / "out" / "qwen2.5-coder-0.5b" / "terse-0" / "LoRA" / "adapter_model.safetensors"
+    adapter.write_bytes(changed(adapter.read_bytes()))
+    with pytest.raises(SystemExit, match="another training of terse-0"):
+        measure("--cells", "terse-0", "--methods", "LoRA")
+
+
+def changed(tensors: bytes) -> bytes:
+    """The file with another last number."""
+    return tensors[:-1] + bytes([tensors[-1] ^ 1])
+
+
+def a_cell(study: ModuleType, design: dict[str, Any], place: Path, situation: str = "terse") -> Any:
+    cell = study.PaperCell(design, situation, 0, place / "base", place / "out", "fp32", False)
+    cell.records = place / "records"
+    return cell
