@@ -18,15 +18,6 @@ PAGES = [ROOT / "docs" / name for name in ("serving.md", "verify.md")]
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.S)
 RATIOS = ("gated_to_adapter", "strengths_to_adapter", "adapter_to_base", "adapter_to_vllm")
-CASES = {
-    "all slots filled": "base, plain, two gated; all slots filled",
-    "prefix cache": "the same from the prefix cache",
-    "one slot, chunked prefill": "one slot, chunked prefill of 24 tokens",
-    "other granularities": "other granularities",
-    "two ranks": "two CPU ranks (tensor parallel)",
-    "two ranks, sharded adapters": "two ranks, fully sharded adapters",
-    "adapter four times as strong": "adapter four times as strong",
-}
 
 
 def load(name: str) -> dict[str, Any]:
@@ -38,28 +29,6 @@ def table(head: list[str], rows: list[list[str]], left: int = 1) -> str:
     """A Markdown table; the first `left` columns are text, the others numbers."""
     rule = ["---"] * left + ["---:"] * (len(head) - left)
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
-
-
-def agreement() -> str:
-    """The largest difference of each batch, over prompts and generated tokens; all gated adapters of a batch in one column."""
-    rows = []
-    for case, found in load("agreement")["largest_difference_of_a_log_prob"].items():
-        sides: dict[str, list[float]] = {"base": [], "plain": [], "gated": []}
-        for name, one in found.items():
-            sides.get(name, sides["gated"]).append(max(one["prompt"] or 0.0, one["generated"]))
-        other = f"{sum(one['other_greedy_choices'] for one in found.values())} of {sum(one['tokens'] for one in found.values())}"
-        rows.append([CASES[case], *(f"{max(side):.1e}" if side else "" for side in sides.values()), other])
-    return table(["batch", "base", "plain adapter", "gated", "other greedy choices"], rows)
-
-
-def rounding() -> str:
-    found = load("agreement")["transformers_with_and_without_cache"]
-    others = max(value for name, value in found.items() if name != "strong")
-    return (
-        "transformers differs from itself, token by token with its cache against one pass over the same tokens, by "
-        f"{found['base']:.1e} for the base, by at most {others:.1e} for these adapters and by {found['strong']:.1e} for the "
-        "one four times as strong."
-    )
 
 
 def throughput() -> str:
@@ -118,8 +87,6 @@ def verdict(checks: list[dict[str, Any]]) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "agreement": agreement,
-    "rounding": rounding,
     "throughput": throughput,
     "clients": clients,
     "verify": verify,

@@ -27,7 +27,6 @@ from typing import Any
 
 START_S = 900.0  # a busy machine with two cores
 MODEL = {"hidden": 128, "layers": 2, "vocabulary": 512, "positions": 512}
-CONSTANTS = ("0", "0.5", "1")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -207,9 +206,9 @@ def check(place: Path, name: str, adapter: str, *more: str, python: str = sys.ex
 
 
 def vllm_with_plugin(options: argparse.Namespace, place: Path) -> dict[str, Any]:
-    port, overrides = free_port(), ",".join(f"constant={value}" for value in CONSTANTS)
+    port = free_port()
     command = [options.vllm, "-m", "loragate", "serve", str(place / "gated"), "--port", str(port), "--dtype", "float32"]
-    command += ["--adapters", f"second={place / 'second'}", "--overrides", overrides, "--max-model-len", "512"]
+    command += ["--adapters", f"second={place / 'second'}", "--max-model-len", "512"]
     command += ["--vllm-memory", "0.2", "--vllm-args", "--block-size 32"]
     with served(command, port, place / "vllm.log", **ON_CPU) as url:
         more = ("--adapters", f"second={place / 'second'}", "--served-adapter", "gated")

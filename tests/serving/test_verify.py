@@ -68,6 +68,19 @@ def test_an_honest_server_passes(dialect, folders, capsys):
     assert all(one["figure"] < 1e-5 for one in parity)
 
 
+@pytest.mark.parametrize("fault", ["", "field ignored"])
+def test_strengths_as_a_field_of_the_request(fault, folders, capsys):
+    adapter, _ = folders
+    with running(FakeServer(adapter, fault=fault)) as url:
+        status, verdicts, checks = verify(capsys, url, adapter, "--strength-by", "lora_scale")
+    assert status == int(bool(fault)), checks
+    assert {one["of"] for one in checks if one["name"].startswith("parity")} >= {"adapter at 0", "adapter at 0.5"}
+    failed = {name for name, verdict in verdicts.items() if verdict == "FAILS"}
+    assert failed == (
+        {"parity with transformers", "zero is the base", "isolation: with transformers"} if fault else set()
+    )
+
+
 def test_a_server_of_the_bare_standard_is_read_by_its_text(folders, capsys):
     adapter, _ = folders
     with running(FakeServer(adapter, dialect="plain")) as url:

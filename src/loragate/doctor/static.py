@@ -38,9 +38,7 @@ from loragate.models.source import ModelRef, require_here
 _FETCH = "fetch the folder again, or write it again with what made it"
 
 
-def examine_files(
-    adapter: str, base: str = "", out: str | Path | None = None, loading: Loading = USUAL
-) -> Examination:
+def examine_files(adapter: str, base: str = "", out: str | Path | None = None, loading: Loading = USUAL) -> Examination:
     """The quick examination: `examine_static` as a record, written to `out` where that is given.
 
     This module imports no engine and no evaluation, as reading files takes less time than importing those.

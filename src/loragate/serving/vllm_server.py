@@ -31,7 +31,7 @@ from loragate.data import Chat, find_endings
 from loragate.display import console
 from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.files import write_json, write_text
-from loragate.gates.override import parse_override, split_slot
+from loragate.gates.override import split_slot
 from loragate.gates.recommended import sampling_note
 from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
 from loragate.models import (
@@ -51,7 +51,6 @@ from loragate.validate import comma_list
 
 USUAL_SHARE = 0.9
 """Share of an accelerator's memory that vLLM may fill."""
-SECRETS = ("--api-key", "--hf-token")
 START_S, STOP_S = 1800.0, 3.0  # patience with a server that starts, and with one that ends: docker kills after 10 s
 _PROBES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "Qprobeuser"}],
@@ -85,17 +84,17 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
         url = address(settings.host, port)
         tokenizer = open_tokenizer(source, settings)
         with tempfile.TemporaryDirectory(prefix="loragate-serve-") as scratch:
-            extra = vllm_arguments(settings, system, source, adapters, tokenizer, Path(scratch))
-            extra += shlex.split(settings.vllm_args)
-            command = server_command(
-                source.base.name, folders, host=settings.host, port=port, max_lora_rank=rank, extra=extra
-            )
-            out.print("starting vLLM: " + shlex.join(without_secrets(command)), markup=False)
+            command = server_command(source.base.name, folders, host=settings.host, port=port, max_lora_rank=rank)
+            command += vllm_arguments(settings, system, source, adapters, tokenizer, Path(scratch))
+            # without --vllm-args, which may hold keys
+            out.print("starting vLLM: " + shlex.join(command) + " …" * bool(settings.vllm_args), markup=False)
             print_sampling(adapters)
+            command += shlex.split(settings.vllm_args)
             began, process = time.monotonic(), start(command, settings.dynamic)
             try:
                 wait_until_healthy(process, url)
                 out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
+                print(f"to check it: loragate verify {shlex.quote(settings.model)} --endpoint {url}/v1\n")
                 print_clients(url, ["base", *adapters], chat=tokenizer.chat_template is not None)
                 status = process.wait()
             finally:
@@ -138,13 +137,6 @@ def served_adapters(settings: ServerSettings) -> tuple[ModelSource, dict[str, Mo
         if name in (*adapters, "base"):
             raise ConfigError(f"--adapters {part}: the name {name} is taken; choose another")
         adapters[name] = more
-    # a name with an override of its own takes no second one
-    gated = {name: one for name, one in adapters.items() if one.kind == "gated" and not one.ref.override}
-    for text in comma_list(settings.overrides):
-        parse_override(text)
-        if not gated:
-            raise ConfigError(f"--overrides {text} has no effect: none of the adapters carries gates")
-        adapters |= {f"{name}@{text}": replace(one, ref=replace(one.ref, override=text)) for name, one in gated.items()}
     return source, adapters
 
 
@@ -208,41 +200,19 @@ def require_served(base: str, config: Any) -> None:
         raise ConfigError(f"{base}: {why}; use --engine transformers of an evaluation, or loragate generate")
 
 
-def server_command(
-    base: str, adapters: Mapping[str, str], *, host: str, port: int, max_lora_rank: int, extra: Sequence[str] = ()
-) -> list[str]:
+def server_command(base: str, adapters: Mapping[str, str], *, host: str, port: int, max_lora_rank: int) -> list[str]:
     """Command line of the server: the base as "base", each adapter folder (gated or plain) under its name.
 
     vLLM's command line is started by way of `loragate.serving`, as the CPU builds of other publishers bring no program `vllm`.
     """
-    # vLLM cuts NAME=FOLDER at the first "=" and takes a comma for JSON; then the pair itself is JSON
-    modules = [
-        json.dumps({"name": name, "path": folder}) if "=" in name or "," in f"{name}{folder}" else f"{name}={folder}"
-        for name, folder in adapters.items()
-    ]
     slots = len({split_slot(folder)[0] for folder in adapters.values()})  # one for all overrides of a whole adapter
     return [
         *(sys.executable, "-m", "loragate.serving", "serve", base),
         *("--served-model-name", "base", "--host", host, "--port", str(port)),
         *("--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", str(slots)),
-        *("--lora-modules", *modules),
-        *extra,
+        # as JSON, because vLLM cuts NAME=FOLDER at the first "=", and an override may have one
+        *("--lora-modules", *(json.dumps({"name": name, "path": folder}) for name, folder in adapters.items())),
     ]
-
-
-def without_secrets(command: Sequence[str]) -> list[str]:
-    """The command line as it may be shown and logged: keys and tokens in it are written as "…"."""
-    shown: list[str] = []
-    hidden = False
-    for word in command:
-        flag, sign, _ = word.partition("=")
-        if word.startswith("--"):
-            # argparse takes a flag's underscores for hyphens, and --api-key more words than one
-            hidden = flag.replace("_", "-") in SECRETS
-            shown.append(f"{flag}=…" if hidden and sign else word)
-        else:
-            shown.append("…" if hidden else word)
-    return shown
 
 
 def vllm_arguments(
