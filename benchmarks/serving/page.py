@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / name for name in ("serving.md", "verify.md")]
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.S)
-RATIOS = ("gated_to_adapter", "strengths_to_adapter", "adapter_to_base", "adapter_to_vllm")
-
-
-def load(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"serving_{name}.json").read_text(encoding="utf-8"))
-    return found
+RATIOS = {
+    "gated_to_adapter": "gated : plain",
+    "strengths_to_adapter": "a strength per sequence : plain",
+    "adapter_to_base": "plain : base",
+    "adapter_to_vllm": "plain : vLLM's own products",
+}
 
 
 def table(head: list[str], rows: list[list[str]], left: int = 1) -> str:
@@ -32,36 +32,13 @@ def table(head: list[str], rows: list[list[str]], left: int = 1) -> str:
 
 
 def throughput() -> str:
-    rows = []
-    for case, found in load("throughput")["cases"].items():
-        speeds = [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in found["tokens_per_second"].values()]
-        ratios = [found[name] for name in RATIOS]
-        rows.append(
-            [case, *speeds, *("{:.2f} ({:.2f}–{:.2f})".format(one["median"], *one["quartiles"]) for one in ratios)]
-        )
-    head = [
-        "tokens per second",
-        "base",
-        "plain adapter",
-        "gated",
-        "a strength per sequence",
-        "plain, vLLM's own products",
+    """Medians and quartiles of the ratios of speeds."""
+    cases = json.loads((RESULTS / "serving_throughput.json").read_text(encoding="utf-8"))["cases"]
+    rows = [
+        [case, *("{:.2f} ({:.2f}–{:.2f})".format(found[name]["median"], *found[name]["quartiles"]) for name in RATIOS)]
+        for case, found in cases.items()
     ]
-    head += ["gated : plain, median (quartiles)", "strengths : plain", "plain : base", "plain : vLLM's own"]
-    return table(head, rows)
-
-
-def clients() -> str:
-    found = load("load_vllm")
-    row = [
-        f"{found['requests']:,} of {found['tokens_per_request']} tokens",
-        str(found["errors"]),
-        str(found["replies_that_differ"]),
-        ", ".join(f"{value:.0f} s" for value in found["latency_s"].values()),
-        ", ".join(str(size) for size in found["memory_mib"]),
-    ]
-    memory = "memory before the first and after each round, MiB"
-    return table(["requests", "errors", "replies that differ", "p50, p95 latency", memory], [row], left=0)
+    return table(["", *RATIOS.values()], rows)
 
 
 def verify() -> str:
@@ -88,7 +65,6 @@ def verdict(checks: list[dict[str, Any]]) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "throughput": throughput,
-    "clients": clients,
     "verify": verify,
 }
 

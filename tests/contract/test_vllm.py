@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import sys
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -13,7 +12,6 @@ import pytest
 
 from loragate.serving.plugin import HOOKS, vllm_version, why_unsupported
 
-ROOT = Path(__file__).parents[2]
 KNOWN: dict[str, dict[str, str | None]] = json.loads((Path(__file__).parent / "vllm_hooks.json").read_text())
 
 
@@ -40,40 +38,3 @@ def test_the_installed_vllm_is_as_it_was_read() -> None:
     for place in HOOKS:
         found = inspect.unwrap(resolve_name(place))
         assert " ".join(inspect.signature(found).parameters) == known[place], place
-
-
-def write(folder: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-def test_a_source_is_read_through_imports_and_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("vllm_contract", ROOT / "scripts" / "vllm_contract.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    write(
-        tmp_path,
-        {
-            "vllm/__init__.py": "",
-            "vllm/lora/__init__.py": "",
-            "vllm/lora/base.py": "class Base:\n    def set_mapping(self, punica_wrapper): ...\n",
-            "vllm/lora/layers.py": "from .base import Base\nclass Head(Base):\n    async def go(self, *, index): ...\n",
-            "vllm/lora/utils.py": "from vllm.lora.layers import Head\ndef from_layer(layer, max_loras): ...\n",
-            "vllm-0.40.0.dist-info/METADATA": "Name: vllm\nVersion: 0.40.0\n",
-        },
-    )
-    places = {
-        "vllm.lora.utils:Head.set_mapping": "punica_wrapper",
-        "vllm.lora.utils:Head.go": "index",
-        "vllm.lora.utils:from_layer": "layer lora_config",
-        "vllm.lora.gone:nothing": "",
-    }
-    monkeypatch.setattr(script, "HOOKS", places)
-    names = [" ".join(one) if one is not None else None for one in script.contract(tmp_path).values()]
-    assert names == ["self punica_wrapper", "self index", "layer max_loras", None]
-    monkeypatch.setattr(sys, "argv", ["vllm_contract.py", str(tmp_path)])
-    assert script.main() == 1, "from_layer takes no lora_config there"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -479,33 +478,11 @@ def test_a_port_in_use_is_named_before_vllm_starts() -> None:
     assert free_port("127.0.0.1", 0) > 0
 
 
-def test_vllm_s_command_line_runs_where_its_build_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own program asks for the version of a package called vllm."""
-    from loragate.serving import __main__ as entry
-
-    known = importlib.metadata.version
-    asked: list[str] = []
-
-    def missing(distribution_name: str) -> str:
-        if distribution_name == "vllm":
-            raise importlib.metadata.PackageNotFoundError
-        return known(distribution_name)
-
-    def run() -> None:
-        asked.extend([importlib.metadata.version("vllm"), importlib.metadata.version("pytest")])
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    monkeypatch.setattr(entry, "vllm_version", lambda: "0.32.0+cpu")
-    monkeypatch.setattr(entry, "resolve_name", lambda place: run)
-    entry.main()
-    assert asked == ["0.32.0+cpu", known("pytest")]
-
-
 def test_the_command_line_of_vllm() -> None:
     places = {"gated": "/g", "adapter": "/g/adapter", "half": "/g@constant=0.5"}
     command = server_command("b", places, host="::1", port=81, max_lora_rank=16)
     assert " ".join(command[1:-3]) == (
-        "-m loragate.serving serve b --served-model-name base --host ::1 --port 81 --enable-lora --max-lora-rank 16 "
+        "-m vllm.entrypoints.cli.main serve b --served-model-name base --host ::1 --port 81 --enable-lora --max-lora-rank 16 "
         "--max-loras 2 --lora-modules"
     ), "one slot for all that is laid over the λ of a folder"
     assert [tuple(json.loads(one).values()) for one in command[-3:]] == [*places.items()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import json
 import os
@@ -24,7 +23,7 @@ from loragate.evaluation.agreement import compare
 from loragate.gates.attach import gate_modules
 from loragate.gates.override import parse_override
 from loragate.gates.strength import overrides_by_module
-from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
+from tiny import shake, tiny_adapter, tiny_base, write_adapter, write_base
 
 pytestmark = [
     pytest.mark.slow("vLLM"),
@@ -203,23 +202,6 @@ def test_adapters_in_one_batch(folders: Path, llm: Any, name: str) -> None:
         check(folders, llm, names, prompt_logprobs=turn == 0)
 
 
-def test_hits_of_the_prefix_cache(folders: Path, llm: Any) -> None:
-    names = ["base", "plain", "wide", "narrow"]
-    adapters = [request(folders, name) for name in names]
-    before = greedy(llm, PROMPTS, adapters, 24, prompt_logprobs=False)
-    check(folders, llm, names, prompt_logprobs=False)
-    import vllm
-
-    again = llm.generate(
-        {"prompt_token_ids": PROMPTS[0]},
-        vllm.SamplingParams(max_tokens=1, detokenize=False),
-        lora_request=adapters[2],
-        use_tqdm=False,
-    )[0]
-    assert again.num_cached_tokens > 0
-    assert len({tuple(answers[0].token_ids) for answers in before}) == len(names)
-
-
 def test_one_slot_chunked_prefill_without_prefix_cache(folders: Path, small: Any) -> None:
     check(folders, small, ["wide", "base", "plain", "narrow"])
 
@@ -390,44 +372,6 @@ def test_a_dora_adapter_is_served_merged_into_its_base(
     assert (out / "samples" / "adapter-T0.3").is_dir()
 
 
-@pytest.mark.parametrize("name", ["wide", "wide@unit"])
-def test_the_harness_own_vllm_model_scores_with_the_gates(settings: None, folders: Path, name: str) -> None:
-    """Log-likelihoods and greedy answers are those of its transformers model over the gated model in memory."""
-    pytest.importorskip("lm_eval", reason="lm_eval is not installed beside vllm (pip install lm_eval)")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.models.vllm_causallms import VLLM
-
-    context, options = "w5 w9 w20 w33", (" w7 w100", " w8", " w101 w12 w13")
-    asked = [Instance("loglikelihood", {}, (context, option), place) for place, option in enumerate(options)]
-    until = Instance("generate_until", {}, (context, {"until": [], "max_gen_toks": 12, "do_sample": False}), 0)
-
-    def answers(model: Any) -> tuple[torch.Tensor, list[str]]:
-        return torch.tensor([one[0] for one in model.loglikelihood(asked)]), model.generate_until([until])[0].split()
-
-    served = VLLM(
-        pretrained=str(folders / "base"),
-        dtype="float32",
-        lora_local_path=str(folders / name),
-        max_lora_rank=8,
-        max_model_len=128,
-        gpu_memory_utilization=0.3,
-    )
-    try:
-        found = answers(served)
-    finally:
-        served.model.llm_engine.engine_core.shutdown()
-        del served
-        gc.collect()
-    how = {"tokenizer": tiny_tokenizer(), "backend": "causal", "batch_size": 1, "max_length": 128}
-    model = reference(name)
-    expected = answers(HFLM(pretrained=model, **how))
-    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-3)
-    assert found[1] == expected[1]
-    plain = answers(HFLM(pretrained=lg.detach_gates(model), **how))
-    assert (plain[0] - expected[0]).abs().max() > 0.01
-
-
 def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
     settings: None, folders: Path, tmp_path: Path
 ) -> None:
@@ -479,12 +423,6 @@ TWO_RANKS = """
 import pathlib, sys
 from vllm_offline import PROMPTS, greedy, lora, start
 
-if sys.argv[2] == "unreduced":
-    # every rank imports this script: w·h stays a rank's own part there, though gates are cut and placed as ever
-    import loragate.serving.layers as layers
-
-    layers._reduction, found = (lambda layer: found(layer) and (lambda part: part)), layers._reduction
-
 if __name__ == "__main__":
     place = pathlib.Path(sys.argv[1])
     requests = [lora(name, at, place / name) for at, name in enumerate(["plain", "wide", "narrow", "module"], 1)]
@@ -523,15 +461,6 @@ def test_two_ranks_share_the_model(folders: Path, tmp_path: Path, adapters: str)
     """Row-parallel layers (o_proj, down_proj) see half of the input each; w·h is summed before the map."""
     for name, found in two_ranks(folders, tmp_path, adapters).items():
         assert max(found.prompt, found.generated) <= TOLERANCE, name
-
-
-def test_a_gate_that_is_not_reduced_gives_wrong_answers(folders: Path, tmp_path: Path) -> None:
-    """The negative control of the test above: without the sum over ranks the very same check fails, for gates alone."""
-    found = two_ranks(folders, tmp_path, "unreduced")
-    for name in ("base", "plain", "module"):
-        assert max(found[name].prompt, found[name].generated) <= TOLERANCE, name
-    for name in ("wide", "narrow"):
-        assert found[name].prompt > 100 * TOLERANCE, name
 
 
 WITHOUT = """

@@ -201,13 +201,10 @@ def require_served(base: str, config: Any) -> None:
 
 
 def server_command(base: str, adapters: Mapping[str, str], *, host: str, port: int, max_lora_rank: int) -> list[str]:
-    """Command line of the server: the base as "base", each adapter folder (gated or plain) under its name.
-
-    vLLM's command line is started by way of `loragate.serving`, as the CPU builds of other publishers bring no program `vllm`.
-    """
+    """Command line of the server: the base as "base", each adapter folder (gated or plain) under its name."""
     slots = len({split_slot(folder)[0] for folder in adapters.values()})  # one for all overrides of a whole adapter
     return [
-        *(sys.executable, "-m", "loragate.serving", "serve", base),
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", base),
         *("--served-model-name", "base", "--host", host, "--port", str(port)),
         *("--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", str(slots)),
         # as JSON, because vLLM cuts NAME=FOLDER at the first "=", and an override may have one
