@@ -189,7 +189,7 @@ def test_verify_passes(vllm_server: Running, by: str, capsys: pytest.CaptureFixt
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert all(one["figure"] <= 1e-4 for one in checks if one["unit"] == "nats" and one["figure"] is not None), checks
     measured = {(one["name"], one["of"]) for one in checks if one["verdict"] == "passes"}
-    assert measured >= {("zero is the base", "gated at 0"), ("parity with transformers", "gated at 0.5")}
+    assert measured >= {("zero is the base", "adapter at 0"), ("parity with transformers", "adapter at 0.5")}
 
 
 @vllm_only

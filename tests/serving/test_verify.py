@@ -14,6 +14,7 @@ from served_fake import FakeServer, running
 
 import loragate as lg
 from loragate.cli.main import main
+from loragate.serving.settings import VerifySettings
 from loragate.serving.verify.checks import Checks, Prompts
 from loragate.serving.verify.served import Answer, Step, Target, difference
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
@@ -193,12 +194,13 @@ def test_noise_of_a_batch_that_is_no_rounding_excuses_nothing():
     class Restless:
         targets, parallel, calls = (Target("base"), Target("adapter")), True, 0
 
-        def complete(self, request):
+        def complete(self, target, prompt, tokens, **how):
             self.calls += 1
             return Answer((Step("a", -float(self.calls), {}),), None)
 
     prompts = Prompts(tiny_tokenizer(), 64, 4)
-    checks = Checks(Restless(), prompts, lambda served: {}, dtype="bfloat16", per_target=1, tokens=4)
+    settings = VerifySettings(adapter="x", dtype="bfloat16", prompts=1, tokens=4)
+    checks = Checks(Restless(), prompts, lambda served: {}, settings)
     assert [one.verdict for one in checks.batches()] == ["FAILS", "FAILS"]
 
 

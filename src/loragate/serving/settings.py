@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Le
 
+from loragate import models
+from loragate.errors import ConfigError
 from loragate.models.settings import Loading
-from loragate.validate import Amount, Count, Share, Size
+from loragate.validate import Amount, Count, Share, Size, comma_list
+
+if TYPE_CHECKING:
+    from loragate.models.source import ModelSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +86,24 @@ class VerifySettings(Loading):
     limit: Amount = 0.0
     json: bool = False
     out: str = ""
+
+
+def named_adapters(text: str, taken: Collection[str]) -> dict[str, ModelSource]:
+    """{served name: where the adapter is} of NAME=FOLDER or NAME=FOLDER@OVERRIDE, separated by commas.
+
+    Raises:
+        ConfigError: for another form, a folder without an adapter, an override that is not known, or a name in `taken`.
+    """
+    found: dict[str, ModelSource] = {}
+    for part in comma_list(text):
+        name, _, folder = part.partition("=")
+        source = models.resolve(folder, overrides=True, base_later=True) if name and folder else None
+        if source is None or source.kind == "base":
+            raise ConfigError(
+                f"--adapters {part}: expected NAME=FOLDER with the folder or hub id of a gated or plain adapter, or "
+                "NAME=FOLDER@OVERRIDE"
+            )
+        if name in taken or name in found:
+            raise ConfigError(f"--adapters {part}: the name {name} is taken; choose another")
+        found[name] = source
+    return found

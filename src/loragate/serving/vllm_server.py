@@ -22,7 +22,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,7 @@ from loragate.models import (
     resolve,
 )
 from loragate.serving.plugin import vllm_version
-from loragate.serving.settings import ServerSettings
-from loragate.validate import comma_list
+from loragate.serving.settings import ServerSettings, named_adapters
 
 USUAL_SHARE = 0.9
 """Share of an accelerator's memory that vLLM may fill."""
@@ -90,7 +89,11 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
             out.print("starting vLLM: " + shlex.join(command) + " …" * bool(settings.vllm_args), markup=False)
             print_sampling(adapters)
             command += shlex.split(settings.vllm_args)
-            began, process = time.monotonic(), start(command, settings.dynamic)
+            environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
+            if settings.dynamic:
+                environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+            # in a group of its own, so that Ctrl-C reaches it through us alone and it can end in order
+            began, process = time.monotonic(), subprocess.Popen(command, env=environment, start_new_session=True)
             try:
                 wait_until_healthy(process, url)
                 out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
@@ -126,18 +129,7 @@ def served_adapters(settings: ServerSettings) -> tuple[ModelSource, dict[str, Mo
         if source.kind == "gated"
         else {"adapter": source}
     )
-    for part in comma_list(settings.adapters):
-        name, _, text = part.partition("=")
-        more = resolve(text, overrides=True, base_later=True) if name and text else None
-        if more is None or more.kind == "base":
-            raise ConfigError(
-                f"--adapters {part}: expected NAME=FOLDER with the folder or hub id of a gated or plain adapter, or "
-                "NAME=FOLDER@OVERRIDE"
-            )
-        if name in (*adapters, "base"):
-            raise ConfigError(f"--adapters {part}: the name {name} is taken; choose another")
-        adapters[name] = more
-    return source, adapters
+    return source, adapters | named_adapters(settings.adapters, ("base", *adapters))
 
 
 def prepare_vllm(source: ModelSource, adapters: Mapping[str, ModelSource], trust: bool) -> int:
@@ -306,18 +298,6 @@ def stopping_arguments(
     told = {**defaults.to_diff_dict(), "eos_token_id": sorted(endings.token_ids)}
     write_json(scratch / "generation_config.json", told)
     return ["--generation-config", str(scratch)]
-
-
-def start(command: Sequence[str], dynamic: bool) -> subprocess.Popen[bytes]:
-    """Start the server in a group of its own, so that Ctrl-C reaches it through us alone and it can end in order.
-
-    With `dynamic`, clients may load adapters.
-    """
-    environment = dict(os.environ)
-    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if dynamic:
-        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
-    return subprocess.Popen(list(command), env=environment, start_new_session=True)
 
 
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:

@@ -21,7 +21,7 @@ from loragate.errors import ConfigError, LoragateError, nearest
 from loragate.models.source import ModelSource
 from loragate.printable import excerpt
 from loragate.serving.settings import VerifySettings
-from loragate.serving.verify.served import ADAPTER, BASE, Answer, Prompt, Request, Step, Target
+from loragate.serving.verify.served import ADAPTER, BASE, Answer, Prompt, Step, Target
 
 PATIENCE_S = 600.0  # for one answer; a server on a CPU compiles at the first
 TOP = 5  # most likely tokens that are asked for with each
@@ -83,10 +83,11 @@ class Endpoint:
         self.targets = [*map(Target, named), *(Target(ADAPTER, strength) for strength in strengths)]
         self._form = self._find_form(probe)
 
-    def complete(self, request: Request) -> Answer:
-        """One answer; raises LoragateError where the server refuses."""
-        reply = self._ask("/v1/completions", self._body(request, self._form))
-        return self._answer(reply, request)
+    def complete(
+        self, target: Target, prompt: Prompt, tokens: int, *, forced: int | None = None, scored: bool = False
+    ) -> Answer:
+        """See `Runtime`; raises LoragateError where the server refuses."""
+        return self._complete(self._form, target, prompt, tokens, forced, scored)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | int:
         """See `Runtime`; by `/tokenize` where there is one."""
@@ -179,45 +180,43 @@ class Endpoint:
             return {"vllm_xargs": {"lora_scale": target.strength}}
         return {}
 
-    def _body(self, request: Request, form: Form) -> dict[str, Any]:
-        prompt: Any = list(request.prompt.ids) if form.ids else request.prompt.text
-        body = {"model": self._model(request.target), "prompt": prompt, "max_tokens": request.tokens, "temperature": 0}
-        body |= {"logprobs": TOP, **self._extra_fields(request.target)}
-        if form.echo and request.scored:
+    def _complete(
+        self, form: Form, target: Target, prompt: Prompt, tokens: int, forced: int | None, scored: bool
+    ) -> Answer:
+        given: Any = list(prompt.ids) if form.ids else prompt.text
+        body = {"model": self._model(target), "prompt": given, "max_tokens": tokens, "temperature": 0}
+        body |= {"logprobs": TOP, **self._extra_fields(target)}
+        if form.echo and scored:
             body["echo"] = True
-        if request.forced is not None:
-            body["logit_bias"] = {str(request.forced): BIAS}
+        if forced is not None:
+            body["logit_bias"] = {str(forced): BIAS}
         if form.ids:
-            body |= {"return_tokens_as_token_ids": True, "ignore_eos": request.forced is None}
-        return body
+            body |= {"return_tokens_as_token_ids": True, "ignore_eos": forced is None}
+        return self._answer(self._ask("/v1/completions", body), prompt, tokens)
 
     def _find_form(self, probe: Prompt) -> Form:
         """The first of `FORMS` that the server takes, without what it passes over."""
         said = ""
         for form in FORMS:
-            request = Request(Target(ADAPTER), probe, 2, scored=True)
             try:
-                reply = self._ask("/v1/completions", self._body(request, form))
+                answer = self._complete(form, Target(ADAPTER), probe, 2, None, True)
             except LoragateError as error:
                 said = str(error)
                 continue
-            answer = self._answer(reply, request)
             return Form(form.ids, form.echo and bool(answer.prompt_logprobs))
         raise LoragateError(said)
 
-    def _answer(self, reply: Mapping[str, Any], request: Request) -> Answer:
+    def _answer(self, reply: Mapping[str, Any], prompt: Prompt, tokens: int) -> Answer:
         choice = (reply.get("choices") or [{}])[0]
         steps = _steps(choice.get("logprobs") or {})
         count = (reply.get("usage") or {}).get("completion_tokens")
         before: list[Step] = []
-        # echo puts the prompt's tokens in front
-        if request.scored and len(steps) > request.tokens:
-            own = len(request.prompt.ids)
-            before, steps = steps[:own], steps[own:]
+        if len(steps) > tokens:  # echo puts the prompt's tokens in front
+            before, steps = steps[: len(prompt.ids)], steps[len(prompt.ids) :]
         given = choice.get("token_ids")
         ids = _token_ids(steps, given)
         if ids is None and steps:
-            ids = self._ids_of_text(request.prompt, str(choice.get("text") or ""), len(steps))
+            ids = self._ids_of_text(prompt, str(choice.get("text") or ""), len(steps))
         finish = str(choice.get("finish_reason") or "")
         scores = tuple(step.logprob for step in before[1:])
         return Answer(tuple(steps), ids, scores, finish, None if count is None else int(count))
