@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_offline import PROMPTS, SETTINGS, greedy, lora, start
 
 import loragate as lg
-from loragate.evaluation.agreement import compare
+from loragate.evaluation.agreement import Served, compare
 from loragate.gates.attach import gate_modules
 from loragate.gates.override import parse_override
 from loragate.gates.strength import overrides_by_module
@@ -420,7 +420,7 @@ def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
 
 
 TWO_RANKS = """
-import pathlib, sys
+import json, pathlib, sys
 from vllm_offline import PROMPTS, greedy, lora, start
 
 if __name__ == "__main__":
@@ -428,18 +428,17 @@ if __name__ == "__main__":
     requests = [lora(name, at, place / name) for at, name in enumerate(["plain", "wide", "narrow", "module"], 1)]
     llm = start(place / "base", max_loras=4, tensor_parallel_size=2, fully_sharded_loras=sys.argv[2] == "sharded")
     answers = greedy(llm, PROMPTS, [None, *requests], 24)
-    pathlib.Path(sys.argv[3]).write_text(repr([[vars(one) for one in row] for row in answers]))
+    pathlib.Path(sys.argv[3]).write_text(json.dumps([[vars(one) for one in row] for row in answers]))
 """
 
 
-def two_ranks(folders: Path, tmp_path: Path, adapters: str) -> dict[str, Any]:
-    """{name: how far the answers of two CPU ranks lie from the reference}."""
-    import ast
-
+@pytest.mark.parametrize("adapters", ["whole", "sharded"])
+def test_two_ranks_share_the_model(folders: Path, tmp_path: Path, adapters: str) -> None:
+    """Row-parallel layers (o_proj, down_proj) see half of the input each; w·h is summed before the map."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one processor: two ranks need one each")
     first, second = sorted(os.sched_getaffinity(0))[:2]
-    script, out = tmp_path / "ranks.py", tmp_path / "answers.txt"
+    script, out = tmp_path / "ranks.py", tmp_path / "answers.json"
     script.write_text(TWO_RANKS)
     environment = {**os.environ, **SETTINGS, "VLLM_CPU_OMP_THREADS_BIND": f"{first}|{second}"}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
@@ -447,20 +446,10 @@ def two_ranks(folders: Path, tmp_path: Path, adapters: str) -> dict[str, Any]:
     command = [sys.executable, str(script), str(folders), adapters, str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    from loragate.evaluation.agreement import Served
-
-    rows = ast.literal_eval(out.read_text())
-    names = ["base", "plain", "wide", "narrow", "module"]
-    found = {name: compare(reference(name), [Served(**one) for one in answers]) for name, answers in zip(names, rows)}
-    print(adapters, found)
-    return found
-
-
-@pytest.mark.parametrize("adapters", ["whole", "sharded"])
-def test_two_ranks_share_the_model(folders: Path, tmp_path: Path, adapters: str) -> None:
-    """Row-parallel layers (o_proj, down_proj) see half of the input each; w·h is summed before the map."""
-    for name, found in two_ranks(folders, tmp_path, adapters).items():
-        assert max(found.prompt, found.generated) <= TOLERANCE, name
+    for name, answers in zip(["base", "plain", "wide", "narrow", "module"], json.loads(out.read_text()), strict=True):
+        served = [Served(**{key: tuple(value) for key, value in one.items()}) for one in answers]
+        found = compare(reference(name), served)
+        assert max(found.prompt, found.generated) <= TOLERANCE, (name, found)
 
 
 WITHOUT = """
