@@ -112,9 +112,10 @@ def test_a_planted_fault_is_caught(fault, caught_by, folders, capsys):
     assert status == 1
 
 
-def test_a_server_without_log_probs_proves_nothing(folders, capsys):
+@pytest.mark.parametrize(("fault", "dialect"), [("no log-probs", "plain"), ("leaves tokens out", "llama")])
+def test_a_server_without_log_probs_proves_nothing(fault, dialect, folders, capsys):
     adapter, _ = folders
-    with running(FakeServer(adapter, fault="no log-probs", dialect="plain")) as url:
+    with running(FakeServer(adapter, fault=fault, dialect=dialect)) as url:
         status, verdicts, checks = verify(capsys, url, adapter)
     assert verdicts.pop("chat template") == verdicts.pop("stop tokens") == "passes"  # which need none
     assert set(verdicts.values()) == {"not measured"}, checks

@@ -213,6 +213,8 @@ class Endpoint:
         before: list[Step] = []
         if len(steps) > tokens:  # echo puts the prompt's tokens in front
             before, steps = steps[: len(prompt.ids)], steps[len(prompt.ids) :]
+        if steps and count is not None and len(steps) < count and choice.get("finish_reason") != "stop":
+            steps = []  # llama-server leaves out tokens that end within a character: nothing tells which
         given = choice.get("token_ids")
         ids = _token_ids(steps, given)
         if ids is None and steps:
