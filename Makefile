@@ -27,7 +27,7 @@ vllm-env:
 	scripts/vllm_cpu_env.sh $(VLLM_VENV)
 
 test-vllm: vllm-env
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/generation/test_vllm_engine.py tests/serving $(ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/generation/test_vllm_engine.py tests/contract/test_vllm.py tests/serving $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests benchmarks scripts

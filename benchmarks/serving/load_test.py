@@ -52,9 +52,7 @@ class Server:
         command = [sys.executable, "-m", "loragate", "serve", str(gated)]
         command += ["--adapters", f"second={second}"] if second else []
         command += ["--base", str(base)] if base else []
-        command += ["--dtype", "float32", "--port", str(port)]
-        overrides = "unit" if second else "unit,constant=0.5"
-        command += ["--overrides", overrides, f"--vllm-args=--num-gpu-blocks-override {blocks}"]
+        command += ["--dtype", "float32", "--port", str(port), f"--vllm-args=--num-gpu-blocks-override {blocks}"]
         settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         self.url = f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(

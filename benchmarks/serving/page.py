@@ -17,21 +17,12 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / name for name in ("serving.md", "verify.md")]
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.S)
-RATIOS = ("gated_to_adapter", "strengths_to_adapter", "adapter_to_base", "adapter_to_vllm")
-CASES = {
-    "all slots filled": "base, plain, two gated; all slots filled",
-    "prefix cache": "the same from the prefix cache",
-    "one slot, chunked prefill": "one slot, chunked prefill of 24 tokens",
-    "other granularities": "other granularities",
-    "two ranks": "two CPU ranks (tensor parallel)",
-    "two ranks, sharded adapters": "two ranks, fully sharded adapters",
-    "adapter four times as strong": "adapter four times as strong",
+RATIOS = {
+    "gated_to_adapter": "gated : plain",
+    "strengths_to_adapter": "a strength per sequence : plain",
+    "adapter_to_base": "plain : base",
+    "adapter_to_vllm": "plain : vLLM's own products",
 }
-
-
-def load(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"serving_{name}.json").read_text(encoding="utf-8"))
-    return found
 
 
 def table(head: list[str], rows: list[list[str]], left: int = 1) -> str:
@@ -40,59 +31,14 @@ def table(head: list[str], rows: list[list[str]], left: int = 1) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
-def agreement() -> str:
-    """The largest difference of each batch, over prompts and generated tokens; all gated adapters of a batch in one column."""
-    rows = []
-    for case, found in load("agreement")["largest_difference_of_a_log_prob"].items():
-        sides: dict[str, list[float]] = {"base": [], "plain": [], "gated": []}
-        for name, one in found.items():
-            sides.get(name, sides["gated"]).append(max(one["prompt"] or 0.0, one["generated"]))
-        other = f"{sum(one['other_greedy_choices'] for one in found.values())} of {sum(one['tokens'] for one in found.values())}"
-        rows.append([CASES[case], *(f"{max(side):.1e}" if side else "" for side in sides.values()), other])
-    return table(["batch", "base", "plain adapter", "gated", "other greedy choices"], rows)
-
-
-def rounding() -> str:
-    found = load("agreement")["transformers_with_and_without_cache"]
-    others = max(value for name, value in found.items() if name != "strong")
-    return (
-        "transformers differs from itself, token by token with its cache against one pass over the same tokens, by "
-        f"{found['base']:.1e} for the base, by at most {others:.1e} for these adapters and by {found['strong']:.1e} for the "
-        "one four times as strong."
-    )
-
-
 def throughput() -> str:
-    rows = []
-    for case, found in load("throughput")["cases"].items():
-        speeds = [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in found["tokens_per_second"].values()]
-        ratios = [found[name] for name in RATIOS]
-        rows.append(
-            [case, *speeds, *("{:.2f} ({:.2f}–{:.2f})".format(one["median"], *one["quartiles"]) for one in ratios)]
-        )
-    head = [
-        "tokens per second",
-        "base",
-        "plain adapter",
-        "gated",
-        "a strength per sequence",
-        "plain, vLLM's own products",
+    """Medians and quartiles of the ratios of speeds."""
+    cases = json.loads((RESULTS / "serving_throughput_real.json").read_text(encoding="utf-8"))["cases"]
+    rows = [
+        [case, *("{:.2f} ({:.2f}–{:.2f})".format(found[name]["median"], *found[name]["quartiles"]) for name in RATIOS)]
+        for case, found in cases.items()
     ]
-    head += ["gated : plain, median (quartiles)", "strengths : plain", "plain : base", "plain : vLLM's own"]
-    return table(head, rows)
-
-
-def clients() -> str:
-    found = load("load_vllm")
-    row = [
-        f"{found['requests']:,} of {found['tokens_per_request']} tokens",
-        str(found["errors"]),
-        str(found["replies_that_differ"]),
-        ", ".join(f"{value:.0f} s" for value in found["latency_s"].values()),
-        ", ".join(str(size) for size in found["memory_mib"]),
-    ]
-    memory = "memory before the first and after each round, MiB"
-    return table(["requests", "errors", "replies that differ", "p50, p95 latency", memory], [row], left=0)
+    return table(["", *RATIOS.values()], rows)
 
 
 def verify() -> str:
@@ -118,10 +64,7 @@ def verdict(checks: list[dict[str, Any]]) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "agreement": agreement,
-    "rounding": rounding,
     "throughput": throughput,
-    "clients": clients,
     "verify": verify,
 }
 

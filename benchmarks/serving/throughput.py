@@ -58,10 +58,10 @@ def main() -> None:
 
     import torch
     import vllm
+    from vllm.lora.request import LoRARequest
     from vllm.platforms import current_platform
 
     from loragate.serving.layers import GatedPunica
-    from loragate.serving.parity import open_llm
 
     on_cpu = current_platform.is_cpu()
     if on_cpu:
@@ -74,12 +74,22 @@ def main() -> None:
         else:
             place = make_models(Path(scratch), **sizes, rank=options.rank)
         folders = {"gated": str(place / "gated"), "adapter": str(place / "gated" / "adapter")}
-        llm, requests = open_llm(
-            str(place / "base"), folders, max_lora_rank=options.rank, dtype=options.dtype, max_num_seqs=16
+        llm = vllm.LLM(
+            model=str(place / "base"),
+            skip_tokenizer_init=True,
+            enable_lora=True,
+            enable_prefix_caching=True,
+            block_size=32 if on_cpu else None,  # its own 128 would leave short prompts out of the prefix cache
+            max_loras=len(folders),
+            max_lora_rank=options.rank,
+            dtype=options.dtype,
+            max_num_seqs=16,
         )
         if on_cpu:
             torch.set_num_threads(1)
-        owners: dict[str, Any] = {"base": None} | {request.lora_name: request for request in requests}
+        owners: dict[str, Any] = {"base": None} | {
+            name: LoRARequest(name, number, folder) for number, (name, folder) in enumerate(folders.items(), 1)
+        }
         owners["vllm"] = owners["adapter"]
 
         def adapters(name: str, sequences: int) -> Any:

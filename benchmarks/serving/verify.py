@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,7 +28,6 @@ from typing import Any
 
 START_S = 900.0  # a busy machine with two cores
 MODEL = {"hidden": 128, "layers": 2, "vocabulary": 512, "positions": 512}
-CONSTANTS = ("0", "0.5", "1")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -56,14 +56,28 @@ def tokenizer() -> Any:
 
 
 def write_models(place: Path) -> None:
-    """base, gated and second as folders; base.gguf, adapter.gguf and second.gguf."""
+    """base, whole, gated and second as folders; base.gguf, whole.gguf, adapter.gguf and second.gguf."""
     from served_models import make_models
 
     make_models(place, **MODEL)
     tokenizer().save_pretrained(place / "base")
-    write_gguf_base(place / "base", place / "base.gguf")
+    write_whole(place / "base", place / "whole")
+    for name in ("base", "whole"):
+        write_gguf_base(place / name, place / f"{name}.gguf")
     for name, folder in (("adapter", "gated"), ("second", "second")):
         write_gguf_adapter(place / folder / "adapter", place / f"{name}.gguf")
+
+
+def write_whole(base: Path, out: Path) -> None:
+    """The base, but no token that ends within a character is ever the most likely: llama-server gives no log-probs of those."""
+    from safetensors.torch import load_file, save_file
+
+    found = tokenizer()
+    parts = [at for at in range(len(found)) if "\ufffd" in found.decode([at])]
+    shutil.copytree(base, out)
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"][parts] = 0.0
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
 PARTS = {
@@ -194,10 +208,12 @@ def plain_vllm(options: argparse.Namespace, place: Path, port: int) -> list[str]
     ]
 
 
-def check(place: Path, name: str, adapter: str, *more: str, python: str = sys.executable) -> dict[str, Any]:
+def check(
+    place: Path, name: str, adapter: str, *more: str, python: str = sys.executable, base: str = "base"
+) -> dict[str, Any]:
     """The record of one run of the command."""
     out = place / f"verify-{name}"
-    command = [python, "-m", "loragate", "verify", str(place / adapter), "--base", str(place / "base")]
+    command = [python, "-m", "loragate", "verify", str(place / adapter), "--base", str(place / base)]
     command += ["--dtype", "float32", "--out", str(out), *more]
     done = subprocess.run(command, check=False)
     if not (out / "verify.json").is_file():
@@ -207,9 +223,9 @@ def check(place: Path, name: str, adapter: str, *more: str, python: str = sys.ex
 
 
 def vllm_with_plugin(options: argparse.Namespace, place: Path) -> dict[str, Any]:
-    port, overrides = free_port(), ",".join(f"constant={value}" for value in CONSTANTS)
+    port = free_port()
     command = [options.vllm, "-m", "loragate", "serve", str(place / "gated"), "--port", str(port), "--dtype", "float32"]
-    command += ["--adapters", f"second={place / 'second'}", "--overrides", overrides, "--max-model-len", "512"]
+    command += ["--adapters", f"second={place / 'second'}", "--max-model-len", "512"]
     command += ["--vllm-memory", "0.2", "--vllm-args", "--block-size 32"]
     with served(command, port, place / "vllm.log", **ON_CPU) as url:
         more = ("--adapters", f"second={place / 'second'}", "--served-adapter", "gated")
@@ -229,12 +245,12 @@ def llama_python(options: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 def llama_server(options: argparse.Namespace, place: Path) -> dict[str, Any]:
     port = free_port()
-    command = [options.llama_server, "-m", str(place / "base.gguf"), "--port", str(port), "-c", "8192", "-np", "4"]
+    command = [options.llama_server, "-m", str(place / "whole.gguf"), "--port", str(port), "-c", "8192", "-np", "4"]
     command += ["--lora", f"{place / 'adapter.gguf'},{place / 'second.gguf'}", "--lora-init-without-apply", "-t", "1"]
     command += ["--jinja", "-ctk", "f32", "-ctv", "f32", "-fa", "off"]
     with served(command, port, place / "llama.log") as url:
         more = ("--adapters", f"second={place / 'second' / 'adapter'}", "--served-adapter", "adapter")
-        return check(place, "llama-server", "gated/adapter", "--endpoint", url, *more)
+        return check(place, "llama-server", "gated/adapter", "--endpoint", url, *more, base="whole")
 
 
 CASES = {

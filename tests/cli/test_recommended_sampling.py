@@ -101,7 +101,8 @@ def test_doctor_and_export(place, tmp_path, capsys):
 
 
 def test_the_server_says_which_folders_are_sampled_how(place, capsys):
-    settings = ServerSettings(model=str(place / "cool"), adapters=f"more={place / 'greedy'}", overrides="unit")
+    more = f"more={place / 'greedy'}, calm={place / 'greedy'}@unit"
+    settings = ServerSettings(model=str(place / "cool"), adapters=more)
     print_sampling(served_adapters(settings)[1])
     out = " ".join(capsys.readouterr().out.split())
     assert "sampling at temperature 0.3, as gated recommends" in out

@@ -37,10 +37,9 @@ class FakeServer:
 
     def answer(self, path, body):
         if path == "/v1/models":
-            names = ["base", *self.loaded]
-            if self.dialect == "vllm":
-                names += [f"adapter@constant={strength}" for strength in ("0", "0.5", "1")]
-            return {"data": [{"id": name} for name in names]}
+            return {"data": [{"id": name} for name in ["base", *self.loaded]]}
+        if self.dialect == "vllm" and path.startswith("/v1/models/"):
+            return {"id": path.removeprefix("/v1/models/")}
         if path == "/v1/completions":
             return self.complete(body)
         if path == "/v1/chat/completions":
@@ -69,7 +68,8 @@ class FakeServer:
         name, _, strength = body["model"].partition("@constant=")
         if "adapter ignored" in self.faults or name == "base":
             return None, None
-        strength = float(strength) if strength else None
+        field = body.get("vllm_xargs", {}).get("lora_scale") if "field ignored" not in self.faults else None
+        strength = float(strength) if strength else field
         if "zero is not zero" in self.faults and strength == 0:
             strength = 0.2
         return name, strength
@@ -127,6 +127,8 @@ class FakeServer:
             if body.get("echo"):
                 scores = model(torch.tensor([ids])).logits[0].log_softmax(-1)
                 before = [(ids[0], None), *((token, scores[at]) for at, token in enumerate(ids[1:]))]
+        if "leaves tokens out" in self.faults:
+            rows = rows[:1] + rows[2:]
         return {
             "choices": [
                 {

@@ -14,6 +14,7 @@ from served_fake import FakeServer, running
 
 import loragate as lg
 from loragate.cli.main import main
+from loragate.serving.settings import VerifySettings
 from loragate.serving.verify.checks import Checks, Prompts
 from loragate.serving.verify.served import Answer, Step, Target, difference
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
@@ -68,6 +69,19 @@ def test_an_honest_server_passes(dialect, folders, capsys):
     assert all(one["figure"] < 1e-5 for one in parity)
 
 
+@pytest.mark.parametrize("fault", ["", "field ignored"])
+def test_strengths_as_a_field_of_the_request(fault, folders, capsys):
+    adapter, _ = folders
+    with running(FakeServer(adapter, fault=fault)) as url:
+        status, verdicts, checks = verify(capsys, url, adapter, "--strength-by", "lora_scale")
+    assert status == int(bool(fault)), checks
+    assert {one["of"] for one in checks if one["name"].startswith("parity")} >= {"adapter at 0", "adapter at 0.5"}
+    failed = {name for name, verdict in verdicts.items() if verdict == "FAILS"}
+    assert failed == (
+        {"parity with transformers", "zero is the base", "isolation: with transformers"} if fault else set()
+    )
+
+
 def test_a_server_of_the_bare_standard_is_read_by_its_text(folders, capsys):
     adapter, _ = folders
     with running(FakeServer(adapter, dialect="plain")) as url:
@@ -98,9 +112,10 @@ def test_a_planted_fault_is_caught(fault, caught_by, folders, capsys):
     assert status == 1
 
 
-def test_a_server_without_log_probs_proves_nothing(folders, capsys):
+@pytest.mark.parametrize(("fault", "dialect"), [("no log-probs", "plain"), ("leaves tokens out", "llama")])
+def test_a_server_without_log_probs_proves_nothing(fault, dialect, folders, capsys):
     adapter, _ = folders
-    with running(FakeServer(adapter, fault="no log-probs", dialect="plain")) as url:
+    with running(FakeServer(adapter, fault=fault, dialect=dialect)) as url:
         status, verdicts, checks = verify(capsys, url, adapter)
     assert verdicts.pop("chat template") == verdicts.pop("stop tokens") == "passes"  # which need none
     assert set(verdicts.values()) == {"not measured"}, checks
@@ -180,12 +195,13 @@ def test_noise_of_a_batch_that_is_no_rounding_excuses_nothing():
     class Restless:
         targets, parallel, calls = (Target("base"), Target("adapter")), True, 0
 
-        def complete(self, request):
+        def complete(self, target, prompt, tokens, **how):
             self.calls += 1
             return Answer((Step("a", -float(self.calls), {}),), None)
 
     prompts = Prompts(tiny_tokenizer(), 64, 4)
-    checks = Checks(Restless(), prompts, lambda served: {}, dtype="bfloat16", per_target=1, tokens=4)
+    settings = VerifySettings(adapter="x", dtype="bfloat16", prompts=1, tokens=4)
+    checks = Checks(Restless(), prompts, lambda served: {}, settings)
     assert [one.verdict for one in checks.batches()] == ["FAILS", "FAILS"]
 
 

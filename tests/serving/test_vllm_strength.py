@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_vllm_gates import PROMPTS, TOLERANCE, folders, lora, pytestmark, reference, settings, start
+from test_vllm_gates import TOLERANCE, folders, pytestmark, reference, settings
+from vllm_offline import PROMPTS, greedy, lora, start
 
 from loragate.evaluation.agreement import Served, compare
-from loragate.serving.parity import greedy
 
 __all__ = ["folders", "pytestmark", "settings"]  # fixtures, and what all tests of vLLM are marked with
 
@@ -23,7 +23,7 @@ NEW_TOKENS = 24
 def tight(settings: None, folders: Path) -> Any:
     """Two slots, the prefix cache on, prompts cut into pieces, and fewer blocks than a full batch needs."""
     return start(
-        folders,
+        folders / "base",
         max_loras=2,
         enable_prefix_caching=True,
         block_size=32,

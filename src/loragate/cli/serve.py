@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from loragate import models
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
 from loragate.errors import ConfigError
@@ -17,7 +16,7 @@ class ServeOptions(ModelOptions, ServerSettings):
 
 
 def run(options: ServeOptions) -> int:
-    """Serve until Ctrl-C, or with --verify compare vLLM with transformers."""
+    """Serve until Ctrl-C."""
     from loragate.generation.vllm_engine import require_vllm
 
     require_vllm()
@@ -26,15 +25,9 @@ def run(options: ServeOptions) -> int:
             f"--quantization {options.quantization} has no effect: vLLM loads the base itself; give its own flag, as in "
             '--vllm-args "--quantization bitsandbytes"'
         )
-    # by the commit that a hub id means now, so that server and reference load the same
-    settings = replace(options, model=models.resolve(options.model, options.base).source)
-    if options.verify:
-        from loragate.serving.parity import verify
-
-        return verify(settings)
     from loragate.serving.vllm_server import serve
 
-    return serve(settings, options.system)
+    return serve(options, options.system)
 
 
 COMMAND = Command(
@@ -45,8 +38,7 @@ COMMAND = Command(
     examples=(
         "loragate serve gated",
         "loragate serve gated --port 8080 --adapters math=other-gated,style=plain-adapter",
-        "loragate serve gated --overrides unit,constant=0.5",
-        "loragate serve gated --verify",
+        "loragate serve gated --adapters half=gated@constant=0.5",
     ),
-    common="base host port adapters overrides dynamic verify max_model_len vllm_args dtype",
+    common="base host port adapters dynamic max_model_len vllm_args dtype",
 )

@@ -1,9 +1,9 @@
 """Does another engine compute what transformers computes? Log-probs of the same tokens, side by side.
 
-Nothing else shows that vLLM used the right λ: its answers look like answers whichever model gave them. `loragate serve --verify`
-compares greedy answers to random prompts. An evaluation on vLLM asks for the log-probs of a few of its own answers while the
-engine still acts as the variant (`ask`), and reads them again with transformers when vLLM has freed its memory (`verify`). A
-variant disagrees where it is off by more than rounding, or where another of the models explains what was served better.
+Nothing else shows that vLLM used the right λ: its answers look like answers whichever model gave them. `loragate verify` checks
+a server by `verify`. An evaluation on vLLM asks for the log-probs of a few of its own answers while the engine still acts as the
+variant (`ask`), and reads them again with transformers when vLLM has freed its memory. A variant disagrees where it is off by
+more than rounding, or where another of the models explains what was served better.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -59,44 +59,36 @@ class Agreement:
             is no number.
         mean: mean absolute difference over the answers' tokens, likewise.
         tokens: answers' tokens that were compared.
-        mismatches: of these, not the reference's own most likely one.
-        close_calls: of the mismatches, where the reference's two best lie within 1e-3 of each other, so that rounding decides.
     """
 
     prompt: float
     generated: float
     mean: float
     tokens: int
-    mismatches: int
-    close_calls: int
 
 
 def compare(model: Any, served: Sequence[Served]) -> Agreement:
     """The served answers against a transformers model (base, PeftModel or gated PeftModel) as it acts now."""
     prompt = generated = total = 0.0
-    tokens = mismatches = close_calls = 0
+    tokens = 0
     for answer in served:
-        logits_TV, own_T = _read(model, answer)
+        own_T = _read(model, answer)
         cut = len(answer.prompt_ids) - 1  # of `own_T`, which says nothing of the first token
         if answer.prompt_logprobs:
             prompt = max(prompt, *_differences(own_T[:cut], answer.prompt_logprobs))
         differences = _differences(own_T[cut:], answer.logprobs)
         generated, total = max(generated, *differences), total + sum(differences)
-        best_T2 = logits_TV[cut:-1].topk(2, dim=-1)
-        other_T = best_T2.indices[:, 0] != torch.tensor(answer.token_ids)
         tokens += len(answer.token_ids)
-        mismatches += int(other_T.sum())
-        close_calls += int((other_T & (best_T2.values[:, 0] - best_T2.values[:, 1] < 1e-3)).sum())
-    return Agreement(prompt, generated, total / max(tokens, 1), tokens, mismatches, close_calls)
+    return Agreement(prompt, generated, total / max(tokens, 1), tokens)
 
 
-def _read(model: Any, answer: Served) -> tuple[Tensor, Tensor]:
-    """(logits [T, V] of prompt and answer, log-probs [T-1] of their tokens from the second on), fp32 on the CPU."""
+def _read(model: Any, answer: Served) -> Tensor:
+    """Log-probs [T-1] of the tokens of prompt and answer from the second on, fp32 on the CPU."""
     ids = torch.tensor([answer.prompt_ids + answer.token_ids], device=next(model.parameters()).device)
     with torch.no_grad():
         logits_TV = model(ids).logits[0].float().cpu()
     # position t predicts token t + 1
-    return logits_TV, logits_TV.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None].cpu()).squeeze(-1)
+    return logits_TV.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None].cpu()).squeeze(-1)
 
 
 def _differences(reference_T: Tensor, found: Sequence[float]) -> list[float]:
@@ -108,7 +100,7 @@ def read_again(model: Any, served: Sequence[Served]) -> list[Served]:
     """The same answers with the log-probs that a transformers model gives them, as it acts now."""
     found = []
     for answer in served:
-        own_T = _read(model, answer)[1][len(answer.prompt_ids) - 1 :]
+        own_T = _read(model, answer)[len(answer.prompt_ids) - 1 :]
         found.append(replace(answer, prompt_logprobs=(), logprobs=tuple(own_T.tolist())))
     return found
 
@@ -252,5 +244,5 @@ def require_agreement(found: Mapping[str, VariantAgreement], folder: Path) -> No
     raise LoragateError(
         f"vLLM did not compute what transformers computes, so the scores in {folder} are those of other models: "
         f"{'; '.join(lines)}. Evaluate with --engine transformers, or with the vLLM that the extra [vllm] names, into another "
-        "folder; `loragate serve DIR --verify` measures more"
+        "folder; `loragate verify` on a server measures more"
     )

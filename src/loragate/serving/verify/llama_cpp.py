@@ -18,7 +18,7 @@ from loragate.errors import ConfigError, LoragateError
 from loragate.serving.settings import VerifySettings
 from loragate.serving.verify.checks import SHARED_TOKENS
 from loragate.serving.verify.endpoint import BIAS, STRENGTHS, TOP
-from loragate.serving.verify.served import ADAPTER, BASE, Answer, Request, Step, Target
+from loragate.serving.verify.served import ADAPTER, BASE, Answer, Prompt, Step, Target
 
 
 class LlamaCpp:
@@ -44,24 +44,24 @@ class LlamaCpp:
         self.label = f"llama-cpp-python {self._library.__version__}"
         self.targets = [Target(BASE), Target(ADAPTER), *(Target(ADAPTER, strength) for strength in STRENGTHS)]
 
-    def complete(self, request: Request) -> Answer:
-        """One answer, token by token, with the log-probs of all tokens of the vocabulary behind each."""
-        model, ids = self._model(request.target), list(request.prompt.ids)
-        if request.forced is not None:
-            reply = model.create_completion(
-                ids, max_tokens=request.tokens, temperature=0.0, logit_bias={request.forced: BIAS}
-            )
+    def complete(
+        self, target: Target, prompt: Prompt, tokens: int, *, forced: int | None = None, scored: bool = False
+    ) -> Answer:
+        """See `Runtime`; token by token, with the log-probs of all tokens of the vocabulary behind each."""
+        model, ids = self._model(target), list(prompt.ids)
+        if forced is not None:
+            reply = model.create_completion(ids, max_tokens=tokens, temperature=0.0, logit_bias={forced: BIAS})
             return Answer((), None, (), reply["choices"][0]["finish_reason"] or "", reply["usage"]["completion_tokens"])
         steps: list[Step] = []
         scores: tuple[float, ...] = ()
         for token in model.generate(ids, temp=0.0, repeat_penalty=1.0):
             logprobs_V = _log_softmax(model.scores[model.n_tokens - 1])
-            if not steps and request.scored:
+            if not steps and scored:
                 scores = tuple(float(_log_softmax(model.scores[at])[ids[at + 1]]) for at in range(len(ids) - 1))
             best = np.argsort(logprobs_V)[-TOP:]
             top = {f"token_id:{index}": float(logprobs_V[index]) for index in best}
             steps.append(Step(f"token_id:{token}", float(logprobs_V[token]), top))
-            if len(steps) == request.tokens:
+            if len(steps) == tokens:
                 break
         token_ids = tuple(int(step.token.removeprefix("token_id:")) for step in steps)
         return Answer(tuple(steps), token_ids, scores, "length", len(steps))

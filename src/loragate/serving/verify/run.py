@@ -20,12 +20,11 @@ from loragate.gates.control import why_no_base
 from loragate.models import Loaded, open_model, resolve
 from loragate.models.source import ModelSource
 from loragate.report.table import Line, Table
-from loragate.serving.settings import VerifySettings
+from loragate.serving.settings import VerifySettings, named_adapters
 from loragate.serving.verify.checks import FAILS, NO_LOGPROBS, PASSES, UNMEASURED, Check, Checks, Prompts
 from loragate.serving.verify.endpoint import Endpoint
 from loragate.serving.verify.llama_cpp import LlamaCpp
 from loragate.serving.verify.served import ADAPTER, BASE, Runtime, Target
-from loragate.validate import comma_list
 
 RECORD = "verify.json"
 UNLIMITED = 1 << 20
@@ -86,16 +85,19 @@ def verify(settings: VerifySettings) -> int:
         )
     if settings.out:
         require_new(Path(settings.out))
-    place, others, display = resolve(settings.adapter, settings.base, overrides=True), _others(settings), Display()
+    place, display = resolve(settings.adapter, settings.base, overrides=True), Display()
     if place.kind == "base":
         raise ConfigError(
             f"{settings.adapter} is no adapter, plain or gated; a server of a base alone has nothing to check here"
         )
-    others = {name: replace(other, base=place.base) for name, other in others.items()}
+    others = {
+        name: replace(other, base=place.base)
+        for name, other in named_adapters(settings.adapters, (BASE, ADAPTER)).items()
+    }
     with display.job("loading the reference"):
         references = References(settings, place, others)
     loaded = references.loaded
-    tokenizer, endings = loaded.tokenizer, loaded.endings
+    tokenizer = loaded.tokenizer
     prompts = Prompts(tokenizer, loaded.positions or UNLIMITED, settings.tokens)
     runtime: Runtime
     if settings.endpoint:
@@ -103,26 +105,11 @@ def verify(settings: VerifySettings) -> int:
     else:
         runtime = LlamaCpp(settings)
     with display.job(f"checking {runtime.label}"):
-        checks = Checks(
-            runtime,
-            prompts,
-            references.read,
-            dtype=settings.dtype,
-            per_target=settings.prompts,
-            tokens=settings.tokens,
-        )
-        if settings.limit:
-            checks.rounding = settings.limit
+        checks = Checks(runtime, prompts, references.read, settings)
         has_gates = "the served adapter has gates; parity at 1 compares with the adapter beneath them"
         unlike = {0.0: why_no_base(loaded.model), 1.0: has_gates if place.kind == "gated" else ""}
-        found = [checks.chat_template(tokenizer)]
-        found.append(checks.stop_tokens(endings, {one: repr(tokenizer.decode([one])) for one in endings.token_ids}))
-        found += [
-            *checks.parity(),
-            *checks.batches(),
-            *checks.strengths(unlike),
-            *checks.isolation(),
-        ]
+        found = [checks.chat_template(tokenizer), checks.stop_tokens(loaded.endings, tokenizer)]
+        found += [*checks.parity(), *checks.batches(), *checks.strengths(unlike), *checks.isolation()]
     record = _record(runtime, settings, place, found)
     if settings.out:
         Path(settings.out).mkdir(parents=True, exist_ok=True)
@@ -134,19 +121,6 @@ def verify(settings: VerifySettings) -> int:
         if not record["compared"]:
             console().print(f"the adapter was not compared: {NO_LOGPROBS}", soft_wrap=True)
     return DONE if record["passes"] else FAILED
-
-
-def _others(settings: VerifySettings) -> dict[str, ModelSource]:
-    """{served name: where the adapter is} of --adapters."""
-    found = {}
-    for part in comma_list(settings.adapters):
-        name, _, text = part.partition("=")
-        if not name or not text or name in (BASE, ADAPTER):
-            raise ConfigError(
-                f"--adapters {part}: expected NAME=FOLDER, the served name and the folder of another adapter"
-            )
-        found[name] = resolve(text, overrides=True, base_later=True)
-    return found
 
 
 def _record(runtime: Runtime, settings: VerifySettings, place: ModelSource, found: Sequence[Check]) -> dict[str, Any]:

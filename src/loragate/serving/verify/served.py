@@ -40,23 +40,6 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Request:
-    """One greedy completion.
-
-    Attributes:
-        tokens: of the answer; it goes on after tokens that end one.
-        forced: a token that the runtime is made to choose by a bias, and after which it may stop; None for a plain answer.
-        scored: whether the log-probs of the prompt's tokens are wanted too.
-    """
-
-    target: Target
-    prompt: Prompt
-    tokens: int
-    forced: int | None = None
-    scored: bool = False
-
-
-@dataclass(frozen=True)
 class Step:
     """One token of an answer: as the runtime writes it, its log-prob in nats, and those of the most likely ones."""
 
@@ -97,8 +80,15 @@ class Runtime(Protocol):
     targets: list[Target]
     parallel: bool
 
-    def complete(self, request: Request) -> Answer:
-        """One answer."""
+    def complete(
+        self, target: Target, prompt: Prompt, tokens: int, *, forced: int | None = None, scored: bool = False
+    ) -> Answer:
+        """One greedy answer of so many tokens, which goes on after tokens that end one.
+
+        Args:
+            forced: a token that the runtime is made to choose by a bias, and after which it may stop.
+            scored: whether the log-probs of the prompt's tokens are wanted too.
+        """
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | int:
         """The token ids that the runtime makes of a conversation, or their number where it shows no more."""
