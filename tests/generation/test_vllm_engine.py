@@ -190,6 +190,7 @@ def test_one_engine_answers_as_several_adapters(fake_vllm: Any, folders: tuple[s
     engine = VllmEngine(*folders)
     half = engine.acting_as(folders[1], "constant=0.5")
     rows = [engine, half, engine.acting_as(None), engine.acting_as(folders[1]), half.acting_as(folders[1], "unit")]
+    rows.append(half.acting_as(folders[1], "lower=0"))  # λ differs from layer to layer: a slot of its own
     for row in rows:
         row.generate(PROMPTS[:1], GREEDY)
     assert [call[2] for call in engine._llm.calls] == [
@@ -198,6 +199,7 @@ def test_one_engine_answers_as_several_adapters(fake_vllm: Any, folders: tuple[s
         None,
         ("adapter-1", 1, folders[1]),
         ("adapter-1", 1, f"{folders[1]}@unit"),
+        ("adapter-2", 2, f"{folders[1]}@lower=0"),
     ]
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16}')
     with pytest.raises(ConfigError, match="was made for 8; make one"):

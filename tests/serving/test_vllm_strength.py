@@ -108,6 +108,11 @@ def test_a_strength_for_a_part_of_the_model_has_a_slot_of_its_own(folders: Path,
     answers, whole = greedy(tight, PROMPTS, [part, adapter(folders, name)], NEW_TOKENS)
     assert compare(reference(f"{name}@mlp=0.5"), answers).generated <= TOLERANCE
     assert compare(reference(name), whole).generated <= TOLERANCE
+    # under the number of the whole adapter as well, whose slot is then filled anew
+    for override in ("mlp=0.5", ""):
+        request, expected = adapter(folders, name, override), f"{name}{override and '@'}{override}"
+        (answers,) = greedy(tight, PROMPTS, [request], NEW_TOKENS)
+        assert compare(reference(expected), answers).generated <= TOLERANCE
 
 
 @pytest.mark.parametrize("key", ["folder and override", "name alone"])

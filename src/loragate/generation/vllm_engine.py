@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 
 from loragate.data import find_endings
 from loragate.errors import ConfigError, LoragateError
+from loragate.gates.override import split_slot
 from loragate.generation.engine import (
     Continuation,
     Engine,
@@ -229,7 +230,8 @@ class VllmEngine(Engine):
         if override is not None or is_gated(adapter):
             require_gate_plugin(adapter)
         folder = str(adapter) if override is None else f"{adapter}@{override}"
-        number = self._numbers.setdefault(str(adapter), len(self._numbers) + 1)
+        # all strengths of an adapter have one slot; one for a part of the model has its own
+        number = self._numbers.setdefault(split_slot(folder)[0], len(self._numbers) + 1)
         return self._request_class(f"adapter-{number}", number, folder)
 
     def close(self) -> None:

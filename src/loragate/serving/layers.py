@@ -234,7 +234,8 @@ class GatedPunica(PunicaProxy):
     def add_shrink(self, y: Any, x: torch.Tensor, lora_a_stacked: Any, scale: float, **kwargs: Any) -> Any:
         """A x into the fp32 buffer [N, T, R], times λ."""
         flat_TD = x.view(-1, x.shape[-1])
-        slots_T, layer, limits_T2 = self.slots(len(flat_TD)), self.layer, self.limits.values_M2[: len(flat_TD)]
+        slots_T, layer = self.slots(len(flat_TD)), self.layer
+        limits_T2: torch.Tensor | None = self.limits.values_M2[: len(flat_TD)]
         shrunk, buffer = None, y
         if x.device.type == "cpu":
             owners = self.limits.owners(slots_T)
