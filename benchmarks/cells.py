@@ -245,8 +245,8 @@ class Cell:
     def acting(self, method: str, budget: Budget) -> Iterator[tuple[Loaded, Engine]]:
         """The method's model, and the engine that answers as it. What is loaded stays so for the next method."""
         place, variant = self.variant(method, budget)
-        if self.engine.engine == "vllm" and (variant.random is not None or variant.part is not None):
-            raise NotYet(f"{self.name}, {method}: random gates and parts of the layers are answered with transformers")
+        if variant.random is not None and self.engine.engine == "vllm":
+            raise NotYet(f"{self.name}, {method}: vLLM serves no random gates")
         if self._kept is None or self._kept[0] != place:
             self.close()
             base = "" if place == self.base else str(self.base)
