@@ -184,7 +184,7 @@ def test_what_is_not_known_or_has_no_effect_is_refused(to: str, tmp_path: Path, 
     _, adapter = saved(tmp_path, tf.AutoModelForCausalLM.from_config(FAMILIES["gpt2"]()).eval())
     line = ("export", adapter, "--to", to, "--out", tmp_path / "out")
     assert f"a base of type 'gpt2' is not among those ({', '.join(KNOWN)})"[:40] in fails(*line)
-    assert "--dtype and --quantization are of a merged model" in fails(*line, "--dtype", "bfloat16")
+    assert "--dtype is that of a merged model" in fails(*line, "--dtype", "bfloat16")
     assert f"--uniform has no effect with --to {to}" in fails(*line, "--uniform")
     (tmp_path / "base").rename(tmp_path / "moved")
     assert "needs the base, and the base" in fails(*line)

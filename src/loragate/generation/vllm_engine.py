@@ -23,7 +23,6 @@ from transformers import AutoTokenizer
 
 from loragate.data import find_endings
 from loragate.errors import ConfigError, LoragateError
-from loragate.gates.override import split_slot
 from loragate.generation.engine import (
     Continuation,
     Engine,
@@ -35,7 +34,15 @@ from loragate.generation.engine import (
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, request_seed
-from loragate.models import LORA_RANKS, ModelRef, generation_config, is_gated, plain_adapter, read_adapter_config
+from loragate.models import (
+    LORA_RANKS,
+    ModelRef,
+    generation_config,
+    is_gated,
+    plain_adapter,
+    read_adapter_config,
+    split_slot,
+)
 
 NOT_INSTALLED = (
     'vLLM is not installed; it needs an environment of its own: pip install ".[vllm]" there, in a checkout and without '

@@ -21,6 +21,7 @@ from loragate.files import folder_sha256, read_json
 from loragate.gates.adapter_folder import AdapterFolder, read_adapter_folder
 from loragate.gates.adapter_rules import LORA_RANKS as LORA_RANKS
 from loragate.gates.override import Override, parse_override, split_folder
+from loragate.gates.override import split_slot as split_slot
 from loragate.gates.recommended import SAMPLING, exported_sampling, recommended_temperature
 from loragate.gates.schema import (
     ADAPTER,
