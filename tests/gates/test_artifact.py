@@ -122,6 +122,17 @@ def test_a_gate_that_is_not_finite_is_not_written(tmp_path, loaded):
     assert not (tmp_path / "gated").exists()
 
 
+def test_a_strength_that_was_changed_in_memory_is_not_lost_without_a_word(tmp_path, folders):
+    """No file of an adapter says what set_scale did."""
+    model = lg.attach_gates(tiny_adapter(), CONFIG)
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.set_scale("default", 0.5)
+    with pytest.raises(ArtifactError, match=r"changed in memory \(set_scale.*set it back before saving"):
+        lg.save_gates(model, tmp_path / "out", base_id=str(folders[0]))
+    assert not (tmp_path / "out" / "gate_config.json").exists()
+
+
 def test_a_full_disk_leaves_no_readable_artifact(tmp_path, loaded, monkeypatch):
     lg.attach_gates(loaded, CONFIG)
     real = os.fsync

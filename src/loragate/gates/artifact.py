@@ -219,7 +219,16 @@ def save_gates(
     if not _foreign_card(folder):
         write_text(folder / CARD, render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)  # last: without it the folder is no artifact
-    require_readable(folder)
+    try:
+        require_readable(folder)
+    except ArtifactError as error:
+        said, other, _ = str(error).partition("; fetch the artifact again")
+        if not other:
+            raise
+        raise ArtifactError(
+            f"{said}. adapter_config.json does not record a rank or a strength that was changed in memory (set_scale, preparation "
+            "for hot swapping): set it back before saving; for another strength lay a constant λ over the gates"
+        ) from error
     return folder
 
 
