@@ -156,7 +156,9 @@ def _sentences(
     if best is not None:
         said.append(f"{best} times its strength is better by {of} than its own, by more than the interval.")
     if least is None:
-        said.append(f"No smaller strength keeps {of}: a weaker adapter gives some of the base back and loses some of what this one learned.")
+        said.append(
+            f"No smaller strength keeps {of}: a weaker adapter gives some of the base back and loses some of what this one learned."
+        )
     else:
         back = read["base"]["1"].minus(read["base"][least])
         share = f" ({100 * back.mean / whole.retention.mean:.0f} % of it)" if whole.retention.mean > 0 else ""
