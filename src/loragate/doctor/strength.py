@@ -157,7 +157,7 @@ def _sentences(
         said.append(f"{best} times its strength is better by {of} than its own, by more than the interval.")
     if least is None:
         said.append(
-            f"No smaller strength keeps {of}: a weaker adapter gives some of the base back and loses some of what this one learned."
+            f"No smaller strength keeps {of}: a weaker one gives some of the base back and loses some of what was learned."
         )
     else:
         back = read["base"]["1"].minus(read["base"][least])
