@@ -135,9 +135,23 @@ def test_seeds_are_averaged_by_question(report: ModuleType, design: dict[str, An
 
     found = report.over_seeds({"terse-0": cell(30), "terse-1": cell(10), "own-0": cell(0)}, design)
     rows = [line for line in found.splitlines() if "terse" in line]
-    assert [row.split("|")[2].strip() for row in rows] == ["gates [0,1]", "entropy gates", "all but entropy gates"]
+    assert [row.split("|")[2].strip() for row in rows] == [
+        *("gates [0,1]", "entropy gates", "all but entropy gates", "entropy gates against all but entropy gates")
+    ]
     assert "+50.0 (" in rows[0].split("|")[4]  # the mean of 75 and 25 %
-    assert "own" not in found  # one seed is no mean
+    assert "| own |" not in found  # one seed is no mean
+    assert [row.split("|")[7].strip() for row in rows] == ["helps", "helps", "not shown", "helps"]
+
+
+def test_a_verdict_wants_every_seed_on_one_side(report: ModuleType) -> None:
+    def pair(right: int) -> tuple[dict[str, float], dict[str, float]]:
+        names = [f"q{place}" for place in range(100)]
+        return {name: float(place < right) for place, name in enumerate(names)}, dict.fromkeys(names, 0.1)
+
+    assert report.verdict(report.over([pair(60), pair(40), pair(9)])) == "not shown"
+    assert report.verdict(report.over([pair(60), pair(40), pair(11)])) == "helps"
+    assert report.verdict(report.over([pair(0), pair(2), pair(1)])) == "harms"
+    assert report.verdict(None) == ""
 
 
 @pytest.mark.slow("training")

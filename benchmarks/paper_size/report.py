@@ -24,12 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cells import Record, read_design
 from loragate.evaluation import average_at_k, compare
+from loragate.evaluation.statistics import Difference
 from loragate.files import write_text
 from reading import best_by_halves, interval, scores
 
 HERE = Path(__file__).parent
 RECORDS, RESULTS, DESIGN = HERE / "records", HERE / "RESULTS.md", HERE / "design.yaml"
-MAIN, GUARDS, VOTES, ADAPTER = "gsm8k", ("humaneval", "mmlu_stem", "svamp", "math500"), "gsm8k_of_8", "LoRA"
+MAIN, GUARDS, VOTES = "gsm8k", ("humaneval", "mmlu_stem", "svamp", "math500"), "gsm8k_of_8"
+ADAPTER, GATES, OTHERS = "LoRA", "entropy gates", "all but entropy gates"
 HEATS = (1.0, 0.6, 0.3, 0.0)
 TITLE = """# Results of the study at the paper's size
 
@@ -134,7 +136,7 @@ def family_table(answers: Answers, design: dict[str, Any]) -> str:
     rows = [["family", "best, %", "against the LoRA's best", "entropy gates against it"]]
     for family, values in best.items():
         if values:
-            gates = best.get("entropy gates", {}) if family != "entropy gates" else {}
+            gates = best.get(GATES, {}) if family != GATES else {}
             against = "" if family == ADAPTER else difference(values, best[ADAPTER])
             rows.append([family, f"{100 * np.mean(list(values.values())):.1f}", against, difference(gates, values)])
     return table(rows) if len(rows) > 1 else "Not asked yet."
@@ -156,31 +158,54 @@ def guard_table(answers: Answers, design: dict[str, Any]) -> str:
 
 def over_seeds(cells: Mapping[str, Answers], design: dict[str, Any]) -> str:
     """Differences to the LoRA on the mean of a situation's seeds, by question; those that have all seeds of the situation."""
-    rows = [["situation", "method or family", "seeds", "T = 1", "greedy", "best against best"]]
-    compared = {name: [name] for name in design["methods"]} | design["families"]
+    rows = [["situation", "method or family", "seeds", "T = 1", "greedy", "best against best", "verdict"]]
+    families = design["families"]
+    compared = {name: [name] for name in design["methods"]} | families
     del compared[ADAPTER]
     for situation in design["situations"]:
         own = [one for name, one in cells.items() if name.rsplit("-", 1)[0] == situation]
+        if len(own) < 2:
+            continue
         for name, methods in compared.items():
-            at_heats = [
-                [(one.get((name, MAIN, heat), {}), one.get((ADAPTER, MAIN, heat), {})) for one in own]
+            sides = [
+                over([(one.get((name, MAIN, heat), {}), one.get((ADAPTER, MAIN, heat), {})) for one in own])
                 for heat in (1.0, 0.0)
             ]
-            bests = [(family_best(one, methods), family_best(one, [ADAPTER])) for one in own]
-            sides = [mean_of(pairs) for pairs in (*at_heats, bests)]
-            if len(own) > 1 and any(sides):
-                rows.append([situation, name, str(len(own)), *sides])
-    return table(rows) if len(rows) > 1 else "No two seeds of a situation yet."
+            bests = over([(family_best(one, methods), family_best(one, [ADAPTER])) for one in own])
+            rows.append([situation, name, str(len(own)), *map(said, (*sides, bests)), verdict(bests)])
+        more = over([(family_best(one, families[GATES]), family_best(one, families[OTHERS])) for one in own])
+        rows.append([situation, f"{GATES} against {OTHERS}", str(len(own)), "", "", said(more), verdict(more)])
+    kept = [row for row in rows if any(row[3:])]
+    return table(kept) if len(kept) > 1 else "No two seeds of a situation yet."
 
 
-def mean_of(pairs: list[tuple[Mapping[str, float], Mapping[str, float]]]) -> str:
-    """The difference on the mean over seeds, on the questions that all have."""
-    shared = set.intersection(*(set(side) for pair in pairs for side in pair)) if pairs else set()
+OverSeeds = tuple[Difference, list[float]]
+"""A difference on the mean over seeds, and that of each seed."""
+
+
+def over(pairs: list[tuple[Mapping[str, float], Mapping[str, float]]]) -> OverSeeds | None:
+    """Of two methods, a pair of answers for each seed, on the questions that all have; None for fewer than two."""
+    shared = set.intersection(*(set(side) for pair in pairs for side in pair))
     if len(shared) < 2:
-        return ""
+        return None
     names = sorted(shared)
-    one, other = (np.mean([[pair[at][name] for name in names] for pair in pairs], axis=0) for at in (0, 1))
-    return interval(compare(one[:, None], other[:, None]))
+    one_SQ, other_SQ = (np.array([[pair[at][name] for name in names] for pair in pairs]) for at in (0, 1))
+    gap = compare(one_SQ.mean(axis=0)[:, None], other_SQ.mean(axis=0)[:, None])
+    return gap, (one_SQ - other_SQ).mean(axis=1).tolist()
+
+
+def said(found: OverSeeds | None) -> str:
+    return "" if found is None else interval(found[0])
+
+
+def verdict(found: OverSeeds | None) -> str:
+    """By the protocol: the interval leaves 0 out, and every seed is on the same side."""
+    if found is None:
+        return ""
+    gap, means = found
+    if gap.low > 0 and min(means) > 0:
+        return "helps"
+    return "harms" if gap.high < 0 and max(means) < 0 else "not shown"
 
 
 def page(records: Path, design: dict[str, Any]) -> str:
