@@ -14,6 +14,7 @@ import importlib.util
 import json
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -127,7 +128,7 @@ class NotYet(Exception):
     """What a method needs is not there and cannot be made here; the message says why."""
 
 
-class Cell:
+class Cell(ABC):
     """One situation and training seed: rows, adapters and gates, made when they are asked for.
 
     A study gives `rows_file`, `task`, `questions` and `max_new_tokens`.
@@ -168,21 +169,21 @@ class Cell:
         self.engine = EngineSettings(engine=engine, batch_size=batch or (BATCH if device == "cpu" else BATCH_GPU))
         self._kept: tuple[Path, Loaded, Engines] | None = None  # what is loaded, by its folder
 
+    @abstractmethod
     def rows_file(self, which: str) -> Path:
         """Rows to train on, by the name that methods call them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def task(self, split: str) -> Task:
         """How a set of questions is asked and judged."""
-        raise NotImplementedError
 
+    @abstractmethod
     def questions(self, split: str) -> list[Question]:
         """The questions of a set, in their order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def max_new_tokens(self, split: str) -> int:
         """Token limit of an answer."""
-        raise NotImplementedError
 
     # models
 

@@ -6,12 +6,16 @@ picked on one half of the questions and scored on the other, and the reverse.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from loragate.evaluation.statistics import Difference
+from loragate.files import write_text
 
 
 def scores(line: Mapping[str, Any]) -> np.ndarray:
@@ -38,3 +42,19 @@ def best_by_halves(settings: Sequence[np.ndarray]) -> np.ndarray:
     half = means.shape[1] // 2
     first, second = means[:, :half], means[:, half:]
     return np.concatenate([first[np.argmax(second.mean(axis=1))], second[np.argmax(first.mean(axis=1))]])
+
+
+def report_command(description: str | None, records: Path, results: Path, page: Callable[[Path], str]) -> None:
+    """The command line of a report: print the page of a folder of records, write it, or tell whether it is up to date."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, default=records)
+    parser.add_argument("--write", action="store_true", help="write the page; without it the tables are printed")
+    parser.add_argument("--check", action="store_true", help="change nothing; the exit status tells")
+    given = parser.parse_args()
+    found = page(given.records)
+    if given.check:
+        sys.exit(results.read_text(encoding="utf-8") != found)
+    if given.write:
+        write_text(results, found)
+    else:
+        print(found)

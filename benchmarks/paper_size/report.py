@@ -11,7 +11,6 @@ trainings.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -25,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from cells import Record, read_design
 from loragate.evaluation import average_at_k, compare
 from loragate.evaluation.statistics import Difference
-from loragate.files import write_text
-from reading import best_by_halves, interval, scores
+from reading import best_by_halves, interval, report_command, scores
 
 HERE = Path(__file__).parent
 RECORDS, RESULTS, DESIGN = HERE / "records", HERE / "RESULTS.md", HERE / "design.yaml"
@@ -227,18 +225,7 @@ def page(records: Path, design: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=Path, default=RECORDS)
-    parser.add_argument("--write", action="store_true", help="write the page; without it the tables are printed")
-    parser.add_argument("--check", action="store_true", help="change nothing; the exit status tells")
-    given = parser.parse_args()
-    found = page(given.records, read_design(DESIGN))
-    if given.check:
-        sys.exit(RESULTS.read_text(encoding="utf-8") != found)
-    if given.write:
-        write_text(RESULTS, found)
-    else:
-        print(found)
+    report_command(__doc__, RECORDS, RESULTS, lambda records: page(records, read_design(DESIGN)))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ records.
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -28,8 +26,7 @@ from scipy import stats
 
 from loragate.evaluation import average_at_k, compare
 from loragate.evaluation.statistics import Difference, compare_suites
-from loragate.files import write_text
-from reading import best_by_halves, interval, points, scores
+from reading import best_by_halves, interval, points, report_command, scores
 
 Lines = Mapping[tuple[str, str], Mapping[str, Any]]
 """The lines of one cell's record: {(method, what): line}."""
@@ -392,20 +389,8 @@ def page(records: Mapping[str, Lines], there: Mapping[str, Lines], design: dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=Path, default=RECORDS)
-    parser.add_argument("--write", action="store_true", help="write the pages; without it the tables are printed")
-    parser.add_argument("--check", action="store_true", help="change nothing; the exit status tells")
-    given = parser.parse_args()
     design = read_design(DESIGN)
-    records = read(given.records, design)
-    found = page(records, read(ON_GPU, design), design)
-    if given.check:
-        sys.exit(RESULTS.read_text(encoding="utf-8") != found)
-    if given.write:
-        write_text(RESULTS, found)
-    else:
-        print(found)
+    report_command(__doc__, RECORDS, RESULTS, lambda records: page(read(records, design), read(ON_GPU, design), design))
 
 
 if __name__ == "__main__":

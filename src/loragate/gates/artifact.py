@@ -219,17 +219,14 @@ def save_gates(
     if not _foreign_card(folder):
         write_text(folder / CARD, render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)  # last: without it the folder is no artifact
-    try:
-        require_readable(folder)
-    except ArtifactError as error:
-        said, other, _ = str(error).partition("; fetch the artifact again")
-        if not other:
-            raise
-        raise ArtifactError(
-            f"{said}. adapter_config.json does not record a rank or a strength that was changed in memory (set_scale, preparation "
-            "for hot swapping): set it back before saving; for another strength lay a constant λ over the gates"
-        ) from error
+    require_readable(folder)
     return folder
+
+
+_CHANGED = (
+    "adapter_config.json does not record a rank or a strength that was changed in memory (set_scale, preparation for hot "
+    "swapping): set it back before saving; for another strength lay a constant λ over the gates"
+)
 
 
 def require_readable(folder: Path) -> None:
@@ -246,7 +243,7 @@ def require_readable(folder: Path) -> None:
         gates, (config, state) = read_tensors(folder, record), read_adapter(folder / ADAPTER)
         widths, sha256 = known_factors(config, state)
         partly = any(config.get(key) for key in NEED_MODEL)
-        require_same_adapter(folder, record, gates, widths, None if partly else sha256)
+        require_same_adapter(folder, record, gates, widths, None if partly else sha256, _CHANGED)
     except ArtifactError:
         (folder / CONFIG).unlink(missing_ok=True)
         raise

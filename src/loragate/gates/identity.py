@@ -104,19 +104,25 @@ def known_factors(config: dict[str, Any], state: dict[str, Tensor]) -> tuple[dic
 
 
 def require_same_adapter(
-    folder: Path, record: dict[str, Any], tensors: dict[str, Tensor], widths: dict[str, int], sha256: str | None
+    folder: Path,
+    record: dict[str, Any],
+    tensors: dict[str, Tensor],
+    widths: dict[str, int],
+    sha256: str | None,
+    remedy: str = "fetch the artifact again",
 ) -> None:
     """Refuse gates that are not those of the adapter beside them.
 
     Args:
         folder, record, tensors: the artifact, its record and its gates.
         widths, sha256: of the adapter's factors, by `known_factors`; no hash where the files do not hold all of the adapter.
+        remedy: what to do about another hash.
     """
     recorded = record["adapter"]["sha256"]
     if sha256 is not None and sha256 != recorded:
         raise ArtifactError(
             f"{folder / CONFIG}: these gates belong to another adapter (sha256 {recorded[:12]}…, {folder / ADAPTER} has "
-            f"{sha256[:12]}…); fetch the artifact again"
+            f"{sha256[:12]}…); {remedy}"
         )
     for name, tensor in tensors.items():
         # a bias has one value; a module that the widths lack is refused, or let be, by the caller
