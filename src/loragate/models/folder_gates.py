@@ -57,7 +57,7 @@ class FolderGates:
     weights: dict[str, torch.Tensor]  # {module path: [d_in] fp32}; empty for module and global granularity
     biases: dict[str, torch.Tensor]  # {module path: [1] fp32}, one for every gated module
     base: dict[str, Any]  # the record's identity of the base; empty for a plain adapter
-    digest: str  # changes whenever gates or adapter do
+    digest: str  # changes whenever gates or adapter do; empty for a plain adapter
     override: Override | None = None  # what is laid over λ; None for the gates as they are
     unreached: tuple[str, ...] = ()  # modules of the adapter without λ, at full strength under any override
 
@@ -156,7 +156,7 @@ def _plain_with_constant(folder: Path, override: Override, beside: bool) -> Fold
             folder,
             "a plain adapter has no gates whose λ could be clipped; it takes @constant=C alone, or @lower=C for a part of it",
         )
-    widths, sha256 = _read_factors(folder, beside)
+    widths, _ = _read_factors(folder, beside)
     return FolderGates(
         folder=folder,
         adapter=folder,
@@ -166,7 +166,7 @@ def _plain_with_constant(folder: Path, override: Override, beside: bool) -> Fold
         weights={},
         biases={path: torch.zeros(1) for path in widths if not left_alone(path)},
         base={},
-        digest=sha256 or "",
+        digest="",  # there are no gates that could have changed, and vLLM knows a plain adapter by its folder
         override=override,
         unreached=tuple(path for path in widths if left_alone(path)),
     )

@@ -115,7 +115,7 @@ def validate_request(original: Any, self: Any, lora_request: Any) -> None:
             moved = copy.copy(lora_request)
             moved.lora_path = str(folder)
             gates = models.read_gates(folder, override)
-            require_unchanged(self, moved, gates.digest if is_gated(folder) else "")
+            require_unchanged(self, moved, gates.digest)
             checked[key] = now
     except LoragateError as error:
         raise ValueError(str(error)) from error

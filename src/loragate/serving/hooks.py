@@ -51,7 +51,7 @@ def load_adapter(original: Any, self: Any, lora_request: Any) -> Any:
         if part or is_gated(folder):
             # what else lies over λ comes with each request
             gates = models.read_gates(folder, override if part else None)
-            require_unchanged(self, moved, gates.digest if is_gated(folder) else "")
+            require_unchanged(self, moved, gates.digest)
             placed = place_gates(gates, self._adapter_manager)
             moved.lora_path = str(gates.adapter)
         else:
