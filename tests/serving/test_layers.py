@@ -13,6 +13,7 @@ from loragate.gates.signed_map import SignedMap
 from loragate.serving.layers import (
     ANY,
     GatedPunica,
+    GateMixin,
     TokenLimits,
     empty_slots,
     expand_slots,
@@ -166,26 +167,36 @@ class Stacked:
     gate_weight, gate_bias, gate_constants = stacks()
     gate_reduce = None
     gated_slots = frozenset({0, 1})
+    fixed_slots: frozenset[int] = frozenset()
 
 
 @pytest.mark.parametrize("slots", [[0] * 6, [2] * 6, [0, 2, 1, -1, 2, 2], [2, -1, 2, 2, -1, 2]], ids=str)
-@pytest.mark.parametrize("limits", [None, (0.5, 0.5)], ids=["free", "half"])
-def test_a_layer_on_a_cpu(slots: list[int], limits: tuple[float, float] | None) -> None:
-    """y + B(λ A x), λ from the gate of each token's slot, or what its request lays over it."""
+@pytest.mark.parametrize("strengths", [None, [0.5] * 6, [0.0, -1.5, 0.25, 3.0, 0.5, 1.0]], ids=["free", "half", "many"])
+@pytest.mark.parametrize("fixed", [(), (2,)], ids=["", "fixed"])
+def test_a_layer_on_a_cpu(slots: list[int], strengths: list[float] | None, fixed: tuple[int, ...]) -> None:
+    """y + B(λ A x), λ from the gate of each token's slot, or the strength of its request, which reaches no fixed slot."""
     widths, rank, at = (5, 3), 4, torch.tensor(slots)
     draw = torch.Generator().manual_seed(0)
     a = [torch.randn(SLOTS, 1, rank, WIDTH, generator=draw) for _ in widths]
     b = [torch.randn(SLOTS, 1, width, rank, generator=draw) for width in widths]
     x, y = (torch.randn(len(at), width, generator=draw) for width in (WIDTH, sum(widths)))
-    lam = expected(x, at) if limits is None else torch.full((len(at), SLICES), limits[0])
+    lam = expected(x, at)
+    if strengths is not None:
+        reached = ~torch.isin(at, torch.tensor(fixed)).unsqueeze(-1)
+        lam = torch.where(reached, torch.tensor(strengths).unsqueeze(-1), lam)
     deltas = [
         torch.stack([b[n][slot, 0] @ (lam[t, n] * (a[n][slot, 0] @ x[t])) for t, slot in enumerate(slots)])
         for n in range(SLICES)
     ]
     wanted = torch.where((at >= 0).unsqueeze(-1), y + torch.cat(deltas, dim=1), y)
     wrapper = SimpleNamespace(_token_lora_indices=torch.cat([at, torch.tensor([0, 0])]))
-    punica = GatedPunica(wrapper, Stacked())
-    if limits is not None:
-        punica.limits.fill([limits], [len(at)])
+    layer = Stacked()
+    layer.fixed_slots = frozenset(fixed)
+    layer.gate_constants = Stacked.gate_constants.clone()
+    for slot in fixed:
+        GateMixin.fix_slot(SimpleNamespace(fixed_slots=set(), gate_constants=layer.gate_constants), slot)
+    punica = GatedPunica(wrapper, layer)
+    if strengths is not None:
+        punica.limits.fill([(each, each) for each in strengths], [1] * len(at))
     punica.add_lora_linear(y, x, a, b, 1.0, widths)
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)

@@ -10,8 +10,8 @@ out when a slot is filled (1/τ in weight and bias, the two slopes) is not worke
 
 On a CPU vLLM gathers the A and B of every token, which costs many times the base's own product. There `shrink_slots` and
 `expand_slots` make one product with A and one with B for each slot in the batch; which tokens are whose is worked out once for all
-layers, λ only where a slot of the batch has gates or a request lays something over it, and a batch of the base alone costs
-nothing. On a GPU vLLM's kernels are left alone.
+layers, λ only where a slot of the batch has gates or a request lays something over it (without gates a request's strength is one
+factor per token, the same in all layers), and a batch of the base alone costs nothing. On a GPU vLLM's kernels are left alone.
 
 Models whose head may be adapted (Llama, Mistral, Qwen3) have it wrapped as soon as LoRA is on. vLLM's own operations for it on
 a CPU take one row per sampled request: the log-probs of a prompt, with a row per prompt token, end the engine; and rows
@@ -66,16 +66,25 @@ class TokenLimits:
         self.overridden = False
         """Whether any token has limits; only where nothing is compiled or captured may this be asked."""
         self._known: tuple[torch.Tensor, Owners] = torch.empty(0), []
+        self._strengths: torch.Tensor | None = None
 
     def fill(self, limits: Sequence[tuple[float, float]], tokens: Sequence[int]) -> None:
         """Set the limits of a batch: those of each request, and how many tokens of it the batch has."""
         before, self.overridden = self.overridden, any(each != ANY for each in limits)
+        self._strengths = None
         if self.overridden:
             rows_R2 = torch.tensor(limits, dtype=torch.float32)
             rows_T2 = rows_R2.repeat_interleave(torch.as_tensor(tokens, dtype=torch.long), dim=0)
             self.values_M2[: len(rows_T2)].copy_(rows_T2)
         elif before:
             self.values_M2.copy_(torch.tensor(ANY))
+
+    def strengths(self, tokens: int) -> torch.Tensor:
+        """λ of each token where its slot has no gates, [T, 1] fp32: 1 within the limits of its request."""
+        if self._strengths is None or len(self._strengths) != tokens:
+            least_T1, most_T1 = self.values_M2[:tokens].split(1, dim=1)
+            self._strengths = torch.ones_like(least_T1).clamp(least_T1, most_T1)
+        return self._strengths
 
     def owners(self, slots_T: torch.Tensor) -> Owners:
         """`owners_of` a batch, on a CPU; worked out in its first layer."""
@@ -240,9 +249,15 @@ class GatedPunica(PunicaProxy):
         if x.device.type == "cpu":
             owners = self.limits.owners(slots_T)
             shrink_slots(y, flat_TD, lora_a_stacked, scale, owners)
+            if not any(slot in layer.gated_slots for slot, _ in owners):
+                if self.limits.overridden:
+                    strengths_T1 = self.limits.strengths(len(flat_TD))
+                    for slot, rows in owners:
+                        if slot not in layer.fixed_slots:
+                            own = slice(None) if rows is None else rows
+                            y[:, own] *= strengths_T1[own]
+                return None  # else λ is exactly 1
             if not self.limits.overridden:
-                if not any(slot in layer.gated_slots for slot, _ in owners):
-                    return None  # λ is exactly 1
                 limits_T2 = None
         else:
             shrunk = self.punica.add_shrink(y, x, lora_a_stacked, scale, **kwargs)
@@ -302,6 +317,7 @@ class GateMixin:
         self.gate_weight, self.gate_bias, self.gate_constants = empty_slots(max_loras, slices, width, device)
         self.gate_reduce = _reduction(self)
         self.gated_slots: set[int] = set()
+        self.fixed_slots: set[int] = set()
 
     def set_mapping(self: Any, punica_wrapper: Any) -> None:
         super().set_mapping(GatedPunica(punica_wrapper, self))  # type: ignore[misc]
@@ -309,6 +325,7 @@ class GateMixin:
     def reset_lora(self: Any, index: int) -> None:
         super().reset_lora(index)  # type: ignore[misc]
         self.gated_slots.discard(index)
+        self.fixed_slots.discard(index)
         self.gate_weight[index] = 0
         self.gate_bias[index] = 0
         for column, value in enumerate(_UNGATED):
@@ -325,6 +342,7 @@ class GateMixin:
         """Fill slot `index`, slice `piece`; the weight is the whole layer's."""
         tau = signed_map.tau
         self.gated_slots.add(index)
+        self.fixed_slots.discard(index)
         if weight_D is not None:
             width = self.gate_weight.shape[-1]
             # a row-parallel layer holds the features of its rank; any other holds all of them on every rank
@@ -335,6 +353,7 @@ class GateMixin:
 
     def fix_slot(self: Any, index: int) -> None:
         """Hold slot `index` at λ = 1 until a gate is set: what a gated adapter leaves ungated no override reaches."""
+        self.fixed_slots.add(index)
         self.gate_constants[index, :, 2:] = 1.0
 
     def gate_width(self: Any) -> int:
