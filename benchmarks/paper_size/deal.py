@@ -40,7 +40,7 @@ def svamp(path: Path) -> list[dict[str, Any]]:
         {
             "id": f"svamp/{row['ID']}",
             "question": f"{row['Body'].strip().rstrip('.')}. {row['Question'].strip()}",
-            "answer": f"{float(row['Answer']):g}",
+            "answer": f"{float(row['Answer']):.15g}",
         }
         for row in rows
     ]
