@@ -274,12 +274,22 @@ class Cell(ABC):
         *_, last = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return json.loads(last)
 
-    def digest(self, method: str) -> str:
-        """Of the adapter beneath a method, 12 hex digits; empty for the base. Who shares it answers with the same training."""
+    def digests(self, method: str) -> dict[str, str]:
+        """Of the adapter and the gates of a method, 12 hex digits each. Who shares them answers with the same training."""
         place, variant = self.variant(method, Budget(0))
-        if variant.weights == "base":
-            return ""
-        return hashlib.sha256((place / DONE["sft"]).read_bytes()).hexdigest()[:12]
+        found = {}
+        if variant.weights != "base":
+            found["adapter"] = hashlib.sha256((place / DONE["sft"]).read_bytes()).hexdigest()[:12]
+        if variant.gates:
+            told = json.loads((Path(variant.gates) / DONE["calibrate"]).read_text(encoding="utf-8"))
+            found["gates"] = told["gates_sha256"][:12]
+        return found
+
+    def trained_in(self, method: str) -> dict[str, str]:
+        """The methods that a method's adapter and gates are made by, under the names of `digests`."""
+        spec = self.design["methods"][method]
+        gates = {"gates": spec.get("random", method)} if "random" in spec or "calibrate" in spec else {}
+        return {"adapter": method if "sft" in spec else "LoRA"} | gates
 
     # answers
 
@@ -305,6 +315,7 @@ class Cell(ABC):
         line = {
             "questions": [question.id for question in chosen],
             "samples": asked.samples,
+            "max_new_tokens": config.max_new_tokens,
             "texts": texts,
             "cut_off": "".join(str(int(sample.finish_reason == "length")) for sample in drawn),
             "tokens": sum(len(sample.token_ids) for sample in drawn),
@@ -328,7 +339,7 @@ class Cell(ABC):
         by = {
             "precision": self.precision,
             "engine": self.engine.engine,
-            "adapter": self.digest(method),
+            **self.digests(method),
             **gpu_of(loaded),
             **package_versions(("loragate", "torch", "transformers", "peft")),
         }

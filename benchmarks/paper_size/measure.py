@@ -137,20 +137,23 @@ class PaperCell(Cell):
             raise NotYet(f"{self.name}: {len(rows)} right answers of the base to the pool, of {wanted}")
         return rows[: self.settings["rows"]]
 
-    def same_adapter(self, method: str) -> None:
-        """Refuse to add the answers of another training to those on record.
+    def same_training(self, method: str) -> None:
+        """Refuse to add the answers of another training of the cell to those on record, of whichever method.
 
         Raises:
             SystemExit: naming both.
         """
-        own = self.digest(method)
-        for path in (self.records / self.name / file_name(method)).glob("*.jsonl.gz"):
-            for line in Record(path).lines.values():
-                if (there := line.get("by", {}).get("adapter", own)) != own:
-                    raise SystemExit(
-                        f"{path}: answers of the adapter {there}, but {self.folder} holds {own}, another training of {self.name}. "
-                        "Take the folder of --out along from the machine that made it, or measure another cell with --cells."
-                    )
+        own, makers = self.digests(method), self.trained_in(method)
+        for path in (self.records / self.name).rglob("*.jsonl.gz"):
+            for (who, _), line in Record(path).lines.items():
+                theirs = self.trained_in(who)
+                for kind, digest in own.items():
+                    there = line["by"].get(kind)
+                    if theirs.get(kind) == makers[kind] and there != digest:
+                        raise SystemExit(
+                            f"{path}: {kind} {there}, but {self.folder} holds {digest}, another training of {self.name}. "
+                            "Take the folder of --out along from the machine that made it, or measure another cell with --cells."
+                        )
 
 
 def questions_file(design: dict[str, Any], split: str) -> Path:
@@ -191,8 +194,8 @@ def measure(cells: dict[str, PaperCell], units: list[Unit], budget: Budget) -> N
             raise OutOfTime
         try:
             with cell.acting(unit.method, budget) as (loaded, engine):
+                cell.same_training(unit.method)
                 note_training(cell, unit.method)
-                cell.same_adapter(unit.method)
                 print(f"unit {number} of {len(units)}, after {(time.monotonic() - began) / 60:.0f} min:", flush=True)
                 cell.fill(Record(unit.file(cell.records)), unit.method, loaded, engine, unit.asked, budget)
         except NotYet as reason:
@@ -206,7 +209,7 @@ def note_training(cell: PaperCell, method: str) -> None:
         return
     record = Record(cell.records / cell.name / file_name(method) / "training.jsonl.gz")
     if not record.lines:
-        told = {**cell.training(method), "by": {"adapter": cell.digest(method)}}
+        told = {**cell.training(method), "by": cell.digests(method)}
         record.add({"method": method, "what": "training", **told})
 
 
@@ -265,8 +268,8 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="what is done and what is missing, and nothing else")
     parser.add_argument("--smoke", action="store_true", help="two steps, four questions: figures that mean nothing")
     given = parser.parse_args()
-    if given.smoke and given.records == RECORDS:
-        parser.error("--smoke needs --records of its own")
+    if given.smoke and (given.records == RECORDS or given.out == parser.get_default("out")):
+        parser.error("--smoke needs --records and --out of its own")
     design, records = read_design(DESIGN), given.records / given.model
     everything = units_of(design, counts_of(design, given.smoke))
     units = chosen(everything, given.cells, given.methods, given.tests)
