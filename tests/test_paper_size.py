@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loragate.generation import Sample
@@ -121,26 +122,54 @@ def test_the_best_setting_is_picked_on_the_other_half(report: ModuleType) -> Non
         ("LoRA", "gsm8k", 1.0): scored("00010111"),
         ("gates", "gsm8k", 0.0): {"q0": 1.0},  # not all questions yet: no setting of its family
     }
-    best = report.family_best(answers, ["LoRA"])
-    assert list(best.values()) == [0, 0, 0, 1, 0, 0, 0, 1]  # of the half that did not pick, and so below either setting
-    assert report.family_best(answers, ["gates"]) == {}
+    (found,) = report.family([answers], ["LoRA"])
+    assert report.best_by_halves(found).tolist() == [
+        0,
+        0,
+        0,
+        1,
+        0,
+        0,
+        0,
+        1,
+    ]  # picked elsewhere, and so below either setting
+    assert report.family([answers], ["gates"]) == []
+    # a setting that one seed lacks is none of any seed's
+    both = report.family([answers, {("LoRA", "gsm8k", 0.0): scored("11110000")}], ["LoRA"])
+    assert [one.shape for one in both] == [(1, 8), (1, 8)]
+
+
+def test_the_interval_of_best_against_best_holds_the_truth(report: ModuleType) -> None:
+    generator = np.random.default_rng(0)
+    misses = narrow = 0
+    for _ in range(400):
+        one, other = ([(generator.random((size, 100)) < 0.5).astype(float)] for size in (6, 4))  # no setting is better
+        gap = report.gap_of_best(one, other)
+        misses += gap.low > 0 or gap.high < 0
+        plain = report.compare(*(report.best_by_halves(side[0])[:, None] for side in (one, other)))
+        narrow += plain.low > 0 or plain.high < 0
+    assert misses <= 24 < narrow  # 5 % are 20; a plain paired interval misses more, as the halves hang together
 
 
 def test_seeds_are_averaged_by_question(report: ModuleType, design: dict[str, Any]) -> None:
-    names = [f"q{place}" for place in range(40)]
+    names = [f"q{place}" for place in range(500)]
 
     def cell(right: int) -> dict[tuple[str, str, float], dict[str, float]]:
         gates = {name: float(place < right) for place, name in enumerate(names)}
         return {("LoRA", "gsm8k", 1.0): dict.fromkeys(names, 0.0), ("gates [0,1]", "gsm8k", 1.0): gates}
 
-    found = report.over_seeds({"terse-0": cell(30), "terse-1": cell(10), "own-0": cell(0)}, design)
+    cells = {"terse-0": cell(375), "terse-1": cell(125), "own-0": cell(0)}
+    found = report.over_seeds(cells, design)
+    assert "| 2 of 3 |" in found
+    assert {row.split("|")[7].strip() for row in found.splitlines() if "terse" in row} == {"", "open"}
+    found = report.over_seeds(cells | {"terse-2": cell(250)}, design)
     rows = [line for line in found.splitlines() if "terse" in line]
     assert [row.split("|")[2].strip() for row in rows] == [
         *("gates [0,1]", "entropy gates", "all but entropy gates", "entropy gates against all but entropy gates")
     ]
     assert "+50.0 (" in rows[0].split("|")[4]  # the mean of 75 and 25 %
     assert "| own |" not in found  # one seed is no mean
-    assert [row.split("|")[7].strip() for row in rows] == ["helps", "helps", "not shown", "helps"]
+    assert [row.split("|")[7].strip() for row in rows] == ["", "helps", "", "helps"]  # a single method has none
 
 
 def test_a_verdict_wants_every_seed_on_one_side(report: ModuleType) -> None:
@@ -148,10 +177,54 @@ def test_a_verdict_wants_every_seed_on_one_side(report: ModuleType) -> None:
         names = [f"q{place}" for place in range(100)]
         return {name: float(place < right) for place, name in enumerate(names)}, dict.fromkeys(names, 0.1)
 
-    assert report.verdict(report.over([pair(60), pair(40), pair(9)])) == "not shown"
-    assert report.verdict(report.over([pair(60), pair(40), pair(11)])) == "helps"
-    assert report.verdict(report.over([pair(0), pair(2), pair(1)])) == "harms"
-    assert report.verdict(None) == ""
+    assert report.verdict(report.over([pair(60), pair(40), pair(9)]), 100) == "not shown"
+    assert report.verdict(report.over([pair(60), pair(40), pair(11)]), 100) == "helps"
+    assert report.verdict(report.over([pair(60), pair(40), pair(11)]), 500) == "open"  # not all questions yet
+    assert report.verdict(report.over([pair(0), pair(2), pair(1)]), 100) == "harms"
+    assert report.verdict(None, 100) == ""
+
+
+def test_records_of_nothing_and_of_two_slices_give_no_verdict(
+    study: ModuleType, report: ModuleType, design: dict[str, Any], tmp_path: Path
+) -> None:
+    assert "Nothing was run yet." in report.page(tmp_path / "none", design)
+    units = [
+        unit
+        for unit in study.units_of(design, study.counts_of(design))
+        if unit.cell == "terse-0" and unit.asked.split == "gsm8k" and unit.asked.part[1] <= 200
+    ]
+    for unit in units[:7]:  # the seventh is the base's greedy answers to the second slice
+        first, last = unit.asked.part
+        study.Record(unit.file(tmp_path / "model")).add(
+            {"method": unit.method, "what": unit.asked.what} | drawn(first, last)
+        )
+        page = report.page(tmp_path, design)
+        assert not any(word in page for word in ("helps", "harms", "not shown", "open"))
+    assert "| LoRA | 2 | 50.0 |  |" in page  # settings
+    assert "| +0.0 (-2.8 to +2.8; 100) |" in page
+    assert "| LoRA | 25 | 25 |" in page  # cut off
+    assert "No two seeds of a situation yet." in page
+
+
+def test_another_training_is_refused_whichever_method_it_answers_as(
+    study: ModuleType, design: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = a_cell(study, design, tmp_path)
+    digests = {"adapter": "a", "gates": "g"}
+    monkeypatch.setattr(cell, "digests", lambda method: digests)
+    record = study.Record(cell.records / "terse-0" / "gates" / "one.jsonl.gz")
+    record.add({"method": "gates [-6,3]", "what": "one", "by": digests})
+    cell.same_training("gates [-6,3]")
+    digests = {"adapter": "a", "gates": "other"}  # on the same adapter
+    cell.same_training("gates [0,1]")
+    for method in ("gates [-6,3]", "random gates [-6,3]"):
+        with pytest.raises(SystemExit, match=r"gates g, but .* holds other"):
+            cell.same_training(method)
+    digests = {"adapter": "other"}
+    cell.same_training("DFT")
+    for method in ("LoRA", "λ=0.5"):
+        with pytest.raises(SystemExit, match=r"adapter a, but .* holds other, another training of terse-0"):
+            cell.same_training(method)
 
 
 @pytest.mark.slow("training")
@@ -182,7 +255,7 @@ def test_the_whole_study_on_a_tiny_model(
     measure("--cells", "terse-0")
     assert "13 of 13 units are on record" in measure("--list", "--cells", "terse-0")
     records = tmp_path / "records" / "qwen2.5-coder-0.5b"
-    answers, trainings = report.read(records, "terse-0")
+    answers, _, trainings = report.read(records, "terse-0")
     assert {method for method, _, _ in answers} == set(METHODS.split(";"))
     assert set(trainings) == {"LoRA", "gates [-6,3]"}
     page = report.page(tmp_path / "records", small)
@@ -194,6 +267,16 @@ def test_the_whole_study_on_a_tiny_model(
     adapter.write_bytes(changed(adapter.read_bytes()))
     with pytest.raises(SystemExit, match="another training of terse-0"):
         measure("--cells", "terse-0", "--methods", "LoRA")
+    monkeypatch.setattr(sys, "argv", ["measure", "--smoke", "--records", str(tmp_path / "records")])
+    with pytest.raises(SystemExit):  # its adapters and rows would be taken for those of the study
+        study.main()
+
+
+def drawn(first: int, last: int) -> dict[str, Any]:
+    """Answers to these questions, every second right and every fourth cut off."""
+    count = last - first
+    questions = [f"q{place:03}" for place in range(first, last)]
+    return {"questions": questions, "samples": 1, "correct": "10" * (count // 2), "cut_off": "0001" * (count // 4)}
 
 
 def changed(tensors: bytes) -> bytes:

@@ -4,16 +4,18 @@
 
 Scores are of the questions that a method has answered so far; differences are paired by question, over those that both have.
 Best against best: each family's setting (method and temperature) is picked on one half of the questions and scored on the other,
-and the reverse; a setting counts where it has all questions that the LoRA has. Intervals are over questions (95 %), not over
-trainings.
+and the reverse; a setting counts where it has, in all seeds that are compared, all questions that their LoRAs have. Of settings
+equal on a half the first of design.yaml counts, the hottest first. Intervals are over questions (95 %), not over trainings. A
+verdict is open until all seeds have all questions.
 `--write` writes RESULTS.md beside this file, `--check` tells whether it is that of the records.
 """
 
 from __future__ import annotations
 
+import gzip
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from cells import Record, read_design
 from loragate.evaluation import average_at_k, compare
 from loragate.evaluation.statistics import Difference
-from reading import best_by_halves, interval, report_command, scores
+from reading import best_by_halves, gap_of_best, interval, report_command, scores
 
 HERE = Path(__file__).parent
 RECORDS, RESULTS, DESIGN = HERE / "records", HERE / "RESULTS.md", HERE / "design.yaml"
@@ -33,16 +35,21 @@ ADAPTER, GATES, OTHERS = "LoRA", "entropy gates", "all but entropy gates"
 HEATS = (1.0, 0.6, 0.3, 0.0)
 TITLE = """# Results of the study at the paper's size
 
-Made by `report.py` from `records/`; [PROTOCOL.md](PROTOCOL.md) says what was asked and what counts. Scores are percents with 95 %
-intervals over questions, differences points. Weights of 4 bits were unpacked, so these are not the published models."""
+Made by `report.py` from `records/`; [PROTOCOL.md](PROTOCOL.md) says what was asked and what counts. Scores are percents and
+differences points, with 95 % intervals over questions and the number of questions. Weights of 4 bits were unpacked, so these are
+not the published models."""
 
 Answers = Mapping[tuple[str, str, float], Mapping[str, float]]
 """{(method, test, temperature): {question: score}}."""
 
 
-def read(folder: Path, cell: str) -> tuple[dict[tuple[str, str, float], dict[str, float]], dict[str, dict[str, Any]]]:
-    """(answers, trainings by method) of a cell, the base's answers among them; slices are put together."""
-    answers: dict[tuple[str, str, float], dict[str, float]] = {}
+Own = dict[tuple[str, str, float], dict[str, float]]
+
+
+def read(folder: Path, cell: str) -> tuple[Own, Own, dict[str, dict[str, Any]]]:
+    """(answers, shares that the token limit cut off, trainings by method) of a cell and the base; slices are put together."""
+    answers: Own = {}
+    cuts: Own = {}
     trainings = {}
     for path in sorted([*(folder / cell).rglob("*.jsonl.gz"), *(folder / "base").glob("*.jsonl.gz")]):
         for (method, what), line in Record(path).lines.items():
@@ -51,9 +58,11 @@ def read(folder: Path, cell: str) -> tuple[dict[tuple[str, str, float], dict[str
                 continue
             test, heat, _ = what.split(" ")
             values = votes(line) if "extracted" in line else scores(line).mean(axis=1)
-            found = answers.setdefault((method, test, float(heat.removeprefix("T="))), {})
-            found.update(zip(line["questions"], values.tolist(), strict=True))
-    return answers, trainings
+            cut = scores({"correct": line["cut_off"], "samples": line["samples"]}).mean(axis=1)
+            for side, found in ((answers, values), (cuts, cut)):
+                into = side.setdefault((method, test, float(heat.removeprefix("T="))), {})
+                into.update(zip(line["questions"], found.tolist(), strict=True))
+    return answers, cuts, trainings
 
 
 def votes(line: Mapping[str, Any]) -> np.ndarray:
@@ -67,18 +76,9 @@ def votes(line: Mapping[str, Any]) -> np.ndarray:
     return np.array(found)
 
 
-def side_by_side(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Scores [Q] of the questions that both have; None for fewer than two."""
-    shared = sorted(one.keys() & other.keys())
-    if len(shared) < 2:
-        return None
-    return np.array([one[name] for name in shared]), np.array([other[name] for name in shared])
-
-
 def difference(one: Mapping[str, float], other: Mapping[str, float]) -> str:
     """Of two methods, in points with its interval; empty where they share no questions."""
-    pair = side_by_side(one, other)
-    return "" if pair is None else interval(compare(pair[0][:, None], pair[1][:, None]))
+    return said(over([(one, other)]))
 
 
 def score(answers: Answers, method: str, test: str, heat: float) -> str:
@@ -89,16 +89,29 @@ def score(answers: Answers, method: str, test: str, heat: float) -> str:
     return f"{100 * found.mean:.1f} ({100 * found.low:.1f}–{100 * found.high:.1f}; {len(values)})"
 
 
-def family_best(answers: Answers, methods: list[str]) -> dict[str, float]:
-    """Scores of a family's best setting, by halves, on all questions that the LoRA has; empty where no setting has them."""
-    everything = [values for (who, test, _), values in answers.items() if who == ADAPTER and test == MAIN]
-    names = sorted(set().union(*everything)) if everything else []
+def family(cells: Sequence[Answers], methods: list[str]) -> list[np.ndarray]:
+    """Scores [settings, Q] of a family in each cell, on all questions that the LoRA has in every cell.
+
+    Of the settings that have them in every cell; empty where there is none.
+    """
+    asked = [{name for heat in HEATS for name in cell.get((ADAPTER, MAIN, heat), {})} for cell in cells]
+    names = sorted(set.intersection(*asked))
     settings = [
-        np.array([values[name] for name in names])
-        for (who, test, _), values in answers.items()
-        if who in methods and test == MAIN and len(names) > 3 and values.keys() >= set(names)
+        (who, MAIN, heat)
+        for who in methods
+        for heat in HEATS
+        if len(names) > 3 and all(cell.get((who, MAIN, heat), {}).keys() >= set(names) for cell in cells)
     ]
-    return dict(zip(names, best_by_halves(settings).tolist())) if settings else {}
+    return [np.array([[cell[key][name] for name in names] for key in settings]) for cell in cells] if settings else []
+
+
+def best_against_best(cells: Sequence[Answers], methods: list[str], others: list[str]) -> OverSeeds | None:
+    """Of two families on the mean over cells; None where one has no setting."""
+    one, other = family(cells, methods), family(cells, others)
+    if not one or not other:
+        return None
+    means = [float((best_by_halves(a) - best_by_halves(b)).mean()) for a, b in zip(one, other)]
+    return gap_of_best(one, other), means, one[0].shape[1]
 
 
 def table(rows: list[list[str]]) -> str:
@@ -130,13 +143,14 @@ def main_table(answers: Answers, trainings: Mapping[str, Any], design: dict[str,
 
 def family_table(answers: Answers, design: dict[str, Any]) -> str:
     """Best against best: each family against the LoRA, and the entropy gates against each."""
-    best = {family: family_best(answers, methods) for family, methods in design["families"].items()}
-    rows = [["family", "best, %", "against the LoRA's best", "entropy gates against it"]]
-    for family, values in best.items():
-        if values:
-            gates = best.get(GATES, {}) if family != GATES else {}
-            against = "" if family == ADAPTER else difference(values, best[ADAPTER])
-            rows.append([family, f"{100 * np.mean(list(values.values())):.1f}", against, difference(gates, values)])
+    families = design["families"]
+    rows = [["family", "settings", "best, %", "against the LoRA's best", "entropy gates against it"]]
+    for name, methods in families.items():
+        if found := family([answers], methods):
+            against = None if name == ADAPTER else best_against_best([answers], methods, [ADAPTER])
+            gates = None if name == GATES else best_against_best([answers], families[GATES], methods)
+            best = f"{100 * best_by_halves(found[0]).mean():.1f}"
+            rows.append([name, str(len(found[0])), best, said(against), said(gates)])
     return table(rows) if len(rows) > 1 else "Not asked yet."
 
 
@@ -154,31 +168,48 @@ def guard_table(answers: Answers, design: dict[str, Any]) -> str:
     return table(rows) if len(rows) > 1 else "Not asked yet."
 
 
+def cut_table(cuts: Answers, design: dict[str, Any]) -> str:
+    """Answers that the token limit cut off."""
+    asked = [(test, heat) for test in (MAIN, *GUARDS) for heat in (0.0, 1.0)]
+    rows = [["method", *(f"{test}, {f'T = {heat:g}' if heat else 'greedy'}" for test, heat in asked)]]
+    for method in design["methods"]:
+        found = [cuts.get((method, *key)) for key in asked]
+        if any(found):
+            rows.append([method, *(f"{100 * np.mean(list(one.values())):.0f}" if one else "" for one in found)])
+    return table(rows) if len(rows) > 1 else "Not asked yet."
+
+
 def over_seeds(cells: Mapping[str, Answers], design: dict[str, Any]) -> str:
     """Differences to the LoRA on the mean of a situation's seeds, by question; those that have all seeds of the situation."""
     rows = [["situation", "method or family", "seeds", "T = 1", "greedy", "best against best", "verdict"]]
     families = design["families"]
     compared = {name: [name] for name in design["methods"]} | families
     del compared[ADAPTER]
+    with gzip.open(HERE / "questions" / f"{design['tests'][MAIN]['file']}.jsonl.gz") as file:
+        questions = sum(1 for _ in file)
     for situation in design["situations"]:
         own = [one for name, one in cells.items() if name.rsplit("-", 1)[0] == situation]
         if len(own) < 2:
             continue
+        seeds = {cell["seed"] for cell in design["plan"] if cell["situation"] == situation}
+        whole = questions if len(own) == len(seeds) else 0
         for name, methods in compared.items():
             sides = [
                 over([(one.get((name, MAIN, heat), {}), one.get((ADAPTER, MAIN, heat), {})) for one in own])
                 for heat in (1.0, 0.0)
             ]
-            bests = over([(family_best(one, methods), family_best(one, [ADAPTER])) for one in own])
-            rows.append([situation, name, str(len(own)), *map(said, (*sides, bests)), verdict(bests)])
-        more = over([(family_best(one, families[GATES]), family_best(one, families[OTHERS])) for one in own])
-        rows.append([situation, f"{GATES} against {OTHERS}", str(len(own)), "", "", said(more), verdict(more)])
+            bests = best_against_best(own, methods, [ADAPTER])
+            judged = verdict(bests, whole) if name in families and name != OTHERS else ""
+            rows.append([situation, name, f"{len(own)} of {len(seeds)}", *map(said, (*sides, bests)), judged])
+        more = best_against_best(own, families[GATES], families[OTHERS])
+        names = [situation, f"{GATES} against {OTHERS}", f"{len(own)} of {len(seeds)}"]
+        rows.append([*names, "", "", said(more), verdict(more, whole)])
     kept = [row for row in rows if any(row[3:])]
     return table(kept) if len(kept) > 1 else "No two seeds of a situation yet."
 
 
-OverSeeds = tuple[Difference, list[float]]
-"""A difference on the mean over seeds, and that of each seed."""
+OverSeeds = tuple[Difference, list[float], int]
+"""A difference on the mean over seeds, that of each seed, and the number of questions."""
 
 
 def over(pairs: list[tuple[Mapping[str, float], Mapping[str, float]]]) -> OverSeeds | None:
@@ -189,18 +220,21 @@ def over(pairs: list[tuple[Mapping[str, float], Mapping[str, float]]]) -> OverSe
     names = sorted(shared)
     one_SQ, other_SQ = (np.array([[pair[at][name] for name in names] for pair in pairs]) for at in (0, 1))
     gap = compare(one_SQ.mean(axis=0)[:, None], other_SQ.mean(axis=0)[:, None])
-    return gap, (one_SQ - other_SQ).mean(axis=1).tolist()
+    return gap, (one_SQ - other_SQ).mean(axis=1).tolist(), len(names)
 
 
 def said(found: OverSeeds | None) -> str:
-    return "" if found is None else interval(found[0])
+    """In points, with its interval and the number of questions."""
+    return "" if found is None else f"{interval(found[0])[:-1]}; {found[2]})"
 
 
-def verdict(found: OverSeeds | None) -> str:
-    """By the protocol: the interval leaves 0 out, and every seed is on the same side."""
+def verdict(found: OverSeeds | None, questions: int) -> str:
+    """By the protocol: the interval leaves 0 out, and every seed is on the same side; open on other than so many questions."""
     if found is None:
         return ""
-    gap, means = found
+    gap, means, asked = found
+    if asked != questions:
+        return "open"
     if gap.low > 0 and min(means) > 0:
         return "helps"
     return "harms" if gap.high < 0 and max(means) < 0 else "not shown"
@@ -213,13 +247,14 @@ def page(records: Path, design: dict[str, Any]) -> str:
         names = dict.fromkeys(f"{cell['situation']}-{cell['seed']}" for cell in design["plan"])
         begun = {name: read(folder, name) for name in names if (folder / name).is_dir()}
         parts.append(f"## {folder.name}")
-        for name, (answers, trainings) in begun.items():
+        for name, (answers, cuts, trainings) in begun.items():
             parts += [f"### {name}: GSM8K", main_table(answers, trainings, design)]
             parts += ["Best against best, GSM8K:", family_table(answers, design)]
             parts += ["Other tests:", guard_table(answers, design)]
+            parts += ["Cut off at the token limit, %:", cut_table(cuts, design)]
         parts += [
             "### Over seeds, against the LoRA",
-            over_seeds({name: one for name, (one, _) in begun.items()}, design),
+            over_seeds({name: one for name, (one, *_) in begun.items()}, design),
         ]
     return "\n\n".join(parts if len(parts) > 1 else [*parts, "Nothing was run yet."]) + "\n"
 
