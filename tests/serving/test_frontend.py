@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import loragate as lg
 from loragate.errors import LoragateError
@@ -71,6 +72,7 @@ def test_the_strength_of_a_request_stands_behind_its_folder() -> None:
         ("gated", {"lora_scale": 10**400}, "finite number, found 1000"),
         ("gated", {"lora_scale": 1e39}, "finite number, found 1e"),
         ("gated", {"vllm_xargs": {"lora_scale": [1]}}, r"finite number, found \[1\]"),
+        ("gated", {"lora_gates": "constant=1e39"}, "takes finite numbers"),
         ("gated", {"lora_gates": "unti"}, "did you mean 'unit'"),
         ("gated", {"lora_gates": 0.5}, "takes the name of an override"),
         ("gated", {"lora_scale": 1, "lora_gates": "unit"}, "two overrides of λ"),
@@ -115,22 +117,28 @@ def test_all_strengths_of_a_folder_have_one_number() -> None:
 
 
 def test_a_scale_that_does_not_reach_the_whole_adapter_is_refused(tmp_path: Path) -> None:
-    """Its zero would not be the base: gates on some modules, an adapted head. Names and clips are what they say."""
-    base = tiny_base(tie_word_embeddings=False)
+    """Its zero would not be the base: gates on some modules; an adapted head, embedding or expert. Names are what they say."""
     for name, modules, kept in (
         ("some", ["q_proj", "v_proj"], ["v_proj"]),
         ("whole", ["q_proj", "v_proj"], None),
         ("head", ["q_proj", "lm_head"], None),
+        ("embedding", ["q_proj", "embed_tokens"], None),
     ):
-        model = tiny_adapter(base=base if name == "head" else tiny_base(), target_modules=modules)
+        model = tiny_adapter(base=tiny_base(tie_word_embeddings=name in ("some", "whole")), target_modules=modules)
         model.save_pretrained(tmp_path / f"plain-{name}")
         lg.save_gates(lg.attach_gates(model, lg.GateConfig(-1, 2, target_modules=kept)), tmp_path / name, base_id="b")
+    # an adapter on experts that are linear layers of their own, which vLLM fuses into a layer without λ
+    weights = shutil.copytree(tmp_path / "plain-some", tmp_path / "plain-experts") / "adapter_model.safetensors"
+    save_file({key.replace("v_proj", "experts.0.v_proj"): one for key, one in load_file(weights).items()}, weights)
     for name, reached in (
         ("some", False),
         ("plain-some", True),
         ("whole", True),
         ("head", False),
         ("plain-head", False),
+        ("embedding", False),
+        ("plain-embedding", False),
+        ("plain-experts", False),
     ):
         request = adapter(name, str(tmp_path / name))
         if reached:

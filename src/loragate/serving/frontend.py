@@ -160,8 +160,9 @@ def strengthen(lora_request: Any, fields: Mapping[str, Any] | None, where: str) 
 
 @functools.lru_cache(maxsize=1024)
 def _unreached(folder: Path, stamp: Any) -> tuple[str, ...]:
-    """The modules of an adapter that no scale reaches, while its files have this stamp."""
-    return models.read_gates(folder, Override(constant=0.0)).unreached
+    """The modules of an adapter that no scale reaches, while its files have this stamp; in vLLM experts are one fused layer."""
+    found = models.read_gates(folder, Override(constant=0.0))
+    return *found.unreached, *(path for path in found.biases if ".experts." in path)
 
 
 def apply_fields(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
