@@ -230,6 +230,19 @@ def test_the_log_has_a_line_for_each_request(kind: str, monkeypatch: pytest.Monk
         )
 
 
+def test_what_is_embedded_is_loaded_as_what_is_generated() -> None:
+    """A part of an adapter has a slot of its own there too: under one number, the slot would be that of either."""
+
+    async def answer(self: Any, prompt: Any, params: Any, request_id: str, *, lora_request: Any) -> Any:
+        yield lora_request and lora_request.lora_int_id
+
+    engine, numbers = Engine(), list[Any]()
+    for one in (adapter("p", "/p"), adapter("p@mlp=0.0", "/p@mlp=0.0"), adapter("p", "/p@constant=0.5"), None):
+        finished(collect(frontend.encode(answer, engine, "p", None, "r1", lora_request=one), numbers))
+    assert numbers == [1, 2, 1, None]
+    assert [one.lora_int_id for one in engine.added] == [1, 2]
+
+
 def test_what_an_engine_refuses_to_load_is_the_client_s_error() -> None:
     async def loaded(self: Any, request: Any) -> Any:
         return SimpleNamespace(error=SimpleNamespace(code=500, type="InternalServerError", message=message))

@@ -229,6 +229,35 @@ def _named_override(served: Any, name: str | None) -> Any:
     return other
 
 
+async def loaded(engine: Any, lora_request: Any) -> Any:
+    """`renewed`, in the engine before its request is: what it refuses to load is the request's error."""
+    now = renewed(engine, lora_request)
+    if now.lora_int_id not in engine.__dict__.setdefault("_loragate_loaded", set()):
+        try:
+            await engine.add_lora(copy.copy(lora_request))
+        except Exception as error:
+            if engine.errored:
+                raise
+            raise ValueError(_reason(str(error))) from error
+    return now
+
+
+async def encode(
+    original: Any,
+    self: Any,
+    prompt: Any,
+    pooling_params: Any,
+    request_id: Any,
+    *args: Any,
+    lora_request: Any = None,
+    **kwargs: Any,
+) -> AsyncGenerator[Any, None]:
+    """A server's `encode`, which embeds or classifies a text, with the adapter as it is `loaded`."""
+    now = lora_request and await loaded(self, lora_request)
+    async for one in original(self, prompt, pooling_params, request_id, *args, lora_request=now, **kwargs):
+        yield one
+
+
 async def generate(
     original: Any,
     self: Any,
@@ -247,15 +276,7 @@ async def generate(
     if lora_request is not None:
         record = _sampling(lora_request.lora_path)
         warn_elsewhere(lora_request.lora_name, record, sampling_params.temperature, logging.getLogger("loragate"))
-        now = renewed(self, lora_request)
-        if now.lora_int_id not in self.__dict__.setdefault("_loragate_loaded", set()):
-            try:
-                await self.add_lora(copy.copy(lora_request))
-            except Exception as error:
-                if self.errored:
-                    raise
-                raise ValueError(_reason(str(error))) from error
-        lora_request, name = now, lora_request.lora_name
+        lora_request, name = await loaded(self, lora_request), lora_request.lora_name
     else:
         name = "none"
     began, tokens, last = time.monotonic(), 0, None
