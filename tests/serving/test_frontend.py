@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 from collections.abc import AsyncGenerator
@@ -149,6 +150,26 @@ def test_a_scale_that_does_not_reach_the_whole_adapter_is_refused(tmp_path: Path
     assert frontend.strengthen(adapter("some", str(tmp_path / "some")), {"lora_gates": "unit"}, "some")
 
 
+def test_no_strength_is_laid_over_the_adapter_of_an_encoder_of_pictures() -> None:
+    """It has a batch of its own, and what it makes is kept for all requests with the adapter's name."""
+    checked = []
+    for towers, path, refused in (
+        (False, "/p@constant=0.5", False),
+        (True, "/p", False),
+        (True, "/p@mlp=0.5", False),
+        (True, "/p@constant=0.5", True),
+        (True, "/p@unit", True),
+    ):
+        engine = SimpleNamespace(lora_config=SimpleNamespace(enable_tower_connector_lora=towers))
+        call = functools.partial(frontend.validate_request, lambda self, one: checked.append(one), engine)
+        if refused:
+            with pytest.raises(ValueError, match="--enable-tower-connector-lora"):
+                call(adapter("p", path))
+        else:
+            call(adapter("p", path))
+    assert len(checked) == 5, "vLLM's own check comes first"
+
+
 def test_other_gates_under_a_served_name_and_folder_are_refused() -> None:
     owner = SimpleNamespace()
     one, elsewhere = (SimpleNamespace(lora_name="math", lora_path=path) for path in ("/adapters/math", "/adapters/2"))
@@ -187,6 +208,7 @@ class Engine:
     def __init__(self, refuse: bool = False) -> None:
         self.added: list[Any] = []
         self.refuse = refuse
+        self.input_processor = SimpleNamespace(lora_config=SimpleNamespace(enable_tower_connector_lora=False))
 
     async def add_lora(self, lora_request: Any) -> bool:
         if self.refuse:
@@ -241,6 +263,21 @@ def test_what_is_embedded_is_loaded_as_what_is_generated() -> None:
         finished(collect(frontend.encode(answer, engine, "p", None, "r1", lora_request=one), numbers))
     assert numbers == [1, 2, 1, None]
     assert [one.lora_int_id for one in engine.added] == [1, 2]
+
+
+def test_a_clip_of_a_plain_adapter_is_refused_before_vllm_takes_the_request(saved: Path) -> None:
+    async def taken(self: Any, *args: Any, lora_request: Any) -> Any:
+        yield pytest.fail("taken")
+
+    for override in ("unit", "constant=0.5"):
+        request = adapter("plain", f"{saved / 'adapter'}@{override}")
+        stream = frontend.generate(taken, Engine(), "p", SimpleNamespace(temperature=1.0), "r1", lora_request=request)
+        with (
+            pytest.raises(ValueError, match="has no gates")
+            if override == "unit"
+            else pytest.raises(pytest.fail.Exception)
+        ):
+            finished(collect(stream, []))
 
 
 def test_what_an_engine_refuses_to_load_is_the_client_s_error() -> None:

@@ -102,6 +102,12 @@ def validate_request(original: Any, self: Any, lora_request: Any) -> None:
     original(self, lora_request)
     if lora_request is None:
         return
+    # limits of λ are those of a text's tokens, and what an encoder made of a picture is kept by the adapter's name
+    if self.lora_config.enable_tower_connector_lora and split_slot(lora_request.lora_path)[1] is not None:
+        raise ValueError(
+            f"{lora_request.lora_name}: a strength, and an override of λ, reaches a text's tokens alone; with "
+            "--enable-tower-connector-lora an adapter is served as it is, or by a name with a part (@lower=0.5)"
+        )
     try:
         found = gated_folder(lora_request.lora_path)
         if found is None or not found[0].is_dir():
@@ -230,7 +236,10 @@ def _named_override(served: Any, name: str | None) -> Any:
 
 
 async def loaded(engine: Any, lora_request: Any) -> Any:
-    """`renewed`, in the engine before its request is: what it refuses to load is the request's error."""
+    """`renewed`, in the engine before its request is: what is refused is the request's error.
+
+    vLLM makes an error of the server, without the reason, of what is refused only when it takes the request.
+    """
     now = renewed(engine, lora_request)
     if now.lora_int_id not in engine.__dict__.setdefault("_loragate_loaded", set()):
         try:
@@ -239,6 +248,7 @@ async def loaded(engine: Any, lora_request: Any) -> Any:
             if engine.errored:
                 raise
             raise ValueError(_reason(str(error))) from error
+    validate_request(lambda *_: None, engine.input_processor, now)
     return now
 
 
