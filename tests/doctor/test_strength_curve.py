@@ -5,13 +5,14 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.doctor import examination
+from loragate.doctor import examination, strength
 from loragate.doctor.exam import STRENGTHS, Exam, ExamSettings, Losses
 from loragate.doctor.record import Measures, Static
 from loragate.doctor.strength import _chosen, examine_strength
 from loragate.losses.head import IGNORED
 from loragate.models import resolve
-from tiny import tiny_rows, tiny_tokenizer, write_adapter, write_base
+from loragate.models.export import export_adapter
+from tiny import tiny_base, tiny_rows, tiny_tokenizer, write_adapter, write_base
 
 
 @pytest.fixture
@@ -101,6 +102,33 @@ def test_scores_decide_where_there_are_any():
 def test_a_base_that_cannot_be_had_has_no_curve(exam, monkeypatch):
     monkeypatch.setattr(Exam, "has_base", False)
     assert examine_strength(exam) == (None, [])
+
+
+@pytest.mark.parametrize("modules", [["q_proj"], ["q_proj", "lm_head"]], ids=["all", "head"])
+def test_an_adapter_is_exported_where_that_is_what_was_measured(tmp_path, monkeypatch, modules):
+    """One λ leaves an adapted head at full strength; the curve scales it too."""
+    write_base(tmp_path / "base", base=tiny_base(tie_word_embeddings=False), tokenizer=tiny_tokenizer())
+    write_adapter(tmp_path / "adapter", tmp_path / "base", target_modules=modules)
+    export_adapter(str(tmp_path / "adapter"), tmp_path / "half", constant=0.5)
+
+    def examined(name):
+        (tmp_path / f"run-{name}").mkdir()
+        measures, settings = Measures(Static("adapter", "base")), ExamSettings(max_new_tokens=6)
+        place = resolve(tmp_path / name)
+        return Exam(place, tmp_path / f"run-{name}", measures, settings, data=tiny_rows(12), say=said.append)
+
+    said = []
+    exam, half = examined("adapter"), examined("half")
+    monkeypatch.setattr(strength, "_chosen", lambda *_: ("0.5", None))
+    found, _ = examine_strength(exam)
+    measured = next(point.target.mean for point in found.points if point.label == "0.5")
+    same = half.losses(half.rows).mean().mean == pytest.approx(measured, rel=1e-5)
+    assert same == (len(modules) == 1)
+    assert any("loragate export" in sentence for sentence in found.sentences) == same
+    assert any("lora_alpha" in sentence and "lm_head" in sentence for sentence in found.sentences) != same
+    if not same:
+        assert exam.scores("dev", STRENGTHS) == {}
+        assert said == ["the dev set is not asked: one λ for the whole adapter does not reach lm_head"]
 
 
 def test_the_curve_is_part_of_an_examination(exam, monkeypatch):

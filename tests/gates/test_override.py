@@ -37,6 +37,7 @@ def test_what_a_name_means(text: str) -> None:
         ("", "no known override"),
         ("constant", "no known override"),
         ("constant=nan", "finite number"),
+        ("constant=1e39", "finite number"),
         ("constant=", "@constant=: could not convert"),
         ("clip=2:1", "minimum 2 is above maximum 1"),
         ("clip=:", "no known override"),

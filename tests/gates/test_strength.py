@@ -29,7 +29,10 @@ def close(left, right):
 
 
 def test_bands_are_thirds_of_the_layers_that_are_touched():
-    paths = [f"model.layers.{layer}.mlp.up_proj" for layer in range(2, 9)] + ["model.embed_tokens"]
+    paths = [f"model.layers.{layer}.mlp.up_proj" for layer in range(2, 9)] + [
+        "model.embed_tokens",
+        "visual.merger.mlp.0",
+    ]
     bands = layer_bands(paths)
     assert tuple(bands) == BANDS
     assert [[layer_of(path) for path in bands[name]] for name in BANDS] == [[2, 3, 4], [5, 6], [7, 8]]

@@ -21,7 +21,7 @@ from loragate.gates import constant_gate
 from loragate.gates.override import Override
 from loragate.models import export as export_room
 from loragate.models import open_tokenizer, resolve
-from loragate.models.export import constant_coefficients, fold_adapter, needs_uniform
+from loragate.models.export import constant_coefficients, export_adapter, fold_adapter, needs_uniform
 from test_families import FAMILIES
 from tiny import chatml_tokenizer, run, same, shake, tiny_adapter, tiny_base, write_adapter, write_base
 from tiny import logits as logits_of
@@ -184,6 +184,14 @@ def test_sixteen_bit_factors_become_fp32_where_λ_acts(tmp_path: Path) -> None:
     key = f"base_model.model.{path}.lora_B.weight"
     assert torch.equal(after[key], before[key].float() * 0.7)
     assert all(torch.equal(before[other], after[other]) for other in before if other != key)
+
+
+@pytest.mark.parametrize(("kind", "named"), [("lora_bias", r"lora_B\.bias"), ("use_dora", "lora_magnitude_vector")])
+def test_a_delta_that_is_more_than_two_factors_is_not_scaled_by_one(tmp_path: Path, kind: str, named: str) -> None:
+    """λ·B leaves a bias of B at full strength, and at λ = 0 DoRA's magnitudes would still change the base."""
+    tiny_adapter(**{kind: True}).save_pretrained(tmp_path / "plain")
+    with pytest.raises(ArtifactError, match=named):
+        export_adapter(str(tmp_path / "plain"), tmp_path / "out", constant=0.0, compare_outputs=False)
 
 
 def test_what_cannot_be_folded(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 from collections.abc import AsyncGenerator
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import loragate as lg
 from loragate.errors import LoragateError
@@ -71,6 +73,7 @@ def test_the_strength_of_a_request_stands_behind_its_folder() -> None:
         ("gated", {"lora_scale": 10**400}, "finite number, found 1000"),
         ("gated", {"lora_scale": 1e39}, "finite number, found 1e"),
         ("gated", {"vllm_xargs": {"lora_scale": [1]}}, r"finite number, found \[1\]"),
+        ("gated", {"lora_gates": "constant=1e39"}, "takes finite numbers"),
         ("gated", {"lora_gates": "unti"}, "did you mean 'unit'"),
         ("gated", {"lora_gates": 0.5}, "takes the name of an override"),
         ("gated", {"lora_scale": 1, "lora_gates": "unit"}, "two overrides of λ"),
@@ -115,22 +118,28 @@ def test_all_strengths_of_a_folder_have_one_number() -> None:
 
 
 def test_a_scale_that_does_not_reach_the_whole_adapter_is_refused(tmp_path: Path) -> None:
-    """Its zero would not be the base: gates on some modules, an adapted head. Names and clips are what they say."""
-    base = tiny_base(tie_word_embeddings=False)
+    """Its zero would not be the base: gates on some modules; an adapted head, embedding or expert. Names are what they say."""
     for name, modules, kept in (
         ("some", ["q_proj", "v_proj"], ["v_proj"]),
         ("whole", ["q_proj", "v_proj"], None),
         ("head", ["q_proj", "lm_head"], None),
+        ("embedding", ["q_proj", "embed_tokens"], None),
     ):
-        model = tiny_adapter(base=base if name == "head" else tiny_base(), target_modules=modules)
+        model = tiny_adapter(base=tiny_base(tie_word_embeddings=name in ("some", "whole")), target_modules=modules)
         model.save_pretrained(tmp_path / f"plain-{name}")
         lg.save_gates(lg.attach_gates(model, lg.GateConfig(-1, 2, target_modules=kept)), tmp_path / name, base_id="b")
+    # an adapter on experts that are linear layers of their own, which vLLM fuses into a layer without λ
+    weights = shutil.copytree(tmp_path / "plain-some", tmp_path / "plain-experts") / "adapter_model.safetensors"
+    save_file({key.replace("v_proj", "experts.0.v_proj"): one for key, one in load_file(weights).items()}, weights)
     for name, reached in (
         ("some", False),
         ("plain-some", True),
         ("whole", True),
         ("head", False),
         ("plain-head", False),
+        ("embedding", False),
+        ("plain-embedding", False),
+        ("plain-experts", False),
     ):
         request = adapter(name, str(tmp_path / name))
         if reached:
@@ -139,6 +148,26 @@ def test_a_scale_that_does_not_reach_the_whole_adapter_is_refused(tmp_path: Path
             with pytest.raises(ValueError, match=r"does not reach [12] of the adapter's modules"):
                 frontend.strengthen(request, {"lora_scale": 0.5}, name)
     assert frontend.strengthen(adapter("some", str(tmp_path / "some")), {"lora_gates": "unit"}, "some")
+
+
+def test_no_strength_is_laid_over_the_adapter_of_an_encoder_of_pictures() -> None:
+    """It has a batch of its own, and what it makes is kept for all requests with the adapter's name."""
+    checked = []
+    for towers, path, refused in (
+        (False, "/p@constant=0.5", False),
+        (True, "/p", False),
+        (True, "/p@mlp=0.5", False),
+        (True, "/p@constant=0.5", True),
+        (True, "/p@unit", True),
+    ):
+        engine = SimpleNamespace(lora_config=SimpleNamespace(enable_tower_connector_lora=towers))
+        call = functools.partial(frontend.validate_request, lambda self, one: checked.append(one), engine)
+        if refused:
+            with pytest.raises(ValueError, match="--enable-tower-connector-lora"):
+                call(adapter("p", path))
+        else:
+            call(adapter("p", path))
+    assert len(checked) == 5, "vLLM's own check comes first"
 
 
 def test_other_gates_under_a_served_name_and_folder_are_refused() -> None:
@@ -179,6 +208,7 @@ class Engine:
     def __init__(self, refuse: bool = False) -> None:
         self.added: list[Any] = []
         self.refuse = refuse
+        self.input_processor = SimpleNamespace(lora_config=SimpleNamespace(enable_tower_connector_lora=False))
 
     async def add_lora(self, lora_request: Any) -> bool:
         if self.refuse:
@@ -220,6 +250,34 @@ def test_the_log_has_a_line_for_each_request(kind: str, monkeypatch: pytest.Monk
         finished(
             collect(frontend.generate(answer, Engine(True), "p", sampling, "r2", lora_request=adapter("m", "/m")), [])
         )
+
+
+def test_what_is_embedded_is_loaded_as_what_is_generated() -> None:
+    """A part of an adapter has a slot of its own there too: under one number, the slot would be that of either."""
+
+    async def answer(self: Any, prompt: Any, params: Any, request_id: str, *, lora_request: Any) -> Any:
+        yield lora_request and lora_request.lora_int_id
+
+    engine, numbers = Engine(), list[Any]()
+    for one in (adapter("p", "/p"), adapter("p@mlp=0.0", "/p@mlp=0.0"), adapter("p", "/p@constant=0.5"), None):
+        finished(collect(frontend.encode(answer, engine, "p", None, "r1", lora_request=one), numbers))
+    assert numbers == [1, 2, 1, None]
+    assert [one.lora_int_id for one in engine.added] == [1, 2]
+
+
+def test_a_clip_of_a_plain_adapter_is_refused_before_vllm_takes_the_request(saved: Path) -> None:
+    async def taken(self: Any, *args: Any, lora_request: Any) -> Any:
+        yield pytest.fail("taken")
+
+    for override in ("unit", "constant=0.5"):
+        request = adapter("plain", f"{saved / 'adapter'}@{override}")
+        stream = frontend.generate(taken, Engine(), "p", SimpleNamespace(temperature=1.0), "r1", lora_request=request)
+        with (
+            pytest.raises(ValueError, match="has no gates")
+            if override == "unit"
+            else pytest.raises(pytest.fail.Exception)
+        ):
+            finished(collect(stream, []))
 
 
 def test_what_an_engine_refuses_to_load_is_the_client_s_error() -> None:

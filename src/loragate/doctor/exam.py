@@ -25,7 +25,7 @@ from loragate.evaluation.evaluate import evaluate
 from loragate.evaluation.variants import ModelVariant, acting
 from loragate.files import RunFolder, write_json
 from loragate.gates.adapter_rules import Finding
-from loragate.gates.control import why_no_base
+from loragate.gates.control import unreached, why_no_base
 from loragate.gates.strength import scaled
 from loragate.generation import OnProgress, Sample, SamplingConfig, TransformersEngine
 from loragate.generation.engine import draw_samples, read_samples
@@ -166,6 +166,11 @@ class Exam:
         """Whether the base can be had by switching the adapter off."""
         return not why_no_base(self.model)
 
+    @cached_property
+    def unreached(self) -> list[str]:
+        """The modules that one λ for the whole adapter, as it is exported and evaluated, does not scale; `scaled` does."""
+        return unreached(self.model)
+
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """What the model can be, beside its gates."""
@@ -302,11 +307,15 @@ class Exam:
             strengths: λ for all modules beside "0" (the base, where it can be had) and "1" (the adapter), which are always asked.
 
         Returns:
-            {"0": …, "1": …, "0.5": …}; what is on file is not drawn again. {} where the adapter changes nothing to be compared.
+            {"0": …, "1": …, "0.5": …}; what is on file is not drawn again. {} where the adapter changes nothing to be compared, or
+            cannot be asked at another strength.
 
         Raises:
             DataError: for a set that cannot be read or judged.
         """
+        if strengths and self.unreached:
+            self.say(f"the {name} set is not asked: one λ for the whole adapter does not reach {self.unreached[0]}")
+            return {}
         variants = {"1": ModelVariant("adapter").at(0), **({"0": ModelVariant("base").at(0)} if self.has_base else {})}
         for value in strengths:
             if value not in (0, 1):

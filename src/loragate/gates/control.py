@@ -237,6 +237,16 @@ def constant_gate(
         yield
 
 
+def unreached(peft_model: nn.Module, adapter_name: str | None = None) -> list[str]:
+    """The modules of an adapter that `constant_gate` leaves at full strength, or for which it is refused."""
+    name = active_adapter(peft_model, adapter_name)
+    if is_gated(peft_model, name):
+        reached = set(gate_modules(peft_model, name))
+    else:
+        reached = {verdict.path for verdict in examine_adapter(peft_model, name) if verdict.status == "gate"}
+    return [path for path, _ in lora_layers(peft_model, name) if path not in reached]
+
+
 @contextmanager
 def _same_frozen(model: nn.Module) -> Iterator[None]:
     """Which parameters are frozen is the same after the context as before; PEFT and gates change it as they are switched."""

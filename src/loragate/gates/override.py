@@ -21,6 +21,8 @@ from loragate.errors import ConfigError, GateError, nearest
 BANDS = ("lower", "middle", "upper")
 """Thirds of the layers that an adapter touches, the first ones lower."""
 FAMILIES = ("attention", "mlp")
+LARGEST = torch.finfo(torch.float32).max
+"""The largest number that λ, which is computed in fp32, can be."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Override:
 
     def __post_init__(self) -> None:
         given = [value for value in (self.minimum, self.maximum, self.constant) if value is not None]
-        if not all(map(math.isfinite, given)):
+        if not all(abs(value) <= LARGEST for value in given):  # a NaN is not either
             raise GateError(f"an override of λ takes finite numbers, found {given}")
         if self.constant is not None and len(given) > 1:
             raise GateError("an override of λ takes either constant or minimum/maximum, not both")
@@ -71,8 +73,6 @@ NAMED = {
     "noextrapolate": Override(maximum=1.0),
 }
 """off: λ = 1, the plain adapter; the others are the paper's interventions clip(λ,0,1), max(λ,0) and min(λ,1)."""
-LARGEST = torch.finfo(torch.float32).max
-"""The largest number that λ, which is computed in fp32, can be."""
 GRAMMAR = ", ".join(
     ["@" + name for name in NAMED]
     + ["@constant=0.5", "@clip=-1:2", "@clip=:1", *(f"@{part}=0.5" for part in (*BANDS, *FAMILIES)), "@q_proj=0.5"]

@@ -24,8 +24,11 @@ _FAMILY_OF = {
 
 
 def layer_of(path: str) -> int | None:
-    """Index of the layer in a module path; None for a module outside the layers, such as an embedding."""
-    return next((int(part) for part in path.split(".") if part.isdecimal()), None)
+    """Index of the layer in a module path; None for a module outside the layers, such as an embedding.
+
+    A number at the end is the module's own, in a Sequential such as that between a vision tower and its language model.
+    """
+    return next((int(part) for part in path.split(".")[:-1] if part.isdecimal()), None)
 
 
 def kind_of(path: str) -> str:

@@ -27,6 +27,7 @@ from loragate.gates.schema import (
     ADAPTER_WEIGHTS,
     CARD,
     NEED_MODEL,
+    PREFIX,
     TOKENIZER,
     adapter_files,
     copy_file,
@@ -263,11 +264,17 @@ def fold_adapter(
         The configuration that was written. Factors that λ does not touch keep bits and dtype; B is fp32 where it does.
 
     Raises:
-        ArtifactError: for a file that cannot be read, or a module that the adapter does not have.
+        ArtifactError: for a file that cannot be read, a module that the adapter does not have, or one whose delta is more than
+            B·A·x.
     """
     config, state = read_adapter(Path(adapter))
     if unknown := sorted(set(coefficients) - {factor_of(key)[0] for key in state}):
         raise ArtifactError(f"{adapter}: there is no factor of {unknown[0]} into which its λ could be folded")
+    # a bias of B, or DoRA's magnitudes
+    if more := next((key for key in state if (at := _beside_factors(key)) and at in coefficients), ""):
+        raise ArtifactError(
+            f"{adapter}: {more} is part of a delta that no λ can be folded into: λ·B would leave it as it is"
+        )
     folded = {}
     for key, tensor in state.items():
         path, group = factor_of(key)
@@ -284,6 +291,12 @@ def fold_adapter(
     if wrong := first_difference(config, read_adapter_config(out)):
         raise ArtifactError(f"{out / ADAPTER_CONFIG}: key {wrong[0]!r} must be {wrong[1]!r}, read back as {wrong[2]!r}")
     return config
+
+
+def _beside_factors(key: str) -> str:
+    """The module of a LoRA layer's tensor that is none of its factors; empty for any other tensor."""
+    path, sign, _ = key.removeprefix(PREFIX).rpartition(".lora_")
+    return path if sign and not factor_of(key)[1] else ""
 
 
 def needs_uniform(config: Mapping[str, Any]) -> list[str]:

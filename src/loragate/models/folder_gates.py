@@ -84,7 +84,7 @@ def read_gates(folder: str | Path, override: Override | None = None, *, beside: 
     record = read_gate_config(folder)
     config = GateConfig(**record["gate"])
     tensors = read_tensors(folder, record)
-    widths, sha256 = _read_factors(folder / ADAPTER, beside)
+    widths, sha256, adapted = _read_factors(folder / ADAPTER, beside)
     require_same_adapter(folder, record, tensors, widths, sha256)
     modules = record["modules"]
     if config.target_modules is None:
@@ -105,7 +105,7 @@ def read_gates(folder: str | Path, override: Override | None = None, *, beside: 
         base=record["base"],
         digest=hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
         override=override,
-        unreached=tuple(path for path in widths if path not in modules),
+        unreached=tuple(path for path in adapted if path not in modules),
     )
     return _by_part(found)
 
@@ -126,8 +126,9 @@ def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple(known)
 
 
-def _read_factors(folder: Path, beside: bool) -> tuple[dict[str, int], str | None]:
-    """`known_factors` of an adapter, without the hash where the files do not tell it; refused where λ = 0 is not the base.
+def _read_factors(folder: Path, beside: bool) -> tuple[dict[str, int], str | None, list[str]]:
+    """`known_factors` of an adapter, without the hash where the files do not tell it, and all modules that it adapts, embeddings
+    and convolutions too; refused where λ = 0 is not the base.
 
     Without `beside`, an adapter that has other tensors than A and B is refused as well.
     """
@@ -135,9 +136,10 @@ def _read_factors(folder: Path, beside: bool) -> tuple[dict[str, int], str | Non
     if changed := changed_base(config.get("init_lora_weights")):
         _fail(folder / ADAPTER_CONFIG, changed)
     widths, sha256 = known_factors(config, state)
+    adapted = list(dict.fromkeys(path for key in state if (path := factor_of(key)[0])))
     needing = [key for key in NEED_MODEL if config.get(key)]
     if beside:
-        return widths, None if needing else sha256
+        return widths, None if needing else sha256, adapted
     if needing:
         _fail(folder / ADAPTER_CONFIG, f"{needing[0]} is set; such adapters are not served with gates")
     for key in state:
@@ -146,7 +148,7 @@ def _read_factors(folder: Path, beside: bool) -> tuple[dict[str, int], str | Non
             (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
         ):
             _fail(folder / ADAPTER_WEIGHTS, f"{key} is not a tensor of a plain LoRA adapter")
-    return widths, sha256
+    return widths, sha256, adapted
 
 
 def _plain_with_constant(folder: Path, override: Override, beside: bool) -> FolderGates:
@@ -156,7 +158,8 @@ def _plain_with_constant(folder: Path, override: Override, beside: bool) -> Fold
             folder,
             "a plain adapter has no gates whose λ could be clipped; it takes @constant=C alone, or @lower=C for a part of it",
         )
-    widths, _ = _read_factors(folder, beside)
+    widths, _, adapted = _read_factors(folder, beside)
+    reached = [path for path in widths if not left_alone(path)]
     return FolderGates(
         folder=folder,
         adapter=folder,
@@ -164,11 +167,11 @@ def _plain_with_constant(folder: Path, override: Override, beside: bool) -> Fold
             CONSTANT_RANGE.lower, CONSTANT_RANGE.upper, granularity="module"
         ),  # any: the constant replaces λ
         weights={},
-        biases={path: torch.zeros(1) for path in widths if not left_alone(path)},
+        biases={path: torch.zeros(1) for path in reached},
         base={},
         digest="",  # there are no gates that could have changed, and vLLM knows a plain adapter by its folder
         override=override,
-        unreached=tuple(path for path in widths if left_alone(path)),
+        unreached=tuple(path for path in adapted if path not in reached),
     )
 
 

@@ -102,6 +102,12 @@ def validate_request(original: Any, self: Any, lora_request: Any) -> None:
     original(self, lora_request)
     if lora_request is None:
         return
+    # limits of λ are those of a text's tokens, and what an encoder made of a picture is kept by the adapter's name
+    if self.lora_config.enable_tower_connector_lora and split_slot(lora_request.lora_path)[1] is not None:
+        raise ValueError(
+            f"{lora_request.lora_name}: a strength, and an override of λ, reaches a text's tokens alone; with "
+            "--enable-tower-connector-lora an adapter is served as it is, or by a name with a part (@lower=0.5)"
+        )
     try:
         found = gated_folder(lora_request.lora_path)
         if found is None or not found[0].is_dir():
@@ -160,8 +166,9 @@ def strengthen(lora_request: Any, fields: Mapping[str, Any] | None, where: str) 
 
 @functools.lru_cache(maxsize=1024)
 def _unreached(folder: Path, stamp: Any) -> tuple[str, ...]:
-    """The modules of an adapter that no scale reaches, while its files have this stamp."""
-    return models.read_gates(folder, Override(constant=0.0)).unreached
+    """The modules of an adapter that no scale reaches, while its files have this stamp; in vLLM experts are one fused layer."""
+    found = models.read_gates(folder, Override(constant=0.0))
+    return *found.unreached, *(path for path in found.biases if ".experts." in path)
 
 
 def apply_fields(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -228,6 +235,39 @@ def _named_override(served: Any, name: str | None) -> Any:
     return other
 
 
+async def loaded(engine: Any, lora_request: Any) -> Any:
+    """`renewed`, in the engine before its request is: what is refused is the request's error.
+
+    vLLM makes an error of the server, without the reason, of what is refused only when it takes the request.
+    """
+    now = renewed(engine, lora_request)
+    if now.lora_int_id not in engine.__dict__.setdefault("_loragate_loaded", set()):
+        try:
+            await engine.add_lora(copy.copy(lora_request))
+        except Exception as error:
+            if engine.errored:
+                raise
+            raise ValueError(_reason(str(error))) from error
+    validate_request(lambda *_: None, engine.input_processor, now)
+    return now
+
+
+async def encode(
+    original: Any,
+    self: Any,
+    prompt: Any,
+    pooling_params: Any,
+    request_id: Any,
+    *args: Any,
+    lora_request: Any = None,
+    **kwargs: Any,
+) -> AsyncGenerator[Any, None]:
+    """A server's `encode`, which embeds or classifies a text, with the adapter as it is `loaded`."""
+    now = lora_request and await loaded(self, lora_request)
+    async for one in original(self, prompt, pooling_params, request_id, *args, lora_request=now, **kwargs):
+        yield one
+
+
 async def generate(
     original: Any,
     self: Any,
@@ -246,15 +286,7 @@ async def generate(
     if lora_request is not None:
         record = _sampling(lora_request.lora_path)
         warn_elsewhere(lora_request.lora_name, record, sampling_params.temperature, logging.getLogger("loragate"))
-        now = renewed(self, lora_request)
-        if now.lora_int_id not in self.__dict__.setdefault("_loragate_loaded", set()):
-            try:
-                await self.add_lora(copy.copy(lora_request))
-            except Exception as error:
-                if self.errored:
-                    raise
-                raise ValueError(_reason(str(error))) from error
-        lora_request, name = now, lora_request.lora_name
+        lora_request, name = await loaded(self, lora_request), lora_request.lora_name
     else:
         name = "none"
     began, tokens, last = time.monotonic(), 0, None

@@ -61,6 +61,7 @@ HOOKS = {
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "params lora_request",
     "vllm.v1.engine.input_processor:InputProcessor._validate_lora": "lora_request",
     "vllm.v1.engine.async_llm:AsyncLLM.add_lora": "lora_request",
+    "vllm.v1.engine.async_llm:AsyncLLM.encode": "prompt pooling_params request_id lora_request",
     "vllm.v1.engine.async_llm:AsyncLLM.generate": "prompt sampling_params request_id lora_request",
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels.load_lora_adapter": "request",
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels.show_available_models": "",
