@@ -408,11 +408,10 @@ def test_other_weights_in_the_same_folder_are_not_resumed(place, tmp_path, fails
     assert f"begun with weights.{tmp_path / 'gated'} = " in fails(*line, *FEW, "--resume")
 
 
-def test_vllm_on_a_cpu_is_given_what_is_free_and_heads_that_it_takes(place, monkeypatch):
-    """As `serve` does: it would not start, or end at the first request."""
-    monkeypatch.setattr("loragate.cli.evaluating.usual_share", lambda: 0.37)
+def test_vllm_on_a_cpu_is_given_the_memory_that_is_asked_for_and_heads_that_it_takes(place, monkeypatch):
+    """As `serve` does: it would end at the first request."""
     loaded = Loaded(resolve(place / "base"), Loading(trust_remote_code=True), None, None)
-    for given, share in ((0.0, 0.37), (0.8, 0.8)):
+    for given, share in ((0.0, None), (0.8, 0.8)):
         request = request_of(EvalOptions(engine="vllm", vllm_memory=given), "base")
         engines = Engines(request.engine, "base", "", loaded, place)
         told = engines.maker(ModelVariant("base")).keywords

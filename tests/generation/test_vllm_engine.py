@@ -172,6 +172,20 @@ def test_an_adapter_goes_with_every_request(fake_vllm: Any, folders: tuple[str, 
     assert "enable_lora" not in VllmEngine(folders[0])._llm.settings
 
 
+def test_on_a_cpu_vllm_is_given_half_of_what_is_free(
+    fake_vllm: Any, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own 0.9 of the whole memory fills with the prefix cache as it answers, until the machine has none left."""
+    memory = SimpleNamespace(available_memory=12, total_memory=16)
+    where = SimpleNamespace(get_memory_node_info=lambda: memory)
+    monkeypatch.setitem(sys.modules, "vllm.utils.cpu_resource_utils", where)
+    for version, share in (("0.32.0+cpu", 0.37), ("0.32.0", 0.9)):
+        monkeypatch.setattr(
+            "loragate.generation.vllm_engine.package_versions", lambda names, own=version: {"vllm": own}
+        )
+        assert VllmEngine(folders[0])._llm.settings["gpu_memory_utilization"] == share
+
+
 def test_code_of_the_base_is_run_where_it_is_trusted(fake_vllm: Any, folders: tuple[str, str], tmp_path: Path) -> None:
     code = "from transformers import LlamaConfig\n\n\nclass Mine(LlamaConfig):\n    model_type = 'mine'\n"
     (tmp_path / "mine.py").write_text(code)

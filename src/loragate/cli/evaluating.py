@@ -36,7 +36,7 @@ from loragate.report.blocks import diagnosis_blocks
 from loragate.report.scores import advice_of, caption, score_markdown, score_tables
 from loragate.report.selection import write_maps
 from loragate.report.table import Table
-from loragate.serving.vllm_server import require_served, usual_share
+from loragate.serving.vllm_server import require_served
 
 LOOKS: dict[str, Callable[[DiagnosticContext, DiagnoseSettings], Any]] = {
     "entropy": diagnose_entropy,
@@ -49,13 +49,11 @@ LOOKS: dict[str, Callable[[DiagnosticContext, DiagnoseSettings], Any]] = {
 
 def request_of(options: EvaluationInputs, model: str) -> Request:
     """What an evaluation is asked for by a command's options."""
-    # said here and not left to the engine, whose room does not know servers: on a CPU vLLM's own default would not start
-    share = options.vllm_memory or (usual_share() if options.engine == "vllm" else 0.0)
     return Request(
         model,
         Path(options.out),
         tasks=options,
-        engine=replace(options, vllm_memory=share),
+        engine=options,
         grading=options,
         base=options.base,
         system=options.system,

@@ -29,8 +29,6 @@ from loragate.models.source import Kind
 
 MERGED = "merged"
 """Folder, in that of the run, of a DoRA adapter merged into its base."""
-USUAL_SHARE = 0.9
-"""Of a device's memory, for vLLM; on a CPU the command gives half of what is free."""
 
 
 def load(model: str, base: str = "", how: Loading = USUAL, engine: str = "transformers") -> Loaded:
@@ -192,7 +190,7 @@ class Engines:
             stop_token_ids=self.loaded.stop_token_ids,
             trust_remote_code=self.loaded.how.trust_remote_code,
             tensor_parallel=self.settings.tensor_parallel,
-            gpu_memory_utilization=self.settings.vllm_memory or USUAL_SHARE,
+            gpu_memory_utilization=self.settings.vllm_memory or None,
         )
 
 

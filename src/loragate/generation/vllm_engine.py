@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 import os
 from collections.abc import Collection, Generator, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ from loragate.models import (
     read_adapter_config,
     split_slot,
 )
+from loragate.records import package_versions
 
 NOT_INSTALLED = (
     'vLLM is not installed; it needs an environment of its own: pip install ".[vllm]" there, in a checkout and without '
@@ -51,6 +53,8 @@ NOT_INSTALLED = (
 )
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises every positive temperature below this to it."""
+USUAL_SHARE = 0.9
+"""Share of an accelerator's memory that vLLM may fill."""
 
 
 class VllmEngine(Engine):
@@ -65,7 +69,7 @@ class VllmEngine(Engine):
         dtype: "auto", "float32", "bfloat16" or "float16".
         max_model_len: positions to plan for, prompt and answer together; None takes those of the model.
         tensor_parallel: number of devices that share one copy of the model.
-        gpu_memory_utilization: share of each device's memory that vLLM may fill.
+        gpu_memory_utilization: share of each device's memory that vLLM may fill; None takes `usual_share`.
         batch_size: prompts whose samples are drawn and handed to `on_samples` together.
         stop_token_ids: tokens that end an answer beside those of `loragate.data.find_endings`.
         trust_remote_code: run the base's own code from the hub.
@@ -85,7 +89,7 @@ class VllmEngine(Engine):
         dtype: str = "auto",
         max_model_len: int | None = None,
         tensor_parallel: int = 1,
-        gpu_memory_utilization: float = 0.9,
+        gpu_memory_utilization: float | None = None,
         batch_size: int = 256,
         stop_token_ids: Collection[int] | None = None,
         trust_remote_code: bool = False,
@@ -112,6 +116,7 @@ class VllmEngine(Engine):
             slots = 2 if vllm.platforms.current_platform.is_cpu() else 1
             lora = {"enable_lora": True, "max_lora_rank": self.rank, "max_loras": slots}
         self._sampling_params = vllm.SamplingParams
+        share = gpu_memory_utilization or usual_share()
         try:
             self._llm = vllm.LLM(
                 model=base,
@@ -120,7 +125,7 @@ class VllmEngine(Engine):
                 dtype=dtype,
                 max_model_len=max_model_len,
                 tensor_parallel_size=tensor_parallel,
-                gpu_memory_utilization=gpu_memory_utilization,
+                gpu_memory_utilization=share,
                 seed=0,
                 **trusted,
                 **lora,
@@ -128,7 +133,7 @@ class VllmEngine(Engine):
         except (RuntimeError, ValueError) as error:
             raise LoragateError(
                 f"vLLM could not start with {base} ({error}). What it printed above says why; where memory is short, let it "
-                f"fill less than {gpu_memory_utilization:g} of it, or plan for fewer positions."
+                f"fill less than {share:g} of it, or plan for fewer positions."
             ) from error
 
     def draw(
@@ -308,3 +313,24 @@ def _import_vllm() -> Any:
             raise
         raise ConfigError(NOT_INSTALLED) from None
     return vllm
+
+
+def on_cpu() -> bool:
+    """Whether vLLM is a build for the CPU, by the mark in its version that it goes by itself; it is not imported."""
+    return "cpu" in package_versions(("vllm",)).get("vllm", "")
+
+
+def usual_share() -> float:
+    """The share of memory that vLLM is given unless told: `USUAL_SHARE`, or on a CPU half of what is free.
+
+    On a CPU it is a share of the machine's whole memory, and vLLM does not start where less than that is free.
+    """
+    if not on_cpu():
+        return USUAL_SHARE
+    try:
+        from vllm.utils.cpu_resource_utils import get_memory_node_info
+
+        node = get_memory_node_info()
+        return max(0.01, math.floor(50 * node.available_memory / node.total_memory) / 100)
+    except (ImportError, OSError, AttributeError):
+        return USUAL_SHARE

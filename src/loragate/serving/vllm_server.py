@@ -11,7 +11,6 @@ import contextlib
 import copy
 import errno
 import json
-import math
 import os
 import shlex
 import signal
@@ -33,7 +32,7 @@ from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.files import write_json, write_text
 from loragate.gates.override import split_slot
 from loragate.gates.recommended import sampling_note
-from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
+from loragate.generation.vllm_engine import lora_rank, on_cpu, require_gate_plugin, usual_share
 from loragate.models import (
     ModelSource,
     base_config,
@@ -45,11 +44,8 @@ from loragate.models import (
     require_here,
     resolve,
 )
-from loragate.serving.plugin import vllm_version
 from loragate.serving.settings import ServerSettings, named_adapters
 
-USUAL_SHARE = 0.9
-"""Share of an accelerator's memory that vLLM may fill."""
 START_S, STOP_S = 1800.0, 3.0  # patience with a server that starts, and with one that ends: docker kills after 10 s
 _PROBES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "Qprobeuser"}],
@@ -147,27 +143,6 @@ def prepare_vllm(source: ModelSource, adapters: Mapping[str, ModelSource], trust
             config = base_config(source.base, trust)
         require_served(source.base.name, config)
     return rank
-
-
-def on_cpu() -> bool:
-    """Whether vLLM is a build for the CPU, by the mark in its version that it goes by itself; it is not imported."""
-    return "cpu" in vllm_version()
-
-
-def usual_share() -> float:
-    """The share of memory that vLLM is given unless told: `USUAL_SHARE`, or on a CPU half of what is free.
-
-    On a CPU it is a share of the machine's whole memory, and vLLM does not start where less than that is free.
-    """
-    if not on_cpu():
-        return USUAL_SHARE
-    try:
-        from vllm.utils.cpu_resource_utils import get_memory_node_info
-
-        node = get_memory_node_info()
-        return max(0.01, math.floor(50 * node.available_memory / node.total_memory) / 100)
-    except (ImportError, OSError, AttributeError):
-        return USUAL_SHARE
 
 
 def unserved_heads(config: Any) -> str | None:
