@@ -150,6 +150,7 @@ def test_vllm_warns_once(place, tmp_path, caplog):
     class Server:
         model_config = SimpleNamespace(served_model_name="base")
         errored = False
+        input_processor = SimpleNamespace(lora_config=SimpleNamespace(enable_tower_connector_lora=False))
 
         async def add_lora(self, lora_request):
             return True
@@ -170,8 +171,10 @@ def test_vllm_warns_once(place, tmp_path, caplog):
         assert len(asyncio.run(answered(path, temperature))) == 1
 
     ask(place / "cool", 0.3)
-    for path in (None, place / "plain", place / "cool" / "adapter", f"{place / 'cool'}@unit", tmp_path, "owner/name"):
+    for path in (None, place / "plain", place / "cool" / "adapter", f"{place / 'cool'}@unit", "owner/name"):
         ask(path, 1.0)
+    with pytest.raises(ValueError, match="gate_config"):
+        ask(tmp_path, 1.0)
     assert not caplog.messages
     ask(place / "cool", 1.0)
     ask(place / "cool", 0.0)
