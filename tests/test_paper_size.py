@@ -123,16 +123,8 @@ def test_the_best_setting_is_picked_on_the_other_half(report: ModuleType) -> Non
         ("gates", "gsm8k", 0.0): {"q0": 1.0},  # not all questions yet: no setting of its family
     }
     (found,) = report.family([answers], ["LoRA"])
-    assert report.best_by_halves(found).tolist() == [
-        0,
-        0,
-        0,
-        1,
-        0,
-        0,
-        0,
-        1,
-    ]  # picked elsewhere, and so below either setting
+    # of the half that did not pick, and so below either setting
+    assert report.best_by_halves(found).tolist() == [0, 0, 0, 1, 0, 0, 0, 1]
     assert report.family([answers], ["gates"]) == []
     # a setting that one seed lacks is none of any seed's
     both = report.family([answers, {("LoRA", "gsm8k", 0.0): scored("11110000")}], ["LoRA"])
@@ -188,6 +180,7 @@ def test_records_of_nothing_and_of_two_slices_give_no_verdict(
     study: ModuleType, report: ModuleType, design: dict[str, Any], tmp_path: Path
 ) -> None:
     assert "Nothing was run yet." in report.page(tmp_path / "none", design)
+    assert report.RESULTS.read_text(encoding="utf-8") == report.page(report.RECORDS, design)
     units = [
         unit
         for unit in study.units_of(design, study.counts_of(design))
@@ -225,6 +218,16 @@ def test_another_training_is_refused_whichever_method_it_answers_as(
     for method in ("LoRA", "λ=0.5"):
         with pytest.raises(SystemExit, match=r"adapter a, but .* holds other, another training of terse-0"):
             cell.same_training(method)
+
+
+def test_answers_of_another_token_limit_are_refused(study: ModuleType, design: dict[str, Any], tmp_path: Path) -> None:
+    unit = study.units_of(design, study.counts_of(design))[0]
+    assert not study.is_answered(unit, tmp_path, 512)
+    line = {"method": unit.method, "what": unit.asked.what, "max_new_tokens": 320}
+    study.Record(unit.file(tmp_path)).add(line)
+    assert study.is_answered(unit, tmp_path, 320)
+    with pytest.raises(SystemExit, match=r"at most 320 tokens, but design\.yaml says 512; remove the file"):
+        study.is_answered(unit, tmp_path, 512)
 
 
 @pytest.mark.slow("training")

@@ -90,7 +90,7 @@ class PaperCell(Cell):
         return load_questions(self.task(split), questions_file(self.design, split), self.limit).questions
 
     def max_new_tokens(self, split: str) -> int:
-        return 8 if self.smoke else self.design["tests"][split]["max_new_tokens"]
+        return token_limit(self.design, split, self.smoke)
 
     def rows_file(self, which: str) -> Path:
         """GSM8K's short solutions, or the base's own right answers to questions of the same pool; every seed has the same.
@@ -171,8 +171,25 @@ def counts_of(design: dict[str, Any], smoke: bool = False) -> dict[str, int]:
     return {test: 4 if smoke else count(questions_file(design, test)) for test in design["tests"]}
 
 
-def is_answered(unit: Unit, records: Path) -> bool:
-    return (unit.method, unit.asked.what) in Record(unit.file(records)).lines
+def token_limit(design: dict[str, Any], split: str, smoke: bool = False) -> int:
+    """Of an answer to a test's questions."""
+    return 8 if smoke else design["tests"][split]["max_new_tokens"]
+
+
+def is_answered(unit: Unit, records: Path, limit: int) -> bool:
+    """Whether a unit is on record.
+
+    Raises:
+        SystemExit: where it was answered with another token limit.
+    """
+    path = unit.file(records)
+    line = Record(path).lines.get((unit.method, unit.asked.what))
+    if line is not None and line["max_new_tokens"] != limit:
+        raise SystemExit(
+            f"{path}: answered with at most {line['max_new_tokens']} tokens, but {DESIGN.name} says {limit}; "
+            "remove the file to have it answered anew, or put the limit back"
+        )
+    return line is not None
 
 
 def measure(cells: dict[str, PaperCell], units: list[Unit], budget: Budget) -> None:
@@ -185,7 +202,9 @@ def measure(cells: dict[str, PaperCell], units: list[Unit], budget: Budget) -> N
     began, loaded_cell = time.monotonic(), None
     for number, unit in enumerate(units, 1):
         cell = cells[unit.cell]
-        if (unit.cell, unit.method) in left_out or is_answered(unit, cell.records):
+        if (unit.cell, unit.method) in left_out or is_answered(
+            unit, cell.records, cell.max_new_tokens(unit.asked.split)
+        ):
             continue
         if loaded_cell not in (None, cell):
             loaded_cell.close()  # a model at a time
@@ -275,7 +294,9 @@ def main() -> None:
     units = chosen(everything, given.cells, given.methods, given.tests)
     if not units:
         parser.error("no unit has these --cells, --methods and --tests; design.yaml lists them")
-    missing = [unit for unit in units if not is_answered(unit, records)]
+    missing = [
+        unit for unit in units if not is_answered(unit, records, token_limit(design, unit.asked.split, given.smoke))
+    ]
     print(f"{given.model}: {len(units) - len(missing)} of {len(units)} units are on record", flush=True)
     if given.list:
         for unit in missing:

@@ -411,8 +411,8 @@ def test_other_weights_in_the_same_folder_are_not_resumed(place, tmp_path, fails
 def test_vllm_on_a_cpu_is_given_the_memory_that_is_asked_for_and_heads_that_it_takes(place, monkeypatch):
     """As `serve` does: it would end at the first request."""
     loaded = Loaded(resolve(place / "base"), Loading(trust_remote_code=True), None, None)
-    for given, share in ((0.0, None), (0.8, 0.8)):
-        request = request_of(EvalOptions(engine="vllm", vllm_memory=given), "base")
+    for share in (0.0, 0.8):
+        request = request_of(EvalOptions(engine="vllm", vllm_memory=share), "base")
         engines = Engines(request.engine, "base", "", loaded, place)
         told = engines.maker(ModelVariant("base")).keywords
         assert (told["gpu_memory_utilization"], told["trust_remote_code"]) == (share, True)

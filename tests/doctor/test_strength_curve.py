@@ -126,7 +126,10 @@ def test_an_adapter_is_exported_where_that_is_what_was_measured(tmp_path, monkey
     assert same == (len(modules) == 1)
     assert any("loragate export" in sentence for sentence in found.sentences) == same
     assert any("lora_alpha" in sentence and "lm_head" in sentence for sentence in found.sentences) != same
+    assert ("loragate export" in exam.weakened("0.5")) == same
     if not same:
+        monkeypatch.setitem(exam.place.contents.config, "alpha_pattern", {"q_proj": 3})
+        assert "lora_alpha, and what alpha_pattern holds, by 0.5" in exam.weakened("0.5")
         assert exam.scores("dev", STRENGTHS) == {}
         assert said == ["the dev set is not asked: one λ for the whole adapter does not reach lm_head"]
 

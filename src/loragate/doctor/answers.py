@@ -380,7 +380,7 @@ def _forgets(exam: Exam, forgetting: dict[str, Interval]) -> list[Finding]:
         f"{entropy:.2f} nats. At half the adapter's strength they lose {half.mean:.2f}{half.ends()}"
     )
     remedy = (
-        "see whether half its strength still does its task (loragate export --constant 0.5); in training, fewer steps, a lower "
+        f"see whether half its strength still does its task ({exam.weakened('0.5')}); in training, fewer steps, a lower "
         "rate, or some general examples among its own"
         if much
         else "an adapter for one task forgets some of the rest by design; less strength gives it back"

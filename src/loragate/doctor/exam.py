@@ -171,6 +171,17 @@ class Exam:
         """The modules that one λ for the whole adapter, as it is exported and evaluated, does not scale; `scaled` does."""
         return unreached(self.model)
 
+    def weakened(self, strength: str) -> str:
+        """How the adapter at another strength, as `scaled` measures it, is made."""
+        if self.unreached:
+            keys = (
+                "lora_alpha, and what alpha_pattern holds,"
+                if self.place.contents.config.get("alpha_pattern")
+                else "lora_alpha"
+            )
+            return f"multiply its {keys} by {strength}, as one λ does not reach {self.unreached[0]}"
+        return f"loragate export {self.place.ref.name} --constant {strength} --out OUT writes that adapter"
+
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """What the model can be, beside its gates."""

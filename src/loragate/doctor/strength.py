@@ -162,11 +162,9 @@ def _sentences(
     else:
         back = read["base"]["1"].minus(read["base"][least])
         share = f" ({100 * back.mean / whole.retention.mean:.0f} % of it)" if whole.retention.mean > 0 else ""
-        how = f"loragate export {exam.place.ref.name} --constant {least} --out OUT writes that adapter"
-        if exam.unreached:
-            how = f"multiply its lora_alpha, as one λ does not reach {exam.unreached[0]}"
         said.append(
-            f"{least} times its strength keeps {of} and gives {back.mean:.3f} nats per token{back.ends('.3f')} back{share}: {how}."
+            f"{least} times its strength keeps {of} and gives {back.mean:.3f} nats per token{back.ends('.3f')} back{share}: "
+            f"{exam.weakened(least)}."
         )
     if decided == "accuracy" and whole.accuracy is not None:
         base = by_label["0"].accuracy

@@ -190,7 +190,7 @@ class Engines:
             stop_token_ids=self.loaded.stop_token_ids,
             trust_remote_code=self.loaded.how.trust_remote_code,
             tensor_parallel=self.settings.tensor_parallel,
-            gpu_memory_utilization=self.settings.vllm_memory or None,
+            gpu_memory_utilization=self.settings.vllm_memory,
         )
 
 

@@ -69,7 +69,7 @@ class VllmEngine(Engine):
         dtype: "auto", "float32", "bfloat16" or "float16".
         max_model_len: positions to plan for, prompt and answer together; None takes those of the model.
         tensor_parallel: number of devices that share one copy of the model.
-        gpu_memory_utilization: share of each device's memory that vLLM may fill; None takes `usual_share`.
+        gpu_memory_utilization: share of each device's memory that vLLM may fill; 0 takes `usual_share`.
         batch_size: prompts whose samples are drawn and handed to `on_samples` together.
         stop_token_ids: tokens that end an answer beside those of `loragate.data.find_endings`.
         trust_remote_code: run the base's own code from the hub.
@@ -89,7 +89,7 @@ class VllmEngine(Engine):
         dtype: str = "auto",
         max_model_len: int | None = None,
         tensor_parallel: int = 1,
-        gpu_memory_utilization: float | None = None,
+        gpu_memory_utilization: float = 0.0,
         batch_size: int = 256,
         stop_token_ids: Collection[int] | None = None,
         trust_remote_code: bool = False,
@@ -317,7 +317,7 @@ def _import_vllm() -> Any:
 
 def on_cpu() -> bool:
     """Whether vLLM is a build for the CPU, by the mark in its version that it goes by itself; it is not imported."""
-    return "cpu" in package_versions(("vllm",)).get("vllm", "")
+    return "cpu" in package_versions(("vllm",))["vllm"]
 
 
 def usual_share() -> float:

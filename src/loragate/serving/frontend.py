@@ -98,12 +98,20 @@ def _reason(message: str) -> str:
 
 
 def validate_request(original: Any, self: Any, lora_request: Any) -> None:
-    """The front end's check of a request: what is wrong with a gated folder is this request's error, not the engine's."""
+    """The front end's check of a request."""
     original(self, lora_request)
-    if lora_request is None:
-        return
+    if lora_request is not None:
+        check_adapter(self, lora_request)
+
+
+def check_adapter(processor: Any, lora_request: Any) -> None:
+    """Raises ValueError for what is wrong with a request's folder and override: the request's error, not the engine's.
+
+    Args:
+        processor: vLLM's `InputProcessor`; what was checked is kept on it, as is whose gates are served.
+    """
     # limits of λ are those of a text's tokens, and what an encoder made of a picture is kept by the adapter's name
-    if self.lora_config.enable_tower_connector_lora and split_slot(lora_request.lora_path)[1] is not None:
+    if processor.lora_config.enable_tower_connector_lora and split_slot(lora_request.lora_path)[1] is not None:
         raise ValueError(
             f"{lora_request.lora_name}: a strength, and an override of λ, reaches a text's tokens alone; with "
             "--enable-tower-connector-lora an adapter is served as it is, or by a name with a part (@lower=0.5)"
@@ -113,7 +121,7 @@ def validate_request(original: Any, self: Any, lora_request: Any) -> None:
         if found is None or not found[0].is_dir():
             return
         folder, override = found
-        checked = self.__dict__.setdefault("_loragate_checked", {})
+        checked = processor.__dict__.setdefault("_loragate_checked", {})
         # of all overrides, a plain adapter takes some and not others
         kind = None if override is None else (override.constant is None, override.part)
         now, key = models.stamp(folder), (lora_request.lora_name, str(folder), kind)
@@ -121,7 +129,7 @@ def validate_request(original: Any, self: Any, lora_request: Any) -> None:
             moved = copy.copy(lora_request)
             moved.lora_path = str(folder)
             gates = models.read_gates(folder, override)
-            require_unchanged(self, moved, gates.digest)
+            require_unchanged(processor, moved, gates.digest)
             checked[key] = now
     except LoragateError as error:
         raise ValueError(str(error)) from error
@@ -248,7 +256,7 @@ async def loaded(engine: Any, lora_request: Any) -> Any:
             if engine.errored:
                 raise
             raise ValueError(_reason(str(error))) from error
-    validate_request(lambda *_: None, engine.input_processor, now)
+    check_adapter(engine.input_processor, now)
     return now
 
 
