@@ -155,6 +155,19 @@ def adapter(name: str, path: str) -> Any:
     return SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=path)
 
 
+def test_a_prompt_read_in_part_draws_without_its_seed() -> None:
+    """What is drawn there is dropped, and vLLM would wind the generator back, which on a CPU raises."""
+    batch = SimpleNamespace(generators={0: "first", 2: "third"})
+    runner = SimpleNamespace(
+        input_batch=batch, discard_request_mask=SimpleNamespace(np=np.array([True, True, False, True]))
+    )
+    assert hooks.keep_seeds(lambda self, *_: dict(self.input_batch.generators), runner, None) == {2: "third"}
+    assert batch.generators == {0: "first", 2: "third"}
+    with pytest.raises(KeyError):
+        hooks.keep_seeds(lambda self: self.input_batch.generators[0], runner)
+    assert batch.generators == {0: "first", 2: "third"}
+
+
 def test_limits_of_a_batch_reach_the_layers_of_both_runners() -> None:
     """The first model runner knows its requests by name; the second keeps their adapters in a state of its own."""
     manager = SimpleNamespace(

@@ -206,6 +206,27 @@ def test_one_slot_chunked_prefill_without_prefix_cache(folders: Path, small: Any
     check(folders, small, ["wide", "base", "plain", "narrow"])
 
 
+def test_a_seed_draws_the_same_from_a_prompt_read_in_parts(folders: Path, small: Any, llm: Any) -> None:
+    """vLLM 0.32 alone ends its engine there: "CPU Generator does not use offset"."""
+    import vllm
+
+    sampling = [
+        vllm.SamplingParams(temperature=1.0, seed=7 + row, max_tokens=12, ignore_eos=True, detokenize=False)
+        for row in range(len(PROMPTS))
+    ]
+
+    def drawn(engine: Any) -> list[tuple[int, ...]]:
+        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        outputs = engine.generate(
+            prompts, sampling, lora_request=[request(folders, "wide")] * len(PROMPTS), use_tqdm=False
+        )
+        return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+    parts, whole = drawn(small), drawn(llm)
+    assert parts == whole == drawn(small)
+    assert len(set(parts)) == len(PROMPTS)
+
+
 def test_an_override_that_cannot_be_is_this_request_s_error(folders: Path, llm: Any) -> None:
     for place, message in (("wide@unti", "did you mean 'unit'"), ("plain@unit", "takes @constant=C alone")):
         with pytest.raises(ValueError, match=message):

@@ -112,6 +112,19 @@ def set_kept_active(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, *args, **kwargs)
 
 
+def keep_seeds(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`sample_tokens` on a CPU that draws without a request's own seed where only a part of its prompt was read.
+
+    The token is dropped, and vLLM 0.32 would then wind the request's generator back, which a CPU's cannot: its engine would end.
+    """
+    generators, dropped = self.input_batch.generators, self.discard_request_mask.np
+    held = {row: generators.pop(row) for row in list(generators) if dropped[row]}
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        generators.update(held)
+
+
 def compile_cache_key(original: Any, self: Any, *args: Any, **kwargs: Any) -> str:
     """The key of vLLM's compile cache with the plugin in it: a graph made without gates must not be taken for one with."""
     text = f"{original(self, *args, **kwargs)}:loragate {__version__}"
@@ -163,6 +176,7 @@ REPLACED: dict[str, Callable[..., Any]] = {
 """{a method of vLLM's: what takes its place}."""
 REPLACED_ON_CPU: dict[str, Callable[..., Any]] = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": score_prompts,
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": keep_seeds,
 }
 """The same where vLLM runs on a CPU, whose runner is a subclass of the one for GPUs; see `serving.layers`."""
 

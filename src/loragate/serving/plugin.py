@@ -1,8 +1,9 @@
 """The vLLM plugin: `LoRARequest(name, id, GATED_FOLDER)` and `--lora-modules name=GATED_FOLDER` are served with gates.
 
 vLLM calls `register` in every process it starts. Linear LoRA layers get gates beside A and B; loading an adapter reads
-the gates that lie beside it; activating it fills its slot. Plain adapters, and the base, keep their numbers. On a CPU the
-vocabulary's head is mended for adapters of every kind (`serving.layers`). Where the plugin cannot work (another vLLM version, a
+the gates that lie beside it; activating it fills its slot. Plain adapters, and the base, keep their numbers. On a CPU two faults of
+vLLM's are mended for requests of every kind: the vocabulary's head (`serving.layers`), and seeds of prompts read in parts, which
+end its engine. Where the plugin cannot work (another vLLM version, a
 hook that moved) gated folders are refused with the reason and everything else is left alone. Without the plugin, vLLM finds no
 adapter at the top of a gated folder and refuses it too.
 
@@ -52,6 +53,7 @@ HOOKS = {
     "vllm.lora.utils:LogitsProcessorWithLoRA.set_lora": "index lora_a lora_b",
     "vllm.lora.utils:LogitsProcessorWithLoRA.reset_lora": "index",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": "hidden_states num_scheduled_tokens",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": "",
     f"{_MANAGERS}WorkerLoRAManager._load_adapter": "lora_request",
     f"{_MANAGERS}LRUCacheWorkerLoRAManager.add_adapter": "lora_request",
     "vllm.lora.model_manager:LRUCacheLoRAModelManager.activate_adapter": "lora_id",
