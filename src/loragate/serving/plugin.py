@@ -1,11 +1,11 @@
 """The vLLM plugin: `LoRARequest(name, id, GATED_FOLDER)` and `--lora-modules name=GATED_FOLDER` are served with gates.
 
 vLLM calls `register` in every process it starts. Linear LoRA layers get gates beside A and B; loading an adapter reads
-the gates that lie beside it; activating it fills its slot. Plain adapters, and the base, keep their numbers. On a CPU two faults of
-vLLM's are mended for requests of every kind: the vocabulary's head (`serving.layers`), and seeds of prompts read in parts, which
-end its engine. Where the plugin cannot work (another vLLM version, a
-hook that moved) gated folders are refused with the reason and everything else is left alone. Without the plugin, vLLM finds no
-adapter at the top of a gated folder and refuses it too.
+the gates that lie beside it; activating it fills its slot. Plain adapters, and the base, keep their numbers. On a CPU two faults
+of vLLM's are mended for all requests: in the vocabulary's head (`serving.layers`), and with seeds of prompts read in parts, which
+end its engine (`serving.hooks`). Where the plugin cannot work (another vLLM version, a hook that moved) gated folders are refused
+with the reason and everything else is left alone. Without the plugin, vLLM finds no adapter at the top of a gated folder and
+refuses it too.
 
 What a request lays over λ (`gates.override`) stands behind its adapter's folder, as in `GATED_FOLDER@unit`: vLLM carries the
 folder with the request to the worker, and its prefix cache keeps folders apart, so that nothing computed under one λ is reused
