@@ -87,6 +87,36 @@ def true_shapes(found: dict[str, Any]) -> str:
     return table(head, rows) + "\n" + made_on(found)
 
 
+def real_size(found: dict[str, Any]) -> str:
+    """Steps and decoding beside the products of the base's weights alone."""
+    steps = found["steps"]
+    rows = []
+    for name, row in steps["rows"].items():
+        low, high = row["to_floor"]["quartiles"]
+        rows.append(
+            [
+                NAMES[name],
+                f"{row['seconds']['median']:.1f}",
+                f"{row['to_lora']['median']:.2f}",
+                f"{row['to_floor']['median']:.2f} ({low:.2f}–{high:.2f})",
+                f"{row['saved_bytes'] / 2**20:.0f}",
+            ]
+        )
+    training = table(["", "seconds", "÷ LoRA", "÷ floor", "saved MiB"], rows)
+    sides = ("products", "plain", "gated")
+    rows = [
+        [
+            f"batch {one['batch']}",
+            *(f"{one['seconds'][side]['median'] * 1000:.0f}" for side in sides),
+            *(f"{one[f'{side}_to_products']['median']:.2f}" for side in sides[1:]),
+        ]
+        for one in found["decoding"]
+    ]
+    head = ["ms a token step", "products alone", "plain LoRA", "gated", "plain ÷ products", "gated ÷ products"]
+    speed = f"{steps['gflop_per_second']['median']:.0f} GFLOP/s in the products alone."
+    return f"{training}\n\n{table(head, rows)}\n{made_on(found)} {speed}"
+
+
 def targets_by(found: dict[str, Any], row: int, column: int) -> str:
     """The target lines of a result as a table; `row` and `column` say which parts of a figure's name are where."""
     cells: dict[str, dict[str, str]] = {}
@@ -184,6 +214,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "attention": ("attention", attention),
     "head": ("head", partial(targets_by, row=1, column=2)),
     "decode": ("decode", partial(targets_by, row=1, column=2)),
+    "real size": ("real_size", real_size),
 }
 
 
