@@ -100,7 +100,8 @@ class TransformersEngine(Engine):
         order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
         # without the last token, as position t scores token t + 1
         scored = [[*before, *after][:-1] for before, after in (pairs[index] for index in order)]
-        passes = _batches([len(row) for row in scored], [0] * len(scored), self.batch_size)
+        lengths = [len(row) for row in scored]
+        passes = _batches(lengths, [0] * len(scored), self.batch_size, rope=rope_length(self.model))
         found: dict[int, tuple[float, bool]] = {}
         pad_id = self._pad_token_id()
         with torch.no_grad(), evaluation_mode(self.model):
