@@ -57,7 +57,7 @@ def test_equal_influences_keep_the_earlier_token():
 @pytest.mark.parametrize("objective", ["mask", "forgetting"])
 def test_rows_longer_than_what_was_scored_are_refused(tokenizer, tmp_path, objective):
     path = tmp_path / "masked.jsonl"
-    # 3 tokens of the prompt, 10 of the response and its end
+    # one token of the prompt, ten of the response and its end
     row = {"prompt": "w1", "completion": " ".join(["w2"] * 10), "keep_mask": [1] * 5 + [0] * 6}
     path.write_text(json.dumps(row) + "\n")
     chosen, rows = objective_of(objective, None), load_rows(str(path))
@@ -65,6 +65,6 @@ def test_rows_longer_than_what_was_scored_are_refused(tokenizer, tmp_path, objec
     require_mask_column(chosen, whole, rows.source)  # a mask of one's own has no record
     path.with_name("masked.jsonl.record.json").write_text(json.dumps({"max_length": 8}))
     require_mask_column(chosen, cut, rows.source)
-    with pytest.raises(ConfigError, match="masked with max_length 8, and a row of this training has 14 tokens"):
+    with pytest.raises(ConfigError, match="masked with max_length 8, and a row of this training has 12 tokens"):
         require_mask_column(chosen, whole, rows.source)
     require_mask_column(objective_of("sft", None), whole, rows.source)

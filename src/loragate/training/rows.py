@@ -69,8 +69,8 @@ def require_mask_column(objective: Objective, encoded: EncodedRows, source: str)
     if scored is not None and longest > scored:
         raise ConfigError(
             f"{source} was masked with max_length {scored}, and a row of this training has {longest} tokens: what lies beyond was "
-            f"never scored and counts as not kept, which {objective.name!r} would take for a judgement. Set max_length to {scored} "
-            f"or less, or make the mask with loragate mask --max-length {longest} or more"
+            f"never scored and counts as not kept, which {objective.name!r} would take for a judgement. Set max_length to "
+            f"{scored} or less, or make the mask with loragate mask --max-length {longest} or more"
         )
 
 
