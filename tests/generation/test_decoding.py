@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 import loragate as lg
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.generation.transformers_engine import DROP_SHARE, GROWTH, GrowingLayer, plain_decoder
+from loragate.models.loading import rope_length
 from loragate.world.base import load_base
 from loragate.world.problems import problems
 from tiny import shake, tiny_adapter
@@ -112,6 +113,28 @@ def test_a_row_that_has_ended_is_not_fed_past_a_table_of_positions(own_loop: boo
     assert {s.finish_reason for s in together} == {"length"}
     assert identities(unending(prompts[:3], 1)) == identities(together[:3])
     assert {s.token_ids for s in together[2:]} == {together[2].token_ids}
+
+
+@pytest.mark.parametrize("kind", [tf.LlamaConfig, tf.Phi3Config])  # one of the own loop, and one left to `generate`
+def test_a_row_beyond_the_short_rope_changes_no_other(kind: Any, tokenizer: Any) -> None:
+    length = {"original_max_position_embeddings": 16}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [5.0] * 4}
+    rope = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 10000.0, **factors, **length}
+    # a prompt of 4 tokens and its answer stay within 16, two begin there and pass them, and two are beyond from the beginning
+    prompts = [*PROMPTS, *(" ".join(f"w{3 * j % 20 + 4}" for j in range(count)) for count in (20, 30))]
+    model = build(kind(**SHAPE, rope_parameters=rope, **length))
+    assert rope_length(model) == 16
+    expected = identities(drawn(model, tokenizer, CONFIG, prompts, batch_size=1))
+    assert identities(drawn(model, tokenizer, CONFIG, prompts, batch_size=64)) == expected
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    pairs = [(row[:-1], row[-1:]) for row in ids if len(row) > 1]
+    alone, together = (TransformersEngine(model, tokenizer, size).log_likelihoods(pairs) for size in (1, 64))
+    assert [value for value, _ in together] == pytest.approx([value for value, _ in alone], abs=1e-4)
+
+
+def test_other_ropes_do_not_depend_on_the_longest_row(qwen2: Any) -> None:
+    assert rope_length(qwen2) is None
+    assert rope_length(build(OWN_LOOP["gpt2"]())) is None
 
 
 @pytest.mark.parametrize("name", LEFT_TO_GENERATE)

@@ -111,3 +111,27 @@ def test_a_models_own_forward_gives_reference_and_statistics(fused):
     for name in ("log_prob", "entropy", "kl"):
         torch.testing.assert_close(getattr(stats, name).detach(), getattr(expected, name), rtol=1e-4, atol=1e-5)
     assert stats.kl.requires_grad
+
+
+def test_every_path_keeps_the_support_and_the_gradients_that_are_asked_for():
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 100, (2, 8), generator=draw)
+    batch = {"input_ids": ids, "labels": torch.where(torch.arange(8) < 3, -100, ids)}
+    other = tiny_base(1)
+    add_statistics_forward(other)
+    reference = other(**batch, statistics=ReferenceRequest())
+
+    def outcome(fused, reference):
+        model = tiny_base(0, tie_word_embeddings=False).requires_grad_(False)
+        trained = model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+        add_statistics_forward(model, verified=fused)
+        request = StatisticsRequest(20, ("log_prob", "topk_entropy"), ("log_prob",), reference)
+        stats = model(**batch, statistics=request)
+        (-stats.log_prob * stats.topk_entropy).sum().backward()
+        assert (stats.k, stats.topk_entropy.requires_grad, stats.log_prob.requires_grad) == (20, False, True)
+        return stats.log_prob.detach(), stats.topk_entropy, trained.grad
+
+    wanted = outcome(True, None)
+    for fused, compared in ((False, None), (True, reference), (False, reference)):
+        for found, value in zip(outcome(fused, compared), wanted, strict=True):
+            torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)

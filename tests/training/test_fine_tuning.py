@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import loragate as lg
 from loragate.data import Collator, encode_rows, load_rows
 from loragate.errors import ConfigError
+from loragate.models.peft_loading import load_peft
 from loragate.training import FineTuningSettings
 from loragate.training.settings import OBJECTIVES
-from tiny import tiny_base, tiny_rows
+from tiny import tiny_adapter, tiny_base, tiny_rows, write_adapter
 
 MASKED = ("mask", "forgetting")
 
@@ -71,3 +73,40 @@ def test_the_mask_objective_reads_the_keep_mask(tokenizer):
     assert run(dropped).history[0]["loss"] == 0
     with pytest.raises(ConfigError, match="keep_mask"):
         run(rows)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("saved", [["norm"], ["embed_tokens", "lm_head"], ["mlp"]])
+def test_what_an_adapter_saves_whole_trains_in_fp32_on_a_base_in_bf16(tokenizer, rows, tmp_path, saved, precision):
+    def base():
+        return tiny_base(tie_word_embeddings=False).to(torch.bfloat16)
+
+    start = tiny_adapter(base=base(), target_modules=["q_proj"], modules_to_save=saved)
+    write_adapter(tmp_path / "start", "base", start)
+    # a step that bf16 rounds away from a norm's weight of 1, and from most others
+    chosen = settings(adapter=str(tmp_path / "start"), precision=precision, max_steps=2, learning_rate=5e-4)
+    model = lg.train_adapter(base(), tokenizer, rows, chosen).model
+    before = dict(start.named_parameters())
+    whole = {name: value for name, value in model.named_parameters() if "modules_to_save" in name}
+    assert {value.dtype for value in whole.values()} == {torch.float32}
+    moved = {name: (value - before[name].float()).abs().mean() for name, value in whole.items()}
+    assert all(2e-5 < size < 2e-3 for size in moved.values()), moved
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids).logits
+        assert logits.dtype == torch.bfloat16, "the others compute as before"
+        # written in fp32, read by a base in any precision
+        model.save_pretrained(tmp_path / "end")
+        assert {value.dtype for value in load_file(tmp_path / "end" / "adapter_model.safetensors").values()} == {
+            torch.float32
+        }
+        again = load_peft(base(), tmp_path / "end")(input_ids=ids).logits
+    torch.testing.assert_close(again, logits, rtol=0.05, atol=0.1)
+
+
+def test_a_trained_bias_beside_a_frozen_weight_in_bf16_is_refused(tokenizer, rows, tmp_path):
+    write_adapter(tmp_path, "base", tiny_adapter(bias="all"))
+    chosen = settings(adapter=str(tmp_path), max_steps=1)
+    with pytest.raises(ConfigError, match=r"trains 'bias' of .*q_proj.* Load the base in fp32"):
+        lg.train_adapter(tiny_base().to(torch.bfloat16), tokenizer, rows, chosen)
+    assert lg.train_adapter(tiny_base(), tokenizer, rows, chosen).steps == 1

@@ -1,10 +1,15 @@
 """Influence of tokens as a difference of losses, and the choice of the largest share."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
-from loragate.data import encode_rows
+from loragate.data import encode_rows, load_rows
+from loragate.errors import ConfigError
+from loragate.losses.objectives import objective_of
+from loragate.training.rows import require_mask_column
 from loragate.training.token_mask import keep_masks, response_lengths, response_log_probs
 from tiny import tiny_base, tiny_rows
 
@@ -47,3 +52,19 @@ def test_the_choice_is_the_published_one(keep):
 
 def test_equal_influences_keep_the_earlier_token():
     assert [mask.tolist() for mask in keep_masks([np.zeros(3), np.zeros(3)], 0.5)] == [[1, 1, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("objective", ["mask", "forgetting"])
+def test_rows_longer_than_what_was_scored_are_refused(tokenizer, tmp_path, objective):
+    path = tmp_path / "masked.jsonl"
+    # one token of the prompt, ten of the response and its end
+    row = {"prompt": "w1", "completion": " ".join(["w2"] * 10), "keep_mask": [1] * 5 + [0] * 6}
+    path.write_text(json.dumps(row) + "\n")
+    chosen, rows = objective_of(objective, None), load_rows(str(path))
+    whole, cut = (encode_rows(rows, tokenizer, max_length=limit) for limit in (None, 8))
+    require_mask_column(chosen, whole, rows.source)  # a mask of one's own has no record
+    path.with_name("masked.jsonl.record.json").write_text(json.dumps({"max_length": 8}))
+    require_mask_column(chosen, cut, rows.source)
+    with pytest.raises(ConfigError, match="masked with max_length 8, and a row of this training has 12 tokens"):
+        require_mask_column(chosen, whole, rows.source)
+    require_mask_column(objective_of("sft", None), whole, rows.source)

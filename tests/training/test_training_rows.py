@@ -176,3 +176,22 @@ def test_a_model_that_ignores_the_boundaries_is_refused(monkeypatch):
     monkeypatch.setattr(model, "forward", deaf)
     with pytest.raises(ConfigError, match="packed sequences read each other"):
         require_separate_sequences(model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"per_device_train_batch_size": 2}, True),
+        ({"per_device_train_batch_size": 1, "packing": True}, True),
+        ({"per_device_train_batch_size": 1}, False),
+        ({"per_device_train_batch_size": 2, "max_length": 16}, False),
+    ],
+)
+def test_rows_beyond_the_short_rope_are_named_where_they_share_a_pass(tokenizer, caplog, options, warned):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
+    rope = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 10000.0, **factors}
+    base = tiny_base(max_position_embeddings=64, rope_parameters=rope)
+    rows = [{"prompt": "w1", "completion": " ".join(["w2"] * count)} for count in (3, 30, 4, 5)]
+    settings = FineTuningSettings(batch_size=4, max_steps=1, rank=2, **options)
+    lg.train_adapter(base, tokenizer, rows, settings)
+    assert ("1 of 4 rows have more than 16 tokens" in caplog.text) is warned

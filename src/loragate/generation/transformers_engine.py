@@ -35,6 +35,7 @@ from loragate.generation.engine import (
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, SeededSampler
+from loragate.models.loading import rope_length
 from loragate.modes import evaluation_mode
 
 DROP_SHARE = 1 / 8
@@ -89,7 +90,7 @@ class TransformersEngine(Engine):
         lengths = [len(prompt_ids[question]) for question, _ in rows]
         answer_limits = [limits[question] for question, _ in rows]
         with torch.no_grad(), evaluation_mode(self.model):
-            for batch in _batches(lengths, answer_limits, self.batch_size, end):
+            for batch in _batches(lengths, answer_limits, self.batch_size, end, rope_length(self.model)):
                 yield self._generate_batch(causal, prompt_ids, [rows[index] for index in batch], config, limits)
 
     def log_likelihoods(
@@ -97,13 +98,15 @@ class TransformersEngine(Engine):
     ) -> list[tuple[float, bool]]:
         """See `Engine.log_likelihoods`; log-probabilities are taken in fp32, as bf16 would decide close choices."""
         order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
+        # without the last token, as position t scores token t + 1
+        scored = [[*before, *after][:-1] for before, after in (pairs[index] for index in order)]
+        lengths = [len(row) for row in scored]
+        passes = _batches(lengths, [0] * len(scored), self.batch_size, rope=rope_length(self.model))
         found: dict[int, tuple[float, bool]] = {}
         pad_id = self._pad_token_id()
         with torch.no_grad(), evaluation_mode(self.model):
-            for start in range(0, len(order), self.batch_size):
-                batch = order[start : start + self.batch_size]
-                # without the last token, as position t scores token t + 1
-                rows = [[*before, *after][:-1] for before, after in (pairs[index] for index in batch)]
+            for places in passes:
+                batch, rows = [order[place] for place in places], [scored[place] for place in places]
                 # padding stands behind, where a causal model does not see it
                 input_ids, mask = _padded(rows, pad_id, "right")
                 device = self.model.device
@@ -351,19 +354,24 @@ def _reader(causal: Any, cache: DynamicCache) -> Callable[[Tensor, Tensor, Tenso
 
 
 def _batches(
-    lengths: Sequence[int], limits: Sequence[int], size: int, positions: int | None = None
+    lengths: Sequence[int], limits: Sequence[int], size: int, positions: int | None = None, rope: int | None = None
 ) -> Iterator[list[int]]:
     """Cut rows, the longest prompt first, into batches of at most `size`.
 
     With `positions` a batch ends before the first row whose answer would carry the longest prompt past that many: where a
-    row that has ended is fed on until its batch is done, it must not pass the end of a table of positions.
+    row that has ended is fed on until its batch is done, it must not pass the end of a table of positions. With `rope` (see
+    `rope_length`) the rows of a batch pass that many tokens at the same step: none of them, all from the beginning, or those of
+    one length.
 
     Args:
         lengths, limits: prompt and answer tokens of each row.
     """
     rows: list[int] = []
     for row in range(len(lengths)):
-        if len(rows) == size or (rows and positions is not None and lengths[rows[0]] + limits[row] > positions):
+        first = rows[0] if rows else row
+        beyond = positions is not None and lengths[first] + limits[row] > positions
+        passes = rope is not None and lengths[first] + limits[first] > rope >= lengths[row]
+        if rows and (len(rows) == size or beyond or (passes and lengths[row] != lengths[first])):
             yield rows
             rows = []
         rows.append(row)

@@ -68,8 +68,7 @@ class Reference:
 class StatisticsRequest:
     """What to compute at the labelled positions; see `token_statistics` for the fields.
 
-    With a `reference` (of the same batch) the statistics are those of `reference_statistics`: log-probability, full entropy
-    and KL to the reference, all differentiable.
+    With a `reference` (of the same batch) there is also the KL to it, which is always differentiable.
     """
 
     k: int = 100
@@ -222,11 +221,21 @@ def statistics_of_states(
         states: hidden [..., D] under `head`, or logits [..., V] where that is None; shifted, so that each predicts its label.
         labels: [...] int64, on the device of the states; −100 where a position does not count.
     """
+    stats = _statistics_of_states(states, head, labels, request)
+    if request.gradients is None:
+        return stats
+    # full logits and a reference differentiate all that they compute
+    unread = [name for name in STATISTICS if name not in request.gradients]
+    return stats._replace(**{name: getattr(stats, name).detach() for name in unread})
+
+
+def _statistics_of_states(
+    states: torch.Tensor, head: Head | None, labels: torch.Tensor, request: StatisticsRequest
+) -> TokenStatistics:
     reference = request.reference
-    if head is not None and reference is not None:
-        return reference_statistics(states, head, labels, reference)
     if head is not None:
-        return token_statistics(
+        fused = functools.partial(
+            token_statistics,
             states,
             head.weight,
             labels,
@@ -234,19 +243,25 @@ def statistics_of_states(
             bias=head.bias,
             scale=head.scale,
             softcap=head.softcap,
-            outputs=request.outputs,
-            gradients=request.gradients,
         )
+        if reference is None:
+            return fused(outputs=request.outputs, gradients=request.gradients)
+        stats = reference_statistics(states, head, labels, reference)
+        k = support_size(request.k, stats.k)
+        if k == stats.k:
+            return stats
+        partial_entropy = stats.topk_entropy.new_empty(0)  # as of any statistic that was not asked for
+        if "topk_entropy" in request.outputs:  # its support is another one, so the states are projected once more
+            partial_entropy = fused(outputs=("topk_entropy",)).topk_entropy
+        return stats._replace(topk_entropy=partial_entropy, k=k)
     mask = labels != IGNORED
     if not bool(mask.any()):
         k = support_size(request.k, states.shape[-1])
         return TokenStatistics.without_labels(states, mask, k, kl=reference is not None)
-    # beside a KL the entropy is the full one, as `reference_statistics` has it
-    k = request.k if reference is None else 0
     compared = None if reference is None else reference.log_probs(states.shape[-1]).to(states.device)
     if bool(mask.all()):  # selected already: no second copy of [T, V]
-        return statistics_of_logits(states, labels, k, None if compared is None else compared.view_as(states))
-    return statistics_of_logits(states[mask], labels[mask], k, compared).spread(labels.shape, mask)
+        return statistics_of_logits(states, labels, request.k, None if compared is None else compared.view_as(states))
+    return statistics_of_logits(states[mask], labels[mask], request.k, compared).spread(labels.shape, mask)
 
 
 def counted(batch: Batch) -> torch.Tensor:

@@ -37,6 +37,7 @@ from loragate.models.peft_loading import load_peft
 from loragate.modes import evaluation_mode
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
+from loragate.training.model_state import train_in_fp32
 from loragate.training.preflight import require_free_out
 from loragate.training.rows import (
     encoded_fingerprint,
@@ -266,6 +267,7 @@ def train_adapter(
         if settings.adapter:
             with explained("adapter", settings.adapter):
                 model = load_peft(base_model, place.adapter, trainable=True)  # its folder is only read
+            train_in_fp32(model)
             logger.info(
                 "going on from the adapter %s (rank %d, α %g) with a warm-up of %g of the steps",
                 settings.adapter, settings.rank, settings.alpha, settings.warmup_ratio,

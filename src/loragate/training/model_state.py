@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from loragate.errors import ConfigError
 from loragate.losses import add_statistics_forward
 from loragate.losses.causal_head import causal_model
 from loragate.modes import kept_modes
@@ -105,6 +107,45 @@ def short_row_attention(model: Any, rows: int, longest: int, bf16: bool) -> Iter
         yield
     finally:
         causal.set_attn_implementation("sdpa")
+
+
+def train_in_fp32(model: Any) -> None:
+    """Trainable parameters of half precision become fp32: an optimiser's small steps are lost in bf16.
+
+    PEFT does so with factors. Norms, heads and embeddings that an adapter saves whole have the base's precision; they then
+    compute in fp32, between casts of what they read and give.
+
+    Raises:
+        ConfigError: for a module that multiplies by a frozen weight too, such as one with a trained bias.
+    """
+    trained = {id(p): p for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
+    holders = []
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        names = [name for name, parameter in own.items() if id(parameter) in trained]
+        if names and any(not parameter.requires_grad for parameter in own.values()):
+            raise ConfigError(
+                f"the adapter trains {names[0]!r} of {path}, which is in half precision beside a frozen weight: the two must be "
+                "of one precision, and small steps are lost in half precision. Load the base in fp32 (--dtype float32)"
+            )
+        if names:
+            holders.append((module, own[names[0]].dtype))
+    for parameter in trained.values():
+        parameter.data = parameter.data.float()
+    for module, dtype in holders:
+        module.register_forward_pre_hook(_in_own_precision, with_kwargs=True)
+        module.register_forward_hook(lambda _, args, output, dtype=dtype: _cast(output, dtype))
+
+
+def _in_own_precision(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast((args, kwargs), next(module.parameters(recurse=False)).dtype)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors, in whatever they are nested, in another precision."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
+    )
 
 
 def dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float]]:

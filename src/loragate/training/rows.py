@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,18 +49,28 @@ def read_rows(asked: RowsSettings, max_rows: int, seed: int | None = None) -> Ro
 
 
 def require_mask_column(objective: Objective, encoded: EncodedRows, source: str) -> None:
-    """Refuse rows without the column that the objective reads.
+    """Refuse rows without the column that the objective reads, and rows longer than what `loragate mask` scored.
 
     Args:
-        source: what the rows are called in the message.
+        source: what the rows are called in the message; of a file that `loragate mask` wrote, its path.
 
     Raises:
-        ConfigError: naming the data and the ways to a keep_mask.
+        ConfigError: naming the data and the ways to a keep_mask, or the length to which it was made.
     """
-    if "keep_mask" in objective.requires and "keep_mask" not in encoded[0]:
+    if "keep_mask" not in objective.requires:
+        return
+    if "keep_mask" not in encoded[0]:
         raise ConfigError(
             f"objective {objective.name!r} needs a keep_mask, and {source} has no such column: a list of 0 and 1, one "
             "per response token. Make one with loragate mask --model BASE --reference MODEL --data IN --out OUT"
+        )
+    record, longest = Path(source + ".record.json"), int(encoded.arrays["lengths"].max())
+    scored = json.loads(record.read_text(encoding="utf-8")).get("max_length") if record.is_file() else None
+    if scored is not None and longest > scored:
+        raise ConfigError(
+            f"{source} was masked with max_length {scored}, and a row of this training has {longest} tokens: what lies beyond was "
+            f"never scored and counts as not kept, which {objective.name!r} would take for a judgement. Set max_length to "
+            f"{scored} or less, or make the mask with loragate mask --max-length {longest} or more"
         )
 
 

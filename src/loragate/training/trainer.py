@@ -43,6 +43,7 @@ from loragate.losses.causal_head import Reference, causal_model
 from loragate.losses.head import IGNORED
 from loragate.losses.objectives import Objective
 from loragate.losses.objectives.base import within_batch
+from loragate.models.loading import rope_length
 from loragate.modes import evaluation_mode
 from loragate.training.callbacks import GradientCheck, SkippedStepCheck
 from loragate.training.checkpoints import STATE, TRAINED, last_checkpoint, require_whole, write_checksums
@@ -162,6 +163,15 @@ class StatisticsTrainer(SFTTrainer):
             evaluated = self.evaluation_rows(eval_dataset, args)
         # packed rows are as long as a pass, and their mask is of another kind
         self.longest = sys.maxsize if self.packing else max(int(rows.arrays["lengths"].max()) for rows in sets)
+        change, lengths = rope_length(causal_model(model)), train_dataset.arrays["lengths"]
+        beyond = 0 if change is None else int((lengths > change).sum())
+        if 0 < beyond < len(lengths) and (self.packing or self.rows_per_pass > 1):
+            logger.warning(
+                "%d of %d rows have more than %d tokens, beyond which this model (longrope) turns all positions of a forward pass "
+                "by other angles: shorter rows beside one are learned with the angles of long ones. To keep them apart set "
+                "per_device_train_batch_size to 1 and leave out packing, or limit all rows with max_length %d",
+                beyond, len(lengths), change, change,
+            )  # fmt: skip
         if self.packing:
             args.per_device_train_batch_size, args.packing = 1, False  # an item is a whole forward pass
         # rows come prepared: tokenised, cut and in their final order
