@@ -183,6 +183,20 @@ def test_gates_that_are_there_train_on(tmp_path):
         )
 
 
+def test_an_optimizer_of_ones_own_must_hold_the_gates(tmp_path):
+    model = tiny_adapter()
+    more = {"train_dataset": tiny_rows(24), "processing_class": tiny_tokenizer()}
+    before = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(ConfigError, match=r"holds 0 of the 28 .* call attach_gates first"):
+        lg.GateTrainer(model, arguments(tmp_path), gates=GATES, optimizers=(before, None), **more)
+    lg.attach_gates(model, GATES)
+    start = gate_values(model)
+    own = torch.optim.AdamW(lg.gate_parameters(model).values(), lr=1e-2)
+    trainer = lg.GateTrainer(model, arguments(tmp_path), optimizers=(own, None), **more)
+    trainer.train()
+    assert not any(torch.equal(value, start[name]) for name, value in gate_values(model).items())
+
+
 def test_collators_packing_grouping_and_bf16(tmp_path):
     padded = PassCollator(tiny_tokenizer())
 

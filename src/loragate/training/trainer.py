@@ -189,6 +189,8 @@ class StatisticsTrainer(SFTTrainer):
             copies = dict(twin.named_parameters())
             trained = {name: copies[names[id(parameter)]] for name, parameter in trained.items()}
         self.trained = dict(trained)
+        if optimizers[0] is not None:
+            self._require_trained_by(optimizers[0])
         # TRL casts trainable parameters of quantised models to bf16; what is trained here keeps its precision.
         kept = {name: parameter.data for name, parameter in self.trained.items()}
         own_forward = causal_model(twin).__dict__.get("forward")
@@ -238,6 +240,15 @@ class StatisticsTrainer(SFTTrainer):
         if args.push_to_hub:
             raise ConfigError(
                 "push_to_hub would push checkpoints, which no one can load: save the result, then push that"
+            )
+
+    def _require_trained_by(self, optimizer: torch.optim.Optimizer) -> None:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if left := [name for name, parameter in self.trained.items() if id(parameter) not in held]:
+            raise ConfigError(
+                f"the optimizer holds {len(self.trained) - len(left)} of the {len(self.trained)} parameters that train, and not "
+                f"{left[0]}, so it would leave them as they are. Gates are no parameters of the model before they are attached: "
+                "call attach_gates first, build the optimizer from gate_parameters(model).values(), and leave out gates="
             )
 
     def evaluation_rows(self, rows: EncodedRows, args: SFTConfig | None = None) -> Any:
