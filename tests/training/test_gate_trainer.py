@@ -167,6 +167,20 @@ def test_checkpoints_resume_and_the_best_one_is_loaded_as_in_transformers(tmp_pa
     assert same(gate_values(trainer.model), gate_values(first.model))
 
 
+def test_a_finished_run_goes_on_for_more_epochs(tmp_path):
+    epochs = {"max_steps": -1, "save_steps": 3}  # of 3 steps each
+    trainer_of(tmp_path, num_train_epochs=1, **epochs).train()
+    ended = trainer_of(tmp_path, num_train_epochs=1, **epochs)
+    assert ended.train(resume_from_checkpoint=True).global_step == 3
+    more = trainer_of(tmp_path, num_train_epochs=3, **epochs)
+    more.train(resume_from_checkpoint=True)
+    assert (more.result.steps, more.result.settings["num_train_epochs"]) == (9, 3)
+    assert not same(gate_values(more.model), gate_values(ended.model))
+    again = trainer_of(tmp_path, num_train_epochs=3, **epochs)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert same(gate_values(again.model), gate_values(more.model))
+
+
 def test_gates_that_are_there_train_on(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.train()

@@ -294,8 +294,10 @@ class StatisticsTrainer(SFTTrainer):
         if resume_from_checkpoint:
             require_whole(Path(resume_from_checkpoint))
             state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / STATE))
+            # of these arguments, which may have more epochs than the run had that wrote the checkpoint
+            *_, steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
             # the trainer would take a step more before it looks whether it is to stop
-            if state.global_step >= (self.args.max_steps if self.args.max_steps > 0 else state.max_steps):
+            if state.global_step >= steps:
                 self._load_from_checkpoint(str(resume_from_checkpoint))
                 self.state, self.fused = state, verify_head(causal_model(self.given))
                 return TrainOutput(state.global_step, 0.0, {})
