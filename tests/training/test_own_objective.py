@@ -97,6 +97,29 @@ def test_a_class_of_ones_own_trains_both():
     assert training["constants"] == {"share": 0.2}
 
 
+def test_an_evaluation_takes_its_data_for_the_whole_batch(tmp_path):
+    def highest(parts, gather):
+        top = gather(torch.cat([stats.entropy.flatten() for stats, _ in parts])).max()
+        return [top] * len(parts)
+
+    rule = lambda stats, context: torch.ones_like(stats.log_prob) * context.batch  # noqa: E731
+    objective = mine(rule=rule, over_batch=highest, batch_reads=("entropy",))  # which the loss itself does not read
+    found = []
+    for size in (1, 3, 8):
+        args = lg.GateTrainingArguments(str(tmp_path), per_device_eval_batch_size=size, report_to="none")
+        trainer = lg.GateTrainer(
+            tiny_adapter(),
+            args,
+            train_dataset=tiny_rows(8),
+            eval_dataset=tiny_rows(8, seed=9),
+            processing_class=tiny_tokenizer(),
+            gates=CONFIG,
+            objective=objective,
+        )
+        found.append(trainer.evaluate()["eval_loss"])
+    assert found == pytest.approx([found[0]] * 3, rel=1e-6)
+
+
 def test_masks_and_references_reach_it():
     rows = masked_rows()
     rule = lambda stats, context: context.keep_mask.float()  # noqa: E731

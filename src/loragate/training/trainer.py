@@ -326,25 +326,35 @@ class StatisticsTrainer(SFTTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Mean loss and statistics over the response tokens of a data set, in evaluation mode."""
+        """Mean loss and statistics over the response tokens of a data set, in evaluation mode.
+
+        An `over_batch` sees the whole data set at once, so that its loss does not depend on the evaluation's batch size.
+        """
         self.callback_handler.eval_dataloader = dataloader
         sums: dict[str, torch.Tensor] = defaultdict(
             lambda: torch.zeros((), dtype=torch.float64, device=self.args.device)
         )
-        request, counted = replace(self.request, gradients=()), 0
+        outputs = tuple(dict.fromkeys((*self.request.outputs, *self.batch_reads)))
+        request, counted = replace(self.request, outputs=outputs, gradients=()), 0
+        kept: list[tuple[TokenStatistics, ObjectiveContext]] = []
         with torch.no_grad(), self._prepared(), evaluation_mode(self.model), self.accelerator.autocast():
             for batch in dataloader:
                 inputs, _, context, _ = self._unpacked(self._prepare_inputs(batch))
                 stats = self._statistics(self.model, inputs, request, None)
-                if self.over_batch is not None:
-                    context = within_batch(self.over_batch, stats, context)
                 sums["tokens"] += stats.mask.sum()
-                sums["loss"] += token_losses(self.objective, stats, context).double().sum()
+                if self.over_batch is None:
+                    sums["loss"] += token_losses(self.objective, stats, context).double().sum()
+                else:
+                    kept.append((stats, context))
                 for name, key in _LOGGED.items():
                     if name in self.request.outputs:
                         sums[key] += getattr(stats, name).double().sum()
                 counted += int(stats.mask.any(-1).sum())
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            values = self.over_batch(kept, self._gathered) if self.over_batch is not None else ()
+            for (stats, context), value in zip(kept, values, strict=True):
+                losses = token_losses(self.objective, stats, replace(context, batch=value))
+                sums["loss"] += losses.double().sum()
         totals = self._means(sums)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in totals.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=counted)
