@@ -12,6 +12,7 @@ from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, TrainingError
 from loragate.training.gate_training import measure_entropy
 from loragate.training.rows import PassCollator
+from loragate.training.run import UNREAD
 from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_adapter, write_base
 
 GATES = lg.GateConfig(-3, 2)
@@ -79,6 +80,31 @@ def test_the_papers_values_are_the_defaults():
     assert not any((args.bf16, args.fp16, args.gradient_checkpointing))
     with pytest.raises(ConfigError, match="objective must be one of entropy, ce, found 'sft'"):
         lg.GateTrainingArguments("run", objective="sft")
+
+
+IGNORED = {
+    "chat_template_path": "other.jinja",
+    "eos_token": "<|im_end|>",
+    "loss_type": "dft",
+    "completion_only_loss": False,
+    "truncation_mode": "keep_end",
+    "label_smoothing_factor": 0.1,
+    "packing_strategy": "wrapped",
+    "eval_packing": True,
+    "router_aux_loss_coef": 0.01,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), IGNORED.items())
+def test_an_argument_that_would_do_nothing_is_refused(tmp_path, name, value):
+    with pytest.raises(ConfigError, match=rf"^{name}=.* would have no effect: .* Leave it out"):
+        arguments(tmp_path, **{name: value})
+
+
+def test_an_argument_that_says_what_is_done_anyway_is_taken(tmp_path):
+    assert IGNORED.keys() == UNREAD.keys()
+    args = arguments(tmp_path, completion_only_loss=True, eval_packing=False, router_aux_loss_coef=0.0, loss_type="nll")
+    assert args.completion_only_loss
 
 
 def test_it_is_the_training_of_train_gates(tmp_path):

@@ -53,7 +53,7 @@ from loragate.training.rows import (
     require_mask_column,
     require_short_enough,
 )
-from loragate.training.run import TrainingOutcome, require_own, run_in_folder, trainer_arguments
+from loragate.training.run import TrainingOutcome, refuse_unread, require_own, run_in_folder, trainer_arguments
 from loragate.training.settings import GATE_OBJECTIVES, GateTrainingSettings
 from loragate.training.sharding import target_device
 from loragate.training.strategy import launch_of, process_state
@@ -176,6 +176,7 @@ class GateTrainingArguments(SFTConfig):
             raise ConfigError(f"objective must be one of {', '.join(GATE_OBJECTIVES)}, found {self.objective!r}")
         if self.k == 1:
             raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
+        refuse_unread(self)
         if getattr(self, "activation_checkpointing", False) is None:  # the name in newer versions of transformers
             self.activation_checkpointing = self.gradient_checkpointing
         if launch_of().strategy == "fsdp2":

@@ -7,7 +7,7 @@ resumed run must be the same run: `run.json` is compared before anything is cont
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,29 @@ def trainer_arguments(
     )
     arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size)
     return arguments
+
+
+# arguments of SFTConfig that a training of gates would pass over: why, and which values beside the default agree with it
+UNREAD: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "chat_template_path": ("rows get the tokenizer's own template: set processing_class.chat_template", ()),
+    "eos_token": ("rows end in the tokenizer's own: set processing_class.eos_token", ()),
+    "loss_type": ("the loss is that of the argument objective, 'entropy' or 'ce', or of an objective of your own", ()),
+    "completion_only_loss": ("gates train on responses alone", (True,)),
+    "truncation_mode": ("a row longer than max_length is cut on the right", ()),
+    "label_smoothing_factor": ("no objective smooths labels; give one of your own that does", ()),
+    "packing_strategy": ("packing lays the rows of a forward pass end to end, and cuts none", ()),
+    "eval_packing": ("rows are packed for the training alone", (False,)),
+    "router_aux_loss_coef": ("the loss is that of the response tokens, without a router's", (0,)),
+}
+
+
+def refuse_unread(arguments: SFTConfig) -> None:
+    """Raises ConfigError for an argument of `UNREAD` that was set to something the training would not do."""
+    defaults = {field.name: field.default for field in fields(SFTConfig)}  # an older TRL may lack one
+    for name, (reason, agreeing) in UNREAD.items():
+        found = getattr(arguments, name, defaults.get(name))
+        if found not in (defaults.get(name), *agreeing):
+            raise ConfigError(f"{name}={found!r} would have no effect: {reason}. Leave it out")
 
 
 def run_in_folder(
