@@ -173,6 +173,21 @@ def test_what_it_holds_is_checked(changed, told):
 
 
 @pytest.mark.parametrize(
+    ("own", "named", "told"),
+    [
+        (mine(), "ce", "'mine' is given, and the setting objective is 'ce'"),
+        (replace(mine(), name="entropy"), "entropy", "'entropy' is the name of a built-in objective"),
+        (mine(requires=frozenset({"reference_kl"})), "entropy", "Stage II has no reference model"),
+    ],
+)
+def test_the_trainer_checks_it_as_the_functions_do(tmp_path, own, named, told):
+    args = lg.GateTrainingArguments(str(tmp_path), objective=named, report_to="none")
+    more = {"train_dataset": tiny_rows(8), "processing_class": tiny_tokenizer(), "gates": CONFIG}
+    with pytest.raises(ConfigError, match=told):
+        lg.GateTrainer(tiny_adapter(), args, objective=own, **more)
+
+
+@pytest.mark.parametrize(
     ("loss", "told"),
     [
         (lambda stats, context: -stats.log_prob.sum(), r"returned \[\], expected one value per token, \[4, \d+\]"),

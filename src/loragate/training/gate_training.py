@@ -250,6 +250,7 @@ class GateTrainer(StatisticsTrainer):
             ablation = replace(sft(), name="ce", k=args.k, reads=("topk_entropy",))
             objective, self.own = ablation if args.objective == "ce" else GateEntropy(args.k), None
         else:
+            require_own(objective, args)
             self.own = objective
         self.trained_by = trained_by
         rows: Rows | None = None

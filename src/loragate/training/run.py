@@ -19,7 +19,7 @@ from loragate.losses.objectives import Objective
 from loragate.training.callbacks import JsonlLog, OnStep, StepReporter, StopOnInterrupt
 from loragate.training.checkpoints import LOG, TrainingFolder
 from loragate.training.model_state import recomputation_argument
-from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, GateTrainingSettings, TrainSettings
+from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, FineTuningSettings, TrainSettings
 from loragate.training.strategy import launch_of, process_state
 from loragate.training.trainer import StatisticsTrainer
 
@@ -147,28 +147,31 @@ def run_in_folder(
     return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, trainer.fused)
 
 
-def require_own(objective: Objective, settings: TrainSettings) -> None:
+def require_own(objective: Objective, settings: TrainSettings | SFTConfig) -> None:
     """Refuse an objective of one's own that would train or be recorded as something else.
 
     Run records hold its name and constants, so that another one is refused on resume; a changed rule under the same name and
     constants cannot be seen.
 
+    Args:
+        settings: of the stage, or the arguments of a `GateTrainer`.
+
     Raises:
         ConfigError: naming the objective and the setting.
     """
-    name, chosen = objective.name, settings.objective  # type: ignore[attr-defined]
+    name, chosen = objective.name, settings.objective  # type: ignore[union-attr]
     wrong = {
-        f"{name!r} is the name of a built-in objective: choose that one by settings.objective, or give yours another name": (
+        f"{name!r} is the name of a built-in objective: choose that one by the setting objective, or give yours another name": (
             name in (*OBJECTIVES, *GATE_OBJECTIVES)
         ),
-        f"the objective {name!r} is given, and settings.objective is {chosen!r}; leave one of them out": (
-            chosen != type(settings)().objective  # type: ignore[attr-defined]
+        f"the objective {name!r} is given, and the setting objective is {chosen!r}; leave one of them out": (
+            chosen != type(settings).objective  # type: ignore[union-attr]
         ),
         f"objective_options are constants of a named objective; leave them out, {name!r} has its own": bool(
             getattr(settings, "objective_options", None)
         ),
         f"objective {name!r} requires 'reference_kl', and Stage II has no reference model": (
-            "reference_kl" in objective.requires and isinstance(settings, GateTrainingSettings)
+            "reference_kl" in objective.requires and not isinstance(settings, FineTuningSettings)
         ),
         f"objective {name!r} requires 'sequence_ids', which only packed rows have: set packing=True, or take each row of the "
         "statistics as a sequence where they are None": "sequence_ids" in objective.requires and not settings.packing,
