@@ -217,6 +217,9 @@ def test_gates_that_are_there_train_on(tmp_path):
     more.train()
     assert not same(gate_values(trainer.model), before)
     assert more.result.config == GATES
+    ended = more.result
+    more.train()
+    assert more.result.entropy_before == ended.entropy_after < ended.entropy_before
     with pytest.raises(ConfigError, match=r"carries no gates to train: give their range"):
         lg.GateTrainer(
             tiny_adapter(), arguments(tmp_path), train_dataset=tiny_rows(4), processing_class=tiny_tokenizer()

@@ -373,6 +373,9 @@ class GateTrainer(StatisticsTrainer):
             GateError, TrainingError: as in `check`; also if a frozen weight changed, or a loss or gradient is not finite.
         """
         began = time.monotonic()
+        if self.state.global_step and not resume_from_checkpoint:  # an earlier training has moved the gates
+            self.parity, self.fresh = None, False
+        self.result = None
         self.check()
         with without_dropout(self.model):
             output = super().train(resume_from_checkpoint, **kwargs)
