@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 import loragate as lg
@@ -43,13 +44,14 @@ def arguments(folder, **more):
 
 def trainer_of(folder, rows=None, model=None, callbacks=(), **more):
     other = {name: more.pop(name) for name in ("eval_dataset", "data_collator") if name in more}
+    gates = more.pop("gates", GATES)
     return lg.GateTrainer(
         model=model or tiny_adapter(),
         args=arguments(folder, **more),
         train_dataset=Dataset.from_list(tiny_rows(24) if rows is None else rows),
         processing_class=tiny_tokenizer(),
         callbacks=list(callbacks),
-        gates=GATES,
+        gates=gates,
         **other,
     )
 
@@ -191,6 +193,37 @@ def test_checkpoints_resume_and_the_best_one_is_loaded_as_in_transformers(tmp_pa
     first = trainer_of(tmp_path / "best")
     first._load_from_checkpoint(str(tmp_path / "best" / "checkpoint-1"))
     assert same(gate_values(trainer.model), gate_values(first.model))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"k": 40}, "k = 20, now it is 40"),
+        ({"objective": "ce"}, "objective = 'entropy', now it is 'ce'"),
+        ({"rows": tiny_rows(24, seed=5)}, "tokens = "),
+        ({"gates": lg.GateConfig(0, 1)}, r"gate\.lower = -3.*, now it is 0"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, told):
+    trainer_of(tmp_path, save_steps=1).train()
+    other = trainer_of(tmp_path, **change)
+    with pytest.raises(TrainingError, match=rf"trained\.safetensors was begun with .*{told}"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_checkpoint_without_a_record_is_compared_by_its_shapes(tmp_path):
+    trainer = trainer_of(tmp_path, save_steps=1)
+    trainer.train()
+    path = tmp_path / "checkpoint-3" / "trained.safetensors"
+    tensors = load_file(path)
+    save_file(tensors, path)
+    again = trainer_of(tmp_path, k=40)
+    again._load_from_checkpoint(str(path.parent))
+    assert same(gate_values(again.model), gate_values(trainer.model))
+    name = next(name for name in tensors if name.endswith("weight"))
+    save_file({**tensors, name: tensors[name][:1].clone()}, path)
+    with pytest.raises(TrainingError, match="holds other parameters than this run trains"):
+        again._load_from_checkpoint(str(path.parent))
 
 
 def test_a_finished_run_goes_on_for_more_epochs(tmp_path):

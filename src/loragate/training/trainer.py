@@ -9,18 +9,20 @@ and into a run folder is in `run.py`.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerState
@@ -29,8 +31,9 @@ from trl import SFTConfig, SFTTrainer
 
 from loragate.data import EncodedRows
 from loragate.errors import ConfigError, DivergenceError, SetupError, TrainingError
-from loragate.files import write_atomically
+from loragate.files import require_same, write_atomically
 from loragate.gates import record_gates
+from loragate.gates.attach import attached_config
 from loragate.gates.eligibility import quantization_of
 from loragate.losses import (
     ObjectiveContext,
@@ -47,7 +50,13 @@ from loragate.modes import evaluation_mode
 from loragate.training.callbacks import GradientCheck, SkippedStepCheck
 from loragate.training.checkpoints import STATE, TRAINED, last_checkpoint, require_whole, write_checksums
 from loragate.training.model_state import dropouts, restore_state, short_row_attention, statistics_forward
-from loragate.training.rows import PassCollator, arranged_steps, as_dataset, require_separate_sequences
+from loragate.training.rows import (
+    PassCollator,
+    arranged_steps,
+    as_dataset,
+    encoded_fingerprint,
+    require_separate_sequences,
+)
 from loragate.training.sharding import (
     assign,
     average_gradients,
@@ -70,6 +79,8 @@ Where = Callable[[int], str]
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 # column of a forward pass that holds what is known of its batch, wrapped so that nothing casts it
 _BATCH = "loragate_batch"
+# key of a checkpoint's metadata that holds what makes the run this run
+_RUN = "run"
 _LOGGED = {"log_prob": "nll", "entropy": "entropy", "topk_entropy": "topk_entropy", "kl": "reference_kl"}
 
 
@@ -176,6 +187,13 @@ class StatisticsTrainer(SFTTrainer):
 
         gradients = None if objective.gradients is None else tuple(objective.gradients)
         self.request = StatisticsRequest(objective.k, tuple(objective.outputs), gradients)
+        self.identity = {
+            "gate": None if adapter_name is None else asdict(attached_config(model, adapter_name)),
+            "objective": objective.name,
+            "constants": objective.settings,
+            "k": objective.k,
+            "tokens": encoded_fingerprint(train_dataset),
+        }
         self.over_batch = getattr(objective, "over_batch", None)
         self.batch_reads = tuple(getattr(objective, "batch_reads", ()))
         self.sums: dict[str, torch.Tensor] = {}
@@ -525,7 +543,8 @@ class StatisticsTrainer(SFTTrainer):
         if not self.args.should_save:
             return
         folder = Path(output_dir or self.args.output_dir)
-        write_atomically(folder / TRAINED, lambda path: save_file(tensors, str(path)))
+        run = {_RUN: json.dumps(self.identity)}
+        write_atomically(folder / TRAINED, lambda path: save_file(tensors, str(path), run))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As in transformers; checksums are written before older checkpoints go, or a kill between the two would leave none."""
@@ -542,8 +561,14 @@ class StatisticsTrainer(SFTTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = Path(resume_from_checkpoint) / TRAINED
+        with safe_open(str(path), "pt") as file:
+            written = (file.metadata() or {}).get(_RUN)
+        if written is not None:  # an earlier version kept nothing to compare
+            remedy = "resume with what it was begun with, or begin anew"
+            require_same(path, json.loads(written), self.identity, remedy, SetupError)
         tensors = load_file(str(path))
-        if set(tensors) != set(self.trained):
+        shapes = [{name: tuple(one.shape) for name, one in held.items()} for held in (tensors, self.trained)]
+        if shapes[0] != shapes[1]:
             raise SetupError(f"{path} holds other parameters than this run trains; it belongs to another run")
         for name, parameter in self.trained.items():
             assign(parameter, tensors[name])
