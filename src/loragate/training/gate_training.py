@@ -148,7 +148,7 @@ class GateTrainingArguments(SFTConfig):
     The paper trains for one epoch with a cosine schedule and no warm-up, with 128 sequences a step (here 8 × 16 on one device);
     betas, weight decay and clipping are ours. Gates train in fp32 whatever the model's dtype is; load the model in bf16 to save
     memory. `train_sampling_strategy` may be "group_by_length" or `packing` True: every step keeps its rows. Rows come in one
-    order, shuffled by `data_seed` (or `seed`).
+    order, shuffled by `data_seed` (or `seed`). What this trainer would pass over (`loss_type`, `eos_token`, …) is refused.
 
     Attributes:
         k: support of the top-k entropy; 0, or at least the vocabulary size, means the full entropy.
@@ -202,7 +202,8 @@ class GateTrainer(StatisticsTrainer):
             wrong is needed.
         eval_dataset: the same, or several of them by name.
         processing_class: the tokenizer; None loads that of the base.
-        callbacks, optimizers: as in transformers.
+        callbacks, optimizers: as in transformers. An optimizer needs the gates before it is made: `attach_gates`, then one over
+            `gate_parameters(model).values()`, and no `gates`.
         gates: the gates to attach; None for a model that carries gates, which train on.
         objective: one of your own in place of `args.objective`: a `loragate.losses.WeightedCrossEntropy`, or an object of the
             protocol `loragate.losses.objectives.Objective`.
