@@ -97,13 +97,14 @@ def test_a_class_of_ones_own_trains_both():
     assert training["constants"] == {"share": 0.2}
 
 
-def test_an_evaluation_takes_its_data_for_the_whole_batch(tmp_path):
+@pytest.mark.parametrize("reads", [("entropy",), ()], ids=["its loss reads it", "its batch alone does"])
+def test_an_evaluation_takes_its_data_for_the_whole_batch(tmp_path, reads):
     def highest(parts, gather):
         top = gather(torch.cat([stats.entropy.flatten() for stats, _ in parts])).max()
         return [top] * len(parts)
 
     rule = lambda stats, context: torch.ones_like(stats.log_prob) * context.batch  # noqa: E731
-    objective = mine(rule=rule, over_batch=highest, batch_reads=("entropy",))  # which the loss itself does not read
+    objective = mine(rule=rule, reads=reads, over_batch=highest, batch_reads=("entropy",))
     found = []
     for size in (1, 3, 8):
         args = lg.GateTrainingArguments(str(tmp_path), per_device_eval_batch_size=size, report_to="none")
