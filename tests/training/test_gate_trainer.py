@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 import loragate as lg
@@ -12,6 +13,7 @@ from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, TrainingError
 from loragate.training.gate_training import measure_entropy
 from loragate.training.rows import PassCollator
+from loragate.training.run import UNREAD
 from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_adapter, write_base
 
 GATES = lg.GateConfig(-3, 2)
@@ -42,13 +44,14 @@ def arguments(folder, **more):
 
 def trainer_of(folder, rows=None, model=None, callbacks=(), **more):
     other = {name: more.pop(name) for name in ("eval_dataset", "data_collator") if name in more}
+    gates = more.pop("gates", GATES)
     return lg.GateTrainer(
         model=model or tiny_adapter(),
         args=arguments(folder, **more),
         train_dataset=Dataset.from_list(tiny_rows(24) if rows is None else rows),
         processing_class=tiny_tokenizer(),
         callbacks=list(callbacks),
-        gates=GATES,
+        gates=gates,
         **other,
     )
 
@@ -79,6 +82,31 @@ def test_the_papers_values_are_the_defaults():
     assert not any((args.bf16, args.fp16, args.gradient_checkpointing))
     with pytest.raises(ConfigError, match="objective must be one of entropy, ce, found 'sft'"):
         lg.GateTrainingArguments("run", objective="sft")
+
+
+IGNORED = {
+    "chat_template_path": "other.jinja",
+    "eos_token": "<|im_end|>",
+    "loss_type": "dft",
+    "completion_only_loss": False,
+    "truncation_mode": "keep_end",
+    "label_smoothing_factor": 0.1,
+    "packing_strategy": "wrapped",
+    "eval_packing": True,
+    "router_aux_loss_coef": 0.01,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), IGNORED.items())
+def test_an_argument_that_would_do_nothing_is_refused(tmp_path, name, value):
+    with pytest.raises(ConfigError, match=rf"^{name}=.* would have no effect: .* Leave it out"):
+        arguments(tmp_path, **{name: value})
+
+
+def test_an_argument_that_says_what_is_done_anyway_is_taken(tmp_path):
+    assert IGNORED.keys() == UNREAD.keys()
+    args = arguments(tmp_path, completion_only_loss=True, eval_packing=False, router_aux_loss_coef=0.0, loss_type="nll")
+    assert args.completion_only_loss
 
 
 def test_it_is_the_training_of_train_gates(tmp_path):
@@ -167,6 +195,51 @@ def test_checkpoints_resume_and_the_best_one_is_loaded_as_in_transformers(tmp_pa
     assert same(gate_values(trainer.model), gate_values(first.model))
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"k": 40}, "k = 20, now it is 40"),
+        ({"objective": "ce"}, "objective = 'entropy', now it is 'ce'"),
+        ({"rows": tiny_rows(24, seed=5)}, "tokens = "),
+        ({"gates": lg.GateConfig(0, 1)}, r"gate\.lower = -3.*, now it is 0"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, told):
+    trainer_of(tmp_path, save_steps=1).train()
+    other = trainer_of(tmp_path, **change)
+    with pytest.raises(TrainingError, match=rf"trained\.safetensors was begun with .*{told}"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_checkpoint_without_a_record_is_compared_by_its_shapes(tmp_path):
+    trainer = trainer_of(tmp_path, save_steps=1)
+    trainer.train()
+    path = tmp_path / "checkpoint-3" / "trained.safetensors"
+    tensors = load_file(path)
+    save_file(tensors, path)
+    again = trainer_of(tmp_path, k=40)
+    again._load_from_checkpoint(str(path.parent))
+    assert same(gate_values(again.model), gate_values(trainer.model))
+    name = next(name for name in tensors if name.endswith("weight"))
+    save_file({**tensors, name: tensors[name][:1].clone()}, path)
+    with pytest.raises(TrainingError, match="holds other parameters than this run trains"):
+        again._load_from_checkpoint(str(path.parent))
+
+
+def test_a_finished_run_goes_on_for_more_epochs(tmp_path):
+    epochs = {"max_steps": -1, "save_steps": 3}  # of 3 steps each
+    trainer_of(tmp_path, num_train_epochs=1, **epochs).train()
+    ended = trainer_of(tmp_path, num_train_epochs=1, **epochs)
+    assert ended.train(resume_from_checkpoint=True).global_step == 3
+    more = trainer_of(tmp_path, num_train_epochs=3, **epochs)
+    more.train(resume_from_checkpoint=True)
+    assert (more.result.steps, more.result.settings["num_train_epochs"]) == (9, 3)
+    assert not same(gate_values(more.model), gate_values(ended.model))
+    again = trainer_of(tmp_path, num_train_epochs=3, **epochs)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert same(gate_values(again.model), gate_values(more.model))
+
+
 def test_gates_that_are_there_train_on(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.train()
@@ -177,10 +250,27 @@ def test_gates_that_are_there_train_on(tmp_path):
     more.train()
     assert not same(gate_values(trainer.model), before)
     assert more.result.config == GATES
+    ended = more.result
+    more.train()
+    assert more.result.entropy_before == ended.entropy_after < ended.entropy_before
     with pytest.raises(ConfigError, match=r"carries no gates to train: give their range"):
         lg.GateTrainer(
             tiny_adapter(), arguments(tmp_path), train_dataset=tiny_rows(4), processing_class=tiny_tokenizer()
         )
+
+
+def test_an_optimizer_of_ones_own_must_hold_the_gates(tmp_path):
+    model = tiny_adapter()
+    more = {"train_dataset": tiny_rows(24), "processing_class": tiny_tokenizer()}
+    before = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(ConfigError, match=r"holds 0 of the 28 .* call attach_gates first"):
+        lg.GateTrainer(model, arguments(tmp_path), gates=GATES, optimizers=(before, None), **more)
+    lg.attach_gates(model, GATES)
+    start = gate_values(model)
+    own = torch.optim.AdamW(lg.gate_parameters(model).values(), lr=1e-2)
+    trainer = lg.GateTrainer(model, arguments(tmp_path), optimizers=(own, None), **more)
+    trainer.train()
+    assert not any(torch.equal(value, start[name]) for name, value in gate_values(model).items())
 
 
 def test_collators_packing_grouping_and_bf16(tmp_path):

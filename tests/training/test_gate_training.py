@@ -16,6 +16,7 @@ from loragate.files import held
 from loragate.gates import Parity, measure_parity, weights_checksum
 from loragate.training import GateTrainingSettings, gate_training, training_rows
 from loragate.training.gate_training import check_parity, check_start
+from loragate.training.model_state import without_dropout
 from loragate.training.reference import reference_loop, response_entropies
 from tiny import gate_values, logits, same, tiny_adapter, tiny_base, tiny_rows
 
@@ -224,6 +225,23 @@ def test_dropout_is_off_while_gates_train_and_back_afterwards(tokenizer, rows):
     assert seen
     assert all(values == {0.0} for values in seen)
     assert {module.p for module in dropouts} == {0.4}
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt_bigcode", "falcon", "bloom", "biogpt", "starcoder2"])
+def test_dropout_is_off_wherever_a_family_keeps_it(family):
+    small = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    narrow = {"ffn_dim": 48, "intermediate_size": 48, "word_embed_proj_dim": 32, "num_key_value_heads": 2}
+    drop = ("dropout", "hidden_dropout", "attention_dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout_prob")
+    drop += ("residual_dropout", "embedding_dropout", "layerdrop")
+    config = tf.AutoConfig.for_model(family, **small, **narrow, **dict.fromkeys(drop, 0.3))
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(config).train()
+    ids = torch.arange(5, 17)[None]
+    with torch.no_grad():
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+        with without_dropout(model):
+            assert torch.equal(model(ids).logits, model(ids).logits)
+        assert not torch.equal(model(ids).logits, model(ids).logits), "it is back"
 
 
 def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_path):

@@ -97,6 +97,30 @@ def test_a_class_of_ones_own_trains_both():
     assert training["constants"] == {"share": 0.2}
 
 
+@pytest.mark.parametrize("reads", [("entropy",), ()], ids=["its loss reads it", "its batch alone does"])
+def test_an_evaluation_takes_its_data_for_the_whole_batch(tmp_path, reads):
+    def highest(parts, gather):
+        top = gather(torch.cat([stats.entropy.flatten() for stats, _ in parts])).max()
+        return [top] * len(parts)
+
+    rule = lambda stats, context: torch.ones_like(stats.log_prob) * context.batch  # noqa: E731
+    objective = mine(rule=rule, reads=reads, over_batch=highest, batch_reads=("entropy",))
+    found = []
+    for size in (1, 3, 8):
+        args = lg.GateTrainingArguments(str(tmp_path), per_device_eval_batch_size=size, report_to="none")
+        trainer = lg.GateTrainer(
+            tiny_adapter(),
+            args,
+            train_dataset=tiny_rows(8),
+            eval_dataset=tiny_rows(8, seed=9),
+            processing_class=tiny_tokenizer(),
+            gates=CONFIG,
+            objective=objective,
+        )
+        found.append(trainer.evaluate()["eval_loss"])
+    assert found == pytest.approx([found[0]] * 3, rel=1e-6)
+
+
 def test_masks_and_references_reach_it():
     rows = masked_rows()
     rule = lambda stats, context: context.keep_mask.float()  # noqa: E731
@@ -147,6 +171,21 @@ def test_what_it_holds_is_checked(changed, told):
     for train, settings in ((one, ONE), (two, TWO)):
         with pytest.raises(ConfigError, match=told):
             train(settings, objective=SimpleNamespace(**{**WHOLE, **changed}))
+
+
+@pytest.mark.parametrize(
+    ("own", "named", "told"),
+    [
+        (mine(), "ce", "'mine' is given, and the setting objective is 'ce'"),
+        (replace(mine(), name="entropy"), "entropy", "'entropy' is the name of a built-in objective"),
+        (mine(requires=frozenset({"reference_kl"})), "entropy", "Stage II has no reference model"),
+    ],
+)
+def test_the_trainer_checks_it_as_the_functions_do(tmp_path, own, named, told):
+    args = lg.GateTrainingArguments(str(tmp_path), objective=named, report_to="none")
+    more = {"train_dataset": tiny_rows(8), "processing_class": tiny_tokenizer(), "gates": CONFIG}
+    with pytest.raises(ConfigError, match=told):
+        lg.GateTrainer(tiny_adapter(), args, objective=own, **more)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ from loragate.training.rows import (
     require_mask_column,
     require_short_enough,
 )
-from loragate.training.run import TrainingOutcome, require_own, run_in_folder, trainer_arguments
+from loragate.training.run import TrainingOutcome, refuse_unread, require_own, run_in_folder, trainer_arguments
 from loragate.training.settings import GATE_OBJECTIVES, GateTrainingSettings
 from loragate.training.sharding import target_device
 from loragate.training.strategy import launch_of, process_state
@@ -148,7 +148,7 @@ class GateTrainingArguments(SFTConfig):
     The paper trains for one epoch with a cosine schedule and no warm-up, with 128 sequences a step (here 8 × 16 on one device);
     betas, weight decay and clipping are ours. Gates train in fp32 whatever the model's dtype is; load the model in bf16 to save
     memory. `train_sampling_strategy` may be "group_by_length" or `packing` True: every step keeps its rows. Rows come in one
-    order, shuffled by `data_seed` (or `seed`).
+    order, shuffled by `data_seed` (or `seed`). What this trainer would pass over (`loss_type`, `eos_token`, …) is refused.
 
     Attributes:
         k: support of the top-k entropy; 0, or at least the vocabulary size, means the full entropy.
@@ -176,6 +176,7 @@ class GateTrainingArguments(SFTConfig):
             raise ConfigError(f"objective must be one of {', '.join(GATE_OBJECTIVES)}, found {self.objective!r}")
         if self.k == 1:
             raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
+        refuse_unread(self)
         if getattr(self, "activation_checkpointing", False) is None:  # the name in newer versions of transformers
             self.activation_checkpointing = self.gradient_checkpointing
         if launch_of().strategy == "fsdp2":
@@ -201,7 +202,8 @@ class GateTrainer(StatisticsTrainer):
             wrong is needed.
         eval_dataset: the same, or several of them by name.
         processing_class: the tokenizer; None loads that of the base.
-        callbacks, optimizers: as in transformers.
+        callbacks, optimizers: as in transformers. An optimizer needs the gates before it is made: `attach_gates`, then one over
+            `gate_parameters(model).values()`, and no `gates`.
         gates: the gates to attach; None for a model that carries gates, which train on.
         objective: one of your own in place of `args.objective`: a `loragate.losses.WeightedCrossEntropy`, or an object of the
             protocol `loragate.losses.objectives.Objective`.
@@ -249,6 +251,7 @@ class GateTrainer(StatisticsTrainer):
             ablation = replace(sft(), name="ce", k=args.k, reads=("topk_entropy",))
             objective, self.own = ablation if args.objective == "ce" else GateEntropy(args.k), None
         else:
+            require_own(objective, args)
             self.own = objective
         self.trained_by = trained_by
         rows: Rows | None = None
@@ -371,6 +374,9 @@ class GateTrainer(StatisticsTrainer):
             GateError, TrainingError: as in `check`; also if a frozen weight changed, or a loss or gradient is not finite.
         """
         began = time.monotonic()
+        if self.state.global_step and not resume_from_checkpoint:  # an earlier training has moved the gates
+            self.parity, self.fresh = None, False
+        self.result = None
         self.check()
         with without_dropout(self.model):
             output = super().train(resume_from_checkpoint, **kwargs)

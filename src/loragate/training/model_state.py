@@ -148,27 +148,28 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float]]:
-    """(module, attribute, share) of every dropout that acts in training."""
-    for module in model.modules():
-        # attention dropout is a plain number on the attention modules of transformers
-        for name in ("p", "attention_dropout"):
-            value = getattr(module, name, None)
-            if (isinstance(module, torch.nn.Dropout) or name != "p") and isinstance(value, float) and value > 0:
-                yield module, name, value
+def dropouts(model: torch.nn.Module) -> Iterator[tuple[Any, str, float]]:
+    """(module or its config, attribute, share) of every dropout that may act in training."""
+    # the modules of transformers also keep plain numbers (hidden_dropout, resid_pdrop, layerdrop); Falcon reads its config's
+    holders = (holder for module in model.modules() for holder in (module, vars(module).get("config")))
+    for holder in {id(holder): holder for holder in holders}.values():
+        for name, value in list(getattr(holder, "__dict__", {}).items()):
+            share = "drop" in name or (name == "p" and isinstance(holder, torch.nn.Dropout))
+            if share and isinstance(value, float) and 0 < value <= 1:
+                yield holder, name, value
 
 
 @contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     """No dropout inside the context: Stage II trains on the function that will be served."""
     changed = list(dropouts(model))
-    for module, name, _ in changed:
-        setattr(module, name, 0.0)
+    for holder, name, _ in changed:
+        setattr(holder, name, 0.0)
     try:
         yield
     finally:
-        for module, name, value in changed:
-            setattr(module, name, value)
+        for holder, name, value in changed:
+            setattr(holder, name, value)
 
 
 def recomputes(model: Any) -> bool:

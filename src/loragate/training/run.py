@@ -7,7 +7,7 @@ resumed run must be the same run: `run.json` is compared before anything is cont
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from loragate.losses.objectives import Objective
 from loragate.training.callbacks import JsonlLog, OnStep, StepReporter, StopOnInterrupt
 from loragate.training.checkpoints import LOG, TrainingFolder
 from loragate.training.model_state import recomputation_argument
-from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, GateTrainingSettings, TrainSettings
+from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, FineTuningSettings, TrainSettings
 from loragate.training.strategy import launch_of, process_state
 from loragate.training.trainer import StatisticsTrainer
 
@@ -93,6 +93,29 @@ def trainer_arguments(
     return arguments
 
 
+# arguments of SFTConfig that a training of gates would pass over: why, and which values beside the default agree with it
+UNREAD: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "chat_template_path": ("rows get the tokenizer's own template: set processing_class.chat_template", ()),
+    "eos_token": ("rows end in the tokenizer's own: set processing_class.eos_token", ()),
+    "loss_type": ("the loss is that of the argument objective, 'entropy' or 'ce', or of an objective of your own", ()),
+    "completion_only_loss": ("gates train on responses alone", (True,)),
+    "truncation_mode": ("a row longer than max_length is cut on the right", ()),
+    "label_smoothing_factor": ("no objective smooths labels; give one of your own that does", ()),
+    "packing_strategy": ("packing lays the rows of a forward pass end to end, and cuts none", ()),
+    "eval_packing": ("rows are packed for the training alone", (False,)),
+    "router_aux_loss_coef": ("the loss is that of the response tokens, without a router's", (0,)),
+}
+
+
+def refuse_unread(arguments: SFTConfig) -> None:
+    """Raises ConfigError for an argument of `UNREAD` that was set to something the training would not do."""
+    defaults = {field.name: field.default for field in fields(SFTConfig)}  # an older TRL may lack one
+    for name, (reason, agreeing) in UNREAD.items():
+        found = getattr(arguments, name, defaults.get(name))
+        if found not in (defaults.get(name), *agreeing):
+            raise ConfigError(f"{name}={found!r} would have no effect: {reason}. Leave it out")
+
+
 def run_in_folder(
     trainer: StatisticsTrainer, folder: TrainingFolder, identity: Mapping[str, Any], on_step: OnStep | None
 ) -> TrainingOutcome:
@@ -124,28 +147,31 @@ def run_in_folder(
     return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, trainer.fused)
 
 
-def require_own(objective: Objective, settings: TrainSettings) -> None:
+def require_own(objective: Objective, settings: TrainSettings | SFTConfig) -> None:
     """Refuse an objective of one's own that would train or be recorded as something else.
 
     Run records hold its name and constants, so that another one is refused on resume; a changed rule under the same name and
     constants cannot be seen.
 
+    Args:
+        settings: of the stage, or the arguments of a `GateTrainer`.
+
     Raises:
         ConfigError: naming the objective and the setting.
     """
-    name, chosen = objective.name, settings.objective  # type: ignore[attr-defined]
+    name, chosen = objective.name, settings.objective  # type: ignore[union-attr]
     wrong = {
-        f"{name!r} is the name of a built-in objective: choose that one by settings.objective, or give yours another name": (
+        f"{name!r} is the name of a built-in objective: choose that one by the setting objective, or give yours another name": (
             name in (*OBJECTIVES, *GATE_OBJECTIVES)
         ),
-        f"the objective {name!r} is given, and settings.objective is {chosen!r}; leave one of them out": (
-            chosen != type(settings)().objective  # type: ignore[attr-defined]
+        f"the objective {name!r} is given, and the setting objective is {chosen!r}; leave one of them out": (
+            chosen != type(settings).objective  # type: ignore[union-attr]
         ),
         f"objective_options are constants of a named objective; leave them out, {name!r} has its own": bool(
             getattr(settings, "objective_options", None)
         ),
         f"objective {name!r} requires 'reference_kl', and Stage II has no reference model": (
-            "reference_kl" in objective.requires and isinstance(settings, GateTrainingSettings)
+            "reference_kl" in objective.requires and not isinstance(settings, FineTuningSettings)
         ),
         f"objective {name!r} requires 'sequence_ids', which only packed rows have: set packing=True, or take each row of the "
         "statistics as a sequence where they are None": "sequence_ids" in objective.requires and not settings.packing,

@@ -9,18 +9,20 @@ and into a run folder is in `run.py`.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerState
@@ -29,8 +31,9 @@ from trl import SFTConfig, SFTTrainer
 
 from loragate.data import EncodedRows
 from loragate.errors import ConfigError, DivergenceError, SetupError, TrainingError
-from loragate.files import write_atomically
+from loragate.files import require_same, write_atomically
 from loragate.gates import record_gates
+from loragate.gates.attach import attached_config
 from loragate.gates.eligibility import quantization_of
 from loragate.losses import (
     ObjectiveContext,
@@ -48,7 +51,13 @@ from loragate.modes import evaluation_mode
 from loragate.training.callbacks import GradientCheck, SkippedStepCheck
 from loragate.training.checkpoints import STATE, TRAINED, last_checkpoint, require_whole, write_checksums
 from loragate.training.model_state import dropouts, restore_state, short_row_attention, statistics_forward
-from loragate.training.rows import PassCollator, arranged_steps, as_dataset, require_separate_sequences
+from loragate.training.rows import (
+    PassCollator,
+    arranged_steps,
+    as_dataset,
+    encoded_fingerprint,
+    require_separate_sequences,
+)
 from loragate.training.sharding import (
     assign,
     average_gradients,
@@ -71,6 +80,8 @@ Where = Callable[[int], str]
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 # column of a forward pass that holds what is known of its batch, wrapped so that nothing casts it
 _BATCH = "loragate_batch"
+# key of a checkpoint's metadata that holds what makes the run this run
+_RUN = "run"
 _LOGGED = {"log_prob": "nll", "entropy": "entropy", "topk_entropy": "topk_entropy", "kl": "reference_kl"}
 
 
@@ -186,6 +197,13 @@ class StatisticsTrainer(SFTTrainer):
 
         gradients = None if objective.gradients is None else tuple(objective.gradients)
         self.request = StatisticsRequest(objective.k, tuple(objective.outputs), gradients)
+        self.identity = {
+            "gate": None if adapter_name is None else asdict(attached_config(model, adapter_name)),
+            "objective": objective.name,
+            "constants": objective.settings,
+            "k": objective.k,
+            "tokens": encoded_fingerprint(train_dataset),
+        }
         self.over_batch = getattr(objective, "over_batch", None)
         self.batch_reads = tuple(getattr(objective, "batch_reads", ()))
         self.sums: dict[str, torch.Tensor] = {}
@@ -199,6 +217,8 @@ class StatisticsTrainer(SFTTrainer):
             copies = dict(twin.named_parameters())
             trained = {name: copies[names[id(parameter)]] for name, parameter in trained.items()}
         self.trained = dict(trained)
+        if optimizers[0] is not None:
+            self._require_trained_by(optimizers[0])
         # TRL casts trainable parameters of quantised models to bf16; what is trained here keeps its precision.
         kept = {name: parameter.data for name, parameter in self.trained.items()}
         own_forward = causal_model(twin).__dict__.get("forward")
@@ -250,6 +270,15 @@ class StatisticsTrainer(SFTTrainer):
                 "push_to_hub would push checkpoints, which no one can load: save the result, then push that"
             )
 
+    def _require_trained_by(self, optimizer: torch.optim.Optimizer) -> None:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if left := [name for name, parameter in self.trained.items() if id(parameter) not in held]:
+            raise ConfigError(
+                f"the optimizer holds {len(self.trained) - len(left)} of the {len(self.trained)} parameters that train, and not "
+                f"{left[0]}, so it would leave them as they are. Gates are no parameters of the model before they are attached: "
+                "call attach_gates first, build the optimizer from gate_parameters(model).values(), and leave out gates="
+            )
+
     def evaluation_rows(self, rows: EncodedRows, args: SFTConfig | None = None) -> Any:
         """Tokenised rows as a data set of evaluation batches, filled up over several processes with rows that do not count."""
         args = args or self.args
@@ -293,8 +322,10 @@ class StatisticsTrainer(SFTTrainer):
         if resume_from_checkpoint:
             require_whole(Path(resume_from_checkpoint))
             state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / STATE))
+            # of these arguments, which may have more epochs than the run had that wrote the checkpoint
+            *_, steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
             # the trainer would take a step more before it looks whether it is to stop
-            if state.global_step >= (self.args.max_steps if self.args.max_steps > 0 else state.max_steps):
+            if state.global_step >= steps:
                 self._load_from_checkpoint(str(resume_from_checkpoint))
                 self.state, self.fused = state, verify_head(causal_model(self.given))
                 return TrainOutput(state.global_step, 0.0, {})
@@ -323,25 +354,35 @@ class StatisticsTrainer(SFTTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Mean loss and statistics over the response tokens of a data set, in evaluation mode."""
+        """Mean loss and statistics over the response tokens of a data set, in evaluation mode.
+
+        An `over_batch` sees the whole data set at once, so that its loss does not depend on the evaluation's batch size.
+        """
         self.callback_handler.eval_dataloader = dataloader
         sums: dict[str, torch.Tensor] = defaultdict(
             lambda: torch.zeros((), dtype=torch.float64, device=self.args.device)
         )
-        request, counted = replace(self.request, gradients=()), 0
+        outputs = tuple(dict.fromkeys((*self.request.outputs, *self.batch_reads)))
+        request, counted = replace(self.request, outputs=outputs, gradients=()), 0
+        kept: list[tuple[TokenStatistics, ObjectiveContext]] = []
         with torch.no_grad(), self._prepared(), evaluation_mode(self.model), self.accelerator.autocast():
             for batch in dataloader:
                 inputs, _, context, _ = self._unpacked(self._prepare_inputs(batch))
                 stats = self._statistics(self.model, inputs, request, None)
-                if self.over_batch is not None:
-                    context = within_batch(self.over_batch, stats, context)
                 sums["tokens"] += stats.mask.sum()
-                sums["loss"] += token_losses(self.objective, stats, context).double().sum()
+                if self.over_batch is None:
+                    sums["loss"] += token_losses(self.objective, stats, context).double().sum()
+                else:
+                    kept.append((stats, context))
                 for name, key in _LOGGED.items():
                     if name in self.request.outputs:
                         sums[key] += getattr(stats, name).double().sum()
                 counted += int(stats.mask.any(-1).sum())
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            values = self.over_batch(kept, self._gathered) if self.over_batch is not None else ()
+            for (stats, context), value in zip(kept, values, strict=True):
+                losses = token_losses(self.objective, stats, replace(context, batch=value))
+                sums["loss"] += losses.double().sum()
         totals = self._means(sums)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in totals.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=counted)
@@ -512,7 +553,8 @@ class StatisticsTrainer(SFTTrainer):
         if not self.args.should_save:
             return
         folder = Path(output_dir or self.args.output_dir)
-        write_atomically(folder / TRAINED, lambda path: save_file(tensors, str(path)))
+        run = {_RUN: json.dumps(self.identity)}
+        write_atomically(folder / TRAINED, lambda path: save_file(tensors, str(path), run))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As in transformers; checksums are written before older checkpoints go, or a kill between the two would leave none."""
@@ -529,8 +571,14 @@ class StatisticsTrainer(SFTTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = Path(resume_from_checkpoint) / TRAINED
+        with safe_open(str(path), "pt") as file:
+            written = (file.metadata() or {}).get(_RUN)
+        if written is not None:  # an earlier version kept nothing to compare
+            remedy = "resume with what it was begun with, or begin anew"
+            require_same(path, json.loads(written), self.identity, remedy, SetupError)
         tensors = load_file(str(path))
-        if set(tensors) != set(self.trained):
+        shapes = [{name: tuple(one.shape) for name, one in held.items()} for held in (tensors, self.trained)]
+        if shapes[0] != shapes[1]:
             raise SetupError(f"{path} holds other parameters than this run trains; it belongs to another run")
         for name, parameter in self.trained.items():
             assign(parameter, tensors[name])
