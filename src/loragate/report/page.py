@@ -33,7 +33,7 @@ from loragate.report.blocks import (
 )
 from loragate.report.examination import examination_banner, examination_blocks
 from loragate.report.figures import Draw, accuracy_bars, curve_of, lambda_map, line_chart
-from loragate.report.scores import advice_of, evaluation_statements, score_tables
+from loragate.report.scores import VERDICTS, advice_of, evaluation_statements, score_tables
 from loragate.report.selection import heat_maps, read_selection, selection_table
 from loragate.report.sources import Source
 from loragate.report.table import Line, Table
@@ -109,7 +109,9 @@ def banner_of(sources: Sequence[Source]) -> Banner:
     evaluations = [source for source in sources if source.kind == "evaluation"]
     if found and (len(found) == 1 or not evaluations):
         record, table = found[0], selection_table(found[0], BARS)
-        tested = [line for one in evaluations[:1] for line in one.read(evaluation_statements)[:1]]
+        # of a test the first line, and each that says worse
+        lines = [line for one in evaluations[:1] for line in one.read(evaluation_statements)]
+        tested = [line for line in lines if line == lines[0] or VERDICTS["worse"] in line]
         why = f"Why: {record.recommendation.reason}."
         more = [line for line in (record.alternatives(), why, *tested) if line]
         bars = chart(partial(accuracy_bars, table.lines), table.title)

@@ -20,7 +20,7 @@ import numpy as np
 from loragate.display import percent, points
 from loragate.files import write_text
 from loragate.report.figures import Draw, Target, drawn
-from loragate.report.scores import compared_rows, row_name
+from loragate.report.scores import RANGE, compared_rows, row_name
 from loragate.report.table import ABSENT, Cell, Line, Table, interval, or_absent, share_cell
 from loragate.selection_record import SelectionRecord, VariantScore, is_selection, read_selection_record
 
@@ -29,7 +29,6 @@ COLUMNS = ("Variant", "Score %", "vs adapter, points", "Retention %")
 ROWS = 15  # of a table on a terminal
 COLOURS = "PuOr"  # orange is worse than the adapter, purple better; told apart by all common kinds of colour vision
 LEAST_REACH = 0.05
-RANGE = re.compile(r"\[(-?[\d.]+), ?(-?[\d.]+)\]")
 GROUPS = {"gates": "scale", "base": "control"}  # whose colour a variant has; the others are baselines
 
 
