@@ -253,3 +253,14 @@ def test_the_cells_of_a_sweep_are_counted_and_none_is_chosen():
     said = "On t, 1 of 2 cells significantly better than the adapter, 1 significantly worse; a test may not choose among them"
     assert banner(record).advice == said
     assert evaluation_statements(record) == [f"{said}."]
+
+
+def test_a_program_that_raises_is_an_answer():
+    def silent(grader):
+        record = evaluation_record(row("adapter", 0.3, reasons={"ok": 4, "error": 5, "no_code": 1}))
+        record["tasks"][0]["grader"] = grader
+        (sheet,) = score_tables(record)
+        return sheet.lines[0].cells[list(sheet.columns).index("No answer %") - 1]
+
+    assert silent("humaneval") == ("10.0",)
+    assert silent("exact") == ("60.0",)

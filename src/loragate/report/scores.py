@@ -24,6 +24,7 @@ from loragate.report.table import (
     share_cell,
     with_best_scores,
 )
+from loragate.selection_record import NOTABLE, unread
 
 Record = Mapping[str, Any]
 COLUMNS = (
@@ -37,9 +38,6 @@ COLUMNS = (
     "Entropy nats",
 )
 SUITE_COLUMNS = ("Model", "Mean over tasks %", "vs adapter, points")
-JUDGED = ("ok", "wrong")
-NOTABLE = 0.05
-"""Share of answers from which being cut off is held to matter."""
 RANGE = re.compile(r"\[(-?[\d.]+), ?(-?[\d.]+)\]")
 """In the label of gates that are one of several; it begins that of a sweep's cell."""
 NO_CHOICE = "a test may not choose among them"
@@ -75,7 +73,7 @@ def score_tables(record: Record) -> list[Table]:
     tables = []
     for task in record["tasks"]:
         rows = rows_of(record, task["name"])
-        lines = [_line(row, row["avg_at_k"], *_judged_cells(row)) for row in rows]
+        lines = [_line(row, row["avg_at_k"], *_judged_cells(row, task["grader"])) for row in rows]
         if not task["grader"].startswith("lm-eval"):  # the harness is asked for no controls
             left_out = record.get("left_out", {}).items()
             lines += [Line(f"{row}, not applicable: {why}", [(ABSENT,)] * (len(COLUMNS) - 1)) for row, why in left_out]
@@ -99,14 +97,13 @@ def _line(row: Record, score: Record, *more: Cell) -> Line:
     return Line(row_name(row), cells, group, score)
 
 
-def _judged_cells(row: Record) -> list[Cell]:
+def _judged_cells(row: Record, grader: str) -> list[Cell]:
     """What follows score and difference in the row of a task."""
     majority, total = row["majority_at_k"], sum(row["reasons"].values())
-    silent = sum(count for reason, count in row["reasons"].items() if reason not in JUDGED)
     return [
         (ABSENT if majority is None or row["avg_at_k"]["samples"] == 1 else percent(majority["mean"]),),
         (percent(row["truncated"]), percent(row["no_eos"]) if row["no_eos"] != row["truncated"] else ""),
-        (percent(silent / total),),
+        (percent(unread(row["reasons"], grader) / total),),
         (f"{row['tokens']:.{0 if row['tokens'] >= 100 else 1}f}",),
         (or_absent(row["entropy"], "{:.2f}".format),),
     ]
