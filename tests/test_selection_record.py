@@ -5,7 +5,8 @@ import json
 import pytest
 
 from loragate.errors import DataError
-from loragate.selection_record import Gap, read_selection_record, reason_of
+from loragate.evaluation.judging import CODE
+from loragate.selection_record import PROGRAMS, Gap, read_selection_record, reason_of, unread
 from pages import selection_record
 
 
@@ -76,3 +77,21 @@ def test_nothing_beats_the_adapter_whose_interval_holds_zero(low, z, accepted, w
     said = reason_of("best", "adapter greedy", Gap(0.05, low, 0.09, p=0.1, z=z), accepted)
     assert words in said
     assert ("beats" in said) == (low > 0)
+
+
+def test_answers_that_were_cut_off_are_named():
+    record = selection_record()
+    assert "cut off" not in " ".join(read_selection_record(record).sentences())
+    for one, share in zip(record["variants"], (0.688, 0.04, 0.9, 0.05), strict=True):
+        one["truncated"] = share
+    assert (
+        "68.8 % of the answers of adapter greedy, 5.0 % of the answers of gated [-6,3] greedy met the limit of 32 tokens and "
+        "were cut off; a larger --dev-max-new-tokens lets them end."
+    ) in read_selection_record(record).sentences(), "the baseline and the best of each kind, from 5 % on"
+
+
+def test_of_programs_only_those_are_unread_that_are_none():
+    assert set(PROGRAMS) == set(CODE)
+    reasons = {"ok": 1, "wrong": 2, "error": 4, "timeout": 8, "no_code": 16, "syntax": 32}
+    assert unread(reasons, "mbpp") == 48
+    assert unread(reasons, "default") == 60, "a grader that ran out of time has judged nothing"

@@ -18,6 +18,10 @@ from loragate.validate import validate
 
 FILE = "selection.json"
 Kind = Literal["adapter", "base", "scale", "gates"]
+PROGRAMS = ("humaneval", "mbpp")
+"""Graders that run what was answered."""
+NOTABLE = 0.05
+"""Share of answers from which being cut off is held to matter."""
 EVERY_KIND = (
     "the dev set must hold every kind of question that the adapter will be asked; other kinds are not measured "
     "(--retention-data, a second set, guards abilities that must be kept)"
@@ -143,6 +147,7 @@ class DevInfo:
     Attributes:
         unread: share of the adapter's answers that the grader could not read.
         dropped: {what they are also among: number of questions left out for it}.
+        warnings: what speaks against relying on the scores, sentences.
     """
 
     source: str
@@ -153,15 +158,17 @@ class DevInfo:
     grader: str
     unread: float
     dropped: dict[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RetentionInfo:
-    """The retention set, {variant: why it was not taken} of those that lose on it, and `dropped` as of `DevInfo`."""
+    """The retention set, {variant: why it was not taken} of those that lose on it; `dropped` and `warnings` as of `DevInfo`."""
 
     source: str
     vetoed: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -196,14 +203,29 @@ class SelectionRecord:
         """What the recommended variant scores: "62.5 % (44.9–77.3) on 32 dev questions"."""
         return f"{self.recommendation.score} on {self.dev.questions} dev questions"
 
-    def alternatives(self) -> str:
-        """The best of each other kind, with its score; empty where there is none."""
-        best: dict[str, VariantScore] = {}
+    def _best(self) -> dict[Kind, VariantScore]:
+        """The best of each kind."""
+        best: dict[Kind, VariantScore] = {}
         for row in self.variants:
             if row.weights not in best or row.mean > best[row.weights].mean:
                 best[row.weights] = row
-        others = [f"{row.label} {row}" for kind, row in best.items() if kind != self.recommendation.weights]
+        return best
+
+    def alternatives(self) -> str:
+        """The best of each other kind, with its score; empty where there is none."""
+        others = [f"{row.label} {row}" for kind, row in self._best().items() if kind != self.recommendation.weights]
         return f"The best of each other kind: {', '.join(others)}." if others else ""
+
+    def _cut_off(self) -> list[str]:
+        """How many answers met the limit, of the baseline, what was chosen and the best of each kind; empty where few did."""
+        named = {self.baseline, self.recommendation.label, *(row.label for row in self._best().values())}
+        cut = [
+            f"{percent(row.truncated)} % of the answers of {row.label}"
+            for row in self.variants
+            if row.label in named and row.truncated >= NOTABLE
+        ]
+        limit = f"met the limit of {self.dev.max_new_tokens} tokens and were cut off"
+        return [f"{', '.join(cut)} {limit}; a larger --dev-max-new-tokens lets them end."] if cut else []
 
     def sentences(self) -> list[str]:
         """What to use and why, what the alternatives scored, and what the choice does not say."""
@@ -216,6 +238,8 @@ class SelectionRecord:
                 f"{count} {name} questions were left out, as they are also among {what}."
                 for what, count in (one.dropped if one else {}).items()
             ]
+            said += [f"Warning, {name} set: {warning.rstrip('.')}." for warning in (one.warnings if one else ())]
+        said += self._cut_off()
         vetoed = {} if self.retention is None else self.retention.vetoed
         said += [f"{label} was not taken: it {why}." for label, why in vetoed.items()]
         said += [f"{name} is left out: {why}." for name, why in self.left_out.items()]
@@ -240,7 +264,18 @@ def is_selection(record: object) -> bool:
     return isinstance(record, Mapping) and "recommendation" in record
 
 
-def reason_of(best: str, baseline: str, gap: Gap | None, accepted: bool) -> str:
+def unread(reasons: Mapping[str, int], grader: str) -> int:
+    """Number of answers in which a grader found nothing to judge; a program that ends with an error was judged.
+
+    Args:
+        reasons: {reason of a verdict: number of answers}.
+    """
+    if grader in PROGRAMS:
+        return sum(reasons.get(reason, 0) for reason in ("no_code", "syntax"))
+    return sum(count for reason, count in reasons.items() if reason not in ("ok", "wrong"))
+
+
+def reason_of(best: str, baseline: str, gap: Gap | None, accepted: bool, vetoed: bool = False) -> str:
     """Why a variant was chosen, in a sentence that agrees with the interval in it.
 
     Args:
@@ -248,9 +283,10 @@ def reason_of(best: str, baseline: str, gap: Gap | None, accepted: bool) -> str:
         baseline: label of what it was weighed against.
         gap: between them; None where the baseline is the best.
         accepted: whether the rule took the best one.
+        vetoed: whether any was excluded for what it lost on the retention set.
     """
     if gap is None:
-        return f"no variant scored above {baseline}"
+        return f"no variant {'that keeps the retention set ' * vetoed}scored above {baseline}"
     if not accepted:
         return f"{best} is above it by {gap}, which may be chance"
     if gap.low > 0:

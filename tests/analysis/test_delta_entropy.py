@@ -1,5 +1,7 @@
 """ΔH on teacher-forced prefixes: against full logits, by class, with records that come back as they went."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ import loragate as lg
 from loragate.analysis import delta_entropy
 from loragate.analysis.context import About
 from loragate.analysis.delta_entropy import ALL, EntropyRecord, by_class, conclude_entropy, distribution, measure
-from loragate.analysis.rows import Reader, TokenClasses
+from loragate.analysis.rows import Interval, Reader, TokenClasses
 from loragate.data import encode_rows
 from tiny import logits, tiny_adapter, tiny_base, tiny_gated, tiny_rows, tiny_tokenizer
 
@@ -91,7 +93,14 @@ def test_table():
     assert {row.name for row in table[1:]} == {"mixed", "end"}, "the tokens of the test are w0, w1, …"
     histogram = distribution(found.delta)
     assert sum(histogram.counts) == len(found.delta)
-    said = conclude_entropy(
-        record_of(rows=len(rows), tokens=len(found.token_ids), classes=table, distribution=histogram)
-    )[0]
-    assert "raises the entropy" in said or "lowers the entropy" in said
+
+    def said(low, high):
+        total = replace(table[0], delta=Interval(0.25, low, high))
+        tokens = len(found.token_ids)
+        return conclude_entropy(
+            record_of(rows=len(rows), tokens=tokens, classes=(total, *table[1:]), distribution=histogram)
+        )[0]
+
+    assert said(0.1, 0.4).startswith("The adapter raises the entropy by 0.250 nats per token on average")
+    for ends in ((-0.1, 0.6), (None, None)):
+        assert said(*ends).startswith("The adapter is not shown to raise or lower the entropy: +0.250 nats per token")

@@ -383,6 +383,7 @@ def test_bbh_counts_by_its_subsets_and_every_suite_the_same_in_the_average(tmp_p
     ]
     assert found[0].average.mean == pytest.approx((1 + 0.5) / 2), "over questions it would be 5 of 6"
     assert found[2].average.mean == pytest.approx((2 / 6 + 0.75 + 2 / 5) / 3)
+    assert (found[0].tasks, len(found[2].tasks)) == (("bbh",), 3), "a report names the tasks that are in no average"
     assert found[2].comparison is None
     assert found[3].comparison.mean == pytest.approx(found[3].average.mean - found[2].average.mean)
     assert found[3].comparison.low <= found[3].comparison.mean <= found[3].comparison.high

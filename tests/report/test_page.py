@@ -208,3 +208,59 @@ def test_the_banner_of_an_evaluation_follows_its_verdicts():
     assert unsure.score.startswith("t: adapter 30.0")
     assert advice("worse").advice.endswith("the gates are significantly worse")
     assert banner().advice == "No scores were given to this report"
+
+
+def record_of(tasks, average=()):
+    """An evaluation's record of {task: verdict on the gates}; `average`: tasks with an average, on which the gates are better."""
+    one = evaluation_record()
+    rows = [
+        {**result, "task": name}
+        for name, verdict in tasks.items()
+        for result in (row("adapter", 0.3), row("gated", 0.4 if verdict == "better" else 0.2, verdict=verdict))
+    ]
+    suites = [
+        {**row(variant, mean, verdict=verdict), "suite": "math", "tasks": list(average)}
+        for variant, mean, verdict in (("adapter", 0.3, None), ("gated", 0.4, "better"))
+        if average
+    ]
+    suites = [{**each, "average": {**each["avg_at_k"], "tasks": len(average)}} for each in suites]
+    return {**one, "tasks": [{**one["tasks"][0], "name": name} for name in tasks], "results": rows, "suites": suites}
+
+
+def test_the_banner_names_every_place_and_scores_where_the_gates_won():
+    same = dict.fromkeys(("t1", "t2", "t3"), "no difference shown")
+    found = banner(record_of({**same, "t4": "better"}))
+    assert found.advice == "Use the gates for t4; no difference shown on t1, t2, t3"
+    assert found.score == "t4: gated 40.0 (35.0–45.0) %"
+    assert found.chart.title.startswith("t4 v1")
+    found = banner(record_of({"a": "worse", "b": "no difference shown"}))
+    assert found.advice == ("Use the plain adapter: the gates are significantly worse on a; no difference shown on b")
+
+
+def test_a_task_that_is_in_no_average_or_worse_than_its_average_is_in_the_banner():
+    tasks = {"m1": "better", "m2": "worse", "m3": "no difference shown", "openbookqa": "worse"}
+    found = banner(record_of(tasks, average=("m1", "m2", "m3")))
+    assert found.advice == ("Use the gates for average of the 3 math tasks, and the plain adapter for openbookqa, m2")
+    assert found.score.startswith("average of the 3 math tasks: gated 40.0")
+    assert found.chart.title == "average of the 3 math tasks"
+    both = banner(selection_record(), record_of(tasks))
+    assert [line.split(",")[0] for line in both.more[-3:]] == ["On m1", "On m2", "On openbookqa"]
+
+
+def test_the_cells_of_a_sweep_are_counted_and_none_is_chosen():
+    cells = [row("gated", 0.4, f"[-{n},1], seed 0", verdict=verdict) for n, verdict in enumerate(("better", "worse"))]
+    record = evaluation_record(row("adapter", 0.3), *cells, row("gated", 0.9, "random gates"))
+    said = "On t, 1 of 2 cells significantly better than the adapter, 1 significantly worse; a test may not choose among them"
+    assert banner(record).advice == said
+    assert evaluation_statements(record) == [f"{said}."]
+
+
+def test_a_program_that_raises_is_an_answer():
+    def silent(grader):
+        record = evaluation_record(row("adapter", 0.3, reasons={"ok": 4, "error": 5, "no_code": 1}))
+        record["tasks"][0]["grader"] = grader
+        (sheet,) = score_tables(record)
+        return sheet.lines[0].cells[list(sheet.columns).index("No answer %") - 1]
+
+    assert silent("humaneval") == ("10.0",)
+    assert silent("exact") == ("60.0",)

@@ -6,8 +6,9 @@ import re
 import pytest
 
 from loragate.cli.main import main
+from loragate.report.page import page
 from loragate.report.sources import all_sources
-from pages import evaluation_record, gates_record, traces
+from pages import evaluation_record, gates_record, selection_record, traces
 
 
 @pytest.fixture
@@ -56,6 +57,23 @@ def test_a_folder_becomes_one_file(run, tmp_path, capsys):
     assert 'id="traces"' in text
     assert "opens in any browser" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
+
+
+def test_the_evaluations_of_a_choice_are_no_test_of_it(tmp_path):
+    folder, told = tmp_path / "gated" / "run", json.dumps(evaluation_record(warnings=()))
+    for name in ("dev", "retention"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "results.json").write_text(told)
+    (folder / "selection.json").write_text(json.dumps(selection_record()))
+    sources = all_sources([str(tmp_path)])
+    assert {source.kind for source in sources} == {"selection", "dev", "retention"}
+    text = page(sources, "r")
+    assert ">Dev set (the choice was made on these)" in text
+    assert ">Retention set (the choice was made on these)" in text
+    assert "gated is significantly better" not in text, "neither in the banner nor among the findings"
+    assert [source.kind for source in all_sources([str(folder / "dev")])] == ["dev"]
+    (folder / "selection.json").unlink()
+    assert {source.kind for source in all_sources([str(tmp_path)])} == {"evaluation"}
 
 
 def test_an_existing_report_is_not_overwritten_unasked(run, tmp_path, capsys):

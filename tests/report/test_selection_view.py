@@ -71,7 +71,7 @@ def test_an_evaluation_of_several_ranges_has_a_map_for_each_task_or_suite(tmp_pa
     cooler = row("gated", 0.9, "[-6,3] greedy", temperature=0.0)
     record = evaluation_record(row("adapter", 0.3), *cells, cooler)
     assert write_maps(record, tmp_path) == ["heatmap_t"]
-    assert [text.get_text() for text in drawn[0].axes[0].texts] == ["50.0", "±5.0", "10.0", "±5.0"]
+    assert [text.get_text() for text in drawn[0].axes[0].texts] == ["50.0", "45.0–55.0", "10.0", "5.0–15.0"]
     assert write_maps(evaluation_record(), tmp_path) == []
 
 
@@ -90,7 +90,9 @@ def test_the_record_of_a_selection() -> None:
     found = read_selection(selection_record())
     (adapter, best, *_) = selection_table(found).lines
     assert adapter.cells[1] == ("–",)
-    assert best.cells == [("48.0", "43.0–53.0"), ("+8.0", "+3.0 to +13.0", "z = 2.7")], "no retention was measured"
+    assert best.cells == [("48.0", "43.0–53.0"), ("+8.0", "+3.0 to +13.0", "z = 2.7"), ("0.0",)], (
+        "no retention was measured"
+    )
     half = {**estimate(0.5), "stderr": 0.02, "questions": 40, "samples": 1}
     kept = [{**one, "retention": half} for one in selection_record()["variants"]]
     assert selection_table(read_selection({**selection_record(), "variants": kept})).columns[-1] == "Retention %"

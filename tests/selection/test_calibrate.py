@@ -1,6 +1,7 @@
 """`calibrate` on a tiny model: what wins, what is written and attached, what a resumed one does again, what is refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from loragate.gates import constant_gate
 from loragate.gates.range import Range
 from loragate.gates.schema import read_gate_config
 from loragate.selection import DevSettings, Trial, trials
-from loragate.selection.compare import BAND_SCALES, SCALES, scales_of
+from loragate.selection.compare import BAND_SCALES, SCALES, SelectionRun, scales_of
 from loragate.selection_record import read_selection_record
 from loragate.training import GateTrainingSettings
 from tiny import run, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
@@ -161,9 +162,46 @@ def test_what_clearly_loses_on_the_retention_set_is_not_taken(tmp_path, engines)
     assert chosen.variant.label == "gated [0,1] greedy"
     record = record_of(chosen)
     assert set(record["retention"]["vetoed"]) == {GREEDY}
+    assert "beats adapter greedy" in record["recommendation"]["reason"]
     assert any(line.startswith(f"{GREEDY} was not taken: it loses 85.0 points") for line in chosen.sentences())
     kept = {row["label"]: row["retention"] for row in record["variants"]}
     assert kept["gated [0,1] greedy"]["mean"] == pytest.approx(37 / 40)
+
+
+def test_where_only_what_loses_on_the_retention_set_was_better_the_reason_says_so(tmp_path, engines):
+    engines({"adapter greedy": 10, GREEDY: 30}, retained={"adapter greedy": 38, GREEDY: 4})
+    found = record_of(calibrate(tmp_path / "out", ranges=(ONE,), retention=True)[1])["recommendation"]
+    assert found["label"] == "adapter greedy"
+    assert found["reason"] == "no variant that keeps the retention set scored above adapter greedy"
+
+
+def test_what_speaks_against_the_questions_is_in_the_record_and_said(tmp_path, engines):
+    engines({"adapter greedy": 20})
+    limit = tiny_base().config.max_position_embeddings
+    dev = DevSettings(dev_grader="exact", dev_samples=2, dev_max_new_tokens=limit)
+    again = [*questions(), questions()[0]]
+    chosen = lg.calibrate(
+        tiny_adapter(), tiny_tokenizer(), ROWS, again, tmp_path / "out", ranges=(TWO,), settings=SETTINGS, dev=dev
+    )
+    form, room = record_of(chosen)["dev"]["warnings"]
+    assert form.startswith("the grader exact reads an answer in 0 of 8 training responses")
+    assert room.startswith(f"dev: the prompts of 32 of 32 questions leave fewer than {limit} tokens")
+    said = chosen.sentences()
+    assert {f"Warning, dev set: {warning}." for warning in (form, room)} <= set(said)
+    assert "1 dev questions were left out, as they are also among the dev questions before them." in said
+
+
+def test_programs_that_raise_were_read(tmp_path):
+    def asked(grader):
+        rows = {"adapter greedy": SimpleNamespace(reasons={"error": 30, "syntax": 2})}
+        task = SimpleNamespace(task=SimpleNamespace(grader=grader), questions=[0] * 32, source="dev.jsonl")
+        (tmp_path / "dev").mkdir(exist_ok=True)
+        (tmp_path / "run.json").touch()
+        return SimpleNamespace(results=lambda _: rows, tasks={"dev": task}, folder=tmp_path)
+
+    SelectionRun.require_readable(asked("humaneval"))
+    with pytest.raises(DataError, match="reads an answer in none"):
+        SelectionRun.require_readable(asked("default"))
 
 
 def test_an_interrupted_call_goes_on_where_it_was(tmp_path, engines, trained, monkeypatch):

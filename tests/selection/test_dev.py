@@ -63,7 +63,16 @@ def test_what_there_is_not_is_named(tmp_path):
 def test_a_question_that_repeats_another_counts_once(tmp_path):
     found = read_dev(write_jsonl(tmp_path / "p.jsonl", [*rows(40), *rows(20)]), EXACT).questions
     assert len(found.questions) == 40
-    assert found.source.endswith("p.jsonl (20 repeat another and are left out)")
+    near = [
+        ("Compute 2⁵.", "32"),
+        ("Compute 25.", "25"),
+        ("What is US?", "x"),
+        ("What is us?", "y"),
+        ("what is us", "y"),
+    ]
+    kept = read_dev([*rows(40), *({"prompt": prompt, "answer": answer} for prompt, answer in near)], EXACT)
+    assert [question.gold for question in kept.questions.questions[40:]] == ["32", "25", "x", "y"]
+    assert kept.dropped == {"the dev questions before them": 1}
 
 
 @pytest.mark.parametrize(

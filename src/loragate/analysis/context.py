@@ -234,9 +234,12 @@ class DiagnosticContext:
         """
         folder, asked = Path(settings.run), self.request.tasks
         evaluation = open_evaluation(folder, self.request.grading)
-        theirs, here = evaluation.models.get("gated"), self.loaded.sources.get("gated")
-        if of == "gated" and theirs != here:
-            self.say(f"note: the answers in {folder} were given by {theirs}; the gates read here are {here}")
+        acted: tuple[Kind, ...] = ("base", "adapter", "gated")
+        for kind in acted[: acted.index(of) + 1]:  # all that `of` is made of
+            theirs, here = evaluation.models.get(kind), self.loaded.sources.get(kind)
+            if theirs != here:
+                what = "gates" if kind == "gated" else kind
+                self.say(f"note: the answers in {folder} were given with the {what} {theirs}; here it is {here}")
         by_name = {one.task.name: one for one in evaluation.tasks if one.task.harness is None}
         if not by_name:
             raise ConfigError(

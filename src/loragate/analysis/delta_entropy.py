@@ -276,9 +276,12 @@ def conclude_entropy(record: EntropyRecord) -> tuple[str, ...]:
     text = []
     if record.classes:
         total, *classes = record.classes
-        moves = "raises" if total.delta.mean > 0 else "lowers"
+        delta = total.delta
+        moves = f"{'raises' if delta.mean > 0 else 'lowers'} the entropy by {abs(delta.mean):.3f} nats"
+        if delta.low is None or delta.high is None or delta.low <= 0 <= delta.high:
+            moves = f"is not shown to raise or lower the entropy: {delta.mean:+.3f} nats"
         text.append(
-            f"The adapter {moves} the entropy by {abs(total.delta.mean):.3f} nats per token on average "
+            f"The adapter {moves} per token on average "
             f"({total.base.mean:.3f} in the base, {total.adapter.mean:.3f} with it): ΔH is positive at "
             f"{100 * total.positive.mean:.1f} % and negative at {100 * total.negative.mean:.1f} % of {total.tokens:,} tokens."
         )

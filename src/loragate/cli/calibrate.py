@@ -140,8 +140,6 @@ def choose(
     dev_set, retention = None, None
     if options.dev_data:
         dev_set, retention = read_questions(context, dev, options.dev_data, options.retention_data or None)
-        for warning in (*dev_set.questions.warnings, *(retention.questions.warnings if retention else ())):
-            out.print(f"warning: {warning}")
     with display.job("reading the data", unit="example") as job:
         context.on_encoding = job.advance_to
         _, encoded = context.encoded(settings.seed)
@@ -159,6 +157,9 @@ def choose(
     questions = len(dev_set.questions.questions)
     out.print(f"choosing on {questions} dev questions; {EVERY_KIND}")
     run = SelectionRun(context, trials, folder / "run", dev_set, retention)
+    for name, asked in run.tasks.items():
+        for warning in asked.warnings:
+            out.print(f"warning, {name} set: {warning}")
     task = run.tasks["dev"]
     if not options.dev_max_new_tokens:
         out.print(

@@ -427,7 +427,8 @@ class Evaluation:
                 ours, adapter = tables[variant.label], tables.get(variant.compared_with)
                 comparison = None if adapter is None else compare_suites(ours, adapter, weights=weights)
                 average = replace(suite_average(ours, weights=weights), tasks=count)
-                averages.append(SuiteResult(variant.weights, average, title, variant.control, comparison))
+                own = SuiteResult(variant.weights, average, title, variant.control, comparison, tasks=tuple(names))
+                averages.append(own)
         return averages
 
 

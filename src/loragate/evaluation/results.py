@@ -162,7 +162,7 @@ class SuiteResult:
     """The average of one variant over a suite's tasks, those of the harness aside, and its paired difference to the adapter's.
 
     `adjusted_p` and `verdict` are those of `TaskResult`, adjusted over the record's averages. Tasks of different suites are not
-    averaged.
+    averaged. `tasks` names those that are; records of earlier versions do not.
     """
 
     variant: Kind
@@ -172,6 +172,7 @@ class SuiteResult:
     comparison: Difference | None = None
     adjusted_p: float | None = None
     verdict: Verdict | None = None
+    tasks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

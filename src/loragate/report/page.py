@@ -33,9 +33,9 @@ from loragate.report.blocks import (
 )
 from loragate.report.examination import examination_banner, examination_blocks
 from loragate.report.figures import Draw, accuracy_bars, curve_of, lambda_map, line_chart
-from loragate.report.scores import advice_of, evaluation_statements, score_tables
+from loragate.report.scores import VERDICTS, advice_of, evaluation_statements, score_tables
 from loragate.report.selection import heat_maps, read_selection, selection_table
-from loragate.report.sources import Source
+from loragate.report.sources import SETS, Source
 from loragate.report.table import Line, Table
 from loragate.selection_record import SelectionRecord
 from loragate.version import __version__
@@ -46,6 +46,8 @@ BARS = 8  # of the banner's chart
 SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Make], ...] = (
     ("evaluation", "scores", "Scores", evaluation_blocks),
     ("selection", "selection", "How it was selected", selection_blocks),
+    ("dev", "dev", "Dev set (the choice was made on these)", evaluation_blocks),
+    ("retention", "retention", "Retention set (the choice was made on these)", evaluation_blocks),
     ("artifact", "selection", "How it was selected", lambda record: selection_blocks(record.get("selection"))),
     ("examination", "examination", "Check-up of the adapter", examination_blocks),
     ("diagnosis", "diagnosis", lambda record: DIAGNOSES[record["kind"]][0], diagnosis_blocks),
@@ -109,7 +111,9 @@ def banner_of(sources: Sequence[Source]) -> Banner:
     evaluations = [source for source in sources if source.kind == "evaluation"]
     if found and (len(found) == 1 or not evaluations):
         record, table = found[0], selection_table(found[0], BARS)
-        tested = [line for one in evaluations[:1] for line in one.read(evaluation_statements)[:1]]
+        # of a test the first line, and each that says worse
+        lines = [line for one in evaluations[:1] for line in one.read(evaluation_statements)]
+        tested = [line for line in lines if line == lines[0] or VERDICTS["worse"] in line]
         why = f"Why: {record.recommendation.reason}."
         more = [line for line in (record.alternatives(), why, *tested) if line]
         bars = chart(partial(accuracy_bars, table.lines), table.title)
@@ -177,7 +181,7 @@ def _facts(source: Source, record: Any) -> list[tuple[str, str]]:
             found.append(("time of the training loop", duration(training["training_seconds"])))
         if parity := record.get("parity"):  # zero gates were not trained
             found.append(("parity before training", f"{parity['initial']:.2g} in logits"))
-    elif source.kind == "evaluation":
+    elif source.kind in ("evaluation", *SETS):
         found += [(key, str(value)) for key, value in record["models"].items() if value]
         for task in record["tasks"]:
             found.append((task["name"], f"{task['dataset']} @ {task['dataset_revision'] or 'no revision'}"))
@@ -223,7 +227,7 @@ def _figures(source: Source, record: Any) -> dict[str, Draw]:
     if source.kind == "diagnosis" and record["kind"] == "realised gates":
         return {f"gates_{tag}": partial(lambda_map, record["modules"])}
     found: dict[str, Draw] = {}
-    if source.kind == "evaluation":
+    if source.kind in ("evaluation", *SETS):
         for task, table in zip(record["tasks"], score_tables(record)):
             found[f"scores_{tag}_{task['name']}"] = partial(accuracy_bars, table.lines)
     if source.kind in ("evaluation", "selection"):

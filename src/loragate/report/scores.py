@@ -6,6 +6,7 @@ said of it, how many answers were cut off and how many could not be judged. Last
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from loragate.report.table import (
     share_cell,
     with_best_scores,
 )
+from loragate.selection_record import NOTABLE, unread
 
 Record = Mapping[str, Any]
 COLUMNS = (
@@ -36,9 +38,9 @@ COLUMNS = (
     "Entropy nats",
 )
 SUITE_COLUMNS = ("Model", "Mean over tasks %", "vs adapter, points")
-JUDGED = ("ok", "wrong")
-NOTABLE = 0.05
-"""Share of answers from which being cut off is held to matter."""
+RANGE = re.compile(r"\[(-?[\d.]+), ?(-?[\d.]+)\]")
+"""In the label of gates that are one of several; it begins that of a sweep's cell."""
+NO_CHOICE = "a test may not choose among them"
 VERDICTS = {"better": "significantly better than the adapter", "worse": "significantly worse than the adapter"}
 
 
@@ -71,7 +73,7 @@ def score_tables(record: Record) -> list[Table]:
     tables = []
     for task in record["tasks"]:
         rows = rows_of(record, task["name"])
-        lines = [_line(row, row["avg_at_k"], *_judged_cells(row)) for row in rows]
+        lines = [_line(row, row["avg_at_k"], *_judged_cells(row, task["grader"])) for row in rows]
         if not task["grader"].startswith("lm-eval"):  # the harness is asked for no controls
             left_out = record.get("left_out", {}).items()
             lines += [Line(f"{row}, not applicable: {why}", [(ABSENT,)] * (len(COLUMNS) - 1)) for row, why in left_out]
@@ -95,14 +97,13 @@ def _line(row: Record, score: Record, *more: Cell) -> Line:
     return Line(row_name(row), cells, group, score)
 
 
-def _judged_cells(row: Record) -> list[Cell]:
+def _judged_cells(row: Record, grader: str) -> list[Cell]:
     """What follows score and difference in the row of a task."""
     majority, total = row["majority_at_k"], sum(row["reasons"].values())
-    silent = sum(count for reason, count in row["reasons"].items() if reason not in JUDGED)
     return [
         (ABSENT if majority is None or row["avg_at_k"]["samples"] == 1 else percent(majority["mean"]),),
         (percent(row["truncated"]), percent(row["no_eos"]) if row["no_eos"] != row["truncated"] else ""),
-        (percent(silent / total),),
+        (percent(unread(row["reasons"], grader) / total),),
         (f"{row['tokens']:.{0 if row['tokens'] >= 100 else 1}f}",),
         (or_absent(row["entropy"], "{:.2f}".format),),
     ]
@@ -135,9 +136,22 @@ def rows_of(record: Record, task: str) -> list[Record]:
 
 
 def compared_rows(record: Record) -> list[tuple[str, list[Record], str]]:
-    """[(what was scored, rows, key of their scores)]: the averages of the suites, or the tasks where there is none."""
+    """[(what was scored, rows, key of their scores)]: the averages of the suites, then the tasks that are in none of them."""
+    averaged = {task for row in record["suites"] for task in row.get("tasks", ())}
     suites = [(title, rows, "average") for title, rows in suites_of(record)]
-    return suites or [(task["name"], rows_of(record, task["name"]), "avg_at_k") for task in record["tasks"]]
+    alone = [task["name"] for task in record["tasks"] if task["name"] not in averaged]
+    return suites + [(name, rows_of(record, name), "avg_at_k") for name in alone]
+
+
+def _cells(rows: list[Record]) -> tuple[int, int, int]:
+    """(number of gated rows that are a cell of a sweep, of those significantly better, significantly worse)."""
+    said = [row["verdict"] for row in rows if row["variant"] == "gated" and RANGE.match(row["control"] or "")]
+    return len(said), said.count("better"), said.count("worse")
+
+
+def _cells_in_words(cells: tuple[int, int, int]) -> str:
+    count, better, worse = cells
+    return f"{better} of {count} cells significantly better than the adapter, {worse} significantly worse"
 
 
 def evaluation_statements(record: Record) -> list[str]:
@@ -166,6 +180,8 @@ def evaluation_statements(record: Record) -> list[str]:
             if not cooler:
                 statements += [f"{where}, {line}" for line in _beside(row, adapter, rows)]
                 surer |= None not in (row["entropy"], adapter["entropy"]) and row["entropy"] < adapter["entropy"]
+        if (cells := _cells([row for row in rows if row["temperature"] is None]))[0]:
+            statements.append(f"On {task['name']}, {_cells_in_words(cells)}; {NO_CHOICE}.")
     if surer:
         statements.append("Gates are trained for low entropy, which does not show that answers are right.")
     return statements
@@ -203,30 +219,38 @@ def _beside(gated: Record, adapter: Record, rows: list[Record]) -> list[str]:
 def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     """(what to do about the gates, what they score, what the alternatives score, the table of these scores) of an evaluation.
 
-    It follows the verdicts on the averages of suites, or on the tasks where there is none. The rest is named and not recommended:
-    what was found the best on a test is not known to be the best elsewhere.
+    It follows the verdicts on the averages of suites and on the tasks that are in none; a task on which the gates are worse is
+    named even where its average is not. The rest is named and not recommended: what was found the best on a test is not known
+    to be the best elsewhere.
     """
     every = compared_rows(record)
-    title, rows, key = every[0]
-    table = score_tables(record)[len(record["tasks"]) if key == "average" else 0]
-    own = {row["variant"]: row for row in rows if row["control"] is None}
-    verdicts = {
-        where: row["verdict"]
-        for where, found, _ in every
-        for row in found
-        if row["variant"] == "gated" and row["control"] is None and row["verdict"]
-    }
-    helped, hurt = ([where for where, said in verdicts.items() if said == verdict] for verdict in ("better", "worse"))
-    if not verdicts:
+    verdicts = _verdicts(every)
+    single = _verdicts([(task["name"], rows_of(record, task["name"]), "avg_at_k") for task in record["tasks"]])
+    verdicts |= {name: said for name, said in single.items() if said == "worse"}
+    helped, hurt, unsure = (
+        [where for where, said in verdicts.items() if said == verdict]
+        for verdict in ("better", "worse", "no difference shown")
+    )
+    cells = [(where, found) for where, rows, _ in every if (found := _cells(rows))[0]]
+    if cells and not verdicts:
+        advice = "; ".join([*(f"On {where}, {_cells_in_words(found)}" for where, found in cells), NO_CHOICE])
+    elif not verdicts:
         advice = "The gates were not compared with the adapter"
     elif helped and hurt:
         advice = f"Use the gates for {', '.join(helped)}, and the plain adapter for {', '.join(hurt)}"
     elif helped:
-        advice = "Use the gates: significantly better than the adapter"
+        advice = f"Use the gates for {', '.join(helped)}" if unsure else f"Use the gates: {VERDICTS['better']}"
     elif hurt:
         advice = "Use the plain adapter: the gates are significantly worse"
+        advice += f" on {', '.join(hurt)}" if unsure else ""
     else:
         advice = "Use the plain adapter: the gates are not significantly different from it"
+    if unsure and (helped or hurt):
+        advice += f"; no difference shown on {', '.join(unsure)}"
+    title, rows, key = next((one for one in every if one[0] in helped[:1]), every[0])
+    names = [*(task["name"] for task in record["tasks"]), *(name for name, _ in suites_of(record))]
+    table = dict(zip(names, score_tables(record), strict=True))[title]
+    own = {row["variant"]: row for row in rows if row["control"] is None}
     first = own.get("gated" if helped else "adapter") or rows[0]
     score = f"{title}: {row_name(first)} {joined(share_cell(first[key]))} %"
     others = sorted((row for row in rows if row is not first), key=lambda row: -row[key]["mean"])
@@ -237,3 +261,13 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
             f"{row_name(others[0])} scores higher here; whether to use it, a dev set says (loragate calibrate)."
         )
     return advice, score, more, table
+
+
+def _verdicts(every: list[tuple[str, list[Record], str]]) -> dict[str, str]:
+    """{what was scored: the verdict on the gates themselves}, where there is one."""
+    return {
+        where: row["verdict"]
+        for where, rows, _ in every
+        for row in rows
+        if row["variant"] == "gated" and row["control"] is None and row["verdict"]
+    }

@@ -1,8 +1,8 @@
 """What was selected, from its record: a table of all variants; and maps of the ranges, also of an evaluation of a sweep's cells.
 
-A square of a map says the mean of a range [L, U] and half of its 95 % interval, coloured by its distance from the adapter. A dot
-marks an interval of the paired difference that contains 0; a frame marks the recommended variant. Ranges that form no grid stand
-in one column.
+A square of a map says the mean of a range [L, U] and its 95 % interval, coloured by its distance from the adapter. A dot marks
+an interval of the paired difference that contains 0; a frame marks the recommended variant. Ranges that form no grid stand in one
+column.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ import numpy as np
 from loragate.display import percent, points
 from loragate.files import write_text
 from loragate.report.figures import Draw, Target, drawn
-from loragate.report.scores import compared_rows, row_name
+from loragate.report.scores import RANGE, compared_rows, row_name
 from loragate.report.table import ABSENT, Cell, Line, Table, interval, or_absent, share_cell
 from loragate.selection_record import SelectionRecord, VariantScore, is_selection, read_selection_record
 
 Record = Mapping[str, Any]
-COLUMNS = ("Variant", "Score %", "vs adapter, points", "Retention %")
+COLUMNS = ("Variant", "Score %", "vs adapter, points", "Cut off %", "Retention %")
 ROWS = 15  # of a table on a terminal
 COLOURS = "PuOr"  # orange is worse than the adapter, purple better; told apart by all common kinds of colour vision
 LEAST_REACH = 0.05
-RANGE = re.compile(r"\[(-?[\d.]+), ?(-?[\d.]+)\]")
 GROUPS = {"gates": "scale", "base": "control"}  # whose colour a variant has; the others are baselines
 
 
@@ -63,11 +62,12 @@ def selection_table(record: SelectionRecord, most: int | None = ROWS) -> Table:
         name = f"{one.label} (recommended)" if one.label == record.recommendation.label else one.label
         retained = or_absent(one.retention, lambda kept: percent(kept.mean))
         score = {"mean": one.mean, "low": one.low, "high": one.high}
-        cells = [share_cell(score), versus, (retained,)][: len(columns) - 1]
+        cells = [share_cell(score), versus, (percent(one.truncated),), (retained,)][: len(columns) - 1]
         lines.append(Line(name, cells, GROUPS.get(one.weights, "baseline"), score))
     left = f"{len(others) - len(shown)} more are in the files." if len(others) > len(shown) else ""
     caption = (
-        "Ranges are 95 % intervals over questions; vs adapter is paired by question. The best of many is optimistic."
+        "Ranges are 95 % intervals over questions; vs adapter is paired by question. Cut off: answers that met the length "
+        "limit. The best of many is optimistic."
     )
     text = " ".join(filter(None, (caption, record.rule, left)))
     return Table(f"Scores on {_asked(record)}", columns, lines, text)
@@ -147,7 +147,7 @@ def heat_map(
     reach = 1.3 * max(LEAST_REACH, float(np.nanmax(np.abs(differences))))  # the darkest shades hide frames
     # inches; a line of the caption has 13.5 characters an inch, the title 9
     width = max(1.3 + 1.02 * len(columns), 5.6)
-    parts = [f"Score on {where}, %, and half of its 95 % interval over questions."]
+    parts = [f"Score on {where}, %, and its 95 % interval over questions."]
     parts += ["Dot: the interval of the paired difference to the adapter contains 0."]
     framed = "Frame: recommended. " * any(cell["label"] == chosen for cell in cells.values())
     parts += [f"{framed}The mean of the best of many is optimistic."]
@@ -159,9 +159,8 @@ def heat_map(
         image = axes.imshow(100 * differences, cmap=COLOURS, norm=Normalize(-100 * reach, 100 * reach), aspect="auto")
         for cell, (row, column) in zip(cells.values(), places, strict=True):
             ink = "white" if abs(differences[row, column]) > 0.6 * reach else "black"
-            half = (cell["high"] - cell["low"]) / 2
             axes.text(column, row - 0.09, percent(cell["mean"]), ha="center", va="center", color=ink, fontsize=11)
-            axes.text(column, row + 0.2, f"±{percent(half)}", ha="center", va="center", color=ink, fontsize=7.5)
+            axes.text(column, row + 0.2, share_cell(cell)[1], ha="center", va="center", color=ink, fontsize=7.5)
             versus = cell["difference"]
             if versus is not None and versus["low"] <= 0 <= versus["high"]:
                 axes.plot(column + (0.38 if len(columns) > 1 else 0.47), row - 0.35, "o", markersize=3.2, color=ink)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from loragate.errors import DataError
 from loragate.records import read_value
+from loragate.selection_record import FILE
 
 T = TypeVar("T")
 BROKEN = "was it written to its end?"
@@ -30,6 +31,8 @@ KINDS = {
     "metrics.jsonl": "training",
 }
 """{pattern of a file's name: what it is a record of}, in the order in which a page shows those of one kind"""
+SETS = ("dev", "retention")
+"""Folders beside a selection's record with the evaluations that it was made on; kinds of their own."""
 DEPTHS = ("", "*/", "*/*/", "*/*/*/", "*/*/*/*/")  # a trial of a sweep in a recipe's run is the deepest
 KNOWN = (
     "an artifact (gate_config.json), an evaluation (results.json), a selection (selection.json), a check-up "
@@ -43,7 +46,8 @@ class Source:
     """One record found.
 
     Attributes:
-        kind: artifact, evaluation, selection, examination, training, diagnosis or traces.
+        kind: artifact, evaluation, selection, examination, training, diagnosis or traces; dev or retention for an evaluation
+            that a selection was made on, which is no test of what was chosen.
         path: the file it came from.
         record: its content; for a training {"run": run.json or {}, "history": [log records]}.
         name: what to call it.
@@ -133,6 +137,8 @@ def _file(file: Path, name: str) -> Source | None:
         return None
     if kind == "evaluation" and file.name != "results.json":
         name += f" ({file.stem})"
+    if kind == "evaluation" and file.parent.name in SETS and (file.absolute().parent.parent / FILE).is_file():
+        kind = file.parent.name
     return Source(kind, file, record, name)
 
 

@@ -57,6 +57,7 @@ from loragate.selection_record import (
     SelectionRecord,
     VariantScore,
     reason_of,
+    unread,
 )
 from loragate.training.rows import encoded_fingerprint
 
@@ -65,8 +66,6 @@ SCALES = (0.25, 0.5, 0.75, 1.25, 1.5)
 BAND_SCALES = (0.5, 0.0)
 """One λ for a third of the layers, the others as they are."""
 TRIALS = "trials"
-READ = ("ok", "wrong")
-"""Reasons of verdicts on answers that the grader could read."""
 
 OnEvent = Callable[[str, str, int, int, str], None]
 """Called with (stage, what, done, total, note): steps of all trainings, or answers of all variants to the questions.
@@ -245,7 +244,7 @@ class SelectionRun:
         What was begun is taken back, so that the same folder serves another grader.
         """
         reasons, task = self.results([BASELINE])[BASELINE.label].reasons, self.tasks["dev"]
-        if not any(reasons.get(reason) for reason in READ):
+        if unread(reasons, task.task.grader) == sum(reasons.values()):
             shutil.rmtree(self.folder / "dev")
             RunFolder(self.folder).record.unlink()
             raise DataError(
@@ -445,7 +444,13 @@ class SelectionRun:
                     filter(
                         None,
                         (
-                            reason_of(chosen.best, BASELINE.label, variants[chosen.best].difference, chosen.accepted),
+                            reason_of(
+                                chosen.best,
+                                BASELINE.label,
+                                variants[chosen.best].difference,
+                                chosen.accepted,
+                                bool(vetoed),
+                            ),
                             written_seed(picked.trials),
                         ),
                     )
@@ -461,12 +466,15 @@ class SelectionRun:
                 task.sampling.max_new_tokens,
                 f"{task.task.name} v{task.task.version}",
                 task.task.grader,
-                1 - sum(reasons.get(reason, 0) for reason in READ) / len(task.questions),
+                unread(reasons, task.task.grader) / len(task.questions),
                 self.dev.dropped,
+                task.warnings,
             ),
             None
             if self.retention is None
-            else RetentionInfo(self.tasks["retention"].source, dict(vetoed), self.retention.dropped),
+            else RetentionInfo(
+                self.tasks["retention"].source, dict(vetoed), self.retention.dropped, self.tasks["retention"].warnings
+            ),
             {"base": self.base_left_out} if self.base_left_out else {},
             self.diverged,
         )

@@ -126,6 +126,8 @@ def read_dev(
             dropped[what] = len(shared)
             left = [question for question in left if question.place not in shared]
     questions = _different(left)
+    if repeated := len(left) - len(questions):
+        dropped[f"the {name} questions before them"] = repeated
     if len(questions) < MIN_QUESTIONS:
         less = "".join(f"; {count} that are also among {what} were left out" for what, count in dropped.items())
         raise DataError(
@@ -135,8 +137,6 @@ def read_dev(
     if why := _why_never_right(task, questions):
         raise DataError(why)
     warnings = check_references(task, questions, task.grader, GradingSettings(sandbox=settings.sandbox))
-    repeated = len(left) - len(questions)
-    source += f" ({repeated} repeat another and are left out)" if repeated else ""
     found = replace(found, questions=questions, source=source, warnings=(*found.warnings, *warnings))
     return DevSet(task, found, settings, dropped)
 
@@ -240,11 +240,16 @@ def _require_answers(rows: Rows, source: str, name: str) -> None:
 
 
 def _different(questions: Sequence[Question]) -> list[Question]:
-    """The first of every question; a DataError if one that repeats it has another answer."""
-    first: dict[str, Question] = {}
+    """The first of every question; a DataError if one that repeats it has another answer.
+
+    What is alike but for case and signs, with another answer, is another question: "2⁵" and "25", "US" and "us".
+    """
+    first: dict[tuple[str, str], Question] = {}
+    asked: dict[str, Question] = {}
     for question in questions:
-        before = first.setdefault(key_of(question.prompt), question)
-        if before.prompt == question.prompt and before.gold != question.gold:
+        first.setdefault((key_of(question.prompt), question.gold), question)
+        before = asked.setdefault(question.prompt, question)
+        if before.gold != question.gold:
             raise DataError(
                 f"{question.place}: the question of {before.place} again, with another answer ({question.gold!r:.60}, there "
                 f"{before.gold!r:.60}); remove the one that is wrong"
