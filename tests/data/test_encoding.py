@@ -24,6 +24,8 @@ from chat_tokenizers import (
     space_adding,
 )
 from rich.console import Console
+from tokenizers.normalizers import Prepend, Replace, Sequence
+from tokenizers.pre_tokenizers import Metaspace
 
 from loragate.data import encoding
 from loragate.data.encoding import (
@@ -34,11 +36,15 @@ from loragate.data.encoding import (
     encode_rows,
     preview,
     prompt_ids,
+    raw_text,
     render_prompt,
 )
 from loragate.data.formats import Turns, normalize
 from loragate.data.rows import load_rows
 from loragate.errors import ConfigError, DataError
+from loragate.evaluation.tasks import Question, load_task
+from loragate.evaluation.tasks.questions import render_questions
+from loragate.generation.engine import tokenize_prompts
 
 TOKENIZERS = {
     "chatml": (byte_level(CHATML), "<|im_end|>"),
@@ -136,6 +142,32 @@ def test_plain_rows(name):
     assert learned(encoded, tokenizer).strip() == "four." + tokenizer.eos_token
     assert encoded.labels[-1] == tokenizer.eos_token_id
     assert render_prompt("as it is", tokenizer) == "as it is"
+
+
+@pytest.mark.parametrize("scheme", ["byte-level", "adds-bos", "first", "always", "normalizer"])
+@pytest.mark.parametrize("text", ["Question: two?", " two", "\ntwo plus", "<s>two", "<bos>two"])
+def test_a_raw_text_is_read_as_the_prompt_of_training(scheme, text):
+    """Behind BOS, Llama's tokenizer ("first") puts no space in front of a text, and alone it does."""
+    tokenizer = space_adding()
+    if scheme in ("byte-level", "adds-bos"):
+        tokenizer = byte_level(bos="<bos>", adds_bos=scheme == "adds-bos")
+    elif scheme == "always":
+        tokenizer.backend_tokenizer.pre_tokenizer = Metaspace(prepend_scheme="always")
+    elif scheme == "normalizer":  # of the older files of Llama and Mistral
+        tokenizer.backend_tokenizer.pre_tokenizer = None
+        tokenizer.backend_tokenizer.normalizer = Sequence([Prepend("▁"), Replace(" ", "▁")])
+    ids = prompt_ids(text, tokenizer)
+    assert ids == encode(Turns(prompt=text, completion="x"), tokenizer).input_ids[: len(ids)]
+    question = Question("1", text, "", {}, "")
+    (kept,) = render_questions(load_task("humaneval_raw"), [question], tokenizer)
+    assert tokenize_prompts(tokenizer, [kept], 1, None)[0] == [ids]
+
+
+def test_a_raw_text_that_no_text_is_read_as_is_refused():
+    tokenizer = byte_level(bos="<bos>", adds_bos=True)
+    tokenizer.bos_token = None
+    with pytest.raises(ConfigError, match=r"begins a plain text with tokens that it reads from no text, here .*<bos>"):
+        raw_text("two", tokenizer)
 
 
 @pytest.mark.parametrize(

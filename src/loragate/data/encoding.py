@@ -29,7 +29,7 @@ from loragate.data.chat import Chat, Segment
 from loragate.data.formats import EmptyResponse, Turns, detect_format, normalize, unused
 from loragate.data.rows import Rows, load_rows
 from loragate.errors import ConfigError, DataError
-from loragate.printable import escape_controls
+from loragate.printable import escape_controls, excerpt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,6 +109,24 @@ def prompt_ids(
     tokenise = SegmentTokenizer(tokenizer)
     ids = tokenise([render_prompt(prompt, tokenizer, system=system)], [False])[0]
     return tokenise.plain_prompt(ids) if isinstance(prompt, str) else ids
+
+
+def raw_text(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The plain prompt as a text whose tokens, with none added, are `prompt_ids`: with BOS in front where the tokenizer adds it.
+
+    Raises:
+        ConfigError: where the tokenizer reads no such text.
+    """
+    ids, begin = prompt_ids(text, tokenizer), tokenizer.bos_token or ""
+    # behind BOS some tokenizers put no space in front (Llama's), so that one is written
+    for written in (text, begin + text, f"{begin} {text}"):
+        if tokenizer(written, add_special_tokens=False)["input_ids"] == ids:
+            return written
+    raise ConfigError(
+        f"the tokenizer {tokenizer.name_or_path!r} begins a plain text with tokens that it reads from no text, here "
+        f"{excerpt(str(tokenizer.convert_ids_to_tokens(ids[:4])))}, so raw prompts cannot be kept as text; use "
+        "tasks that ask through a chat template"
+    )
 
 
 OPEN, CLOSE = "⟦", "⟧"

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from loragate.data import prompt_ids
 from loragate.errors import DataError, LoragateError
 from loragate.generation.sampling import SamplingConfig
 from loragate.validate import validate
@@ -102,14 +101,6 @@ class Engine:
 
     def close(self) -> None:
         """Free what it holds beyond memory of this process."""
-
-
-def prepend_bos(text: str, tokenizer: Any) -> str:
-    """A raw text as a prompt: with the beginning-of-sequence token in front, where the tokenizer adds one."""
-    begin = tokenizer.bos_token
-    # engines add nothing to a text, so that a rendered conversation does not begin twice
-    adds = begin is not None and tokenizer.bos_token_id in prompt_ids(text, tokenizer)[:1]
-    return begin + text if adds and not text.startswith(begin) else text
 
 
 def pending_rows(questions: int, samples: int, pending: Collection[tuple[int, int]] | None) -> list[tuple[int, int]]:
