@@ -30,6 +30,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from loragate.data import encoding
 from loragate.data.encoding import (
     Collator,
+    EncodedRows,
     Encoder,
     SegmentTokenizer,
     Summary,
@@ -392,6 +393,39 @@ def test_rows_without_a_response_are_counted(talk, write):
     path = write("rows.jsonl", rows[1:])
     with pytest.raises(DataError, match="the response of every one of 2 rows is empty"):
         encode_rows(load_rows(path), byte_level(), max_length=None)
+
+
+def test_rows_that_are_left_out_or_cut_are_warned_of_once(talk, write, monkeypatch):
+    told = []
+    monkeypatch.setattr(encoding.logger, "warning", lambda text, *values: told.append(text % values))
+    tokenizer = byte_level(THINKING)
+    whole = {"messages": talk("a", "b")}
+    rows = [whole, {"messages": talk("a", "")}, {"messages": talk("a " * 80, "b")}, {"messages": talk("a", "b " * 80)}]
+    rows.append({"messages": talk("a", "<think>x</think>b", "c", "d")})
+    path = write("account.jsonl", rows)
+    for _ in range(2):
+        encode_rows(load_rows(path), tokenizer, max_length=64)
+    assert told == [
+        f"{path}: of 5 rows 1 left out without a response; 1 left out, as max_length cuts the whole response; 1 cut by "
+        "max_length; 1 trained on their last answer only, as the template rewrites earlier turns"
+    ]
+    encode_rows([whole], tokenizer, max_length=64)
+    assert len(told) == 1, "nothing to say of whole rows"
+
+
+def test_rows_tokenised_by_hand_are_counted_and_held_together():
+    item = {"input_ids": [4, 5, 6], "labels": [-100, 5, 6], "row": 0}
+    masked = {**item, "keep_mask": [0, 1, 0]}
+    encoded = EncodedRows([masked, {**masked, "row": 1}])
+    assert encoded[1] == {**masked, "row": 1}
+    assert (encoded.summary.rows, encoded.summary.response_tokens, encoded.summary.prompt_tokens) == (2, 4, 2)
+    with pytest.raises(DataError, match="item 1 has 3 input_ids, 2 labels; give every token a label"):
+        EncodedRows([item, {**item, "labels": [-100, 5]}])
+    with pytest.raises(DataError, match="item 1 has 3 input_ids, 3 labels, 2 keep_mask"):
+        EncodedRows([masked, {**masked, "keep_mask": [1, 0]}])
+    for pair in ([masked, item], [item, masked]):
+        with pytest.raises(DataError, match=r"item 1 has 3 input_ids, 3 labels.* to every item or to none"):
+            EncodedRows(pair)
 
 
 def test_switches_of_turns_and_rows_are_obeyed(talk):

@@ -141,7 +141,7 @@ def test_rows_in_memory_are_read_as_people_have_them(table):
 
 def test_a_transform_is_refused_as_it_would_not_be_applied():
     plain = datasets.Dataset.from_list(ROWS)
-    with pytest.raises(DataError, match="a data set with a transform .* Apply it once with .map"):
+    with pytest.raises(DataError, match=r"a data set with a transform .* Apply it once with \.map"):
         load_rows(plain.with_transform(lambda batch: {"q": batch["q"]}))
 
 

@@ -308,11 +308,23 @@ class EncodedRows(Sequence[dict[str, Any]]):
     """
 
     def __init__(self, items: Iterable[dict[str, Any]], summary: Summary | None = None) -> None:
-        """The labels of an item are the token itself or -100."""
-        self.summary = Summary("", 0) if summary is None else summary
+        """The labels of an item are the token itself or -100. Without a summary the tokens of the items are counted.
+
+        Raises:
+            DataError: for an item whose columns differ in length, or with a keep_mask unlike the first.
+        """
         # 4 bytes a token id, one a label and one a mask; a Python list of small integers takes 8 for each alone
         ids, learned, kept, lengths, rows = array("i"), bytearray(), bytearray(), array("q"), array("q")
+        columns: set[str] = set()
         for item in items:
+            sizes = {key: len(item[key]) for key in ("input_ids", "labels", "keep_mask") if key in item}
+            columns = columns or {*sizes}
+            if len({*sizes.values()}) > 1 or sizes.keys() != columns:
+                found = ", ".join(f"{size} {key}" for key, size in sizes.items())
+                raise DataError(
+                    f"item {len(lengths)} has {found}; give every token a label, and a keep_mask of the same length to every "
+                    "item or to none"
+                )
             ids.extend(item["input_ids"])
             learned.extend(label != IGNORED for label in item["labels"])
             kept.extend(item.get("keep_mask", ()))
@@ -322,6 +334,10 @@ class EncodedRows(Sequence[dict[str, Any]]):
         self.arrays |= {"lengths": np.array(lengths), "rows": np.array(rows)}
         if kept:  # `encode_rows` has refused a mask on some rows alone
             self.arrays["kept"] = np.array(kept, bool)
+        if summary is None:
+            tokens = int(self.arrays["learned"].sum())
+            summary = Summary("", len(lengths), response_tokens=tokens, prompt_tokens=len(ids) - tokens)
+        self.summary = summary
         # item i lies between _ends[i] and _ends[i + 1]
         self._ends = np.concatenate([[0], np.cumsum(self.arrays["lengths"])])
 
@@ -359,7 +375,7 @@ def encode_rows(
     system: str = "none",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> EncodedRows:
-    """Encode every row; rows without a response, or whose response is cut completely, are left out and counted.
+    """Encode every row; rows without a response, or whose response is cut completely, are left out, counted and warned of.
 
     Args:
         rows: from `load_rows`, or a list of dicts; all of the format of the row that comes first in its file.
@@ -390,6 +406,14 @@ def encode_rows(
             "nothing is left to learn. Raise max_length."
         )
     summary.dropped = len(rows) - len(encoded) - summary.empty
+    account = {
+        "left out without a response": summary.empty,
+        "left out, as max_length cuts the whole response": summary.dropped,
+        "cut by max_length": summary.truncated,
+        "trained on their last answer only, as the template rewrites earlier turns": summary.last_turn_only,
+    }
+    if told := [f"{count} {what}" for what, count in account.items() if count]:
+        _warn_once(f"{rows.source}: of {len(rows)} rows {'; '.join(told)}")
     if summary.unused:
         _warn_once(f"{rows.source}: columns that are not used: {escape_controls(', '.join(summary.unused))}")
     return encoded
