@@ -11,6 +11,7 @@ from loragate.effects import TABLE, Acts, acting, require_effect
 from loragate.errors import ConfigError
 
 CLASSES = {
+    "rows": ("loragate.training.settings", "RowsSettings"),
     "task": ("loragate.evaluation.tasks.task", "Task"),
     "dataset": ("loragate.evaluation.tasks.task", "Dataset"),
     "calibrate": ("loragate.cli.calibrate", "CalibrateOptions"),

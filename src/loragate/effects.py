@@ -47,6 +47,7 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("pattern",), "grader", ("regex",)),
         Acts(("system",), "raw", (None,)),
     ),
+    "rows": (Acts(("select_seed",), "select", ("shuffled",)),),
     "dataset": (Acts(("config", "split", "revision"), "hub"),),
     "diagnose": (
         Acts(("rows",), "what", ("entropy", "alignment")),

@@ -24,21 +24,28 @@ from chat_tokenizers import (
     space_adding,
 )
 from rich.console import Console
+from tokenizers.normalizers import Prepend, Replace, Sequence
+from tokenizers.pre_tokenizers import Metaspace
 
 from loragate.data import encoding
 from loragate.data.encoding import (
     Collator,
+    EncodedRows,
     Encoder,
     SegmentTokenizer,
     Summary,
     encode_rows,
     preview,
     prompt_ids,
+    raw_text,
     render_prompt,
 )
 from loragate.data.formats import Turns, normalize
 from loragate.data.rows import load_rows
 from loragate.errors import ConfigError, DataError
+from loragate.evaluation.tasks import Question, load_task
+from loragate.evaluation.tasks.questions import render_questions
+from loragate.generation.engine import tokenize_prompts
 
 TOKENIZERS = {
     "chatml": (byte_level(CHATML), "<|im_end|>"),
@@ -136,6 +143,32 @@ def test_plain_rows(name):
     assert learned(encoded, tokenizer).strip() == "four." + tokenizer.eos_token
     assert encoded.labels[-1] == tokenizer.eos_token_id
     assert render_prompt("as it is", tokenizer) == "as it is"
+
+
+@pytest.mark.parametrize("scheme", ["byte-level", "adds-bos", "first", "always", "normalizer"])
+@pytest.mark.parametrize("text", ["Question: two?", " two", "\ntwo plus", "<s>two", "<bos>two"])
+def test_a_raw_text_is_read_as_the_prompt_of_training(scheme, text):
+    """Behind BOS, Llama's tokenizer ("first") puts no space in front of a text, and alone it does."""
+    tokenizer = space_adding()
+    if scheme in ("byte-level", "adds-bos"):
+        tokenizer = byte_level(bos="<bos>", adds_bos=scheme == "adds-bos")
+    elif scheme == "always":
+        tokenizer.backend_tokenizer.pre_tokenizer = Metaspace(prepend_scheme="always")
+    elif scheme == "normalizer":  # of the older files of Llama and Mistral
+        tokenizer.backend_tokenizer.pre_tokenizer = None
+        tokenizer.backend_tokenizer.normalizer = Sequence([Prepend("▁"), Replace(" ", "▁")])
+    ids = prompt_ids(text, tokenizer)
+    assert ids == encode(Turns(prompt=text, completion="x"), tokenizer).input_ids[: len(ids)]
+    question = Question("1", text, "", {}, "")
+    (kept,) = render_questions(load_task("humaneval_raw"), [question], tokenizer)
+    assert tokenize_prompts(tokenizer, [kept], 1, None)[0] == [ids]
+
+
+def test_a_raw_text_that_no_text_is_read_as_is_refused():
+    tokenizer = byte_level(bos="<bos>", adds_bos=True)
+    tokenizer.bos_token = None
+    with pytest.raises(ConfigError, match=r"begins a plain text with tokens that it reads from no text, here .*<bos>"):
+        raw_text("two", tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -360,6 +393,39 @@ def test_rows_without_a_response_are_counted(talk, write):
     path = write("rows.jsonl", rows[1:])
     with pytest.raises(DataError, match="the response of every one of 2 rows is empty"):
         encode_rows(load_rows(path), byte_level(), max_length=None)
+
+
+def test_rows_that_are_left_out_or_cut_are_warned_of_once(talk, write, monkeypatch):
+    told = []
+    monkeypatch.setattr(encoding.logger, "warning", lambda text, *values: told.append(text % values))
+    tokenizer = byte_level(THINKING)
+    whole = {"messages": talk("a", "b")}
+    rows = [whole, {"messages": talk("a", "")}, {"messages": talk("a " * 80, "b")}, {"messages": talk("a", "b " * 80)}]
+    rows.append({"messages": talk("a", "<think>x</think>b", "c", "d")})
+    path = write("account.jsonl", rows)
+    for _ in range(2):
+        encode_rows(load_rows(path), tokenizer, max_length=64)
+    assert told == [
+        f"{path}: of 5 rows 1 left out without a response; 1 left out, as max_length cuts the whole response; 1 cut by "
+        "max_length; 1 trained on their last answer only, as the template rewrites earlier turns"
+    ]
+    encode_rows([whole], tokenizer, max_length=64)
+    assert len(told) == 1, "nothing to say of whole rows"
+
+
+def test_rows_tokenised_by_hand_are_counted_and_held_together():
+    item = {"input_ids": [4, 5, 6], "labels": [-100, 5, 6], "row": 0}
+    masked = {**item, "keep_mask": [0, 1, 0]}
+    encoded = EncodedRows([masked, {**masked, "row": 1}])
+    assert encoded[1] == {**masked, "row": 1}
+    assert (encoded.summary.rows, encoded.summary.response_tokens, encoded.summary.prompt_tokens) == (2, 4, 2)
+    with pytest.raises(DataError, match="item 1 has 3 input_ids, 2 labels; give every token a label"):
+        EncodedRows([item, {**item, "labels": [-100, 5]}])
+    with pytest.raises(DataError, match="item 1 has 3 input_ids, 3 labels, 2 keep_mask"):
+        EncodedRows([masked, {**masked, "keep_mask": [1, 0]}])
+    for pair in ([masked, item], [item, masked]):
+        with pytest.raises(DataError, match=r"item 1 has 3 input_ids, 3 labels.* to every item or to none"):
+            EncodedRows(pair)
 
 
 def test_switches_of_turns_and_rows_are_obeyed(talk):

@@ -59,9 +59,12 @@ def test_system_and_history_columns_become_turns():
         ("user", "2+2?"),
         ("assistant", "4"),
     ]
-    row = {"system": "S", "conversations": [{"from": "system", "value": "T"}, *({"from": "human", "value": "a"},)]}
+    row = {"system": "T ", "conversations": [{"from": "system", "value": "T"}, *({"from": "human", "value": "a"},)]}
     row["conversations"].append({"from": "gpt", "value": "b"})
     assert [m["content"] for m in turns_of(row).messages] == ["T", "a", "b"]
+    turns = turns_of({"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER], "system": "S"})
+    assert [m["content"] for m in turns.messages] == ["S", "2+2?", "4", "2+2?", "4"]
+    assert turns.trained == (4,)
 
 
 def test_all_roles_of_sharegpt():
@@ -129,6 +132,14 @@ def test_tools_and_further_message_keys_are_carried_to_the_template():
             "holds tokenize, which rendering sets",
         ),
         ({"question": "a", "answer": "b", "context": {"title": "c"}}, "f:1: context is an object, expected text"),
+        (
+            {"conversations": [{"role": "system", "content": "T"}, *PAIR], "system": "S"},
+            "f:1: found system and a system turn, which say different things. Remove the one",
+        ),
+        (
+            {"question": "a", "answer": "b", "system": "S", "system_prompt": "T"},
+            "f:1: found system and system_prompt, which say",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_row_is_told_with_its_place(row, message):
@@ -178,6 +189,10 @@ def test_a_system_column_opens_the_conversation():
         ({"messages": [ASK, ANSWER], "problem": "2+2?", "source": "x"}, ["problem", "source"]),
         ({"prompt": "a", "completion": "b", "context": "c", "tools": [{"name": "d"}]}, ["context", "tools"]),
         ({"prompt": [ASK], "completion": [ANSWER], "tools": [{"name": "d"}], "keep_mask": [1]}, []),
+        (
+            {"prompt": [ASK], "completion": [ANSWER], "system": "S", "context": "c", "input": "d"},
+            ["context", "input"],
+        ),
     ],
 )
 def test_columns_that_nothing_reads_are_known(row, columns):

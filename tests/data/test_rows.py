@@ -139,6 +139,12 @@ def test_rows_in_memory_are_read_as_people_have_them(table):
     assert bare(load_rows(list(tables())[table], limit=2)) == bare(ROWS[:2])
 
 
+def test_a_transform_is_refused_as_it_would_not_be_applied():
+    plain = datasets.Dataset.from_list(ROWS)
+    with pytest.raises(DataError, match=r"a data set with a transform .* Apply it once with \.map"):
+        load_rows(plain.with_transform(lambda batch: {"q": batch["q"]}))
+
+
 def test_lists_and_numbers_of_numpy_in_a_table_are_plain(tmp_path):
     """What pandas reads from parquet."""
     pq.write_table(

@@ -149,6 +149,21 @@ def test_a_long_prompt_lowers_the_token_limit_of_its_own_answers_alone(qwen2: An
     assert max(limited) > 50
 
 
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_stop_text_that_is_a_special_token_ends_the_answer(qwen2: Any, tokenizer: Any, reuse: bool) -> None:
+    """Answers are decoded without special tokens, where the text would never be found."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>"]})
+    config = replace(CONFIG, samples=20)
+    engine = TransformersEngine(qwen2, tokenizer, reuse_prompts=reuse)
+    whole, ended = engine.generate(PROMPTS, config), 0
+    for before, after in zip(whole, engine.generate(PROMPTS, replace(config, stop=("<stop>", "<eos>"))), strict=True):
+        assert after.token_ids == before.token_ids[: len(after.token_ids)]
+        assert (after.finish_reason == "stop_text") == (3 in before.token_ids) == (after.token_ids[-1] == 3)
+        assert (after.finish_reason == "stop") == (after.token_ids[-1] in engine.endings.token_ids)
+        ended += after.finish_reason == "stop_text"
+    assert ended
+
+
 @pytest.mark.parametrize("end", ["<stop>", "w5 w6"])
 def test_an_answer_ends_where_the_chat_template_ends_a_turn(qwen2: Any, tokenizer: Any, end: str) -> None:
     """The answers are those without a template, cut: at a token of its own, or where ordinary tokens spell the text."""

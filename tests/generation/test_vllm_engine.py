@@ -5,6 +5,7 @@ The second part runs in the environment that `scripts/vllm_cpu_env.sh` makes.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -125,6 +126,13 @@ def test_answers_end_and_read_as_the_other_engine_has_it(fake_vllm: Any, folders
     assert second.text == tiny_tokenizer().decode(second.token_ids)
     assert first.entropy is None
     assert engine._llm.calls[0][1][0]["seed"] is None
+    tokens = engine.tokenizer.convert_ids_to_tokens([0, 1])
+    engine.generate(PROMPTS[:2], SamplingConfig(temperature=0, stop=(*tokens, "w5")))
+    assert engine._llm.calls[-1][1][0]["stop_token_ids"] == [0, 1], "special tokens, which no decoded answer holds"
+    engine.endings = dataclasses.replace(engine.endings, token_ids=frozenset([2]))
+    assert (
+        engine.generate(PROMPTS[:1], SamplingConfig(temperature=0, stop=(tokens[1],)))[0].finish_reason == "stop_text"
+    )
     engine._llm.reasons = ("stop", "abort")
     with pytest.raises(LoragateError, match="ended sample 0 of question 1 with 'abort'"):
         engine.generate(PROMPTS[:2], GREEDY)

@@ -65,6 +65,8 @@ def test_which_rows_are_taken(write):
     assert list(whole) == list(read_rows(drawn, 3)) == ROWS  # without a seed the subset is left to the caller
     assert list(read_rows(drawn, 3, seed=5)) == list(whole.shuffled(5).take(3))
     assert list(read_rows(replace(drawn, select_seed=7), 3, seed=5)) == list(whole.shuffled(7).take(3))
+    with pytest.raises(ConfigError, match="select_seed has no effect with select first, only with shuffled"):
+        read_rows(replace(asked, select_seed=7), 3)
 
 
 @pytest.fixture

@@ -54,9 +54,10 @@ class GenerateOptions(ModelOptions):
 def run(options: GenerateOptions) -> int:
     """Generate and print; finish reasons go to stderr."""
     check_loading(options)
-    prompts = read_prompts(options)
-    from loragate.data import render_prompt
-    from loragate.generation import SamplingConfig, TransformersEngine, prepend_bos
+    texts = read_prompts(options)
+    from loragate.data import prompt_ids, render_prompt
+    from loragate.generation import SamplingConfig, TransformersEngine
+    from loragate.generation.engine import Prompts
 
     source = models.resolve(options.model, options.base, overrides=True)
     temperature = chosen_temperature(source.sampling, options.temperature)
@@ -69,14 +70,15 @@ def run(options: GenerateOptions) -> int:
         print(f"loragate: {note}", file=sys.stderr)
     loaded = models.open_model(source, options)
     tokenizer = loaded.tokenizer
+    prompts: Prompts
     if options.raw:
-        prompts = [prepend_bos(text, tokenizer) for text in prompts]
+        prompts = [prompt_ids(text, tokenizer) for text in texts]
     elif tokenizer.chat_template is None:
         raise ConfigError(
             "the tokenizer has no chat template; give one with --chat-template FILE, or complete texts with --raw"
         )
     else:
-        conversations = [[{"role": "user", "content": text}] for text in prompts]
+        conversations = [[{"role": "user", "content": text}] for text in texts]
         prompts = [render_prompt(talk, tokenizer, system=options.system) for talk in conversations]
     samples = TransformersEngine(loaded.model, tokenizer, options.batch_size).generate(prompts, sampling)
     # a file gets the answers as they are; on a terminal they must not act
@@ -111,7 +113,7 @@ def read_prompts(options: GenerateOptions) -> list[str]:
     if options.prompt:
         return [sys.stdin.read().strip() if options.prompt == "-" else options.prompt]
     try:
-        lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()
+        lines = Path(options.prompts).read_text(encoding="utf-8").split("\n")  # a prompt may hold U+2028
     except OSError as error:
         raise ConfigError(f"--prompts {options.prompts}: cannot be read ({error.strerror})") from error
     prompts = [line for line in lines if line.strip()]

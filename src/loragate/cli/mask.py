@@ -74,8 +74,6 @@ def run(options: MaskOptions) -> int:
     )
     if summary["scored"] < summary["tokens"]:
         out.print(f"{summary['tokens'] - summary['scored']:,} tokens lie beyond --max-length and are not kept")
-    if summary["left_out"]:
-        out.print(f"{summary['left_out']} rows without a response left out")
     if summary["rows_without_a_kept_token"]:
         out.print(f"{summary['rows_without_a_kept_token']} rows keep no token")
     pair = [f"{value:+.3f}" for value in (summary["influence_kept"], summary["influence_dropped"]) if value is not None]

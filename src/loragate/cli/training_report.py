@@ -37,25 +37,17 @@ def say_steps(out: Console, asked: TrainSettings, rows: int, of: str = "") -> No
 
 
 def show_data(out: Console, encoded: EncodedRows, tokenizer: Any) -> None:
-    """The account of the rows, and one row with its response mask coloured."""
+    """The rows and their tokens, and one row with its response mask coloured; `encode_rows` has warned of what was left out."""
     summary = encoded.summary
     out.print(
         f"data: {len(encoded)} rows ({summary.format}), {summary.response_tokens:,} response tokens of "
         f"{summary.response_tokens + summary.prompt_tokens:,}"
-        + (
-            f"; {summary.dropped} dropped, {summary.truncated} cut by max_length"
-            if summary.dropped or summary.truncated
-            else ""
-        )
-        + (f"; {summary.empty} without a response left out" if summary.empty else "")
     )
     if summary.template_kwargs:
         out.print(
             f"note: {summary.template_kwargs} rows give variables to the chat template (chat_template_kwargs); generation is "
             "not given them: set them at the beginning of a template for --chat-template as well"
         )
-    if summary.last_turn_only:
-        out.print(f"in {summary.last_turn_only} rows only the last answer counts: the template rewrites earlier turns")
     if summary.plain and tokenizer.chat_template is not None:
         out.print(
             "note: prompt and completion are used as plain text, without the chat template; generate with --raw to match, or "

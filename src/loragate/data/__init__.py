@@ -10,7 +10,7 @@ Names in the order in which a row meets them:
 """
 
 from loragate.data.chat import Chat, template_hash
-from loragate.data.encoding import Collator, EncodedRows, encode_rows, preview, prompt_ids, render_prompt
+from loragate.data.encoding import Collator, EncodedRows, encode_rows, preview, prompt_ids, raw_text, render_prompt
 from loragate.data.endings import Endings, ending_health, find_endings
 from loragate.data.formats import detect_format, normalize
 from loragate.data.rows import Rows, load_rows
@@ -29,6 +29,7 @@ __all__ = [
     "normalize",
     "preview",
     "prompt_ids",
+    "raw_text",
     "render_prompt",
     "template_hash",
 ]

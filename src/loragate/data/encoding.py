@@ -29,7 +29,7 @@ from loragate.data.chat import Chat, Segment
 from loragate.data.formats import EmptyResponse, Turns, detect_format, normalize, unused
 from loragate.data.rows import Rows, load_rows
 from loragate.errors import ConfigError, DataError
-from loragate.printable import escape_controls
+from loragate.printable import escape_controls, excerpt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,6 +109,24 @@ def prompt_ids(
     tokenise = SegmentTokenizer(tokenizer)
     ids = tokenise([render_prompt(prompt, tokenizer, system=system)], [False])[0]
     return tokenise.plain_prompt(ids) if isinstance(prompt, str) else ids
+
+
+def raw_text(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The plain prompt as a text whose tokens, with none added, are `prompt_ids`: with BOS in front where the tokenizer adds it.
+
+    Raises:
+        ConfigError: where the tokenizer reads no such text.
+    """
+    ids, begin = prompt_ids(text, tokenizer), tokenizer.bos_token or ""
+    # behind BOS some tokenizers put no space in front (Llama's), so that one is written
+    for written in (text, begin + text, f"{begin} {text}"):
+        if tokenizer(written, add_special_tokens=False)["input_ids"] == ids:
+            return written
+    raise ConfigError(
+        f"the tokenizer {tokenizer.name_or_path!r} begins a plain text with tokens that it reads from no text, here "
+        f"{excerpt(str(tokenizer.convert_ids_to_tokens(ids[:4])))}, so raw prompts cannot be kept as text; use "
+        "tasks that ask through a chat template"
+    )
 
 
 OPEN, CLOSE = "⟦", "⟧"
@@ -290,11 +308,23 @@ class EncodedRows(Sequence[dict[str, Any]]):
     """
 
     def __init__(self, items: Iterable[dict[str, Any]], summary: Summary | None = None) -> None:
-        """The labels of an item are the token itself or -100."""
-        self.summary = Summary("", 0) if summary is None else summary
+        """The labels of an item are the token itself or -100. Without a summary the tokens of the items are counted.
+
+        Raises:
+            DataError: for an item whose columns differ in length, or with a keep_mask unlike the first.
+        """
         # 4 bytes a token id, one a label and one a mask; a Python list of small integers takes 8 for each alone
         ids, learned, kept, lengths, rows = array("i"), bytearray(), bytearray(), array("q"), array("q")
+        columns: set[str] = set()
         for item in items:
+            sizes = {key: len(item[key]) for key in ("input_ids", "labels", "keep_mask") if key in item}
+            columns = columns or {*sizes}
+            if len({*sizes.values()}) > 1 or sizes.keys() != columns:
+                found = ", ".join(f"{size} {key}" for key, size in sizes.items())
+                raise DataError(
+                    f"item {len(lengths)} has {found}; give every token a label, and a keep_mask of the same length to every "
+                    "item or to none"
+                )
             ids.extend(item["input_ids"])
             learned.extend(label != IGNORED for label in item["labels"])
             kept.extend(item.get("keep_mask", ()))
@@ -304,6 +334,10 @@ class EncodedRows(Sequence[dict[str, Any]]):
         self.arrays |= {"lengths": np.array(lengths), "rows": np.array(rows)}
         if kept:  # `encode_rows` has refused a mask on some rows alone
             self.arrays["kept"] = np.array(kept, bool)
+        if summary is None:
+            tokens = int(self.arrays["learned"].sum())
+            summary = Summary("", len(lengths), response_tokens=tokens, prompt_tokens=len(ids) - tokens)
+        self.summary = summary
         # item i lies between _ends[i] and _ends[i + 1]
         self._ends = np.concatenate([[0], np.cumsum(self.arrays["lengths"])])
 
@@ -341,7 +375,7 @@ def encode_rows(
     system: str = "none",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> EncodedRows:
-    """Encode every row; rows without a response, or whose response is cut completely, are left out and counted.
+    """Encode every row; rows without a response, or whose response is cut completely, are left out, counted and warned of.
 
     Args:
         rows: from `load_rows`, or a list of dicts; all of the format of the row that comes first in its file.
@@ -372,6 +406,14 @@ def encode_rows(
             "nothing is left to learn. Raise max_length."
         )
     summary.dropped = len(rows) - len(encoded) - summary.empty
+    account = {
+        "left out without a response": summary.empty,
+        "left out, as max_length cuts the whole response": summary.dropped,
+        "cut by max_length": summary.truncated,
+        "trained on their last answer only, as the template rewrites earlier turns": summary.last_turn_only,
+    }
+    if told := [f"{count} {what}" for what, count in account.items() if count]:
+        _warn_once(f"{rows.source}: of {len(rows)} rows {'; '.join(told)}")
     if summary.unused:
         _warn_once(f"{rows.source}: columns that are not used: {escape_controls(', '.join(summary.unused))}")
     return encoded

@@ -308,8 +308,11 @@ def unused(row: Row, format: str) -> list[str]:
     chosen = FORMATS[format]
     groups = [group for group in chosen.columns if _has(row, *group)]
     read = {"keep_mask", *(key for group in groups for key in group)}
-    if RAW_PAIR not in groups or not isinstance(row["completion"], str):
+    texts = all(isinstance(row[key], str) for group in groups for key in group)
+    if RAW_PAIR not in groups or not texts:
         read |= {*chosen.besides, "tools", "chat_template_kwargs"}
+    if not texts:  # context follows a question that is text, and no list of messages
+        read -= {*CONTEXT}
     return [str(key) for key, value in row.items() if groups and key not in read and value not in (None, "", [], {})]
 
 
@@ -381,7 +384,8 @@ def _pair_row(row: Row) -> Turns:
     if isinstance(prompt, list) and isinstance(completion, list):  # two parts of one conversation
         before = conversation(prompt, pair[0])
         after = conversation(completion, pair[1])
-        return Turns(before + after, trained=tuple(range(len(before), len(before) + len(after))))
+        whole = _with_system(row, before + after)
+        return Turns(whole, trained=tuple(range(len(whole) - len(after), len(whole))))
     if isinstance(prompt, list) or isinstance(completion, list):
         raise DataError(
             f"{pair[0]} is {kind_of(prompt)} and {pair[1]} is {kind_of(completion)}; "
@@ -435,11 +439,20 @@ FORMATS: dict[str, Format] = {
 
 
 def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages behind the system message that a file keeps in a column of its own."""
-    if any(message["role"] == "system" for message in messages):
+    """The messages behind the system message that a file keeps in a column of its own.
+
+    Raises:
+        DataError: for two system messages that differ.
+    """
+    texts = {name: text for name in SYSTEM if (text := text_of(row.get(name) or "", name)).strip()}
+    said = {text.strip() for text in texts.values()}
+    own = {message["content"].strip() for message in messages if message["role"] == "system"}
+    if len(said) > 1 or (own and not said <= own):
+        names = [*texts, "a system turn"] if own else [*texts]
+        raise DataError(f"found {' and '.join(names)}, which say different things. Remove the one that is not meant")
+    if own:
         return messages
-    texts = [text for name in SYSTEM if (text := text_of(row.get(name) or "", name)).strip()]
-    return (*({"role": "system", "content": text} for text in texts[:1]), *messages)
+    return (*({"role": "system", "content": text} for text in [*texts.values()][:1]), *messages)
 
 
 def _keep_mask(row: Row) -> tuple[int, ...] | None:

@@ -209,6 +209,11 @@ def _from_memory(source: Any, limit: int | None) -> Rows:
     for tabular in ("to_pylist", "to_dicts"):  # of pyarrow and polars
         source = getattr(source, tabular)() if hasattr(source, tabular) else source
     if hasattr(source, "with_format"):  # of `datasets`, whose rows may have been given as tensors
+        if getattr(source, "format", {}).get("type") == "custom":  # streams have no `format`, and no transforms
+            raise DataError(
+                "found a data set with a transform (with_transform or set_transform), which makes rows anew whenever they "
+                "are read. Apply it once with .map, and give its result"
+            )
         source = source.with_format(None)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         source = list(itertools.islice(source, limit))  # an iterator, read once and perhaps without end

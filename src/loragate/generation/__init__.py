@@ -5,7 +5,6 @@ from loragate.generation.engine import (
     OnProgress,
     Sample,
     SampleWriter,
-    prepend_bos,
     read_samples,
     tokenize_prompts,
 )
@@ -24,7 +23,6 @@ __all__ = [
     "ShardedEngine",
     "TransformersEngine",
     "VllmEngine",
-    "prepend_bos",
     "read_samples",
     "tokenize_prompts",
     "uniform",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from loragate.data import prompt_ids
+from loragate.data import Endings
 from loragate.errors import DataError, LoragateError
 from loragate.generation.sampling import SamplingConfig
 from loragate.validate import validate
@@ -104,14 +104,6 @@ class Engine:
         """Free what it holds beyond memory of this process."""
 
 
-def prepend_bos(text: str, tokenizer: Any) -> str:
-    """A raw text as a prompt: with the beginning-of-sequence token in front, where the tokenizer adds one."""
-    begin = tokenizer.bos_token
-    # engines add nothing to a text, so that a rendered conversation does not begin twice
-    adds = begin is not None and tokenizer.bos_token_id in prompt_ids(text, tokenizer)[:1]
-    return begin + text if adds and not text.startswith(begin) else text
-
-
 def pending_rows(questions: int, samples: int, pending: Collection[tuple[int, int]] | None) -> list[tuple[int, int]]:
     """Return the (question, sample) pairs still to be drawn, in order; `pending` None means all of them.
 
@@ -175,25 +167,35 @@ def first_stop(text: str, stop: Sequence[str]) -> int | None:
     return min((start for start in map(text.find, stop) if start >= 0), default=None)
 
 
+def stop_tokens(tokenizer: Any, stop: Sequence[str], endings: Endings) -> frozenset[int]:
+    """The tokens that end an answer: those of `endings`, and the texts `stop` that are a special token.
+
+    Decoded answers are without special tokens, so that such a text would never be found.
+    """
+    added = tokenizer.added_tokens_decoder.items()
+    return endings.token_ids | {index for index, token in added if token.special and token.content in stop}
+
+
 def finish_answers(
     tokenizer: Any,
     token_ids: Sequence[Sequence[int]],
     stopped: Sequence[bool],
-    stop: Sequence[str] = (),
-    turn_ends: Sequence[str] = (),
+    stop: Sequence[str],
+    endings: Endings,
 ) -> list[tuple[tuple[int, ...], str, FinishReason]]:
     """Return (token ids, text, finish reason) of each answer; text and tokens end where the first of all texts does.
 
-    The text is without the text that ended it; the tokens are those up to the one that completes it. One of `turn_ends`
-    ends an answer as a stop token does.
+    The text is without the text that ended it; the tokens are those up to the one that completes it. A text of `endings`
+    ends an answer as its tokens do.
     """
-    texts = (*stop, *turn_ends)
+    texts = (*stop, *endings.texts)
     answers: list[tuple[tuple[int, ...], str, FinishReason]] = []
     for ids, ended in zip(token_ids, stopped):
         text = decode_answer(tokenizer, ids[:-1] if ended else ids)
         end = first_stop(text, texts)
         if end is None:
-            answers.append((tuple(ids), text, "stop" if ended else "length"))
+            by: FinishReason = "stop" if ids[-1] in endings.token_ids else "stop_text"
+            answers.append((tuple(ids), text, by if ended else "length"))
             continue
         # the fewest tokens that hold the text, by bisection: a longer beginning holds it where a shorter one does
         low, high = 1, len(ids)
@@ -202,7 +204,7 @@ def finish_answers(
             complete = first_stop(decode_answer(tokenizer, ids[:middle]), texts) is not None
             low, high = (low, middle) if complete else (middle + 1, high)
         # what the template ends a turn with counts as the model's own end, unless a text of the caller comes first
-        reason: FinishReason = "stop" if end == first_stop(text, turn_ends) else "stop_text"
+        reason: FinishReason = "stop" if end == first_stop(text, endings.texts) else "stop_text"
         answers.append((tuple(ids[:low]), text[:end], reason))
     return answers
 

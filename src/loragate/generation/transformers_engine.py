@@ -32,6 +32,7 @@ from loragate.generation.engine import (
     decode_answer,
     finish_answers,
     first_stop,
+    stop_tokens,
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, SeededSampler
@@ -138,7 +139,7 @@ class TransformersEngine(Engine):
             counters[:, 0],
             counters[:, 1],
             max(map(len, prompts)),
-            self.endings.token_ids,
+            stop_tokens(self.tokenizer, config.stop, self.endings),
             _stop_detector(self.tokenizer, (*config.stop, *self.endings.texts)),
             limits_B,
         )
@@ -149,7 +150,7 @@ class TransformersEngine(Engine):
             new_ids = self._generate_by_transformers(prompts, sampler, longest, pad_id)
         token_ids = [row[:count] for row, count in zip(new_ids, sampler.tokens_B.tolist())]
         stopped = sampler.ended_by_token_B.tolist()  # the last token is a stop token, and no part of the text
-        answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop, self.endings.texts)
+        answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop, self.endings)
         return [
             Sample(question, index, text, ids, reason, entropy)
             for (question, index), (ids, text, reason), entropy in zip(rows, answers, sampler.mean_entropy().tolist())
@@ -175,7 +176,7 @@ class TransformersEngine(Engine):
                 generation_config=GenerationConfig(
                     do_sample=False,  # the sampler leaves one token to choose from
                     max_new_tokens=max_new_tokens,
-                    eos_token_id=sorted(self.endings.token_ids),
+                    eos_token_id=sampler.stop_ids.tolist(),
                     pad_token_id=pad_id,
                     use_cache=True,
                 ),

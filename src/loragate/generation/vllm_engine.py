@@ -32,6 +32,7 @@ from loragate.generation.engine import (
     Sample,
     finish_answers,
     split_by_question,
+    stop_tokens,
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, request_seed
@@ -147,6 +148,7 @@ class VllmEngine(Engine):
             )
         positions = self._llm.llm_engine.model_config.max_model_len
         prompt_ids, limits = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
+        stop_ids = sorted(stop_tokens(self.tokenizer, config.stop, self.endings))
         for chunk in split_by_question(rows, self.batch_size):
             # a chunk ends with a question: vLLM's prefix cache then reads each prompt once for its samples
             outputs = self._llm.generate(
@@ -158,7 +160,7 @@ class VllmEngine(Engine):
                         top_p=config.top_p,
                         max_tokens=limits[question],
                         seed=request_seed(config.seed, question, sample) if config.temperature > 0 else None,
-                        stop_token_ids=sorted(self.endings.token_ids),
+                        stop_token_ids=stop_ids,
                         ignore_eos=True,  # the stop tokens above are the whole list
                         detokenize=False,
                     )
@@ -176,7 +178,7 @@ class VllmEngine(Engine):
                     )
             token_ids = [completion.token_ids for completion in completions]
             stopped = [completion.finish_reason == "stop" for completion in completions]
-            answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop, self.endings.texts)
+            answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop, self.endings)
             yield [
                 Sample(question, sample, text, ids, reason, None)
                 for (question, sample), (ids, text, reason) in zip(chunk, answers)

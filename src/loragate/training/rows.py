@@ -20,6 +20,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 from loragate.data import Collator, EncodedRows, Rows, load_rows
+from loragate.effects import require_effect
 from loragate.errors import ConfigError, DataError, SetupError
 from loragate.losses.causal_head import causal_model
 from loragate.losses.head import IGNORED
@@ -39,7 +40,9 @@ def read_rows(asked: RowsSettings, max_rows: int, seed: int | None = None) -> Ro
 
     Raises:
         DataError: for data that cannot be read.
+        ConfigError: for a `select_seed` beside the first rows.
     """
+    require_effect("rows", asked)
     first = max_rows if asked.select == "first" else 0
     rows = load_rows(asked.data, split=asked.split or None, revision=asked.revision or None, limit=first or None)
     chosen_by = seed if asked.select_seed is None else asked.select_seed

@@ -17,7 +17,7 @@ from typing import Any
 
 import huggingface_hub
 
-from loragate.data import Chat, Rows, load_rows
+from loragate.data import Chat, Rows, load_rows, raw_text
 from loragate.data.rows import SAVED_SPLITS, is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import LETTERS
@@ -35,7 +35,6 @@ from loragate.evaluation.tasks.task import (
     shown,
     variables,
 )
-from loragate.generation import prepend_bos
 from loragate.world.problems import problems, retention_items
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
@@ -321,10 +320,10 @@ def render_questions(task: Task, questions: Sequence[Question], tokenizer: Any, 
         system: "none" leaves out a system message that the template would slip in, "keep" leaves the template alone.
 
     Raises:
-        ConfigError: where the tokenizer has no chat template and the task needs one.
+        ConfigError: where the tokenizer has no chat template and the task needs one; as `raw_text` for a raw task.
     """
     if task.raw or (task.harness is not None and tokenizer.chat_template is None):
-        return [prepend_bos(question.prompt, tokenizer) for question in questions]
+        return [raw_text(question.prompt, tokenizer) for question in questions]
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"{task.name} asks through a chat template and the tokenizer has none; give one with --chat-template FILE (in "

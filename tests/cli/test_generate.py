@@ -1,0 +1,47 @@
+"""What `generate` feeds a model."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlamaTokenizer
+
+from loragate.cli.main import main
+from loragate.data import prompt_ids
+from loragate.generation import TransformersEngine
+
+TOKENS = ["<unk>", "<s>", "</s>", "▁", "▁H", "H", "i", "▁Hi"]
+
+
+@pytest.fixture
+def fed(monkeypatch):
+    """(a tokenizer of Llama's kind, the prompts that an engine gets with it)."""
+    tokenizer = LlamaTokenizer(
+        vocab={token: index for index, token in enumerate(TOKENS)}, merges=[("▁", "H"), ("▁H", "i")]
+    )
+    tokenizer.add_bos_token = True
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    prompts = []
+
+    def generate(self, given, sampling):
+        prompts.extend(given)
+        return []
+
+    monkeypatch.setattr("loragate.models.resolve", lambda *_, **__: SimpleNamespace(sampling=None))
+    monkeypatch.setattr("loragate.models.open_model", lambda *_: SimpleNamespace(model=None, tokenizer=tokenizer))
+    monkeypatch.setattr(TransformersEngine, "__init__", lambda *_: None)
+    monkeypatch.setattr(TransformersEngine, "generate", generate)
+    return tokenizer, prompts
+
+
+def test_a_raw_prompt_has_the_tokens_of_training(fed):
+    tokenizer, prompts = fed
+    assert main(["generate", "--model", "x", "--raw", "--prompt", "Hi"]) == 0
+    assert prompts == [prompt_ids("Hi", tokenizer)] == [tokenizer("Hi")["input_ids"]]
+    assert tokenizer.convert_ids_to_tokens(prompts[0]) == ["<s>", "▁Hi"]
+
+
+def test_a_line_of_a_file_is_one_prompt_whatever_it_holds(fed, tmp_path):
+    lines = ["one\u2028line", "\u0085 and\x0canother"]
+    (tmp_path / "prompts.txt").write_text("\r\n".join([*lines, "", " "]), encoding="utf-8", newline="")
+    assert main(["generate", "--model", "x", "--prompts", str(tmp_path / "prompts.txt")]) == 0
+    assert fed[1] == lines
