@@ -378,7 +378,7 @@ class Evaluation:
                 f"the answers of {variant.label} to {name} are not complete; finish the evaluation first with --resume"
             )
         path = self._grades_path(variant, name, grader)
-        judge_now = judged_by(grader, self.grading, samples)
+        judge_now = judged_by(prepared.task, questions, grader, self.grading, samples)
         grades = read_grades(path, samples, judge_now)
         if grades is None:
             report = partial(on_event, "grading", variant, name)

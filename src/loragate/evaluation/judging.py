@@ -160,20 +160,24 @@ def grader_version(grader: str) -> str:
     )
 
 
-def judged_by(grader: str, settings: GradingSettings, samples: Sequence[Sample]) -> dict[str, Any]:
+def judged_by(
+    task: Task, questions: Sequence[Question], grader: str, settings: GradingSettings, samples: Sequence[Sample]
+) -> dict[str, Any]:
     """What verdicts on file must share to be used again.
 
     Grader, versions, limits and, for programs, the sandbox's tier; and "answers", SHA-256 (hex) over what graders see of the
-    samples: a redrawn answer must not get the verdict of the one before.
+    samples and of the questions: a redrawn answer, or one whose gold or row was mended, must not get the verdict of before.
     """
     kept: dict[str, Any] = {"grader": grader, "version": grader_version(grader)}
     if grader in (*MATH, *CODE):
         kept |= {"timeout_s": float(settings.timeout), "memory_mb": MEMORY_MB}
     if grader in CODE:
         kept["sandbox"] = settings.sandbox
-    if settings.pattern:  # that of a task is one of its facts
-        kept["pattern"] = settings.pattern
+    if grader == "regex":
+        kept["pattern"] = pattern_of(task, settings)
     seen = hashlib.sha256()
+    for question in questions:
+        seen.update(json.dumps([question.gold, question.row], default=str).encode())
     for sample in samples:
         seen.update(json.dumps([sample.question, sample.sample, sample.text, sample.finish_reason]).encode())
     return kept | {"answers": seen.hexdigest()}

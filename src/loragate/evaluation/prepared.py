@@ -190,6 +190,11 @@ def prepare(
     limit = own.max_new_tokens if by_likelihood else settings.max_new_tokens or own.max_new_tokens
     compared: tuple[tuple[Continuation, ...], ...] = ()
     cut, room_left = 0, list[int]()
+    if repeats := len(given) - len({(one.prompt, one.gold, one.options) for one in given}):
+        warnings.append(
+            f"{task.name}: {repeats} of {len(given)} questions repeat another (same prompt and gold): intervals count each as "
+            "one, so they are too narrow; leave the repeats out"
+        )
     if by_likelihood:
         compared, cut = options_of(tokenizer, prompts, given, positions)
     elif positions is not None:
