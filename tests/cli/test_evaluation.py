@@ -178,6 +178,14 @@ def test_all_rows_side_by_side(place, tmp_path, capsys):
     assert "| gated |" in (tmp_path / "run" / "results.md").read_text()
 
 
+def test_no_row_repeats_the_tasks_own_temperature(place, tmp_path):
+    assert run(place, "gated", tmp_path / "run", "--temperature", "0.6", "--constants", "0.5", "--samples", "1") == 0
+    names = [row.label for row in read_record(tmp_path / "run" / "results.json").results]
+    cooler = [f"{acts} {how}" for acts in ("adapter", "gated") for how in ("T=0.3", "greedy")]
+    assert names == ["adapter", "base", "gated", *cooler, "adapter λ=0.5"]
+    assert "adapter greedy" not in [row.label for row in variants_for("gated", own=0.0)]
+
+
 @pytest.fixture(scope="module")
 def dora(place):
     model = tiny_adapter(base=AutoModelForCausalLM.from_pretrained(place / "base"), use_dora=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.answers import READERS, Grade, grade_text
+from loragate.evaluation.answers import READERS, Grade, after_thoughts, grade_text
 from loragate.evaluation.grading import MATH_GRADERS, GradingPool
 from loragate.evaluation.grading.numeric import compile_pattern, grade_last_number, regex_grader
 from loragate.evaluation.harness import grade_by_harness, require_harness
@@ -75,6 +75,8 @@ def judge(
     settings = settings or GradingSettings()
     theirs = [questions[sample.question] for sample in samples]
     texts = [sample.text for sample in samples]
+    if grader in ANSWERS:  # a draft is no answer
+        texts = list(map(after_thoughts, texts))
     if grader in (*MATH, "regex"):
         pairs = [(text, question.gold) for text, question in zip(texts, theirs)]
         tolerances = list(map(_tolerance, theirs)) if grader in MATH else None
