@@ -102,7 +102,9 @@ def test_other_published_forms_of_the_same_sets(jsonl):
     ("value", "answer"), [(100 / 3, r"\frac{100}{3}"), (0.1 + 0.2, "0.3"), (3 * 1.1, "3.3"), (2 / 3, "2/3")]
 )
 def test_a_float_is_the_number_that_was_meant(value, answer, jsonl):
-    (question,) = load_questions(load_task("amc23"), file=jsonl([{"id": 7, "problem": "P?", "answer": value}])).questions
+    (question,) = load_questions(
+        load_task("amc23"), file=jsonl([{"id": 7, "problem": "P?", "answer": value}])
+    ).questions
     assert grade_math(f"\\boxed{{{answer}}}", question.gold).correct, question.gold
     assert not grade_math("\\boxed{33.33}", question.gold).correct
 
