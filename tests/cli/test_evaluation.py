@@ -30,6 +30,7 @@ from loragate.evaluation.judging import judged_by, read_grades, write_grades
 from loragate.evaluation.results import read_record
 from loragate.evaluation.sandbox import probe as probe_sandbox
 from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
+from loragate.evaluation.tasks import load_task
 from loragate.evaluation.variants import ModelVariant, acting, canary, variants_for
 from loragate.files import held
 from loragate.generation import Sample, SampleWriter, SamplingConfig
@@ -57,6 +58,20 @@ def test_a_long_question_lowers_no_other_questions_token_limit(place):
     assert not any("positions" in text for text in prepare(task, questions, tiny_tokenizer(), TaskSettings()).warnings)
     with pytest.raises(DataError, match="only 32 positions"):
         prepare(task, questions, tiny_tokenizer(), TaskSettings(), 32)
+
+
+def test_questions_that_repeat_another_are_said(place):
+    from loragate.evaluation.prepared import prepare
+    from loragate.evaluation.tasks import load_questions
+
+    task, warnings = load_task(str(place / "words.yaml")), []
+    for repeats in (0, 3):
+        rows = [{"question": f"w{index}", "answer": "w3"} for index in (*range(5), *range(repeats))]
+        path = write_rows(place / "repeats.jsonl", [*rows, {"question": "w0", "answer": "w4"}])
+        questions = load_questions(task, str(path))
+        warnings.append(prepare(task, questions, tiny_tokenizer(), TaskSettings()).warnings)
+    assert not warnings[0], "the same prompt with another gold is another question"
+    assert "words: 3 of 9 questions repeat another (same prompt and gold)" in warnings[1][0]
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +176,14 @@ def test_all_rows_side_by_side(place, tmp_path, capsys):
     assert record.canary["gates_from_adapter"] > 0
     assert record.versions["torch"] == torch.__version__.split("+")[0] or record.versions["torch"] == torch.__version__
     assert "| gated |" in (tmp_path / "run" / "results.md").read_text()
+
+
+def test_no_row_repeats_the_tasks_own_temperature(place, tmp_path):
+    assert run(place, "gated", tmp_path / "run", "--temperature", "0.6", "--constants", "0.5", "--samples", "1") == 0
+    names = [row.label for row in read_record(tmp_path / "run" / "results.json").results]
+    cooler = [f"{acts} {how}" for acts in ("adapter", "gated") for how in ("T=0.3", "greedy")]
+    assert names == ["adapter", "base", "gated", *cooler, "adapter λ=0.5"]
+    assert "adapter greedy" not in [row.label for row in variants_for("gated", own=0.0)]
 
 
 @pytest.fixture(scope="module")
@@ -431,18 +454,31 @@ def test_redrawn_answers_are_judged_anew(place, whole, tmp_path):
     assert read_record(folder / "results.json").find("words", "base").avg_at_k.mean == 1
 
 
+def test_a_gold_that_was_mended_is_judged_anew(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    path = folder / "questions" / "words.jsonl"
+    answers, grades = open_evaluation(folder).answers(ModelVariant("base"), "words", "exact")
+    assert not grades[0].correct
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["gold"] = answers[0].text.strip()
+    write_rows(path, rows)
+    assert main(["regrade", str(folder)]) == 0
+    assert open_evaluation(folder).answers(ModelVariant("base"), "words", "exact")[1][0].correct
+
+
 def test_verdicts_of_other_limits_are_not_taken_over(place, tmp_path, capsys):
     """Exact comparison has neither limits nor a sandbox; what matters to it is who judged."""
     settings = GradingSettings()
     samples = [Sample(0, 0, "a\u2028b", (1,), "stop", None), Sample(0, 1, "", (1,), "stop", None)]
     grades = [Grade(True, "a\u2028b", "ok"), Grade(False, None, "no_answer")]
-    path = tmp_path / "grades.jsonl"
+    path, task = tmp_path / "grades.jsonl", load_task(str(place / "words.yaml"))
+    by = lambda grader, settings: judged_by(task, [], grader, settings, samples)  # noqa: E731
     for grader in ("exact", "default", "humaneval"):
-        write_grades(path, samples, grades, judged_by(grader, settings, samples))
-        assert read_grades(path, samples, judged_by(grader, settings, samples)) == read_grades(path, samples) == grades
+        write_grades(path, samples, grades, by(grader, settings))
+        assert read_grades(path, samples, by(grader, settings)) == read_grades(path, samples) == grades
         slower, lower = replace(settings, timeout=20.0), replace(settings, sandbox="rlimits")
-        assert (read_grades(path, samples, judged_by(grader, slower, samples)) is None) == (grader != "exact")
-        assert (read_grades(path, samples, judged_by(grader, lower, samples)) is None) == (grader == "humaneval")
+        assert (read_grades(path, samples, by(grader, slower)) is None) == (grader != "exact")
+        assert (read_grades(path, samples, by(grader, lower)) is None) == (grader == "humaneval")
     assert read_grades(path, samples[:1]) is None
 
 

@@ -4,8 +4,12 @@ import time
 
 import pytest
 
-from loragate.evaluation.answers import Grade, choice_letter, grade_text
-from loragate.evaluation.judging import grade_tiny
+from loragate.evaluation.answers import Grade, after_thoughts, choice_letter, grade_text
+from loragate.evaluation.judging import grade_tiny, judge
+from loragate.evaluation.settings import GradingSettings
+from loragate.evaluation.tasks import Question
+from loragate.generation import Sample
+from loragate.selection.dev import plain_task
 from loragate.world.problems import problems, retention_items
 
 CHOICES = {
@@ -40,6 +44,8 @@ CHOICES = {
     "We get \\boxed{b}": "B",
     "We get \\boxed{\\text{(b)}}": "B",
     "We get \\boxed{B, a dog}": "B",
+    "The answer is A or B. No: the answer is B": "B",
+    "The answer is C, I think": "C",
 }
 NOTHING = [
     "",
@@ -55,6 +61,8 @@ NOTHING = [
     "\\boxed{A/C}",
     "\\boxed{\\text{(A) and (C)}}",
     "\\boxed{A \\text{ or } C}",
+    "The answer is A or B",
+    "The answer is **A** and **C**.",
 ]
 
 
@@ -84,6 +92,32 @@ def test_exact():
     assert grade_text(" \n", "yes", "exact") == Grade(False, None, "no_answer")
     assert grade_text(r"so \boxed{yes} it is", "yes", "boxed") == Grade(True, "yes", "ok")
     assert grade_text("yes", "yes", "boxed") == Grade(False, None, "no_box")
+
+
+THOUGHTS = {
+    "choice": ("At first the answer is B. But C fits better.", "C", "C", "B"),
+    "boxed": (r"perhaps \boxed{no}", r"\boxed{yes}", "yes", "no"),
+    "default": (r"perhaps \boxed{7}, so", r"\boxed{8}", "8", "7,8"),
+    "gsm8k": ("#### 7", "The answer is 8.", "8", "7"),
+    "exact": ("no", "yes", "yes", "no"),
+    "regex": ("the answer is 7.", "the answer is 8.", "8", "7"),
+}
+
+
+@pytest.mark.parametrize("grader", THOUGHTS)
+def test_a_draft_among_thoughts_is_no_answer(grader):
+    draft, end, gold, drafted = THOUGHTS[grader]
+    asked = [Question(str(place), "", text, {}) for place, text in enumerate((gold, drafted, gold))]
+    closed, end = f"<think>{draft}</think>\n\n{end}", f"{end}\n"
+    answers = [closed, closed, end]
+    samples = [Sample(place, 0, text, (1,), "stop", None) for place, text in enumerate(answers)]
+    settings = GradingSettings(workers=1, grader=grader, pattern=r"answer is (\d)" if grader == "regex" else "")
+    grades = judge(plain_task("dev", "exact"), asked, samples, grader, settings)
+    assert [grade.correct for grade in grades] == [True, False, True]
+
+
+def test_thoughts_that_were_never_closed_stay():
+    assert after_thoughts("<think>the answer is B") == "<think>the answer is B"
 
 
 def test_tiny():

@@ -18,7 +18,7 @@ from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.harness import draw_likelihoods, grade_by_harness
 from loragate.evaluation.prepared import prepare
 from loragate.evaluation.settings import TaskSettings
-from loragate.evaluation.tasks import load_questions, load_task
+from loragate.evaluation.tasks import Question, load_questions, load_task
 from loragate.evaluation.tasks.questions import CHECKS
 from loragate.evaluation.variants import ModelVariant
 from loragate.generation import Sample, TransformersEngine
@@ -363,6 +363,7 @@ def test_bbh_counts_by_its_subsets_and_every_suite_the_same_in_the_average(tmp_p
         def __init__(self, name):
             self.task = load_task(name)
             self.strata = lambda: [np.array(part) for part in strata[name]]
+            self.questions = [Question("0", f"{name} {i}", "", {"i": [name, i]}) for i in range(len(rows[name]))]
 
     kinds = [ModelVariant("adapter"), ModelVariant("base"), ModelVariant("adapter", "T=0.6", temperature=0.6)]
     rows["arithmetic"], strata["arithmetic"] = [1, 0], [range(2)]
@@ -393,6 +394,36 @@ def test_bbh_counts_by_its_subsets_and_every_suite_the_same_in_the_average(tmp_p
     # a task of one's own may be of a suite whose other tasks ask for no controls
     results["adapter T=0.6", "openbookqa"] = results["adapter", "openbookqa"]
     assert [row.control for row in averages(["openbookqa", "mmlu_pro"])] == [None, None]
+
+
+def test_tasks_that_ask_the_same_questions_are_no_independent_strata(tmp_path):
+    scores = np.random.default_rng(0).integers(0, 2, (60, 1)).astype(float)
+
+    def average(*tasks):
+        """Of tasks as (name, questions), all with these scores."""
+        parts = [
+            SimpleNamespace(task=load_task(name), questions=asked, strata=lambda: [np.arange(60)])
+            for name, asked in tasks
+        ]
+        one = Evaluation(tmp_path, parts, [ModelVariant("adapter")], models={}, canary={}, seed=0)
+        (row,) = one._averages({("adapter", name): SimpleNamespace(means_Q1=scores) for name, _ in tasks})
+        return row.average
+
+    def questions(name, prompt, ids="HumanEval"):
+        return [Question(f"{ids}/{i}", f"{prompt} {i}", "", {"tests": f"{name} {i}"}) for i in range(60)]
+
+    def error(names):
+        return float(scores.std(ddof=1)) / 60**0.5 / names**0.5
+
+    plus = ("humaneval_plus", questions("plus", "chat"))
+    assert average(("humaneval", questions("", "chat")), plus).stderr == pytest.approx(error(1))
+    assert average(("humaneval_raw", questions("", "raw")), plus).stderr == pytest.approx(error(1)), (
+        "known by their ids"
+    )
+    rows = ("mbpp", questions("plus", "another"))
+    assert average(rows, plus).stderr == pytest.approx(error(1)), "known by their rows"
+    other = average(("mbpp", questions("mbpp", "more", "MBPP")), plus)
+    assert (other.stderr, other.questions) == (pytest.approx(error(2)), 120)
 
 
 # --------------------------------------------------------------------------------------------------- refusals

@@ -329,3 +329,34 @@ def test_weights_nest_averages_and_equal_ones_change_nothing():
     assert nested.high - nested.low == pytest.approx(2 * 1.96 * nested.stderr, rel=0.05)
     difference = compare_suites(tables, others, weights=weights)
     assert difference.mean == pytest.approx(nested.mean - suite_average(others, weights=weights).mean)
+
+
+def test_a_task_averaged_with_a_copy_of_itself_is_itself():
+    names, order = [f"q{place}" for place in range(len(LONG))], np.random.default_rng(0).permutation(len(LONG))
+    shuffled = [names[place] for place in order]
+    alone, twice = suite_average([LONG]), suite_average([LONG, LONG[order]], names=[names, shuffled])
+    assert dataclasses.astuple(twice)[:4] == pytest.approx(dataclasses.astuple(alone)[:4])
+    assert (twice.tasks, twice.questions) == (2, 200)
+    one = compare_suites([LONG[:, :8]], [LONG[:, 8:]])
+    two = compare_suites([LONG[:, :8], LONG[order, :8]], [LONG[:, 8:], LONG[order, 8:]], names=[names, shuffled])
+    assert (two.mean, two.stderr, two.df, two.p) == pytest.approx((one.mean, one.stderr, one.df, one.p))
+    assert suite_average([LONG, LONG]).stderr < 0.8 * alone.stderr, "as strata they would count twice"
+    apart = suite_average([LONG, EASY], names=[names, [f"e{place}" for place in range(30)]])
+    assert apart == suite_average([LONG, EASY]), "tasks that share no question are strata as before"
+
+
+def test_tasks_that_share_some_questions():
+    """The standard error is that of sums of what each question adds to the average."""
+    names = [list(range(200)), list(range(100, 160))]
+    tables = [LONG, LONG[100:160]]
+    found = suite_average(tables, names=names)
+    adds = np.zeros(200)
+    for table, own in zip(tables, names):
+        means = table.mean(axis=1)
+        adds[own] += (means - means.mean()) / len(own) / 2
+    assert found.mean == pytest.approx((LONG.mean() + LONG[100:160].mean()) / 2)
+    assert found.stderr == pytest.approx(math.sqrt(np.sum(adds**2) * 200 / 199))
+    assert found.questions == 200
+    same = compare_suites(tables, tables, names=names)
+    assert same.p == 1
+    assert -0.1 < same.low < 0 < same.high < 0.1, "without any difference the bound is that of shares"

@@ -84,7 +84,9 @@ def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float
         out.print(loaded.note)
     with display.job("reading the questions"):
         prepared = request.prepare(tasks, loaded)
-    variants, left_out = side_by_side(loaded, controls, constants, request.recommended(prepared, loaded))
+    heats = {one.sampling.temperature for one in prepared if one.task.harness is None}  # suites have no controls
+    own = heats.pop() if len(heats) == 1 else None
+    variants, left_out = side_by_side(loaded, controls, constants, request.recommended(prepared, loaded), own)
     evaluation = Evaluation.of(request, prepared, loaded, variants, left_out=left_out)
     if note := request.sampling_note(prepared, loaded):
         out.print(note)

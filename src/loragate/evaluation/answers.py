@@ -47,6 +47,11 @@ class Grade:
     scores: dict[str, float] = field(default_factory=dict, repr=False)
 
 
+def after_thoughts(response: str) -> str:
+    """What follows the last `</think>`; the whole response where thoughts were never closed, or there are none."""
+    return response.rpartition("</think>")[2]
+
+
 def last_boxed(response: str) -> str | None:
     r"""Return what the last complete `\boxed{…}` or `\fbox{…}` of `response` holds, or None.
 
@@ -115,7 +120,7 @@ def choice_letter(response: str) -> str | None:
     Tried in turn: the last `\boxed{C}`, which chooses nothing where it holds several letters; "the answer is (C)",
     "Answer: **C**" and the like, small letters only where a bracket, a full stop or the end follows; "C is correct"; a
     bold `**C**` or `**C. text**`; a line that holds only the letter; the last capital that stands alone with no small
-    word after it, as "A" and "I" are words of their own.
+    word after it, as "A" and "I" are words of their own. An announcement of several ("the answer is A or B") chooses nothing.
     """
     allowed = f"[{LETTERS}]"
     if (boxed := last_boxed(response)) is not None:
@@ -136,7 +141,8 @@ def choice_letter(response: str) -> str | None:
     )
     for form in forms:
         if matches := list(re.finditer(form, response)):
-            return matches[-1][1].upper()
+            several = rf"{_ANNOUNCED}{allowed}{_AND}{allowed}{_END}(?! +[a-z])"
+            return None if re.compile(several).match(response, matches[-1].start()) else matches[-1][1].upper()
     return None
 
 

@@ -71,10 +71,14 @@ def why_not(loaded: Loaded, variant: ModelVariant) -> str:
 
 
 def side_by_side(
-    loaded: Loaded, controls: str = "cheap", constants: Sequence[float | str] = (0.5,), recommended: float | None = None
+    loaded: Loaded,
+    controls: str = "cheap",
+    constants: Sequence[float | str] = (0.5,),
+    recommended: float | None = None,
+    own: float | None = None,
 ) -> tuple[list[ModelVariant], dict[str, str]]:
     """(variants of the model that are scored side by side, {label of a variant that it cannot be: why}); see `variants_for`."""
-    wanted = variants_for(loaded.kind, controls, constants, recommended)
+    wanted = variants_for(loaded.kind, controls, constants, recommended, own)
     left_out = {variant.label: why for variant in wanted if (why := why_not(loaded, variant))}
     return [variant for variant in wanted if variant.label not in left_out], left_out
 

@@ -36,6 +36,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from loragate.data import template_hash
 from loragate.display import Job
 from loragate.errors import ConfigError, DataError
@@ -53,7 +55,7 @@ from loragate.evaluation.judging import (
     require_graders,
     write_grades,
 )
-from loragate.evaluation.prepared import Prepared, Request, read_questions, write_questions
+from loragate.evaluation.prepared import Prepared, Request, question_names, read_questions, write_questions
 from loragate.evaluation.references import check_references
 from loragate.evaluation.results import (
     EvaluationRecord,
@@ -378,7 +380,7 @@ class Evaluation:
                 f"the answers of {variant.label} to {name} are not complete; finish the evaluation first with --resume"
             )
         path = self._grades_path(variant, name, grader)
-        judge_now = judged_by(grader, self.grading, samples)
+        judge_now = judged_by(prepared.task, questions, grader, self.grading, samples)
         grades = read_grades(path, samples, judge_now)
         if grades is None:
             report = partial(on_event, "grading", variant, name)
@@ -402,9 +404,11 @@ class Evaluation:
     def _averages(self, found: Results) -> list[SuiteResult]:
         """The averages of each variant: over the subsets of a task that counts by them, and over the tasks of a suite.
 
-        A mean over unlike tasks would say nothing. In a suite every task counts the same, by its questions or its subsets.
+        A mean over unlike tasks would say nothing. In a suite every task counts the same, by its questions or its subsets. Tasks
+        that ask the same questions, as HumanEval and HumanEval+, are no independent strata.
         """
         strata = {one.task.name: one.strata() for one in self.tasks}
+        numbers = {one.task.name: np.array(own) for one, own in zip(self.tasks, question_names(self.tasks))}
         suites: dict[str, list[str]] = {}
         for prepared in self.tasks:
             suites.setdefault(prepared.task.suite, []).append(prepared.task.name)
@@ -415,6 +419,7 @@ class Evaluation:
             # every task has the same share, and within it every stratum; without subsets a task is one stratum
             weights = [1 / len(names) / len(strata[name]) for name in names for _ in strata[name]]
             count = len(names) if len(names) > 1 else len(weights)  # tasks, or the subsets of the one task
+            asked = [numbers[name][places].tolist() for name in names for places in strata[name]]
             # of each variant that answered all these tasks: no suite of the harness asks for controls
             tables = {
                 one.label: [found[one.label, name].means_Q1[places] for name in names for places in strata[name]]
@@ -425,8 +430,8 @@ class Evaluation:
                 if variant.label not in tables:
                     continue
                 ours, adapter = tables[variant.label], tables.get(variant.compared_with)
-                comparison = None if adapter is None else compare_suites(ours, adapter, weights=weights)
-                average = replace(suite_average(ours, weights=weights), tasks=count)
+                comparison = None if adapter is None else compare_suites(ours, adapter, weights=weights, names=asked)
+                average = replace(suite_average(ours, weights=weights, names=asked), tasks=count)
                 own = SuiteResult(variant.weights, average, title, variant.control, comparison, tasks=tuple(names))
                 averages.append(own)
         return averages

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.answers import READERS, Grade, grade_text
+from loragate.evaluation.answers import READERS, Grade, after_thoughts, grade_text
 from loragate.evaluation.grading import MATH_GRADERS, GradingPool
 from loragate.evaluation.grading.numeric import compile_pattern, grade_last_number, regex_grader
 from loragate.evaluation.harness import grade_by_harness, require_harness
@@ -75,6 +75,8 @@ def judge(
     settings = settings or GradingSettings()
     theirs = [questions[sample.question] for sample in samples]
     texts = [sample.text for sample in samples]
+    if grader in ANSWERS:  # a draft is no answer
+        texts = list(map(after_thoughts, texts))
     if grader in (*MATH, "regex"):
         pairs = [(text, question.gold) for text, question in zip(texts, theirs)]
         tolerances = list(map(_tolerance, theirs)) if grader in MATH else None
@@ -160,20 +162,24 @@ def grader_version(grader: str) -> str:
     )
 
 
-def judged_by(grader: str, settings: GradingSettings, samples: Sequence[Sample]) -> dict[str, Any]:
+def judged_by(
+    task: Task, questions: Sequence[Question], grader: str, settings: GradingSettings, samples: Sequence[Sample]
+) -> dict[str, Any]:
     """What verdicts on file must share to be used again.
 
     Grader, versions, limits and, for programs, the sandbox's tier; and "answers", SHA-256 (hex) over what graders see of the
-    samples: a redrawn answer must not get the verdict of the one before.
+    samples and of the questions: a redrawn answer, or one whose gold or row was mended, must not get the verdict of before.
     """
     kept: dict[str, Any] = {"grader": grader, "version": grader_version(grader)}
     if grader in (*MATH, *CODE):
         kept |= {"timeout_s": float(settings.timeout), "memory_mb": MEMORY_MB}
     if grader in CODE:
         kept["sandbox"] = settings.sandbox
-    if settings.pattern:  # that of a task is one of its facts
-        kept["pattern"] = settings.pattern
+    if grader == "regex":
+        kept["pattern"] = pattern_of(task, settings)
     seen = hashlib.sha256()
+    for question in questions:
+        seen.update(json.dumps([question.gold, question.row], default=str).encode())
     for sample in samples:
         seen.update(json.dumps([sample.question, sample.sample, sample.text, sample.finish_reason]).encode())
     return kept | {"answers": seen.hexdigest()}

@@ -15,7 +15,7 @@ import numpy as np
 from loragate.data.rows import is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.harness import options_of, with_prompts
-from loragate.evaluation.judging import grader_for, grader_version, require_graders
+from loragate.evaluation.judging import CODE, grader_for, grader_version, require_graders
 from loragate.evaluation.references import check_references
 from loragate.evaluation.results import TaskInfo
 from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
@@ -190,6 +190,11 @@ def prepare(
     limit = own.max_new_tokens if by_likelihood else settings.max_new_tokens or own.max_new_tokens
     compared: tuple[tuple[Continuation, ...], ...] = ()
     cut, room_left = 0, list[int]()
+    if repeats := len(given) - len({(one.prompt, one.gold, one.options) for one in given}):
+        warnings.append(
+            f"{task.name}: {repeats} of {len(given)} questions repeat another (same prompt and gold): intervals count each as "
+            "one, so they are too narrow; leave the repeats out"
+        )
     if by_likelihood:
         compared, cut = options_of(tokenizer, prompts, given, positions)
     elif positions is not None:
@@ -236,6 +241,25 @@ def prepare(
         sampling=sampling,
         compared=compared,
     )
+
+
+def question_names(tasks: Sequence[Prepared]) -> list[list[int]]:
+    """Of each task a number for every question, the same where tasks ask the same one.
+
+    One question has one prompt or row. The tests and columns of programs differ between editions of a set (HumanEval+, sanitized
+    MBPP), and their ids do not; ids of other sets are often but places.
+    """
+    known: dict[str, int] = {}
+    found = []
+    for one in tasks:
+        numbers = []
+        for question in one.questions:
+            keys = [f"prompt {question.prompt}", f"row {json.dumps(question.row, default=str)}"]
+            keys += [f"id {one.task.grader} {question.id}"] if one.task.grader in CODE else []
+            numbers.append(next((known[key] for key in keys if key in known), len(known)))
+            known.update(dict.fromkeys(keys, numbers[-1]))
+        found.append(numbers)
+    return found
 
 
 def write_questions(folder: Path, prepared: Prepared) -> None:

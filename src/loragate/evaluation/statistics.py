@@ -3,7 +3,8 @@
 Samples of one question resemble one another, so the question, not the sample, is the unit: standard errors are clustered
 by question and comparisons are paired by it. No interval over questions covers other bases or training seeds. In an average
 over several tasks, the tasks are strata: their questions are drawn apart, so nothing is pooled across them and each task counts
-the same. All is arithmetic on arrays of scores; tasks and models are not known here.
+the same. Only tasks that ask the same questions are one stratum. All is arithmetic on arrays of scores; tasks and models are
+not known here.
 
 Shapes: B tasks, Q questions (of each task its own), K samples per question.
 """
@@ -248,7 +249,7 @@ def t_interval(values: Array, lower: float, upper: float) -> tuple[float, float,
 
 @dataclass(frozen=True)
 class SuiteEstimate:
-    """The mean over `tasks` tasks of their means, with standard error and 95 % interval; `questions` in all."""
+    """The mean over `tasks` tasks of their means, with standard error and 95 % interval; `questions` in all, each counted once."""
 
     mean: float
     stderr: float
@@ -258,8 +259,17 @@ class SuiteEstimate:
     questions: int
 
 
+Names = Sequence[Sequence[Hashable]]
+"""[B][Q]: what tells the questions of several tasks apart; equal ones are one question, asked by each."""
+
+
 def suite_average(
-    tasks: Sequence[ArrayLike], *, weights: Sequence[float] | None = None, seed: int = 0, draws: int = DRAWS
+    tasks: Sequence[ArrayLike],
+    *,
+    weights: Sequence[float] | None = None,
+    names: Names | None = None,
+    seed: int = 0,
+    draws: int = DRAWS,
 ) -> SuiteEstimate:
     """Return the mean of the task means of B tables [Q, K], weighted by `weights` [B] that sum to 1; None: all count the same.
 
@@ -267,30 +277,68 @@ def suite_average(
     is that of a stratified bootstrap: in each of `draws` draws of `seed`, every task's questions are drawn anew with
     replacement, Q - 1 of Q so that the variance is that of the unbiased estimate. A task whose questions all have the same
     mean would add no width; the bounds that `average_at_k` gives it are added in quadrature. Tasks with scores in [0, 1] give
-    an interval within.
+    an interval within. Tasks that share questions by `names` are one task in this, so that a copy of a task adds no certainty.
 
     Raises `DataError` for a table that is empty, not two-dimensional or not finite.
     """
     tables = [check_scores(table, f"task {index}") for index, table in enumerate(tasks)]
     shares = [_in_unit_interval(table) for table in tables]
     limits = [(0.0, 1.0) if inside else (-math.inf, math.inf) for inside in shares]
-    mean, stderr, low, high = _stratified([table.mean(axis=1) for table in tables], limits, weights, seed, draws)
+    values, limits, shared = _merged([table.mean(axis=1) for table in tables], limits, weights, names)
+    mean, stderr, low, high = _stratified(values, limits, shared, seed, draws)
     if all(shares):
         low, high = max(low, 0.0), min(high, 1.0)
-    return SuiteEstimate(mean, stderr, low, high, len(tables), sum(map(len, tables)))
+    return SuiteEstimate(mean, stderr, low, high, len(tables), sum(map(len, values)))
 
 
 def compare_suites(
-    tasks_a: Sequence[ArrayLike], tasks_b: Sequence[ArrayLike], *, weights: Sequence[float] | None = None
+    tasks_a: Sequence[ArrayLike],
+    tasks_b: Sequence[ArrayLike],
+    *,
+    weights: Sequence[float] | None = None,
+    names: Names | None = None,
 ) -> Difference:
     """Return the difference of the suite averages, a - b, of B pairs of tables [Q, K] and [Q, M], paired by question.
 
-    Interval and p are those of `compare`, with the tasks as strata, each weighted as in the average.
+    Interval and p are those of `compare`, with the tasks as strata, each weighted and those that share questions merged as in
+    the average.
 
     Raises `DataError` as `compare` does.
     """
     pairs = [paired_differences(table_a, table_b) for table_a, table_b in zip(tasks_a, tasks_b, strict=True)]
-    return _tested(pairs, weights or [1 / len(pairs)] * len(pairs))
+    values, limits, shared = _merged([one for one, _ in pairs], [(-limit, limit) for _, limit in pairs], weights, names)
+    return _tested([(one, limit) for one, (_, limit) in zip(values, limits)], shared)
+
+
+def _merged(
+    values: Sequence[Array],
+    limits: Sequence[tuple[float, float]],
+    weights: Sequence[float] | None,
+    names: Names | None,
+) -> tuple[list[Array], list[tuple[float, float]], list[float]]:
+    """Strata [B][Q] with their limits and weights, those that share questions made one of all their questions.
+
+    The value of a question is then the weighted mean over the strata; one that does not ask it stands at its own mean.
+    """
+    shares = [1 / len(values)] * len(values) if weights is None else list(weights)
+    asked = [set(own) for own in names] if names is not None else [{(index,)} for index in range(len(values))]
+    groups: list[list[int]] = []
+    for index in range(len(values)):
+        met = [group for group in groups if any(not asked[index].isdisjoint(asked[other]) for other in group)]
+        groups = [group for group in groups if group not in met] + [[*(one for group in met for one in group), index]]
+    found, bounds, sums = list[Array](), list[tuple[float, float]](), list[float]()
+    for group in groups:
+        total, merged = sum(shares[one] for one in group), values[group[0]]
+        if names is not None and len(group) > 1:
+            places = {name: place for place, name in enumerate(dict.fromkeys(n for one in group for n in names[one]))}
+            merged = np.full(len(places), sum(shares[one] * values[one].mean() for one in group) / total)
+            for one in group:
+                part = shares[one] / total * len(places) / len(values[one])
+                np.add.at(merged, [places[name] for name in names[one]], part * (values[one] - values[one].mean()))
+        found.append(merged)
+        bounds.append((min(limits[one][0] for one in group), max(limits[one][1] for one in group)))
+        sums.append(total)
+    return found, bounds, sums
 
 
 def pass_at_k(scores: ArrayLike, k: int) -> Estimate:
@@ -350,7 +398,7 @@ def dft_rounded_mean(scores: ArrayLike) -> float:
 def _stratified(
     values: Sequence[Array],
     limits: Sequence[tuple[float, float]],
-    weights: Sequence[float] | None,
+    shares: Sequence[float],
     seed: int,
     draws: int,
 ) -> tuple[float, float, float, float]:
@@ -359,8 +407,8 @@ def _stratified(
     Args:
         values: [B][Q], of each stratum its own Q.
         limits: (lowest, highest) that a question of the stratum can score; they bound a stratum without spread.
+        shares: weights of the strata, which sum to 1.
     """
-    shares = [1 / len(values)] * len(values) if weights is None else list(weights)
     means = [float(stratum.mean()) for stratum in values]
     mean = sum(share * own for share, own in zip(shares, means))
     generator = np.random.default_rng(seed)

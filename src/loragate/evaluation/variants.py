@@ -106,7 +106,11 @@ class ModelVariant:
 
 
 def variants_for(
-    kind: Kind, controls: str = "cheap", constants: Sequence[float | str] = (0.5,), recommended: float | None = None
+    kind: Kind,
+    controls: str = "cheap",
+    constants: Sequence[float | str] = (0.5,),
+    recommended: float | None = None,
+    own: float | None = None,
 ) -> list[ModelVariant]:
     """The variants of a base model, a plain adapter or a gated adapter; the adapter comes first, as others refer to it.
 
@@ -118,6 +122,7 @@ def variants_for(
         constants: the constant λ of the cheap controls, each a number or, for a part of the model, "lower=0.5".
         recommended: a temperature at which the model, and the adapter beside it, are scored whatever the controls; None for that
             of the tasks alone.
+        own: the temperature of all the tasks, at which no variant repeats the first ones; None where they have several.
 
     Raises:
         ConfigError: for an unknown set of controls, or a constant that is the base or the adapter.
@@ -132,7 +137,7 @@ def variants_for(
         variants.append(ModelVariant("gated"))
     if controls == "full" and kind == "gated":
         variants.append(ModelVariant("gated", "random gates", random=0))
-    cooler = dict.fromkeys([*(COOLER if controls != "none" else ()), *added])
+    cooler = [one for one in dict.fromkeys([*(COOLER if controls != "none" else ()), *added]) if one != own]
     for weights in ("adapter", "gated") if kind == "gated" else ("adapter",):
         variants += [ModelVariant(weights).at(temperature) for temperature in cooler]
     if controls != "none":

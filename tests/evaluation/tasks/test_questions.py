@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from loragate.errors import DataError
+from loragate.evaluation.grading import grade_math
 from loragate.evaluation.tasks import Question, load_questions, load_task
 from loragate.recipes import QUESTIONS
 from tiny import rehearsal_rows, write_rows
@@ -95,6 +96,17 @@ def test_other_published_forms_of_the_same_sets(jsonl):
     numbers = [{"problem": "P?", "answer": 25}]
     (question,) = load_questions(load_task("aime24"), file=jsonl(numbers)).questions
     assert (question.id, question.gold) == ("0", "25")
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"), [(100 / 3, r"\frac{100}{3}"), (0.1 + 0.2, "0.3"), (3 * 1.1, "3.3"), (2 / 3, "2/3")]
+)
+def test_a_float_is_the_number_that_was_meant(value, answer, jsonl):
+    (question,) = load_questions(
+        load_task("amc23"), file=jsonl([{"id": 7, "problem": "P?", "answer": value}])
+    ).questions
+    assert grade_math(f"\\boxed{{{answer}}}", question.gold).correct, question.gold
+    assert not grade_math("\\boxed{33.33}", question.gold).correct
 
 
 REQUIRED = [

@@ -75,6 +75,11 @@ _DECIMAL = re.compile(
     r"[-+]?\s*(?P<mantissa>\d+(?:\.\d*)?|\.\d+)"
     r"(?:[eE]\{?(?P<e>[+-]?\d+)\}?|\s*(?:\\times|\\cdot|\*|[xX])\s*10\s*\^\s*\{?\s*(?P<ten>[+-]?\s*\d+)\s*\}?)?"
 )
+# a range or score, a date, a short code: sums and quotients by their looks
+_CODED = re.compile(r"\(?\d+(?:\s*-\s*\d+){1,2}\)?|\d+/\d+/\d{2,4}")
+_ROMAN = re.compile("[IVXLCDM]{2}")  # more letters are a word
+_ANGLE = (("angle", 1),)
+_WITH_DEGREES = {(("radian", 1),), (("celsius", 1),), (("fahrenheit", 1),)}  # where one side says only "degrees"
 _TEN = re.compile(r"(?<=[\d.])\s*[xX]\s*(?=10\s*\^)")
 
 
@@ -271,10 +276,13 @@ class _Decision:
 
     def same_quantity(self, gold: str, answer: str) -> Verdict:
         left, right = read_quantity(gold), read_quantity(answer)
+        if _CODED.fullmatch(left.body) and _CODED.fullmatch(right.body):  # 2-1 is no 3-2, but 5-3 may be 2
+            one, two = (key(side.body).strip("()") for side in (left, right))
+            return one == two and (not left.unit or not right.unit or left.unit == right.unit)
         trees = [read_expression(_TEN.sub(r"\\times ", side.body)) for side in (left, right)]
         if left.unit and right.unit and left.unit.kinds != right.unit.kinds:
-            angles = {(("angle", 1),), (("radian", 1),)}
-            if {left.unit.kinds, right.unit.kinds} != angles:
+            kinds = {left.unit.kinds, right.unit.kinds}
+            if _ANGLE not in kinds or not kinds & _WITH_DEGREES:
                 return False
         trees = _in_radians(left, right, trees)
         if left.unit and right.unit and left.unit.kinds == right.unit.kinds and left.unit.size != right.unit.size:
@@ -384,7 +392,7 @@ def _condition_of(found: re.Match[str]) -> tuple[str, bool]:
 
 
 def _same_special(gold: str, answer: str) -> Verdict:
-    """Choices, words, times and ratios, numbers in other bases: decided by spelling alone."""
+    """Choices, words, Roman numerals, times and ratios, numbers in other bases: decided by spelling alone."""
     plain_gold, plain_answer = unwrap_fonts(gold), unwrap_fonts(answer)
     letter = _CHOICE_GOLD.fullmatch(plain_gold)
     if letter is not None:
@@ -395,7 +403,10 @@ def _same_special(gold: str, answer: str) -> Verdict:
         return sorted(re.findall("[A-J]", plain_gold)) == sorted(re.findall("[A-J]", plain_answer))
     words = [_is_word(text) for text in (gold, answer)]
     if all(words) and not (looks_like_set(gold) and looks_like_set(answer)):
-        return _fold(plain_gold) == _fold(plain_answer)
+        cased = re.search("[a-z][A-Z]", f"{plain_gold} {plain_answer}")  # AaBb is no AABB
+        return _fold(plain_gold) == _fold(plain_answer) and (not cased or key(gold) == key(answer))
+    if _ROMAN.fullmatch(plain_gold) and _ROMAN.fullmatch(plain_answer):
+        return plain_gold == plain_answer
     bases = [_base(text) for text in (plain_gold, plain_answer)]
     if any(bases):
         return bases[0] == bases[1]
@@ -416,9 +427,9 @@ def _base(text: str) -> tuple[str, str] | None:
 
 
 def _is_word(text: str) -> bool:
-    """Whether letters are a word and not a product of variables: font commands say so, or their number, or "no"."""
+    """Whether letters are a word and not a product of variables: font commands say so, their number, or "no" and "on"."""
     plain = unwrap_fonts(text)
-    return is_text(text) and (len(plain) > (1 if "{" in text else 2) or plain.casefold() == "no")
+    return is_text(text) and (len(plain) > (1 if "{" in text else 2) or plain.casefold() in ("no", "on"))
 
 
 def _fold(text: str) -> str:
@@ -450,7 +461,7 @@ def _assigned_tuple(shape: Shape) -> list[tuple[str, str]] | None:
 def _in_radians(gold: Quantity, answer: Quantity, trees: list[Node]) -> list[Node]:
     """Degrees as radians where the other side is in radians, by its unit or because it has no unit and holds pi."""
     sides = (gold, answer)
-    degrees = [side.unit is not None and side.unit.kinds == (("angle", 1),) for side in sides]
+    degrees = [side.unit is not None and side.unit.kinds == _ANGLE for side in sides]
     if sum(degrees) != 1:
         return trees
     index = degrees.index(True)

@@ -29,6 +29,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "Hz": ("frequency", "1"), "kHz": ("frequency", "1e3"), "MHz": ("frequency", "1e6"), "GHz": ("frequency", "1e9"),
     "J": ("energy", "1"), "kJ": ("energy", "1e3"), "erg": ("energy", "1e-7"), "eV": ("eV", "1"), "keV": ("eV", "1e3"),
     "MeV": ("eV", "1e6"), "W": ("power", "1"), "kW": ("power", "1e3"), "N": ("force", "1"), "K": ("kelvin", "1"),
+    "celsius": ("celsius", "1"), "fahrenheit": ("fahrenheit", "1"),
     "Pa": ("pressure", "1"), "kPa": ("pressure", "1e3"), "V": ("voltage", "1"), "A": ("current", "1"),
     "L": ("litre", "1"), "mL": ("litre", "1e-3"), "mol": ("amount", "1"), "gallon": ("gallon", "1"),
     "quart": ("gallon", "0.25"), "pint": ("gallon", "0.125"),
@@ -248,13 +249,15 @@ def _is_function(word: str) -> bool:
 def read_unit(text: str) -> Unit | None:
     """Return the unit that `text` names, or None for words that are no unit known here."""
     if re.match(r"\^\s*\\circ", text):
-        return Unit((("angle", 1),), Fraction(1)) if not re.search("[CFK]$", text) else None
+        kind = {"C": "celsius", "F": "fahrenheit", "K": "kelvin"}.get(text[-1], "angle")
+        return Unit(((kind, 1),), Fraction(1))
     kinds: dict[str, int] = {}
     size = Fraction(1)
     words = re.sub(r"\b(?:square|sq)\.?\s+([A-Za-z]+)", r"\1^2", text)
     words = re.sub(r"\b(?:cubic|cu)\.?\s+([A-Za-z]+)", r"\1^3", words)
     words = re.sub(r"\s*\bper\s+|\s+an\s+", "/", words)
     words = re.sub(r"\bmph\b", "mile/h", words)
+    words = re.sub(r"(?i)\bdegrees?\s+(?=celsius|fahrenheit|kelvin)", "", words)
     for place, group in enumerate(words.split("/")):
         parts = re.findall(r"([A-Za-z]+(?:_\{?\\odot\}?)?)(?:\s*\^\s*\{?\s*(-?\d+)\s*\}?)?", group)
         if not parts:

@@ -289,8 +289,8 @@ def _fill(name: str, candidates: tuple[str, ...], values: Mapping[str, Any], whe
         if any(values.get(column) is None for column in variables(candidate, where)):
             continue
         value = render(candidate, values, f"{where}: '{name}'") if is_template(candidate) else values[candidate]
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)  # 27.0 is how a column of floats writes 27
+        if isinstance(value, float):  # 27.0 is how a column of floats writes 27, and 0.1 + 0.2 is 0.30000000000000004
+            value = int(value) if value.is_integer() else f"{value:.15g}"
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise DataError(f"{where}: column '{candidate}' holds {shown(value)}; '{name}' needs a text or a number")
         # a gold of code or a question may need its line breaks; only emptiness is refused
