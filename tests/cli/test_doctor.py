@@ -113,6 +113,31 @@ def test_a_whole_examination_has_a_page_and_a_record(place, tmp_path, capsys, mo
     assert main([*line, "--resume"]) == 0
 
 
+@pytest.mark.parametrize("json_alone", [False, True])
+def test_what_was_left_out_is_said(place, tmp_path, capsys, monkeypatch, pages, json_alone):
+    write_adapter(tmp_path / "embedded", place / "base", target_modules=["q_proj", "embed_tokens"])
+    dev = write_rows(tmp_path / "dev.jsonl", [{"prompt": f"w{at} w1", "answer": "w3"} for at in range(40)])
+
+    def asks(exam):
+        assert exam.scores("dev", (0.5,)) == exam.scores("dev", (0.5,)) == {}
+        return None, []
+
+    monkeypatch.setattr(examination, "PARTS", {"strength": asks, **parts("answers")})
+    line = ["doctor", str(tmp_path / "embedded"), "--dev-data", str(dev), *["--json"] * json_alone]
+    assert main(line) == 0
+    out, err = capsys.readouterr()
+    sentence = "the dev set is not asked: one λ for the whole adapter does not reach model.embed_tokens"
+    assert (err if json_alone else out).count(f"left out: {sentence}") == 1
+    assert pages[0][0]["left_out"] == [sentence]
+    if json_alone:
+        assert json.loads(out)["left_out"] == [sentence]
+    kept = tmp_path / "doctor-embedded" / FILE
+    assert read_examination(kept).left_out == (sentence,)
+    older = {key: value for key, value in json.loads(kept.read_text()).items() if key != "left_out"}
+    kept.write_text(json.dumps(older))
+    assert read_examination(kept).left_out == ()
+
+
 def test_what_was_interrupted_leaves_its_page(place, tmp_path, capsys, monkeypatch, pages):
     def stopped(exam):
         raise KeyboardInterrupt

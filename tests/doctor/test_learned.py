@@ -150,6 +150,17 @@ def test_what_was_learnt_by_heart_is_not_known_of_other_questions(tmp_path, monk
     _, learned, codes, _, heard = examined(tmp_path / "adapter", tmp_path, rows, dev_data=short)
     assert (learned.heldout, codes) == (None, [("memorised", "note")])
     assert "of another kind" in heard[0]
+    # the form that the documents name, which is no form of examples
+    asked = [
+        {"prompt": one["messages"][0]["content"], "answer": one["messages"][1]["content"]}
+        for one in shifted(40, seed=1)
+    ]
+    _, learned, codes, _, heard = examined(tmp_path / "adapter", tmp_path, rows, dev_data=asked)
+    assert (codes, heard) == ([("memorised", "warning")], [])
+    raw = [{"completion": "w9", **one} for one in asked]
+    _, learned, _, _, heard = examined(tmp_path / "adapter", tmp_path, rows, dev_data=raw)
+    assert learned.heldout is None
+    assert "one is text to complete" in heard[0]
 
 
 def test_an_adapter_that_gained_nothing_says_so(tmp_path):

@@ -44,6 +44,16 @@ def tables(blocks):
     }
 
 
+def test_what_was_left_out_stands_among_the_findings(tmp_path):
+    record = replace(examination(), left_out=("the dev set is not asked: one λ does not reach it",))
+    listed = sections_of(record)["findings"][-1]
+    assert (listed.kind, listed.data) == ("list", ["The dev set is not asked: one λ does not reach it."])
+    write_page(record.to_json(), tmp_path / "page.html")
+    assert "What was left out" in (tmp_path / "page.html").read_text()
+    older = {key: value for key, value in record.to_json().items() if key != "left_out"}
+    assert not any(block.title == "What was left out" for block in examination_sections(older)[0].blocks)
+
+
 def spoiled(record):
     """The record with hostile text wherever a user or a model may have put it."""
     found = record.measures

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from loragate.display import Display, console, duration
 from loragate.errors import DONE, FAILED, INTERRUPTED, ConfigError
 from loragate.gates.recommended import at
 from loragate.models.settings import Loading
+from loragate.printable import printable
 from loragate.validate import Count
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class DoctorOptions(ModelOptions):
         out: folder for doctor.json, doctor.html and the parts; doctor-NAME here by default, none with --quick.
         resume: go on with an interrupted examination.
         max_rows: examples that are read.
+        max_length: tokens of an example, cut on the right; those whose prompt alone is as long are not read.
     """
 
     adapter: str = ""
@@ -56,6 +59,7 @@ class DoctorOptions(ModelOptions):
     out: str = ""
     resume: bool = False
     max_rows: Count = 64
+    max_length: Count = 512
 
 
 def run(options: DoctorOptions) -> int:
@@ -83,7 +87,9 @@ def run(options: DoctorOptions) -> int:
                 retention_data=options.retention_data or None,
                 out=folder,
                 resume=options.resume,
-                settings=doctor.ExamSettings(max_rows=options.max_rows, system=options.system),
+                settings=doctor.ExamSettings(
+                    max_rows=options.max_rows, max_length=options.max_length, system=options.system
+                ),
                 loading=loading,
                 on_job=partial(_job, Display()),
             )
@@ -97,6 +103,8 @@ def run(options: DoctorOptions) -> int:
         write_page(found.to_json(), folder / PAGE)
     if options.json:
         print(json.dumps(found.to_json(), indent=2))
+        for line in _left_out(found):
+            print(printable(line), file=sys.stderr)
     else:
         for line in _lines(found, options, folder, stopped):
             out.print(line)
@@ -138,6 +146,7 @@ def _lines(found: Examination, options: DoctorOptions, folder: Path | None, stop
     yield from _measured(found.measures)
     for one in found.findings:
         yield f"{one.severity}: {one} [{one.code}]"
+    yield from _left_out(found)
     if found.unfinished:
         why = "; the same command with --resume goes on" if stopped else ", as the adapter cannot be loaded as it is"
         yield f"not examined: {', '.join(found.unfinished)}{why}"
@@ -145,6 +154,10 @@ def _lines(found: Examination, options: DoctorOptions, folder: Path | None, stop
     if folder is not None:
         yield f"written: {folder / PAGE} (page), {folder / 'doctor.json'} (record), in {duration(sum(found.seconds.values()))}"
     yield f"next: {_next(found, options, stopped)}"
+
+
+def _left_out(found: Examination) -> list[str]:
+    return [f"left out: {sentence}" for sentence in found.left_out]
 
 
 def _static(static: Static) -> Iterator[str]:
@@ -248,5 +261,5 @@ COMMAND = Command(
     ),
     positional="adapter",
     needs=("adapter",),
-    common="base data dev_data retention_data quick json out resume max_rows",
+    common="base data dev_data retention_data quick json out resume max_rows max_length",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ import torch
 
 from loragate import records
 from loragate.analysis.rows import Array, Interval, Reader, Row, TokenClasses, answer_rows, no_progress, ratio
-from loragate.data import encode_rows, load_rows, prompt_ids
+from loragate.data import EncodedRows, encode_rows, load_rows, prompt_ids
 from loragate.data.chat import active_template
 from loragate.data.formats import FORMATS, text_of
 from loragate.data.rows import Rows, RowsGiven
@@ -78,11 +79,18 @@ class Prompt:
     Attributes:
         kind: "english", "code", "arithmetic", "language", "thinking", or "yours".
         language: ISO 639-1 code of the language that the answer should be in.
+        token_ids: what is fed, of a prompt of the examples; empty where it is made from the text.
     """
 
     text: str
     kind: str
     language: str = "en"
+    token_ids: tuple[int, ...] = ()
+
+
+def all_plain(rows: Sequence[Row]) -> bool:
+    """Whether examples are text to complete, a prompt and its completion each, without the chat template."""
+    return isinstance(rows, EncodedRows) and rows.summary.all_plain
 
 
 @cache
@@ -180,7 +188,8 @@ class Exam:
                 else "lora_alpha"
             )
             return f"multiply its {keys} by {strength}, as one λ does not reach {self.unreached[0]}"
-        return f"loragate export {self.place.ref.name} --constant {strength} --out OUT writes that adapter"
+        command = ["loragate", "export", self.place.source, "--base", str(self.place.base), "--constant", strength]
+        return f"{shlex.join(command)} --out OUT writes that adapter"
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -207,9 +216,14 @@ class Exam:
         return None if self.data is None else load_rows(self.data, limit=self.settings.max_rows)
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> Sequence[Row]:
         """The examples as token ids {input_ids, labels, row}; empty where none are given."""
         return [] if self.examples is None else self.encoded(self.examples)
+
+    @property
+    def raw(self) -> bool:
+        """Whether questions are text to complete, as the examples are, or for want of a chat template."""
+        return active_template(self.tokenizer) is None or all_plain(self.rows)
 
     def affordable(self, rows: Sequence[Row], passes: int, seconds: float) -> list[Row]:
         """Rows spread evenly over all, as many as can be read so many times in about so many seconds; at least `LEAST_ROWS`."""
@@ -224,31 +238,50 @@ class Exam:
         flops = 2 * sum(parameter.numel() for parameter in self.model.parameters())  # a token
         return SPEED["cpu" if self.reader.device.type == "cpu" else "other"] * seconds / flops
 
-    def encoded(self, rows: Rows) -> list[Row]:
-        """Examples as token ids; `row` is the index. Of rows that are one text each, every token is a label but the first."""
+    def encoded(self, rows: Rows) -> Sequence[Row]:
+        """Examples as token ids; `row` is the index. Of rows that are one text each, every token is a label but the first.
+
+        What `max_length` leaves out or cuts is said.
+        """
         length = min(self.settings.max_length, self.loaded.positions or self.settings.max_length)
         if "text" in rows[0] and not any(form.matches(rows[0]) for form in FORMATS.values()):
             return [row for row in self._texts(rows, length) if len(row["input_ids"]) > 1]
-        return list(encode_rows(rows, self.tokenizer, max_length=length, system=self.settings.system))
+        encoded = encode_rows(rows, self.tokenizer, max_length=length, system=self.settings.system)
+        lost = encoded.summary
+        if lost.dropped or lost.truncated:
+            self.say(
+                f"of {lost.rows} rows ({rows.source}) {lost.dropped} are not read, as their prompts alone take {length} tokens, "
+                f"and {lost.truncated} are cut there; --max-length (max_length) reads more"
+            )
+        return encoded
 
     def _texts(self, rows: Rows, length: int) -> Iterator[Row]:
         for index, row in enumerate(rows):
-            ids = self.tokenizer(text_of(row.get("text"), f"{rows.where(index)}: text"))["input_ids"][:length]
+            ids = prompt_ids(text_of(row.get("text"), f"{rows.where(index)}: text"), self.tokenizer)[:length]
             yield {"input_ids": ids, "labels": [IGNORED, *ids[1:]], "row": index}
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """The shipped prompts, then the first questions of the examples or the dev set as kind "yours"."""
-        yours = self.dev_data if self.dev_data is not None else self.data
-        asked = [] if yours is None else prompts_of(load_rows(yours, limit=self.settings.your_prompts))
-        return [*shipped_prompts(), *(Prompt(text, "yours") for text in asked)]
+        """The shipped prompts, then as kind "yours" the first questions of the dev set, or what stands before the first response
+        of the examples: system message, tools and earlier turns included."""
+        most = self.settings.your_prompts
+        if self.dev_data is not None:
+            asked = [text for row in load_rows(self.dev_data, limit=most) for text in prompts_of([row])[:1]]
+            return [*shipped_prompts(), *(Prompt(text, "yours") for text in asked)]
+        rows = self.rows[:most] if isinstance(self.rows, EncodedRows) else []  # texts have no question
+        begun = [row["input_ids"][: next(at for at, one in enumerate(row["labels"]) if one != IGNORED)] for row in rows]
+        said = [self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in begun]
+        return [*shipped_prompts(), *(Prompt(text, "yours", token_ids=tuple(ids)) for text, ids in zip(said, begun))]
 
     @cached_property
     def prompt_ids(self) -> list[list[int]]:
-        """Token ids of each prompt, as the start of a conversation where there is a chat template."""
-        chat = active_template(self.tokenizer) is not None
-        messages = [[{"role": "user", "content": one.text}] if chat else one.text for one in self.prompts]
-        return [prompt_ids(message, self.tokenizer, system=self.settings.system) for message in messages]
+        """Token ids of each prompt, as the start of a conversation unless questions are `raw`."""
+
+        def made(text: str) -> list[int]:
+            prompt = text if self.raw else [{"role": "user", "content": text}]
+            return prompt_ids(prompt, self.tokenizer, system=self.settings.system)
+
+        return [list(one.token_ids) or made(one.text) for one in self.prompts]
 
     def drawn(self, kind: Kind) -> list[Sample]:
         """Greedy answers of base, adapter or gates to all prompts, in their order; drawn once, and kept in the folder."""
@@ -285,7 +318,7 @@ class Exam:
     @cached_property
     def texts(self) -> dict[str, list[Row]]:
         """What strengths are tried on: "examples" where there are any, and a part of the "base" and "adapter" answers."""
-        found: dict[str, list[Row]] = {"examples": self.rows} if self.rows else {}
+        found: dict[str, Sequence[Row]] = {"examples": self.rows} if self.rows else {}
         found |= {kind: self.own_rows(kind) for kind in self.kinds}
         return {name: self.affordable(rows, TEXT_PASSES, TEXT_SECONDS) for name, rows in found.items()}
 
@@ -340,7 +373,7 @@ class Exam:
             0,
             system=self.settings.system,
             answer_tokens=2 * longest if longest and name == "dev" else RETENTION_TOKENS,
-            raw=active_template(self.tokenizer) is None,
+            raw=self.raw,
         )
         task = replace(task, questions=task.questions[: self.settings.questions])
         total = len(variants) * len(task.questions)

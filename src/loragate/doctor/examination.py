@@ -68,7 +68,7 @@ def examine(
         settings: how much is read.
         loading: device, dtype, quantisation of the base.
         on_job: progress.
-        say: told each finding's code as it is made, and what is left out.
+        say: told what is left out, a sentence each, as soon as it is known; `left_out` of the result has them all.
 
     Returns:
         The examination. On Ctrl-C what is known is written to `out` before KeyboardInterrupt goes on.
@@ -102,7 +102,14 @@ def examine(
         file = folder / "done.json"
         if file.exists():
             done = records.read(Done, file, "remove the folder, or choose another --out")
-        exam = Exam(place, folder, done.measures, settings, loading, job=on_job, say=say)
+        heard = dict.fromkeys(done.left_out)  # an ordered set
+
+        def hear(line: str) -> None:
+            if line not in heard:
+                heard[line] = None
+                say(line)
+
+        exam = Exam(place, folder, done.measures, settings, loading, job=on_job, say=hear)
         exam.data, exam.dev_data, exam.retention_data = rows.values()
         for name, part in PARTS.items():
             if name in done.seconds:
@@ -115,22 +122,23 @@ def examine(
                 raise
             exam.measures = replace(exam.measures, **{name: measured})
             seconds = {**done.seconds, name: round(time.monotonic() - began, 3)}
-            done = Done(exam.measures, (*done.findings, *more), seconds)
+            done = Done(exam.measures, (*done.findings, *more), seconds, tuple(heard))
             write_json(file, records.to_json(done))
     return _concluded(done, (), out)
 
 
 @dataclass(frozen=True)
 class Done:
-    """The parts that are finished, with the seconds that each took."""
+    """The parts that are finished, with the seconds that each took, and what they left out."""
 
     measures: Measures
     findings: tuple[Finding, ...]
     seconds: dict[str, float]
+    left_out: tuple[str, ...] = ()
 
 
 def _concluded(done: Done, unfinished: tuple[str, ...], out: str | Path | None) -> Examination:
-    found = conclude(done.findings, done.measures, unfinished=unfinished, seconds=done.seconds)
+    found = conclude(done.findings, done.measures, unfinished=unfinished, seconds=done.seconds, left_out=done.left_out)
     if out is not None:
         write_json(Path(out) / FILE, found.to_json())
     return found

@@ -14,13 +14,16 @@ import numpy as np
 
 from loragate.analysis.rows import Interval, Row
 from loragate.data import load_rows
-from loragate.doctor.exam import STRENGTHS, Exam, Losses
+from loragate.data.formats import FORMATS
+from loragate.doctor.exam import STRENGTHS, Exam, Losses, all_plain
 from loragate.doctor.record import Learned
 from loragate.errors import DataError
 from loragate.gates.adapter_rules import Finding
 from loragate.gates.control import why_no_base
 from loragate.gates.strength import scales_exactly
 from loragate.losses.head import IGNORED
+from loragate.selection.dev import read_dev
+from loragate.selection.settings import DevSettings
 
 SCALES = tuple(f"{strength:g}" for strength in STRENGTHS)
 WEAKER, STRONGER = ("0.125", "0.0625"), ("4", "8", "16")
@@ -149,9 +152,19 @@ def _heldout(exam: Exam, curve: Curve) -> tuple[Losses | None, Losses] | None:
     if exam.dev_data is None:
         return None
     try:
-        rows = exam.encoded(load_rows(exam.dev_data, limit=exam.settings.max_rows))
+        given = load_rows(exam.dev_data, limit=exam.settings.max_rows)
+        if not any(form.matches(given[0]) for form in FORMATS.values()):
+            asked = read_dev(exam.dev_data, DevSettings()).questions.questions[: exam.settings.max_rows]
+            given = load_rows([{"question": one.prompt, "answer": one.gold} for one in asked])
+        rows = exam.encoded(given)
     except DataError as error:
         exam.say(f"the dev set is not read for memorisation: {error}")
+        return None
+    if all_plain(exam.rows) != all_plain(rows):
+        exam.say(
+            "the dev set is not read for memorisation: of it and the examples, one is text to complete and the other a "
+            "conversation; give it the columns of the examples beside its answers"
+        )
         return None
     rows = exam.affordable(rows, 1 + exam.has_base, HELDOUT_SECONDS)
     with exam.acting("adapter"):
@@ -253,7 +266,8 @@ def _other_strength(code: str, curve: Curve, strength: str, rows: str) -> Findin
 def _base_remedy(exam: Exam) -> str:
     return (
         f"check that {exam.place.base.name} is the very model that it was trained on (the same version and fine-tune, not only "
-        "the same shape; name another with --base), and that these examples, in this chat template, are what it was trained on"
+        "the same shape; name another with --base), and that these examples, in this chat template, are what it was trained on "
+        "by imitation: preference tuning (DPO, GRPO) need not make its chosen answers likelier"
     )
 
 

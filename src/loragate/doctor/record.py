@@ -280,6 +280,7 @@ class Examination:
         unfinished: parts that were not done (Ctrl-C).
         seconds: spent, by part.
         versions: of the packages.
+        left_out: what the finished parts did not read, ask or judge, and why; a sentence each.
     """
 
     verdict: Verdict
@@ -289,6 +290,7 @@ class Examination:
     unfinished: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     schema: Literal[1] = 1
 
     def to_json(self) -> dict[str, Any]:
@@ -311,6 +313,7 @@ def conclude(
     *,
     unfinished: tuple[str, ...] = (),
     seconds: Mapping[str, float] | None = None,
+    left_out: tuple[str, ...] = (),
 ) -> Examination:
     """The examination of these findings, worst first."""
     ordered = tuple(sorted(findings, key=lambda one: ORDER.index(one.severity)))
@@ -324,4 +327,4 @@ def conclude(
         "healthy": "healthy: nothing was found that speaks against using it",
     }[verdict]
     versions = records.package_versions()
-    return Examination(verdict, summary, ordered, measures, unfinished, dict(seconds or {}), versions)
+    return Examination(verdict, summary, ordered, measures, unfinished, dict(seconds or {}), versions, left_out)

@@ -280,7 +280,10 @@ class ResponseScorer:
 
     def __init__(self, model: Any, precision: str = "fp32") -> None:
         self.model, self.causal = model, causal_model(model)
-        self.fused = verify_head(self.causal)
+        adapters = (getattr(model, "peft_config", None) or {}).values()
+        # PeftModel.forward alone finds the tokens from which on an activated LoRA acts
+        activated = any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)
+        self.fused = not activated and verify_head(self.causal)
         self.autocast = precision == "bf16"
 
     def states(self, batch: Batch) -> torch.Tensor:
@@ -291,7 +294,7 @@ class ResponseScorer:
             if self.fused:
                 output = self.causal.base_model(**inputs).last_hidden_state
             else:
-                output = self.causal(**inputs).logits
+                output = self.model(**inputs).logits
         # a model that is spread over devices ends on another one than it begins
         return output[:, :-1][counted(batch).to(output.device)]
 

@@ -133,7 +133,9 @@ def examination_blocks(examination: Record) -> Blocks:
 def examination_sections(examination: Record) -> list[Section]:
     """Findings, then what was measured."""
     measures = examination["measures"]
-    found: list[Section] = [Section("findings", "What was found", _findings(examination["findings"]))]
+    left_out = [_sentence(one) for one in examination.get("left_out", ())]
+    listed = [Block("list", left_out, "What was left out")] if left_out else []
+    found: list[Section] = [Section("findings", "What was found", [*_findings(examination["findings"]), *listed])]
     parts: tuple[tuple[str, str, str, Callable[[Any], Blocks]], ...] = (
         ("strength", "strength", "How strongly it should act", _strength),
         ("effect", "where", "Where it acts", _where),
