@@ -61,8 +61,8 @@ def last_boxed(response: str) -> str | None:
     return next((content for _, _, content in _boxes(response)), None)
 
 
-def boxed_answer(response: str) -> str | None:
-    r"""Return what the last boxes of `response` hold as one answer, or None.
+def boxed_parts(response: str) -> list[str]:
+    r"""Return what the last boxes of `response` hold as one answer; none without a box, otherwise seldom more than one.
 
     `\boxed{4} and \boxed{-7}` is the list `4, -7`, and `x=\boxed{2}, y=\boxed{5}` keeps its names; boxes count as one
     answer only if nothing but a comma, "and" or "or" joins them. Otherwise it is `last_boxed`.
@@ -77,8 +77,9 @@ def boxed_answer(response: str) -> str | None:
         found.append(f"{name[1]}={content}" if name and "=" not in content else content)
         after = name.start() if name else start
     if len(found) < 2 or len(set(found)) == 1:
-        return last_boxed(response)
-    return ", ".join(found[::-1])
+        alone = last_boxed(response)
+        return [] if alone is None else [alone]
+    return found[::-1]
 
 
 def _boxes(response: str) -> Iterator[tuple[int, int, str]]:

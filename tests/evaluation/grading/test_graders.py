@@ -79,6 +79,7 @@ SEVERAL_BOXES = {
     r"First I guessed \boxed{4}, but the root is \boxed{-7}.": ("-7", "-7,4", "4"),
     r"\boxed{620}., let me restate: \boxed{620}": ("620", "620,620", "62"),
     r"\boxed{7} and again \boxed{7}": ("7", "14", "7,7"),
+    r"\boxed{15\frac{39}{40},} or $\boxed{\frac{639}{40}}$ inches": (r"\frac{639}{40}", "15", "40"),
 }
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from loragate.errors import ConfigError, LoragateError, nearest
-from loragate.evaluation.answers import Grade, boxed_answer
+from loragate.evaluation.answers import Grade, boxed_parts
 from loragate.evaluation.grading.default import UnjudgedError, decide
 
 OnProgress = Callable[[int, int], None]
@@ -52,11 +52,14 @@ class MathGrader:
 
 
 def _begin_default(response: str, gold: str, tolerance: float | None) -> Grade | Job:
-    answer = boxed_answer(response)
-    if answer is None:
+    parts = boxed_parts(response)
+    if not parts:
         return Grade(False, None, "no_box")
+    answer = ", ".join(parts)
     try:
-        verdict = decide(gold, answer, tolerance)
+        # one value may be boxed in two notations: 15 39/40, or 639/40
+        verdict = True if len(parts) > 1 and all(decide(gold, one, tolerance) for one in parts) else None
+        verdict = verdict or decide(gold, answer, tolerance)
     except (UnjudgedError, RecursionError):
         return Grade(False, answer, "unparsed")
     return Job(gold, answer, tolerance) if verdict is None else Grade(verdict, answer, "ok" if verdict else "wrong")
