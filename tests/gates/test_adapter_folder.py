@@ -166,6 +166,7 @@ SPOILT = {
         "task_type is SEQ_CLS, with a head",
     ),
     "CorDA": (config(init_lora_weights="corda"), "base-changing-init", "λ = 0"),
+    "a random start": (config(init_lora_weights="pissa_niter_4"), "base-changing-init", "no loader finds"),
     "LoftQ": (config(init_lora_weights="loftq", loftq_config={"loftq_bits": 4}), "base-changing-init", "λ = 0"),
 }
 

@@ -188,6 +188,25 @@ def test_an_initialisation_that_changed_the_base_leaves_none(place):
     assert "λ = 0" in why_no_base(loaded)
 
 
+@pytest.mark.parametrize("start", ["pissa_niter_4", "lora_ga", "corda"])
+def test_a_start_that_no_loader_finds_again_is_refused(place, start):
+    folder, _ = adapter(place)
+    record(folder, init_lora_weights=start)
+    for trainable in (False, True):
+        with pytest.raises(ArtifactError, match=r"no loader finds these .*where it was trained.*path_initial_model"):
+            load_peft(tiny_base(), folder, trainable=trainable)
+    assert {one.code for one in examine_static(str(folder))[1] if one.severity == "error"} == {"base-changing-init"}
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_a_start_that_is_found_again_loads_and_is_told(place, token_ids, caplog, start):
+    folder, model = adapter(place, init_lora_weights=start)
+    with caplog.at_level("WARNING", "loragate"):
+        loaded = load_peft(tiny_base(), folder)
+    torch.testing.assert_close(logits(loaded, token_ids), logits(model, token_ids), rtol=1e-4, atol=1e-4)
+    assert f"init_lora_weights='{start}' subtracts" in caplog.text
+
+
 def test_experts_of_earlier_transformers_load_whatever_their_dropout(place, token_ids):
     shape = {
         "vocab_size": 160,

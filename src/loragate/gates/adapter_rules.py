@@ -40,9 +40,10 @@ _FORBIDS: dict[str, Purpose] = {
     "weights-zero": "gate",
 }
 # Initialisations that subtract the new factors from the base's weights, or quantise these, when an adapter is made and each
-# time it is loaded; the last two cannot be repeated by a loader.
+# time it is loaded. The latter cannot be repeated by a loader: they come from the training's data, from gradients, or from a
+# decomposition that is drawn at random.
 _BASE_CHANGING_STARTS = ("pissa", "olora", "lora_ga", "corda", "loftq")
-_NOT_REPEATABLE = ("corda", "loftq")
+_NOT_REPEATABLE = ("corda", "loftq", "lora_ga", "pissa_niter")
 # settings under which a LoRA layer computes another delta than B·A·x
 _VARIANTS = {
     "use_dora": "a Dora variant of LoRA",
@@ -107,9 +108,11 @@ def changed_base(init_lora_weights: Any) -> str:
             "model without its delta (λ = 0) is not the base. Where the named base is the one that LoftQ saved, set "
             "init_lora_weights to true in adapter_config.json, as PEFT advises"
         )
+    once = init_lora_weights.lower().startswith(_NOT_REPEATABLE)
     return (
         f"init_lora_weights={init_lora_weights!r} subtracts the adapter's first factors from the base's weights, so the model "
-        "without its delta (λ = 0) is not the base. Convert it to plain LoRA and gate that: PEFT's "
+        f"without its delta (λ = 0) is not the base{', and no loader finds these factors again' if once else ''}. Convert it to "
+        f"plain LoRA{' where it was trained' if once else ' and gate that'}: PEFT's "
         "save_pretrained(folder, path_initial_model_for_weight_conversion=FOLDER_OF_THE_UNTRAINED_ADAPTER)"
     )
 

@@ -30,8 +30,8 @@ from loragate.gates.schema import PREFIX
 
 # what of a model's state belongs to an adapter that is called "default", and comes from its file
 _OWN = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_delta)\.default(?:\.|$)")
-# findings of an adapter that runs, and answers as its base in part or whole, or against its training
-_FELT = ("weights-zero", "weights-partly-zero", "scale-unusual")
+# findings of an adapter that runs, and answers as its base in part or whole, or against its training, or has no base
+_FELT = ("weights-zero", "weights-partly-zero", "scale-unusual", "base-changing-init")
 _LAYER = re.compile(r"\.(\d+)\.")
 RESIZE = (
     "make that base once, base.resize_token_embeddings(SIZE) with the first number of the checkpoint's shape as SIZE, save it and "
