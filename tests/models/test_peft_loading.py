@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import loragate as lg
 from loragate.doctor.static import examine_static
@@ -236,6 +236,22 @@ def test_experts_of_earlier_transformers_load_whatever_their_dropout(place, toke
     record(folder, target_modules=["q_proj", "w1", "w2", "w3", "k_proj"])
     with pytest.raises(ArtifactError, match="k_proj"):
         load_peft(MixtralForCausalLM(base.config), folder)
+
+
+def test_ranks_of_fused_experts_go_by_the_names_of_their_parameters(place, token_ids):
+    sizes = {"vocab_size": 160, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    torch.manual_seed(0)
+    base = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=2)).eval()
+    base.save_pretrained(place / "moe")
+    names = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    ranks = {"rank_pattern": {"experts.gate_up_proj": 3, "experts.down_proj": 5}, "alpha_pattern": {"gate_up_proj": 64}}
+    folder, model = adapter(place, base=base, target_parameters=names, r=8, **ranks)
+    loaded = load_peft(Qwen3MoeForCausalLM.from_pretrained(place / "moe"), folder)
+    torch.testing.assert_close(logits(loaded, token_ids), logits(model, token_ids), rtol=0, atol=0)
+    record(folder, rank_pattern={"experts.gate_up_proj": 3})
+    with pytest.raises(ArtifactError, match="another rank than the configuration"):
+        load_peft(Qwen3MoeForCausalLM.from_pretrained(place / "moe"), folder)
 
 
 @pytest.mark.parametrize(

@@ -301,19 +301,23 @@ def _of_strength(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> I
         if factor and 0 not in shape:
             shapes.setdefault(path, {})[factor] = shape
     wrong, scales = [], set()
+    # fused experts share one factor, whose rank is a multiple. Their patterns name parameters (experts.down_proj), their keys
+    # the module alone: which of its parameters a key belongs to, only the base's code tells
+    parameters = names_of(config, "target_parameters")
     for path, pair in shapes.items():
+        own = [f"{path.replace('.base_layer', '')}.{name.rpartition('.')[2]}" for name in parameters]
+        fused = [name for name in own if f".{name}".endswith(tuple(f".{one}" for one in parameters))]
         try:
-            rank, _, scale = strength_of(config, path)
+            strengths = [strength_of(config, name) for name in (path, *fused)]
         except ArtifactError:
             continue
-        scales.add(scale)
+        ranks = [rank for rank, _, _ in strengths]
+        scales.update(scale for _, _, scale in strengths)
         a, b = pair.get("lora_A"), pair.get("lora_B")
         if a is None or b is None or len(a) != len(b) or len(a) < 2:
             continue
-        # fused experts share one factor (target_parameters), whose rank is a multiple
-        fused = bool(config.get("target_parameters")) and a[0] % rank == 0
-        if a[0] != b[1] or (a[0] != rank and not fused):
-            wrong.append((path, a, b, rank))
+        if a[0] != b[1] or not any(a[0] == rank or (fused and a[0] % rank == 0) for rank in ranks):
+            wrong.append((path, a, b, ranks[0]))
     if wrong:
         path, a, b, rank = wrong[0]
         yield Finding(
