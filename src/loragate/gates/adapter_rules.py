@@ -300,7 +300,7 @@ def _of_strength(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> I
         path, factor = factor_path(key)
         if factor and 0 not in shape:
             shapes.setdefault(path, {})[factor] = shape
-    wrong, scales = [], set()
+    wrong, scales = [], set[float]()
     # fused experts share one factor, whose rank is a multiple. Their patterns name parameters (experts.down_proj), their keys
     # the module alone: which of its parameters a key belongs to, only the base's code tells
     parameters = names_of(config, "target_parameters")
