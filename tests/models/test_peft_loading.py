@@ -207,6 +207,26 @@ def test_a_start_that_is_found_again_loads_and_is_told(place, token_ids, caplog,
     assert f"init_lora_weights='{start}' subtracts" in caplog.text
 
 
+def test_a_key_that_this_peft_does_not_know_is_told(place, caplog):
+    folder, _ = adapter(place)
+    of_others = {"unsloth_version": "2026.9", "swift_extra": {"a": 1}, "lorap_emb_lr": 1e-6, "runtime_config": {"a": 1}}
+    record(folder, **of_others, future_list=[], future_flag=False, future_value=None)
+    with caplog.at_level("WARNING", "loragate"):
+        load_peft(tiny_base(), folder)
+    assert caplog.text == ""
+    assert examine_static(str(folder))[1] == []
+    record(folder, some_future_variant={"x": 1})
+    with caplog.at_level("WARNING", "loragate"):
+        load_peft(tiny_base(), folder)
+    assert re.search(r"PEFT [\d.]+ does not know some_future_variant=\{'x': 1\}.*Upgrade peft", caplog.text)
+    (found,) = examine_static(str(folder))[1]
+    assert (found.code, found.severity, found.evidence["keys"]) == (
+        "config-invalid",
+        "warning",
+        ["some_future_variant"],
+    )
+
+
 def test_experts_of_earlier_transformers_load_whatever_their_dropout(place, token_ids):
     shape = {
         "vocab_size": 160,
