@@ -72,6 +72,14 @@ def test_an_adapter_that_rounding_takes_away_is_not_merged(tmp_path: Path) -> No
     assert found.nats < found.moved / 100
 
 
+def test_what_peft_does_not_merge_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    tiny_base().save_pretrained(tmp_path / "base")
+    model = tiny_adapter(lora_bias=True, target_modules=["o_proj"])  # which has no bias
+    write_adapter(tmp_path / "adapter", tmp_path / "base", model)
+    with pytest.raises(LoragateError, match=r"cannot be merged into .*bias.*Serve the adapter unmerged"):
+        merge.write_merged(ModelRef(str(tmp_path / "base")), tmp_path / "adapter", tmp_path / "out")
+
+
 def test_a_base_in_four_bits_is_unpacked(tmp_path: Path, fails: Any) -> None:
     pytest.importorskip("bitsandbytes")
     base, adapter = make(tmp_path, "factors alone")

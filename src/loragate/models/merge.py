@@ -111,7 +111,10 @@ def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USU
         if isinstance(layer, BaseTunerLayer):  # its delta must not reach the layer that it is tied to
             own = layer.get_base_layer()
             own.weight = torch.nn.Parameter(own.weight.detach().clone())
-    merged = adapted.merge_and_unload(safe_merge=True).to(served)
+    try:
+        merged = adapted.merge_and_unload(safe_merge=True).to(served)
+    except (RuntimeError, ValueError) as error:  # such as a bias of B where the base has none
+        raise LoragateError(f"{adapter} cannot be merged into {base}: {error}. Serve the adapter unmerged") from error
     inputs, head = merged.get_input_embeddings(), merged.get_output_embeddings()
     if head is not None and head.weight is not inputs.weight:  # or the head would be saved, and read, as the embedding
         merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = False
