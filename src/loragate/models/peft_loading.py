@@ -156,7 +156,9 @@ def unknown_keys(folder: AdapterFolder) -> list[Finding]:
     if not unknown:
         return []
     shown = ", ".join(f"{key}={folder.config[key]!r:.80}" for key in unknown[:4])
-    message = f"{folder.path / ADAPTER_CONFIG}: PEFT {version('peft')} does not know {shown}, and loads the adapter without"
+    message = (
+        f"{folder.path / ADAPTER_CONFIG}: PEFT {version('peft')} does not know {shown}, and loads the adapter without"
+    )
     remedy = "upgrade peft, as it may be another function there; delete the key where it is of another program"
     return [Finding("config-invalid", "warning", message, remedy, {"keys": unknown[:8]})]
 
