@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from loragate.errors import ArtifactError
 from loragate.gates.adapter_folder import UnusableAdapterError, read_adapter_folder
+from loragate.gates.schema import copy_adapter
 from tiny import tiny_adapter
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "a" * 64 + "\nsize 9\n"
@@ -166,6 +167,7 @@ SPOILT = {
         "task_type is SEQ_CLS, with a head",
     ),
     "CorDA": (config(init_lora_weights="corda"), "base-changing-init", "λ = 0"),
+    "a random start": (config(init_lora_weights="pissa_niter_4"), "base-changing-init", "no loader finds"),
     "LoftQ": (config(init_lora_weights="loftq", loftq_config={"loftq_bits": 4}), "base-changing-init", "λ = 0"),
 }
 
@@ -255,6 +257,15 @@ def test_what_is_changed_beside_the_factors_is_listed(tmp_path):
         assert list(found.beside) == words
         assert any(one.code == "base-changed-beside" for one in found.findings) == bool(words)
         found.require_usable("gate")
+
+
+def test_a_link_that_leads_nowhere_is_passed_over(place, tmp_path):
+    (place.path / "latest").symlink_to("nowhere")
+    found = place.read()
+    found.require_usable("gate")
+    assert "latest" not in found.files
+    copy_adapter(place.path, tmp_path / "copy")
+    read_adapter_folder(tmp_path / "copy").require_usable("gate")
 
 
 def test_what_peft_reads_is_usable(place):

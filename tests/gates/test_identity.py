@@ -39,6 +39,24 @@ def test_norms_are_recorded_whatever_the_number_of_layers(layers):
     assert "norm" in compare_base_samples(deep_base(layers, 0.5), record)
 
 
+@pytest.mark.parametrize("record", ["float32", "bfloat16", "float16", "bfloat16+float32"])
+@pytest.mark.parametrize("here", ["float32", "bfloat16", "float16"])
+def test_a_sibling_is_another_base_whatever_both_dtypes(record, here):
+    """One checkpoint agrees in every pair of dtypes; one whose weights are a bf16 step off agrees in none that can tell."""
+
+    def base(dtype, step=0):
+        model = tiny_base(num_hidden_layers=1, **NARROW).to(torch.bfloat16)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.view(torch.int16).add_(step * (parameter != 0))
+        return model.to(getattr(torch, dtype))
+
+    stored = base_weight_samples(base(record.split("+")[0])) | {"dtype": record}
+    assert compare_base_samples(base(here), stored) is None
+    sibling = compare_base_samples(base(here, 1), stored)
+    assert (sibling is None) == ({*record.split("+"), here} >= {"bfloat16", "float16"})
+
+
 def earlier_choice(base):
     """The record as the first versions wrote it: names at equal distances in the list of all."""
     parameters = dict(base.named_parameters())

@@ -109,6 +109,18 @@ def test_an_upload_is_taken_up_and_an_old_adapter_leaves(place, hub):
     assert hub.refs["user/repo"]["main"] == first.commit
 
 
+def test_the_name_that_is_replaced_is_replaced_in_the_adapter_too(tmp_path):
+    """A relative path of two parts reads like a hub id; the id of another copy of the base stays."""
+    for named, sent in (("models/base", "someone/base"), ("someone/base-4bit", "someone/base-4bit")):
+        model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 1))
+        model.peft_config["default"].base_model_name_or_path = named
+        lg.save_gates(model, tmp_path / named / "gated", base_id="models/base")
+        (tmp_path / named / "sent").mkdir()
+        stage(tmp_path / named / "gated", tmp_path / named / "sent", name="repo", base_id="someone/base")
+        written = json.loads((tmp_path / named / "sent" / "adapter" / "adapter_config.json").read_text())
+        assert written["base_model_name_or_path"] == sent
+
+
 def test_a_card_that_was_edited_keeps_its_words(place, tmp_path):
     shutil.copytree(place / "gated", tmp_path / "gated")
     card = tmp_path / "gated" / "README.md"

@@ -270,3 +270,15 @@ def test_every_file_of_the_source_is_exported(tmp_path: Path, form: str) -> None
     found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert {"tekken.json", "qwen.tiktoken", "additional_chat_templates/tool_use.jinja", "README.md"} <= found
     assert not any(name.endswith(".bin") for name in found)
+
+
+@pytest.mark.parametrize("to", ["gguf", "mlx"])
+@pytest.mark.parametrize("more", [[], ["--skip-comparison"]], ids=["compared", "not compared"])
+def test_a_runtime_that_would_not_change_the_base_is_refused(
+    tmp_path: Path, to: str, more: list[str], fails: Any
+) -> None:
+    write_base(tmp_path / "base")
+    write_adapter(tmp_path / "plain", tmp_path / "base", tiny_adapter(init_lora_weights="pissa"))
+    said = fails("export", tmp_path / "plain", "--to", to, "--out", tmp_path / "out", *more)
+    assert "another base than its own. init_lora_weights='pissa' subtracts" in said
+    assert not (tmp_path / "out").exists()

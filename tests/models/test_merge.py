@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from beside import BESIDE, loaded, make
 from loragate.errors import LoragateError
 from loragate.models import Loading, ModelRef, merge, open_base
-from tiny import chatml_tokenizer, logits, run
+from tiny import chatml_tokenizer, logits, run, tiny_adapter, tiny_base, write_adapter
 
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 IDS = torch.tensor([[5, 9, 20, 33, 7, 100, 4, 8]])
@@ -54,6 +54,30 @@ def test_a_merged_model_is_exported_with_its_figure(tmp_path: Path, fails: Any, 
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     assert half.dtype == torch.bfloat16
     assert not (tmp_path / "half" / merge.RECORD).exists()
+
+
+def test_an_adapter_that_rounding_takes_away_is_not_merged(tmp_path: Path) -> None:
+    """Its deltas are a tenth of a step between two weights in bf16; far below the limit, which knows no size of an adapter."""
+    tiny_base().to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    model = tiny_adapter()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(3e-3 if "lora_B" in name else 1)
+    write_adapter(tmp_path / "adapter", tmp_path / "base", model)
+    place = (ModelRef(str(tmp_path / "base")), tmp_path / "adapter")
+    with pytest.raises(LoragateError, match=r"loses half .*of .* moves its base.*--dtype float32"):
+        merge.write_merged(*place, tmp_path / "half")
+    found = merge.write_merged(*place, tmp_path / "whole", Loading(dtype="float32"))
+    assert found.moved is not None
+    assert found.nats < found.moved / 100
+
+
+def test_what_peft_does_not_merge_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    tiny_base().save_pretrained(tmp_path / "base")
+    model = tiny_adapter(lora_bias=True, target_modules=["o_proj"])  # which has no bias
+    write_adapter(tmp_path / "adapter", tmp_path / "base", model)
+    with pytest.raises(LoragateError, match=r"cannot be merged into .*bias.*Serve the adapter unmerged"):
+        merge.write_merged(ModelRef(str(tmp_path / "base")), tmp_path / "adapter", tmp_path / "out")
 
 
 def test_a_base_in_four_bits_is_unpacked(tmp_path: Path, fails: Any) -> None:

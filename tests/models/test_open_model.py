@@ -12,9 +12,18 @@ from loragate.doctor.static import examine_static
 from loragate.errors import ConfigError, GateError, LoragateError
 from loragate.gates.schema import read_gate_config
 from loragate.gates.strength import lora_paths, members, scaled
-from loragate.models import Loading, ModelRef, load_adapter, open_base, open_model, open_without_weights, resolve
+from loragate.models import (
+    Loading,
+    ModelRef,
+    load_adapter,
+    open_base,
+    open_model,
+    open_tokenizer,
+    open_without_weights,
+    resolve,
+)
 from loragate.serving.vllm_server import stopping_arguments
-from tiny import logits, shake, tiny_adapter, tiny_base, tiny_tokenizer
+from tiny import logits, shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
 
 CPU = Loading(device="cpu")
 
@@ -149,3 +158,16 @@ def test_only_causal_language_models_are_bases(place, tmp_path):
         if kind is not tf.Qwen2Model:
             found = examine_static(str(place / "adapter"), str(folder))[1]
             assert any(one.code == "task-type" and re.search(words, one.message) for one in found)
+
+
+def test_a_chat_template_without_a_tokenizer_is_not_used_in_silence(tmp_path, caplog):
+    write_base(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", tmp_path / "base", target_modules=["q_proj"])
+    lone = tmp_path / "adapter" / "chat_template.jinja"
+    template = open_tokenizer(resolve(tmp_path / "adapter")).chat_template
+    lone.write_text(template)
+    assert open_tokenizer(resolve(tmp_path / "adapter")).chat_template == template
+    assert caplog.text == "", "it is the base's own"
+    lone.write_text("{{ messages[0]['content'] }}")
+    assert open_tokenizer(resolve(tmp_path / "adapter")).chat_template == template
+    assert f"{lone} is not used, as no tokenizer lies beside it" in caplog.text

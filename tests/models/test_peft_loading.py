@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import loragate as lg
 from loragate.doctor.static import examine_static
@@ -188,6 +188,45 @@ def test_an_initialisation_that_changed_the_base_leaves_none(place):
     assert "λ = 0" in why_no_base(loaded)
 
 
+@pytest.mark.parametrize("start", ["pissa_niter_4", "lora_ga", "corda"])
+def test_a_start_that_no_loader_finds_again_is_refused(place, start):
+    folder, _ = adapter(place)
+    record(folder, init_lora_weights=start)
+    for trainable in (False, True):
+        with pytest.raises(ArtifactError, match=r"no loader finds these .*where it was trained.*path_initial_model"):
+            load_peft(tiny_base(), folder, trainable=trainable)
+    assert {one.code for one in examine_static(str(folder))[1] if one.severity == "error"} == {"base-changing-init"}
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_a_start_that_is_found_again_loads_and_is_told(place, token_ids, caplog, start):
+    folder, model = adapter(place, init_lora_weights=start)
+    with caplog.at_level("WARNING", "loragate"):
+        loaded = load_peft(tiny_base(), folder)
+    torch.testing.assert_close(logits(loaded, token_ids), logits(model, token_ids), rtol=1e-4, atol=1e-4)
+    assert f"init_lora_weights='{start}' subtracts" in caplog.text
+
+
+def test_a_key_that_this_peft_does_not_know_is_told(place, caplog):
+    folder, _ = adapter(place)
+    of_others = {"unsloth_version": "2026.9", "swift_extra": {"a": 1}, "lorap_emb_lr": 1e-6, "runtime_config": {"a": 1}}
+    record(folder, **of_others, future_list=[], future_flag=False, future_value=None)
+    with caplog.at_level("WARNING", "loragate"):
+        load_peft(tiny_base(), folder)
+    assert caplog.text == ""
+    assert examine_static(str(folder))[1] == []
+    record(folder, some_future_variant={"x": 1})
+    with caplog.at_level("WARNING", "loragate"):
+        load_peft(tiny_base(), folder)
+    assert re.search(r"PEFT [\d.]+ does not know some_future_variant=\{'x': 1\}.*Upgrade peft", caplog.text)
+    (found,) = examine_static(str(folder))[1]
+    assert (found.code, found.severity, found.evidence["keys"]) == (
+        "config-invalid",
+        "warning",
+        ["some_future_variant"],
+    )
+
+
 def test_experts_of_earlier_transformers_load_whatever_their_dropout(place, token_ids):
     shape = {
         "vocab_size": 160,
@@ -217,6 +256,22 @@ def test_experts_of_earlier_transformers_load_whatever_their_dropout(place, toke
     record(folder, target_modules=["q_proj", "w1", "w2", "w3", "k_proj"])
     with pytest.raises(ArtifactError, match="k_proj"):
         load_peft(MixtralForCausalLM(base.config), folder)
+
+
+def test_ranks_of_fused_experts_go_by_the_names_of_their_parameters(place, token_ids):
+    sizes = {"vocab_size": 160, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    torch.manual_seed(0)
+    base = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=2)).eval()
+    base.save_pretrained(place / "moe")
+    names = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    ranks = {"rank_pattern": {"experts.gate_up_proj": 3, "experts.down_proj": 5}, "alpha_pattern": {"gate_up_proj": 64}}
+    folder, model = adapter(place, base=base, target_parameters=names, r=8, **ranks)
+    loaded = load_peft(Qwen3MoeForCausalLM.from_pretrained(place / "moe"), folder)
+    torch.testing.assert_close(logits(loaded, token_ids), logits(model, token_ids), rtol=0, atol=0)
+    record(folder, rank_pattern={"experts.gate_up_proj": 3})
+    with pytest.raises(ArtifactError, match="another rank than the configuration"):
+        load_peft(Qwen3MoeForCausalLM.from_pretrained(place / "moe"), folder)
 
 
 @pytest.mark.parametrize(

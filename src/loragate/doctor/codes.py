@@ -23,7 +23,9 @@ CODES: dict[str, Code] = {
     # the files
     "config-unreadable": Code(
         "error", "`adapter_config.json` is missing, damaged or of something else", "fetch or write it again"),
-    "config-invalid": Code("error", "a key of `adapter_config.json` has a value that no loader takes", "correct the key"),
+    "config-invalid": Code(
+        "error or warning", "a key of `adapter_config.json` has a value that no loader takes, or is not known to this PEFT",
+        "correct the key, or upgrade `peft`"),
     "weights-absent": Code("error", "the weights are missing, cut off or empty", "fetch the whole folder; gather ZeRO-3's shards"),
     "weights-not-finite": Code(
         "error", "NaN or infinity among the weights", "take an earlier checkpoint, or a lower learning rate"),

@@ -31,7 +31,7 @@ from loragate.gates.schema import factor_of, read_adapter, read_tensors, strengt
 from loragate.gates.strength import kind_of, layer_of
 from loragate.models import ModelSource, base_config, explained, is_adapter, is_gated, plain_adapter, resolve
 from loragate.models.loading import USUAL, require_causal
-from loragate.models.peft_loading import MisfitError, plan_peft
+from loragate.models.peft_loading import MisfitError, plan_peft, unknown_keys
 from loragate.models.settings import Loading
 from loragate.models.source import ModelRef, require_here
 
@@ -243,7 +243,7 @@ def _on_base(
         gateable=dict(Counter(verdict.status for verdict in verdicts)),
         reasons=tuple(sorted({verdict.reason for verdict in verdicts if verdict.reason})),
     )
-    found = []
+    found = unknown_keys(place.contents)
     told = any(one.forbids("gate") for one in place.contents.findings)
     if not told and (reason := _not_gateable(verdicts)):
         found.append(

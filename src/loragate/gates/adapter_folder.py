@@ -126,7 +126,7 @@ def read_adapter_folder(path: str | Path) -> AdapterFolder:
     """Everything that an adapter's files tell; no fault of theirs is an exception."""
     folder = Path(path)
     try:
-        entries = sorted(folder.iterdir())
+        entries = sorted(one for one in folder.iterdir() if one.exists())  # a link may lead nowhere
         stamps = tuple((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in entries)
     except (OSError, ValueError) as error:
         absent = Finding(

@@ -40,9 +40,10 @@ _FORBIDS: dict[str, Purpose] = {
     "weights-zero": "gate",
 }
 # Initialisations that subtract the new factors from the base's weights, or quantise these, when an adapter is made and each
-# time it is loaded; the last two cannot be repeated by a loader.
+# time it is loaded. The latter cannot be repeated by a loader: they come from the training's data, from gradients, or from a
+# decomposition that is drawn at random.
 _BASE_CHANGING_STARTS = ("pissa", "olora", "lora_ga", "corda", "loftq")
-_NOT_REPEATABLE = ("corda", "loftq")
+_NOT_REPEATABLE = ("corda", "loftq", "lora_ga", "pissa_niter")
 # settings under which a LoRA layer computes another delta than B·A·x
 _VARIANTS = {
     "use_dora": "a Dora variant of LoRA",
@@ -107,9 +108,11 @@ def changed_base(init_lora_weights: Any) -> str:
             "model without its delta (λ = 0) is not the base. Where the named base is the one that LoftQ saved, set "
             "init_lora_weights to true in adapter_config.json, as PEFT advises"
         )
+    once = init_lora_weights.lower().startswith(_NOT_REPEATABLE)
     return (
         f"init_lora_weights={init_lora_weights!r} subtracts the adapter's first factors from the base's weights, so the model "
-        "without its delta (λ = 0) is not the base. Convert it to plain LoRA and gate that: PEFT's "
+        f"without its delta (λ = 0) is not the base{', and no loader finds these factors again' if once else ''}. Convert it to "
+        f"plain LoRA{' where it was trained' if once else ' and gate that'}: PEFT's "
         "save_pretrained(folder, path_initial_model_for_weight_conversion=FOLDER_OF_THE_UNTRAINED_ADAPTER)"
     )
 
@@ -297,20 +300,24 @@ def _of_strength(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> I
         path, factor = factor_path(key)
         if factor and 0 not in shape:
             shapes.setdefault(path, {})[factor] = shape
-    wrong, scales = [], set()
+    wrong, scales = [], set[float]()
+    # fused experts share one factor, whose rank is a multiple. Their patterns name parameters (experts.down_proj), their keys
+    # the module alone: which of its parameters a key belongs to, only the base's code tells
+    parameters = names_of(config, "target_parameters")
     for path, pair in shapes.items():
+        own = [f"{path.replace('.base_layer', '')}.{name.rpartition('.')[2]}" for name in parameters]
+        fused = [name for name in own if f".{name}".endswith(tuple(f".{one}" for one in parameters))]
         try:
-            rank, _, scale = strength_of(config, path)
+            strengths = [strength_of(config, name) for name in (path, *fused)]
         except ArtifactError:
             continue
-        scales.add(scale)
+        ranks = [rank for rank, _, _ in strengths]
+        scales.update(scale for _, _, scale in strengths)
         a, b = pair.get("lora_A"), pair.get("lora_B")
         if a is None or b is None or len(a) != len(b) or len(a) < 2:
             continue
-        # fused experts share one factor (target_parameters), whose rank is a multiple
-        fused = bool(config.get("target_parameters")) and a[0] % rank == 0
-        if a[0] != b[1] or (a[0] != rank and not fused):
-            wrong.append((path, a, b, rank))
+        if a[0] != b[1] or not any(a[0] == rank or (fused and a[0] % rank == 0) for rank in ranks):
+            wrong.append((path, a, b, ranks[0]))
     if wrong:
         path, a, b, rank = wrong[0]
         yield Finding(

@@ -147,7 +147,8 @@ def stage(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool 
         copy_file(folder / file, into / file)
     write_json(into / CONFIG, shown)
     named = adapter.get("base_model_name_or_path")  # by which plain PEFT looks for the base
-    findable = named if isinstance(named, str) and is_hub_id(named) else base
+    # a name of its own stays, such as that of the same base in four bits; `--base-id` replaces the recorded one
+    findable = named if isinstance(named, str) and is_hub_id(named) and named != recorded else base
     write_json(
         into / ADAPTER / ADAPTER_CONFIG,
         {**_without_paths(adapter, private), "base_model_name_or_path": findable},

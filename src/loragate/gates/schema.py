@@ -361,7 +361,7 @@ def adapter_files(folder: Path) -> tuple[list[str], list[str]]:
             kept += [file.relative_to(folder).as_posix() for file in inside if not _is_left(file.name)]
             left += [file.relative_to(folder).as_posix() for file in inside if _is_left(file.name)]
             left += [] if path.name in _KEPT_FOLDERS else [f"{path.name}/"]
-        elif path.name == ADAPTER_WEIGHTS or not _is_left(path.name):
+        elif path.is_file() and (path.name == ADAPTER_WEIGHTS or not _is_left(path.name)):  # a link may lead nowhere
             kept.append(path.name)
         else:
             left.append(path.name)

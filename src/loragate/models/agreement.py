@@ -30,9 +30,14 @@ class Agreement:
     limit: float  # the square root of the dtype's precision: 3e-4 in float32, 0.03 in float16, 0.09 in bfloat16
     tokens: int
     dtype: str
+    moved: float | None = (
+        None  # nats between the original and its base, of which `nats` is a share; None where not measured
+    )
 
     def __str__(self) -> str:
-        return f"{self.nats:.2g} nats per token apart on {self.tokens} tokens in {self.dtype} (up to {self.limit:.2g} is rounding)"
+        apart = f"{self.nats:.2g} nats per token apart"
+        of = "" if self.moved is None else f", of {self.moved:.2g} by which the adapter moves its base,"
+        return f"{apart}{of} on {self.tokens} tokens in {self.dtype} (up to {self.limit:.2g} is rounding)"
 
 
 def is_here(base: ModelRef) -> bool:

@@ -19,6 +19,7 @@ import torch
 from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.files import first_difference, new_folder, read_json, require_new, write_json, write_text
 from loragate.gates import GateConfig
+from loragate.gates.adapter_rules import changed_base
 from loragate.gates.artifact import write_sampling
 from loragate.gates.override import Override, constant_name
 from loragate.gates.recommended import SAMPLING, at, exported_sampling, generation_settings
@@ -131,6 +132,11 @@ def export_adapter(
         raise ConfigError(f"--to {to} needs the base, and {named}; say where it is with --base")
     compared = compare_outputs and here
     adapter, coefficients, recorded = place.adapter, dict[str, float](), ""
+    # every other form loads the adapter with PEFT, which changes the base as its training did, or is refused by `read_gates`
+    if to in RUNTIMES and (why := changed_base(read_adapter_config(adapter).get("init_lora_weights"))):
+        raise ArtifactError(
+            f"{adapter}: {RUNTIMES[to].title} would put the adapter on another base than its own. {why}"
+        )
     if not as_it_is:
         gates = read_gates(place.folder, override, beside=True)
         adapter, recorded = gates.adapter, str(gates.base.get("id") or "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import os
 import struct
 import tempfile
@@ -55,6 +56,7 @@ from loragate.models.settings import Loading
 from loragate.models.source import Kind, ModelRef, ModelSource, resolve
 
 USUAL = Loading()
+logger = logging.getLogger("loragate")
 # how the names of classes end whose models read a whole text, or judge it
 _OTHER_MODELS = ("ForMaskedLM", "Classification", "ForQuestionAnswering", "ForMultipleChoice", "SentencePrediction")
 
@@ -479,6 +481,13 @@ def open_tokenizer(place: ModelSource, how: Loading = USUAL) -> Any:
             tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--chat-template {how.chat_template}: cannot be read ({error.strerror})") from error
+    elif place.kind != "base" and chosen == place.base.name:
+        lone = place.adapter / "chat_template.jinja"
+        if lone.is_file() and lone.read_text(encoding="utf-8", errors="replace") != tokenizer.chat_template:
+            logger.warning(
+                "%s is not used, as no tokenizer lies beside it: give it with --chat-template, or copy the tokenizer of %s there",
+                *(lone, chosen),
+            )
     if tokenizer.pad_token_id is None:  # padding is masked wherever it stands
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -83,8 +85,8 @@ def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USU
 
     Raises:
         ConfigError: for a packed base without a dtype of 16 bits or more.
-        LoragateError: where the written model does not compute what the adapter does on its base, or the disk has no room for it,
-            naming both sizes.
+        LoragateError: where the written model does not compute what the adapter does on its base, or loses most of it by
+            rounding, or the disk has no room for it, naming both sizes.
     """
     trust = how.trust_remote_code
     stored = quantization_of_config(base_config(base, trust))
@@ -101,14 +103,18 @@ def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USU
     if stored != NONE:
         model = model.dequantize()
     served = model.dtype if how.dtype == "auto" else getattr(torch, how.dtype)
-    adapted = load_peft(model.float(), adapter)
     prompts = probing_prompts(model.config, read_adapter_config(adapter))
+    unadapted = log_probs(model.float(), prompts)
+    adapted = load_peft(model, adapter)
     expected = log_probs(adapted, prompts)
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(layer, BaseTunerLayer):  # its delta must not reach the layer that it is tied to
             own = layer.get_base_layer()
             own.weight = torch.nn.Parameter(own.weight.detach().clone())
-    merged = adapted.merge_and_unload(safe_merge=True).to(served)
+    try:
+        merged = adapted.merge_and_unload(safe_merge=True).to(served)
+    except (RuntimeError, ValueError) as error:  # such as a bias of B where the base has none
+        raise LoragateError(f"{adapter} cannot be merged into {base}: {error}. Serve the adapter unmerged") from error
     inputs, head = merged.get_input_embeddings(), merged.get_output_embeddings()
     if head is not None and head.weight is not inputs.weight:  # or the head would be saved, and read, as the embedding
         merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = False
@@ -127,6 +133,13 @@ def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USU
     gc.collect()
     # in fp32, so that what is compared is the weights as they were rounded once
     written = base_weights(ModelRef(str(folder)), dtype=torch.float32, trust_remote_code=trust).eval()
-    found = compare(expected, log_probs(written, prompts), served)
+    moved = compare(expected, unadapted, served).nats
+    found = replace(compare(expected, log_probs(written, prompts), served), moved=moved)
     require_agreement(found, f"{adapter} merged into {base}", "the adapter on its base")
+    # what fp32 rounds is nothing, even of an adapter that moves nothing
+    if found.nats > max(moved / 2, math.sqrt(torch.finfo(torch.float32).eps)):
+        raise LoragateError(
+            f"{adapter} merged into {base} loses half of what the adapter does or more, as its deltas are smaller than the steps "
+            f"of {found.dtype}: {found}. Nothing was kept; merge with --dtype float32, or serve the adapter unmerged"
+        )
     return found

@@ -13,25 +13,29 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from dataclasses import fields
 from functools import cache
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 
 from loragate.errors import ArtifactError
 from loragate.gates.adapter_folder import AdapterFolder, read_adapter_folder
 from loragate.gates.adapter_rules import Finding, changed_base, factor_path, kind_of, names_of
 from loragate.gates.control import keep_displaced
 from loragate.gates.eligibility import base_path
-from loragate.gates.schema import PREFIX
+from loragate.gates.schema import ADAPTER_CONFIG, PREFIX
 
 # what of a model's state belongs to an adapter that is called "default", and comes from its file
 _OWN = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_delta)\.default(?:\.|$)")
-# findings of an adapter that runs, and answers as its base in part or whole, or against its training
-_FELT = ("weights-zero", "weights-partly-zero", "scale-unusual")
+# findings of an adapter that runs, and answers as its base in part or whole, or against its training, or has no base
+_FELT = ("weights-zero", "weights-partly-zero", "scale-unusual", "base-changing-init")
+# what other trainers and PEFT itself write into a configuration that no loader needs
+_OF_TRAINERS = re.compile(r"unsloth|swift|axolotl|lora_dtype|lorap_|merge_weights$|peft_version$|runtime_config$")
 _LAYER = re.compile(r"\.(\d+)\.")
 RESIZE = (
     "make that base once, base.resize_token_embeddings(SIZE) with the first number of the checkpoint's shape as SIZE, save it and "
@@ -70,6 +74,8 @@ def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     for finding in folder.findings:
         if finding.code in _FELT and finding.severity == "warning":
             _warn(str(finding))
+    for finding in unknown_keys(folder):
+        _warn(str(finding))
     names = {base_path(PREFIX + key.removeprefix(PREFIX)) for key in folder.beside_keys}
     own = dict(chain(base.named_parameters(remove_duplicate=False), base.named_buffers(remove_duplicate=False)))
     before = {name: own[name].detach().clone() for name in sorted(names & own.keys())}
@@ -139,6 +145,22 @@ def peft_config(folder: AdapterFolder, trainable: bool = False) -> Any:
     if not trainable:
         config.lora_dropout = 0.0
     return config
+
+
+def unknown_keys(folder: AdapterFolder) -> list[Finding]:
+    """A finding where the configuration has keys that this PEFT does not know, and drops: a later one may compute by them."""
+    known = {field.name for field in fields(LoraConfig)}
+    unknown = [
+        key for key, value in folder.config.items() if value and key not in known and not _OF_TRAINERS.match(key)
+    ]
+    if not unknown:
+        return []
+    shown = ", ".join(f"{key}={folder.config[key]!r:.80}" for key in unknown[:4])
+    message = (
+        f"{folder.path / ADAPTER_CONFIG}: PEFT {version('peft')} does not know {shown}, and loads the adapter without"
+    )
+    remedy = "upgrade peft, as it may be another function there; delete the key where it is of another program"
+    return [Finding("config-invalid", "warning", message, remedy, {"keys": unknown[:8]})]
 
 
 def require_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], missing: list[str]) -> None:
