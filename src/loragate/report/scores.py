@@ -166,7 +166,7 @@ def evaluation_statements(record: Record) -> list[str]:
             cooler = row["temperature"] is not None
             if row["variant"] != "gated" or (row["control"] is not None and not cooler):
                 continue
-            where = f"On {task['name']}" + (f", {row['control']}" if cooler else "")
+            where = f"On {task['name']}, {row['control'] if cooler else _own_heat(task)}"
             versus, adapter = row["comparison"], adapters.get(row["temperature"])
             if versus is None or adapter is None:
                 statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")
@@ -185,6 +185,12 @@ def evaluation_statements(record: Record) -> list[str]:
     if surer:
         statements.append("Gates are trained for low entropy, which does not show that answers are right.")
     return statements
+
+
+def _own_heat(task: Record) -> str:
+    """How a task asks for answers by itself."""
+    heat = task["sampling"]["temperature"]
+    return f"T = {heat:g}" if heat else "greedily"
 
 
 def _is_plain(row: Record) -> bool:
