@@ -151,6 +151,7 @@ def test_mistakes_on_the_command_line(fails):
     assert "--out requires an argument" in fails("calibrate", "--out")
     assert "'{}x'" in fails("sft", "--objective-options", "{}x")
     assert "needs --adapter" in fails("calibrate")
+    assert "--port must be at most 65535, found 99999" in fails("explore", "gated", "--port", "99999")
     assert "unknown command 'inspect'; did you mean 'doctor --quick'?" in fails("inspect", "adapter")
     assert "unknown command 'merge'; did you mean 'export --to merged'?" in fails("merge", "adapter")
     assert "unknown command 'train'; did you mean 'sft'?" in fails("train")

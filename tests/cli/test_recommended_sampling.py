@@ -64,6 +64,8 @@ def test_generate(place, capsys):
     assert cool.out != usual.out, "or the temperature shows nowhere"
     assert generated(capsys, place / "plain", *samples).out == usual.out
     assert "recommend" not in usual.err
+    said = generated(capsys, place / "plain").err
+    assert said.replace(usual.err, "") == "loragate: sampling at temperature 1; --temperature 0 is greedy\n"
     found = generated(capsys, place / "cool", *samples)
     assert found.out == cool.out
     assert "sampling at temperature 0.3, as" in found.err

@@ -80,7 +80,7 @@ def run(options: CalibrateOptions) -> int:
     for line in calibrated.sentences():
         out.print(line)
     out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with")
-    out.print(next_evaluation(folder, f"runs/{folder.name}"))
+    out.print(next_evaluation(folder, f"runs/{folder.name}", options.dev_task))
     return 0
 
 

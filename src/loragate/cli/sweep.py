@@ -110,7 +110,7 @@ def run(options: SweepOptions) -> int:
     out.print(selection_table(swept.selection))
     drawn = " and heatmap*.png" if maps else ""
     out.print(f"written to {folder}: best/, selection.json, .md{drawn}")
-    out.print(next_evaluation(folder / "best", "runs/best"))
+    out.print(next_evaluation(folder / "best", "runs/best", options.dev_task))
     return 0
 
 

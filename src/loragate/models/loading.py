@@ -514,7 +514,7 @@ def _sentence(what: str, name: str, error: Exception) -> LoragateError:
             if what in ("base model", "tokenizer")
             else ""
         )
-        return LoragateError(
+        return ArtifactError(
             f"{what} {name}: no such folder, and it could not be fetched from the hub. Check the spelling, the network "
             f"(HF_HUB_OFFLINE) and access rights ({first[:200]}){elsewhere}"
         )
