@@ -58,6 +58,14 @@ def test_help_is_one_screen_and_help_all_has_every_setting(name, capsys, monkeyp
     assert "Stage I" not in text
 
 
+def test_no_flag_is_broken_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["calibrate", "--help-all"]) == 0
+    text = capsys.readouterr().out
+    assert "│ --per-device-train-batch-size " in text
+    assert {len(line) for line in text.splitlines() if line.startswith("│")} == {80}
+
+
 def test_calibrate_has_fewer_than_forty_flags_and_its_file_knows_all_settings(tmp_path, fails):
     flags = set(field_kinds(CALIBRATE.options)) - set(CALIBRATE.config_only.split())
     assert len(flags) + len(GLOBAL) < 40

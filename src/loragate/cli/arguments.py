@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 import re
 import shlex
 import textwrap
@@ -21,6 +22,7 @@ from types import UnionType
 from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
 from docstring_parser.google import parse as parse_docstring
 from rich.console import Console
 
@@ -216,7 +218,8 @@ def _parameters(command: Command, hidden: bool, shown: bool) -> Iterator[inspect
     defaults, named = _defaults(command.options), {int: "INT", float: "NUMBER", dict: "JSON"}
     read_later = {name: named[kind] for name, hint in hints.items() if (kind := _kind(hint)) in named}
     order = ["required", "options", *dict.fromkeys(found.values()), "every command"]
-    groups = {heading: Group(heading, sort_key=order.index(heading)) for heading in order}
+    look = DefaultFormatter(column_specs=_columns)
+    groups = {heading: Group(heading, sort_key=order.index(heading), help_formatter=look) for heading in order}
     first = [command.positional, *command.required, *command.common.split()]
     for name in sorted(found, key=lambda name: first.index(name) if name in first else len(first)):
         without_flag, hint, default = name == command.positional, hints[name], defaults[name]
@@ -244,6 +247,13 @@ def _parameters(command: Command, hidden: bool, shown: bool) -> Iterator[inspect
         about = Parameter(help=text, group=groups["every command"], show=not hidden, negative=(), show_default=False)
         kind = inspect.Parameter.KEYWORD_ONLY
         yield inspect.Parameter(name, kind, default=None, annotation=Annotated[hint, about])
+
+
+def _columns(console: Console, options: Any, entries: Any) -> tuple[ColumnSpec, ...]:
+    """cyclopts' own columns of a help, the flags' wide enough for the longest one on a terminal of 80 columns."""
+    width = max(math.ceil(console.width * 0.35), len("--per-device-train-batch-size"))
+    name = ColumnSpec(renderer=NameRenderer(max_width=width), header="", style="cyclopts.name", max_width=width)
+    return name, ColumnSpec(renderer=DescriptionRenderer(), header="", overflow="fold")
 
 
 def headings(command: Command) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.calibrate import AdapterOptions
-from loragate.cli.options import GATE_CONFIG_ONLY, taken_from
+from loragate.cli.options import GATE_CONFIG_ONLY, require_files, taken_from
 from loragate.display import Display, console, next_evaluation
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
@@ -53,6 +53,7 @@ class SweepOptions(AdapterOptions):
 def run(options: SweepOptions) -> int:
     """Plan, train what is not finished, evaluate, choose, write the best."""
     require_given(COMMAND, options)
+    require_files(options)
     require_effect("sweep", options, flags=True)
     check_loading(options)
     try:

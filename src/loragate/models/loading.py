@@ -107,7 +107,9 @@ def _pretrained(base: ModelRef) -> tuple[str, dict[str, Any]]:
     if not base.gguf:
         return base.name, {"revision": base.revision} if base.revision else {}
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f'{base.name} is a GGUF file, which needs the package gguf: pip install "loragate[gguf]"')
+        raise ConfigError(
+            f'{base.name} is a GGUF file, which needs the package gguf: pip install ".[gguf]" in a checkout'
+        )
     path = Path(base.name)
     if base.on_hub:
         repository, file = split_file(base.name)
