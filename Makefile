@@ -58,14 +58,17 @@ $(VENV)/bin/python:
 
 # torch first and pinned: another resolution may bring gigabytes of GPU libraries
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing torch and the package into $(VENV): some minutes"
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
 	touch $@
 
 $(VENV)/.real: $(VENV)/.run
+	@echo "installing the optional parts math and gguf"
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[math,gguf]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
+	@echo "installing what the tests need: some minutes"
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	touch $@

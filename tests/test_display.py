@@ -13,7 +13,7 @@ from rich.console import Console
 
 from loragate import display
 from loragate.cli import generate
-from loragate.display import FILE_WIDTH, Display, console, time_left
+from loragate.display import FILE_WIDTH, Display, console, next_evaluation, time_left
 from loragate.generation import Sample, TransformersEngine
 from loragate.printable import printable
 from loragate.selection.compare import counted
@@ -172,3 +172,12 @@ def test_answers_reach_a_file_as_they_are_and_a_terminal_in_peace(monkeypatch, t
     monkeypatch.setattr(sys, "stdout", Screen())
     assert generate.run(generate.GenerateOptions(model="x", prompt="w1", raw=True)) == 0
     assert ("\x1b" in sys.stdout.getvalue()) is not terminal
+
+
+def test_what_was_chosen_for_a_task_is_evaluated_on_it():
+    assert next_evaluation("gated", "runs/g").startswith(
+        "next: loragate eval --model gated --suite math --out runs/g, with"
+    )
+    assert next_evaluation("gated", "runs/g", "my task.yaml") == (
+        "next: loragate eval --model gated --tasks 'my task.yaml' --out runs/g"
+    )

@@ -94,10 +94,12 @@ def quiet_logging() -> None:
     own.propagate = False
 
 
-def next_evaluation(model: object, out: str) -> str:
-    """The line that says how what a command made is evaluated; what it is for, only its owner knows."""
-    command = shlex.join(["loragate", "eval", "--model", str(model), "--suite", "math", "--out", out])
-    return f"next: {command}, with the --suite that it is for, or --tasks FILE.yaml with questions of your own"
+def next_evaluation(model: object, out: str, task: str = "") -> str:
+    """The line that says how what a command made is evaluated; without a task, what it is for only its owner knows."""
+    asked = ["--tasks", task] if task else ["--suite", "math"]
+    command = shlex.join(["loragate", "eval", "--model", str(model), *asked, "--out", out])
+    more = "" if task else ", with the --suite that it is for, or --tasks FILE.yaml with questions of your own"
+    return f"next: {command}{more}"
 
 
 def _is_other_process() -> bool:

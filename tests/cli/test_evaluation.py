@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import loragate as lg
 from loragate.cli.evaluate import EvalOptions
-from loragate.cli.evaluating import load_inputs, request_of
+from loragate.cli.evaluating import load_inputs, next_line, request_of
 from loragate.cli.main import main
 from loragate.errors import DataError
 from loragate.evaluation.answers import Grade
@@ -133,6 +134,28 @@ def test_a_row_is_the_model_it_names():
     assert not torch.allclose(gated, adapter, atol=1e-3)
     with pytest.raises(lg.errors.ConfigError, match="no gates"), acting(model, ModelVariant("gated"), "adapter"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("best", "said"),
+    [
+        (ModelVariant("gated"), "G --temperature 0.7"),
+        (ModelVariant("gated").at(0.0), "G --temperature 0"),
+        (ModelVariant.scaled(0.5).at(0.3), "A@constant=0.5 --temperature 0.3"),
+        (ModelVariant.scaled(0.5, "lower"), "A@lower=0.5 --temperature 0.7"),
+        (ModelVariant("base").at(0.6), "B --temperature 0.6"),
+    ],
+)
+def test_what_is_proposed_next_is_the_best_row(best, said):
+    found = (ModelVariant("adapter"), best, ModelVariant("gated", "random gates", random=0))
+    rows = [
+        SimpleNamespace(task="words", avg_at_k=SimpleNamespace(mean=mean), variant=one.weights, **vars(one))
+        for mean, one in enumerate(found)
+    ]
+    info = SimpleNamespace(name="words", grader="exact", sampling=SamplingConfig(0.7))
+    models = {"base": "B", "adapter": "A", "gated": "G"}
+    line = next_line(Path("run"), SimpleNamespace(tasks=[info], results=rows, models=models))
+    assert line == f'next: loragate generate --model {said} --prompt "…"'
 
 
 def test_the_canary_refuses_what_does_not_act():

@@ -47,6 +47,7 @@ def test_what_calibrate_says(place, tmp_path, capsys):
     assert "⟦" in text, "the response mask is shown before training"
     assert "next: loragate eval" in text
     (tmp_path / "odd.jsonl").write_text(json.dumps({"prompt": "w1", "completion": "never seen words"}) + "\n")
+    assert "warning" not in text
     data[1] = tmp_path / "odd.jsonl"
     run(
         "calibrate",
@@ -61,6 +62,8 @@ def test_what_calibrate_says(place, tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "without the chat template" in text
     assert "unknown to the tokenizer" in text
+    assert "data: 1 row (" in text
+    assert "warning: fewer than 8 rows teach nothing" in text
 
 
 def test_generate(place, capsys, fails):

@@ -58,6 +58,14 @@ def test_help_is_one_screen_and_help_all_has_every_setting(name, capsys, monkeyp
     assert "Stage I" not in text
 
 
+def test_no_flag_is_broken_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["calibrate", "--help-all"]) == 0
+    text = capsys.readouterr().out
+    assert "│ --per-device-train-batch-size " in text
+    assert {len(line) for line in text.splitlines() if line.startswith("│")} == {80}
+
+
 def test_calibrate_has_fewer_than_forty_flags_and_its_file_knows_all_settings(tmp_path, fails):
     flags = set(field_kinds(CALIBRATE.options)) - set(CALIBRATE.config_only.split())
     assert len(flags) + len(GLOBAL) < 40
@@ -101,10 +109,43 @@ def test_help_says_what_is_required_first_and_nothing_of_what_is_off(capsys):
         ("sft", "--output-dir=x", "--out"),
         ("calibrate", "--train-data", "--data"),
         ("sft", "--dataset", "--data"),
+        ("sft", "--train-file", "--data"),
+        ("sft", "--lora_r", "--rank"),
+        ("sft", "--lora_alpha", "--alpha"),
+        ("sft", "--model_name_or_path", "--model"),
+        ("calibrate", "--model_name_or_path", "--adapter"),
+        ("sft", "--bf16", "--precision bf16"),
+        ("export", "--bf16", "--dtype bfloat16"),
+        ("sft", "--gradient_accumulation_steps", "--batch-size"),
+        ("eval", "--output_path", "--out"),
+        ("export", "--format", "--to"),
+        ("export", "--scale", "--constant"),
     ],
 )
 def test_names_that_people_bring_along(name, tried, meant, fails):
     assert f"did you mean {meant}?" in fails(name, tried, "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("export --model ad", "--model; give it without a flag: loragate export ad"),
+        ("export --out x --adapter=ad", "--adapter; give it without a flag: loragate export ad"),
+        ("serve --model", "--model; give it without a flag: loragate serve MODEL"),
+        ("verify --model ad", "--model; give it without a flag: loragate verify ad"),
+        ("doctor --adapter ad", "--adapter; give it without a flag: loragate doctor ad"),
+        ("calibrate ad", "ad stands without a flag; did you mean --adapter ad?"),
+        ("calibrate --adapter=ad rows.jsonl", "rows.jsonl stands without a flag; did you mean --data rows.jsonl?"),
+        ("eval ad", "ad stands without a flag; did you mean --model ad?"),
+        ("generate ad", "ad stands without a flag; did you mean --model ad?"),
+        ("export ad y", "y stands without a flag; did you mean --out y?"),
+        ("doctor ad more", "more stands without a flag (loragate"),
+    ],
+)
+def test_what_is_given_with_a_flag_and_what_without(words, said, fails):
+    found = fails(*words.split())
+    assert said in found
+    assert "unknown option" not in found or "did you mean" not in found
 
 
 def test_mistakes_on_the_command_line(fails):
@@ -118,8 +159,10 @@ def test_mistakes_on_the_command_line(fails):
     assert "--out requires an argument" in fails("calibrate", "--out")
     assert "'{}x'" in fails("sft", "--objective-options", "{}x")
     assert "needs --adapter" in fails("calibrate")
-    assert "more" in fails("doctor", "adapter", "more")
+    assert "--port must be at most 65535, found 99999" in fails("explore", "gated", "--port", "99999")
     assert "unknown command 'inspect'; did you mean 'doctor --quick'?" in fails("inspect", "adapter")
+    assert "unknown command 'merge'; did you mean 'export --to merged'?" in fails("merge", "adapter")
+    assert "unknown command 'train'; did you mean 'sft'?" in fails("train")
 
 
 def test_values_are_read_as_they_are_meant():

@@ -64,6 +64,9 @@ def test_generate(place, capsys):
     assert cool.out != usual.out, "or the temperature shows nowhere"
     assert generated(capsys, place / "plain", *samples).out == usual.out
     assert "recommend" not in usual.err
+    said = generated(capsys, place / "plain").err
+    assert said.startswith("loragate: sampling at temperature 1; --temperature 0 is greedy\n")
+    assert "sampling" not in usual.err
     found = generated(capsys, place / "cool", *samples)
     assert found.out == cool.out
     assert "sampling at temperature 0.3, as" in found.err

@@ -51,3 +51,17 @@ def test_the_check_sees_what_it_looks_for():
     code = "import sys, loragate.generation; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
+
+
+def test_a_missing_file_is_found_before_anything_heavy_is_imported(tmp_path):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from loragate.cli.main import main\n"
+        "assert main(['sft', '--model', 'base', '--data', 'rws.jsonl', '--out', 'out']) == 2; assert 'torch' not in sys.modules"
+    )
+    (tmp_path / "rows.jsonl").write_text("{}")
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "--data: found no file rws.jsonl; did you mean 'rows.jsonl'?" in ended.stderr

@@ -25,11 +25,11 @@ def place(tmp_path_factory):
 def test_a_base_that_is_not_there_is_named(place, tmp_path, monkeypatch):
     monkeypatch.chdir(place)
     assert lg.load_gated("relative").config.hidden_size == 32
-    with pytest.raises(LoragateError, match=r"base model nobase: no such folder.*--base"):
+    with pytest.raises(ArtifactError, match=r"base model nobase: no such folder.*--base"):
         lg.load_gated("relative", base="nobase")
     monkeypatch.chdir(tmp_path)
     for name in ("relative", "dotted"):
-        with pytest.raises(LoragateError, match=r"base model .*base: no such folder.*--base"):
+        with pytest.raises(ArtifactError, match=r"base model .*base: no such folder.*--base"):
             lg.load_gated(place / name)
     assert lg.load_gated(place / "dotted", base=place / "base").config.hidden_size == 32
     (tmp_path / "empty").mkdir()

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 import re
+import shlex
 import textwrap
 import typing
 from collections.abc import Callable, Iterator
@@ -19,7 +21,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
 from docstring_parser.google import parse as parse_docstring
 from rich.console import Console
 
@@ -35,17 +38,25 @@ GLOBAL: dict[str, tuple[Any, str]] = {
 WIDTH = 100
 TRIED: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate",),
-    **dict.fromkeys(("bs", "batch", "per_device_batch_size"), ("batch_size", "per_device_train_batch_size")),
+    **dict.fromkeys(
+        ("bs", "batch", "per_device_batch_size", "gradient_accumulation_steps"),
+        ("batch_size", "per_device_train_batch_size"),
+    ),
     "epochs": ("num_train_epochs",),
     **dict.fromkeys(("probe", "dev", "dev_set", "validation_data"), ("dev_data",)),
     **dict.fromkeys(("range", "bounds"), ("ranges",)),
     **dict.fromkeys(("model", "lora", "peft_model"), ("adapter", "model")),
-    "adapter": ("model",),
+    **dict.fromkeys(("adapter", "model_name_or_path"), ("model", "adapter")),
     "base_model": ("base", "model"),
-    **dict.fromkeys(("output", "output_dir", "save_dir"), ("out",)),
-    **dict.fromkeys(("train_data", "train_dataset", "dataset"), ("data",)),
+    **dict.fromkeys(("output", "output_dir", "output_path", "save_dir"), ("out",)),
+    **dict.fromkeys(("train_data", "train_dataset", "train_file", "dataset"), ("data",)),
+    **dict.fromkeys(("lora_r", "lora_rank", "r"), ("rank",)),
+    "lora_alpha": ("alpha",),
+    "bf16": ("precision bf16", "dtype bfloat16"),
+    "format": ("to",),
+    "scale": ("constant",),
 }
-"""Names that people bring along, and what they may be called here: the first that the command has is meant."""
+"""Names that people bring along, and what they may be called here, perhaps with a value: the first that the command has."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,9 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
     except CycloptsError as error:
         said = " ".join(str(error).split()).rstrip(".")
         if isinstance(error, UnknownOptionError):
-            said = _meant(command, str(error.token.keyword or error.token.value)) or said
+            said = _meant(command, str(error.token.keyword or error.token.value), argv) or said
+        elif isinstance(error, UnusedCliTokensError):
+            said = _left_over(command, error.unused_tokens or [], argv)
         raise ConfigError(f"loragate {command.name}: {said} (loragate {command.name} --help-all lists all)") from error
     values = dict(bound.arguments)  # what was typed alone, as the application has no defaults
     known = {flag_of(name) for name in (*field_kinds(command.options), *GLOBAL)}
@@ -119,18 +132,30 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(f"{flag_of(name)}{str(error).removeprefix(name)}" if named else str(error)) from None
 
 
-def _meant(command: Command, flag: str) -> str:
-    """What to say to a flag that is a key of a file here, or has another name; empty for any other."""
-    name = flag.partition("=")[0].removeprefix("--").replace("-", "_")
+def _meant(command: Command, flag: str, argv: list[str]) -> str:
+    """What to say to a flag that is a key of a file here, has another name or is none; empty for any other."""
+    typed, _, value = flag.partition("=")
+    name = typed.removeprefix("--").replace("-", "_")
     if name in command.config_only.split():
         return f"{flag_of(name)} is a setting for a --config file alone, as in {name}: VALUE"
-    other = other_name(command, name)
-    return other and f"unknown option {flag_of(name)}; did you mean {flag_of(other)}?"
+    other = name if name == command.positional else other_name(command, name)
+    if other and other == command.positional:
+        value = value or next((word for word in argv[argv.index(flag) + 1 :][:1] if not word.startswith("-")), "")
+        return f"unknown option {typed}; give it without a flag: loragate {command.name} {value or other.upper()}"
+    return other and f"unknown option {typed}; did you mean {flag_of(other)}?"
+
+
+def _left_over(command: Command, words: list[str], argv: list[str]) -> str:
+    """What to say to words without a flag: the first required flag that is not there may be meant."""
+    given = {word.partition("=")[0] for word in argv}
+    flags = [flag_of(name) for name in command.required if name != command.positional]
+    meant = next((f"; did you mean {flag} {words[0]}?" for flag in flags if flag not in given), "")
+    return f"{shlex.join(words)} stands without a flag{meant}"
 
 
 def other_name(command: Command, name: str) -> str:
-    """The field of a command that a name of `TRIED` stands for; empty where there is none."""
-    return next((field for field in TRIED.get(name, ()) if field in field_kinds(command.options)), "")
+    """The field of a command that a name of `TRIED` stands for, perhaps with its value; empty where there is none."""
+    return next((field for field in TRIED.get(name, ()) if field.split()[0] in field_kinds(command.options)), "")
 
 
 def require_given(command: Command, options: Any) -> None:
@@ -193,7 +218,8 @@ def _parameters(command: Command, hidden: bool, shown: bool) -> Iterator[inspect
     defaults, named = _defaults(command.options), {int: "INT", float: "NUMBER", dict: "JSON"}
     read_later = {name: named[kind] for name, hint in hints.items() if (kind := _kind(hint)) in named}
     order = ["required", "options", *dict.fromkeys(found.values()), "every command"]
-    groups = {heading: Group(heading, sort_key=order.index(heading)) for heading in order}
+    look = DefaultFormatter(column_specs=_columns)
+    groups = {heading: Group(heading, sort_key=order.index(heading), help_formatter=look) for heading in order}
     first = [command.positional, *command.required, *command.common.split()]
     for name in sorted(found, key=lambda name: first.index(name) if name in first else len(first)):
         without_flag, hint, default = name == command.positional, hints[name], defaults[name]
@@ -221,6 +247,13 @@ def _parameters(command: Command, hidden: bool, shown: bool) -> Iterator[inspect
         about = Parameter(help=text, group=groups["every command"], show=not hidden, negative=(), show_default=False)
         kind = inspect.Parameter.KEYWORD_ONLY
         yield inspect.Parameter(name, kind, default=None, annotation=Annotated[hint, about])
+
+
+def _columns(console: Console, options: Any, entries: Any) -> tuple[ColumnSpec, ...]:
+    """cyclopts' own columns of a help, the flags' wide enough for the longest one on a terminal of 80 columns."""
+    width = max(math.ceil(console.width * 0.35), len("--per-device-train-batch-size"))
+    name = ColumnSpec(renderer=NameRenderer(max_width=width), header="", style="cyclopts.name", max_width=width)
+    return name, ColumnSpec(renderer=DescriptionRenderer(), header="", overflow="fold")
 
 
 def headings(command: Command) -> dict[str, str]:
@@ -279,7 +312,7 @@ def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict
         if name in _withheld(command.options):
             raise ConfigError(f"{where}: loragate {command.name} has no key '{key}'")
         if name not in field_kinds(command.options) and (other := other_name(command, name)):
-            raise ConfigError(f"{where}: unknown key '{key}'; did you mean '{other}'?")
+            raise ConfigError(f"{where}: unknown key '{key}'; did you mean '{': '.join(other.split())}'?")
         seen[name] = key
     return typed_values(command.options, loaded, where)
 

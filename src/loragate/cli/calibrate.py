@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from loragate import models
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import GATE_CONFIG_ONLY, GateOptions, RunOptions, taken_from
+from loragate.cli.options import GATE_CONFIG_ONLY, GateOptions, RunOptions, require_files, taken_from
 from loragate.display import Display, console, next_evaluation
 from loragate.effects import require_effect
 from loragate.selection.settings import DevSettings, require_one_process
@@ -61,6 +61,7 @@ class CalibrateOptions(AdapterOptions):
 def run(options: CalibrateOptions) -> int:
     """Refuse what cannot work, start further processes where they are asked for, choose, and say what to use."""
     require_given(COMMAND, options)
+    require_files(options)
     trials = trials_given(options)
     check_loading(options)
     settings = taken_from(options, GateTrainingSettings)
@@ -80,7 +81,7 @@ def run(options: CalibrateOptions) -> int:
     for line in calibrated.sentences():
         out.print(line)
     out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with")
-    out.print(next_evaluation(folder, f"runs/{folder.name}"))
+    out.print(next_evaluation(folder, f"runs/{folder.name}", options.dev_task))
     return 0
 
 
@@ -182,7 +183,7 @@ COMMAND = Command(
         "loragate calibrate --config calibrate.yaml --learning-rate 1e-3",
     ),
     common=(
-        "ranges dev_data dev_task dev_grader retention_data skip_selection learning_rate num_train_epochs "
+        "base ranges dev_data dev_task dev_grader retention_data skip_selection learning_rate num_train_epochs "
         "batch_size max_rows resume"
     ),
     config_only=f"{GATE_CONFIG_ONLY} base_id eval_data eval_split report_to split",

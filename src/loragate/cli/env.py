@@ -19,16 +19,16 @@ from loragate.training.strategy import launch_file
 from loragate.version import __version__
 
 OPTIONAL = {
-    "math_verify": 'a second grader of math answers (pip install "loragate[math]")',
-    "lm_eval": 'retention suites (pip install "loragate[eval]")',
-    "ray": 'sweeps on several processes, replicas (pip install "loragate[sweep]")',
+    "math_verify": 'a second grader of math answers (pip install ".[math]" in a checkout)',
+    "lm_eval": 'retention suites (pip install ".[eval]" in a checkout)',
+    "ray": 'sweeps on several processes, replicas (pip install ".[sweep]" in a checkout)',
     "vllm": 'fast sampling and serving (pip install ".[vllm]" in a checkout, in an environment of its own)',
     "tensorboard": "logging to TensorBoard (--report-to tensorboard)",
     "trackio": "logging to Trackio",
     "wandb": "logging to Weights & Biases",
-    "bitsandbytes": '4- and 8-bit bases (pip install "loragate[quantization]")',
-    "gguf": 'bases in one GGUF file (pip install "loragate[gguf]")',
-    "gradio": 'loragate explore (pip install "loragate[explore]")',
+    "bitsandbytes": '4- and 8-bit bases (pip install ".[quantization]" in a checkout)',
+    "gguf": 'bases in one GGUF file (pip install ".[gguf]" in a checkout)',
+    "gradio": 'loragate explore (pip install ".[explore]" in a checkout)',
 }
 
 

@@ -5,6 +5,7 @@ Apart from the commands, which the help reads, as this loads what an evaluation 
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from loragate.evaluation.prepared import Request
 from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.variants import describe
 from loragate.files import write_text
+from loragate.gates.override import constant_name
 from loragate.generation import OnProgress
 from loragate.models import Loaded
 from loragate.report.blocks import diagnosis_blocks
@@ -163,8 +165,14 @@ def next_line(folder: Path, record: EvaluationRecord) -> str:
         if info.grader in other:
             return f"next: loragate regrade {folder} --grader {other[info.grader]}"
     # no second grader: look at answers of the row that did best
-    best = max(record.results, key=lambda row: row.avg_at_k.mean)
-    return f'next: loragate generate --model {record.models.get(best.variant, record.models["base"])} --prompt "…"'
+    rows = [row for row in record.results if row.control != "random gates"]  # which no name stands for
+    best = max(rows, key=lambda row: row.avg_at_k.mean)
+    model = record.models.get(best.variant, record.models["base"])
+    if best.scale is not None:
+        model += f"@{constant_name(best.scale, best.part)}"
+    own = next(info.sampling.temperature for info in record.tasks if info.name == best.task)
+    temperature = own if best.temperature is None else best.temperature
+    return f'next: loragate generate --model {shlex.quote(model)} --temperature {temperature:g} --prompt "…"'
 
 
 class Shown(DiagnosticContext):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
@@ -23,7 +26,7 @@ class ExploreOptions(ModelOptions):
     """
 
     model: str
-    port: int = 7860
+    port: Annotated[int, Ge(0), Le(65535)] = 7860
     prompt: str = ""
     raw: bool = False
     base: str = ""

@@ -11,7 +11,7 @@ from loragate import models
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
 from loragate.errors import ConfigError
-from loragate.gates.recommended import chosen_temperature, sampling_note
+from loragate.gates.recommended import at, chosen_temperature, sampling_note
 from loragate.printable import printable
 from loragate.training.preflight import check_loading
 from loragate.validate import Count
@@ -68,6 +68,8 @@ def run(options: GenerateOptions) -> int:
     sampling = SamplingConfig(temperature, options.top_p, options.max_new_tokens, options.samples, options.seed)
     if note := sampling_note(options.model, source.sampling, options.temperature):
         print(f"loragate: {note}", file=sys.stderr)
+    elif options.temperature is None:
+        print(f"loragate: sampling {at(temperature)}; --temperature 0 is greedy", file=sys.stderr)
     loaded = models.open_model(source, options)
     tokenizer = loaded.tokenizer
     prompts: Prompts

@@ -45,7 +45,7 @@ COMMANDS = {
     "env": ("cli.env", "versions, devices and optional parts of this installation"),
 }
 
-RENAMED = {"inspect": "doctor --quick"}
+RENAMED = {"inspect": "doctor --quick", "merge": "export --to merged", "train": "sft"}
 """What people know from elsewhere, or from before, and how it is called here."""
 SERVERS = ("explore", "serve")  # which are silent while nobody asks
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import ModelOptions, OutputOptions
+from loragate.cli.options import ModelOptions, OutputOptions, require_files
 from loragate.display import console, duration
 from loragate.training.preflight import check_loading
 from loragate.validate import Count
@@ -22,7 +22,7 @@ class MaskOptions(ModelOptions, OutputOptions):
     Attributes:
         model: base model, folder or hub id.
         reference: the base after finetuning on good data: a LoRA adapter of this base, or a full model.
-        data: prompts and responses: .jsonl, .json, .parquet or a hub id; any chat format.
+        data: prompts and responses: .jsonl, .json, .csv, .parquet or a hub id; any chat format.
         split: split of a hub data set.
         revision: branch, tag or commit of a hub data set.
         out: JSONL file to write: the rows with a column keep_mask, for sft --objective mask or forgetting.
@@ -49,6 +49,7 @@ def run(options: MaskOptions) -> int:
     """Score every response token under both models, keep the best share, write the rows."""
     check_loading(options)
     require_given(COMMAND, options)
+    require_files(options)
     from loragate.training.token_mask import mask_rows
 
     out, began = console(), time.monotonic()

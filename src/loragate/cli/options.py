@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from loragate import gates
+from loragate.errors import DataError, nearest
 from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 from loragate.models.settings import Loading
 from loragate.training.settings import LaunchSettings, RowsSettings
@@ -97,6 +99,19 @@ class EvaluationInputs(ModelOptions, EngineSettings, TaskSettings, GradingSettin
 
     base: str = ""
     model: str = ""
+
+
+def require_files(options: object) -> None:
+    """Refuse a data file that is not there, before anything heavy is imported; a folder or a hub id is asked later.
+
+    Raises:
+        DataError: naming the flag, the file, and the one that was probably meant.
+    """
+    for name in ("data", "dev_data", "retention_data", "eval_data"):
+        path = Path(given := getattr(options, name, "")).expanduser()
+        if path.suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz") and not path.exists():
+            beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+            raise DataError(f"--{name.replace('_', '-')}: found no file {given}{nearest(path.name, beside)}")
 
 
 def taken_from(options: object, kind: type[Settings]) -> Settings:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import CONFIG_ONLY, RunOptions, taken_from
+from loragate.cli.options import CONFIG_ONLY, RunOptions, require_files, taken_from
 from loragate.display import Display, console, duration, next_evaluation
 from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
 from loragate.training.settings import FineTuningSettings
@@ -33,6 +33,7 @@ class SftOptions(RunOptions, FineTuningSettings):
 def run(options: SftOptions) -> int:
     """What `loragate.make_adapter` does, with what is read shown before the model is loaded, and progress."""
     require_given(COMMAND, options)
+    require_files(options)
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
     from loragate.training.fine_tuning import AdapterRun
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.calibrate import AdapterOptions
-from loragate.cli.options import GATE_CONFIG_ONLY, taken_from
+from loragate.cli.options import GATE_CONFIG_ONLY, require_files, taken_from
 from loragate.display import Display, console, next_evaluation
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
@@ -53,6 +53,7 @@ class SweepOptions(AdapterOptions):
 def run(options: SweepOptions) -> int:
     """Plan, train what is not finished, evaluate, choose, write the best."""
     require_given(COMMAND, options)
+    require_files(options)
     require_effect("sweep", options, flags=True)
     check_loading(options)
     try:
@@ -110,7 +111,7 @@ def run(options: SweepOptions) -> int:
     out.print(selection_table(swept.selection))
     drawn = " and heatmap*.png" if maps else ""
     out.print(f"written to {folder}: best/, selection.json, .md{drawn}")
-    out.print(next_evaluation(folder / "best", "runs/best"))
+    out.print(next_evaluation(folder / "best", "runs/best", options.dev_task))
     return 0
 
 

@@ -14,7 +14,12 @@ from loragate.files import write_text
 from loragate.training.settings import STEPS, TrainSettings
 from loragate.training.strategy import launch_of, process_state
 
-FEW_STEPS = 20
+FEW_STEPS, FEW_ROWS = 20, 8
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 row", "1,200 rows"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def say_steps(out: Console, asked: TrainSettings, rows: int, of: str = "") -> None:
@@ -22,13 +27,18 @@ def say_steps(out: Console, asked: TrainSettings, rows: int, of: str = "") -> No
     settings = asked.fitted(rows, launch_of().processes)
     times = "one epoch" if settings.num_train_epochs == 1 else f"{settings.num_train_epochs:g} epochs"
     steps = settings.steps(rows)
-    text = f"{rows:,} rows in batches of {min(settings.batch_size, rows)}, {times}: {steps:,} steps{of}"
+    batches, taken = f"{counted(rows, 'row')} in batches of {min(settings.batch_size, rows)}", counted(steps, "step")
+    text = f"{batches}, {times}: {taken}{of}"
     if settings.max_steps:
-        text = f"{rows:,} rows in batches of {min(settings.batch_size, rows)}: {steps:,} steps{of}, as --max-steps asks"
+        text = f"{batches}: {taken}{of}, as --max-steps asks"
+    elif not asked.batch_size and asked.num_train_epochs:
+        text += f" (chosen for about {STEPS} steps or more; --batch-size changes it)"
     elif not asked.batch_size:
-        set_by = "--batch-size" if asked.num_train_epochs else "--batch-size and --num-train-epochs"
-        text += f" (chosen for about {STEPS} steps or more; {set_by} change it)"
+        most = f"in at most {counted(settings.MOST_EPOCHS, 'epoch')}"
+        text += f" (chosen for about {STEPS} steps or more, {most}; --batch-size and --num-train-epochs change it)"
     out.print(text)
+    if rows < FEW_ROWS:
+        out.print(f"warning: fewer than {FEW_ROWS} rows teach nothing that holds for other prompts")
     if steps < FEW_STEPS:
         out.print(
             f"note: fewer than {FEW_STEPS} steps hardly change a model; more examples, more --num-train-epochs or a smaller "
@@ -40,7 +50,7 @@ def show_data(out: Console, encoded: EncodedRows, tokenizer: Any) -> None:
     """The rows and their tokens, and one row with its response mask coloured; `encode_rows` has warned of what was left out."""
     summary = encoded.summary
     out.print(
-        f"data: {len(encoded)} rows ({summary.format}), {summary.response_tokens:,} response tokens of "
+        f"data: {counted(len(encoded), 'row')} ({summary.format}), {summary.response_tokens:,} response tokens of "
         f"{summary.response_tokens + summary.prompt_tokens:,}"
     )
     if summary.template_kwargs:

@@ -102,8 +102,11 @@ def parse_override(text: str) -> Override:
         if kind == "clip" and value.count(":") == 1 and value != ":":
             least, most = (float(end) if end else None for end in value.split(":"))
             return Override(least, most)
-    except (ValueError, GateError) as error:
+    except GateError as error:
         raise ConfigError(f"@{text}: {error}") from error
+    except ValueError as error:
+        takes = "one or two numbers, as in @clip=-1:2 or @clip=:1" if kind == "clip" else f"a number, as in @{kind}=0.5"
+        raise ConfigError(f"@{text}: {kind} takes {takes}, found {value!r}") from error
     known = [*NAMED, "constant", "clip", *BANDS, *FAMILIES]
     raise ConfigError(f"@{text} is no known override of λ{nearest(kind, known)}; there are {GRAMMAR}")
 

@@ -250,7 +250,8 @@ def _absent(folder: Path) -> str:
     if (folder / ADAPTER_CONFIG).is_file():
         return (
             f"{folder} is a plain PEFT adapter without gates; calibrate it first: "
-            f"loragate calibrate --adapter {folder} --data FILE --dev-data FILE --out DIR"
+            f"loragate calibrate --adapter {folder} --data FILE --dev-data FILE --out DIR. Without gates it can be exported under "
+            "one λ (--constant 0.5), or in another form (--to merged, gguf or mlx)"
         )
     if folder.is_dir():
         return f"{folder} holds no {CONFIG}; give the folder that `loragate calibrate --out` wrote"

@@ -157,5 +157,5 @@ def require_ray() -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "ray":
             raise
-        raise ConfigError('Ray is not installed; run: pip install "loragate[sweep]"') from None
+        raise ConfigError('Ray is not installed; run: pip install ".[sweep]" in a checkout') from None
     return ray

@@ -109,7 +109,9 @@ def _pretrained(base: ModelRef) -> tuple[str, dict[str, Any]]:
     if not base.gguf:
         return base.name, {"revision": base.revision} if base.revision else {}
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f'{base.name} is a GGUF file, which needs the package gguf: pip install "loragate[gguf]"')
+        raise ConfigError(
+            f'{base.name} is a GGUF file, which needs the package gguf: pip install ".[gguf]" in a checkout'
+        )
     path = Path(base.name)
     if base.on_hub:
         repository, file = split_file(base.name)
@@ -523,7 +525,7 @@ def _sentence(what: str, name: str, error: Exception) -> LoragateError:
             if what in ("base model", "tokenizer")
             else ""
         )
-        return LoragateError(
+        return ArtifactError(
             f"{what} {name}: no such folder, and it could not be fetched from the hub. Check the spelling, the network "
             f"(HF_HUB_OFFLINE) and access rights ({first[:200]}){elsewhere}"
         )

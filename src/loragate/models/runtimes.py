@@ -257,7 +257,9 @@ def _in_layer(path: str) -> str:
 
 def _gguf() -> Any:
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError('--to gguf needs the package gguf, which is not installed: pip install "loragate[gguf]"')
+        raise ConfigError(
+            '--to gguf needs the package gguf, which is not installed: pip install ".[gguf]" in a checkout'
+        )
     return importlib.import_module("gguf")
 
 

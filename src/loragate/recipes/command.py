@@ -61,7 +61,8 @@ def run(options: RecipesOptions) -> int:
         found = recipes.find_recipes(*rest)
         for name, tables in found.items():
             out.print(f"{name:<{max(map(len, found))}}  {tables or 'beyond the paper'}", markup=False)
-        out.print(f"{len(found)} recipes; next: loragate recipes show {next(iter(found))}", markup=False)
+        shown = next((name for name, tables in found.items() if tables), next(iter(found)))
+        out.print(f"{len(found)} recipes; next: loragate recipes show {shown}", markup=False)
         return 0
     recipe = recipes.read_recipe(rest[0], changes(options.set))
     stem = recipe.name.removesuffix(".yaml").removesuffix(".yml").strip("/").replace("/", "-")

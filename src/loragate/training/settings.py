@@ -38,7 +38,7 @@ class RowsSettings:
     """Which rows a training takes, and how they are prepared.
 
     Attributes:
-        data: prompts and responses: .jsonl, .json, .parquet or a hub id; any chat format.
+        data: prompts and responses: .jsonl, .json, .csv, .parquet or a hub id; any chat format.
         split: split of a hub data set.
         revision: branch, tag or commit of a hub data set.
         select: which rows max_rows takes: the first ones, or a subset drawn with a seed.
