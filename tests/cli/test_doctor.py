@@ -190,6 +190,7 @@ def test_wrong_calls(place, tmp_path, fails):
     assert "needs ADAPTER" in fails("doctor")
     assert "holds no adapter_config.json" in fails("doctor", str(tmp_path), "--quick")
     assert "--data has no effect with --quick" in fails("doctor", adapter, "--quick", "--data", "x")
+    assert "--dev-grader has no effect without --dev-data" in fails("doctor", adapter, "--dev-grader", "exact")
     assert "--base" in fails("doctor", adapter, "--quick", "--base", str(tmp_path / "none"))
     assert "found no file" in fails("doctor", adapter, "--data", str(tmp_path / "none.jsonl"))
     assert "--max-rows must be at least 1" in fails("doctor", adapter, "--max-rows", "0")

@@ -12,9 +12,12 @@ from typing import Any, Literal
 
 from loragate import records
 from loragate.analysis.rows import ClassEntropy, Interval
+from loragate.errors import ConfigError
 from loragate.gates.adapter_rules import Finding
 
 FILE = "doctor.json"
+OWN = (FILE, "doctor.html", "run")
+"""What a check-up leaves in its folder."""
 Verdict = Literal["healthy", "unfinished", "warnings", "broken"]
 
 
@@ -303,6 +306,13 @@ class Examination:
 def read_examination(path: Path) -> Examination:
     """The examination in a doctor.json; raises `DataError`, naming file and key, for anything else."""
     return records.read(Examination, path, "was it written to its end, by this version of loragate?")
+
+
+def require_own(out: str | Path | None) -> None:
+    """Refuse a folder that holds anything but a check-up; raises ConfigError."""
+    folder = Path(out) if out is not None else None
+    if folder is not None and folder.is_dir() and (others := sorted({one.name for one in folder.iterdir()} - {*OWN})):
+        raise ConfigError(f"{folder} holds {others[0]}, which is no part of a check-up; choose another --out")
 
 
 ORDER = ("error", "warning", "note")

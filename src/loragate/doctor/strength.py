@@ -64,8 +64,16 @@ def examine_strength(exam: Exam) -> tuple[Strength | None, list[Finding]]:
         )
         for label, (group, strength, _) in ways.items()
     )
-    least, best = _chosen(read[target], answered.get("dev"), kept is not None)
-    decided = "accuracy" if "dev" in answered else "kept" if kept is not None else "loss"
+    judged = answered.get("dev")
+    if judged is not None and max(judged["0"].mean(), judged["1"].mean()) <= ONE_POINT:
+        how = f"task {exam.settings.dev_task}" if exam.settings.dev_task else f"grader {exam.settings.dev_grader}"
+        exam.say(
+            f"no strength is chosen by the dev set: by the {how} hardly an answer of base or adapter is right; do the questions "
+            "ask for the form that it reads, or does another --dev-grader or --dev-task fit?"
+        )
+        judged = None
+    least, best = _chosen(read[target], judged, kept is not None)
+    decided = "accuracy" if judged is not None else "kept" if kept is not None else "loss"
     said = _sentences(points, read, least, best, decided, exam)
     return Strength("loss" if kept is None else "kept", "forgetting", decided, points, least, best, said), []  # type: ignore[arg-type]
 
