@@ -18,6 +18,7 @@ CLASSES = {
     "sweep": ("loragate.cli.sweep", "SweepOptions"),
     "eval": ("loragate.cli.evaluate", "EvalOptions"),
     "diagnose": ("loragate.cli.diagnose", "DiagnoseOptions"),
+    "doctor": ("loragate.cli.doctor", "DoctorOptions"),
 }
 
 

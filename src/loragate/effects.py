@@ -39,6 +39,7 @@ _GRADERS = ("default", "math_verify", "gsm8k", "regex", "choice", "exact", "boxe
 
 TABLE: dict[str, tuple[Acts, ...]] = {
     "calibrate": _CHOOSING,
+    "doctor": (Acts(("dev_task", "dev_grader"), "dev_data"), Acts(("dev_grader",), "dev_task", (None,))),
     "sweep": (*_CHOOSING, Acts(("workers", "gpus_per_trial"), "runner", ("auto", "ray"))),
     # a task file; the harness asks and judges in its own way
     "task": (

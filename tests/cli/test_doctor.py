@@ -67,7 +67,7 @@ def test_quick_leaves_nothing_and_says_what_comes_next(place, tmp_path, capsys, 
     assert main(["doctor", str(place / "adapter"), "--quick"]) == 0
     lines = said(capsys)
     assert lines[0] == f"adapter {place / 'adapter'} (r 4, α 8) on {place / 'base'}"
-    assert lines[-2] == "verdict: healthy: nothing was found that speaks against using it"
+    assert lines[-2] == "verdict: healthy, as far as its files show"
     assert lines[-1].startswith(f"next: loragate doctor {place / 'adapter'} --data FILE")
     assert not any(tmp_path.iterdir())
     assert pages == []
@@ -152,6 +152,18 @@ def test_what_was_interrupted_leaves_its_page(place, tmp_path, capsys, monkeypat
     assert main(["doctor", str(place / "adapter"), "--out", "kept", "--resume"]) == 0
 
 
+def test_nothing_found_so_far_is_not_healthy(place, capsys, monkeypatch, pages):
+    def stopped(exam):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        examination, "PARTS", {"answers": lambda exam: (None, []), "effect": stopped, "learned": stopped}
+    )
+    assert main(["doctor", str(place / "adapter")]) == 130
+    assert "verdict: nothing found so far; 2 of 5 parts not done" in said(capsys)
+    assert pages[0][0]["verdict"] == "unfinished"
+
+
 def test_an_interrupt_before_anything_is_known(place, tmp_path, monkeypatch, pages):
     def stopped(*given):
         raise KeyboardInterrupt
@@ -178,6 +190,7 @@ def test_wrong_calls(place, tmp_path, fails):
     assert "needs ADAPTER" in fails("doctor")
     assert "holds no adapter_config.json" in fails("doctor", str(tmp_path), "--quick")
     assert "--data has no effect with --quick" in fails("doctor", adapter, "--quick", "--data", "x")
+    assert "--dev-grader has no effect without --dev-data" in fails("doctor", adapter, "--dev-grader", "exact")
     assert "--base" in fails("doctor", adapter, "--quick", "--base", str(tmp_path / "none"))
     assert "found no file" in fails("doctor", adapter, "--data", str(tmp_path / "none.jsonl"))
     assert "--max-rows must be at least 1" in fails("doctor", adapter, "--max-rows", "0")

@@ -8,7 +8,7 @@ from loragate.doctor.exam import ExamSettings
 from loragate.doctor.record import FILE, read_examination
 from loragate.errors import ConfigError, DataError
 from loragate.gates.adapter_rules import Finding
-from tiny import tiny_rows, tiny_tokenizer, write_adapter, write_base
+from tiny import tiny_rows, tiny_tokenizer, write_adapter, write_base, write_rows
 
 
 @pytest.fixture
@@ -57,6 +57,35 @@ def test_a_folder_that_cannot_be_loaded_is_a_finding_and_not_an_error(folder):
     assert found.verdict == "broken"
     assert found.findings[0].code == "weights-absent"
     assert set(found.unfinished) == set(examination.PARTS)
+
+
+def test_rows_of_no_format_are_refused_before_the_folder_is_begun(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(examination, "PARTS", {"answers": None})
+    with pytest.raises(DataError, match="fit no known row format"):
+        lg.examine(folder, data=[{"left": "a", "right": "b"}], out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_folder_of_something_else_is_refused(folder, quick):
+    with pytest.raises(ConfigError, match="no part of a check-up"):
+        lg.examine(folder, out=folder, quick=quick)
+
+
+def test_the_dev_set_is_judged_as_asked_and_named(folder, tmp_path, monkeypatch):
+    def asked(exam):
+        assert exam.settings.dev.dev_grader == "exact"
+        return None, []
+
+    monkeypatch.setattr(examination, "PARTS", {"answers": asked})
+    bare = write_rows(tmp_path / "d3.jsonl", [{"prompt": "why?"}])
+    with pytest.raises(ConfigError, match=r"d3\.jsonl has no answers"):
+        lg.examine(folder, dev_data=bare)
+    dev = [{"prompt": f"w{at} w1", "answer": "w3"} for at in range(40)]
+    settings = ExamSettings(dev_grader="exact")
+    assert lg.examine(folder, dev_data=dev, settings=settings).unfinished == ()
+    with pytest.raises(ConfigError, match="--dev-grader nonsense"):
+        lg.examine(folder, dev_data=dev, settings=ExamSettings(dev_grader="nonsense"))
 
 
 def test_questions_that_cannot_be_asked_are_refused_before_the_model_is_loaded(folder, monkeypatch):

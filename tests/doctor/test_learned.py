@@ -104,6 +104,7 @@ def test_a_lost_alpha_is_named_with_the_factor_that_mends_it(folder, tmp_path, f
     assert [name for name, _ in codes] == [code]
     assert float(finding.evidence["best"]) == 1 / factor
     assert finding.remedy.endswith(f"multiply lora_alpha by {1 / factor:g}")
+    assert finding.remedy.startswith("train longer") == (code == "too-weak")
 
 
 def test_an_adapter_worse_than_its_base_at_every_strength_has_another_base(folder, tmp_path):

@@ -6,7 +6,7 @@ import torch
 
 import loragate as lg
 from loragate.doctor import examination, strength
-from loragate.doctor.exam import STRENGTHS, Exam, ExamSettings, Losses
+from loragate.doctor.exam import STRENGTHS, Exam, ExamSettings, Losses, shipped_prompts
 from loragate.doctor.record import Measures, Static
 from loragate.doctor.strength import _chosen, examine_strength
 from loragate.losses.head import IGNORED
@@ -97,6 +97,42 @@ def test_scores_decide_where_there_are_any():
         for scale, right in zip(STRENGTHS, (0.1, 0.5, 0.7, 0.7, 0.7, 0.7, 0.6, 0.1), strict=True)
     }
     assert _chosen(losses(*[1.0] * 8), scores, kept=False) == ("0.5", None)
+
+
+def test_nothing_is_chosen_by_a_dev_set_on_which_nothing_is_right(exam, monkeypatch):
+    said = []
+    exam.say, exam.dev_data = said.append, []
+    none = {f"{scale:g}": np.zeros(40) for scale in STRENGTHS}
+    monkeypatch.setattr(Exam, "scores", lambda *_: none)
+    monkeypatch.setattr(Exam, "prompts", shipped_prompts()[:2])
+    found, _ = examine_strength(exam)
+    assert found.decided_by == "loss"
+    assert any("--dev-grader or --dev-task" in line for line in said)
+    assert found.points[0].accuracy.mean == 0
+
+
+def test_an_adapter_that_takes_nothing_gives_nothing_back(exam, monkeypatch):
+    read = Exam.losses_as
+
+    def likelier(exam, text, label, context):
+        """The base's own answers are likelier with the adapter, the more the stronger it is."""
+        found = read(exam, text, label, context)
+        if text != "base":
+            return found
+        scale = 0.0 if label == "base" else float(label) if label[0].isdigit() else 1.0
+        spread = 1 + 0.1 * np.linspace(-1, 1, len(found.sums))
+        return Losses(found.tokens * (2 - 0.01 * scale * spread), found.tokens)
+
+    monkeypatch.setattr(Exam, "losses_as", likelier)
+    monkeypatch.setattr(strength, "_chosen", lambda *_: ("0.5", None))
+    found, _ = examine_strength(exam)
+    assert found.sentences[0].startswith(
+        "At its own strength the adapter takes nothing from the base's own answers: they became likelier by 0.01"
+    )
+    assert "-" not in found.sentences[0]
+    assert found.sentences[1].startswith(
+        "0.5 times its strength keeps the loss on the examples and gives nothing back: "
+    )
 
 
 def test_a_base_that_cannot_be_had_has_no_curve(exam, monkeypatch):

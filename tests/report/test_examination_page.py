@@ -141,6 +141,10 @@ def test_the_banner_says_the_verdict_and_what_to_do():
     assert found.more[1].startswith("At 0.75 times its strength it keeps what it is for")
     healthy = examination_banner(examination(findings=FINDINGS[1:]).to_json())
     assert (healthy.advice, healthy.tone) == ("Healthy: nothing was found that speaks against using it", "good")
+    begun = examination_banner(examination(findings=FINDINGS[1:], unfinished=("effect", "strength")).to_json())
+    assert (begun.advice, begun.tone) == ("Nothing found so far; 2 of 5 parts not done", "grey")
+    faulty = examination_banner(examination(unfinished=("strength",)).to_json())
+    assert (faulty.advice, faulty.tone) == (found.advice, "warning")
 
 
 def test_strengths_are_named_and_marked():

@@ -18,6 +18,7 @@ from loragate import doctor
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import ModelOptions, taken_from
 from loragate.display import Display, console, duration
+from loragate.effects import require_effect
 from loragate.errors import DONE, FAILED, INTERRUPTED, ConfigError
 from loragate.gates.recommended import at
 from loragate.models.settings import Loading
@@ -40,6 +41,8 @@ class DoctorOptions(ModelOptions):
         base: base model in place of the one that the adapter names.
         data: examples that it was trained on, in any known format: is it the right base, did it learn.
         dev_data: questions with answers of its task: how strong it should be.
+        dev_task: task (name or file) whose prompt, columns and grader the dev set has.
+        dev_grader: grader of the dev set without a task, as calibrate takes it.
         retention_data: questions with answers of abilities to keep.
         quick: only what takes seconds and needs no weights of the base.
         json: print doctor.json alone to standard output.
@@ -53,6 +56,8 @@ class DoctorOptions(ModelOptions):
     base: str = ""
     data: str = ""
     dev_data: str = ""
+    dev_task: str = ""
+    dev_grader: str = "default"
     retention_data: str = ""
     quick: bool = False
     json: bool = False
@@ -69,6 +74,7 @@ def run(options: DoctorOptions) -> int:
         raise ConfigError(
             f"--{extra.replace('_', '-')} has no effect with --quick, which reads files alone; leave out one of them"
         )
+    require_effect("doctor", options, flags=True)
     loading = taken_from(options, Loading)
     loading.require_possible()
     folder = _folder(options)
@@ -88,7 +94,11 @@ def run(options: DoctorOptions) -> int:
                 out=folder,
                 resume=options.resume,
                 settings=doctor.ExamSettings(
-                    max_rows=options.max_rows, max_length=options.max_length, system=options.system
+                    max_rows=options.max_rows,
+                    max_length=options.max_length,
+                    system=options.system,
+                    dev_task=options.dev_task,
+                    dev_grader=options.dev_grader,
                 ),
                 loading=loading,
                 on_job=partial(_job, Display()),
@@ -243,6 +253,8 @@ def _next(found: Examination, options: DoctorOptions, stopped: bool) -> str:
     if found.measures.static.gateable.get("refuse") or "not-gateable" in codes:
         return _command("generate", "--model", options.adapter, *base, "--prompt", "TEXT")
     dev = ["--dev-data", options.dev_data or "FILE"]
+    dev += ["--dev-task", options.dev_task] if options.dev_task else []
+    dev += ["--dev-grader", options.dev_grader] if options.dev_grader != "default" else []
     return _command("calibrate", "--adapter", options.adapter, *base, *data, *dev, "--out", "gated")
 
 
@@ -261,5 +273,5 @@ COMMAND = Command(
     ),
     positional="adapter",
     needs=("adapter",),
-    common="base data dev_data retention_data quick json out resume max_rows max_length",
+    common="base data dev_data dev_task dev_grader retention_data quick json out resume max_rows max_length",
 )

@@ -74,7 +74,7 @@ CODES: dict[str, Code] = {
         "error or warning", "worse than the base on its own examples, or moved far for a small gain",
         "name the base that it was trained on"),
     "too-strong": Code("error or warning", "a smaller scale is better on the examples", "use the scale that is named"),
-    "too-weak": Code("warning", "a larger scale is better on the examples", "use the scale that is named"),
+    "too-weak": Code("warning", "a larger scale is better on the examples", "train longer, or use the scale that is named"),
     "memorised": Code("warning or note", "the examples are known by heart, questions like them are not", "train less, or on more"),
     "nothing-learned": Code("warning", "no better than the base on its own examples", "check the training's rows and rate"),
 }  # fmt: skip

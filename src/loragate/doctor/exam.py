@@ -61,6 +61,7 @@ class ExamSettings:
         max_new_tokens: of an answer to a prompt.
         batch_size: rows and prompts at a time.
         system: "none" leaves out a default system message that the chat template injects, "keep" keeps it.
+        dev_task, dev_grader: how the dev set is asked and judged; see `DevSettings`.
     """
 
     max_rows: int = 64
@@ -70,6 +71,13 @@ class ExamSettings:
     max_new_tokens: int = 96
     batch_size: int = 16
     system: str = "none"
+    dev_task: str = ""
+    dev_grader: str = "default"
+
+    @property
+    def dev(self) -> DevSettings:
+        """How the dev set is asked and judged."""
+        return DevSettings(dev_task=self.dev_task, dev_grader=self.dev_grader)
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,11 @@ class Prompt:
 def all_plain(rows: Sequence[Row]) -> bool:
     """Whether examples are text to complete, a prompt and its completion each, without the chat template."""
     return isinstance(rows, EncodedRows) and rows.summary.all_plain
+
+
+def is_text(row: Mapping[str, Any]) -> bool:
+    """Whether a row is one text, of which every token is a label."""
+    return "text" in row and not any(form.matches(row) for form in FORMATS.values())
 
 
 @cache
@@ -244,7 +257,7 @@ class Exam:
         What `max_length` leaves out or cuts is said.
         """
         length = min(self.settings.max_length, self.loaded.positions or self.settings.max_length)
-        if "text" in rows[0] and not any(form.matches(rows[0]) for form in FORMATS.values()):
+        if is_text(rows[0]):
             return [row for row in self._texts(rows, length) if len(row["input_ids"]) > 1]
         encoded = encode_rows(rows, self.tokenizer, max_length=length, system=self.settings.system)
         lost = encoded.summary
@@ -364,7 +377,7 @@ class Exam:
         for value in strengths:
             if value not in (0, 1):
                 variants[f"{value:g}"] = ModelVariant("adapter", f"λ={value:g}", scale=value).at(0)
-        folder, settings = self.folder / name, settings or DevSettings()
+        folder, settings = self.folder / name, settings or (self.settings.dev if name == "dev" else DevSettings())
         dev = read_dev(self.dev_data if name == "dev" else self.retention_data, settings, name)
         longest = max((sum(label != IGNORED for label in row["labels"]) for row in self.rows), default=0)
         task = dev.prepared(

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from loragate import records
-from loragate.data import load_rows
+from loragate.data import detect_format, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.doctor import answers, effect, learned, static, strength
-from loragate.doctor.exam import Exam, ExamSettings, OnJob, Part, silent_job
-from loragate.doctor.record import FILE, Examination, Measures, conclude
+from loragate.doctor.exam import Exam, ExamSettings, OnJob, Part, is_text, silent_job
+from loragate.doctor.record import FILE, Examination, Measures, conclude, require_own
+from loragate.errors import DataError
 from loragate.files import RunFolder, write_json
 from loragate.gates.adapter_rules import Finding
 from loragate.models import Loading, resolve
@@ -79,6 +80,7 @@ def examine(
     """
     if quick:
         return static.examine_files(str(adapter), base, out, loading)
+    require_own(out)
     settings = settings or ExamSettings()
     began = time.monotonic()
     measured, found = static.examine_static(str(adapter), base, loading)
@@ -89,7 +91,13 @@ def examine(
     rows = {name: None if one is None else load_rows(one) for name, one in given.items()}
     for name in ("dev", "retention"):  # what cannot be asked is refused before the model is loaded
         if (questions := rows[f"{name}_data"]) is not None:
-            read_dev(questions, DevSettings(), name)
+            read_dev(questions, settings.dev if name == "dev" else DevSettings(), name)
+    if (examples := rows["data"]) is not None and not is_text(examples[0]):
+        first = examples.earliest()
+        try:
+            detect_format(examples[first])
+        except DataError as error:
+            raise DataError(f"{examples.where(first)}: {error}") from None
     place = resolve(str(adapter), base)
     identity = {
         "adapter": place.fingerprint,

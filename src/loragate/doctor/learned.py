@@ -23,7 +23,6 @@ from loragate.gates.control import why_no_base
 from loragate.gates.strength import scales_exactly
 from loragate.losses.head import IGNORED
 from loragate.selection.dev import read_dev
-from loragate.selection.settings import DevSettings
 
 SCALES = tuple(f"{strength:g}" for strength in STRENGTHS)
 WEAKER, STRONGER = ("0.125", "0.0625"), ("4", "8", "16")
@@ -154,7 +153,7 @@ def _heldout(exam: Exam, curve: Curve) -> tuple[Losses | None, Losses] | None:
     try:
         given = load_rows(exam.dev_data, limit=exam.settings.max_rows)
         if not any(form.matches(given[0]) for form in FORMATS.values()):
-            asked = read_dev(exam.dev_data, DevSettings()).questions.questions[: exam.settings.max_rows]
+            asked = read_dev(exam.dev_data, exam.settings.dev).questions.questions[: exam.settings.max_rows]
             given = load_rows([{"question": one.prompt, "answer": one.gold} for one in asked])
         rows = exam.encoded(given)
     except DataError as error:
@@ -258,7 +257,9 @@ def _other_strength(code: str, curve: Curve, strength: str, rows: str) -> Findin
         f"at {strength} times its strength the adapter has a loss of {curve.at[strength].mean().mean:.2f} nats per token on its "
         f"own examples, as it is {curve.at['1'].mean().mean:.2f}: {found.mean:.2f}{found.ends()} better on {rows}, where training "
         "should have left the best strength at 1",
-        _strength_remedy(strength),
+        f"train longer or with a higher learning rate; or {_strength_remedy(strength)}"
+        if code == "too-weak"
+        else _strength_remedy(strength),
         curve.evidence(best=strength, better=found.mean, low=found.low, high=found.high),
     )
 

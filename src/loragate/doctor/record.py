@@ -6,16 +6,19 @@ A part that did not run is None. Intervals are over rows or prompts, 95 %. Nats 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from loragate import records
 from loragate.analysis.rows import ClassEntropy, Interval
+from loragate.errors import ConfigError
 from loragate.gates.adapter_rules import Finding
 
 FILE = "doctor.json"
-Verdict = Literal["healthy", "warnings", "broken"]
+OWN = (FILE, "doctor.html", "run")
+"""What a check-up leaves in its folder."""
+Verdict = Literal["healthy", "unfinished", "warnings", "broken"]
 
 
 @dataclass(frozen=True)
@@ -273,7 +276,8 @@ class Examination:
     """An adapter's check-up.
 
     Attributes:
-        verdict: "broken" with a finding of severity error, "warnings" with a warning, else "healthy".
+        verdict: "broken" with a finding of severity error, "warnings" with a warning, else "unfinished" with parts that were
+            not done, else "healthy".
         summary: the verdict in one line.
         findings: worst first.
         measures: the figures behind them.
@@ -304,6 +308,13 @@ def read_examination(path: Path) -> Examination:
     return records.read(Examination, path, "was it written to its end, by this version of loragate?")
 
 
+def require_own(out: str | Path | None) -> None:
+    """Refuse a folder that holds anything but a check-up; raises ConfigError."""
+    folder = Path(out) if out is not None else None
+    if folder is not None and folder.is_dir() and (others := sorted({one.name for one in folder.iterdir()} - {*OWN})):
+        raise ConfigError(f"{folder} holds {others[0]}, which is no part of a check-up; choose another --out")
+
+
 ORDER = ("error", "warning", "note")
 
 
@@ -318,13 +329,17 @@ def conclude(
     """The examination of these findings, worst first."""
     ordered = tuple(sorted(findings, key=lambda one: ORDER.index(one.severity)))
     worst = ordered[0].severity if ordered else "note"
-    verdict: Verdict = "broken" if worst == "error" else "warnings" if worst == "warning" else "healthy"
+    verdict: Verdict = "unfinished" if unfinished else "healthy"
+    verdict = "broken" if worst == "error" else "warnings" if worst == "warning" else verdict
     count = sum(one.severity == worst for one in ordered)
     named = ", ".join(dict.fromkeys(one.code for one in ordered if one.severity == worst))
     summary = {
         "broken": f"broken: {count} error{'s' * (count != 1)} ({named})",
         "warnings": f"usable, with {count} warning{'s' * (count != 1)} ({named})",
-        "healthy": "healthy: nothing was found that speaks against using it",
+        "unfinished": f"nothing found so far; {len(unfinished)} of {len(fields(Measures))} parts not done",
+        "healthy": "healthy, as far as its files show"
+        if set(seconds or {}) == {"static"}
+        else "healthy: nothing was found that speaks against using it",
     }[verdict]
     versions = records.package_versions()
     return Examination(verdict, summary, ordered, measures, unfinished, dict(seconds or {}), versions, left_out)

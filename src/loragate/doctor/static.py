@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from loragate.analysis.plan import GIB, estimate
-from loragate.doctor.record import FILE, Examination, Measures, Module, Static, conclude
+from loragate.doctor.record import FILE, Examination, Measures, Module, Static, conclude, require_own
 from loragate.doctor.tokens import examine_tokens
 from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.files import write_json
@@ -46,6 +46,7 @@ def examine_files(adapter: str, base: str = "", out: str | Path | None = None, l
     Raises:
         ConfigError: as `examine_static`.
     """
+    require_own(out)
     began = time.monotonic()
     measured, found = examine_static(adapter, base, loading)
     examination = conclude(found, Measures(measured), seconds={"static": round(time.monotonic() - began, 3)})

@@ -64,8 +64,16 @@ def examine_strength(exam: Exam) -> tuple[Strength | None, list[Finding]]:
         )
         for label, (group, strength, _) in ways.items()
     )
-    least, best = _chosen(read[target], answered.get("dev"), kept is not None)
-    decided = "accuracy" if "dev" in answered else "kept" if kept is not None else "loss"
+    judged = answered.get("dev")
+    if judged is not None and max(judged["0"].mean(), judged["1"].mean()) <= ONE_POINT:
+        how = f"task {exam.settings.dev_task}" if exam.settings.dev_task else f"grader {exam.settings.dev_grader}"
+        exam.say(
+            f"no strength is chosen by the dev set: by the {how} hardly an answer of base or adapter is right; do the questions "
+            "ask for the form that it reads, or does another --dev-grader or --dev-task fit?"
+        )
+        judged = None
+    least, best = _chosen(read[target], judged, kept is not None)
+    decided = "accuracy" if judged is not None else "kept" if kept is not None else "loss"
     said = _sentences(points, read, least, best, decided, exam)
     return Strength("loss" if kept is None else "kept", "forgetting", decided, points, least, best, said), []  # type: ignore[arg-type]
 
@@ -151,21 +159,28 @@ def _sentences(
         "kept": "its own answers",
         "accuracy": "its score on the dev set",
     }[decided]
-    lost = f"{max(0.0, whole.retention.mean):.3f} nats per token{whole.retention.ends('.3f')}"
-    said = [f"At its own strength the adapter takes {lost} from the base's own answers."]
+    lost = whole.retention
+    takes = lost.mean > 0
+    moved = lost if takes else Interval(-lost.mean, *(None if end is None else -end for end in (lost.high, lost.low)))
+    amount = f"{moved.mean:.3f} nats per token{moved.ends('.3f')}"
+    what = (
+        f"{amount} from the base's own answers"
+        if takes
+        else f"nothing from the base's own answers: they became likelier by {amount}"
+    )
+    said = [f"At its own strength the adapter takes {what}."]
     if best is not None:
         said.append(f"{best} times its strength is better by {of} than its own, by more than the interval.")
     if least is None:
-        said.append(
-            f"No smaller strength keeps {of}: a weaker one gives some of the base back and loses some of what was learned."
-        )
+        trade = ": a weaker one gives some of the base back and loses some of what was learned" if takes else ""
+        said.append(f"No smaller strength keeps {of}{trade}.")
     else:
         back = read["base"]["1"].minus(read["base"][least])
-        share = f" ({100 * back.mean / whole.retention.mean:.0f} % of it)" if whole.retention.mean > 0 else ""
-        said.append(
-            f"{least} times its strength keeps {of} and gives {back.mean:.3f} nats per token{back.ends('.3f')} back{share}: "
-            f"{exam.weakened(least)}."
-        )
+        gives = " and gives nothing back"
+        if takes and back.mean > 0:
+            share = 100 * back.mean / lost.mean
+            gives = f" and gives {back.mean:.3f} nats per token{back.ends('.3f')} back ({share:.0f} % of it)"
+        said.append(f"{least} times its strength keeps {of}{gives}: {exam.weakened(least)}.")
     if decided == "accuracy" and whole.accuracy is not None:
         base = by_label["0"].accuracy
         if base is not None and base.mean >= whole.accuracy.mean - ONE_POINT:

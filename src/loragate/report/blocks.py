@@ -69,7 +69,7 @@ class Banner:
         score: what that scores, and on what.
         more: the alternatives' scores and the reason, sentences.
         chart: of these scores; None where nothing was scored.
-        tone: "error", "warning" or "good" colours its edge; empty for the usual one.
+        tone: "error", "warning", "good" or "grey" colours its edge; empty for the usual one.
     """
 
     advice: str

@@ -47,7 +47,7 @@ SHORT = 80  # of a prompt in a list
 CHANGES = 6  # changed tokens that are seen without unfolding
 MOST = "The tokens that changed most"
 SIGNS = {"error": "✖", "warning": "▲", "note": "●"}
-TONES = {"broken": "error", "warnings": "warning", "healthy": "good"}
+TONES = {"broken": "error", "warnings": "warning", "unfinished": "grey", "healthy": "good"}
 FLAGS = {
     "cut": "cut at the limit",
     "repeats": "repeats itself",
@@ -104,8 +104,7 @@ def examination_banner(examination: Record) -> Banner:
     advice = {
         "broken": f"Do not use this adapter as it is: {' and '.join(counts)}",
         "warnings": f"Usable, but read this first: {' and '.join(counts)}",
-        "healthy": "Healthy: nothing was found that speaks against using it",
-    }[verdict]
+    }.get(verdict, _sentence(examination["summary"]).rstrip("."))
     first = next((one for one in findings if one["severity"] != "note" and one["remedy"]), None)
     more = [f"What to do first: {_sentence(first['remedy'])}"] if first else []
     if verdict != "broken" and strength is not None:
