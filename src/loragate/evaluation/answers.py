@@ -26,7 +26,7 @@ LETTERS = "ABCDEFGHIJ"
 # and a model that is stuck writes the same filler a thousand times
 _OPEN = r"[\s(\[*_$\"'`{]*+(?:\\\()?(?:\\(?:text|textbf|mathrm|mathbf)\s*+\{\s*+)?[(\[*]*+"
 _END = r"(?![A-Za-z0-9'’])"
-_AND = r"[)\]}*\s]*+(?:,|/|\\?&|(?:\\text\{\s*)?(?:and|or)\b)[\s(}]*+"
+_AND = r"[)\]}*\s]*+(?:,|/|\\?&|(?:\\text\{\s*)?(?:and|or)\b)[\s(}*]*+"
 _ANNOUNCED = r"(?i:\banswer\b(?:\s+choice)?[\s*_]*+(?:\bis\b|:|=)[\s*_]*+(?:(?:option|choice)\b)?[:\s*_]*+)" + _OPEN
 
 
@@ -142,7 +142,7 @@ def choice_letter(response: str) -> str | None:
     )
     for form in forms:
         if matches := list(re.finditer(form, response)):
-            several = rf"{_ANNOUNCED}{allowed}{_AND}{allowed}{_END}(?! +[a-z])"
+            several = rf"{_ANNOUNCED}{allowed}{_AND}{allowed}{_END}(?![)*]* +[a-z])"
             return None if re.compile(several).match(response, matches[-1].start()) else matches[-1][1].upper()
     return None
 

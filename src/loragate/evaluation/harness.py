@@ -33,7 +33,7 @@ Requests = Iterator[tuple[Any, list[tuple[int, list[Any]]]]]
 def require_harness() -> None:
     """Raise `ConfigError` when the harness is not installed; it is not imported for that."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError('retention suites need lm-evaluation-harness; run: pip install "loragate[eval]"')
+        raise ConfigError('retention suites need lm-evaluation-harness; run: pip install ".[eval]" in a checkout')
 
 
 def with_prompts(task: Task, questions: Sequence[Question], chat: bool) -> list[Question]:
@@ -141,7 +141,7 @@ def _requests(task: Task, questions: Sequence[Question], chat: bool) -> Requests
         read: Any = importlib.import_module("lm_eval.tasks._yaml_loader")
     except ImportError as error:
         raise ConfigError(
-            f'this lm-evaluation-harness cannot be used ({error}); run: pip install "loragate[eval]"'
+            f'this lm-evaluation-harness cannot be used ({error}); run: pip install ".[eval]" in a checkout'
         ) from error
     folder = Path(read.__file__).parent
     columns = [name for name, kind in task.dataset.schema.items() if kind in ("text", "texts", "object")]

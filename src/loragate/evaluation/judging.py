@@ -143,7 +143,7 @@ def require_graders(tasks: Sequence[Task], settings: GradingSettings) -> None:
             compile_pattern(pattern_of(task, settings), place)
     if "math_verify" in graders and find_spec("math_verify") is None:
         raise ConfigError(
-            'the grader math_verify needs math-verify; pip install "loragate[math]", or use the grader default'
+            'the grader math_verify needs math-verify; pip install ".[math]" in a checkout, or use the grader default'
         )
     if "lm-eval" in graders:
         require_harness()

@@ -42,7 +42,7 @@ class EngineSettings:
 
     Attributes:
         engine: transformers runs on any device; vllm needs pip install ".[vllm]" in a checkout.
-        replicas: copies of the model that answer in parallel, on a Ray cluster (pip install "loragate[sweep]").
+        replicas: copies of the model that answer in parallel, on a Ray cluster (pip install ".[sweep]" in a checkout).
         batch_size: sequences at a time; with vLLM or replicas, questions whose answers are drawn together.
         vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
         tensor_parallel: devices that share one copy of the model in vLLM.

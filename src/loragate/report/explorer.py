@@ -61,7 +61,9 @@ def build_explorer(
     try:
         import gradio
     except ImportError as error:
-        raise LoragateError('the explorer needs gradio; install it with: pip install "loragate[explore]"') from error
+        raise LoragateError(
+            'the explorer needs gradio; install it with: pip install ".[explore]" in a checkout'
+        ) from error
 
     def compare(text: str, temperature: float, limit: float, seed: float, low: float, high: float) -> Any:
         if not text.strip():

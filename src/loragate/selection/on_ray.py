@@ -28,7 +28,7 @@ try:
     import ray
     from ray.util import ActorPool
 except ImportError as error:
-    raise ConfigError(f'--runner ray: Ray is not installed ({error}); pip install "loragate[sweep]"') from error
+    raise ConfigError(f'--runner ray: Ray is not installed ({error}); pip install ".[sweep]" in a checkout') from error
 
 RETRIES = 3
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # trials pass through files

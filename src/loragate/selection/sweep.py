@@ -163,7 +163,7 @@ def choose_runner(
         except ConfigError:
             if name == "ray":
                 raise
-            where += '; Ray is not installed (pip install "loragate[sweep]" for several at a time)'
+            where += '; Ray is not installed (pip install ".[sweep]" in a checkout for several at a time)'
         else:
             resources = Resources.found(workers, cpus, gpus, device)
             return resources.describe(), functools.partial(run_on_ray, resources=resources)

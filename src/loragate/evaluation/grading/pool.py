@@ -205,7 +205,7 @@ class _Worker:
         if failed := json.loads(greeting or '{"failed": "it ended before it was ready"}').get("failed"):
             raise LoragateError(
                 f"a process of the grader '{name}' cannot run: {failed}. Check that its packages are installed "
-                f'(pip install "loragate[math]"), and the limits of the machine; the command was {" ".join(command)}'
+                f'(pip install ".[math]" in a checkout), and the limits of the machine; the command was {" ".join(command)}'
             )
 
     def ask(self, job: Job) -> Grade:
