@@ -433,7 +433,7 @@ def test_without_the_harness_the_way_to_install_it_is_named(monkeypatch, ask):
     for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ConfigError, match=r"pip install .loragate\[eval\]"):
+    with pytest.raises(ConfigError, match=r"pip install .\.\[eval\]"):
         ask(tiny_base(), tiny_tokenizer(), "bbh")
 
 

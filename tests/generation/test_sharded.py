@@ -101,7 +101,7 @@ def test_settings_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
         ShardedEngine(no_engine, 2).generate(PROMPTS, CONFIG)
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install .loragate\[sweep\]"):
+    with pytest.raises(ConfigError, match=r"pip install .\.\[sweep\]"):
         ShardedEngine(no_engine, 2).generate(PROMPTS, CONFIG)
 
 

@@ -193,7 +193,7 @@ def test_a_cell_that_diverged_takes_no_part_and_the_others_are_compared(place, t
 def test_auto_runs_sequentially_where_ray_is_absent(place, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "loragate.selection.on_ray", raising=False)
-    with pytest.raises(ConfigError, match=r'pip install "loragate\[sweep\]"'):
+    with pytest.raises(ConfigError, match=r'pip install "\.\[sweep\]"'):
         sweep(arguments(place, tmp_path / "out", "--runner", "ray"))
     assert sweep(arguments(place, tmp_path / "out", ranges="0,1", seeds="0")) == 0
     assert capsys.readouterr().out.count("Ray is not installed") == 1
