@@ -133,13 +133,13 @@ def test_the_summary_names_the_verdict_and_what_else_may_have_done_it():
         return evaluation_statements(evaluation_record(*rows, row("gated", 0.9, "random gates")))
 
     assert statements(0.5, "better", 0.4) == [
-        "On t, T = 1, gated is significantly better than the adapter: 50.0 % against 30.0 % of the adapter (+20.0 points, "
+        "On t, T=1, gated is significantly better than the adapter: 50.0 % against 30.0 % of the adapter (+20.0 points, "
         "interval +10.0 to +30.0)."
     ]
-    assert statements(0.5, "better", 0.6)[1:] == ["On t, T = 1, adapter T=0.3 needs no training and scores 60.0 %."]
+    assert statements(0.5, "better", 0.6)[1:] == ["On t, T=1, adapter T=0.3 needs no training and scores 60.0 %."]
     worse = statements(0.1, "worse", 0.05, truncated=0.2)
     assert "significantly worse than the adapter" in worse[0]
-    assert worse[1] == "On t, T = 1, the base scores 25.0 % without any adapter."
+    assert worse[1] == "On t, T=1, the base scores 25.0 % without any adapter."
     assert worse[2].endswith(
         "20.0 % of the answers of the gates are cut off, 1.0 % of the adapter's: the gates make more answers run on."
     )
@@ -193,7 +193,7 @@ def test_the_banner_says_what_to_do_its_score_and_the_alternatives():
     assert banner(selection_record(), artifact) == found, "the same record twice is one selection"
     both = banner(selection_record(), evaluation_record())
     assert both.advice == found.advice
-    assert both.more[-1].startswith("On t, T = 1, gated is significantly better")
+    assert both.more[-1].startswith("On t, T=1, gated is significantly better")
 
 
 def test_the_banner_of_an_evaluation_follows_its_verdicts():

@@ -190,7 +190,7 @@ def evaluation_statements(record: Record) -> list[str]:
 def _own_heat(task: Record) -> str:
     """How a task asks for answers by itself."""
     heat = task["sampling"]["temperature"]
-    return f"T = {heat:g}" if heat else "greedily"
+    return f"T={heat:g}" if heat else "greedy"
 
 
 def _is_plain(row: Record) -> bool:
