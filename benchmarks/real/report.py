@@ -119,7 +119,7 @@ def heats(design: dict[str, Any], split: str = "test") -> list[Asked]:
     return sorted((one for one in asked_of(design) if one.split == split), key=lambda one: -one.temperature)
 
 
-def at_all_heats(lines: Lines, method: str, asked: list[Asked]) -> np.ndarray | None:
+def at_every_temperature(lines: Lines, method: str, asked: list[Asked]) -> np.ndarray | None:
     """Score of each question at each temperature, [temperatures, Q]; None if one is missing."""
     if any((method, one.what) not in lines for one in asked):
         return None
@@ -148,7 +148,7 @@ def row(lines: Lines, method: str, asked: list[Asked]) -> list[str]:
             cells.append(f"{100 * found.mean:.1f} ({100 * found.low:.1f}–{100 * found.high:.1f})")
         else:
             cells.append("not run")
-    own, other = at_all_heats(lines, method, asked), at_all_heats(lines, ADAPTER, asked)
+    own, other = at_every_temperature(lines, method, asked), at_every_temperature(lines, ADAPTER, asked)
     if own is None or other is None:
         cells.append("not run")
     elif method == ADAPTER:
@@ -327,8 +327,8 @@ def over_cells(records: Mapping[str, Lines], design: dict[str, Any], which: str 
         pairs = {
             name: (own, other)
             for name, lines in records.items()
-            if (own := at_all_heats(lines, method, asked)) is not None
-            and (other := at_all_heats(lines, ADAPTER, asked)) is not None
+            if (own := at_every_temperature(lines, method, asked)) is not None
+            and (other := at_every_temperature(lines, ADAPTER, asked)) is not None
         }
         if len(pairs) < 2:
             continue

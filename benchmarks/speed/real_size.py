@@ -5,7 +5,7 @@
 Random weights in fp32, LoRA rank 16 on all linear layers. A step is forward and backward of 4 rows of 200 tokens, 75 % of them
 response; the contestants are those of `contestants.py`. The products alone, each base weight once with as many rows, run in the
 same rounds: their time, scaled to the arithmetic floor of a gate step (`true_shapes.floor`), is the least that this machine could
-take. Decoding is one pass of one token for each row of a batch, greedy, through the engine's own cache; there the products alone,
+take. Decoding is one pass of one token for each row of a batch, greedy, by `generate` of transformers; there the products alone,
 which read every weight once, are the bound of memory and arithmetic in one.
 """
 
@@ -46,7 +46,7 @@ def products(model: Any, rows: int, head_rows: int) -> tuple[Callable[[], None],
 
 def measure_steps(shape: Shape, repeats: int, clock: Callable[[], float]) -> dict[str, Any]:
     """{contestant: counts, seconds, time against LoRA and against the floor at the speed of the products}."""
-    least = count_floor(shape)
+    least = floor(shape).flops
     sides, counts = {}, {}
     for name in TRAINED:
         model, loss = CONTESTANTS[name](shape)
@@ -66,11 +66,6 @@ def measure_steps(shape: Shape, repeats: int, clock: Callable[[], float]) -> dic
     }
     speed = [flops / value / 1e9 for value in seconds["products"]]
     return {"floor_flops": least, "gflop_per_second": spread(speed), "rows": rows}
-
-
-def count_floor(shape: Shape) -> int:
-    """FLOPs that no gate step can go below."""
-    return floor(shape).flops
 
 
 def measure_decoding(shape: Shape, batch: int, repeats: int, clock: Callable[[], float]) -> dict[str, Any]:

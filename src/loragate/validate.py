@@ -24,6 +24,7 @@ from loragate.errors import ConfigError, LoragateError, nearest
 T = TypeVar("T")
 Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(0)]
+Port = Annotated[int, Ge(0), Le(65535)]
 Positive = Annotated[float, Gt(0)]
 Amount = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]

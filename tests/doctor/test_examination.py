@@ -68,7 +68,7 @@ def test_rows_of_no_format_are_refused_before_the_folder_is_begun(folder, tmp_pa
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_folder_of_something_else_is_refused(folder, quick):
-    with pytest.raises(ConfigError, match="no part of a check-up"):
+    with pytest.raises(ConfigError, match="is not empty"):
         lg.examine(folder, out=folder, quick=quick)
 
 

@@ -27,7 +27,7 @@ from loragate.cli.options import EvaluationInputs
 from loragate.display import Display, console, duration
 from loragate.evaluation.engines import load, side_by_side
 from loragate.evaluation.evaluate import Evaluation, counted
-from loragate.evaluation.prepared import Request
+from loragate.evaluation.prepared import Request, own_temperature
 from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.variants import describe
 from loragate.files import write_text
@@ -86,9 +86,8 @@ def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float
         out.print(loaded.note)
     with display.job("reading the questions"):
         prepared = request.prepare(tasks, loaded)
-    heats = {one.sampling.temperature for one in prepared if one.task.harness is None}  # suites have no controls
-    own = heats.pop() if len(heats) == 1 else None
-    variants, left_out = side_by_side(loaded, controls, constants, request.recommended(prepared, loaded), own)
+    own, recommended = own_temperature(prepared), request.recommended(prepared, loaded)
+    variants, left_out = side_by_side(loaded, controls, constants, recommended, own)
     evaluation = Evaluation.of(request, prepared, loaded, variants, left_out=left_out)
     if note := request.sampling_note(prepared, loaded):
         out.print(note)

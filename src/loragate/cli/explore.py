@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Annotated
-
-from annotated_types import Ge, Le
 
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
 from loragate.training.preflight import check_loading
+from loragate.validate import Port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +24,7 @@ class ExploreOptions(ModelOptions):
     """
 
     model: str
-    port: Annotated[int, Ge(0), Le(65535)] = 7860
+    port: Port = 7860
     prompt: str = ""
     raw: bool = False
     base: str = ""

@@ -20,9 +20,9 @@ from loragate.data import detect_format, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.doctor import answers, effect, learned, static, strength
 from loragate.doctor.exam import Exam, ExamSettings, OnJob, Part, is_text, silent_job
-from loragate.doctor.record import FILE, Examination, Measures, conclude, require_own
+from loragate.doctor.record import FILE, OWN, Examination, Measures, conclude
 from loragate.errors import DataError
-from loragate.files import RunFolder, write_json
+from loragate.files import RunFolder, require_new, write_json
 from loragate.gates.adapter_rules import Finding
 from loragate.models import Loading, resolve
 from loragate.models.loading import USUAL
@@ -80,7 +80,8 @@ def examine(
     """
     if quick:
         return static.examine_files(str(adapter), base, out, loading)
-    require_own(out)
+    if out is not None:
+        require_new(Path(out), *OWN)
     settings = settings or ExamSettings()
     began = time.monotonic()
     measured, found = static.examine_static(str(adapter), base, loading)

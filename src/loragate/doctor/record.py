@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from loragate import records
 from loragate.analysis.rows import ClassEntropy, Interval
-from loragate.errors import ConfigError
 from loragate.gates.adapter_rules import Finding
 
 FILE = "doctor.json"
@@ -308,13 +307,6 @@ def read_examination(path: Path) -> Examination:
     return records.read(Examination, path, "was it written to its end, by this version of loragate?")
 
 
-def require_own(out: str | Path | None) -> None:
-    """Refuse a folder that holds anything but a check-up; raises ConfigError."""
-    folder = Path(out) if out is not None else None
-    if folder is not None and folder.is_dir() and (others := sorted({one.name for one in folder.iterdir()} - {*OWN})):
-        raise ConfigError(f"{folder} holds {others[0]}, which is no part of a check-up; choose another --out")
-
-
 ORDER = ("error", "warning", "note")
 
 
@@ -338,7 +330,7 @@ def conclude(
         "warnings": f"usable, with {count} warning{'s' * (count != 1)} ({named})",
         "unfinished": f"nothing found so far; {len(unfinished)} of {len(fields(Measures))} parts not done",
         "healthy": "healthy, as far as its files show"
-        if set(seconds or {}) == {"static"}
+        if measures == Measures(measures.static)
         else "healthy: nothing was found that speaks against using it",
     }[verdict]
     versions = records.package_versions()

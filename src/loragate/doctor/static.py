@@ -19,10 +19,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from loragate.analysis.plan import GIB, estimate
-from loragate.doctor.record import FILE, Examination, Measures, Module, Static, conclude, require_own
+from loragate.doctor.record import FILE, OWN, Examination, Measures, Module, Static, conclude
 from loragate.doctor.tokens import examine_tokens
 from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
-from loragate.files import write_json
+from loragate.files import require_new, write_json
 from loragate.gates import examine_adapter
 from loragate.gates.adapter_folder import AdapterFolder, UnusableAdapterError, read_adapter_folder
 from loragate.gates.adapter_rules import Finding, wrong_types
@@ -46,7 +46,8 @@ def examine_files(adapter: str, base: str = "", out: str | Path | None = None, l
     Raises:
         ConfigError: as `examine_static`.
     """
-    require_own(out)
+    if out is not None:
+        require_new(Path(out), *OWN)
     began = time.monotonic()
     measured, found = examine_static(adapter, base, loading)
     examination = conclude(found, Measures(measured), seconds={"static": round(time.monotonic() - began, 3)})

@@ -243,6 +243,12 @@ def prepare(
     )
 
 
+def own_temperature(tasks: Sequence[Prepared]) -> float | None:
+    """The temperature of all tasks that have controls, those of the harness aside; None where they have several."""
+    found = {one.sampling.temperature for one in tasks if one.task.harness is None}
+    return found.pop() if len(found) == 1 else None
+
+
 def question_names(tasks: Sequence[Prepared]) -> list[list[int]]:
     """Of each task a number for every question, the same where tasks ask the same one.
 

@@ -30,9 +30,7 @@ class Agreement:
     limit: float  # the square root of the dtype's precision: 3e-4 in float32, 0.03 in float16, 0.09 in bfloat16
     tokens: int
     dtype: str
-    moved: float | None = (
-        None  # nats between the original and its base, of which `nats` is a share; None where not measured
-    )
+    moved: float | None = None  # nats between the original and its base; None where not measured
 
     def __str__(self) -> str:
         apart = f"{self.nats:.2g} nats per token apart"

@@ -488,7 +488,8 @@ def open_tokenizer(place: ModelSource, how: Loading = USUAL) -> Any:
         if lone.is_file() and lone.read_text(encoding="utf-8", errors="replace") != tokenizer.chat_template:
             logger.warning(
                 "%s is not used, as no tokenizer lies beside it: give it with --chat-template, or copy the tokenizer of %s there",
-                *(lone, chosen),
+                lone,
+                chosen,
             )
     if tokenizer.pad_token_id is None:  # padding is masked wherever it stands
         tokenizer.pad_token = tokenizer.eos_token

@@ -166,7 +166,7 @@ def evaluation_statements(record: Record) -> list[str]:
             cooler = row["temperature"] is not None
             if row["variant"] != "gated" or (row["control"] is not None and not cooler):
                 continue
-            where = f"On {task['name']}, {row['control'] if cooler else _own_heat(task)}"
+            where = f"On {task['name']}, {row['control'] if cooler else _named(task['sampling']['temperature'])}"
             versus, adapter = row["comparison"], adapters.get(row["temperature"])
             if versus is None or adapter is None:
                 statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")
@@ -187,16 +187,15 @@ def evaluation_statements(record: Record) -> list[str]:
     return statements
 
 
-def _own_heat(task: Record) -> str:
-    """How a task asks for answers by itself."""
-    heat = task["sampling"]["temperature"]
-    return f"T={heat:g}" if heat else "greedy"
+def _named(temperature: float) -> str:
+    """A temperature as the labels of variants have it."""
+    return f"T={temperature:g}" if temperature else "greedy"
 
 
 def _is_plain(row: Record) -> bool:
     """Whether nothing but the temperature tells a variant from its weights."""
     temperature = row["temperature"]
-    return row["control"] == (None if temperature is None else f"T={temperature:g}" if temperature else "greedy")
+    return row["control"] == (None if temperature is None else _named(temperature))
 
 
 def _beside(gated: Record, adapter: Record, rows: list[Record]) -> list[str]:

@@ -109,8 +109,7 @@ def read_dev(
             f"found no file {given}{nearest(path.name, beside)} (a {name} set is a local .jsonl, .json or .parquet file)"
         )
     rows, own = load_rows(given), settings.dev_task if name == "dev" else settings.retention_task
-    source = str(given) if isinstance(given, str | Path) else rows.source
-    source = f"{len(rows)} questions in memory" if source == "rows in memory" else source
+    source = rows.source
     if own:
         task = load_task(own)
     else:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from annotated_types import Ge, Le
+from typing import TYPE_CHECKING, Literal
 
 from loragate import models
 from loragate.errors import ConfigError
 from loragate.models.settings import Loading
-from loragate.validate import Amount, Count, Share, Size, comma_list
+from loragate.validate import Amount, Count, Port, Share, Size, comma_list
 
 if TYPE_CHECKING:
     from loragate.models.source import ModelSource
@@ -38,7 +36,7 @@ class ServerSettings(Loading):
     model: str
     base: str = ""
     host: str = "127.0.0.1"
-    port: Annotated[int, Ge(0), Le(65535)] = 8000
+    port: Port = 8000
     adapters: str = ""
     dynamic: bool = False
     max_model_len: Size = 0

@@ -58,8 +58,8 @@ def _begin_default(response: str, gold: str, tolerance: float | None) -> Grade |
     answer = ", ".join(parts)
     try:
         # one value may be boxed in two notations: 15 39/40, or 639/40
-        verdict = True if len(parts) > 1 and all(decide(gold, one, tolerance) for one in parts) else None
-        verdict = verdict or decide(gold, answer, tolerance)
+        same = len(parts) > 1 and all(decide(gold, one, tolerance) for one in parts)
+        verdict = same or decide(gold, answer, tolerance)
     except (UnjudgedError, RecursionError):
         return Grade(False, answer, "unparsed")
     return Job(gold, answer, tolerance) if verdict is None else Grade(verdict, answer, "ok" if verdict else "wrong")
