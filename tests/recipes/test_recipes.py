@@ -285,6 +285,13 @@ def test_hours_are_those_of_the_method_and_hold_the_evaluation():
     assert "800 answers" in fewer["eval"].memory
 
 
+def test_memory_follows_the_dtype_of_the_base():
+    name = "math/qwen2.5-math-1.5b/lora"
+    half, full = needs(read_recipe(name)), needs(read_recipe(name, {"sft.dtype": "float32", "sft.precision": "fp32"}))
+    assert full["sft"].weights == 2 * half["sft"].weights
+    assert full["sft"].activations > half["sft"].activations
+
+
 def test_trainings_whose_times_are_compared_recompute_alike():
     """Fig. 4 has minutes of LoRA, DFT, DoRA, TALR and gates side by side."""
     for domain in ("math", "code"):
@@ -317,11 +324,11 @@ def test_list_and_show(capsys):
     assert main(["recipes", "show", LORA, "--set", "sft.rank=8", "--out", "runs/x"]) == 0
     text = capsys.readouterr().out
     assert f"# loragate recipes run {LORA} --out runs/x --set sft.rank=8\n" in text
-    assert re.search(r"^# sft: about [\d.]+ GiB of GPU memory \(.*\), about [\d.]+ h$", text, re.M)
+    assert re.search(r"^# sft: about [\d.]+ GiB of GPU memory \(.*\), about \d+ h \d\d min$", text, re.M)
     assert re.search(
-        r"^# eval: vLLM fills 0.9 of the GPU; 24,256 answers of at most 4,096 tokens, about [\d.]+ h$", text, re.M
+        r"^# eval: vLLM fills 0.9 of the GPU; 24,256 answers of at most 4,096 tokens, about \d+ h \d\d min$", text, re.M
     )
-    assert re.search(r"^# about [\d.]+ h in all on 1 h100, grading aside: with every row .* both assumed$", text, re.M)
+    assert re.search(r"^# about \d+ h \d\d min in all on 1 h100, grading aside: with every row .* both assumed$", text, re.M)
     assert all(f"{kind}/" in text for kind in KINDS), "where each number comes from"
     shown = yaml.safe_load(text)
     assert shown["stages"] == ["sft", "eval", {"retention": "eval"}]

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from loragate.analysis.gates import PAPER
 from loragate.analysis.plan import GIB, Estimate, estimate
+from loragate.display import duration
 from loragate.evaluation.prepared import chosen_tasks
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import variants_for
@@ -54,8 +55,8 @@ class Cost:
     hours: float | None
 
     def sentence(self) -> str:
-        """ "about 8.2 GiB of GPU memory (…), about 1.2 h"."""
-        return f"{self.memory}, {'hours unknown' if self.hours is None else f'about {self.hours:.1f} h'}"
+        """ "about 8.2 GiB of GPU memory (…), about 1 h 12 min"."""
+        return f"{self.memory}, {'time unknown' if self.hours is None else f'about {duration(3600 * self.hours)}'}"
 
 
 def costs(recipe: Recipe) -> dict[str, Cost]:
@@ -96,7 +97,7 @@ def summary(recipe: Recipe, found: dict[str, Cost]) -> str:
     hours = sum(cost.hours or 0.0 for cost in found.values())
     cards = max(int(stage.options.get("processes") or 1) for stage in recipe.stages)
     return (
-        f"about {hours:.1f} h in all on {cards} {recipe.machine}, grading aside: with every row and answer as long as its limit, "
+        f"about {duration(3600 * hours)} in all on {cards} {recipe.machine}, grading aside: with every row and answer as long as its limit, "
         f"products at {OF_PEAK:g} of the card's peak and vLLM at {OF_BANDWIDTH:g} of its bandwidth, both assumed"
     )
 
@@ -104,14 +105,17 @@ def summary(recipe: Recipe, found: dict[str, Cost]) -> str:
 def estimate_of(stage: Stage, model: Any) -> Estimate:
     """Memory and cost of a step of a training."""
     options, sft = stage.options, stage.command == "sft"
-    rows, quantized = int(options["per_device_train_batch_size"]), options.get("quantization") or "none"
+    rows, stored = int(options["per_device_train_batch_size"]), options.get("quantization") or "none"
+    if stored == "none":
+        stored = "bfloat16" if options.get("dtype", "auto") == "auto" else options["dtype"]
     return estimate(
         model,
         "sft" if sft else "calibrate",
         sequence=int(options["max_length"]),
         rows=rows,
         adapter=int(options.get("rank") or 16),
-        base=quantized if quantized != "none" else "bfloat16",  # type: ignore[arg-type]
+        base=stored,  # type: ignore[arg-type]
+        autocast=options.get("precision") != "fp32",
         gradient_checkpointing=bool(options.get("gradient_checkpointing")),
         objective=objective_of(options["objective"], options.get("objective_options")) if sft else None,
         dora=bool(options.get("dora")),
