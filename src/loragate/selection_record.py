@@ -216,6 +216,16 @@ class SelectionRecord:
         others = [f"{row.label} {row}" for kind, row in self._best().items() if kind != self.recommendation.weights]
         return f"The best of each other kind: {', '.join(others)}." if others else ""
 
+    def beside_base(self) -> str:
+        """That the adapter is not shown to beat its base; empty where it is, or where the base is recommended or was not asked."""
+        base = self._best().get("base")
+        if self.recommendation.weights == "base" or base is None or base.difference is None or base.difference.high < 0:
+            return ""
+        return (
+            f"The adapter is not shown to beat its base on these questions: {base.label} is {base.difference} from "
+            f"{self.baseline}."
+        )
+
     def _cut_off(self) -> list[str]:
         """How many answers met the limit, of the baseline, what was chosen and the best of each kind; empty where few did."""
         named = {self.baseline, self.recommendation.label, *(row.label for row in self._best().values())}
@@ -230,7 +240,8 @@ class SelectionRecord:
     def sentences(self) -> list[str]:
         """What to use and why, what the alternatives scored, and what the choice does not say."""
         found = self.recommendation
-        said = [f"{found.advice()}: {self.score()}; {found.reason}.", *filter(None, [self.alternatives()])]
+        said = [f"{found.advice()}: {self.score()}; {found.reason}."]
+        said += filter(None, (self.alternatives(), self.beside_base()))
         if found.label != self.baseline:
             said.append("The score of what was chosen is flattered by the choice; measure it on other questions.")
         for name, one in (("dev", self.dev), ("retention", self.retention)):

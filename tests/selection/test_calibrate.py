@@ -313,3 +313,14 @@ def test_the_first_sentence_says_what_to_use_and_the_second_what_the_others_scor
     assert "on 32 dev questions; gated [-3,1] greedy is above it by +3.1 points" in first
     assert second.startswith("The best of each other kind: base greedy 9.4 % (")
     assert "every kind of question" in rest[-1]
+
+
+def test_an_adapter_that_is_not_shown_to_beat_its_base_is_said(tmp_path, engines):
+    engines({"adapter greedy": 20, "base greedy": 19, GREEDY: 21})
+    _, chosen = calibrate(tmp_path / "near")
+    (said,) = (line for line in chosen.sentences() if "beat its base" in line)
+    assert "on these questions: base greedy is -3.1 points (95 % interval " in said
+    assert said.endswith("from adapter greedy.")
+    engines({"adapter greedy": 20, "base greedy": 3, GREEDY: 21})
+    _, chosen = calibrate(tmp_path / "far")
+    assert not any("beat its base" in line for line in chosen.sentences())

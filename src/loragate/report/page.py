@@ -115,7 +115,7 @@ def banner_of(sources: Sequence[Source]) -> Banner:
         lines = [line for one in evaluations[:1] for line in one.read(evaluation_statements)]
         tested = [line for line in lines if line == lines[0] or VERDICTS["worse"] in line]
         why = f"Why: {record.recommendation.reason}."
-        more = [line for line in (record.alternatives(), why, *tested) if line]
+        more = [line for line in (record.alternatives(), record.beside_base(), why, *tested) if line]
         bars = chart(partial(accuracy_bars, table.lines), table.title)
         return Banner(record.recommendation.advice(), record.score(), more, drawn(bars))
     for source in evaluations[:1]:
