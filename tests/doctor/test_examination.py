@@ -1,5 +1,7 @@
 """`examine`: parts in their order, kept as they end, resumed."""
 
+from contextlib import contextmanager
+
 import pytest
 
 import loragate as lg
@@ -49,6 +51,23 @@ def test_an_interrupted_examination_keeps_what_is_known_and_goes_on(folder, tmp_
     assert found.findings == before.findings == read_examination(out / FILE).findings
     with pytest.raises(ConfigError, match="settings"):
         lg.examine(folder, **asked, resume=True, settings=ExamSettings(max_rows=3))
+
+
+def test_progress_names_the_part_of_the_check_up(folder, monkeypatch):
+    names = []
+
+    @contextmanager
+    def on_job(name, total=0, unit=""):
+        names.append(name)
+        yield lambda done, of: None
+
+    parts = {
+        "answers": lambda exam: (exam.own_rows("base") and None, []),
+        "effect": lambda exam: (exam.rows and None, []),
+    }
+    monkeypatch.setattr(examination, "PARTS", parts)
+    lg.examine(folder, data=tiny_rows(8), on_job=on_job)
+    assert names == ["[1/2] loading the model", "[1/2] answers of the base"]
 
 
 def test_a_folder_that_cannot_be_loaded_is_a_finding_and_not_an_error(folder):

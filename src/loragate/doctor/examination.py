@@ -118,11 +118,12 @@ def examine(
                 heard[line] = None
                 say(line)
 
-        exam = Exam(place, folder, done.measures, settings, loading, job=on_job, say=hear)
+        exam = Exam(place, folder, done.measures, settings, loading, say=hear)
         exam.data, exam.dev_data, exam.retention_data = rows.values()
-        for name, part in PARTS.items():
+        for number, (name, part) in enumerate(PARTS.items(), 1):
             if name in done.seconds:
                 continue
+            exam.job = _numbered(on_job, f"[{number}/{len(PARTS)}]")
             began = time.monotonic()
             try:
                 measured, more = part(exam)
@@ -134,6 +135,11 @@ def examine(
             done = Done(exam.measures, (*done.findings, *more), seconds, tuple(heard))
             write_json(file, records.to_json(done))
     return _concluded(done, (), out)
+
+
+def _numbered(on_job: OnJob, number: str) -> OnJob:
+    """Jobs that say which part of the check-up they are of."""
+    return lambda name, total=0, unit="": on_job(f"{number} {name}", total, unit)
 
 
 @dataclass(frozen=True)
