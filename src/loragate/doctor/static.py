@@ -81,7 +81,6 @@ def examine_static(adapter: str, base: str = "", loading: Loading = USUAL) -> tu
                 "temperature": place.recommended_temperature,
             },
         )
-    found = [one for one in found if one.code != "base-unreachable"]  # which goes by the name that is recorded alone
     try:
         place = _with_base(place, adapter, base)
         with explained("base model", place.base.name):

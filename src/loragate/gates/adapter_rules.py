@@ -1,6 +1,6 @@
 """What the configuration and the keys of an adapter mean: findings, and what the adapter changes beside LoRA's factors.
 
-Rules over plain data, one for each question: are the keys of the right types, is the base named, is it an adapter of a causal
+Rules over plain data, one for each question: are the keys of the right types, is it an adapter of a causal
 language model, did its making change the base, do ranks and scale fit, is a part missing, can it be gated and served.
 `adapter_folder.py` reads the files and asks all of them.
 """
@@ -11,7 +11,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any, Literal, TypeGuard
 
 from loragate.errors import ArtifactError
 from loragate.gates.schema import ADAPTER_CONFIG, PREFIX, factor_of, strength_of
-from loragate.hub_names import cached_commit, is_hub_id, split_revision
 
 Severity = Literal["error", "warning", "note"]
 Purpose = Literal["load", "gate", "serve"]
@@ -226,29 +224,6 @@ def _beside(config: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
             yield f"{count}{words} saved along ({first.removeprefix(PREFIX)}{', …' if kinds[kind] > 1 else ''})"
 
 
-def _of_base(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Iterator[Finding]:
-    named = config.get("base_model_name_or_path")
-    where = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path"
-    if not named or not isinstance(named, str):
-        yield Finding("base-unreachable", "note", f"{where} names no base", "say which with --base")
-        return
-    with suppress(ArtifactError, OSError):
-        if Path(named).exists():
-            return
-        name, revision = split_revision(named)
-        if not is_hub_id(name):
-            yield Finding(
-                "base-unreachable", "warning", f"{where} is {named}, which is not here", "say where it is with --base"
-            )
-        elif cached_commit(name, revision or config.get("revision")) is None:
-            yield Finding(
-                "base-unreachable",
-                "note",
-                f"{where} is {named}, of which this machine's hub cache holds nothing",
-                "it is downloaded when it is needed; say where it is with --base if it is here under another name",
-            )
-
-
 def _of_task(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Iterator[Finding]:
     """An adapter is one of a causal language model unless its weights say otherwise; the label alone is often wrong."""
     label, path = config.get("task_type"), folder / ADAPTER_CONFIG
@@ -421,6 +396,6 @@ def judge(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> tuple[tu
     path = folder / ADAPTER_CONFIG
     found = [Finding("config-invalid", "error", f"{path}: {one}", "correct the key") for one in wrong_types(config)]
     beside = tuple(_beside(config, tensors))
-    for rule in (_of_base, _of_task, _of_initialisation, _of_strength, _of_keys, partial(_of_use, beside)):
+    for rule in (_of_task, _of_initialisation, _of_strength, _of_keys, partial(_of_use, beside)):
         found += rule(folder, config, tensors)
     return beside, found
