@@ -142,7 +142,7 @@ def stage(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool 
     if base != recorded:  # a commit of the other base means nothing here
         shown["base"] = {**record["base"], "id": base, "revision": None}
     # a list of what is sent, so that run folders and checkpoints beside it stay here
-    kept = [file for file in adapter_files(folder / ADAPTER)[0] if not _OF_A_TRAINING.fullmatch(file)]
+    kept = [file for file in adapter_files(folder / ADAPTER) if not _OF_A_TRAINING.fullmatch(file)]
     for file in [GATES, *([SAMPLING] if record.get("sampling") else []), *(f"{ADAPTER}/{name}" for name in kept)]:
         copy_file(folder / file, into / file)
     write_json(into / CONFIG, shown)

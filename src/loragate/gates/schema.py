@@ -8,7 +8,6 @@ from __future__ import annotations
 import filecmp
 import hashlib
 import json
-import logging
 import math
 import re
 import shutil
@@ -52,8 +51,6 @@ NEED_MODEL = ("modules_to_save", "target_parameters", "trainable_token_indices")
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """What PEFT calls the factors of a LoRA layer."""
 _FAULTY = "the disk or its file system may be faulty: write to another one"
-
-logger = logging.getLogger("loragate")
 
 
 @dataclass(frozen=True)
@@ -348,25 +345,20 @@ def own_tokenizer(folder: Path) -> Path | None:
     return next((place for place in places if any((place / file).is_file() for file in _TOKENIZER_FILES)), None)
 
 
-def adapter_files(folder: Path) -> tuple[list[str], list[str]]:
-    """(kept, left out) of an adapter's folder, as paths inside it; what is left out ends in / where it is a folder.
+def adapter_files(folder: Path) -> list[str]:
+    """Every file of an adapter's folder that its reader may need, known here or not, as paths inside it.
 
-    Kept is every file that a reader of the adapter may need, known here or not: configuration, weights, card, the files of any
-    tokenizer, chat templates. Left out are pickles (a trainer's states among them), weights of something else, hidden files,
-    and folders beside those of the tokenizer: checkpoints, records of runs.
+    These are configuration, weights, card, the files of any tokenizer, chat templates. Left out are pickles (a trainer's states
+    among them), weights of something else, hidden files, and folders beside those of the tokenizer: checkpoints, records of runs.
     """
-    kept, left = [], []
+    kept = []
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             inside = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.name in _KEPT_FOLDERS else []
             kept += [file.relative_to(folder).as_posix() for file in inside if not _is_left(file.name)]
-            left += [file.relative_to(folder).as_posix() for file in inside if _is_left(file.name)]
-            left += [] if path.name in _KEPT_FOLDERS else [f"{path.name}/"]
         elif path.is_file() and (path.name == ADAPTER_WEIGHTS or not _is_left(path.name)):  # a link may lead nowhere
             kept.append(path.name)
-        else:
-            left.append(path.name)
-    return kept, left
+    return kept
 
 
 def _is_left(name: str) -> bool:
@@ -374,7 +366,7 @@ def _is_left(name: str) -> bool:
 
 
 def copy_adapter(source: Path, into: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Copy an adapter's folder byte for byte and read the copy back; what is left out is named in one line of the log.
+    """Copy an adapter's folder byte for byte and read the copy back; `adapter_files` says what is left out.
 
     Args:
         source: folder of a plain adapter.
@@ -384,15 +376,12 @@ def copy_adapter(source: Path, into: Path, weights: Mapping[str, torch.Tensor] |
     Raises:
         ArtifactError: where the copy is not what it was made of.
     """
-    kept, left = adapter_files(source)
+    kept = adapter_files(source)
     if weights is not None:
         write_factors(into, weights)
         kept = [name for name in kept if name != ADAPTER_WEIGHTS]
-        left = [name for name in left if name != PICKLED_WEIGHTS]
     for name in kept:
         copy_file(source / name, into / name)
-    if left:
-        logger.info("left out of the copy of %s: %s", source, ", ".join(left))
 
 
 def copy_file(source: str | Path, target: str | Path) -> None:

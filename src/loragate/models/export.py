@@ -190,7 +190,7 @@ def export_adapter(
 
 def _copy_files(adapter: Path, folder: Path, keep_sampling: bool) -> None:
     """The files beside the factors and the configuration; a tokenizer in a folder of its own lies beside the factors then."""
-    kept = [name for name in adapter_files(adapter)[0] if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD)]
+    kept = [name for name in adapter_files(adapter) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD)]
     if not keep_sampling and exported_sampling(read_json(adapter / SAMPLING)):
         kept.remove(SAMPLING)  # that of other λ, which an earlier export folded
     # the own folder last: its tokenizer is the one that is used
