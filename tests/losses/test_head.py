@@ -7,13 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from loragate.errors import ConfigError
-from loragate.losses import (
-    projection,
-    statistics_of_logits,
-    token_statistics,
-    token_statistics_reference,
-    topk_entropy,
-)
+from loragate.losses import projection, statistics_of_logits, token_statistics, topk_entropy
+from loragate.losses.projection import Head
 from speed.fake import KnownSelection, StorageTracker
 
 STATISTICS = ("log_prob", "entropy", "topk_entropy")
@@ -27,6 +22,12 @@ def operands(tokens=13, width=8, vocabulary=37, dtype=torch.float64, seed=0, ign
     labels = torch.randint(0, vocabulary, (tokens,), generator=draw)
     labels[torch.randperm(tokens, generator=draw)[:ignored]] = -100
     return hidden, weight, labels
+
+
+def token_statistics_reference(hidden, weight, labels, *, k=100, bias=None, scale=1.0, softcap=None):
+    """The same statistics from full logits, by autograd."""
+    working = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    return statistics_of_logits(Head(weight, bias, scale, softcap).logits(hidden, working), labels, k)
 
 
 def gradient(run, hidden, name):

@@ -2,7 +2,7 @@
 
 from loragate.losses.causal_head import StatisticsRequest, add_statistics_forward, verify_head
 from loragate.losses.entropy import topk_entropy
-from loragate.losses.head import TokenStatistics, statistics_of_logits, token_statistics, token_statistics_reference
+from loragate.losses.head import TokenStatistics, statistics_of_logits, token_statistics
 from loragate.losses.objectives import ObjectiveContext, WeightedCrossEntropy, objectives
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "objectives",
     "statistics_of_logits",
     "token_statistics",
-    "token_statistics_reference",
     "topk_entropy",
     "verify_head",
 ]

@@ -141,21 +141,6 @@ def token_statistics(
     return TokenStatistics(log_prob_T, entropy_T, topk_T, mask, k).spread(labels.shape, mask)
 
 
-def token_statistics_reference(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    k: int = 100,
-    bias: torch.Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-) -> TokenStatistics:
-    """The same statistics from full logits by autograd: the oracle of the tests, and the naive baseline of benchmarks."""
-    working = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    return statistics_of_logits(Head(weight, bias, scale, softcap).logits(hidden, working), labels, k)
-
-
 def statistics_of_logits(
     logits: torch.Tensor, labels: torch.Tensor, k: int, reference: torch.Tensor | None = None
 ) -> TokenStatistics:
