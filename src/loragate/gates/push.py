@@ -35,7 +35,6 @@ from loragate.gates.schema import (
     read_adapter,
     read_gate_config,
     read_tensors,
-    same_bits,
 )
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
@@ -165,11 +164,7 @@ def stage(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool 
             edited.data["base_model"] = base
             text = str(edited)
         write_text(into / CARD, text)
-    # what is sent is what a reader takes, with the same tensors
-    read_tensors(into, read_gate_config(into))
-    sent = read_adapter(into / ADAPTER)[1]
-    if wrong := [key for key in state if key not in sent or not same_bits(state[key], sent[key])]:
-        raise ArtifactError(f"{folder / ADAPTER}: {wrong[0]} could not be copied for the upload; run again")
+    read_tensors(into, read_gate_config(into))  # what is sent is what a reader takes
     return base
 
 
