@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
+from loragate.analysis.rows import Reader
 from loragate.losses import (
     StatisticsRequest,
     TokenStatistics,
@@ -14,7 +15,7 @@ from loragate.losses import (
     statistics_of_logits,
     verify_head,
 )
-from loragate.losses.causal_head import ResponseScorer, causal_model, counted
+from loragate.losses.causal_head import causal_model, counted
 from packed import packed
 from tiny import logits, tiny_adapter, tiny_base
 
@@ -69,7 +70,7 @@ def test_plain_and_wrapped_models_and_heads_that_take_the_slow_path(batch, name)
     model = make()
     wanted = expected(model, batch, 20)
     inner = causal_model(model)
-    scorer = ResponseScorer(model)
+    scorer = Reader(model, types.SimpleNamespace(pad_token_id=0))
     states, mask = scorer.states(batch), counted(batch)
     assert (scorer.fused, states.shape) == (fused, (int(mask.sum()), 32 if fused else 160))
     found = scorer.statistics(states, batch, StatisticsRequest(20))

@@ -21,9 +21,11 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from loragate.data import Collator
-from loragate.losses import StatisticsRequest, TokenStatistics
-from loragate.losses.causal_head import Batch, Reference, ResponseScorer, counted
+from loragate.errors import TrainingError
+from loragate.losses import StatisticsRequest, TokenStatistics, verify_head
+from loragate.losses.causal_head import Batch, Reference, causal_model, counted, read_head, statistics_of_states
 from loragate.losses.head import IGNORED
+from loragate.losses.projection import Head
 
 if TYPE_CHECKING:
     from loragate.generation import OnProgress, Sample
@@ -48,11 +50,19 @@ def answer_rows(prompt_ids: Sequence[Sequence[int]], samples: Sequence[Sample]) 
     return rows
 
 
-class Reader(ResponseScorer):
-    """What a causal model says at the counted positions of rows, with whatever acts on it at the moment."""
+class Reader:
+    """What a causal model says at the counted positions of rows, with whatever acts on it at the moment.
+
+    One pass of the body gives the states, of which several things may be read. `fused` says whether the output head is projected
+    in chunks (False: full logits).
+    """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        super().__init__(model)
+        self.model, self.causal = model, causal_model(model)
+        adapters = (getattr(model, "peft_config", None) or {}).values()
+        # PeftModel.forward alone finds the tokens from which on an activated LoRA acts
+        activated = any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)
+        self.fused = not activated and verify_head(self.causal)
         # padding is masked, and right of causal attention changes nothing
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.collate, self.device = Collator(int(pad)), next(model.parameters()).device
@@ -71,6 +81,27 @@ class Reader(ResponseScorer):
             mask = counted(batch)
             yield batch, mask.nonzero()[:, 0].cpu().numpy() + start, batch["labels"][:, 1:][mask].cpu().numpy()
             on_progress(min(start + size, len(rows)), len(rows))
+
+    def states(self, batch: Batch) -> Tensor:
+        """Final hidden states (or full logits) at the positions that predict a response token, [T, D] (or [T, V])."""
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+        output = self.causal.base_model(**inputs).last_hidden_state if self.fused else self.model(**inputs).logits
+        # a model that is spread over devices ends on another one than it begins
+        return output[:, :-1][counted(batch).to(output.device)]
+
+    def statistics(self, states: Tensor, batch: Batch, request: StatisticsRequest) -> TokenStatistics:
+        """What a request asks of the `states` of a batch, each [T]."""
+        head = self.head() if self.fused else None
+        states = states if head is None else states.to(head.weight.device)
+        labels_T = batch["labels"][:, 1:][counted(batch)]
+        return statistics_of_states(states, head, labels_T.to(states.device), request)
+
+    def head(self) -> Head:
+        """The frozen output head; raises TrainingError where it is none any more."""
+        head = read_head(self.causal)
+        if head is None:
+            raise TrainingError("the output head changed during training; it must stay frozen")
+        return head
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [C, V] of a chunk of states, fp32 (fp64 stays fp64), differentiable."""

@@ -2,11 +2,9 @@
 
 `add_statistics_forward` lets `model(..., statistics=StatisticsRequest(...), labels=...)` run the backbone and the
 token-statistics head in place of the language-model head. It goes through the model's forward, so that wrappers (PEFT,
-DDP, FSDP, autocast) see an ordinary call. `ResponseScorer` leaves the model as it is and hands out the states between body and
-head, for those who read several things from one pass of the body. What a family does around its head (scale, soft cap, bias) is
-read from its configuration and then checked against the model's own logits; a head that does not pass, that carries an
-adapter or trains, or that has no body of its own before it, is served by the slow path over full logits instead: its "states"
-are the logits.
+DDP, FSDP, autocast) see an ordinary call. What a family does around its head (scale, soft cap, bias) is read from its
+configuration and then checked against the model's own logits; a head that does not pass, that carries an adapter or trains, or
+that has no body of its own before it, is served by the slow path over full logits instead: its "states" are the logits.
 
 Objectives that hold a model near a reference (EKSFT) need KL(p ‖ r) over the whole vocabulary at every response token, and its
 gradient. Both models' hidden states are projected chunk by chunk, so that two chunks of fp32 logits are alive at a time; the
@@ -30,7 +28,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from loragate.errors import ConfigError, TrainingError
+from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size
 from loragate.losses.head import IGNORED, STATISTICS, TokenStatistics, statistics_of_logits, token_statistics
 from loragate.losses.projection import BUDGET, LEAST, Head, Projection, chunks
@@ -267,50 +265,6 @@ def _statistics_of_states(
 def counted(batch: Batch) -> torch.Tensor:
     """bool [B, S-1]: positions whose next token is a response token."""
     return batch["labels"][:, 1:] != IGNORED
-
-
-class ResponseScorer:
-    """The response tokens of batches from the collator: states of one pass of the body, and statistics of these.
-
-    Attributes:
-        model: as it is called; a wrapper included.
-        causal: the causal LM in it.
-        fused: whether the output head is projected in chunks (False: full logits).
-    """
-
-    def __init__(self, model: Any, precision: str = "fp32") -> None:
-        self.model, self.causal = model, causal_model(model)
-        adapters = (getattr(model, "peft_config", None) or {}).values()
-        # PeftModel.forward alone finds the tokens from which on an activated LoRA acts
-        activated = any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)
-        self.fused = not activated and verify_head(self.causal)
-        self.autocast = precision == "bf16"
-
-    def states(self, batch: Batch) -> torch.Tensor:
-        """Final hidden states (or full logits) at the positions that predict a response token, [T, D] (or [T, V])."""
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
-        device = batch["input_ids"].device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self.autocast):
-            if self.fused:
-                output = self.causal.base_model(**inputs).last_hidden_state
-            else:
-                output = self.model(**inputs).logits
-        # a model that is spread over devices ends on another one than it begins
-        return output[:, :-1][counted(batch).to(output.device)]
-
-    def statistics(self, states: torch.Tensor, batch: Batch, request: StatisticsRequest) -> TokenStatistics:
-        """What a request asks of the `states` of a batch, each [T]."""
-        head = self.head() if self.fused else None
-        states = states if head is None else states.to(head.weight.device)
-        labels_T = batch["labels"][:, 1:][counted(batch)]
-        return statistics_of_states(states, head, labels_T.to(states.device), request)
-
-    def head(self) -> Head:
-        """The frozen output head; raises TrainingError where it is none any more."""
-        head = read_head(self.causal)
-        if head is None:
-            raise TrainingError("the output head changed during training; it must stay frozen")
-        return head
 
 
 def reference_statistics(
