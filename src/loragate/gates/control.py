@@ -313,8 +313,16 @@ def gates_disabled(peft_model: nn.Module, adapter_name: str | None = None) -> It
     """The plain adapter inside the context: PEFT runs its own LoRA code, the gates are not consulted."""
     name = active_adapter(peft_model, adapter_name)
     gate_modules(peft_model, name)
-    with variants_replaced(peft_model, name, None):
+    # PEFT looks into `lora_variant` at each forward, so that an entry taken out is plain LoRA from then on
+    gated = [(layer, layer.lora_variant.get(name)) for _, layer in lora_layers(peft_model, name)]
+    gated = [(layer, variant) for layer, variant in gated if isinstance(variant, GatedLora)]
+    try:
+        for layer, _ in gated:
+            del layer.lora_variant[name]
         yield
+    finally:
+        for layer, variant in gated:
+            layer.lora_variant[name] = variant
 
 
 def keep_displaced(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -380,20 +388,3 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     ):
         if ".lora_" not in name and ".modules_to_save." not in name:
             yield name, value
-
-
-@contextmanager
-def variants_replaced(model: nn.Module, adapter_name: str, other: Any) -> Iterator[None]:
-    """The gated layers run by another variant of PEFT inside the context, or by its plain LoRA code for None."""
-    # PEFT looks into `lora_variant` at each forward, so that an entry taken out is plain LoRA from then on
-    gated = [(layer, layer.lora_variant.get(adapter_name)) for _, layer in lora_layers(model, adapter_name)]
-    gated = [(layer, variant) for layer, variant in gated if isinstance(variant, GatedLora)]
-    try:
-        for layer, _ in gated:
-            del layer.lora_variant[adapter_name]
-            if other is not None:
-                layer.lora_variant[adapter_name] = other
-        yield
-    finally:
-        for layer, variant in gated:
-            layer.lora_variant[adapter_name] = variant

@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import LoraVariant
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from loragate.errors import ArtifactError, GateError
-from loragate.gates.control import gate_override, gates_disabled, record_gates, variants_replaced
+from loragate.gates.attach import gate_modules
+from loragate.gates.control import gate_override, gates_disabled, record_gates
 from loragate.gates.eligibility import active_adapter, base_path, lora_layers
 from loragate.gates.schema import ADAPTER, CONFIG, FACTORS, GATES, factor_of, strength_of
+from loragate.gates.strength import scaled
 from loragate.modes import evaluation_mode
 
 _CONFIG_KEYS = (
@@ -331,7 +332,7 @@ def measure_parity(
         with gate_override(model, constant=0.0, adapter_name=name):
             at_zero = logits()
         # ungated deltas and other adapters stay, as they do at λ ≡ 0
-        with variants_replaced(model, name, _NoDelta()):
+        with scaled(model, dict.fromkeys(gate_modules(model, name), 0.0), name):
             base = logits()
     lam = {"mean": 1.0, "std": 0.0} | recording.total()  # nothing is recorded of experts alone
     parity = Parity(
@@ -353,11 +354,3 @@ def measure_parity(
 
 def _gap(left: Tensor, right: Tensor) -> float:
     return float((left - right).abs().max())
-
-
-class _NoDelta(LoraVariant):
-    """Stands in for a gated layer's variant: the module without this adapter's delta."""
-
-    @staticmethod
-    def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        return result
