@@ -70,13 +70,13 @@ class Shares:
         )
 
 
-def regions(lam: Tensor, bounds: Range, margin: float = SATURATED) -> list[Tensor]:
+def regions(lam: Tensor, bounds: Range) -> list[Tensor]:
     """What each λ adds to the sums of `STATISTICS`, in their order: tensors of the shape of `lam`, fp64.
 
-    λ is at a bound when it has gone at least 1 − `margin` of the way there from 1; to an upper bound of 1 there is no way.
+    λ is at a bound when it has gone at least 1 − `SATURATED` of the way there from 1; to an upper bound of 1 there is no way.
     """
-    at_lower = lam <= bounds.lower + margin * (1.0 - bounds.lower)
-    at_upper = (lam >= bounds.upper - margin * (bounds.upper - 1.0)) & (bounds.upper > 1.0)
+    at_lower = lam <= bounds.lower + SATURATED * (1.0 - bounds.lower)
+    at_upper = (lam >= bounds.upper - SATURATED * (bounds.upper - 1.0)) & (bounds.upper > 1.0)
     doubles = lam.double()
     shares = (torch.ones_like(lam, dtype=torch.bool), lam < 0, lam > 1, at_lower, at_upper)
     return [*(share.double() for share in shares), doubles, doubles * doubles]  # seven, as `STATISTICS` says
@@ -85,8 +85,8 @@ def regions(lam: Tensor, bounds: Range, margin: float = SATURATED) -> list[Tenso
 class Recorder:
     """Sums over the λ of one module: counts per region, moments and extremes; no per-token tensor is kept."""
 
-    def __init__(self, bounds: Range, margin: float = SATURATED) -> None:
-        self.bounds, self.margin = bounds, margin
+    def __init__(self, bounds: Range) -> None:
+        self.bounds = bounds
         self.owner: Recording | None = None
         self.sums: Tensor | None = None
 
@@ -116,7 +116,7 @@ class Recorder:
         if values.device.type == "mps":
             values = values.cpu()  # Apple's GPUs have no float64
         # [7], left on its device: a copy to the host at every layer would stall a GPU
-        added = torch.stack([part.sum() for part in regions(values, self.bounds, self.margin)])
+        added = torch.stack([part.sum() for part in regions(values, self.bounds)])
         self.sums = added if self.sums is None else self.sums + added
 
 
@@ -142,7 +142,7 @@ class Recording:
     - "mean", "std": of λ over the tokens; in `total()` over the tokens of all modules;
     - "below_zero", "zero_to_one", "above_one": shares of the tokens with λ < 0, 0 ≤ λ ≤ 1 and λ > 1, which sum to 1; in `total()`
       their averages over the modules, weighed by the tokens each has seen;
-    - "saturated": the same share of λ that have gone at least 99.9 % of the way from 1 to a bound (or 1 − `margin` of it), where
+    - "saturated": the same share of λ that have gone at least 99.9 % of the way from 1 to a bound, where
       the gate has all but no slope left; there is no way to go to an upper bound of 1, which is not counted.
 
     `token_mask` says which tokens the next forward passes count: bool [batch, sequence] in the shape of the pass, True for the
@@ -259,13 +259,8 @@ def _same_frozen(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def record_gates(
-    peft_model: nn.Module, adapter_name: str | None = None, margin: float = SATURATED
-) -> Iterator[Recording]:
+def record_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Iterator[Recording]:
     """Collect λ statistics of all forward passes inside the context (as applied, overrides included).
-
-    Args:
-        margin: share of the way from 1 to a bound within which λ counts as at the bound.
 
     Yields:
         A `Recording`: `statistics()` for each module and `total()` for all give the number of tokens, mean and standard deviation
@@ -276,7 +271,7 @@ def record_gates(
         GateError: if the adapter carries no gates; in a forward pass, for a `token_mask` of another shape.
     """
     gates = gate_modules(peft_model, adapter_name)
-    recording = Recording({path: Recorder(gate.config.range, margin) for path, gate in gates.items()})
+    recording = Recording({path: Recorder(gate.config.range) for path, gate in gates.items()})
     with _set_on(gates, "recorder", recording.recorders):
         yield recording
 
