@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a model. Who works on a model that others train gives it back as it was."""
+"""Modes of a model, and a parameter's values. Who works on a model that others train gives it back as it was."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,3 +22,8 @@ def evaluation_mode(model: Any) -> Iterator[None]:
     with kept_modes(model):
         model.eval()
         yield
+
+
+def whole_parameter(parameter: Any) -> Any:
+    """A parameter's full values, where FSDP2 or tensor parallelism spread it; every process must ask."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

@@ -29,7 +29,7 @@ from loragate.gates.control import gate_override, gates_disabled, record_gates
 from loragate.gates.eligibility import active_adapter, base_path, lora_layers
 from loragate.gates.schema import ADAPTER, CONFIG, FACTORS, GATES, factor_of, strength_of
 from loragate.gates.strength import scaled
-from loragate.modes import evaluation_mode
+from loragate.modes import evaluation_mode, whole_parameter
 
 _CONFIG_KEYS = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -133,14 +133,9 @@ def require_same_adapter(
 
 
 def _update(digest: Any, tensor: Tensor) -> None:
-    values = _whole(tensor).detach().to(device="cpu", dtype=torch.float32).contiguous()
+    values = whole_parameter(tensor).detach().to(device="cpu", dtype=torch.float32).contiguous()
     digest.update(json.dumps(list(values.shape)).encode())
     digest.update(values.numpy().tobytes())
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """All values of a tensor that FSDP2 has sharded; then every process must ask."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def config_fingerprint(model: nn.Module) -> str:
@@ -252,7 +247,7 @@ def weights_checksum(parameters: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     held = (pair for name, tensor in parameters for pair in _stored(name, tensor))
     for name, tensor in sorted(held, key=lambda item: item[0]):
-        raw = _whole(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+        raw = whole_parameter(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
         total = 0
         for start in range(0, raw.numel(), 1 << 24):  # 16 MB at a time
             part = raw[start : start + (1 << 24)]

@@ -32,7 +32,7 @@ from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size
 from loragate.losses.head import IGNORED, STATISTICS, TokenStatistics, statistics_of_logits, token_statistics
 from loragate.losses.projection import BUDGET, LEAST, Head, Projection, chunks
-from loragate.modes import evaluation_mode
+from loragate.modes import evaluation_mode, whole_parameter
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,6 @@ def gathered(head: Head) -> Head:
         return head
     bias = None if head.bias is None else whole_parameter(head.bias)
     return dataclasses.replace(head, weight=whole_parameter(head.weight), bias=bias)
-
-
-def whole_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's full values, where FSDP2 or tensor parallelism spread it; every process must ask."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 @torch.no_grad()

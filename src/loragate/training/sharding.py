@@ -19,7 +19,8 @@ from torch import nn
 
 from loragate.errors import ConfigError
 from loragate.gates.gate import SignedGate
-from loragate.losses.causal_head import causal_model, verify_head, whole_parameter
+from loragate.losses.causal_head import causal_model, verify_head
+from loragate.modes import whole_parameter
 from loragate.training.strategy import launch_of, process_state
 
 
