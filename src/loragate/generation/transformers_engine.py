@@ -268,12 +268,7 @@ def decode(
 ) -> list[list[int]]:
     """Return the generated tokens of every row, [B, T]; `sampler.tokens_B` says how many of them count.
 
-    Args:
-        causal: what `plain_decoder` returned, in evaluation mode.
-        prompts: token ids of each row's prompt; equal ones are read once.
-        sampler: chooses every token and knows which rows have ended.
-        max_new_tokens: the largest of `sampler.limits_B`.
-        pad_id: a token for positions that are masked.
+    `causal` is what `plain_decoder` returned, in evaluation mode; equal prompts are read once.
     """
     distinct: dict[tuple[int, ...], int] = {}
     # which of the U distinct prompts each row has; the dictionary keeps them in the order in which they come
@@ -362,10 +357,7 @@ def _batches(
     With `positions` a batch ends before the first row whose answer would carry the longest prompt past that many: where a
     row that has ended is fed on until its batch is done, it must not pass the end of a table of positions. With `rope` (see
     `rope_length`) the rows of a batch pass that many tokens at the same step: none of them, all from the beginning, or those of
-    one length.
-
-    Args:
-        lengths, limits: prompt and answer tokens of each row.
+    one length. `lengths` and `limits` are the prompt and answer tokens of each row.
     """
     rows: list[int] = []
     for row in range(len(lengths)):

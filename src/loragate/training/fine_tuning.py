@@ -95,9 +95,6 @@ class FineTuningResult(TrainingOutcome):
 def adapter_settings(settings: FineTuningSettings, record: Any) -> FineTuningSettings:
     """The settings with rank, α, dropout, variant and modules of the adapter that is continued.
 
-    Args:
-        record: the adapter's PEFT configuration.
-
     Raises:
         ConfigError: for a setting that says otherwise.
     """

@@ -28,11 +28,6 @@ from loragate.validate import comma_list
 def require_free_out(folder: Path, resume: bool, overwrite: bool = False) -> None:
     """Refuse an output folder that holds anything but an unfinished run of ours, unless an earlier run is to be overwritten.
 
-    Args:
-        folder: --out.
-        resume: --resume.
-        overwrite: --overwrite; a folder without a run of ours is never overwritten.
-
     Raises:
         ConfigError: naming the folder, what is in it, and what to do.
     """
@@ -64,9 +59,6 @@ def require_reporters(names: str) -> None:
 def check_loading(how: Loading, engine: str = "") -> None:
     """Refuse a loading that is impossible here.
 
-    Args:
-        engine: "vllm" where that loads the model.
-
     Raises:
         ConfigError: naming the flag, and what to change.
     """
@@ -82,13 +74,7 @@ def check_loading(how: Loading, engine: str = "") -> None:
 
 
 def begin(settings: TrainSettings, asked: LaunchSettings, how: Loading, **more: bool) -> int | None:
-    """What a training command does first.
-
-    Args:
-        settings: of the training.
-        asked: on how many processes.
-        how: its models are loaded.
-        more: further fields of the `Plan`, such as sampling=True.
+    """What a training command does first; `more` are further fields of the `Plan`, such as sampling=True.
 
     Returns:
         None to go on in this process; otherwise the run is over, with this exit status.

@@ -154,13 +154,6 @@ def arranged_steps(
     a step is filled up with rows that carry no label: each process needs equally many forward passes, and repeating real
     rows would change the last step. Neighbours go to different processes, so that the passes which run at the same time
     are of like length.
-
-    Args:
-        rows: tokenised, in training order.
-        batch_size: rows of an optimiser step.
-        per_device: rows of a forward pass.
-        processes: of the run.
-        packing, group_by_length: see the module text.
     """
     together = per_device * processes
     for start in range(0, len(rows), batch_size):

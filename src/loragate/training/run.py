@@ -44,16 +44,7 @@ class TrainingOutcome:
 def trainer_arguments(
     kind: type[SFTConfig], settings: TrainSettings, folder: Path, rows: int, device: str, **more: Any
 ) -> Any:
-    """The arguments of a run by its settings; every choice of ours is set explicitly.
-
-    Args:
-        kind: class of the arguments.
-        settings: with `fitted` batch size and epochs.
-        folder: of the run.
-        rows: how many there are.
-        device: type of the device that computes.
-        more: further arguments.
-    """
+    """The arguments of a run by its `fitted` settings; every choice of ours is set explicitly."""
     steps = settings.steps(rows)
     if launch_of().strategy == "fsdp2":
         process_state()  # before Accelerate reads the launcher's wish: the sharding is loragate's
@@ -119,13 +110,7 @@ def refuse_unread(arguments: SFTConfig) -> None:
 def run_in_folder(
     trainer: StatisticsTrainer, folder: TrainingFolder, identity: Mapping[str, Any], on_step: OnStep | None
 ) -> TrainingOutcome:
-    """Train, with the record, the log and the checkpoints of a run folder.
-
-    Args:
-        trainer: ready to train into the folder.
-        folder: of the run.
-        identity: what makes this run this run; stored in run.json and compared on resume.
-        on_step: called after every optimiser step.
+    """Train, with the record (`identity`, which a resumed run must share), the log and the checkpoints of a run folder.
 
     Raises:
         TrainingError: non-finite loss, a resume that does not fit, or a stop by Ctrl-C (after writing a checkpoint).

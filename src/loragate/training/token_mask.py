@@ -57,20 +57,7 @@ def mask_rows(
 ) -> dict[str, Any]:
     """Score every response token under both models, keep the best share, and write the rows with a column keep_mask.
 
-    Args:
-        model: base model, folder or hub id.
-        reference: the base after finetuning on good data: a LoRA adapter of this base, or a full model.
-        data, split, revision, max_rows: the rows, as in `loragate.data.load_rows`; 0 rows are all.
-        out: JSONL file to write; OUT.record.json beside it says what was scored.
-        keep, scope: as in `keep_masks`.
-        max_length: token limit of a row; later tokens are not scored and not kept.
-        per_device_train_batch_size: rows per forward pass.
-        system: "none" or "keep", see `loragate.data.Chat`.
-        loading: how the models are loaded.
-        resume: go on with the finished pass of an interrupted call.
-
-    Returns:
-        Counts and mean influences, as in OUT.record.json.
+    Beside the rows, OUT.record.json says what was scored; its counts and mean influences are returned.
 
     Raises:
         ConfigError: for what cannot work, before anything is loaded, and for tokenizers that differ.
@@ -194,12 +181,6 @@ def response_log_probs(
 ) -> Iterator[Scores]:
     """log p of every response token, window by window and in the order of the rows, each row [tokens] fp32.
 
-    Args:
-        model: a causal LM or PeftModel, used as it is.
-        encoded: tokenised rows.
-        pad_token_id: for the collator.
-        per_device_train_batch_size: rows per forward pass.
-
     Raises:
         DataError: if a log-probability is not finite.
     """
@@ -229,12 +210,7 @@ def response_log_probs(
 def keep_masks(influence: Scores, keep: float, scope: str = "global") -> list[np.ndarray]:
     """1 for the tokens of the largest influence, 0 for the others, per row like `influence`.
 
-    Among equal influences the earlier token is kept.
-
-    Args:
-        influence: per row, [tokens].
-        keep: share of tokens to keep, in (0, 1].
-        scope: "global" ranks all tokens together, "row" those of each row.
+    "global" ranks all tokens together, "row" those of each row. Among equal influences the earlier token is kept.
 
     Raises:
         ConfigError: for a share outside (0, 1] or an unknown scope.

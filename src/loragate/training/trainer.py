@@ -121,21 +121,7 @@ class StatisticsTrainer(SFTTrainer):
         callbacks: Sequence[Any] = (),
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
-        """Prepare a training.
-
-        Args:
-            model: the model as it will be trained.
-            args: of the training; a copy is taken.
-            train_dataset: tokenised rows in training order.
-            objective: what trains it.
-            trained: the parameters that train, by name.
-            processing_class: the tokenizer.
-            where: names a row of the training in messages.
-            eval_dataset: tokenised rows, or several data sets of them by name.
-            data_collator: None for `PassCollator`.
-            reference: for an objective with a KL to one.
-            adapter_name: of the adapter whose gates train (Stage II); None where an adapter itself trains.
-            callbacks, optimizers: as in transformers.
+        """Rows are in training order; `adapter_name` is that whose gates train (Stage II), None where an adapter itself trains.
 
         Raises:
             ConfigError: for what cannot work together.
