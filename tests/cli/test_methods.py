@@ -8,7 +8,7 @@ import torch
 import loragate as lg
 from loragate.errors import ConfigError
 from loragate.gates.schema import read_gate_config
-from tiny import run, tiny_adapter, write_base
+from tiny import run, tiny_adapter
 
 COMMON = ["--batch-size", "8", "--per-device-train-batch-size", "8", "--max-length", "64", "--max-steps", "2"]
 
@@ -16,7 +16,6 @@ COMMON = ["--batch-size", "8", "--per-device-train-batch-size", "8", "--max-leng
 @pytest.fixture(scope="module")
 def place(made, tmp_path_factory):
     root = tmp_path_factory.mktemp("methods")
-    write_base(root / "other", seed=5)
     for name, source in (("base", "base"), ("adapter", "adapter"), ("rows.jsonl", "messages.jsonl")):
         (root / name).symlink_to(made / source)
     return root
@@ -49,15 +48,6 @@ def test_objectives_are_on_record(place, tmp_path, flags, constants):
     assert record["settings"]["objective"] == flags[1]
     assert constants.items() <= record["constants"].items()
     assert record.get("reference") == ("base" if "eksft" in flags else None)
-
-
-def test_another_reference_model(place, tmp_path, fails):
-    run(*sft(place, tmp_path / "a", "--objective", "eksft", "--reference", place / "other"))
-    assert identity(tmp_path / "a")["reference"]["weights"]
-    logged = [json.loads(line) for line in (tmp_path / "a" / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert logged[0]["reference_kl"] > 0.01, "another model is not where the base is"
-    for name, told in (("adapter", "is an adapter, not a base model"), ("nothing", "does not exist")):
-        assert told in fails(*sft(place, tmp_path / "b", "--objective", "eksft", "--reference", place / name))
 
 
 def test_a_finished_adapter_is_continued_and_only_read(place, tmp_path, capsys, fails):

@@ -81,7 +81,6 @@ def test_what_cannot_work_is_refused_before_the_base_is_loaded(place, monkeypatc
         ("base", "rows.jsonl", "taken", {}, ConfigError, "is not empty"),
         ("base", "none.jsonl", "new", {}, DataError, "none.jsonl"),
         ("nothing", "rows.jsonl", "new", {}, ConfigError, "does not exist"),
-        ("base", "rows.jsonl", "new", {"reference": "base"}, ConfigError, "no effect on the objective 'sft'"),
         ("base", "rows.jsonl", "new", {"settings": FineTuningSettings(objective="mask")}, ConfigError, "keep_mask"),
     ):
         with pytest.raises(error, match=told):

@@ -131,12 +131,10 @@ def test_masks_and_references_reach_it():
     with pytest.raises(ConfigError, match="'mine' needs a keep_mask, and rows in memory has no such column"):
         two(TWO, objective=masked)
     near = mine(rule=lambda stats, _: torch.exp(-stats.kl), requires=frozenset({"reference_kl"}))
-    result = one(ONE, rows=rows, objective=near, reference_model=tiny_base(3))
-    assert result.history[0]["reference_kl"] > 0
+    result = one(ONE, rows=rows, objective=near)
+    assert result.history[1]["reference_kl"] > 1e-6, "one step away from the base"
     with pytest.raises(ConfigError, match="Stage II has no reference model"):
         two(TWO, rows=rows, objective=near)
-    with pytest.raises(ConfigError, match="no effect on the objective 'mine'"):
-        one(ONE, objective=mine(), reference_model=tiny_base(3))
 
 
 @pytest.mark.parametrize(("train", "settings"), [(one, ONE), (two, TWO)], ids=["one", "two"])

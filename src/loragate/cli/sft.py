@@ -19,13 +19,11 @@ class SftOptions(RunOptions, FineTuningSettings):
 
     Attributes:
         model: base model, folder or hub id.
-        reference: frozen model for the KL of eksft, folder or hub id; by default the base itself, adapter off.
         max_rows: number of rows to use (0: all); see select.
         overwrite: remove what an earlier training left in the out folder, and begin anew.
     """
 
     model: str = ""
-    reference: str = ""
     max_rows: int = 0
     overwrite: bool = False
 
@@ -42,7 +40,7 @@ def run(options: SftOptions) -> int:
     require_free_out(folder, options.resume, options.overwrite)
     check_loading(options)
     # with --processes this process only starts the others and waits
-    if (status := begin(settings, options, options, reference=bool(options.reference))) is not None:
+    if (status := begin(settings, options, options)) is not None:
         return status
     require_reporters(options.report_to)
     out, display = console(), Display()
@@ -52,7 +50,6 @@ def run(options: SftOptions) -> int:
             options,
             folder,
             settings,
-            options.reference,
             options.max_rows,
             options,
             options.system,

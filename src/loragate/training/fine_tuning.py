@@ -29,8 +29,7 @@ from loragate.gates.control import as_base
 from loragate.gates.eligibility import keep_unpacked
 from loragate.gates.identity import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.schema import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from loragate.losses import add_statistics_forward
-from loragate.losses.causal_head import Reference, ReferenceRequest, causal_model, require_same_vocabulary
+from loragate.losses.causal_head import Reference, ReferenceRequest
 from loragate.losses.objectives import Objective, objective_of
 from loragate.models import Loading, ModelRef, explained, open_base, open_tokenizer, resolve
 from loragate.models.peft_loading import load_peft
@@ -50,7 +49,7 @@ from loragate.training.run import TrainingOutcome, require_own, run_in_folder, t
 from loragate.training.settings import FineTuningSettings, RowsSettings, recorded
 from loragate.training.sharding import target_device
 from loragate.training.strategy import launch_of, process_state
-from loragate.training.trainer import ReferenceOf, StatisticsTrainer
+from loragate.training.trainer import StatisticsTrainer
 
 logger = logging.getLogger("loragate")
 # what a finished adapter decides: name of the setting, and of the field in its own record
@@ -115,15 +114,6 @@ def adapter_settings(settings: FineTuningSettings, record: Any) -> FineTuningSet
     return replace(settings, **own)
 
 
-def require_reference_read(objective: Objective) -> None:
-    """Raises ConfigError for an objective that reads no reference model."""
-    if "reference_kl" not in objective.requires:
-        raise ConfigError(
-            f"a reference model has no effect on the objective {objective.name!r}, only on eksft and on an objective of your own "
-            "that requires 'reference_kl'"
-        )
-
-
 def build_adapter(base_model: Any, settings: FineTuningSettings) -> Any:
     """A fresh adapter on `base_model`; the seed is set immediately before its factors are drawn."""
     targets: str | list[str] = settings.target_modules
@@ -161,32 +151,6 @@ def base_reference(model: Any, inputs: dict[str, Any]) -> Reference:
     return answer
 
 
-def other_reference(reference: Any, trained: Any) -> ReferenceOf:
-    """From a batch of the trainer to the distributions of a model of its own, kept in memory beside the one that trains.
-
-    Raises:
-        ConfigError: if its vocabulary is not that of `trained`.
-    """
-    heads = (causal_model(model).get_output_embeddings().weight for model in (reference, trained))
-    require_same_vocabulary(*(weight.shape[0] for weight in heads))
-    reference.eval().requires_grad_(False)
-    add_statistics_forward(causal_model(reference))
-    device = next(reference.parameters()).device
-
-    @torch.no_grad()
-    def distributions(model: Any, inputs: dict[str, Any]) -> Reference:
-        moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-        answer: Reference = reference(**moved, statistics=ReferenceRequest())
-        return answer
-
-    return distributions
-
-
-def _known_again(model: Any) -> dict[str, Any]:
-    """What makes a model this one, for run.json."""
-    return {"config": config_fingerprint(model), "weights": base_weight_samples(model)}
-
-
 def train_adapter(
     base_model: Any,
     tokenizer: Any,
@@ -199,7 +163,6 @@ def train_adapter(
     overwrite: bool = False,
     on_step: OnStep | None = None,
     encoded: EncodedRows | None = None,
-    reference_model: Any = None,
 ) -> FineTuningResult:
     """Train an adapter on all response tokens of the rows.
 
@@ -213,17 +176,14 @@ def train_adapter(
             the protocol `loragate.losses.objectives.Objective`.
         run_folder, resume, overwrite, on_step: as in `train_gates`.
         encoded: rows already tokenised (`loragate.data.encode_rows`), in training order.
-        reference_model: a frozen causal LM for an objective with a KL to a reference (eksft); None takes the base itself
-            with the adapter switched off.
 
     Returns:
         The PeftModel with its log; `model.save_pretrained(folder)` writes an ordinary PEFT adapter.
 
     Raises:
         DataError, TrainingError: as in `train_gates`.
-        ConfigError: for a base that carries an adapter, a reference that the objective does not read, rows without a keep_mask
-            that it needs, a setting that contradicts the adapter to continue, or an objective of one's own that the settings
-            contradict.
+        ConfigError: for a base that carries an adapter, rows without a keep_mask that the objective needs, a setting that
+            contradicts the adapter to continue, or an objective of one's own that the settings contradict.
     """
     settings = settings or FineTuningSettings()
     if objective is not None:
@@ -248,19 +208,11 @@ def train_adapter(
         settings = settings.fitted(len(encoded), launch_of().processes)
         chosen = objective_of(settings.objective, settings.objective_options) if objective is None else objective
         require_mask_column(chosen, encoded, source.source)
-        refers = "reference_kl" in chosen.requires
-        if reference_model is not None:
-            require_reference_read(chosen)
+        refers = "reference_kl" in chosen.requires  # to the base with the adapter off
         require_short_enough(base_model, encoded, source.where)
-        for model in (base_model, reference_model):
-            if model is not None:
-                keep_unpacked(model)
-        base = _known_again(base_model)
-        reference: ReferenceOf | None = base_reference if refers else None
+        keep_unpacked(base_model)
+        base = {"config": config_fingerprint(base_model), "weights": base_weight_samples(base_model)}
         identity: dict[str, Any] = {"reference": "base"} if refers else {}
-        if reference_model is not None:
-            reference = other_reference(reference_model, base_model)
-            identity["reference"] = _known_again(causal_model(reference_model))
         if settings.adapter:
             with explained("adapter", settings.adapter):
                 model = load_peft(base_model, place.adapter, trainable=True)  # its folder is only read
@@ -290,7 +242,7 @@ def train_adapter(
             trained=trained,
             processing_class=tokenizer,
             where=source.where,
-            reference=reference,
+            reference=base_reference if refers else None,
         )
         outcome = run_in_folder(trainer, folder, identity, on_step)
     return FineTuningResult(
@@ -311,7 +263,6 @@ def make_adapter(
     folder: str | Path,
     settings: FineTuningSettings | None = None,
     *,
-    reference: str = "",
     max_rows: int = 0,
     loading: Loading | None = None,
     system: str = "none",
@@ -328,9 +279,8 @@ def make_adapter(
         data: the rows, a file or hub id; or `RowsSettings`, for a split, a revision or a subset.
         folder: where the adapter is written; must be new or empty, or hold the run to resume.
         settings: the paper's values by default; with `adapter` a finished adapter is trained on.
-        reference: frozen model for the KL of eksft, folder or hub id; by default the base itself, adapter off.
         max_rows: number of rows to use (0: all); see `RowsSettings.select`.
-        loading: how the models are loaded.
+        loading: how the base is loaded.
         system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         resume: go on with what an interrupted call left in `folder`.
         overwrite: remove what an earlier call left in `folder`, finished or not, and begin anew.
@@ -348,7 +298,6 @@ def make_adapter(
         RowsSettings(data=data) if isinstance(data, str) else data,
         Path(folder),
         settings or FineTuningSettings(),
-        reference,
         max_rows,
         loading or Loading(),
         system,
@@ -365,14 +314,13 @@ class AdapterRun:
     """`make_adapter` in three steps, so that a command can say what it does in between: `read`, `load`, `train`.
 
     The fields are the arguments of `make_adapter`. `read` adds the settings of an adapter that is continued, the objective, the
-    tokenizer, the rows in training order and their tokens; `load` the models.
+    tokenizer, the rows in training order and their tokens; `load` the base.
     """
 
     model: str
     asked: RowsSettings
     folder: Path
     settings: FineTuningSettings
-    reference: str
     max_rows: int
     loading: Loading
     system: str
@@ -388,10 +336,6 @@ class AdapterRun:
             self.settings = adapter_settings(replace(self.settings, adapter=adapter.source), adapter.peft_config())
         settings = self.settings
         self.objective = objective_of(settings.objective, settings.objective_options)
-        self.other = None
-        if self.reference:
-            require_reference_read(self.objective)
-            self.other = resolve(self.reference, expect="base", what="reference model")
         self.rows = read_rows(self.asked, self.max_rows, settings.seed).shuffled(settings.seed)
         self.tokenizer = open_tokenizer(self.place, self.loading)
         self.encoded = encode_rows(
@@ -400,11 +344,10 @@ class AdapterRun:
         require_mask_column(self.objective, self.encoded, self.rows.source)
 
     def load(self) -> None:
-        """The base, and the reference where there is one."""
+        """The base."""
         # under a launcher that shards, the base lies in host memory and its shards go to the devices
         with explained("base model", self.place.base.name):
             self.base = open_base(self.place.base, self.loading, host_memory=launch_of().sharded)
-            self.reference_model: Any = open_base(self.other.base, self.loading) if self.other else None
 
     def train(self, on_step: OnStep | None = None) -> FineTuningResult:
         """Train, and write the adapter; on several processes only the main one writes."""
@@ -423,7 +366,6 @@ class AdapterRun:
             resume=self.resume and RunFolder(run).record.is_file(),
             overwrite=self.overwrite,
             encoded=self.encoded,
-            reference_model=self.reference_model,
             on_step=on_step,
         )
         if process_state().is_main_process:

@@ -103,7 +103,7 @@ class Plan:
         quantization: "none", "8bit" or "4bit".
         precision, packing, group_by_length: as in the settings.
         dora: a DoRA adapter is trained.
-        reference: a frozen reference model of its own is loaded beside the trained one.
+        reference: the objective has a KL to a frozen reference.
         sampling: the run samples answers, to choose a range.
     """
 
