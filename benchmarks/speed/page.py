@@ -131,17 +131,6 @@ def targets_by(found: dict[str, Any], row: int, column: int) -> str:
     return table([f"{figure} ({target})", *heads], rows) + "\n" + made_on(found)
 
 
-def attention(found: dict[str, Any]) -> str:
-    """Plain attention's time as a share of the fused one's."""
-    lines: dict[str, dict[str, str]] = {}
-    for case in found["cases"]:
-        low, high = case["eager_to_sdpa"]["quartiles"]
-        ratio = f"{case['eager_to_sdpa']['median']:.2f} ({low:.2f}–{high:.2f})"
-        lines.setdefault(case["dtype"], {})[f"{case['tokens']} tokens"] = ratio
-    rows = [[dtype, *line.values()] for dtype, line in lines.items()]
-    return table(["time, plain ÷ fused attention", *next(iter(lines.values()))], rows) + "\n" + made_on(found)
-
-
 def gpu(part: str) -> str:
     """A part of `make gpu`'s record."""
     found = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["parts"].get(part, {}).get("result")
@@ -211,7 +200,6 @@ OTHERS: dict[str, Callable[[], str]] = {f"gpu {part}": partial(gpu, part) for pa
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "step": ("step", step),
     "true shapes": ("true_shapes", true_shapes),
-    "attention": ("attention", attention),
     "head": ("head", partial(targets_by, row=1, column=2)),
     "decode": ("decode", partial(targets_by, row=1, column=2)),
     "real size": ("real_size", real_size),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # cheapest first
-SCRIPTS = ("true_shapes", "attention", "head", "step", "scaling", "decode", "real_size")
+SCRIPTS = ("true_shapes", "head", "step", "scaling", "decode", "real_size")
 
 
 def main() -> int:

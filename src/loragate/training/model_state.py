@@ -1,5 +1,4 @@
-"""What a run switches on in the model that it is given, and takes back: statistics, attention, dropout, gradient
-checkpointing, mode.
+"""What a run switches on in the model that it is given, and takes back: statistics, dropout, gradient checkpointing, mode.
 
 Newer versions of transformers call gradient checkpointing activation checkpointing and warn at every use of the old name, which
 is the only one that older versions know. Which of the two holds is read off the model or the class, never off a version
@@ -21,10 +20,6 @@ from loragate.losses import add_statistics_forward
 from loragate.losses.causal_head import causal_model
 from loragate.modes import kept_modes
 
-SHORT_ROW = 192
-"""Tokens up to which plain attention is the faster one for bf16 on a CPU."""
-SHORT_ROW_BYTES = 512 << 20
-"""A weight is kept as fp32 and as bf16."""
 _NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
 
 
@@ -71,42 +66,6 @@ def statistics_forward(model: Any) -> Iterator[bool]:
                 causal.__dict__.pop(name, None)
             if before is not None:
                 causal.forward = before
-
-
-@contextmanager
-def short_row_attention(model: Any, rows: int, longest: int, bf16: bool) -> Iterator[None]:
-    """Plain attention inside the context where it is the faster one: bf16 on a CPU, at most `SHORT_ROW` tokens a row.
-
-    The same function of the same weights, up to rounding; PyTorch's fused attention takes up to 2.6 times as long there
-    (docs/speed.md). Plain attention keeps rows · heads · longest² weights of each layer for the backward pass, so it is not
-    used where they would come to more than `SHORT_ROW_BYTES`. A model with another attention than transformers' usual "sdpa"
-    keeps its own.
-
-    Args:
-        model: wrappers included.
-        rows: of a forward pass.
-        longest: tokens of the longest row.
-        bf16: the run computes in bf16.
-    """
-    causal = causal_model(model)
-    config = causal.config
-    # bytes of [rows, heads, longest, longest] in every layer, each number in fp32 and in bf16
-    kept = rows * longest**2 * getattr(config, "num_attention_heads", 0) * getattr(config, "num_hidden_layers", 0) * 6
-    if (
-        not bf16
-        or causal.device.type != "cpu"
-        or getattr(config, "_attn_implementation", None) != "sdpa"
-        or config.sub_configs
-        or longest > SHORT_ROW
-        or not 0 < kept <= SHORT_ROW_BYTES
-    ):
-        yield
-        return
-    causal.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        causal.set_attn_implementation("sdpa")
 
 
 def train_in_fp32(model: Any) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -50,7 +49,7 @@ from loragate.models.loading import rope_length
 from loragate.modes import evaluation_mode
 from loragate.training.callbacks import GradientCheck, SkippedStepCheck
 from loragate.training.checkpoints import STATE, TRAINED, last_checkpoint, require_whole, write_checksums
-from loragate.training.model_state import dropouts, restore_state, short_row_attention, statistics_forward
+from loragate.training.model_state import dropouts, restore_state, statistics_forward
 from loragate.training.rows import (
     PassCollator,
     arranged_steps,
@@ -93,7 +92,7 @@ class StatisticsTrainer(SFTTrainer):
     the statistics named in `batch_reads` (none: not made at all); what it says of each is `ObjectiveContext.batch` in its loss.
     A step of one pass without dropout says as much itself and is made once. A reference's pass is not repeated either.
 
-    What a training switches on in the model it takes back at the end: forward methods, modes, attention, checkpointing.
+    What a training switches on in the model it takes back at the end: forward methods, modes, checkpointing.
 
     Attributes:
         given: the model that was given; `model` is its twin under FSDP2.
@@ -150,19 +149,14 @@ class StatisticsTrainer(SFTTrainer):
                 group_by_length=grouped,
             )
         )
-        self.rows_per_pass = args.per_device_train_batch_size
-        sets, evaluated = [train_dataset], None
+        evaluated = None
         if isinstance(eval_dataset, Mapping):
-            sets += eval_dataset.values()
             evaluated = {name: self.evaluation_rows(rows, args) for name, rows in eval_dataset.items()}
         elif eval_dataset is not None:
-            sets.append(eval_dataset)
             evaluated = self.evaluation_rows(eval_dataset, args)
-        # packed rows are as long as a pass, and their mask is of another kind
-        self.longest = sys.maxsize if self.packing else max(int(rows.arrays["lengths"].max()) for rows in sets)
         change, lengths = rope_length(causal_model(model)), train_dataset.arrays["lengths"]
         beyond = 0 if change is None else int((lengths > change).sum())
-        if 0 < beyond < len(lengths) and (self.packing or self.rows_per_pass > 1):
+        if 0 < beyond < len(lengths) and (self.packing or args.per_device_train_batch_size > 1):
             logger.warning(
                 "%d of %d rows have more than %d tokens, beyond which this model (longrope) turns all positions of a forward pass "
                 "by other angles: shorter rows beside one are learned with the angles of long ones. To keep them apart set "
@@ -280,13 +274,7 @@ class StatisticsTrainer(SFTTrainer):
     @contextmanager
     def _prepared(self, recomputing: bool = False) -> Iterator[None]:
         """The model as a pass with statistics needs it; given back as it came."""
-        # a reference must be computed as the trained model is, so that its KL to itself is 0
-        plain_bf16 = bool(self.args.bf16) and self.reference is None
-        with (
-            restore_state(self.model, recomputing),
-            short_row_attention(self.model, self.rows_per_pass, self.longest, plain_bf16),
-            statistics_forward(self.model) as self.fused,
-        ):
+        with restore_state(self.model, recomputing), statistics_forward(self.model) as self.fused:
             yield
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
