@@ -17,7 +17,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from loragate.errors import DataError, nearest
 from loragate.printable import escape_controls, excerpt
@@ -51,19 +54,6 @@ SYSTEM = ("system", "system_prompt")
 # keys of a turn that say whether it is learned: axolotl's, OpenAI's and mistral-finetune's, ms-swift's
 SWITCHES = ("train", "training", "weight", "loss")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-
-# arguments of rendering, which are no variables of a template
-RENDERING = {
-    "conversation",
-    "messages",
-    "tools",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-}
-RENDERING |= {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
-RENDERING |= {"tokenizer_kwargs", "sanitize_control_tokens"}
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool", "ipython": "tool"}
@@ -481,7 +471,9 @@ def _template_kwargs(row: Row) -> dict[str, Any] | None:
         return None
     if not isinstance(found, Mapping):
         raise DataError(f"chat_template_kwargs is {kind_of(found)}, expected an object of the template's variables")
-    if taken := sorted(RENDERING & found.keys()):
+    # the arguments of rendering, of which documents alone is a variable of a template
+    arguments = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
+    if taken := sorted(arguments & found.keys()):
         raise DataError(
             f"chat_template_kwargs holds {', '.join(taken)}, which rendering sets itself. Leave it out; only variables of the "
             "template, such as enable_thinking, can be given"
