@@ -276,7 +276,9 @@ class GateTrainer(StatisticsTrainer):
         try:
             train_gates_only(model, name)
             trained: dict[str, Any] = dict(gate_parameters(model, name))
-            require_only_gates_train(model, trained)
+            for path, parameter in trained.items():
+                if parameter.dtype != torch.float32:
+                    raise TrainingError(f"gate {path} is {parameter.dtype}; gates must train in fp32")
             require_short_enough(model, train_dataset, where)
             self.processing_class = processing_class
             super().__init__(
@@ -589,18 +591,6 @@ def require_causal_model(model: Any) -> None:
             f"gates are trained on causal language models, and {type(model).__name__} has {what}. attach_gates works on it; "
             "train its gates in a loop of your own"
         )
-
-
-def require_only_gates_train(model: Any, trained: Mapping[str, Any]) -> None:
-    """Raises TrainingError unless exactly the gates require a gradient, in fp32."""
-    # by identity: a parameter has another name inside each wrapper
-    allowed = {id(parameter) for parameter in trained.values()}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in allowed:
-            raise TrainingError(f"{name} would train in Stage II, where only gates may")
-    for name, parameter in trained.items():
-        if parameter.dtype != torch.float32 or not parameter.requires_grad:
-            raise TrainingError(f"gate {name} is {parameter.dtype} or frozen; gates must train in fp32")
 
 
 @torch.no_grad()
