@@ -318,12 +318,8 @@ class GateTrainer(StatisticsTrainer):
         Returns:
             {eval_loss, eval_topk_entropy (0 to 1), eval_response_tokens, …}.
         """
-        if isinstance(eval_dataset, Mapping):
-            metrics: dict[str, float] = {}
-            for name, rows in eval_dataset.items():
-                metrics |= self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
-            return metrics
-        if eval_dataset is not None and not isinstance(eval_dataset, str):  # the name of one that the trainer has
+        # transformers calls this method with each set of a dict, and with the name of one that the trainer has
+        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):
             eval_dataset = self.evaluation_rows(self._encoded_evaluation(eval_dataset, self.given))
         found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found
