@@ -322,14 +322,20 @@ async def generate(
         )
 
 
-@functools.lru_cache(maxsize=1024)
 def _sampling(path: str) -> dict[str, Any]:
     """The record of an adapter's folder as it is served, see `sampling_of`; {} for a folder that will be refused."""
     try:
         named, override = split_folder(path)
-        return sampling_of(Path(named).expanduser()) if override is None else {}
+        folder = Path(named).expanduser()
+        return _sampling_of(folder, models.stamp(folder)) if override is None else {}
     except LoragateError:
         return {}
+
+
+@functools.lru_cache(maxsize=1024)
+def _sampling_of(folder: Path, stamp: Any) -> dict[str, Any]:
+    """`sampling_of` a folder, while its files have this stamp."""
+    return sampling_of(folder)
 
 
 def open_log() -> None:
