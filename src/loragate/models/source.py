@@ -105,7 +105,7 @@ class ModelRef:
 
     @property
     def gguf(self) -> bool:
-        """Whether the name is that of one file with everything in it; see `models.gguf`."""
+        """Whether the name is that of one GGUF file, with everything in it; see `models.loading`."""
         return self.name.lower().endswith(".gguf")
 
     def commit(self) -> str:
