@@ -178,7 +178,7 @@ def test_vllm_warns_once(place, tmp_path, caplog):
         async def generate(self, prompt, sampling_params, request_id, *, lora_request=None):
             yield SimpleNamespace(outputs=[], finished=True)
 
-    replace_method(Server, "generate", frontend.generate)
+    replace_method(Server, "generate", frontend.answer)
     server = Server()
     (tmp_path / "gate_config.json").write_text("{")
 
