@@ -164,16 +164,9 @@ def unknown_keys(folder: AdapterFolder) -> list[Finding]:
 
 
 def require_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], missing: list[str]) -> None:
-    """Refuse a model that took a part of its adapter only.
+    """Refuse a model that took a part of its adapter, "default", only: MisfitError with counts, examples and the likely reason.
 
-    Args:
-        model: with the adapter as "default".
-        folder: where it came from.
-        unexpected, missing: keys of the file that the model has no place for, and keys of the model that the file lacks, the
-            base's own among them, as `set_peft_model_state_dict` returns them.
-
-    Raises:
-        MisfitError: with counts, one example of each and the likely reason.
+    `unexpected` keys of the file have no place, `missing` ones of the model, the base's own among them, are not in the file.
     """
     state = model.state_dict(keep_vars=True)
     taken = {id(value) for key, value in state.items() if key not in set(missing)}  # a tied weight has several names
