@@ -86,12 +86,7 @@ def run(options: CalibrateOptions) -> int:
 
 
 def trials_given(options: CalibrateOptions) -> tuple[Trial, ...]:
-    """The trials that were typed.
-
-    Raises:
-        ConfigError: for what is no range, gates without evidence that were not accepted, a flag without effect, or several
-            processes.
-    """
+    """The trials that were typed."""
     from loragate.selection.calibrate import require_evidence, trials_of
 
     trials = trials_of(options.ranges, options)

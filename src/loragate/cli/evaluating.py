@@ -64,11 +64,7 @@ def request_of(options: EvaluationInputs, model: str) -> Request:
 
 
 def load_inputs(options: EvaluationInputs, name: str, engine: str = "transformers") -> Loaded:
-    """The model and tokenizer of `--model`; its plain adapter where the gates are off.
-
-    Raises:
-        ConfigError: for a place that holds no model, or what the engine cannot serve.
-    """
+    """The model and tokenizer of `--model`; its plain adapter where the gates are off."""
     loaded = load(name, options.base, options, engine)
     if engine == "vllm":
         require_served(loaded.names["base"], loaded.config)
