@@ -155,8 +155,10 @@ def other_name(command: Command, name: str) -> str:
 
 
 def require_given(command: Command, options: Any) -> None:
-    """Refuse options without the command's `needs`."""
-    _refuse_missing(command, [name for name in command.needs if not getattr(options, name)])
+    """Refuse options without the command's `needs`; a class may name another setting that does, in its `INSTEAD`."""
+    instead = getattr(options, "INSTEAD", {})
+    missing = [name for name in command.needs if not getattr(options, name)]
+    _refuse_missing(command, [name for name in missing if not (name in instead and getattr(options, instead[name]))])
 
 
 def _refuse_missing(command: Command, names: list[str]) -> None:

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from loragate import models
-from loragate.cli.arguments import Command, require_given
+from loragate.cli.arguments import Command
 from loragate.cli.options import GATE_CONFIG_ONLY, GateOptions, RunOptions, require_files, taken_from
 from loragate.display import Display, console, next_evaluation
-from loragate.effects import require_effect
 from loragate.selection.settings import DevSettings, require_one_process
 from loragate.selection_record import EVERY_KIND
-from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
+from loragate.training.preflight import begin, require_free_out, require_reporters
 from loragate.training.settings import GateTrainingSettings
 from loragate.training.strategy import launch_of
 
@@ -60,10 +59,8 @@ class CalibrateOptions(AdapterOptions):
 
 def run(options: CalibrateOptions) -> int:
     """Refuse what cannot work, start further processes where they are asked for, choose, and say what to use."""
-    require_given(COMMAND, options)
     require_files(options)
     trials = trials_given(options)
-    check_loading(options)
     settings = taken_from(options, GateTrainingSettings)
     if (status := begin(settings, options, options, sampling=not options.skip_selection)) is not None:
         return status
@@ -93,7 +90,6 @@ def trials_given(options: CalibrateOptions) -> tuple[Trial, ...]:
     require_evidence(trials, options.dev_data, options.skip_selection)
     if not options.skip_selection:
         require_one_process(options.processes)
-    require_effect("calibrate", options, flags=True)
     return trials
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from loragate.cli.arguments import Command, require_given
+from loragate.cli.arguments import Command
 from loragate.cli.options import CONFIG_ONLY, RunOptions, require_files, taken_from
 from loragate.display import Display, console, duration, next_evaluation
-from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
+from loragate.training.preflight import begin, require_free_out, require_reporters
 from loragate.training.settings import FineTuningSettings
 from loragate.training.strategy import process_state
 
@@ -32,7 +32,6 @@ class SftOptions(RunOptions, FineTuningSettings):
 
 def run(options: SftOptions) -> int:
     """What `loragate.make_adapter` does, with what is read shown before the model is loaded, and progress."""
-    require_given(COMMAND, options)
     require_files(options)
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
     from loragate.training.fine_tuning import AdapterRun
@@ -40,7 +39,6 @@ def run(options: SftOptions) -> int:
     folder = Path(options.out)
     settings = taken_from(options, FineTuningSettings)
     require_free_out(folder, options.resume, options.overwrite)
-    check_loading(options)
     # with --processes this process only starts the others and waits
     if (status := begin(settings, options, options, reference=bool(options.reference))) is not None:
         return status
