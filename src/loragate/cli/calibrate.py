@@ -133,7 +133,7 @@ def choose(
     if options.dev_data:
         dev_set, retention = read_questions(context, dev, options.dev_data, options.retention_data or None)
     with display.job("reading the data", unit="example") as job:
-        context.on_encoding = job.advance_to
+        context.on_encoding = job
         _, encoded = context.encoded(settings.seed)
     show_data(out, encoded, tokenizer)
     with display.job("loading the model"):

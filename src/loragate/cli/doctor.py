@@ -10,9 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loragate import doctor
 from loragate.cli.arguments import Command
@@ -93,7 +92,7 @@ def run(options: DoctorOptions) -> int:
                     dev_grader=options.dev_grader,
                 ),
                 loading=loading,
-                on_job=partial(_job, Display()),
+                on_job=Display().job,
             )
     except KeyboardInterrupt:
         if folder is None or not (folder / doctor.FILE).is_file():
@@ -132,12 +131,6 @@ def _uncompiled() -> Iterator[None]:
     finally:
         os.environ.pop(key)
         os.environ.update({} if before is None else {key: before})
-
-
-@contextmanager
-def _job(display: Display, name: str, total: int = 0, unit: str = "") -> Iterator[Any]:
-    with display.job(name, total, unit) as job:
-        yield job.advance_to
 
 
 def _lines(found: Examination, options: DoctorOptions, folder: Path | None, stopped: bool) -> Iterator[str]:

@@ -57,7 +57,7 @@ def run(options: SftOptions) -> int:
             options.resume,
             options.overwrite,
         )
-        training.read(job.advance_to)
+        training.read(job)
     settings, encoded = training.settings, training.encoded
     show_data(out, encoded, training.tokenizer)
     if "keep_mask" in encoded[0] and "keep_mask" not in training.objective.requires:
@@ -84,7 +84,7 @@ def run(options: SftOptions) -> int:
         )
     with display.job(f"training ({settings.objective})", unit="step") as job:
         result = training.train(
-            lambda report: job.advance_to(
+            lambda report: job(
                 report.step, report.total, f"nll {report.values['nll']:.3f}" if "nll" in report.values else ""
             )
         )
