@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from loragate.errors import ConfigError, LoragateError
+from loragate.records import read_object
 from loragate.version import __version__
 
 try:
@@ -259,17 +260,9 @@ class RunFolder:
 
     def read(self) -> dict[str, Any]:
         """The record of what was begun; raises `error` where there is none, or none that can be read."""
-        try:
-            found = json.loads(self.record.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise self.error(
-                f"{self.record} is missing: there is no run to resume in {self.path}; leave out --resume"
-            ) from None
-        except (OSError, ValueError) as problem:
-            raise self.error(f"{self.record} cannot be read ({problem}); choose another --out") from None
-        if not isinstance(found, dict):
-            raise self.error(f"{self.record}: expected a JSON object; choose another --out")
-        return found
+        if not self.record.exists():
+            raise self.error(f"{self.record} is missing: there is no run to resume in {self.path}; leave out --resume")
+        return read_object(self.record, "choose another --out", self.error)
 
 
 def require_same(record: Path, old: Any, new: Any, remedy: str, error: type[LoragateError] = ConfigError) -> None:
