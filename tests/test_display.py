@@ -41,7 +41,7 @@ def test_a_log_counts_in_units(clock):
     with shown.job("training (sft)", unit="step") as job:
         for step in range(1, 121):
             clock.now += 3
-            job.advance_to(step, 1600, "nll 0.31")
+            job(step, 1600, "nll 0.31")
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("training (sft): step 4 of 1,600 · nll 0.31")
     assert lines[-2] == "training (sft): step 120 of 1,600 · nll 0.31 · about 1 h 14 min left"
@@ -59,10 +59,10 @@ def test_an_estimate_is_no_finer_than_it_is(seconds, words):
 def test_what_was_done_before_a_resume_gives_no_pace(clock, monkeypatch):
     monkeypatch.setattr(display, "time_left", lambda seconds: str(round(seconds)))
     with Display(out=Console(file=io.StringIO())).job("training", 100, "step") as job:
-        job.advance_to(40)
+        job(40)
         assert job.left() == "", "the first news says how far it was"
         clock.now += 10
-        job.advance_to(50)
+        job(50)
         assert job.left() == "50", "a tenth in 10 s"
 
 

@@ -152,7 +152,7 @@ class Display:
 
     @contextmanager
     def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[Job]:
-        """Show a job; the yielded `Job` takes `advance_to(done, note=...)`, and `unit` is what it counts ("step", "answer")."""
+        """Show a job; the yielded `Job` is called with (done, of, a note), and `unit` is what it counts ("step", "answer")."""
         job = Job(self.out, name, total, unit)
         with never_silent(name, self.out):
             if self.out.is_terminal:
@@ -231,7 +231,7 @@ class Job:
         self.task: int | None = None
         self.began = self.printed = self.heard = time.monotonic()
 
-    def advance_to(self, done: int, total: int | None = None, note: str = "", unit: str | None = None) -> None:
+    def __call__(self, done: int, total: int | None = None, note: str = "", unit: str | None = None) -> None:
         """`done` of `total` units are finished in the whole job; `note` says what it is at.
 
         A job may count several units, such as steps and answers: its time left is that of all of them.

@@ -39,7 +39,11 @@ _GRADERS = ("default", "math_verify", "gsm8k", "regex", "choice", "exact", "boxe
 
 TABLE: dict[str, tuple[Acts, ...]] = {
     "calibrate": _CHOOSING,
-    "doctor": (Acts(("dev_task", "dev_grader"), "dev_data"), Acts(("dev_grader",), "dev_task", (None,))),
+    "doctor": (
+        Acts(("data", "dev_data", "retention_data", "resume"), "quick", (None,)),  # which reads files alone
+        Acts(("dev_task", "dev_grader"), "dev_data"),
+        Acts(("dev_grader",), "dev_task", (None,)),
+    ),
     "sweep": (*_CHOOSING, Acts(("workers", "gpus_per_trial"), "runner", ("auto", "ray"))),
     # a task file; the harness asks and judges in its own way
     "task": (
@@ -104,4 +108,5 @@ def _sentence(row: Acts, name: str, found: Any, flags: bool) -> str:
         return f"{shown} has no effect without {needed}; give that too, or leave {shown} out"
     # (None,) acts where nothing is given, which is not said
     only = " and ".join(str(value) for value in row.values if value is not None)
-    return f"{shown} has no effect with {row.when} {found}{only and f', only with {only}'}; leave it out"
+    against = needed if found is True else f"{row.when} {found}"
+    return f"{shown} has no effect with {against}{only and f', only with {only}'}; leave it out"

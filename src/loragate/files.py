@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from loragate.errors import ConfigError, LoragateError
+from loragate.records import read_object
 from loragate.version import __version__
 
 try:
@@ -56,8 +57,7 @@ def folder_sha256(folder: str | Path) -> str:
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` on a temporary file beside `path`, sync it to disk and rename it into place.
 
-    Raises:
-        LoragateError: when the disk is full or the folder cannot be written; nothing is left behind.
+    Where that fails (LoragateError), nothing is left behind.
     """
     handle, name = -1, ""
     try:
@@ -123,8 +123,7 @@ def require_new(folder: Path, *besides: str) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder`, which is new or empty, where the context ends without an error.
 
-    Raises:
-        LoragateError: when the disk is full or the place cannot be written to; nothing is left behind.
+    Where that fails (LoragateError), nothing is left behind.
     """
     require_new(folder)
     partial = None
@@ -166,10 +165,9 @@ def describe_os_error(path: Path, error: OSError) -> str:
 
 @contextmanager
 def held(path: Path, wait_s: float, taken: str) -> Iterator[None]:
-    """Hold a lock file; the system releases it however the process ends.
+    """Hold a lock file; LoragateError `taken` if another process still holds it after `wait_s` seconds.
 
-    Raises:
-        LoragateError: saying `taken` if another process still holds it after `wait_s` seconds.
+    The system releases it however the process ends.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
@@ -235,12 +233,10 @@ class RunFolder:
 
         Args:
             identity: JSON-able; everything that a result depends on.
-            resume: go on with the job that was begun here.
             holds: in words, the work in the folder that a new job must not be mixed with; by default a record is such work.
             notes: JSON-able; for readers of the folder.
 
-        Raises:
-            `error`: for work that would be overwritten, nothing to resume, another version, or the first key that differs.
+        Raises `error` for work that would be overwritten, nothing to resume, another version, or the first key that differs.
         """
         if not resume:
             if holds := holds or ("an earlier run" if self.record.exists() else ""):
@@ -264,29 +260,14 @@ class RunFolder:
 
     def read(self) -> dict[str, Any]:
         """The record of what was begun; raises `error` where there is none, or none that can be read."""
-        try:
-            found = json.loads(self.record.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise self.error(
-                f"{self.record} is missing: there is no run to resume in {self.path}; leave out --resume"
-            ) from None
-        except (OSError, ValueError) as problem:
-            raise self.error(f"{self.record} cannot be read ({problem}); choose another --out") from None
-        if not isinstance(found, dict):
-            raise self.error(f"{self.record}: expected a JSON object; choose another --out")
-        return found
+        if not self.record.exists():
+            raise self.error(f"{self.record} is missing: there is no run to resume in {self.path}; leave out --resume")
+        return read_object(self.record, "choose another --out", self.error)
 
 
 def require_same(record: Path, old: Any, new: Any, remedy: str, error: type[LoragateError] = ConfigError) -> None:
-    """Refuse to go on with another work than was begun.
-
-    Args:
-        record: the file that says what was begun.
-        old, new: JSON-able; what was begun, and what is asked for now.
-        remedy: what to do, for the message.
-
-    Raises:
-        `error`: naming the file and the first key that differs, with both values.
+    """Refuse to go on with another work than was begun: `record` is the file of what was begun, `old`, and `new` is asked for
+    now, both JSON-able. Raises `error` with the first key that differs and the `remedy`.
     """
     # through JSON, as what was begun has been: tuples are lists by then, and keys texts
     if (found := first_difference(old, json.loads(json.dumps(new)))) is not None:

@@ -29,12 +29,7 @@ def hub_name(text: str | Path) -> tuple[str, str] | None:
 def split_revision(text: str | Path, revision: str | None = None) -> tuple[str, str]:
     """(name, revision or "") of a model: "owner/name@revision" is taken apart, any other text is a name as it is.
 
-    Args:
-        text: folder, "owner/name" or "owner/name@revision".
-        revision: the same from elsewhere.
-
-    Raises:
-        ArtifactError: if two revisions are given that differ.
+    `revision` is one from elsewhere; two that differ are refused (ArtifactError).
     """
     name, named = hub_name(text) or (str(text), "")
     if named and revision and revision != named:

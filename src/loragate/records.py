@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loragate.errors import DataError
+from loragate.errors import DataError, LoragateError
 from loragate.validate import validate
 
 T = TypeVar("T")
@@ -40,21 +40,21 @@ def to_json(record: Any) -> Any:
     return value
 
 
-def read_value(path: Path, remedy: str) -> Any:
-    """The content of a JSON file; raises `DataError`, naming the file and the remedy, for anything else."""
+def read_value(path: Path, remedy: str, raised: type[LoragateError] = DataError) -> Any:
+    """The content of a JSON file; raises `raised`, naming the file and the remedy, for anything else."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
+        raise raised(f"{path} cannot be read: {error.strerror}; {remedy}") from None
     except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}); {remedy}") from None
+        raise raised(f"{path} is not JSON ({error}); {remedy}") from None
 
 
-def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """The object of a JSON file; raises `DataError` as `read_value`, and for a value that is none."""
-    value = read_value(path, remedy)
+def read_object(path: Path, remedy: str, raised: type[LoragateError] = DataError) -> dict[str, Any]:
+    """The object of a JSON file; raises as `read_value`, and for a value that is none."""
+    value = read_value(path, remedy, raised)
     if not isinstance(value, dict):
-        raise DataError(f"{path}: found {value!r:.40}, expected a record; {remedy}")
+        raise raised(f"{path}: found {value!r:.40}, expected a record; {remedy}")
     return value
 
 

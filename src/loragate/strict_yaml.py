@@ -11,13 +11,9 @@ from loragate.errors import ConfigError
 
 
 def read_mapping(path: Path, where: str = "") -> dict[Any, Any]:
-    """The keys and values of a file; none where it is empty.
+    """The keys and values of a file; none where it is empty. ConfigError names the line of what is not YAML.
 
-    Args:
-        where: what the file is called in errors, such as "--config FILE"; by default its path.
-
-    Raises:
-        ConfigError: naming the file and, for text that is not YAML, the line.
+    `where` is what the file is called in errors, such as "--config FILE"; by default its path.
     """
     where = where or str(path)
     try:

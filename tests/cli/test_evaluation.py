@@ -35,8 +35,8 @@ from loragate.evaluation.tasks import load_task
 from loragate.evaluation.variants import ModelVariant, acting, canary, variants_for
 from loragate.files import held
 from loragate.generation import Sample, SampleWriter, SamplingConfig
-from loragate.models import Loaded, Loading, resolve
-from loragate.models.merge import merge_adapter
+from loragate.models import Loaded, Loading, ModelRef, resolve
+from loragate.models.merge import write_merged
 from loragate.recipes import QUESTIONS
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_rows
 
@@ -238,27 +238,24 @@ def test_a_dora_adapter_is_scored_and_says_which_controls_it_cannot_have(place, 
 
 
 def test_a_merged_adapter_answers_as_the_adapter_does(place, dora, tmp_path, monkeypatch):
-    folder = merge_adapter(str(place / "base"), dora, tmp_path / "merged")
+    parts = (ModelRef(str(place / "base")), dora)
+    write_merged(*parts, tmp_path / "merged")
     ids = torch.arange(5, 15)[None]
     base = AutoModelForCausalLM.from_pretrained(place / "base")
     plain = base(ids).logits
     adapter = PeftModel.from_pretrained(base, dora)(ids).logits
-    merged = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
     assert not torch.allclose(adapter, plain, atol=1e-2)
     assert torch.allclose(merged, adapter, atol=1e-5)
-    written = (folder / "model.safetensors").stat().st_mtime_ns
-    merge_adapter(str(place / "base"), dora, folder)
-    assert (folder / "model.safetensors").stat().st_mtime_ns == written, "a finished folder is used again"
-    (folder / "merged.json").unlink()
-    merge_adapter(str(place / "base"), dora, folder, dtype="bfloat16")
-    half = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    write_merged(*parts, tmp_path / "half", Loading(dtype="bfloat16"))
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     assert half.dtype == torch.bfloat16
-    whole = AutoModelForCausalLM.from_pretrained(merge_adapter(str(place / "base"), dora, tmp_path / "whole"))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     for name, value in half.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name].bfloat16()), "rounded once"
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10**3))
     with pytest.raises(lg.errors.LoragateError, match="GB are free"):
-        merge_adapter(str(place / "base"), dora, tmp_path / "none")
+        write_merged(*parts, tmp_path / "none")
 
 
 @pytest.mark.parametrize("adapted", ["lm_head", "embed_tokens"])
@@ -269,7 +266,7 @@ def test_a_delta_on_one_of_two_tied_layers_is_merged_into_that_one(place, tmp_pa
     ids = torch.arange(5, 15)[None]
     base = AutoModelForCausalLM.from_pretrained(place / "base")
     expected = PeftModel.from_pretrained(base, tmp_path / "dora")(ids).logits
-    merge_adapter(str(place / "base"), tmp_path / "dora", tmp_path / "merged")
+    write_merged(ModelRef(str(place / "base")), tmp_path / "dora", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.allclose(merged(ids).logits, expected, atol=1e-5)
     assert not merged.config.tie_word_embeddings, "vLLM reads the head only where this says so"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -149,6 +150,22 @@ def test_vllm_samples_each_name_as_its_own_folder_recommends(place):
     assert adapters(None, SimpleNamespace(model="gated")).lora_path, "a request of another kind samples nothing"
 
 
+def test_vllm_samples_a_folder_written_anew_as_it_recommends_now(place, tmp_path):
+    def temperature(folder):
+        request = SimpleNamespace(model="g", temperature=None)
+        served = SimpleNamespace(models=SimpleNamespace(lora_requests={}))
+        frontend.find_adapter(lambda *_: SimpleNamespace(lora_path=str(folder)), served, request)
+        return request.temperature
+
+    moving = tmp_path / "moving"
+    for name, wanted in (("cool", 0.3), ("greedy", 0.0), ("plain", None), ("exported", 0.3)):
+        shutil.rmtree(moving, ignore_errors=True)
+        shutil.copytree(place / name, moving)
+        assert temperature(moving) == wanted
+    (moving / "generation_config.json").unlink()
+    assert temperature(moving) is None
+
+
 def test_vllm_warns_once(place, tmp_path, caplog):
     class Server:
         model_config = SimpleNamespace(served_model_name="base")
@@ -161,7 +178,7 @@ def test_vllm_warns_once(place, tmp_path, caplog):
         async def generate(self, prompt, sampling_params, request_id, *, lora_request=None):
             yield SimpleNamespace(outputs=[], finished=True)
 
-    replace_method(Server, "generate", frontend.generate)
+    replace_method(Server, "generate", frontend.answer)
     server = Server()
     (tmp_path / "gate_config.json").write_text("{")
 

@@ -22,8 +22,8 @@ IDS = torch.tensor([[5, 9, 20, 33, 7, 100, 4, 8]])
 def test_the_merged_model_computes_the_adapter(tmp_path: Path, kind: str) -> None:
     base, adapter = make(tmp_path, kind)
     expected = logits(loaded(kind, adapter), IDS)
-    folder = merge.merge_adapter(str(base), adapter, tmp_path / "merged")
-    found = AutoModelForCausalLM.from_pretrained(folder).eval()
+    merge.write_merged(ModelRef(str(base)), adapter, tmp_path / "merged")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(logits(found, IDS), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -36,8 +36,7 @@ def test_a_merged_model_that_computes_something_else_is_refused(tmp_path: Path, 
 
     monkeypatch.setattr(merge, "base_weights", without_change)
     with pytest.raises(LoragateError, match=r"merged into .* does not compute what the adapter on its base does"):
-        merge.merge_adapter(str(base), adapter, tmp_path / "merged")
-    assert not (tmp_path / "merged" / merge.RECORD).exists()
+        merge.write_merged(ModelRef(str(base)), adapter, tmp_path / "merged")
 
 
 def test_a_merged_model_is_exported_with_its_figure(tmp_path: Path, fails: Any, capsys: Any) -> None:
@@ -53,7 +52,6 @@ def test_a_merged_model_is_exported_with_its_figure(tmp_path: Path, fails: Any, 
     run(*line, tmp_path / "half", "--dtype", "bfloat16")
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     assert half.dtype == torch.bfloat16
-    assert not (tmp_path / "half" / merge.RECORD).exists()
 
 
 def test_an_adapter_that_rounding_takes_away_is_not_merged(tmp_path: Path) -> None:

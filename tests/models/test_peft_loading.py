@@ -90,6 +90,12 @@ HALVES = {
         {},
         r"4 that this base needs .*base_layer.bias",
     ),
+    "biases as PEFT called them up to 0.6": (
+        {"bias": "lora_only"},
+        named(".base_layer.bias", ".bias"),
+        {},
+        r"4 of its 12 .*proj.bias",
+    ),
     "unknown biases": (
         {},
         lambda s: {**s, "base_model.model.model.norm.bias": torch.ones(32)},
@@ -124,7 +130,6 @@ RIGHT = {
     "Megatron's settings": ({}, dict, {"megatron_config": {"hidden_size": 32}}),
     "an initialisation that PEFT does not know": ({}, dict, {"init_lora_weights": "from data"}),
     "biases": ({"bias": "lora_only"}, dict, {}),
-    "biases as PEFT called them up to 0.6": ({"bias": "lora_only"}, named(".base_layer.bias", ".bias"), {}),
     "trained tokens": ({"trainable_token_indices": [5, 9]}, dict, {}),
     "trained tokens, tied": ({"trainable_token_indices": {"embed_tokens": [5]}, "ensure_weight_tying": True}, dict, {}),
     "copies": ({"modules_to_save": ["lm_head"]}, dict, {}),

@@ -200,7 +200,7 @@ def test_a_folder_written_anew_has_another_number_and_name(saved: Path, tmp_path
 
 
 class Engine:
-    """What `generate` takes of vLLM's AsyncLLM."""
+    """What `answer` takes of vLLM's AsyncLLM."""
 
     errored = False
     model_config = SimpleNamespace(served_model_name="base")
@@ -228,7 +228,7 @@ async def collect(stream: AsyncGenerator[Any, None], into: list[Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["DELTA", "FINAL_ONLY"])
 def test_the_log_has_a_line_for_each_request(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer(self: Any, prompt: Any, params: Any, request_id: str, *, lora_request: Any) -> Any:
+    async def answer(self: Any, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any) -> Any:
         for tokens in ([5], [6, 7]) if kind == "DELTA" else ([5, 6, 7],):
             outputs = [SimpleNamespace(token_ids=tokens), SimpleNamespace(token_ids=tokens)]
             yield SimpleNamespace(outputs=outputs, prompt_token_ids=[1] * 9, num_cached_tokens=4, finished=True)
@@ -238,7 +238,7 @@ def test_the_log_has_a_line_for_each_request(kind: str, monkeypatch: pytest.Monk
     engine = Engine()
     sampling = SimpleNamespace(temperature=1.0, output_kind=SimpleNamespace(name=kind))
     for one in (adapter("math", "/m@constant=0.5"), adapter("math", "/m"), None):
-        finished(collect(frontend.generate(answer, engine, "p", sampling, "r1", lora_request=one), []))
+        finished(collect(frontend.answer(answer, engine, "p", sampling, "r1", lora_request=one), []))
     told = "9 prompt tokens (4 cached), 6 tokens, 0.00 s"
     assert lines == [
         f"request r1: model base, adapter math, strength constant=0.5, {told}",
@@ -248,30 +248,30 @@ def test_the_log_has_a_line_for_each_request(kind: str, monkeypatch: pytest.Monk
     assert [one.lora_int_id for one in engine.added] == [1], "loaded once, before its first request"
     with pytest.raises(ValueError, match=r"^another base$"):
         finished(
-            collect(frontend.generate(answer, Engine(True), "p", sampling, "r2", lora_request=adapter("m", "/m")), [])
+            collect(frontend.answer(answer, Engine(True), "p", sampling, "r2", lora_request=adapter("m", "/m")), [])
         )
 
 
 def test_what_is_embedded_is_loaded_as_what_is_generated() -> None:
     """A part of an adapter has a slot of its own there too: under one number, the slot would be that of either."""
 
-    async def answer(self: Any, prompt: Any, params: Any, request_id: str, *, lora_request: Any) -> Any:
+    async def answer(self: Any, prompt: Any, pooling_params: Any, request_id: str, *, lora_request: Any) -> Any:
         yield lora_request and lora_request.lora_int_id
 
     engine, numbers = Engine(), list[Any]()
     for one in (adapter("p", "/p"), adapter("p@mlp=0.0", "/p@mlp=0.0"), adapter("p", "/p@constant=0.5"), None):
-        finished(collect(frontend.encode(answer, engine, "p", None, "r1", lora_request=one), numbers))
+        finished(collect(frontend.answer(answer, engine, "p", None, "r1", lora_request=one), numbers))
     assert numbers == [1, 2, 1, None]
     assert [one.lora_int_id for one in engine.added] == [1, 2]
 
 
 def test_a_clip_of_a_plain_adapter_is_refused_before_vllm_takes_the_request(saved: Path) -> None:
-    async def taken(self: Any, *args: Any, lora_request: Any) -> Any:
+    async def taken(self: Any, prompt: Any, sampling_params: Any, request_id: str, lora_request: Any) -> Any:
         yield pytest.fail("taken")
 
     for override in ("unit", "constant=0.5"):
         request = adapter("plain", f"{saved / 'adapter'}@{override}")
-        stream = frontend.generate(taken, Engine(), "p", SimpleNamespace(temperature=1.0), "r1", lora_request=request)
+        stream = frontend.answer(taken, Engine(), "p", SimpleNamespace(temperature=1.0), "r1", lora_request=request)
         with (
             pytest.raises(ValueError, match="has no gates")
             if override == "unit"

@@ -97,11 +97,7 @@ class Command:
 
 
 def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
-    """(options instance, those of `GLOBAL` that were given) of a command line.
-
-    Raises:
-        ConfigError: naming the flag, or the file and key, what was found and what is known.
-    """
+    """(options instance, those of `GLOBAL` that were given) of a command line."""
     try:
         _, bound, _ = build_app(command).parse_args(
             [command.name, *argv], exit_on_error=False, print_error=False, help_on_error=False
@@ -159,12 +155,10 @@ def other_name(command: Command, name: str) -> str:
 
 
 def require_given(command: Command, options: Any) -> None:
-    """Refuse options without the command's `needs`.
-
-    Raises:
-        ConfigError: naming all that are missing.
-    """
-    _refuse_missing(command, [name for name in command.needs if not getattr(options, name)])
+    """Refuse options without the command's `needs`; a class may name another setting that does, in its `INSTEAD`."""
+    instead = getattr(options, "INSTEAD", {})
+    missing = [name for name in command.needs if not getattr(options, name)]
+    _refuse_missing(command, [name for name in missing if not (name in instead and getattr(options, instead[name]))])
 
 
 def _refuse_missing(command: Command, names: list[str]) -> None:
@@ -284,11 +278,7 @@ def field_kinds(options: type) -> dict[str, Any]:
 
 
 def read_config(path: Path, command: Command) -> dict[str, Any]:
-    """The keys of a YAML file, checked against the command's settings.
-
-    Raises:
-        ConfigError: naming the file, the line or the key, what was found and the nearest known key.
-    """
+    """The keys of a YAML file, checked against the command's settings."""
     from loragate.strict_yaml import read_mapping
 
     where = f"--config {path}"
@@ -296,14 +286,7 @@ def read_config(path: Path, command: Command) -> dict[str, Any]:
 
 
 def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict[str, Any]:
-    """Keys and values of a YAML mapping, checked against the command's settings and converted to their types.
-
-    Args:
-        where: opens every error message.
-
-    Raises:
-        ConfigError: naming the key, what was found and the nearest known key.
-    """
+    """A YAML mapping, checked against the command's settings and converted to their types; `where` opens every error."""
     seen: dict[str, Any] = {}
     for key in loaded:
         name = str(key).replace("-", "_")

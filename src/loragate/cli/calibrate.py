@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from loragate import models
-from loragate.cli.arguments import Command, require_given
+from loragate.cli.arguments import Command
 from loragate.cli.options import GATE_CONFIG_ONLY, GateOptions, RunOptions, require_files, taken_from
 from loragate.display import Display, console, next_evaluation
-from loragate.effects import require_effect
 from loragate.selection.settings import DevSettings, require_one_process
 from loragate.selection_record import EVERY_KIND
-from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
+from loragate.training.preflight import begin, require_free_out, require_reporters
 from loragate.training.settings import GateTrainingSettings
 from loragate.training.strategy import launch_of
 
@@ -60,10 +59,8 @@ class CalibrateOptions(AdapterOptions):
 
 def run(options: CalibrateOptions) -> int:
     """Refuse what cannot work, start further processes where they are asked for, choose, and say what to use."""
-    require_given(COMMAND, options)
     require_files(options)
     trials = trials_given(options)
-    check_loading(options)
     settings = taken_from(options, GateTrainingSettings)
     if (status := begin(settings, options, options, sampling=not options.skip_selection)) is not None:
         return status
@@ -86,19 +83,13 @@ def run(options: CalibrateOptions) -> int:
 
 
 def trials_given(options: CalibrateOptions) -> tuple[Trial, ...]:
-    """The trials that were typed.
-
-    Raises:
-        ConfigError: for what is no range, gates without evidence that were not accepted, a flag without effect, or several
-            processes.
-    """
+    """The trials that were typed."""
     from loragate.selection.calibrate import require_evidence, trials_of
 
     trials = trials_of(options.ranges, options)
     require_evidence(trials, options.dev_data, options.skip_selection)
     if not options.skip_selection:
         require_one_process(options.processes)
-    require_effect("calibrate", options, flags=True)
     return trials
 
 
@@ -142,7 +133,7 @@ def choose(
     if options.dev_data:
         dev_set, retention = read_questions(context, dev, options.dev_data, options.retention_data or None)
     with display.job("reading the data", unit="example") as job:
-        context.on_encoding = job.advance_to
+        context.on_encoding = job
         _, encoded = context.encoded(settings.seed)
     show_data(out, encoded, tokenizer)
     with display.job("loading the model"):

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.cli.arguments import Command, require_given
+from loragate.cli.arguments import Command
 from loragate.cli.options import EvaluationInputs
 from loragate.display import console
-from loragate.effects import require_effect
-from loragate.training.preflight import check_loading
 
 Look = Literal["entropy", "gates", "interventions", "alignment", "tokens"]
 
@@ -33,9 +31,6 @@ class DiagnoseOptions(EvaluationInputs, DiagnoseSettings):
 
 def run(options: DiagnoseOptions) -> int:
     """Check what was asked for, take the look, and say what to run next."""
-    require_given(COMMAND, options)
-    require_effect("diagnose", options, flags=True)
-    check_loading(options, options.engine)
     from loragate.cli.evaluating import diagnose
 
     diagnose(str(options.what), options, options)

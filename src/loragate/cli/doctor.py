@@ -10,16 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loragate import doctor
-from loragate.cli.arguments import Command, require_given
+from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions, taken_from
 from loragate.display import Display, console, duration
-from loragate.effects import require_effect
-from loragate.errors import DONE, FAILED, INTERRUPTED, ConfigError
+from loragate.errors import DONE, FAILED, INTERRUPTED
 from loragate.gates.recommended import at
 from loragate.models.settings import Loading
 from loragate.printable import printable
@@ -69,14 +67,7 @@ class DoctorOptions(ModelOptions):
 
 def run(options: DoctorOptions) -> int:
     """Examine, print what was found, leave the record and its page; status 1 with a finding of severity error."""
-    require_given(COMMAND, options)
-    if options.quick and (extra := next((name for name in _NOT_QUICK if getattr(options, name)), "")):
-        raise ConfigError(
-            f"--{extra.replace('_', '-')} has no effect with --quick, which reads files alone; leave out one of them"
-        )
-    require_effect("doctor", options, flags=True)
     loading = taken_from(options, Loading)
-    loading.require_possible()
     folder = _folder(options)
     out = console()
     stopped = False
@@ -101,7 +92,7 @@ def run(options: DoctorOptions) -> int:
                     dev_grader=options.dev_grader,
                 ),
                 loading=loading,
-                on_job=partial(_job, Display()),
+                on_job=Display().job,
             )
     except KeyboardInterrupt:
         if folder is None or not (folder / doctor.FILE).is_file():
@@ -119,9 +110,6 @@ def run(options: DoctorOptions) -> int:
         for line in _lines(found, options, folder, stopped):
             out.print(line)
     return INTERRUPTED if stopped else FAILED if found.verdict == "broken" else DONE
-
-
-_NOT_QUICK = ("data", "dev_data", "retention_data", "resume")
 
 
 def _folder(options: DoctorOptions) -> Path | None:
@@ -143,12 +131,6 @@ def _uncompiled() -> Iterator[None]:
     finally:
         os.environ.pop(key)
         os.environ.update({} if before is None else {key: before})
-
-
-@contextmanager
-def _job(display: Display, name: str, total: int = 0, unit: str = "") -> Iterator[Any]:
-    with display.job(name, total, unit) as job:
-        yield job.advance_to
 
 
 def _lines(found: Examination, options: DoctorOptions, folder: Path | None, stopped: bool) -> Iterator[str]:

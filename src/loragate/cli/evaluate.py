@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from loragate.cli.arguments import Command, require_given
+from loragate.cli.arguments import Command
 from loragate.cli.options import EvaluationInputs
-from loragate.effects import require_effect
 from loragate.errors import ConfigError
-from loragate.training.preflight import check_loading
 from loragate.validate import comma_list
 
 
@@ -27,6 +25,7 @@ class EvalOptions(EvaluationInputs):
             middle, upper, attention, mlp, q_proj).
     """
 
+    INSTEAD: ClassVar[dict[str, str]] = {"model": "sweep"}
     sweep: str = ""
     controls: Literal["cheap", "full", "none", "alone"] = "cheap"
     constants: str = "0.5"
@@ -34,18 +33,14 @@ class EvalOptions(EvaluationInputs):
 
 def run(options: EvalOptions) -> int:
     """Load, prove that adapter and gates act, sample, judge, tabulate."""
-    require_given(COMMAND, replace(options, model=options.model or options.sweep))
-    if options.sweep:
-        require_effect("eval", options, flags=True)
-        if options.controls == "full":
-            raise ConfigError("--controls full has no effect with --sweep, whose rows are the adapter and the cells")
+    if options.sweep and options.controls == "full":
+        raise ConfigError("--controls full has no effect with --sweep, whose rows are the adapter and the cells")
     try:
         constants = [text if "=" in text else float(text) for text in comma_list(options.constants)]
     except ValueError:
         raise ConfigError(
             f"--constants {options.constants}: expected numbers separated by commas, such as -0.5,0.5 or 0.5,lower=0.5"
         ) from None
-    check_loading(options, options.engine)  # before an engine is asked for that would not read these settings
     from loragate.cli import evaluating
 
     if options.sweep:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.variants import describe
 from loragate.files import write_text
 from loragate.gates.override import constant_name
-from loragate.generation import OnProgress
 from loragate.models import Loaded
 from loragate.report.blocks import diagnosis_blocks
 from loragate.report.scores import advice_of, caption, score_markdown, score_tables
@@ -64,11 +62,7 @@ def request_of(options: EvaluationInputs, model: str) -> Request:
 
 
 def load_inputs(options: EvaluationInputs, name: str, engine: str = "transformers") -> Loaded:
-    """The model and tokenizer of `--model`; its plain adapter where the gates are off.
-
-    Raises:
-        ConfigError: for a place that holds no model, or what the engine cannot serve.
-    """
+    """The model and tokenizer of `--model`; its plain adapter where the gates are off."""
     loaded = load(name, options.base, options, engine)
     if engine == "vllm":
         require_served(loaded.names["base"], loaded.config)
@@ -184,10 +178,8 @@ class Shown(DiagnosticContext):
     def say(self, line: str) -> None:
         self.out.print(line)
 
-    @contextmanager
-    def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress]:
-        with self.display.job(name, total, unit) as one:
-            yield one.advance_to
+    def job(self, name: str, total: int = 0, unit: str = "") -> Any:
+        return self.display.job(name, total, unit)
 
     def open(self, model: str, base: str, engine: str) -> Loaded:
         return load_inputs(replace(self.options, base=base), model, engine)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
-from loragate.training.preflight import check_loading
 from loragate.validate import Port
 
 
@@ -32,7 +31,6 @@ class ExploreOptions(ModelOptions):
 
 def run(options: ExploreOptions) -> int:
     """Load, build the page, serve it until Ctrl-C."""
-    check_loading(options)
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     from loragate.report.explorer import launch
     from loragate.serving.explore import explorer_of

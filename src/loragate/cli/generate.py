@@ -13,7 +13,6 @@ from loragate.cli.options import ModelOptions
 from loragate.errors import ConfigError
 from loragate.gates.recommended import at, chosen_temperature, sampling_note
 from loragate.printable import printable
-from loragate.training.preflight import check_loading
 from loragate.validate import Count
 
 
@@ -53,7 +52,6 @@ class GenerateOptions(ModelOptions):
 
 def run(options: GenerateOptions) -> int:
     """Generate and print; finish reasons go to stderr."""
-    check_loading(options)
     texts = read_prompts(options)
     from loragate.data import prompt_ids, render_prompt
     from loragate.generation import SamplingConfig, TransformersEngine

@@ -120,8 +120,11 @@ def _run(name: str, arguments: list[str]) -> int:
         meant = f"; did you mean '{RENAMED[name]}'?" if name in RENAMED else nearest(name, COMMANDS)
         raise ConfigError(f"unknown command {name!r}{meant} (loragate --help lists them)")
     # cyclopts and rich take longer to import than the overview to print
-    from loragate.cli.arguments import parse, print_help, resolved_yaml
+    from loragate.cli.arguments import parse, print_help, require_given, resolved_yaml
     from loragate.display import never_silent, quiet_logging
+    from loragate.effects import TABLE, require_effect
+    from loragate.models.settings import Loading
+    from loragate.training.preflight import check_loading
 
     quiet_logging()
     found = command(name)
@@ -133,6 +136,11 @@ def _run(name: str, arguments: list[str]) -> int:
     if given.get("print_config"):
         print(resolved_yaml(options), end="")
         return 0
+    require_given(found, options)
+    if name in TABLE:
+        require_effect(name, options, flags=True)
+    if isinstance(options, Loading) and name != "serve":  # which knows vLLM's own flag
+        check_loading(options, getattr(options, "engine", ""))
     with nullcontext() if name in SERVERS else never_silent(f"loragate {name}"):
         return found.run(options)
 

@@ -8,10 +8,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from loragate.cli.arguments import Command, require_given
+from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions, OutputOptions, require_files
 from loragate.display import console, duration
-from loragate.training.preflight import check_loading
 from loragate.validate import Count
 
 
@@ -47,8 +46,6 @@ class MaskOptions(ModelOptions, OutputOptions):
 
 def run(options: MaskOptions) -> int:
     """Score every response token under both models, keep the best share, write the rows."""
-    check_loading(options)
-    require_given(COMMAND, options)
     require_files(options)
     from loragate.training.token_mask import mask_rows
 

@@ -102,11 +102,7 @@ class EvaluationInputs(ModelOptions, EngineSettings, TaskSettings, GradingSettin
 
 
 def require_files(options: object) -> None:
-    """Refuse a data file that is not there, before anything heavy is imported; a folder or a hub id is asked later.
-
-    Raises:
-        DataError: naming the flag, the file, and the one that was probably meant.
-    """
+    """Refuse a data file that is not there, before anything heavy is imported; a folder or a hub id is asked later."""
     for name in ("data", "dev_data", "retention_data", "eval_data"):
         path = Path(given := getattr(options, name, "")).expanduser()
         if path.suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz") and not path.exists():

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from loragate.cli.arguments import Command, require_given
+from loragate.cli.arguments import Command
 from loragate.cli.options import CONFIG_ONLY, RunOptions, require_files, taken_from
 from loragate.display import Display, console, duration, next_evaluation
-from loragate.training.preflight import begin, check_loading, require_free_out, require_reporters
+from loragate.training.preflight import begin, require_free_out, require_reporters
 from loragate.training.settings import FineTuningSettings
 from loragate.training.strategy import process_state
 
@@ -30,7 +30,6 @@ class SftOptions(RunOptions, FineTuningSettings):
 
 def run(options: SftOptions) -> int:
     """What `loragate.make_adapter` does, with what is read shown before the model is loaded, and progress."""
-    require_given(COMMAND, options)
     require_files(options)
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
     from loragate.training.fine_tuning import AdapterRun
@@ -38,7 +37,6 @@ def run(options: SftOptions) -> int:
     folder = Path(options.out)
     settings = taken_from(options, FineTuningSettings)
     require_free_out(folder, options.resume, options.overwrite)
-    check_loading(options)
     # with --processes this process only starts the others and waits
     if (status := begin(settings, options, options)) is not None:
         return status
@@ -56,7 +54,7 @@ def run(options: SftOptions) -> int:
             options.resume,
             options.overwrite,
         )
-        training.read(job.advance_to)
+        training.read(job)
     settings, encoded = training.settings, training.encoded
     show_data(out, encoded, training.tokenizer)
     if "keep_mask" in encoded[0] and "keep_mask" not in training.objective.requires:
@@ -83,7 +81,7 @@ def run(options: SftOptions) -> int:
         )
     with display.job(f"training ({settings.objective})", unit="step") as job:
         result = training.train(
-            lambda report: job.advance_to(
+            lambda report: job(
                 report.step, report.total, f"nll {report.values['nll']:.3f}" if "nll" in report.values else ""
             )
         )

@@ -7,16 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from loragate.cli.arguments import Command, require_given, resolved_yaml
+from loragate.cli.arguments import Command, resolved_yaml
 from loragate.cli.calibrate import AdapterOptions
 from loragate.cli.options import GATE_CONFIG_ONLY, require_files, taken_from
 from loragate.display import Display, console, next_evaluation
-from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.files import write_text
 from loragate.gates.range import parse_ranges
 from loragate.selection.settings import DevSettings
-from loragate.training.preflight import check_loading
 from loragate.training.settings import GateTrainingSettings
 from loragate.validate import Amount, Count, Size, comma_list
 
@@ -52,10 +50,7 @@ class SweepOptions(AdapterOptions):
 
 def run(options: SweepOptions) -> int:
     """Plan, train what is not finished, evaluate, choose, write the best."""
-    require_given(COMMAND, options)
     require_files(options)
-    require_effect("sweep", options, flags=True)
-    check_loading(options)
     try:
         seeds = [int(part) for part in comma_list(options.seeds)]
     except ValueError:

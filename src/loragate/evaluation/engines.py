@@ -24,8 +24,8 @@ from loragate.generation import Engine, ShardedEngine, TransformersEngine, VllmE
 from loragate.generation.vllm_engine import require_gate_plugin
 from loragate.models import Loaded, Loading, open_model, open_without_weights, resolve
 from loragate.models.loading import USUAL
-from loragate.models.merge import merge_adapter
-from loragate.models.source import Kind
+from loragate.models.merge import write_merged
+from loragate.models.source import Kind, ModelRef
 
 MERGED = "merged"
 """Folder, in that of the run, of a DoRA adapter merged into its base."""
@@ -114,6 +114,7 @@ class Engines:
         self.folder = folder.resolve() / MERGED
         self._kept: tuple[str, VllmEngine] | None = None  # what vLLM has loaded, and the engine
         self._in_memory: EngineFor | None = None
+        self._merged = False
 
     @contextmanager
     def __call__(self, variant: ModelVariant) -> Iterator[Engine]:
@@ -166,15 +167,11 @@ class Engines:
         if variant.weights == "base":
             return base, None, None
         if self.loaded.place.is_dora:
-            merged = merge_adapter(
-                names["base"],
-                names["adapter"],
-                self.folder,
-                dtype=how.dtype,
-                revision=self.loaded.commit or None,
-                trust_remote_code=how.trust_remote_code,
-            )
-            return str(merged), None, None
+            if not self._merged:
+                shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was broken off
+                write_merged(ModelRef(names["base"], self.loaded.commit), Path(names["adapter"]), self.folder, how)
+                self._merged = True
+            return str(self.folder), None, None
         # one λ for all goes over the gated modules, as it does in memory
         acts = "gated" if variant.scale is not None and "gated" in names else variant.weights
         override = variant.override if variant.scale is None else constant_name(variant.scale, variant.part)

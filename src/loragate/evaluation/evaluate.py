@@ -99,7 +99,7 @@ def counted(job: Job, answers: int) -> OnEvent:
 
     def on_event(stage: str, variant: ModelVariant, task: str, done: int, total: int) -> None:
         through[stage][variant.label, task] = done
-        job.advance_to(sum(through[stage].values()), answers, f"{stage} {variant.label} on {task}", units[stage])
+        job(sum(through[stage].values()), answers, f"{stage} {variant.label} on {task}", units[stage])
 
     return on_event
 

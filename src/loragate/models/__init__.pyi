@@ -5,7 +5,6 @@ from .loading import (
     base_weights as base_weights,
     generation_config as generation_config,
     open_base as open_base,
-    read_config as read_config,
     refuse_gguf as refuse_gguf,
     torch_device as torch_device,
     Loaded as Loaded,

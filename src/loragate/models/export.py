@@ -90,21 +90,14 @@ def export_adapter(
     Args:
         model: gated folder or hub id, with @OVERRIDE behind it; with `constant` or an override, and in another form than PEFT's,
             also a plain adapter.
-        out: folder to write; new or empty.
-        to: "peft" is a plain PEFT adapter with every file that the source held, "merged" the base with the adapter in it,
-            "gguf" llama.cpp's adapter, "mlx" that of MLX.
-        constant: one λ for all gated modules in place of the gates.
-        uniform: as in `fold_adapter`.
-        base: folder or hub id of the base, in place of the recorded one; it is compared on it.
+        to, constant, uniform, base: as `loragate export` has them.
         compare_outputs: False compares nothing and loads no model.
         loading: how the models of the comparison are loaded; its dtype is that of a merged model.
 
     Raises:
-        ConfigError: for a setting without effect on this form, a base that is not here or of a family that the form does not
-            know, a `constant` beside an override, a place that holds no adapter, or a folder that holds anything.
+        ConfigError: for a setting without effect on this form, or a place or base that the form cannot be made of.
         GateError: for gates that read the token.
-        ArtifactError: for a file that cannot be read, an adapter that the form cannot hold, one that is known again only on its
-            base where that is not here, or files that compute something else.
+        ArtifactError: for files that cannot be read, or that compute something else.
     """
     require_new(Path(out))
     if uniform and to != "peft":

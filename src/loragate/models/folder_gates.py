@@ -22,6 +22,7 @@ from loragate.gates.eligibility import changed_base
 from loragate.gates.gate import GateConfig
 from loragate.gates.identity import known_factors, require_same_adapter
 from loragate.gates.override import Override
+from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -117,7 +118,7 @@ def left_alone(path: str) -> bool:
 
 def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Size and time of change of every file that is served, to notice that a folder was written anew."""
-    files = [folder / CONFIG, folder / GATES, *sorted(plain_adapter(folder).glob("adapter_*"))]
+    files = [folder / CONFIG, folder / GATES, folder / SAMPLING, *sorted(plain_adapter(folder).glob("adapter_*"))]
     known = []
     for file in files:
         with suppress(OSError):  # a folder may be written anew at this moment

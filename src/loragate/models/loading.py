@@ -151,22 +151,6 @@ def _gguf_config(name: str, file: str, trust: bool, _changed: int) -> Any:
         raise ArtifactError(f"{file} cannot be read ({error}); if it was cut off, fetch it again") from error
 
 
-def read_config(name: str, *, trust: bool = False) -> Any:
-    """The transformers configuration behind a hub id (owner/name[@revision]), a model folder or a config.json.
-
-    Raises:
-        ConfigError: for a name that leads nowhere, and a file that cannot be read; LoragateError where the hub gives none.
-    """
-    path = Path(name)
-    try:
-        if path.suffix == ".json" and path.is_file():
-            return AutoConfig.from_pretrained(name, trust_remote_code=trust)
-        return base_config(resolve(name, expect="base", what="model").base, trust)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        refusal = ConfigError if path.exists() else LoragateError
-        raise refusal(f"the configuration of {name} cannot be read: {str(error).splitlines()[0]}") from error
-
-
 def generation_config(base: ModelRef, trust: bool = False) -> Any:
     """The base's generation settings or, where it has no such file, what transformers derives from its configuration."""
     try:

@@ -1,15 +1,12 @@
 """An adapter merged into its base: a plain model folder for programs that cannot serve the adapter, such as vLLM with DoRA.
 
-`merge_adapter`'s folder is temporary: it is written whole or not at all, known again by what it was made of, and removed by
-whoever asked for it; `loragate export` keeps what `write_merged` gives. PEFT merges, in fp32, and the result is rounded once, to
-the dtype that is served. Head and embedding are tied no longer where the adapter changes one of them. What was written is loaded
-and compared with the adapter on its base.
+PEFT merges, in fp32, and the result is rounded once, to the dtype that is served. Head and embedding are tied no longer where
+the adapter changes one of them. What was written is loaded and compared with the adapter on its base.
 """
 
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import shutil
 from dataclasses import replace
@@ -19,7 +16,6 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.files import folder_sha256, read_json, write_json
 from loragate.gates.eligibility import EIGHT_BIT, FOUR_BIT, NONE, describe_storage, quantization_of_config
 from loragate.gates.schema import read_adapter_config
 from loragate.models.agreement import Agreement, compare, log_probs, probing_prompts, require_agreement
@@ -28,49 +24,6 @@ from loragate.models.peft_loading import load_peft
 from loragate.models.settings import Loading
 from loragate.models.source import ModelRef
 
-RECORD = "merged.json"
-
-logger = logging.getLogger("loragate")
-
-
-def merge_adapter(
-    base: str,
-    adapter: str | Path,
-    folder: str | Path,
-    *,
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> Path:
-    """Write base and adapter as one model in safetensors; a folder that holds just that is taken as it is.
-
-    Args:
-        base: folder or hub id.
-        adapter: folder of a plain adapter.
-        folder: what is in it is replaced.
-        dtype: of the written weights; "auto" keeps the base's own.
-        revision: of a base on the hub.
-        trust_remote_code: run the base's own code.
-
-    Raises:
-        LoragateError: as `write_merged`.
-    """
-    folder = Path(folder)
-    made_of = {
-        "base": base,
-        "revision": revision,
-        "dtype": dtype,
-        "weights": {str(place): folder_sha256(place) for place in (base, adapter) if Path(place).exists()},
-    }
-    if read_json(folder / RECORD) == made_of:
-        return folder
-    shutil.rmtree(folder, ignore_errors=True)  # of another merge, or of one that was broken off
-    how = Loading(dtype=dtype, trust_remote_code=trust_remote_code)  # type: ignore[arg-type]
-    found = write_merged(ModelRef(base, revision or ""), Path(adapter), folder, how)
-    logger.info("merged into %s: %s", folder, found)
-    write_json(folder / RECORD, made_of)  # last: what has no record is made anew
-    return folder
-
 
 def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USUAL) -> Agreement:
     """Write base and adapter as one model, load it again, and compare it with the adapter on its base.
@@ -78,8 +31,6 @@ def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USU
     A base that is stored in 8 or 4 bits is unpacked, as packed weights would round the adapter away.
 
     Args:
-        base: of the adapter.
-        adapter: folder of a plain adapter.
         folder: new or empty.
         how: dtype of the written weights ("auto" is the base's own) and trust.
 

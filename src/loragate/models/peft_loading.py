@@ -79,7 +79,7 @@ def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     names = {base_path(PREFIX + key.removeprefix(PREFIX)) for key in folder.beside_keys}
     own = dict(chain(base.named_parameters(remove_duplicate=False), base.named_buffers(remove_duplicate=False)))
     before = {name: own[name].detach().clone() for name in sorted(names & own.keys())}
-    mapping = _key_mapping(base, folder)
+    mapping = _key_mapping(base)
     with warnings.catch_warnings():
         # what it says of missing keys, and more, `require_loaded` says below
         warnings.filterwarnings("ignore", "Found missing adapter keys")
@@ -102,7 +102,7 @@ def plan_peft(base: Any, path: str | Path) -> Any:
     """
     folder = read_adapter_folder(path)
     folder.require_usable()
-    config, mapping = peft_config(folder), _key_mapping(base, folder)
+    config, mapping = peft_config(folder), _key_mapping(base)
     start, config.init_lora_weights = config.init_lora_weights, True  # others read the weights of the base
     named = getattr(base.config, "_name_or_path", "") or "this base"
     with torch.device("meta"):
@@ -164,16 +164,9 @@ def unknown_keys(folder: AdapterFolder) -> list[Finding]:
 
 
 def require_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], missing: list[str]) -> None:
-    """Refuse a model that took a part of its adapter only.
+    """Refuse a model that took a part of its adapter, "default", only: MisfitError with counts, examples and the likely reason.
 
-    Args:
-        model: with the adapter as "default".
-        folder: where it came from.
-        unexpected, missing: keys of the file that the model has no place for, and keys of the model that the file lacks, the
-            base's own among them, as `set_peft_model_state_dict` returns them.
-
-    Raises:
-        MisfitError: with counts, one example of each and the likely reason.
+    `unexpected` keys of the file have no place, `missing` ones of the model, the base's own among them, are not in the file.
     """
     state = model.state_dict(keep_vars=True)
     taken = {id(value) for key, value in state.items() if key not in set(missing)}  # a tied weight has several names
@@ -205,9 +198,9 @@ def require_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], mis
     raise MisfitError(Finding(code, "error", message, _reason(model, unexpected, absent), evidence))
 
 
-def _key_mapping(base: Any, folder: AdapterFolder) -> dict[str, str]:
+def _key_mapping(base: Any) -> dict[str, str]:
     """What PEFT's loader replaces in keys: patterns of names without its prefix, the first that matches."""
-    return {**(getattr(base, "_checkpoint_conversion_mapping", None) or {}), **_old_biases(folder)}
+    return getattr(base, "_checkpoint_conversion_mapping", None) or {}
 
 
 def _mapped(key: str, mapping: dict[str, str]) -> str:
@@ -215,18 +208,6 @@ def _mapped(key: str, mapping: dict[str, str]) -> str:
     name = key.removeprefix(PREFIX)
     pattern = next((pattern for pattern in mapping if re.search(pattern, name)), None)
     return key if pattern is None else PREFIX + re.sub(pattern, mapping[pattern], name)
-
-
-def _old_biases(folder: AdapterFolder) -> dict[str, str]:
-    """PEFT up to 0.6 called the bias of an adapted module q_proj.bias; it is q_proj.base_layer.bias since. As a key mapping."""
-    adapted = {factor_path(key)[0] for key in folder.tensors}
-    keys = (key.removeprefix(PREFIX) for key in folder.tensors)
-    old = [
-        re.escape(module)
-        for module in (key.removesuffix(".bias") for key in keys if key.endswith(".bias"))
-        if module in adapted
-    ]
-    return {rf"^({'|'.join(old)})\.bias$": r"\1.base_layer.bias"} if old else {}
 
 
 def _reason(model: Any, unexpected: list[str], absent: list[str]) -> str:

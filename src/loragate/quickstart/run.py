@@ -335,6 +335,6 @@ def _new_folder(wanted: Path) -> Path:
 def _steps(job: Job, key: str) -> Callable[[StepReport], None]:
     def on_step(report: StepReport) -> None:
         value = report.values.get(key)
-        job.advance_to(report.step, report.total, "" if value is None else f"{key.replace('_', ' ')} {value:.3f}")
+        job(report.step, report.total, "" if value is None else f"{key.replace('_', ' ')} {value:.3f}")
 
     return on_step

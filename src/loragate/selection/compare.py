@@ -84,7 +84,7 @@ def counted(job: Job) -> OnEvent:
 
     def on_event(stage: str, what: str, done: int, total: int, note: str) -> None:
         doing = f"{stage} {what}" if what else ""
-        job.advance_to(done, total, " · ".join(filter(None, (doing, note))), UNITS[stage])
+        job(done, total, " · ".join(filter(None, (doing, note))), UNITS[stage])
 
     return on_event
 

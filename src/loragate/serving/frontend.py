@@ -260,60 +260,34 @@ async def loaded(engine: Any, lora_request: Any) -> Any:
     return now
 
 
-async def encode(
-    original: Any,
-    self: Any,
-    prompt: Any,
-    pooling_params: Any,
-    request_id: Any,
-    *args: Any,
-    lora_request: Any = None,
-    **kwargs: Any,
-) -> AsyncGenerator[Any, None]:
-    """A server's `encode`, which embeds or classifies a text, with the adapter as it is `loaded`."""
-    now = lora_request and await loaded(self, lora_request)
-    async for one in original(self, prompt, pooling_params, request_id, *args, lora_request=now, **kwargs):
-        yield one
-
-
-async def generate(
-    original: Any,
-    self: Any,
-    prompt: Any,
-    sampling_params: Any,
-    request_id: Any,
-    *args: Any,
-    lora_request: Any = None,
-    **kwargs: Any,
-) -> AsyncGenerator[Any, None]:
-    """A server's `generate`, which has one line of the log for each request.
+async def answer(original: Any, self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    """A server's `generate`, and its `encode`, which embeds or classifies a text, with one line of the log for each request.
 
     It warns where an adapter is sampled at another temperature than its folder recommends, and loads a folder again that was
     written anew since it was served.
     """
-    if lora_request is not None:
-        record = _sampling(lora_request.lora_path)
-        warn_elsewhere(lora_request.lora_name, record, sampling_params.temperature, logging.getLogger("loragate"))
-        lora_request, name = await loaded(self, lora_request), lora_request.lora_name
-    else:
-        name = "none"
+    given = inspect.signature(original).bind(self, *args, **kwargs)
+    sampling, adapter = (given.arguments.get(name) for name in ("sampling_params", "lora_request"))
+    name = adapter.lora_name if adapter else "none"
+    if adapter:
+        if sampling:
+            warn_elsewhere(name, _sampling(adapter.lora_path), sampling.temperature, logging.getLogger("loragate"))
+        adapter = given.arguments["lora_request"] = await loaded(self, adapter)
     began, tokens, last = time.monotonic(), 0, None
     try:
-        async for last in original(
-            self, prompt, sampling_params, request_id, *args, lora_request=lora_request, **kwargs
-        ):
-            made = sum(len(one.token_ids) for one in last.outputs)
+        async for last in original(*given.args, **given.kwargs):
+            made = sum(len(one.token_ids) for one in last.outputs) if sampling else 0
             # a stream's parts hold what is new; otherwise the last one holds all
-            tokens = tokens + made if getattr(sampling_params.output_kind, "name", "") == "DELTA" else made
+            tokens = tokens + made if sampling and getattr(sampling.output_kind, "name", "") == "DELTA" else made
             yield last
     finally:
-        override = lora_request and str(lora_request.lora_path)[len(split_folder(lora_request.lora_path)[0]) + 1 :]
+        override = adapter and str(adapter.lora_path)[len(split_folder(adapter.lora_path)[0]) + 1 :]
         log.info(
             "request %s: model %s, adapter %s, strength %s, %d prompt tokens (%d cached), %d tokens, %.2f s%s",
-            request_id,
+            given.arguments["request_id"],
             self.model_config.served_model_name,
             name,
-            override or ("as it is" if lora_request else "none"),
+            override or ("as it is" if adapter else "none"),
             len(getattr(last, "prompt_token_ids", None) or ()),
             getattr(last, "num_cached_tokens", None) or 0,
             tokens,
@@ -322,14 +296,20 @@ async def generate(
         )
 
 
-@functools.lru_cache(maxsize=1024)
 def _sampling(path: str) -> dict[str, Any]:
     """The record of an adapter's folder as it is served, see `sampling_of`; {} for a folder that will be refused."""
     try:
         named, override = split_folder(path)
-        return sampling_of(Path(named).expanduser()) if override is None else {}
+        folder = Path(named).expanduser()
+        return _sampling_of(folder, models.stamp(folder)) if override is None else {}
     except LoragateError:
         return {}
+
+
+@functools.lru_cache(maxsize=1024)
+def _sampling_of(folder: Path, stamp: Any) -> dict[str, Any]:
+    """`sampling_of` a folder, while its files have this stamp."""
+    return sampling_of(folder)
 
 
 def open_log() -> None:

@@ -169,8 +169,8 @@ REPLACED: dict[str, Callable[..., Any]] = {
     "vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters": frontend.find_adapter,
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels.load_lora_adapter": frontend.load_adapter,
     "vllm.v1.engine.async_llm:AsyncLLM.add_lora": frontend.add_adapter,
-    "vllm.v1.engine.async_llm:AsyncLLM.encode": frontend.encode,
-    "vllm.v1.engine.async_llm:AsyncLLM.generate": frontend.generate,
+    "vllm.v1.engine.async_llm:AsyncLLM.encode": frontend.answer,
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": frontend.answer,
     "vllm.config:VllmConfig.compute_hash": compile_cache_key,
 }
 """{a method of vLLM's: what takes its place}."""

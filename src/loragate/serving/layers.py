@@ -4,19 +4,15 @@ Each adapter slot of a linear layer holds one gate per packed slice (three for q
 of λ. A slot without gates has slopes of 0, so that λ is exactly 1; one more row, that of tokens without an
 adapter, is clipped to 0. What a request lays over λ (`gates.override`) reaches each of its tokens as two more bounds, so that all
 strengths of an adapter share its slot. Values live in tensors that are filled in place: nothing is baked into a compiled or
-captured graph.
-On a CPU, and in a captured graph's small batches, the cost is the number of operations, not their size: what can be worked
-out when a slot is filled (1/τ in weight and bias, the two slopes) is not worked out per token.
+captured graph. On a CPU, and in a captured graph's small batches, the cost is the number of operations, not their size: what can
+be worked out when a slot is filled (1/τ in weight and bias, the two slopes) is not worked out per token.
 
-On a CPU vLLM gathers the A and B of every token, which costs many times the base's own product. There `shrink_slots` and
-`expand_slots` make one product with A and one with B for each slot in the batch; which tokens are whose is worked out once for all
-layers, λ only where a slot of the batch has gates or a request lays something over it (without gates a request's strength is one
-factor per token, the same in all layers), and a batch of the base alone costs nothing. On a GPU vLLM's kernels are left alone.
+On a CPU vLLM gathers the A and B of every token, which costs many times the base's own product: `shrink_slots` and
+`expand_slots` make one product with each per slot in the batch. On a GPU vLLM's kernels are left alone.
 
 Models whose head may be adapted (Llama, Mistral, Qwen3) have it wrapped as soon as LoRA is on. vLLM's own operations for it on
-a CPU take one row per sampled request: the log-probs of a prompt, with a row per prompt token, end the engine; and rows
-without an adapter get the last slot's. They also copy a head's B once per row, though hardly any adapter has one. So the
-rows are worked out here, slot by slot, for the slots that hold a head.
+a CPU take one row per sampled request: the log-probs of a prompt end the engine, and rows without an adapter get the last
+slot's. So `add_head` works the rows out, slot by slot, for the slots that hold a head.
 
 Shapes: T tokens or rows of logits, D input and O output width (of this rank), R rank, S adapter slots (of a gate's tensors, and
 one more), N slices of the layer, V vocabulary.

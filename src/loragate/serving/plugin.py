@@ -7,12 +7,8 @@ end its engine (`serving.hooks`). Where the plugin cannot work (another vLLM ver
 with the reason and everything else is left alone. Without the plugin, vLLM finds no adapter at the top of a gated folder and
 refuses it too.
 
-What a request lays over λ (`gates.override`) stands behind its adapter's folder, as in `GATED_FOLDER@unit`: vLLM carries the
-folder with the request to the worker, and its prefix cache keeps folders apart, so that nothing computed under one λ is reused
-under another. The tensors are those of the folder, in one slot for all strengths.
-
-Here is what decides whether gates can be served: the plugin reaches into vLLM's LoRA layers, which are private and move, so that
-the version is asked first, and then each place for what is relied upon. `serving.hooks` has what takes the place of vLLM's own.
+Here is what decides whether gates can be served: first the version is asked, then each place for what is relied upon.
+`serving.hooks` has what takes the place of vLLM's own.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def mask_rows(
                 scorer, scored, pad, per_device_train_batch_size=per_device_train_batch_size
             ):
                 found += window
-                job.advance_to(len(found))
+                job(len(found))
         if wrong := [
             row for row, (values, length) in enumerate(zip(found, lengths, strict=True)) if len(values) != length
         ]:
