@@ -38,7 +38,7 @@ def test_another_version_and_a_torn_record_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"begun with loragate 0\.0\.1"):
         run.begin(IDENTITY, resume=True)
     run.record.write_text('{"settings"', encoding="utf-8")
-    with pytest.raises(ConfigError, match="run.json is not JSON"):
+    with pytest.raises(ConfigError, match=r"run\.json is not JSON"):
         run.begin(IDENTITY, resume=True)
 
 

@@ -98,7 +98,8 @@ def summary(recipe: Recipe, found: dict[str, Cost]) -> str:
     cards = max(int(stage.options.get("processes") or 1) for stage in recipe.stages)
     return (
         f"about {duration(3600 * hours)} in all on {cards} {recipe.machine}, grading aside: with every row and answer "
-        f"as long as its limit, products at {OF_PEAK:g} of the card's peak and vLLM at {OF_BANDWIDTH:g} of its bandwidth, both assumed"
+        f"as long as its limit, products at {OF_PEAK:g} of the card's peak and vLLM at {OF_BANDWIDTH:g} of its bandwidth, "
+        "both assumed"
     )
 
 
