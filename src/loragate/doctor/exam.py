@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from loragate import records
-from loragate.analysis.rows import Array, Interval, Reader, Row, TokenClasses, answer_rows, no_progress, ratio
+from loragate.analysis.context import ReadsModel
+from loragate.analysis.rows import Array, Interval, Row, answer_rows, no_progress, ratio
 from loragate.data import EncodedRows, encode_rows, load_rows, prompt_ids
 from loragate.data.chat import active_template
 from loragate.data.formats import FORMATS, text_of
@@ -23,7 +24,7 @@ from loragate.data.rows import Rows, RowsGiven
 from loragate.doctor.record import Measures
 from loragate.errors import GateError
 from loragate.evaluation.evaluate import evaluate
-from loragate.evaluation.variants import ModelVariant, acting
+from loragate.evaluation.variants import ModelVariant
 from loragate.files import RunFolder, write_json
 from loragate.gates.adapter_rules import Finding
 from loragate.gates.control import unreached, why_no_base
@@ -142,7 +143,7 @@ def silent_job(name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress
 
 
 @dataclass
-class Exam:
+class Exam(ReadsModel):
     """An adapter under examination; the model is loaded when it is first asked for.
 
     Attributes:
@@ -203,25 +204,6 @@ class Exam:
             return f"multiply its {keys} by {strength}, as one λ does not reach {self.unreached[0]}"
         command = ["loragate", "export", self.place.source, "--base", str(self.place.base), "--constant", strength]
         return f"{shlex.join(command)} --out OUT writes that adapter"
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """What the model can be, beside its gates."""
-        return ("adapter", "base") if self.has_base else ("adapter",)
-
-    @cached_property
-    def reader(self) -> Reader:
-        """Reads rows with whatever acts at the moment."""
-        return Reader(self.model, self.tokenizer)
-
-    @cached_property
-    def classes(self) -> TokenClasses:
-        """Token classes, with the ids that end an answer."""
-        return TokenClasses(self.tokenizer, self.loaded.endings.token_ids)
-
-    def acting(self, kind: Kind) -> AbstractContextManager[None]:
-        """The context in which the model is its base, its plain adapter or its gates."""
-        return acting(self.model, ModelVariant(kind), self.loaded.kind)
 
     @cached_property
     def examples(self) -> Rows | None:
@@ -332,7 +314,9 @@ class Exam:
     def texts(self) -> dict[str, list[Row]]:
         """What strengths are tried on: "examples" where there are any, and a part of the "base" and "adapter" answers."""
         found: dict[str, Sequence[Row]] = {"examples": self.rows} if self.rows else {}
-        found |= {kind: self.own_rows(kind) for kind in self.kinds}
+        found["adapter"] = self.own_rows("adapter")
+        if self.has_base:
+            found["base"] = self.own_rows("base")
         return {name: self.affordable(rows, TEXT_PASSES, TEXT_SECONDS) for name, rows in found.items()}
 
     @contextmanager
