@@ -339,9 +339,7 @@ class Exam(ReadsModel):
             write_json(file, {key: [one.sums.tolist(), one.tokens.tolist()] for key, one in kept.items()})
         return self._losses[key]
 
-    def scores(
-        self, name: Literal["dev", "retention"], strengths: Sequence[float] = (), settings: DevSettings | None = None
-    ) -> dict[str, Array]:
+    def scores(self, name: Literal["dev", "retention"], strengths: Sequence[float] = ()) -> dict[str, Array]:
         """Shares right [questions] of greedy answers to the first questions of the dev or retention set, by λ.
 
         Args:
@@ -361,7 +359,7 @@ class Exam(ReadsModel):
         for value in strengths:
             if value not in (0, 1):
                 variants[f"{value:g}"] = ModelVariant("adapter", f"λ={value:g}", scale=value).at(0)
-        folder, settings = self.folder / name, settings or (self.settings.dev if name == "dev" else DevSettings())
+        folder, settings = self.folder / name, self.settings.dev if name == "dev" else DevSettings()
         dev = read_dev(self.dev_data if name == "dev" else self.retention_data, settings, name)
         longest = max((sum(label != IGNORED for label in row["labels"]) for row in self.rows), default=0)
         task = dev.prepared(
@@ -398,10 +396,10 @@ class Exam(ReadsModel):
         rows = {row.label: np.array(row.question_scores) for row in record.results}
         return {label: rows[variant.label] for label, variant in variants.items()}
 
-    def losses(self, rows: Sequence[Row], on_progress: OnProgress = no_progress) -> Losses:
+    def losses(self, rows: Sequence[Row]) -> Losses:
         """Negative log-likelihood of the labels of rows, under whatever acts on the model at the moment."""
         sums, counts = np.zeros(len(rows)), np.zeros(len(rows))
-        for batch, rows_T, _ in self.reader.batches(rows, self.settings.batch_size, on_progress):
+        for batch, rows_T, _ in self.reader.batches(rows, self.settings.batch_size):
             found = self.reader.read(batch).log_prob.double().cpu().numpy()
             sums += np.bincount(rows_T, -found, minlength=len(rows))
             counts += np.bincount(rows_T, minlength=len(rows))
