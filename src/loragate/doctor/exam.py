@@ -24,6 +24,7 @@ from loragate.data.rows import Rows, RowsGiven
 from loragate.doctor.record import Measures
 from loragate.errors import GateError
 from loragate.evaluation.evaluate import evaluate
+from loragate.evaluation.statistics import average_at_k
 from loragate.evaluation.variants import ModelVariant
 from loragate.files import RunFolder, write_json
 from loragate.gates.adapter_rules import Finding
@@ -128,6 +129,23 @@ class Losses:
     def minus(self, other: Losses) -> Interval:
         """The difference in nats per token on the same rows, paired, with its interval over rows."""
         return ratio(self.sums - other.sums, self.tokens)
+
+
+def low_end(interval: Interval) -> float:
+    """The lower end, without limit where rows are too few for one, so that few rows give no warning; `high_end` likewise."""
+    return float("-inf") if interval.low is None else interval.low
+
+
+def high_end(interval: Interval) -> float:
+    return float("inf") if interval.high is None else interval.high
+
+
+def share_right(scores: Array | None) -> Interval | None:
+    """The share of the questions that are right, of scores [questions], with its interval; None where none were asked."""
+    if scores is None:
+        return None
+    found = average_at_k(scores[:, None])
+    return Interval(found.mean, found.low, found.high)
 
 
 class OnJob(Protocol):
