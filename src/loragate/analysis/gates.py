@@ -263,17 +263,15 @@ def choose(text: str, config: GateConfig) -> tuple[list[str], list[str]]:
     """The interventions of a comma-separated list, or the paper's where it is empty, and those left out with the reason.
 
     Raises:
-        ConfigError: for an unknown name, one given twice, or one asked for by name that cannot change any λ.
+        ConfigError: for an unknown name, or one asked for by name that cannot change any λ.
     """
     names = comma_list(text)
     chosen: list[str] = []
     left_out: list[str] = []
-    for name in names or PAPER:
+    for name in dict.fromkeys(names or PAPER):
         reason = without_effect(parse_override(name), config)
         if reason and names:
             raise ConfigError(f"--interventions {name} would repeat the gates as they are: {reason}")
-        if name in chosen:
-            raise ConfigError(f"--interventions names {name} twice")
         if reason:
             left_out.append(f"{name}: {reason}")
         else:
