@@ -31,8 +31,7 @@ def test_the_papers_four_by_default_and_no_row_without_effect():
 def test_what_is_asked_for_by_name_must_have_an_effect():
     with pytest.raises(ConfigError, match="would repeat the gates as they are"):
         choose("noreverse", lg.GateConfig(0, 3))
-    with pytest.raises(ConfigError, match="twice"):
-        choose("unit,unit", lg.GateConfig(-1, 3))
+    assert choose("unit,off,unit", lg.GateConfig(-1, 3)) == (["unit", "off"], [])
     with pytest.raises(ConfigError, match="unit"):
         choose("unti", lg.GateConfig(-1, 3))
 

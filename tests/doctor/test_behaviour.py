@@ -266,6 +266,15 @@ def test_retention_questions(examined, monkeypatch):
     assert "forgets" not in examined(says(SENTENCE), says(SENTENCE), retention_data=[{}])[1]
 
 
+def test_with_every_retention_question_right_the_interval_has_a_width(examined, monkeypatch):
+    scores = {"0": np.ones(48), "1": np.ones(48)}
+    monkeypatch.setattr(Exam, "scores", lambda exam, name: scores)
+    found, findings = examined(says(SENTENCE), says(SENTENCE), retention_data=[{}])
+    assert found.retention_adapter.mean == 1
+    assert 0.85 < found.retention_adapter.low < 0.95
+    assert "forgets" not in findings
+
+
 def test_retention_questions_are_not_asked_of_an_adapter_that_changes_nothing(examined, monkeypatch):
     def refuse(*given, **more):
         raise GateError("the adapter changes no logit")

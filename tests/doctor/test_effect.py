@@ -6,11 +6,11 @@ import torch
 
 import loragate as lg
 from loragate.doctor import examination
-from loragate.doctor.effect import Below, examine_effect
+from loragate.doctor.effect import examine_effect
 from loragate.doctor.exam import LEAST_ROWS, SPEED, Exam, ExamSettings, Prompt
 from loragate.doctor.learned import examine_learned
 from loragate.doctor.record import Measures, Static
-from loragate.gates.strength import kind_of, layer_of, lora_paths, scaled
+from loragate.gates.strength import kind_of, layer_of, lora_paths
 from loragate.models import Loading, resolve
 from tiny import logits, shake, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_adapter, write_base
 
@@ -149,21 +149,3 @@ def test_rows_are_read_as_far_as_time_allows(tmp_path, monkeypatch):
     monkeypatch.setitem(SPEED, "cpu", 1.0)
     effect = examine_effect(exam)[0]
     assert {(cell.layer is None) + (cell.kind is None) for cell in effect.cells} == {1}, "layers and kinds only"
-
-
-def test_what_lies_below_a_layer_is_not_computed_again(tmp_path):
-    exam = exam_of(written(tmp_path), tmp_path, data=tiny_rows(5))
-    batch = exam.reader.batch(*exam.rows)
-    below = Below(exam.model, {0, 1})
-    first = next(path for path in lora_paths(exam.model) if path.startswith("model.layers.0."))
-    with torch.no_grad():
-        with below.kept():
-            whole = exam.reader.states(batch)
-        with below.replayed(1), scaled(exam.model, {first: 0.0}):
-            assert torch.equal(exam.reader.states(batch), whole), "what changes below is not seen"
-        with below.replayed(0), scaled(exam.model, {first: 0.0}):
-            assert not torch.equal(exam.reader.states(batch), whole)
-        assert torch.equal(exam.reader.states(batch), whole)
-        below.check(lambda: False)
-        with below.replayed(1), scaled(exam.model, {first: 0.0}):
-            assert not torch.equal(exam.reader.states(batch), whole), "in whole passes"

@@ -6,6 +6,7 @@ import torch
 
 import loragate as lg
 from loragate.doctor import examination, strength
+from loragate.doctor.answers import examine_answers
 from loragate.doctor.exam import STRENGTHS, Exam, ExamSettings, Losses, shipped_prompts
 from loragate.doctor.record import Measures, Static
 from loragate.doctor.strength import _chosen, examine_strength
@@ -109,6 +110,16 @@ def test_nothing_is_chosen_by_a_dev_set_on_which_nothing_is_right(exam, monkeypa
     assert found.decided_by == "loss"
     assert any("--dev-grader or --dev-task" in line for line in said)
     assert found.points[0].accuracy.mean == 0
+
+
+def test_both_parts_give_a_retention_score_one_interval(exam, monkeypatch):
+    exam.retention_data = []
+    scores = {f"{scale:g}": np.array([1.0] * (40 - 4 * at) + [0.0] * 4 * at) for at, scale in enumerate(STRENGTHS)}
+    monkeypatch.setattr(Exam, "scores", lambda *_: scores)
+    monkeypatch.setattr(Exam, "prompts", shipped_prompts()[:2])
+    asked, (points, _) = examine_answers(exam)[0], examine_strength(exam)
+    kept = {point.label: point.kept for point in points.points}
+    assert (asked.retention_base, asked.retention_adapter) == (kept["0"], kept["1"])
 
 
 def test_an_adapter_that_takes_nothing_gives_nothing_back(exam, monkeypatch):

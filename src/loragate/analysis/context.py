@@ -9,6 +9,7 @@ strictly as they are written.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -108,7 +109,30 @@ def stored_answers(
     return Answers(prepared, kept)
 
 
-class DiagnosticContext:
+class ReadsModel(ABC):
+    """Something with a model, and how it is read."""
+
+    @property
+    @abstractmethod
+    def loaded(self) -> Loaded:
+        """The model, loaded when it is first asked for."""
+
+    @cached_property
+    def reader(self) -> Reader:
+        """Reads rows with the model."""
+        return Reader(self.loaded.model, self.loaded.tokenizer)
+
+    @cached_property
+    def classes(self) -> TokenClasses:
+        """Token classes of the model, with the ids that end an answer."""
+        return TokenClasses(self.loaded.tokenizer, self.loaded.endings.token_ids)
+
+    def acting(self, kind: Kind) -> AbstractContextManager[None]:
+        """The context in which the model is its base, its adapter or its gates."""
+        return acting(self.loaded.model, ModelVariant(kind), self.loaded.kind)
+
+
+class DiagnosticContext(ReadsModel):
     """A model that is looked at, silently; a subclass says and shows what goes on.
 
     Args:
@@ -185,20 +209,6 @@ class DiagnosticContext:
         with self.job("loading the reference"):
             whole = resolve(name, base_later=True).kind == "base"
             return self.open(name, "" if whole else self.request.base, "transformers")
-
-    @cached_property
-    def reader(self) -> Reader:
-        """Reads rows with the model."""
-        return Reader(self.loaded.model, self.loaded.tokenizer)
-
-    @cached_property
-    def classes(self) -> TokenClasses:
-        """Token classes of the model, with the ids that end an answer."""
-        return TokenClasses(self.loaded.tokenizer, self.loaded.endings.token_ids)
-
-    def acting(self, kind: Kind) -> AbstractContextManager[None]:
-        """The context in which the model is its base, its adapter or its gates."""
-        return acting(self.loaded.model, ModelVariant(kind), self.loaded.kind)
 
     def rows(self, settings: DiagnoseSettings, most: int) -> tuple[list[Row], str]:
         """The first rows of a file or data set, `most` where the settings do not say, encoded, and where they come from."""

@@ -57,7 +57,6 @@ class TokenEntropies:
         rows: index of each token's row, [T].
         token_ids: the response token that is predicted there, [T].
         entropy: {"base", "adapter", and "gated" where there are gates}, nats, [T] each.
-        log_prob: log-probability of the response token, likewise.
         likeliest: ids of the tokens that are likeliest there, first one first, [T, K] likewise; `likeliest_prob` are their
             probabilities.
         kl: KL(adapter‖base), nats, [T].
@@ -66,7 +65,6 @@ class TokenEntropies:
     rows: np.ndarray
     token_ids: np.ndarray
     entropy: Mapping[str, np.ndarray]
-    log_prob: Mapping[str, np.ndarray]
     likeliest: Mapping[str, np.ndarray]
     likeliest_prob: Mapping[str, np.ndarray]
     kl: np.ndarray
@@ -219,10 +217,8 @@ def measure(
             for name in streams:  # the head, too, may be another in the base
                 with acting(reader.model, ModelVariant(name), kind):
                     log_p[name] = reader.log_probs(states[name][at : at + CHUNK])
-            token_C1 = torch.from_numpy(ids_T[at : at + CHUNK]).unsqueeze(-1)
             for name, log_p_CV in log_p.items():
                 add(f"entropy {name}", torch.special.entr(log_p_CV.exp()).sum(-1))
-                add(f"log_prob {name}", log_p_CV.gather(-1, token_C1.to(log_p_CV.device)).squeeze(-1))
                 top = log_p_CV.topk(min(LIKELIEST, log_p_CV.shape[-1]), -1)
                 add(f"likeliest {name}", top.indices)
                 add(f"likeliest_prob {name}", top.values.exp())
@@ -230,13 +226,10 @@ def measure(
         where.append(rows_T)
         ids.append(ids_T)
     whole = {name: np.concatenate(read) for name, read in parts.items()}
-    entropy, log_prob, likeliest, likeliest_prob = (
-        {str(name): whole[f"{of} {name}"] for name in streams}
-        for of in ("entropy", "log_prob", "likeliest", "likeliest_prob")
+    entropy, likeliest, likeliest_prob = (
+        {str(name): whole[f"{of} {name}"] for name in streams} for of in ("entropy", "likeliest", "likeliest_prob")
     )
-    return TokenEntropies(
-        np.concatenate(where), np.concatenate(ids), entropy, log_prob, likeliest, likeliest_prob, whole["kl"]
-    )
+    return TokenEntropies(np.concatenate(where), np.concatenate(ids), entropy, likeliest, likeliest_prob, whole["kl"])
 
 
 def divergence(log_p_CV: torch.Tensor, log_r_CV: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ Shapes: M modules, T counted tokens of a batch, C token classes, X sums of `lora
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from loragate.gates.control import Shares, regions
 from loragate.gates.override import Override, parse_override
 from loragate.gates.range import Range
 from loragate.gates.schema import read_gate_config
+from loragate.gates.strength import kind_of, layer_of
 from loragate.generation import OnProgress
 from loragate.losses.causal_head import counted
 from loragate.validate import comma_list
@@ -131,7 +131,7 @@ def read_gates(
         sums = sums + np.moveaxis(torch.stack(regions(lam_MT, bounds)).numpy() @ member_TC, 0, -1)
         bins = bins + np.histogram(lam_MT.clamp(bounds.lower, bounds.upper).numpy(), edges)[0]
         tokens += len(ids_T)
-    places = [place_of(path) for path in whole]
+    places = [(layer_of(path), kind_of(path)) for path in whole]
     layers = sorted({layer for layer, _ in places if layer is not None})
     types = list(dict.fromkeys(kind for _, kind in places))
 
@@ -199,12 +199,6 @@ def most(record: GatesRecord, name: str) -> tuple[ModuleGates, str, Shares] | No
     return best if getattr(best[2], name) > 0 else None
 
 
-def place_of(path: str) -> tuple[int | None, str]:
-    """Layer and type of a module: the first whole number of its path (an expert's comes second), and the last part."""
-    number = re.search(r"\.(\d+)\.", path)
-    return (int(number.group(1)) if number else None), path.rsplit(".", 1)[-1]
-
-
 def _by_class(sums_CX: np.ndarray) -> dict[str, Shares]:
     return {name: Shares.of(row) for name, row in zip(CLASSES, sums_CX, strict=True) if row[0] > 0}
 
@@ -269,17 +263,15 @@ def choose(text: str, config: GateConfig) -> tuple[list[str], list[str]]:
     """The interventions of a comma-separated list, or the paper's where it is empty, and those left out with the reason.
 
     Raises:
-        ConfigError: for an unknown name, one given twice, or one asked for by name that cannot change any λ.
+        ConfigError: for an unknown name, or one asked for by name that cannot change any λ.
     """
     names = comma_list(text)
     chosen: list[str] = []
     left_out: list[str] = []
-    for name in names or PAPER:
+    for name in dict.fromkeys(names or PAPER):
         reason = without_effect(parse_override(name), config)
         if reason and names:
             raise ConfigError(f"--interventions {name} would repeat the gates as they are: {reason}")
-        if name in chosen:
-            raise ConfigError(f"--interventions names {name} twice")
         if reason:
             left_out.append(f"{name}: {reason}")
         else:

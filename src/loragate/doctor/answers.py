@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from loragate.analysis.rows import Interval, Row, ratio
-from loragate.doctor.exam import Exam, Losses, Prompt
+from loragate.doctor.exam import Exam, Losses, Prompt, low_end, share_right
 from loragate.doctor.record import Answering, AnswerPair, Answers
 from loragate.doctor.texts import language_of, loops_at_end, split_thoughts
+from loragate.evaluation.statistics import Difference, Estimate, average_at_k, compare
 from loragate.gates.adapter_rules import Finding
 
 MORE_OFTEN = 0.15
@@ -101,8 +102,8 @@ def examine_answers(exam: Exam) -> tuple[Answers, list[Finding]]:
         None if base is None else _answering(base, thinks),
         _answering(adapter, thinks),
         forgetting,
-        _mean(kept["0"]) if "0" in kept else None,
-        _mean(kept["1"]) if "1" in kept else None,
+        share_right(kept.get("0")),
+        share_right(kept.get("1")),
         pairs,
     )
     return measured, findings
@@ -160,16 +161,11 @@ def _flags(adapter: Seen, base: Seen | None) -> tuple[str, ...]:
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> Interval:
-    """Their mean with its interval over prompts or questions."""
+    """Their mean with its interval over prompts."""
     return ratio(np.asarray(values, dtype=float), np.ones(len(values)))
 
 
-def _above(found: Interval) -> float:
-    """The lower end of an interval, or the mean where rows are too few for one."""
-    return found.mean if found.low is None else found.low
-
-
-def _percent(found: Interval) -> str:
+def _percent(found: Interval | Estimate | Difference) -> str:
     ends = "" if found.low is None or found.high is None else f" ({100 * found.low:.0f} to {100 * found.high:.0f})"
     return f"{100 * found.mean:.0f} %{ends}"
 
@@ -259,7 +255,7 @@ def _more_often(adapter: Sequence[bool], base: Sequence[bool] | None) -> Interva
     """
     before = np.zeros(len(adapter)) if base is None else np.asarray(base, dtype=float)
     more = _mean(np.asarray(adapter, dtype=float) - before)
-    return more if _above(more) > (0.5 if base is None else MORE_OFTEN) else None
+    return more if low_end(more) > (0.5 if base is None else MORE_OFTEN) else None
 
 
 def _against(own: Sequence[bool], base: Sequence[bool] | None) -> str:
@@ -300,7 +296,7 @@ def _silence(adapter: Sequence[Seen], base: Sequence[Seen] | None) -> list[Findi
 def _thoughts(adapter: Sequence[Seen], base: Sequence[Seen]) -> list[Finding]:
     lost = [not one.thinks for one, before in zip(adapter, base, strict=True) if before.thinks]
     share = _mean(lost) if len(lost) >= LEAST else None
-    if share is None or _above(share) <= LOST:
+    if share is None or low_end(share) <= LOST:
         return []
     message = (
         f"The base thinks before it answers {len(lost)} of {len(base)} prompts; the adapter leaves them out of {sum(lost)} "
@@ -323,7 +319,7 @@ def _languages(adapter: Sequence[Seen], base: Sequence[Seen]) -> list[Finding]:
             if before.stays and (one.prompt.kind == "language") == foreign
         ]
         share = _mean([one.strays for one in both]) if len(both) >= LEAST else None
-        if share is not None and _above(share) > LOST and (worst is None or share.mean > worst[0]):
+        if share is not None and low_end(share) > LOST and (worst is None or share.mean > worst[0]):
             worst = share.mean, [one for one in both if one.strays], len(both)
     if worst is None:
         return []
@@ -365,7 +361,7 @@ def _times(nats: float) -> str:
 
 
 def _forgets(exam: Exam, forgetting: dict[str, Interval]) -> list[Finding]:
-    if not forgetting or _above(forgetting["1"]) <= FORGETS_NOTE:
+    if not forgetting or low_end(forgetting["1"]) <= FORGETS_NOTE:
         return []
     whole, half = forgetting["1"], forgetting["0.5"]
     drawn = exam.drawn("base")
@@ -373,7 +369,7 @@ def _forgets(exam: Exam, forgetting: dict[str, Interval]) -> list[Finding]:
     entropy = ratio(
         [(one.entropy or 0.0) * len(one.token_ids) for one in read], [len(one.token_ids) for one in read]
     ).mean
-    much = _above(whole) > FORGETS
+    much = low_end(whole) > FORGETS
     message = (
         f"The base's own answers to {len(read)} everyday prompts lose {whole.mean:.2f} nats per token{whole.ends()} under the "
         f"adapter: on average a token becomes {_times(whole.mean)} times less likely. The base's own uncertainty in them is "
@@ -392,8 +388,9 @@ def _forgets(exam: Exam, forgetting: dict[str, Interval]) -> list[Finding]:
 def _retention_finding(kept: dict[str, np.ndarray]) -> list[Finding]:
     if len(kept) < 2:
         return []
-    loss, base, adapter = (_mean(one) for one in (kept["0"] - kept["1"], kept["0"], kept["1"]))
-    if _above(loss) <= RETENTION_LOSS:
+    base, adapter = average_at_k(kept["0"][:, None]), average_at_k(kept["1"][:, None])
+    loss = compare(kept["0"][:, None], kept["1"][:, None])
+    if loss.low <= RETENTION_LOSS:
         return []
     message = (
         f"Of {len(kept['0'])} retention questions the base answers {_percent(base)} right and the adapter {_percent(adapter)}: "

@@ -10,10 +10,7 @@ Shapes: T response tokens of a batch, V vocabulary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -32,9 +29,10 @@ TOKENS, ROW_TOKENS = 2048, 64
 """Response tokens that are read, and of one row: many rows make the intervals narrow."""
 READING_SECONDS, CELL_SECONDS = 30.0, 90.0
 """For reading with base and adapter, and for switching modules off: both beside the answers within ten minutes."""
-CELL_TOKENS, CELL_ROW_TOKENS, FEWEST = 256, 32, 96
+CELL_TOKENS, CELL_ROW_TOKENS, FEWEST = 256, 32, 64
 """Response tokens that tell the modules apart at most, those of one row, and the fewest tokens in all; where time allows fewer,
-only layers and kinds are told apart."""
+only layers and kinds are told apart. On a CPU it allows 91 with 135M parameters (30 layers, LoRA of rank 16 on 7 kinds), 31 with
+0.5B."""
 CHANGED, CHANGED_OF_ROW = 12, 2
 """Most changed tokens that are shown, and of one row."""
 AROUND = 12
@@ -140,91 +138,27 @@ def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
         for place in dict.fromkeys([(layer, kind), (layer, None), (None, kind)]):
             if place != (None, None):
                 modules.setdefault(place, []).append(path)
-    margins = {place: paths for place, paths in modules.items() if None in place}
     # short rows first: more of their tokens are response
     ascending = sorted((_cut(row, CELL_ROW_TOKENS) for row in rows), key=lambda row: len(row["input_ids"]))
     short = _first(ascending[: exam.settings.batch_size], CELL_TOKENS)
-    if _tokens_each(exam, modules) < min(FEWEST, sum(len(row["input_ids"]) for row in short)):
-        modules = margins
-    chosen = _first(short, _tokens_each(exam, modules), lambda row: len(row["input_ids"]))
+    if exam.tokens_in(CELL_SECONDS / (1 + len(modules))) < min(FEWEST, sum(len(row["input_ids"]) for row in short)):
+        modules = {place: paths for place, paths in modules.items() if None in place}
+    chosen = _first(short, exam.tokens_in(CELL_SECONDS / (1 + len(modules))), lambda row: len(row["input_ids"]))
     batch = exam.reader.batch(*chosen)
     nats: dict[tuple[str, ...], float] = {}
     ordered = sorted(modules, key=lambda place: (place[0] is None, place[1] is None))
     with torch.no_grad(), exam.acting("adapter"):
-        below = Below(exam.model, {layer for layer, _ in modules if layer is not None})
-        with below.kept():
-            with_all_TV = exam.reader.log_probs(exam.reader.states(batch))
-        below.check(lambda: torch.equal(exam.reader.log_probs(exam.reader.states(batch)), with_all_TV))
+        with_all_TV = exam.reader.log_probs(exam.reader.states(batch))
         with exam.job("switching modules off in turn", len(ordered), "cells") as on_progress:
             for done, place in enumerate(ordered, 1):
                 paths = tuple(modules[place])
                 if paths not in nats:
-                    with scaled(exam.model, dict.fromkeys(paths, 0.0)), below.replayed(place[0]):
+                    with scaled(exam.model, dict.fromkeys(paths, 0.0)):
                         without_TV = exam.reader.log_probs(exam.reader.states(batch))
                     nats[paths] = float(divergence(with_all_TV, without_TV).mean())
                 on_progress(done, len(ordered))
     cells = tuple(Cell(*place, nats[tuple(modules[place])]) for place in ordered)
     return cells, sum(map(_responses, chosen))
-
-
-def _tokens_each(exam: Exam, places: Iterable[tuple[int | None, str | None]]) -> float:
-    """Tokens that can be read once with each of these switched off."""
-    passes = 2 + sum(1 if layer is None else 1 / 2 for layer, _ in places)  # what is below a layer is kept
-    return exam.tokens_in(CELL_SECONDS / passes)
-
-
-class Below:
-    """The layers of a model whose outputs on one batch are kept, so that a change in a layer costs the layers from there on.
-
-    Args:
-        model: a PeftModel.
-        layers: indices of the layers that are changed in turn.
-    """
-
-    def __init__(self, model: Any, layers: Collection[int]) -> None:
-        bare, self.blocks = model.get_base_model(), dict[int, Any]()
-        for path in lora_paths(model):
-            if (layer := layer_of(path)) in layers and layer not in self.blocks:
-                parts = path.split(".")
-                self.blocks[layer] = bare.get_submodule(".".join(parts[: parts.index(str(layer)) + 1]))  # type: ignore[index]
-        self.outputs: dict[int, Any] = {}
-        self.usable = True
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """The next pass's outputs are those that are replayed."""
-
-        def keep(layer: int, block: Any, given: Any, output: Any) -> None:
-            self.outputs[layer] = output
-
-        hooks = [block.register_forward_hook(partial(keep, layer)) for layer, block in self.blocks.items()]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    @contextmanager
-    def replayed(self, layer: int | None) -> Iterator[None]:
-        """Layers below this one give what they gave, without computing it; every layer computes for None."""
-        below = [one for one in self.blocks if layer is not None and one < layer] if self.usable else []
-        try:
-            for one in below:
-                self.blocks[one].forward = partial(_given, self.outputs[one])
-            yield
-        finally:
-            for one in below:
-                del self.blocks[one].forward  # the class's is behind it
-
-    def check(self, same: Callable[[], bool]) -> None:
-        """Keep to whole passes where replaying changes the outcome, as in a model whose layers share more than their outputs."""
-        if self.blocks:
-            with self.replayed(sorted(self.blocks)[len(self.blocks) // 2]):
-                self.usable = same()
-
-
-def _given(output: Any, *args: Any, **kwargs: Any) -> Any:
-    return output
 
 
 def _changed(exam: Exam, rows: Sequence[Row], found: TokenEntropies) -> tuple[ChangedToken, ...]:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from loragate import records
-from loragate.analysis.rows import Array, Interval, Reader, Row, TokenClasses, answer_rows, no_progress, ratio
+from loragate.analysis.context import ReadsModel
+from loragate.analysis.rows import Array, Interval, Row, answer_rows, no_progress, ratio
 from loragate.data import EncodedRows, encode_rows, load_rows, prompt_ids
 from loragate.data.chat import active_template
 from loragate.data.formats import FORMATS, text_of
@@ -23,7 +24,8 @@ from loragate.data.rows import Rows, RowsGiven
 from loragate.doctor.record import Measures
 from loragate.errors import GateError
 from loragate.evaluation.evaluate import evaluate
-from loragate.evaluation.variants import ModelVariant, acting
+from loragate.evaluation.statistics import average_at_k
+from loragate.evaluation.variants import ModelVariant
 from loragate.files import RunFolder, write_json
 from loragate.gates.adapter_rules import Finding
 from loragate.gates.control import unreached, why_no_base
@@ -129,6 +131,23 @@ class Losses:
         return ratio(self.sums - other.sums, self.tokens)
 
 
+def low_end(interval: Interval) -> float:
+    """The lower end, without limit where rows are too few for one, so that few rows give no warning; `high_end` likewise."""
+    return float("-inf") if interval.low is None else interval.low
+
+
+def high_end(interval: Interval) -> float:
+    return float("inf") if interval.high is None else interval.high
+
+
+def share_right(scores: Array | None) -> Interval | None:
+    """The share of the questions that are right, of scores [questions], with its interval; None where none were asked."""
+    if scores is None:
+        return None
+    found = average_at_k(scores[:, None])
+    return Interval(found.mean, found.low, found.high)
+
+
 class OnJob(Protocol):
     """Shows a part of the work: a context that yields what is called with (done, of)."""
 
@@ -142,7 +161,7 @@ def silent_job(name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress
 
 
 @dataclass
-class Exam:
+class Exam(ReadsModel):
     """An adapter under examination; the model is loaded when it is first asked for.
 
     Attributes:
@@ -203,25 +222,6 @@ class Exam:
             return f"multiply its {keys} by {strength}, as one λ does not reach {self.unreached[0]}"
         command = ["loragate", "export", self.place.source, "--base", str(self.place.base), "--constant", strength]
         return f"{shlex.join(command)} --out OUT writes that adapter"
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """What the model can be, beside its gates."""
-        return ("adapter", "base") if self.has_base else ("adapter",)
-
-    @cached_property
-    def reader(self) -> Reader:
-        """Reads rows with whatever acts at the moment."""
-        return Reader(self.model, self.tokenizer)
-
-    @cached_property
-    def classes(self) -> TokenClasses:
-        """Token classes, with the ids that end an answer."""
-        return TokenClasses(self.tokenizer, self.loaded.endings.token_ids)
-
-    def acting(self, kind: Kind) -> AbstractContextManager[None]:
-        """The context in which the model is its base, its plain adapter or its gates."""
-        return acting(self.model, ModelVariant(kind), self.loaded.kind)
 
     @cached_property
     def examples(self) -> Rows | None:
@@ -332,7 +332,9 @@ class Exam:
     def texts(self) -> dict[str, list[Row]]:
         """What strengths are tried on: "examples" where there are any, and a part of the "base" and "adapter" answers."""
         found: dict[str, Sequence[Row]] = {"examples": self.rows} if self.rows else {}
-        found |= {kind: self.own_rows(kind) for kind in self.kinds}
+        found["adapter"] = self.own_rows("adapter")
+        if self.has_base:
+            found["base"] = self.own_rows("base")
         return {name: self.affordable(rows, TEXT_PASSES, TEXT_SECONDS) for name, rows in found.items()}
 
     @contextmanager
@@ -355,9 +357,7 @@ class Exam:
             write_json(file, {key: [one.sums.tolist(), one.tokens.tolist()] for key, one in kept.items()})
         return self._losses[key]
 
-    def scores(
-        self, name: Literal["dev", "retention"], strengths: Sequence[float] = (), settings: DevSettings | None = None
-    ) -> dict[str, Array]:
+    def scores(self, name: Literal["dev", "retention"], strengths: Sequence[float] = ()) -> dict[str, Array]:
         """Shares right [questions] of greedy answers to the first questions of the dev or retention set, by λ.
 
         Args:
@@ -377,7 +377,7 @@ class Exam:
         for value in strengths:
             if value not in (0, 1):
                 variants[f"{value:g}"] = ModelVariant("adapter", f"λ={value:g}", scale=value).at(0)
-        folder, settings = self.folder / name, settings or (self.settings.dev if name == "dev" else DevSettings())
+        folder, settings = self.folder / name, self.settings.dev if name == "dev" else DevSettings()
         dev = read_dev(self.dev_data if name == "dev" else self.retention_data, settings, name)
         longest = max((sum(label != IGNORED for label in row["labels"]) for row in self.rows), default=0)
         task = dev.prepared(
@@ -414,10 +414,10 @@ class Exam:
         rows = {row.label: np.array(row.question_scores) for row in record.results}
         return {label: rows[variant.label] for label, variant in variants.items()}
 
-    def losses(self, rows: Sequence[Row], on_progress: OnProgress = no_progress) -> Losses:
+    def losses(self, rows: Sequence[Row]) -> Losses:
         """Negative log-likelihood of the labels of rows, under whatever acts on the model at the moment."""
         sums, counts = np.zeros(len(rows)), np.zeros(len(rows))
-        for batch, rows_T, _ in self.reader.batches(rows, self.settings.batch_size, on_progress):
+        for batch, rows_T, _ in self.reader.batches(rows, self.settings.batch_size):
             found = self.reader.read(batch).log_prob.double().cpu().numpy()
             sums += np.bincount(rows_T, -found, minlength=len(rows))
             counts += np.bincount(rows_T, minlength=len(rows))

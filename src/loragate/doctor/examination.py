@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +51,6 @@ def examine(
     settings: ExamSettings | None = None,
     loading: Loading = USUAL,
     on_job: OnJob = silent_job,
-    say: Callable[[str], None] = lambda line: None,
 ) -> Examination:
     """Check up a finished adapter: is it whole, is it on the right base, what does it do, how strongly should it act?
 
@@ -69,7 +68,6 @@ def examine(
         settings: how much is read.
         loading: device, dtype, quantisation of the base.
         on_job: progress.
-        say: told what is left out, a sentence each, as soon as it is known; `left_out` of the result has them all.
 
     Returns:
         The examination. On Ctrl-C what is known is written to `out` before KeyboardInterrupt goes on.
@@ -112,13 +110,7 @@ def examine(
         if file.exists():
             done = records.read(Done, file, "remove the folder, or choose another --out")
         heard = dict.fromkeys(done.left_out)  # an ordered set
-
-        def hear(line: str) -> None:
-            if line not in heard:
-                heard[line] = None
-                say(line)
-
-        exam = Exam(place, folder, done.measures, settings, loading, say=hear)
+        exam = Exam(place, folder, done.measures, settings, loading, say=heard.setdefault)
         exam.data, exam.dev_data, exam.retention_data = rows.values()
         for number, (name, part) in enumerate(PARTS.items(), 1):
             if name in done.seconds:

@@ -15,7 +15,7 @@ import numpy as np
 from loragate.analysis.rows import Interval, Row
 from loragate.data import load_rows
 from loragate.data.formats import FORMATS
-from loragate.doctor.exam import STRENGTHS, Exam, Losses, all_plain
+from loragate.doctor.exam import STRENGTHS, Exam, Losses, all_plain, high_end, low_end
 from loragate.doctor.record import Learned
 from loragate.errors import DataError
 from loragate.gates.adapter_rules import Finding
@@ -103,7 +103,7 @@ class Curve:
     def fits(self, strength: str) -> bool:
         """Whether the adapter at this strength is clearly better than the base; True where the base cannot be had."""
         least = 0.0 if self.base is None else max(MATTERS, FITS * self.base.mean().mean)
-        return self.base is None or _low(self.base.minus(self.at[strength])) > least
+        return self.base is None or low_end(self.base.minus(self.at[strength])) > least
 
     def evidence(self, **more: Any) -> dict[str, Any]:
         """Mean losses, by strength."""
@@ -185,7 +185,7 @@ def _of_strength(curve: Curve) -> list[Finding]:
     """wrong-base, too-strong, too-weak or nothing-learned, at the most one of them."""
     gain, exam = curve.gain, curve.exam
     own, rows = curve.at["1"].mean(), f"{len(curve.rows)} examples"
-    if curve.base is not None and _low(loss := curve.at["1"].minus(curve.base)) > WORSE:
+    if curve.base is not None and low_end(loss := curve.at["1"].minus(curve.base)) > WORSE:
         curve.read(*WEAKER)
         weaker = curve.best(above=False)
         worse = (
@@ -215,10 +215,10 @@ def _of_strength(curve: Curve) -> list[Finding]:
         ]
     gained = 0.0 if gain is None else max(0.0, gain.mean)
     weaker = curve.best(above=False)
-    if _low(curve.better(weaker)) > max(MATTERS, SHARE_WEAKER * gained) and curve.fits(weaker):
+    if low_end(curve.better(weaker)) > max(MATTERS, SHARE_WEAKER * gained) and curve.fits(weaker):
         return [_other_strength("too-strong", curve, weaker, rows)]
     moved = 0.0 if exam.measures.effect is None else exam.measures.effect.classes[0].kl.mean
-    if gain is not None and moved > MOVES and _high(gain) < FOR_MOVES * moved:
+    if gain is not None and moved > MOVES and high_end(gain) < FOR_MOVES * moved:
         return [
             Finding(
                 "wrong-base",
@@ -229,12 +229,12 @@ def _of_strength(curve: Curve) -> list[Finding]:
                 curve.evidence(gain=gain.mean, low=gain.low, high=gain.high, kl=moved),
             )
         ]
-    if _low(curve.better("2")) > 0:
+    if low_end(curve.better("2")) > 0:
         curve.read(*STRONGER)
     stronger = curve.best(above=True)
-    if _low(curve.better(stronger)) > max(MATTERS, SHARE_STRONGER * gained):
+    if low_end(curve.better(stronger)) > max(MATTERS, SHARE_STRONGER * gained):
         return [_other_strength("too-weak", curve, stronger, rows)]
-    if gain is not None and _high(gain) < NOTHING and curve.applied:
+    if gain is not None and high_end(gain) < NOTHING and curve.applied:
         return [
             Finding(
                 "nothing-learned",
@@ -288,8 +288,8 @@ def _of_memory(curve: Curve, heldout: tuple[Losses | None, Losses] | None) -> li
     evidence = {"adapter": own.mean, "base": base.mean}
     if heldout is not None and heldout[0] is not None:
         held, held_base, carried = heldout[1].mean(), heldout[0].mean(), heldout[0].minus(heldout[1])
-        by_heart = _low(held) > TIMES * _high(own) or _high(carried) < CARRIED * (base.mean - own.mean)
-        if by_heart and _low(held) - _high(own) > GAP:
+        by_heart = low_end(held) > TIMES * high_end(own) or high_end(carried) < CARRIED * (base.mean - own.mean)
+        if by_heart and low_end(held) - high_end(own) > GAP:
             return [
                 Finding(
                     "memorised",
@@ -304,7 +304,7 @@ def _of_memory(curve: Curve, heldout: tuple[Losses | None, Losses] | None) -> li
         return []
     whole = float(curve.base.sums.mean())
     answers = {tuple(label for label in row["labels"] if label != IGNORED) for row in curve.rows}
-    if _high(own) < BY_HEART * base.mean and whole > ANSWER and len(answers) > VARIED * rows:
+    if high_end(own) < BY_HEART * base.mean and whole > ANSWER and len(answers) > VARIED * rows:
         return [
             Finding(
                 "memorised",
@@ -316,11 +316,3 @@ def _of_memory(curve: Curve, heldout: tuple[Losses | None, Losses] | None) -> li
             )
         ]
     return []
-
-
-def _low(interval: Interval) -> float:
-    return float("-inf") if interval.low is None else interval.low
-
-
-def _high(interval: Interval) -> float:
-    return float("inf") if interval.high is None else interval.high

@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 
 from loragate.analysis.rows import Array, Interval
-from loragate.doctor.exam import STRENGTHS, Exam, Losses
+from loragate.doctor.exam import STRENGTHS, Exam, Losses, share_right
 from loragate.doctor.learned import MATTERS, SHARE_STRONGER, SHARE_WEAKER
 from loragate.doctor.record import Point, Strength
-from loragate.evaluation.statistics import average_at_k, compare
+from loragate.evaluation.statistics import compare
 from loragate.gates.adapter_rules import Finding
 from loragate.gates.strength import family_of, layer_bands, lora_paths
 
@@ -59,8 +59,8 @@ def examine_strength(exam: Exam) -> tuple[Strength | None, list[Finding]]:
             strength,
             read[target][label].mean() if kept is None else read[target][label].minus(kept),
             read["base"][label].minus(own),
-            _share(answered.get("dev", {}).get(label)),
-            _share(answered.get("retention", {}).get(label)),
+            share_right(answered.get("dev", {}).get(label)),
+            share_right(answered.get("retention", {}).get(label)),
         )
         for label, (group, strength, _) in ways.items()
     )
@@ -100,13 +100,6 @@ def _ways(exam: Exam) -> dict[str, Way]:
     if exam.loaded.kind == "gated":
         ways["gates"] = ("gates", None, partial(exam.acting, "gated"))
     return ways
-
-
-def _share(scores: Array | None) -> Interval | None:
-    if scores is None:
-        return None
-    found = average_at_k(scores[:, None])
-    return Interval(found.mean, found.low, found.high)
 
 
 def _chosen(
