@@ -9,9 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from loragate.errors import DataError
+from loragate.errors import ConfigError, DataError
 from loragate.evaluation.grading import grade_math
+from loragate.evaluation.judging import judge
+from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, load_questions, load_task
+from loragate.generation import Sample
 from loragate.recipes import QUESTIONS
 from tiny import rehearsal_rows, write_rows
 
@@ -152,6 +155,44 @@ def test_more_rows_that_do_not_fit(jsonl):
     torn.write_text('{"problem": \n', encoding="utf-8")
     with pytest.raises(DataError, match=r"rows.jsonl:1: malformed JSON"):
         load_questions(task, file=torn)
+
+
+def test_a_tolerance_acts_only_where_the_task_names_its_column(tmp_path, jsonl):
+    olympiad = load_task("olympiadbench")
+    questions = load_questions(olympiad, file=QUESTIONS).questions
+    assert [question.tolerance for question in questions] == [None, None, 0.1, None, None]
+
+    def correct(task, questions):
+        samples = [Sample(place, 0, r"\boxed{2.75}", (1,), "stop", None) for place in range(len(questions))]
+        return [grade.correct for grade in judge(task, questions, samples, "default", GradingSettings(workers=1))]
+
+    assert correct(olympiad, questions[2:3]) == [True]
+    definition = """\
+name: mine
+version: 1
+suite: math
+dataset: {file: rows.jsonl, schema: {question: text, answer: text, error: 'text|number?'}}
+columns: {question: question, gold: answer}
+prompt: "{{ question }}"
+grader: default
+"""
+    place = tmp_path / "mine.yaml"
+    jsonl([{"question": f"q{error}", "answer": "2.7", "error": error} for error in (1, "an ordinary text", "", 0.1)])
+    place.write_text(definition, encoding="utf-8")
+    task = load_task(place)
+    assert correct(task, load_questions(task).questions) == [False] * 4
+    place.write_text(definition.replace("gold: answer", "gold: answer, tolerance: error"), encoding="utf-8")
+    task = load_task(place)
+    with pytest.raises(DataError, match=r"rows.jsonl:2: 'tolerance' is 'an ordinary text'; expected a number"):
+        load_questions(task)
+    for wrong in ("inf", -1):
+        with pytest.raises(DataError, match="'tolerance' is .*expected a number of at least 0"):
+            load_questions(task, file=jsonl([{"question": "q", "answer": "2.7", "error": wrong}]))
+    rows = [{"question": f"q{error}", "answer": "2.7", "error": error} for error in (1, None, "", 0.1)]
+    assert correct(task, load_questions(task, file=jsonl(rows)).questions) == [True, False, False, True]
+    place.write_text(definition.replace("gold: answer", "gold: answer, tolerance: error").replace("default", "exact"))
+    with pytest.raises(ConfigError, match=r"columns.tolerance has no effect with grader exact, only with default"):
+        load_task(place)
 
 
 def test_text_of_a_row_is_never_read_as_a_template(jsonl):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from loragate.evaluation.tasks.task import (
     shown,
     variables,
 )
+from loragate.validate import Amount
 from loragate.world.problems import problems, retention_items
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
@@ -61,6 +63,7 @@ class Question:
         place: file and line, for messages.
         subset: its part of a suite that has parts.
         options: continuations whose likelihoods are compared, where the harness asks so.
+        tolerance: absolute error that the data set allows in an answer, where it states one.
     """
 
     id: str
@@ -70,6 +73,7 @@ class Question:
     place: str = field(default="", metadata={"key": False})
     subset: str = ""
     options: tuple[str, ...] = ()
+    tolerance: Amount | None = None
 
 
 @dataclass(frozen=True)
@@ -228,10 +232,10 @@ def _question(task: Task, row: dict[str, Any], where: str, name: str) -> Questio
     filled: dict[str, str | None] = {
         column: _fill(column, candidates, values, where) for column, candidates in task.columns.items()
     }
-    gold = filled.pop("gold")
+    gold, tolerance = filled.pop("gold"), _tolerance(filled.pop("tolerance", None), where)
     filled["id"] = filled.get("id") or name
     prompt = render(task.prompt, {**values, **filled}, f"{where}: the prompt of {task.name}")
-    return Question(str(filled["id"]), prompt, str(gold), row, where)
+    return Question(str(filled["id"]), prompt, str(gold), row, where, tolerance=tolerance)
 
 
 def files_in(folder: Path, task: str) -> list[Path]:
@@ -284,7 +288,7 @@ def commit_of(hub: str, revision: str | None) -> str | None:
 
 
 def _fill(name: str, candidates: tuple[str, ...], values: Mapping[str, Any], where: str) -> str | None:
-    """The text of `name` from the first candidate whose columns the row has; an id may be None."""
+    """The text of `name` from the first candidate whose columns the row has; id and tolerance may be None."""
     for candidate in candidates:
         if any(values.get(column) is None for column in variables(candidate, where)):
             continue
@@ -295,11 +299,23 @@ def _fill(name: str, candidates: tuple[str, ...], values: Mapping[str, Any], whe
             raise DataError(f"{where}: column '{candidate}' holds {shown(value)}; '{name}' needs a text or a number")
         # a gold of code or a question may need its line breaks; only emptiness is refused
         if not str(value).strip():
+            if name == "tolerance":
+                return None
             raise DataError(f"{where}: '{name}' is empty, taken from {candidate}")
         return str(value)
-    if name == "id":
+    if name in ("id", "tolerance"):
         return None
     raise DataError(f"{where}: nothing for '{name}'. {found_columns(values)}; expected one of {', '.join(candidates)}")
+
+
+def _tolerance(stated: str | None, where: str) -> float | None:
+    try:
+        allowed = None if stated is None else float(stated)
+    except ValueError:
+        allowed = math.nan
+    if allowed is not None and not (math.isfinite(allowed) and allowed >= 0):
+        raise DataError(f"{where}: 'tolerance' is {shown(stated)}; expected a number of at least 0, such as 1e-1")
+    return allowed
 
 
 def _refuse_repeated_ids(questions: list[Question]) -> None:
