@@ -43,8 +43,8 @@ Verdict = Literal["better", "worse", "no difference shown"]
 class TaskInfo:
     """What a task was when it was run: enough to tell whether two records may be compared.
 
-    `fingerprint` is of the questions and `prompt_sha256` of the prompt template; `sampling` is the task's own, from which
-    a control may depart in temperature.
+    `fingerprint` is over the rows of the data set and `prompt_sha256` over the prompts as the model read them, chat template
+    included; `sampling` is the task's own, from which a control may depart in temperature.
     """
 
     name: str

@@ -184,7 +184,7 @@ class Dataset:
         generator: what makes them (`questions.GENERATORS`).
         rows: number of rows of the full set; None when it is open.
         license: as stated by the card; None when none is stated.
-        schema: column -> type (see `columns.py`); other columns are allowed.
+        schema: column -> type (`TYPES`); other columns are allowed.
     """
 
     hub: str | None = None
