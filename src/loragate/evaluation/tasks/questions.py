@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-
 from loragate.data import Chat, Rows, load_rows, raw_text
 from loragate.data.rows import SAVED_SPLITS, is_saved
 from loragate.errors import ConfigError, DataError, nearest
@@ -83,7 +81,7 @@ class Questions:
     Attributes:
         questions: in the order of the data set.
         source: file, hub id with split, or generator with seed.
-        revision: commit of the hub data set, where it is known.
+        revision: commit of the hub data set, where its task names one.
         fingerprint: SHA-256 over the rows' content; equal for equal rows in any file format.
         warnings: what a reader of the score should know.
     """
@@ -120,11 +118,10 @@ def load_questions(
     subsets = task.harness.subsets if task.harness is not None else ()
     commit = None
     if local is None and dataset.hub is not None:
-        commit = commit_of(dataset.hub, dataset.revision)
-        dataset = dataclasses.replace(dataset, revision=commit or dataset.revision)
+        commit = dataset.revision if COMMIT.fullmatch(dataset.revision or "") else None
         if commit is None:
             warnings.append(
-                f"{task.name}: the commit of {dataset.hub} is not known; dataset.revision in the task file makes this repeatable"
+                f"{task.name}: {dataset.hub} is read at no fixed commit; dataset.revision in the task file makes this repeatable"
             )
     # the first questions of each subset are known only when all rows are
     parts, source = _parts(task, dataset, local, None if subsets else limit, seed)
@@ -275,16 +272,6 @@ def _local_help(task: Task) -> str:
         f"--data {task.name}=FILE takes a .jsonl, .json or .parquet file, or a folder that holds {task.name}.jsonl "
         f"or that `datasets` saved, with the columns {', '.join(columns)}"
     )
-
-
-def commit_of(hub: str, revision: str | None) -> str | None:
-    """The commit that a revision means now; None where the hub does not answer."""
-    if revision is not None and COMMIT.fullmatch(revision):
-        return revision
-    try:
-        return huggingface_hub.HfApi().dataset_info(hub, revision=revision, timeout=10).sha
-    except Exception:  # best effort: the questions are loaded already
-        return None
 
 
 def _fill(name: str, candidates: tuple[str, ...], values: Mapping[str, Any], where: str) -> str | None:
