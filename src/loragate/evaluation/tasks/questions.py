@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -217,13 +216,6 @@ def _stem(path: Path) -> str | None:
 
 def _question(task: Task, row: dict[str, Any], where: str, name: str) -> Question:
     """The question of a checked row; `name` is its id where the row has none."""
-    for column, value in row.items():
-        try:
-            json.dumps(value, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError:  # all columns are stored with the answers
-            raise DataError(
-                f"{where}: column '{column}' holds half of a surrogate pair, which is not valid text; mend or remove the row"
-            ) from None
     # an optional column that is absent reads as null, so that a template can ask for it
     values = {**dict.fromkeys(task.dataset.schema), **row}
     filled: dict[str, str | None] = {
