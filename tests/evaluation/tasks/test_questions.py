@@ -250,9 +250,7 @@ def test_an_unreachable_hub_says_which_file_would_do(name, monkeypatch, tmp_path
 
 
 def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(
-        DataError, match=r"holds no minerva.jsonl .*question or problem .for the question., answer or sol"
-    ):
+    with pytest.raises(DataError, match="holds no minerva.jsonl .*with the columns of its task file"):
         load_questions(load_task("minerva"), file=tmp_path)
     with pytest.raises(DataError, match=r"found no file .*none.jsonl for aime24; --data aime24=FILE takes"):
         load_questions(load_task("aime24"), file=tmp_path / "none.jsonl")

@@ -252,17 +252,10 @@ def _local_file(task: Task, file: str | Path | None) -> Path | None:
 
 
 def _local_help(task: Task) -> str:
-    schema = task.dataset.schema
-    columns = [describe_schema(schema)] if describe_schema(schema) else []
-    for name, candidates in task.columns.items():
-        needed = [sorted(variables(text, name)) for text in candidates]
-        # what the schema requires anyway was named already, and an id may be absent; what is left can be filled from several
-        # optional columns, of which one must be there
-        if name != "id" and all(any(schema[column].endswith("?") for column in item) for item in needed):
-            columns.append(f"{' or '.join(' and '.join(item) for item in needed)} (for the {name})")
+    columns = describe_schema(task.dataset.schema) or "of its task file"
     return (
         f"--data {task.name}=FILE takes a .jsonl, .json or .parquet file, or a folder that holds {task.name}.jsonl "
-        f"or that `datasets` saved, with the columns {', '.join(columns)}"
+        f"or that `datasets` saved, with the columns {columns}"
     )
 
 

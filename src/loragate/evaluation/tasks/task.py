@@ -377,7 +377,9 @@ def load_task(name_or_path: str | Path) -> Task:
             _check_variables(candidate, dataset.schema, f"{path}: columns.{column}")
     if is_template(task.prompt):
         # the gold is no part of what may be asked
-        _check_variables(task.prompt, {*dataset.schema, *(task.columns.keys() - {"gold", "tolerance"})}, f"{path}: prompt")
+        _check_variables(
+            task.prompt, {*dataset.schema, *(task.columns.keys() - {"gold", "tolerance"})}, f"{path}: prompt"
+        )
     return task
 
 
