@@ -328,9 +328,7 @@ def test_list_and_show(capsys):
     assert re.search(
         r"^# eval: vLLM fills 0.9 of the GPU; 24,256 answers of at most 4,096 tokens, about \d+ h \d\d min$", text, re.M
     )
-    assert re.search(
-        r"^# about \d+ h \d\d min in all on 1 h100, grading aside: with every row .* both assumed$", text, re.M
-    )
+    assert re.search(r"^# about \d+ h \d\d min in all on 1 h100, grading aside: with every row .* both assumed$", text, re.M)
     assert all(f"{kind}/" in text for kind in KINDS), "where each number comes from"
     shown = yaml.safe_load(text)
     assert shown["stages"] == ["sft", "eval", {"retention": "eval"}]

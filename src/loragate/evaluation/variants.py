@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,7 +152,8 @@ def variants_for(
     return variants
 
 
-def acting(model: Any, variant: ModelVariant, kind: Kind) -> AbstractContextManager[Any]:
+@contextmanager
+def acting(model: Any, variant: ModelVariant, kind: Kind) -> Iterator[None]:
     """A context inside which the loaded model is this variant; the model is left as it was found.
 
     Raises:
@@ -162,11 +163,6 @@ def acting(model: Any, variant: ModelVariant, kind: Kind) -> AbstractContextMana
         raise ConfigError(f"{variant.label} cannot be scored: the model has no adapter")
     if variant.weights == "gated" and kind != "gated" and variant.gates is None:
         raise ConfigError(f"{variant.label} cannot be scored: the adapter carries no gates")
-    return _acting(model, variant, kind)
-
-
-@contextmanager
-def _acting(model: Any, variant: ModelVariant, kind: Kind) -> Iterator[None]:
     with ExitStack() as stack:
         if variant.weights == "base":
             stack.enter_context(nullcontext() if kind == "base" else as_base(model))

@@ -184,7 +184,7 @@ grader: default
     with pytest.raises(DataError, match=r"rows.jsonl:2: 'tolerance' is 'an ordinary text'; expected a number"):
         load_questions(task)
     for wrong in ("inf", -1):
-        with pytest.raises(DataError, match="'tolerance' is .*expected a number of at least 0"):
+        with pytest.raises(DataError, match=r"'tolerance' is .*expected a number of at least 0"):
             load_questions(task, file=jsonl([{"question": "q", "answer": "2.7", "error": wrong}]))
     rows = [{"question": f"q{error}", "answer": "2.7", "error": error} for error in (1, None, "", 0.1)]
     assert correct(task, load_questions(task, file=jsonl(rows)).questions) == [True, False, False, True]
@@ -250,7 +250,7 @@ def test_an_unreachable_hub_says_which_file_would_do(name, monkeypatch, tmp_path
 
 
 def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(DataError, match="holds no minerva.jsonl .*with the columns of its task file"):
+    with pytest.raises(DataError, match=r"holds no minerva.jsonl .*with the columns of its task file"):
         load_questions(load_task("minerva"), file=tmp_path)
     with pytest.raises(DataError, match=r"found no file .*none.jsonl for aime24; --data aime24=FILE takes"):
         load_questions(load_task("aime24"), file=tmp_path / "none.jsonl")
