@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from loragate import records
+from loragate.display import temperature_label
 from loragate.errors import DataError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.statistics import (
@@ -229,7 +230,7 @@ class EvaluationRecord:
         for result in self.results:
             temperature = own[result.task] if result.temperature is None else result.temperature
             # results that differ in temperature alone
-            if result.control in (None, f"T={temperature:g}", "greedy"):
+            if result.control in (None, temperature_label(temperature)):
                 by_temperature.setdefault((result.task, result.variant), {})[temperature] = result
         results = list(self.results)
         for index, result in enumerate(results):

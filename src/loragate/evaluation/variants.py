@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from loragate.display import temperature_label
 from loragate.errors import ConfigError, GateError, LoragateError, nearest
 from loragate.gates import (
     constant_gate,
@@ -92,7 +93,7 @@ class ModelVariant:
 
     def at(self, temperature: float) -> ModelVariant:
         """The same at another temperature than the task's, 0 for greedy."""
-        suffix = f"T={temperature:g}" if temperature else "greedy"
+        suffix = temperature_label(temperature)
         return replace(
             self, control=suffix if self.control is None else f"{self.control} {suffix}", temperature=temperature
         )

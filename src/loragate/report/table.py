@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from loragate.display import percent, points
+from loragate.display import percent, points, temperature_label
 from loragate.printable import printable
 
 Cell = tuple[str, ...]
@@ -164,5 +164,4 @@ def with_best_scores(sheet: Table, values: Sequence[Mapping[str, Any] | None]) -
 def _best_cell(value: Mapping[str, Any] | None) -> Cell:
     if value is None:
         return (ABSENT,)
-    heat = f"T = {value['temperature']:g}" if value["temperature"] else "greedy"
-    return (*share_cell(value["score"]), heat)
+    return (*share_cell(value["score"]), temperature_label(value["temperature"]))

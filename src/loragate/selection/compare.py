@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from loragate.display import Job, points
+from loragate.display import Job, points, temperature_label
 from loragate.errors import DataError, DivergenceError, GateError
 from loragate.evaluation.engines import in_memory
 from loragate.evaluation.evaluate import Evaluation, evaluate
@@ -105,8 +105,8 @@ class Compared:
 
     def at(self, temperature: float) -> Compared:
         """The same at a temperature, 0 for greedy."""
-        heat = f"T={temperature:g}" if temperature else "greedy"
-        return Compared(f"{self.label} {heat}", tuple(one.at(temperature) for one in self.variants), self.trials)
+        label = f"{self.label} {temperature_label(temperature)}"
+        return Compared(label, tuple(one.at(temperature) for one in self.variants), self.trials)
 
     @property
     def kind(self) -> Kind:
