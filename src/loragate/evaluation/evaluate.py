@@ -459,7 +459,7 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
     def known(kind: Any, key: str, where: dict[str, Any] = stored) -> Any:
         return validate(kind, where.get(key), f"{path}: {key}", DataError, remedy)
 
-    notes = known(dict[str, Any], "notes")
+    notes = {"warnings": [], "left_out": {}, **known(dict[str, Any], "notes")}
     names = {one.name for one in fields(ModelVariant)}
     records = read_object(folder / VARIANTS, remedy).values()
     variants = [
