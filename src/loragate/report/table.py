@@ -103,11 +103,6 @@ def joined(cell: Sequence[str]) -> str:
     return f"{first} ({'; '.join(filter(None, rest))})" if any(rest) else first
 
 
-def p_value(p: float) -> str:
-    """Return a p-value behind its sign, with three decimals or as a bound where these would show zero."""
-    return "<0.001" if p < 0.001 else f"={p:.3f}"
-
-
 def or_absent(value: Any, show: Callable[[Any], str]) -> str:
     """Return a value as `show` writes it, or the sign of what was not measured for None."""
     return ABSENT if value is None else show(value)
@@ -120,11 +115,6 @@ def share_cell(estimate: Mapping[str, float] | None) -> Cell:
     return percent(estimate["mean"]), f"{percent(estimate['low'])}–{percent(estimate['high'])}"
 
 
-def interval(estimate: Mapping[str, float] | None) -> str:
-    """Return a mean and its ends on one line."""
-    return joined(share_cell(estimate))
-
-
 def difference_cell(
     versus: Mapping[str, float] | None, verdict: str | None = "", adjusted_p: float | None = None
 ) -> Cell:
@@ -133,7 +123,8 @@ def difference_cell(
         return (ABSENT,)
     p = versus["p"] if adjusted_p is None else adjusted_p
     said = {"better": "better", "worse": "worse"}.get(verdict or "", "not significant" if verdict else "")
-    return f"{points(versus['mean'])}, p{p_value(p)}", ends_of(versus), said
+    sign = "<0.001" if p < 0.001 else f"={p:.3f}"
+    return f"{points(versus['mean'])}, p{sign}", ends_of(versus), said
 
 
 def ends_of(versus: Mapping[str, float]) -> str:

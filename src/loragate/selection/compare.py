@@ -176,7 +176,7 @@ class SelectionRun:
     def __post_init__(self) -> None:
         require_one_process()
         context = self.context
-        self.gateable = require_adapter(context, self.trials)
+        require_adapter(context, self.trials)
         self.base_left_out = why_no_base(context.model)
         self.scales = scales_of(lora_paths(context.model))
         self.gated: dict[Trial, Path] = {}
@@ -235,7 +235,7 @@ class SelectionRun:
         through = self._done[stage]
         if what:
             through[what] = done
-        total = self.total_steps() if stage == "training" else self.total_answers()
+        total = len(self.trials) * self.steps if stage == "training" else self.total_answers()
         self.on_event(stage, what, sum(through.values()), total, note)
 
     def require_readable(self) -> None:
@@ -315,10 +315,6 @@ class SelectionRun:
             if all(one in self.gated for one in trials):
                 found.append(Compared(f"gated {cell}", tuple(map(self.variant_of, trials)), tuple(trials)))
         return found
-
-    def total_steps(self) -> int:
-        """How many steps all trainings take."""
-        return len(self.trials) * self.steps
 
     def total_answers(self) -> int:
         """How many answers the dev set takes in all, should no training diverge, and those to the retention set so far."""
