@@ -426,6 +426,8 @@ class SelectionRun:
         picked, row = next(one for one in asked if one.label == chosen.label), variants[chosen.label]
         trial = picked.trials[0] if picked.trials else None
         reasons = rows[BASELINE.label].reasons
+        difference = variants[chosen.best].difference
+        reason = reason_of(chosen.best, BASELINE.label, difference, chosen.accepted, bool(vetoed))
         return SelectionRecord(
             RULE,
             Recommended(
@@ -436,21 +438,7 @@ class SelectionRun:
                 range=None if trial is None else (trial.range.lower, trial.range.upper),
                 trial=None if trial is None else trial.slug,
                 score=Score(row.mean, row.low, row.high),
-                reason=" ".join(
-                    filter(
-                        None,
-                        (
-                            reason_of(
-                                chosen.best,
-                                BASELINE.label,
-                                variants[chosen.best].difference,
-                                chosen.accepted,
-                                bool(vetoed),
-                            ),
-                            written_seed(picked.trials),
-                        ),
-                    )
-                ),
+                reason=f"{reason} {written_seed(picked.trials)}".rstrip(),
                 part=picked.variants[0].part,
             ),
             BASELINE.label,
