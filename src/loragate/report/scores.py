@@ -166,7 +166,8 @@ def evaluation_statements(record: Record) -> list[str]:
             cooler = row["temperature"] is not None
             if row["variant"] != "gated" or (row["control"] is not None and not cooler):
                 continue
-            where = f"On {task['name']}, {row['control'] if cooler else temperature_label(task['sampling']['temperature'])}"
+            heat = row["control"] if cooler else temperature_label(task["sampling"]["temperature"])
+            where = f"On {task['name']}, {heat}"
             versus, adapter = row["comparison"], adapters.get(row["temperature"])
             if versus is None or adapter is None:
                 statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")
