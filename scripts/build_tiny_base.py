@@ -25,7 +25,6 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # which holds worlds/
 
 from loragate.errors import ConfigError, LoragateError, nearest
-from loragate.world.base import save_base
 from loragate.world.problems import Problem, problems, retention_items, verify
 from worlds.tiny_base import TinyBaseRecipe, train_base
 
@@ -146,7 +145,8 @@ def build(seeds: list[int], recipe: TinyBaseRecipe, out: Path) -> None:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-    save_base(model, tokenizer, out)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
     (out / "recipe.json").write_text(json.dumps(record, indent=2) + "\n")
     (out / "BASE.md").write_text(describe(record))
     print(f"kept seed {chosen['seed']}; wrote {out}")

@@ -20,7 +20,7 @@ RESERVED = {
     "datasets": {"data", "training"},
     "accelerate": {"training", "cli"},
     "matplotlib": {"report"},
-    "gradio": {"report"},
+    "gradio": {"serving"},
     "pydantic": {"validate"},
     "pydantic_core": {"gates"},
     "jinja2": {"report", "evaluation", "gates"},

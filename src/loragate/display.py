@@ -117,6 +117,11 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
 
 
+def temperature_label(temperature: float) -> str:
+    """A sampling temperature as the labels of variants have it: "T=0.3", or "greedy" for 0."""
+    return f"T={temperature:g}" if temperature else "greedy"
+
+
 def percent(share: float) -> str:
     """A share of 1 as a percentage with one decimal, without its sign."""
     return f"{round(100 * share, 1) + 0.0:.1f}"  # adding zero turns -0.0 into 0.0

@@ -55,6 +55,10 @@ class SetupError(TrainingError):
     exit_status = WRONG
 
 
+class StoppedError(TrainingError):
+    """A training that was asked to stop by Ctrl-C before its last step."""
+
+
 class DivergenceError(TrainingError):
     """A loss or gradient that is not finite; nothing of it was applied, and other settings may do."""
 

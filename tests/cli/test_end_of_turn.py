@@ -146,11 +146,10 @@ def require_the_same_of_its_evaluation(place, tmp_path, monkeypatch, drawn):
 
 
 def test_the_explorer_stops_at_the_end_of_the_turn(place, drawn):
-    from loragate.report.explorer import ExplorerRequest
     from loragate.serving.explore import Session
 
     model, tokenizer = lg.load_gated(place / "gated"), chatml_tokenizer()
-    Session(model, tokenizer, False, "none").respond(ExplorerRequest("w3 w4", 1.0, 60, 0, -3.0, 2.0))
+    Session(model, tokenizer, False, "none").respond("w3 w4", 1.0, 60, 0, -3.0, 2.0)
     assert len(drawn) == 3
     require_ended(drawn)
 

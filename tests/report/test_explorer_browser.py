@@ -8,8 +8,7 @@ import pytest
 
 from loragate.errors import ConfigError
 from loragate.models import Loading
-from loragate.report.explorer import ExplorerRequest, build_explorer, launch
-from loragate.serving.explore import Session, explorer_of
+from loragate.serving.explore import Session, build_explorer, explorer_of, launch
 from tiny import tiny_gated, tiny_tokenizer
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -26,17 +25,17 @@ def session():
 
 
 def test_answers_are_those_of_the_three_models(session):
-    record = session.respond(ExplorerRequest("one two", 0.0, 6, 0, -6.0, 3.0))
+    record = session.respond("one two", 0.0, 6, 0, -6.0, 3.0)
     answers = {answer["variant"]: answer for answer in record["questions"][0]["answers"]}
     assert list(answers) == ["base", "adapter", "gated"]
-    plain = session.respond(ExplorerRequest("one two", 0.0, 6, 0, 1.0, 1.0))
+    plain = session.respond("one two", 0.0, 6, 0, 1.0, 1.0)
     assert plain["token_ids"]["gated"] == record["token_ids"]["adapter"]
-    off = session.respond(ExplorerRequest("one two", 0.0, 6, 0, 0.0, 0.0))
+    off = session.respond("one two", 0.0, 6, 0, 0.0, 0.0)
     assert off["token_ids"]["gated"] == record["token_ids"]["base"]
 
 
 def test_rereading_keeps_the_answers_and_changes_lambda(session):
-    record = session.respond(ExplorerRequest("one two", 1.0, 6, 3, -6.0, 3.0))
+    record = session.respond("one two", 1.0, 6, 3, -6.0, 3.0)
     again = session.reread(record, 0.0, 1.0)
     assert again["token_ids"] == record["token_ids"]
     count = len(record["modules"])
@@ -60,7 +59,7 @@ def test_in_the_browser(session):
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
     )
-    page = build_explorer(session.respond, session.reread, lower=-6, upper=3, prompt="one two", max_new_tokens=6)
+    page = build_explorer(session, prompt="one two", max_new_tokens=6)
     address = launch(page, 0, wait=False)
     assert address.startswith("http://127.0.0.1:")
     requests, errors = [], []

@@ -43,7 +43,7 @@ def test_no_figure_is_cut_in_eighty_columns() -> None:
         "What it means.",
     ):
         assert figure in text
-    assert "LoRA 20.0 (10.0–30.0; T = 0.3); SCALE [/red] a|b 50.0 (40.0–60.0; greedy)" in text
+    assert "LoRA 20.0 (10.0–30.0; T=0.3); SCALE [/red] a|b 50.0 (40.0–60.0; greedy)" in text
 
 
 def test_markdown() -> None:
@@ -52,7 +52,7 @@ def test_markdown() -> None:
     assert lines[:5] == [
         f"| Method | Score % | vs LoRA, points | {BEST} |",
         "| --- | ---: | ---: | ---: |",
-        "| LoRA | 14.2 (10.2–18.3) | – | 20.0 (10.0–30.0; T = 0.3) |",
+        "| LoRA | 14.2 (10.2–18.3) | – | 20.0 (10.0–30.0; T=0.3) |",
         "| random gates | – | – | – |",
         r"| SCALE [/red] a\|b | 100.0 (98.1–100.0) | +35.4, p<0.001 (-0.0 to +42.9) | 50.0 (40.0–60.0; greedy) |",
     ]

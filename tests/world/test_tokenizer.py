@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoTokenizer, Qwen2Config
 
-from loragate.world.base import load_base, shipped_base_folder
+from loragate.world.base import SHIPPED_BASE, load_base
 
 USER = {"role": "user", "content": "solve 6 * 0 - 5"}
 ASSISTANT = {"role": "assistant", "content": "6 * 0 = 0 0 - 5 = 5 answer 5"}
@@ -31,7 +31,7 @@ def test_prompt_is_a_prefix_in_characters_and_tokens(tokenizer):
 
 def test_auto_tokenizer_beside_a_qwen2_configuration_reads_the_same_ids(tokenizer, tmp_path):
     text = "<q> solve 6 * 0 - 5 <a> answer 5 <eos>"
-    again = AutoTokenizer.from_pretrained(shipped_base_folder())
+    again = AutoTokenizer.from_pretrained(SHIPPED_BASE)
     Qwen2Config(vocab_size=144).save_pretrained(tmp_path)
     again.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)

@@ -32,8 +32,7 @@ class ExploreOptions(ModelOptions):
 def run(options: ExploreOptions) -> int:
     """Load, build the page, serve it until Ctrl-C."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-    from loragate.report.explorer import launch
-    from loragate.serving.explore import explorer_of
+    from loragate.serving.explore import explorer_of, launch
 
     page = explorer_of(
         options.model, options, base=options.base, prompt=options.prompt, raw=options.raw, system=options.system

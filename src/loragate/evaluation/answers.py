@@ -85,7 +85,7 @@ def boxed_parts(response: str) -> list[str]:
 def _boxes(response: str) -> Iterator[tuple[int, int, str]]:
     """(start, end, content) of every complete box, the last one first."""
     boxes = list(_BOX.finditer(response))
-    closing = _closing_braces(response) if boxes else {}
+    closing = closing_braces(response) if boxes else {}
     for match in reversed(boxes):
         start = match.end()
         if response.startswith("{", start):
@@ -98,8 +98,10 @@ def _boxes(response: str) -> Iterator[tuple[int, int, str]]:
                 yield match.start(), bare.end(), bare.group()
 
 
-def _closing_braces(text: str) -> dict[int, int]:
-    """The closing brace of every brace that has one, in one pass: answers can repeat an open box thousands of times."""
+def closing_braces(text: str) -> dict[int, int]:
+    r"""The index of the closing brace of every brace that has one, in one pass, as an answer can repeat an open box thousands of
+    times; `\{` and `\}` do not count.
+    """
     pairs: dict[int, int] = {}
     unclosed: list[int] = []
     for match in _BRACE.finditer(text):
@@ -108,11 +110,6 @@ def _closing_braces(text: str) -> dict[int, int]:
         elif match.group() == "}" and unclosed:  # of an escaped character neither branch is true
             pairs[unclosed.pop()] = match.start()
     return pairs
-
-
-def closing_brace(text: str, start: int) -> int | None:
-    r"""Return the index of the brace that closes the one at `start`, or None; `\{` and `\}` do not count."""
-    return _closing_braces(text).get(start)
 
 
 def choice_letter(response: str) -> str | None:

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 
@@ -78,8 +78,8 @@ from loragate.generation import Sample
 from loragate.generation.engine import draw_samples, read_samples
 from loragate.models import Loaded
 from loragate.models.source import Kind
-from loragate.records import package_versions, read, read_object, to_json
-from loragate.validate import STRICT, validate
+from loragate.records import package_versions, read_object, to_json
+from loragate.validate import validate
 
 OnEvent = Callable[[str, ModelVariant, str, int, int], None]
 """Called with (stage, variant, task, done, total); stages are "sampling" and "grading"."""
@@ -443,26 +443,6 @@ def _gates_sha256(folder: str | None) -> str | None:
     return None if file is None or not file.is_file() else file_sha256(file)
 
 
-@dataclass(frozen=True)
-class StoredEvaluation:
-    """run.json, as far as answers are judged again from it."""
-
-    __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
-    kind: Literal["evaluation"]
-    models: dict[str, str]
-    seed: int
-    tasks: tuple[TaskInfo, ...]
-    notes: StoredNotes
-
-
-@dataclass(frozen=True)
-class StoredNotes:
-    """The notes of run.json."""
-
-    warnings: tuple[str, ...] = ()
-    left_out: dict[str, str] = field(default_factory=dict)
-
-
 def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Evaluation:
     """The evaluation of a folder with all its variants, ready to be judged again.
 
@@ -472,7 +452,14 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
     path, remedy = folder / RunFolder.RECORD, "if an earlier version wrote it, run the evaluation again"
     if not path.is_file():
         raise DataError(f"{folder} is not the folder of an evaluation: it has no {path.name}")
-    stored = read(StoredEvaluation, path, remedy)
+    stored = read_object(path, remedy)
+    if stored.get("kind") != KIND:  # sweeps and selections have a run.json, too
+        raise DataError(f"{path}: it is not an evaluation's; give the --out of `loragate eval`")
+
+    def known(kind: Any, key: str, where: dict[str, Any] = stored) -> Any:
+        return validate(kind, where.get(key), f"{path}: {key}", DataError, remedy)
+
+    notes = {"warnings": [], "left_out": {}, **known(dict[str, Any], "notes")}
     names = {one.name for one in fields(ModelVariant)}
     records = read_object(folder / VARIANTS, remedy).values()
     variants = [
@@ -483,25 +470,25 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
     if any(set(one.slug) & set("/\\\0") or not one.slug.strip(".") for one in variants):
         raise DataError(f"{folder / VARIANTS}: the label of a variant is a path")
     prepared = []
-    for info in stored.tasks:
+    for info in known(tuple[TaskInfo, ...], "tasks"):
         task = load_task(folder / "tasks" / f"{info.name}.yaml")
         questions, revision = read_questions(folder, info.name), info.dataset_revision
         prepared.append(
             Prepared(questions, info.dataset, revision, info.fingerprint, task=task, sampling=info.sampling)
         )
     kept = folder / "results.json"
+    record = read_record(kept) if kept.is_file() else None  # a run that was stopped before its end has none yet
     return Evaluation(
         folder,
         prepared,
         variants,
-        models=stored.models,
-        # a record holds them; a run that was stopped before its end has none yet
-        canary=read_record(kept).canary if kept.is_file() else {},
-        agreement=read_record(kept).agreement if kept.is_file() else {},
-        seed=stored.seed,
+        models=known(dict[str, str], "models"),
+        canary={} if record is None else record.canary,
+        agreement={} if record is None else record.agreement,
+        seed=known(int, "seed"),
         grading=grading or GradingSettings(),
-        notes=list(stored.notes.warnings),
-        left_out=stored.notes.left_out,
+        notes=known(list[str], "warnings", notes),
+        left_out=known(dict[str, str], "left_out", notes),
     )
 
 

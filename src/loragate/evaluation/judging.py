@@ -79,7 +79,7 @@ def judge(
         texts = list(map(after_thoughts, texts))
     if grader in (*MATH, "regex"):
         pairs = [(text, question.gold) for text, question in zip(texts, theirs)]
-        tolerances = list(map(_tolerance, theirs)) if grader in MATH else None
+        tolerances = [question.tolerance for question in theirs] if grader in MATH else None
         judged = grader if grader in MATH else regex_grader(pattern_of(task, settings))
         with GradingPool(judged, settings.workers, settings.timeout, MEMORY_MB) as pool:
             return pool.grade(pairs, on_progress, tolerances=tolerances)
@@ -94,17 +94,6 @@ def judge(
     if grader == "lm-eval":
         return grade_by_harness(task, questions, samples)
     return [grade_text(text, question.gold, grader) for question, text in zip(theirs, texts)]
-
-
-def _tolerance(question: Question) -> float | None:
-    """The absolute error that the data set allows in an answer, as OlympiadBench does in a column."""
-    stated = question.row.get("error")
-    try:
-        return float(stated) if stated else None
-    except (TypeError, ValueError):
-        raise DataError(
-            f"{question.place}: the column 'error' holds {stated!r}; expected a number, such as 1e-1"
-        ) from None
 
 
 def grade_tiny(row: Mapping[str, Any], response: str, finished: bool) -> Grade:
@@ -179,7 +168,7 @@ def judged_by(
         kept["pattern"] = pattern_of(task, settings)
     seen = hashlib.sha256()
     for question in questions:
-        seen.update(json.dumps([question.gold, question.row], default=str).encode())
+        seen.update(json.dumps([question.gold, question.tolerance, question.row], default=str).encode())
     for sample in samples:
         seen.update(json.dumps([sample.question, sample.sample, sample.text, sample.finish_reason]).encode())
     return kept | {"answers": seen.hexdigest()}

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from loragate import records
+from loragate.display import temperature_label
 from loragate.errors import DataError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.statistics import (
@@ -43,8 +44,8 @@ Verdict = Literal["better", "worse", "no difference shown"]
 class TaskInfo:
     """What a task was when it was run: enough to tell whether two records may be compared.
 
-    `fingerprint` is of the questions and `prompt_sha256` of the prompt template; `sampling` is the task's own, from which
-    a control may depart in temperature.
+    `fingerprint` is over the rows of the data set and `prompt_sha256` over the prompts as the model read them, chat template
+    included; `sampling` is the task's own, from which a control may depart in temperature.
     """
 
     name: str
@@ -229,7 +230,7 @@ class EvaluationRecord:
         for result in self.results:
             temperature = own[result.task] if result.temperature is None else result.temperature
             # results that differ in temperature alone
-            if result.control in (None, f"T={temperature:g}", "greedy"):
+            if result.control in (None, temperature_label(temperature)):
                 by_temperature.setdefault((result.task, result.variant), {})[temperature] = result
         results = list(self.results)
         for index, result in enumerate(results):

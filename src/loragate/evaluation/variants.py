@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from loragate.display import temperature_label
 from loragate.errors import ConfigError, GateError, LoragateError, nearest
 from loragate.gates import (
     constant_gate,
@@ -92,7 +93,7 @@ class ModelVariant:
 
     def at(self, temperature: float) -> ModelVariant:
         """The same at another temperature than the task's, 0 for greedy."""
-        suffix = f"T={temperature:g}" if temperature else "greedy"
+        suffix = temperature_label(temperature)
         return replace(
             self, control=suffix if self.control is None else f"{self.control} {suffix}", temperature=temperature
         )
@@ -152,7 +153,8 @@ def variants_for(
     return variants
 
 
-def acting(model: Any, variant: ModelVariant, kind: Kind) -> AbstractContextManager[Any]:
+@contextmanager
+def acting(model: Any, variant: ModelVariant, kind: Kind) -> Iterator[None]:
     """A context inside which the loaded model is this variant; the model is left as it was found.
 
     Raises:
@@ -162,11 +164,6 @@ def acting(model: Any, variant: ModelVariant, kind: Kind) -> AbstractContextMana
         raise ConfigError(f"{variant.label} cannot be scored: the model has no adapter")
     if variant.weights == "gated" and kind != "gated" and variant.gates is None:
         raise ConfigError(f"{variant.label} cannot be scored: the adapter carries no gates")
-    return _acting(model, variant, kind)
-
-
-@contextmanager
-def _acting(model: Any, variant: ModelVariant, kind: Kind) -> Iterator[None]:
     with ExitStack() as stack:
         if variant.weights == "base":
             stack.enter_context(nullcontext() if kind == "base" else as_base(model))

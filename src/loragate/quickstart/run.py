@@ -50,7 +50,7 @@ from loragate.selection.settings import DevSettings
 from loragate.selection.trials import GATED, Trial
 from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter, train_gates
 from loragate.training.callbacks import StepReport
-from loragate.world.base import load_base, save_base
+from loragate.world.base import load_base
 from loragate.world.demonstrations import demonstrations
 from loragate.world.problems import problems
 
@@ -141,7 +141,8 @@ class Trained:
         self.trials: list[Trial] = []
         self.base, self.tokenizer = load_base()
         # the base and the demonstrations, so that every command can be tried on them
-        save_base(self.base, self.tokenizer, folder / "base")
+        for one in (self.base, self.tokenizer):
+            one.save_pretrained(folder / "base")
         # what is trained on it names this folder as its base, so that the other commands find it
         self.base.name_or_path = self.base.config._name_or_path = str((folder / "base").resolve())
         rows = demonstrations(4096, seed=seed)

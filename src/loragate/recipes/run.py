@@ -34,8 +34,6 @@ from loragate.training.preflight import wait_for
 
 TINY_BASE = "tiny-base"
 """Where the base of a tiny recipe lies, beside the stages."""
-RECORDS = ("run.json",)
-"""What a command writes first, and resumes from."""
 AS_IT_WAS = "run the recipe as it was, or choose another --out"
 
 
@@ -177,7 +175,7 @@ def prepare(stage: Stage, config: Path, options: dict[str, Any]) -> bool:
     if out.exists() and not config.is_file():
         raise ConfigError(f"{out} is in the way: this run did not make it. Remove it, or choose another --out")
     part = out.with_name(f"{out.name}.partial")  # of a mask
-    go_on = part.is_dir() or any(next(out.rglob(name), None) for name in RECORDS)
+    go_on = part.is_dir() or next(out.rglob(RunFolder.RECORD), None) is not None  # what a command writes first
     if go_on:
         require_same(config, read_mapping(config), options, AS_IT_WAS)
     if out.is_file():

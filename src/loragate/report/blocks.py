@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from importlib import resources
 from io import StringIO
 from typing import Any
 
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from loragate.display import percent
@@ -136,15 +136,9 @@ def tokens_block(traces: Mapping[str, Any], limit: int = TRACE_BYTES) -> Block:
     return Block("tokens", {"traces": {**head, "questions": kept}, "left_out": left_out})
 
 
-def safe_json(data: Any) -> str:
-    """JSON that can stand inside a script element whatever strings it holds.
-
-    Raises ValueError for a number that is not finite.
-    """
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+def safe_json(data: Any) -> Markup:
+    """JSON that can stand inside a script element; raises ValueError for a number that is not finite."""
+    return htmlsafe_json_dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def build_page(title: str, banner: Banner | None, sections: Sequence[Section], footer: str = "") -> str:
@@ -182,7 +176,7 @@ def _template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"joined": joined, "safe_json": lambda data: Markup(safe_json(data))}
+    environment.filters |= {"joined": joined, "safe_json": safe_json}
     return environment.get_template("page.html")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from markupsafe import Markup
@@ -277,7 +278,9 @@ def _where(record: Record) -> Blocks:
         opening = f"Parts of the adapter were switched off in turn: the longer the bar, the more the predictions change ({on})."
         tables = [
             _bar_table(
-                f"By {what}", (what, f"change, {PER_TOKEN}"), [(str(key), _plain(values[key]), []) for key in values]
+                f"By {what}",
+                (what, f"change, {PER_TOKEN}"),
+                [(str(key), {"mean": nats, "low": None, "high": None}, []) for key, nats in values.items()],
             )
             for what, values in (("layer", by_layer), ("kind of module", by_kind))
             if values
@@ -311,10 +314,6 @@ def _map(
         lines.append(Line("all", [*((or_absent(by_kind.get(kind), "{:.4f}".format),) for kind in kinds), ("",)]))
     numbers = Table("", ("layer", *kinds, "all"), lines, folded=f"The numbers: {title[:1].lower()}{title[1:]}")
     return [chart(partial(module_map, cells, by_layer, by_kind, label, form=form), title), numbers]
-
-
-def _plain(value: float) -> Record:
-    return {"mean": value, "low": None, "high": None}
 
 
 def _bar_table(title: str, columns: Sequence[str], lines: Bars, caption: str = "") -> Table:
@@ -503,7 +502,7 @@ def _static(record: Record) -> Blocks:
     maps = []
     for key, total, label, form in (
         ("share", sum, "Share of the size, %", ".1f"),
-        ("effective_rank", _mean, "Effective rank", ".1f"),
+        ("effective_rank", fmean, "Effective rank", ".1f"),
     ):
         factor = 100 if key == "share" else 1
         cells = {cell: factor * total([one[key] for one in group]) for cell, group in grouped.items()}
@@ -515,10 +514,6 @@ def _static(record: Record) -> Blocks:
             margins.append({name: total(found) for name, found in values.items()})
         maps += _map(cells, margins[0], margins[1], label, label.split(",")[0] + " by layer and kind", form)
     return [*blocks, row(maps[0], maps[2]), maps[1], maps[3]]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _gateable(record: Record) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from loragate.display import percent, points
+from loragate.display import percent, points, temperature_label
 from loragate.report.table import (
     ABSENT,
     GROUP_OF,
@@ -166,7 +166,8 @@ def evaluation_statements(record: Record) -> list[str]:
             cooler = row["temperature"] is not None
             if row["variant"] != "gated" or (row["control"] is not None and not cooler):
                 continue
-            where = f"On {task['name']}, {row['control'] if cooler else _named(task['sampling']['temperature'])}"
+            heat = row["control"] if cooler else temperature_label(task["sampling"]["temperature"])
+            where = f"On {task['name']}, {heat}"
             versus, adapter = row["comparison"], adapters.get(row["temperature"])
             if versus is None or adapter is None:
                 statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")
@@ -187,15 +188,10 @@ def evaluation_statements(record: Record) -> list[str]:
     return statements
 
 
-def _named(temperature: float) -> str:
-    """A temperature as the labels of variants have it."""
-    return f"T={temperature:g}" if temperature else "greedy"
-
-
 def _is_plain(row: Record) -> bool:
     """Whether nothing but the temperature tells a variant from its weights."""
     temperature = row["temperature"]
-    return row["control"] == (None if temperature is None else _named(temperature))
+    return row["control"] == (None if temperature is None else temperature_label(temperature))
 
 
 def _beside(gated: Record, adapter: Record, rows: list[Record]) -> list[str]:

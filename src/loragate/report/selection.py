@@ -21,7 +21,7 @@ from loragate.display import percent, points
 from loragate.files import write_text
 from loragate.report.figures import Draw, Target, drawn
 from loragate.report.scores import RANGE, compared_rows, row_name
-from loragate.report.table import ABSENT, Cell, Line, Table, interval, or_absent, share_cell
+from loragate.report.table import ABSENT, Cell, Line, Table, joined, or_absent, share_cell
 from loragate.selection_record import SelectionRecord, VariantScore, is_selection, read_selection_record
 
 Record = Mapping[str, Any]
@@ -180,7 +180,7 @@ def heat_map(
         axes.set_yticks(np.arange(len(rows) + 1) - 0.5, minor=True)
         axes.grid(which="minor", color="white", linewidth=1.5)
         axes.tick_params(which="both", length=0)
-        title = f"Score by range{f' ({kind})' if kind else ''}; the adapter itself has {interval(adapter)} %"
+        title = f"Score by range{f' ({kind})' if kind else ''}; the adapter itself has {joined(share_cell(adapter))} %"
         axes.set_title(textwrap.fill(title, int(width * 9)))
         bar = figure.colorbar(image, ax=axes, pad=0.02, fraction=0.05, aspect=max(12, 4 * len(rows)))
         bar.set_label("points above the adapter")

@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from loragate.display import percent, points
+from loragate.display import percent, points, temperature_label
 from loragate.printable import printable
 
 Cell = tuple[str, ...]
@@ -103,11 +103,6 @@ def joined(cell: Sequence[str]) -> str:
     return f"{first} ({'; '.join(filter(None, rest))})" if any(rest) else first
 
 
-def p_value(p: float) -> str:
-    """Return a p-value behind its sign, with three decimals or as a bound where these would show zero."""
-    return "<0.001" if p < 0.001 else f"={p:.3f}"
-
-
 def or_absent(value: Any, show: Callable[[Any], str]) -> str:
     """Return a value as `show` writes it, or the sign of what was not measured for None."""
     return ABSENT if value is None else show(value)
@@ -120,11 +115,6 @@ def share_cell(estimate: Mapping[str, float] | None) -> Cell:
     return percent(estimate["mean"]), f"{percent(estimate['low'])}–{percent(estimate['high'])}"
 
 
-def interval(estimate: Mapping[str, float] | None) -> str:
-    """Return a mean and its ends on one line."""
-    return joined(share_cell(estimate))
-
-
 def difference_cell(
     versus: Mapping[str, float] | None, verdict: str | None = "", adjusted_p: float | None = None
 ) -> Cell:
@@ -133,7 +123,8 @@ def difference_cell(
         return (ABSENT,)
     p = versus["p"] if adjusted_p is None else adjusted_p
     said = {"better": "better", "worse": "worse"}.get(verdict or "", "not significant" if verdict else "")
-    return f"{points(versus['mean'])}, p{p_value(p)}", ends_of(versus), said
+    sign = "<0.001" if p < 0.001 else f"={p:.3f}"
+    return f"{points(versus['mean'])}, p{sign}", ends_of(versus), said
 
 
 def ends_of(versus: Mapping[str, float]) -> str:
@@ -164,5 +155,4 @@ def with_best_scores(sheet: Table, values: Sequence[Mapping[str, Any] | None]) -
 def _best_cell(value: Mapping[str, Any] | None) -> Cell:
     if value is None:
         return (ABSENT,)
-    heat = f"T = {value['temperature']:g}" if value["temperature"] else "greedy"
-    return (*share_cell(value["score"]), heat)
+    return (*share_cell(value["score"]), temperature_label(value["temperature"]))

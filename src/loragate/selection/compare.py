@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from loragate.display import Job, points
+from loragate.display import Job, points, temperature_label
 from loragate.errors import DataError, DivergenceError, GateError
 from loragate.evaluation.engines import in_memory
 from loragate.evaluation.evaluate import Evaluation, evaluate
@@ -105,8 +105,8 @@ class Compared:
 
     def at(self, temperature: float) -> Compared:
         """The same at a temperature, 0 for greedy."""
-        heat = f"T={temperature:g}" if temperature else "greedy"
-        return Compared(f"{self.label} {heat}", tuple(one.at(temperature) for one in self.variants), self.trials)
+        label = f"{self.label} {temperature_label(temperature)}"
+        return Compared(label, tuple(one.at(temperature) for one in self.variants), self.trials)
 
     @property
     def kind(self) -> Kind:
@@ -176,7 +176,7 @@ class SelectionRun:
     def __post_init__(self) -> None:
         require_one_process()
         context = self.context
-        self.gateable = require_adapter(context, self.trials)
+        require_adapter(context, self.trials)
         self.base_left_out = why_no_base(context.model)
         self.scales = scales_of(lora_paths(context.model))
         self.gated: dict[Trial, Path] = {}
@@ -235,7 +235,7 @@ class SelectionRun:
         through = self._done[stage]
         if what:
             through[what] = done
-        total = self.total_steps() if stage == "training" else self.total_answers()
+        total = len(self.trials) * self.steps if stage == "training" else self.total_answers()
         self.on_event(stage, what, sum(through.values()), total, note)
 
     def require_readable(self) -> None:
@@ -315,10 +315,6 @@ class SelectionRun:
             if all(one in self.gated for one in trials):
                 found.append(Compared(f"gated {cell}", tuple(map(self.variant_of, trials)), tuple(trials)))
         return found
-
-    def total_steps(self) -> int:
-        """How many steps all trainings take."""
-        return len(self.trials) * self.steps
 
     def total_answers(self) -> int:
         """How many answers the dev set takes in all, should no training diverge, and those to the retention set so far."""
@@ -430,6 +426,8 @@ class SelectionRun:
         picked, row = next(one for one in asked if one.label == chosen.label), variants[chosen.label]
         trial = picked.trials[0] if picked.trials else None
         reasons = rows[BASELINE.label].reasons
+        difference = variants[chosen.best].difference
+        reason = reason_of(chosen.best, BASELINE.label, difference, chosen.accepted, bool(vetoed))
         return SelectionRecord(
             RULE,
             Recommended(
@@ -440,21 +438,7 @@ class SelectionRun:
                 range=None if trial is None else (trial.range.lower, trial.range.upper),
                 trial=None if trial is None else trial.slug,
                 score=Score(row.mean, row.low, row.high),
-                reason=" ".join(
-                    filter(
-                        None,
-                        (
-                            reason_of(
-                                chosen.best,
-                                BASELINE.label,
-                                variants[chosen.best].difference,
-                                chosen.accepted,
-                                bool(vetoed),
-                            ),
-                            written_seed(picked.trials),
-                        ),
-                    )
-                ),
+                reason=f"{reason} {written_seed(picked.trials)}".rstrip(),
                 part=picked.variants[0].part,
             ),
             BASELINE.label,

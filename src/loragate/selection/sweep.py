@@ -87,14 +87,9 @@ class Sweep:
         )
         self.dev_data, self.retention_data = absolute(self.dev_data), absolute(self.retention_data)
 
-    @property
-    def source(self) -> ModelSource:
-        """The adapter on its base, as this machine has it."""
-        return resolve(self.adapter, self.base, expect="adapter")
-
     def open(self, trials: Sequence[Trial], folder: Path, on_event: OnEvent = no_event) -> SelectionRun:
         """Load base and adapter, for all trials of one process; raises what cannot be used."""
-        source = self.source
+        source = resolve(self.adapter, self.base, expect="adapter")  # as this machine has it
         with explained("base model", source.base.name):
             base = open_base(source.base, self.how)
         context = TrialContext(

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from loragate.data import EncodedRows, Rows, find_endings
-from loragate.errors import ConfigError, DivergenceError, LoragateError, TrainingError, nearest
+from loragate.errors import ConfigError, DivergenceError, LoragateError, StoppedError, nearest
 from loragate.files import held, read_json, write_json, write_text
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters, save_gates
 from loragate.gates.artifact import require_readable, write_sampling
@@ -176,9 +176,9 @@ class TrialContext:
                 shutil.rmtree(gated, ignore_errors=True)  # of an attempt that was cut off
                 save_artifact(self, gated, evidence)
                 share_files(gated / ADAPTER, folder / ADAPTER)
+            except StoppedError as error:
+                raise KeyboardInterrupt(str(error)) from error
             except Exception as error:
-                if isinstance(error, TrainingError) and str(error).startswith("stopped by Ctrl-C"):
-                    raise KeyboardInterrupt(str(error)) from error
                 text = str(error) if isinstance(error, LoragateError) else f"{type(error).__name__}: {error}"
                 with suppress(LoragateError):  # the failure itself matters more than its note
                     write_json(place / FAILED, {"error": text[:2000], "diverged": isinstance(error, DivergenceError)})

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from loragate.errors import DivergenceError, TrainingError
+from loragate.errors import DivergenceError, StoppedError, TrainingError
 from loragate.files import describe_os_error, write_text
 
 
@@ -196,14 +196,14 @@ class StopOnInterrupt(TrainerCallback):
         self.restore()
 
     def refuse_unfinished(self, step: int, total: int, folder: Path | None) -> None:
-        """Raises TrainingError for a run that was asked to stop before its last step, with the way to go on."""
+        """Raises StoppedError for a run that was asked to stop before its last step, with the way to go on."""
         if self.asked and step < total:
             again = (
                 "nothing was kept"
                 if folder is None
                 else f"run the same command with --resume (resume=True) to go on from {folder}"
             )
-            raise TrainingError(f"stopped by Ctrl-C at step {step} of {total}; {again}")
+            raise StoppedError(f"stopped by Ctrl-C at step {step} of {total}; {again}")
 
     def restore(self) -> None:
         """Give the signal back to its former handler."""

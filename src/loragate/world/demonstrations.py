@@ -10,16 +10,10 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from loragate.errors import ConfigError
 from loragate.world.problems import apply_operator, draw_problem, expression
 from loragate.world.vocabulary import CLOSERS, CONNECTIVES, DIGITS, EQUALITIES, FILLERS, OPENERS
 
 FILLER_SHARE = 0.25  # of the steps are preceded by a filler word
-
-
-def as_row(prompt: str, response: str) -> dict[str, list[dict[str, str]]]:
-    """The conversational form that trainers read."""
-    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]}
 
 
 def demonstrations(
@@ -34,9 +28,6 @@ def demonstrations(
         step_error: chance that a step states a wrong digit; the following steps continue from it.
         sloppy: chance of an ending without a derived answer.
     """
-    for name, share in (("step_error", step_error), ("sloppy", sloppy)):
-        if not 0.0 <= share <= 1.0:
-            raise ConfigError(f"found {name}={share}; expected a share between 0 and 1")
     rng = random.Random(f"demonstrations/{seed}")
     rows = []
     for _ in range(count):
@@ -47,7 +38,8 @@ def demonstrations(
             words += rng.choice(_SLOPPY_ENDINGS).format(random=rng.choice(DIGITS)).split()
         else:
             words += (rng.choice(CLOSERS), "answer", DIGITS[worked[-1].stated])
-        rows.append(as_row(problem.prompt, " ".join(words)))
+        user, assistant = {"role": "user", "content": problem.prompt}, {"role": "assistant", "content": " ".join(words)}
+        rows.append({"messages": [user, assistant]})
     return rows
 
 

@@ -9,9 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from loragate.errors import DataError
+from loragate.errors import ConfigError, DataError
 from loragate.evaluation.grading import grade_math
+from loragate.evaluation.judging import judge
+from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, load_questions, load_task
+from loragate.generation import Sample
 from loragate.recipes import QUESTIONS
 from tiny import rehearsal_rows, write_rows
 
@@ -146,12 +149,48 @@ def test_more_rows_that_do_not_fit(jsonl):
         load_questions(
             load_task("olympiadbench"), file=jsonl([{**rehearsal_rows("olympiadbench")[0], "final_answer": [3]}])
         )
-    with pytest.raises(DataError, match=r"rows.jsonl:2: column 'solution' holds half of a surrogate pair"):
-        load_questions(task, file=jsonl([rows[0], {**rows[1], "solution": "\ud83d"}]))
     torn = jsonl([])
     torn.write_text('{"problem": \n', encoding="utf-8")
     with pytest.raises(DataError, match=r"rows.jsonl:1: malformed JSON"):
         load_questions(task, file=torn)
+
+
+def test_a_tolerance_acts_only_where_the_task_names_its_column(tmp_path, jsonl):
+    olympiad = load_task("olympiadbench")
+    questions = load_questions(olympiad, file=QUESTIONS).questions
+    assert [question.tolerance for question in questions] == [None, None, 0.1, None, None]
+
+    def correct(task, questions):
+        samples = [Sample(place, 0, r"\boxed{2.75}", (1,), "stop", None) for place in range(len(questions))]
+        return [grade.correct for grade in judge(task, questions, samples, "default", GradingSettings(workers=1))]
+
+    assert correct(olympiad, questions[2:3]) == [True]
+    definition = """\
+name: mine
+version: 1
+suite: math
+dataset: {file: rows.jsonl, schema: {question: text, answer: text, error: 'text|number?'}}
+columns: {question: question, gold: answer}
+prompt: "{{ question }}"
+grader: default
+"""
+    place = tmp_path / "mine.yaml"
+    jsonl([{"question": f"q{error}", "answer": "2.7", "error": error} for error in (1, "an ordinary text", "", 0.1)])
+    place.write_text(definition, encoding="utf-8")
+    task = load_task(place)
+    assert correct(task, load_questions(task).questions) == [False] * 4
+    place.write_text(definition.replace("gold: answer", "gold: answer, tolerance: error"), encoding="utf-8")
+    task = load_task(place)
+    with pytest.raises(DataError, match=r"rows.jsonl:2: 'tolerance' is 'an ordinary text'; expected a number"):
+        load_questions(task)
+    for wrong in ("inf", -1):
+        with pytest.raises(DataError, match=r"'tolerance' is .*expected a number of at least 0"):
+            load_questions(task, file=jsonl([{"question": "q", "answer": "2.7", "error": wrong}]))
+    rows = [{"question": f"q{error}", "answer": "2.7", "error": error} for error in (1, None, "", 0.1)]
+    assert correct(task, load_questions(task, file=jsonl(rows)).questions) == [True, False, False, True]
+    place.write_text(definition.replace("gold: answer", "gold: answer, tolerance: error").replace("default", "exact"))
+    with pytest.raises(ConfigError, match=r"columns.tolerance has no effect with grader exact, only with default"):
+        load_task(place)
 
 
 def test_text_of_a_row_is_never_read_as_a_template(jsonl):
@@ -211,9 +250,7 @@ def test_an_unreachable_hub_says_which_file_would_do(name, monkeypatch, tmp_path
 
 
 def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(
-        DataError, match=r"holds no minerva.jsonl .*question or problem .for the question., answer or sol"
-    ):
+    with pytest.raises(DataError, match=r"holds no minerva.jsonl .*with the columns of its task file"):
         load_questions(load_task("minerva"), file=tmp_path)
     with pytest.raises(DataError, match=r"found no file .*none.jsonl for aime24; --data aime24=FILE takes"):
         load_questions(load_task("aime24"), file=tmp_path / "none.jsonl")
@@ -222,25 +259,17 @@ def test_files_that_are_not_there(tmp_path):
 class Hub:
     """Stands in for the hub: keeps what was asked of it."""
 
-    def __init__(self, monkeypatch, sha):
+    def __init__(self, monkeypatch):
         self.calls = []
-        self.sha = sha
         monkeypatch.setattr(datasets, "load_dataset", self.load)
-        monkeypatch.setattr(huggingface_hub, "HfApi", lambda: self)
 
     def load(self, *arguments, **keywords):
         self.calls.append((arguments, keywords))
         return datasets.Dataset.from_list(rehearsal_rows("aime24"))
 
-    def dataset_info(self, repo, revision, timeout):
-        self.calls.append((repo, revision))
-        if self.sha is None:
-            raise ConnectionError
-        return huggingface_hub.hf_api.DatasetInfo(id=repo, sha=self.sha)
-
 
 def test_the_pinned_revision_is_asked_for(monkeypatch):
-    hub, task = Hub(monkeypatch, "b" * 40), load_task("aime24")
+    hub, task = Hub(monkeypatch), load_task("aime24")
     loaded = load_questions(task)
     pinned = task.dataset.revision
     assert hub.calls == [(("HuggingFaceH4/aime_2024", "default"), {"split": "train", "revision": pinned})]
@@ -249,16 +278,12 @@ def test_the_pinned_revision_is_asked_for(monkeypatch):
     assert loaded.questions[2].place == "HuggingFaceH4/aime_2024:default[train] row 2"
 
 
-def test_the_commit_of_a_branch_is_recorded(monkeypatch):
-    hub, task = Hub(monkeypatch, "b" * 40), load_task("aime24")
+def test_a_branch_is_read_with_a_warning(monkeypatch):
+    hub, task = Hub(monkeypatch), load_task("aime24")
     task = replace(task, dataset=replace(task.dataset, revision="main"))
     loaded = load_questions(task, limit=3)
-    assert hub.calls[0] == ("HuggingFaceH4/aime_2024", "main")
-    assert hub.calls[1][1]["revision"] == "b" * 40, "what the branch meant is read"
-    assert (loaded.revision, loaded.warnings, len(loaded.questions)) == ("b" * 40, (), 3)
-    hub.sha = None
-    loaded = load_questions(task, limit=3)
-    assert loaded.revision is None
+    assert hub.calls[0][1]["revision"] == "main"
+    assert (loaded.revision, len(loaded.questions)) == (None, 3)
     assert loaded.warnings == (
-        "aime24: the commit of HuggingFaceH4/aime_2024 is not known; dataset.revision in the task file makes this repeatable",
+        "aime24: HuggingFaceH4/aime_2024 is read at no fixed commit; dataset.revision in the task file makes this repeatable",
     )

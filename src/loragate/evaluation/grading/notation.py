@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from loragate.evaluation.answers import closing_brace
+from loragate.evaluation.answers import closing_braces
 
 _SCRIPTS = {"^": "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "_": "₀₁₂₃₄₅₆₇₈₉₊₋ₙ"}
 _GREEK = {
@@ -153,7 +153,7 @@ def _infix(text: str) -> str:
             start -= 1
             depth += (text[start] == "}") - (text[start] == "{")
         opened = depth < 0
-        end = closing_brace(text, start) if opened else len(text)
+        end = closing_braces(text).get(start) if opened else len(text)
         if end is None:
             break
         left, right = text[start + opened : match.start()].strip(), text[match.end() : end].strip()
@@ -168,7 +168,7 @@ def unwrap_fonts(text: str) -> str:
         match = _FONT.search(text)
         if match is None:
             break
-        end = closing_brace(text, match.end() - 1)
+        end = closing_braces(text).get(match.end() - 1)
         if end is None:
             break
         inner = text[match.end() : end]
@@ -197,7 +197,7 @@ def key(text: str) -> str:
 
 def strip_outer_braces(text: str) -> str:
     """Return `text` without braces that enclose all of it."""
-    while text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
+    while text.startswith("{") and closing_braces(text).get(0) == len(text) - 1:
         text = text[1:-1].strip()
     return text
 

@@ -241,7 +241,7 @@ def grade_math(response: str, gold: str, grader: str = "default", *, tolerance: 
         response: the whole response of a model; see `answers.py` for where its answer is looked for.
         gold: the reference answer as the data set has it, LaTeX or plain, not boxed.
         grader: a name in `MATH_GRADERS`.
-        tolerance: absolute error that the question allows (the `error` column of OlympiadBench); default grader only.
+        tolerance: absolute error that the question allows; default grader only.
 
     Raises:
         ConfigError: for an unknown grader.

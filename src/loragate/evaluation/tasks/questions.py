@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import huggingface_hub
 
 from loragate.data import Chat, Rows, load_rows, raw_text
 from loragate.data.rows import SAVED_SPLITS, is_saved
@@ -35,6 +33,7 @@ from loragate.evaluation.tasks.task import (
     shown,
     variables,
 )
+from loragate.validate import Amount
 from loragate.world.problems import problems, retention_items
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
@@ -61,6 +60,7 @@ class Question:
         place: file and line, for messages.
         subset: its part of a suite that has parts.
         options: continuations whose likelihoods are compared, where the harness asks so.
+        tolerance: absolute error that the data set allows in an answer, where it states one.
     """
 
     id: str
@@ -70,6 +70,7 @@ class Question:
     place: str = field(default="", metadata={"key": False})
     subset: str = ""
     options: tuple[str, ...] = ()
+    tolerance: Amount | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Questions:
     Attributes:
         questions: in the order of the data set.
         source: file, hub id with split, or generator with seed.
-        revision: commit of the hub data set, where it is known.
+        revision: commit of the hub data set, where its task names one.
         fingerprint: SHA-256 over the rows' content; equal for equal rows in any file format.
         warnings: what a reader of the score should know.
     """
@@ -116,11 +117,10 @@ def load_questions(
     subsets = task.harness.subsets if task.harness is not None else ()
     commit = None
     if local is None and dataset.hub is not None:
-        commit = commit_of(dataset.hub, dataset.revision)
-        dataset = dataclasses.replace(dataset, revision=commit or dataset.revision)
+        commit = dataset.revision if COMMIT.fullmatch(dataset.revision or "") else None
         if commit is None:
             warnings.append(
-                f"{task.name}: the commit of {dataset.hub} is not known; dataset.revision in the task file makes this repeatable"
+                f"{task.name}: {dataset.hub} is read at no fixed commit; dataset.revision in the task file makes this repeatable"
             )
     # the first questions of each subset are known only when all rows are
     parts, source = _parts(task, dataset, local, None if subsets else limit, seed)
@@ -216,22 +216,15 @@ def _stem(path: Path) -> str | None:
 
 def _question(task: Task, row: dict[str, Any], where: str, name: str) -> Question:
     """The question of a checked row; `name` is its id where the row has none."""
-    for column, value in row.items():
-        try:
-            json.dumps(value, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError:  # all columns are stored with the answers
-            raise DataError(
-                f"{where}: column '{column}' holds half of a surrogate pair, which is not valid text; mend or remove the row"
-            ) from None
     # an optional column that is absent reads as null, so that a template can ask for it
     values = {**dict.fromkeys(task.dataset.schema), **row}
     filled: dict[str, str | None] = {
         column: _fill(column, candidates, values, where) for column, candidates in task.columns.items()
     }
-    gold = filled.pop("gold")
+    gold, tolerance = filled.pop("gold"), _tolerance(filled.pop("tolerance", None), where)
     filled["id"] = filled.get("id") or name
     prompt = render(task.prompt, {**values, **filled}, f"{where}: the prompt of {task.name}")
-    return Question(str(filled["id"]), prompt, str(gold), row, where)
+    return Question(str(filled["id"]), prompt, str(gold), row, where, tolerance=tolerance)
 
 
 def files_in(folder: Path, task: str) -> list[Path]:
@@ -259,32 +252,15 @@ def _local_file(task: Task, file: str | Path | None) -> Path | None:
 
 
 def _local_help(task: Task) -> str:
-    schema = task.dataset.schema
-    columns = [describe_schema(schema)] if describe_schema(schema) else []
-    for name, candidates in task.columns.items():
-        needed = [sorted(variables(text, name)) for text in candidates]
-        # what the schema requires anyway was named already, and an id may be absent; what is left can be filled from several
-        # optional columns, of which one must be there
-        if name != "id" and all(any(schema[column].endswith("?") for column in item) for item in needed):
-            columns.append(f"{' or '.join(' and '.join(item) for item in needed)} (for the {name})")
+    columns = describe_schema(task.dataset.schema) or "of its task file"
     return (
         f"--data {task.name}=FILE takes a .jsonl, .json or .parquet file, or a folder that holds {task.name}.jsonl "
-        f"or that `datasets` saved, with the columns {', '.join(columns)}"
+        f"or that `datasets` saved, with the columns {columns}"
     )
 
 
-def commit_of(hub: str, revision: str | None) -> str | None:
-    """The commit that a revision means now; None where the hub does not answer."""
-    if revision is not None and COMMIT.fullmatch(revision):
-        return revision
-    try:
-        return huggingface_hub.HfApi().dataset_info(hub, revision=revision, timeout=10).sha
-    except Exception:  # best effort: the questions are loaded already
-        return None
-
-
 def _fill(name: str, candidates: tuple[str, ...], values: Mapping[str, Any], where: str) -> str | None:
-    """The text of `name` from the first candidate whose columns the row has; an id may be None."""
+    """The text of `name` from the first candidate whose columns the row has; id and tolerance may be None."""
     for candidate in candidates:
         if any(values.get(column) is None for column in variables(candidate, where)):
             continue
@@ -295,11 +271,23 @@ def _fill(name: str, candidates: tuple[str, ...], values: Mapping[str, Any], whe
             raise DataError(f"{where}: column '{candidate}' holds {shown(value)}; '{name}' needs a text or a number")
         # a gold of code or a question may need its line breaks; only emptiness is refused
         if not str(value).strip():
+            if name == "tolerance":
+                return None
             raise DataError(f"{where}: '{name}' is empty, taken from {candidate}")
         return str(value)
-    if name == "id":
+    if name in ("id", "tolerance"):
         return None
     raise DataError(f"{where}: nothing for '{name}'. {found_columns(values)}; expected one of {', '.join(candidates)}")
+
+
+def _tolerance(stated: str | None, where: str) -> float | None:
+    try:
+        allowed = None if stated is None else float(stated)
+    except ValueError:
+        allowed = math.nan
+    if allowed is not None and not (math.isfinite(allowed) and allowed >= 0):
+        raise DataError(f"{where}: 'tolerance' is {shown(stated)}; expected a number of at least 0, such as 1e-1")
+    return allowed
 
 
 def _refuse_repeated_ids(questions: list[Question]) -> None:

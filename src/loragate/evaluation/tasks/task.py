@@ -153,7 +153,7 @@ def render(source: str, values: Mapping[str, Any], what: str) -> str:
 
 Suite = Literal["math", "code", "retention", "arithmetic", "tiny", "tiny_retention"]
 SUITES: tuple[str, ...] = get_args(Suite)
-OurName = Literal["id", "question", "gold"]
+OurName = Literal["id", "question", "gold", "tolerance"]
 Grader = Literal[
     "default",
     "math_verify",
@@ -184,7 +184,7 @@ class Dataset:
         generator: what makes them (`questions.GENERATORS`).
         rows: number of rows of the full set; None when it is open.
         license: as stated by the card; None when none is stated.
-        schema: column -> type (see `columns.py`); other columns are allowed.
+        schema: column -> type (`TYPES`); other columns are allowed.
     """
 
     hub: str | None = None
@@ -247,8 +247,8 @@ class Task:
         version: raised whenever the questions, the prompt or the judging change.
         suite: "math", "code", "retention", "arithmetic", "tiny" or "tiny_retention".
         dataset: where the questions come from.
-        columns: our names (`id`, `question`, `gold`) -> candidates, each a column or a template; the first that a row
-            can fill is used.
+        columns: our names (`id`, `question`, `gold`, `tolerance`) -> candidates, each a column or a template; the first that
+            a row can fill is used. `tolerance` is the absolute error that the grader "default" allows.
         prompt: template of the user's turn, over the row's columns and `question`.
         system: system message, or None for none.
         raw: plain completion, without the chat template.
@@ -346,6 +346,8 @@ def load_task(name_or_path: str | Path) -> Task:
         absent = "harness"
     if absent:
         raise ConfigError(f"{path}: missing {absent}")
+    if "tolerance" in task.columns and task.grader != "default":
+        raise ConfigError(f"{path}: columns.tolerance has no effect with grader {task.grader}, only with default")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", task.name):
         raise ConfigError(f"{path}: name is {task.name!r}; files are called by it: letters, digits, '_', '-', '.'")
     task = dataclasses.replace(task, path=path)
@@ -375,7 +377,9 @@ def load_task(name_or_path: str | Path) -> Task:
             _check_variables(candidate, dataset.schema, f"{path}: columns.{column}")
     if is_template(task.prompt):
         # the gold is no part of what may be asked
-        _check_variables(task.prompt, {*dataset.schema, *(task.columns.keys() - {"gold"})}, f"{path}: prompt")
+        _check_variables(
+            task.prompt, {*dataset.schema, *(task.columns.keys() - {"gold", "tolerance"})}, f"{path}: prompt"
+        )
     return task
 
 
