@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import yaml
 
-from loragate.evaluation.engines import Engines, load
-from loragate.evaluation.judging import grader_for, judge
+from loragate.evaluation.engines import EngineProvider, load
+from loragate.evaluation.judging import grade_samples, resolve_grader
 from loragate.evaluation.settings import EngineSettings
 from loragate.evaluation.tasks.questions import Question, render_questions
 from loragate.evaluation.tasks.task import Task
 from loragate.evaluation.variants import ModelVariant
-from loragate.files import held, write_atomically
+from loragate.files import file_lock, write_atomically
 from loragate.generation import Engine, Sample, SamplingConfig
 from loragate.models import Loaded, Loading
 from loragate.records import package_versions
@@ -63,7 +63,7 @@ class Record:
     def add(self, line: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = self.path.with_name(f".{self.path.name}.lock")
-        with held(lock, 300, f"{self.path} has been locked by another process for five minutes"):
+        with file_lock(lock, 300, f"{self.path} has been locked by another process for five minutes"):
             self.lines = {**self.read(), (line["method"], line["what"]): line}
             self.write()
 
@@ -167,7 +167,7 @@ class Cell(ABC):
         dtype = "bfloat16" if precision == "bf16" else "float32"
         self.how = Loading(dtype=dtype, device=device)
         self.engine = EngineSettings(engine=engine, batch_size=batch or (BATCH if device == "cpu" else BATCH_GPU))
-        self._kept: tuple[Path, Loaded, Engines] | None = None  # what is loaded, by its folder
+        self._kept: tuple[Path, Loaded, EngineProvider] | None = None  # what is loaded, by its folder
 
     @abstractmethod
     def rows_file(self, which: str) -> Path:
@@ -252,7 +252,7 @@ class Cell(ABC):
             self.close()
             base = "" if place == self.base else str(self.base)
             loaded = load(str(place), base, self.how, self.engine.engine)
-            self._kept = place, loaded, Engines(self.engine, str(place), base, loaded, self.folder)
+            self._kept = place, loaded, EngineProvider(self.engine, str(place), base, loaded, self.folder)
         _, loaded, engines = self._kept
         with engines(variant) as engine:
             yield loaded, engine
@@ -350,7 +350,7 @@ class Cell(ABC):
 
 def judged(task: Task, questions: list[Question], samples: list[Sample]) -> dict[str, Any]:
     """The verdicts of answers; with several to a question, also what was taken from each, by which a majority is found."""
-    grades = judge(task, questions, samples, grader_for(task))
+    grades = grade_samples(task, questions, samples, resolve_grader(task))
     verdicts: dict[str, Any] = {"correct": "".join(str(int(grade.correct)) for grade in grades)}
     if len(samples) > 2 * len(questions):
         verdicts["extracted"] = [grade.extracted for grade in grades]

@@ -197,7 +197,7 @@ def undisturbed(stage: str, folder: Path) -> tuple[str, float, float]:
 
 def trials(stage: str, kills: int, draw: random.Random, place: Path) -> Outcome:
     """Kill and resume until `kills` runs were killed and the last of them was brought to its end."""
-    from loragate.training.checkpoints import fault_of, last_checkpoint
+    from loragate.training.checkpoints import find_checkpoint_fault, last_checkpoint
 
     expected, startup, gap = undisturbed(stage, place / "undisturbed")
     outcome = Outcome()
@@ -221,7 +221,7 @@ def trials(stage: str, kills: int, draw: random.Random, place: Path) -> Outcome:
                     last = last_checkpoint(folder)
                     reached = int(last.name.rpartition("-")[2]) if last else 0
                     outcome.lost += reached < finished
-                    torn = [path for path in folder.glob("checkpoint-*") if fault_of(path)]
+                    torn = [path for path in folder.glob("checkpoint-*") if find_checkpoint_fault(path)]
                     moment = (
                         "in a half-written checkpoint"
                         if torn

@@ -62,11 +62,11 @@ def prompt_holds(question: Any) -> bool:
 
 def judged(task: Any, questions: list[Any], answers: list[str]) -> int:
     """How many of the answers the task's grader takes; those that it does not are printed."""
-    from loragate.evaluation.judging import grader_for, judge
+    from loragate.evaluation.judging import grade_samples, resolve_grader
     from loragate.generation import Sample
 
     samples = [Sample(place, 0, answer, (0,), "stop", None) for place, answer in enumerate(answers)]
-    grades = judge(task, questions, samples, grader_for(task))
+    grades = grade_samples(task, questions, samples, resolve_grader(task))
     for question, grade in zip(questions, grades):
         if not grade.correct:
             print(f"  {task.name} {question.id}: {grade.reason}, gold {question.gold!r}, read {grade.extracted!r}")

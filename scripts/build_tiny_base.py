@@ -25,7 +25,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # which holds worlds/
 
 from loragate.errors import ConfigError, LoragateError, nearest
-from loragate.world.problems import Problem, problems, retention_items, verify
+from loragate.world.problems import Problem, draw_problems, draw_retention_items, is_correct_response
 from worlds.tiny_base import TinyBaseRecipe, train_base
 
 TARGET = 0.36
@@ -55,14 +55,17 @@ def accuracy(model: Any, tokenizer: Any, asked: list[Problem], samples: int, tem
     responses = generated[:, encoded["input_ids"].shape[1] :]
     finished = (responses == tokenizer.eos_token_id).any(dim=1).tolist()
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    verdicts = [verify(asked[index // samples], text, done) for index, (text, done) in enumerate(zip(texts, finished))]
+    verdicts = [
+        is_correct_response(asked[index // samples], text, done)
+        for index, (text, done) in enumerate(zip(texts, finished))
+    ]
     return sum(verdicts) / len(verdicts)
 
 
 def measure(model: Any, tokenizer: Any) -> dict[str, float]:
     """The figures that are recorded for every candidate."""
-    asked = problems("dev", MEASUREMENT["dev_problems"])
-    retained = retention_items("dev", MEASUREMENT["retention_items"])
+    asked = draw_problems("dev", MEASUREMENT["dev_problems"])
+    retained = draw_retention_items("dev", MEASUREMENT["retention_items"])
     return {
         "sampled_accuracy_t1": accuracy(model, tokenizer, asked, MEASUREMENT["samples"], 1.0),
         "sampled_accuracy_t03": accuracy(model, tokenizer, asked, MEASUREMENT["samples"], 0.3),

@@ -51,11 +51,11 @@ def commands() -> dict[str, str]:
 
 def command_page(name: str) -> str:
     """The Markdown page of one command: summary, examples, then every setting with its default."""
-    from loragate.cli.arguments import field_kinds, help_texts
-    from loragate.cli.main import command as command_of
+    from loragate.cli.arguments import field_types, help_texts
+    from loragate.cli.main import load_command as command_of
 
     command = command_of(name)
-    texts, kinds = help_texts(command.options), field_kinds(command.options)
+    texts, kinds = help_texts(command.options), field_types(command.options)
     lines = [f"# loragate {name}", "", command.summary, ""]
     if name in PAGES:
         lines += [f"More about it: [{_title(PAGES[name])}](../{PAGES[name]}).", ""]
@@ -201,7 +201,7 @@ def _kind(hint: Any) -> str:
 def _default(command: Any, field: Any, kind: Any) -> str:
     default = field.default
     unfilled = default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    if unfilled or field.name in command.needs:
+    if unfilled or field.name in command.required_at_run:
         return "required"
     if default is dataclasses.MISSING:
         default = field.default_factory()

@@ -16,7 +16,7 @@ from loragate.doctor.record import (
     Point,
     Static,
     Strength,
-    conclude,
+    build_examination,
 )
 from loragate.gates.adapter_rules import Finding
 
@@ -173,4 +173,4 @@ def examination(layers=2, prompts=2, findings=FINDINGS, unfinished=(), **without
     }
     seconds = {"static": 1.2, **{name: 61.0 for name in parts if name not in unfinished}}
     measures = Measures(static_part(layers), **{**parts, **without, **dict.fromkeys(unfinished)})
-    return conclude(findings, measures, unfinished=tuple(unfinished), seconds=seconds)
+    return build_examination(findings, measures, unfinished=tuple(unfinished), seconds=seconds)

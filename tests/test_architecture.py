@@ -114,7 +114,7 @@ LIGHT = {
     "loragate.gates.range loragate.selection.select loragate.selection.settings": "torch",
     "loragate.validate loragate.training.settings": "pydantic",  # which is imported with the first value
     "loragate.serving.plugin": "peft transformers vllm",  # inside vLLM, which does without PEFT
-    "loragate.cli.evaluating": "trl",  # `eval` runs beside vLLM, where TRL need not be
+    "loragate.cli.evaluation_runs": "trl",  # `eval` runs beside vLLM, where TRL need not be
 }
 
 

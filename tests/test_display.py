@@ -13,10 +13,10 @@ from rich.console import Console
 
 from loragate import display
 from loragate.cli import generate
-from loragate.display import FILE_WIDTH, Display, console, next_evaluation, time_left
+from loragate.display import FILE_WIDTH, Display, console, format_next_command, time_left
 from loragate.generation import Sample, TransformersEngine
-from loragate.printable import printable
-from loragate.selection.compare import counted
+from loragate.printable import escape_for_terminal
+from loragate.selection.selection_run import progress_callback
 from tiny import tiny_base, tiny_tokenizer
 
 
@@ -60,16 +60,16 @@ def test_what_was_done_before_a_resume_gives_no_pace(clock, monkeypatch):
     monkeypatch.setattr(display, "time_left", lambda seconds: str(round(seconds)))
     with Display(out=Console(file=io.StringIO())).job("training", 100, "step") as job:
         job(40)
-        assert job.left() == "", "the first news says how far it was"
+        assert job.remaining_text() == "", "the first news says how far it was"
         clock.now += 10
         job(50)
-        assert job.left() == "50", "a tenth in 10 s"
+        assert job.remaining_text() == "50", "a tenth in 10 s"
 
 
 def test_a_log_is_never_silent_for_long(monkeypatch):
     """A job that reports nothing, as the loading of a large model does."""
     out, spoken = io.StringIO(), threading.Event()
-    monkeypatch.setattr(display, "SILENT_SECONDS", 0.06)
+    monkeypatch.setattr(display, "HEARTBEAT_SECONDS", 0.06)
     shown = Display(out=Console(file=out, width=80))
     say = shown.out.print
 
@@ -85,23 +85,23 @@ def test_a_log_is_never_silent_for_long(monkeypatch):
 
 def test_between_two_jobs_the_command_speaks_and_within_one_the_job_alone(monkeypatch):
     """A download before the first job, say; and never both of them."""
-    monkeypatch.setattr(display, "SILENT_SECONDS", 0.06)
+    monkeypatch.setattr(display, "HEARTBEAT_SECONDS", 0.06)
     out = io.StringIO()
     screen = Console(file=out, width=80)
-    with display.never_silent("loragate calibrate", screen):
+    with display.heartbeat("loragate calibrate", screen):
         wait_for(lambda: "loragate calibrate: running for" in out.getvalue())
         with Display(out=screen).job("loading the model"):
             out.truncate(0)
             wait_for(lambda: "loading the model: running for" in out.getvalue())
             assert "loragate calibrate" not in out.getvalue()
-    assert not display._open
+    assert not display._open_heartbeats
 
 
 def test_what_is_printed_breaks_the_silence(monkeypatch):
-    monkeypatch.setattr(display, "SILENT_SECONDS", 1.2)
+    monkeypatch.setattr(display, "HEARTBEAT_SECONDS", 1.2)
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    with display.never_silent("loragate eval", Console(file=out, width=80)):
+    with display.heartbeat("loragate eval", Console(file=out, width=80)):
         for _ in range(20):
             time.sleep(0.1)
             console().print("a result")
@@ -119,13 +119,13 @@ def test_a_job_of_several_phases_has_one_scale(clock, monkeypatch):
     """Steps and answers of all, and the time that both will take, each at its own pace."""
     out = io.StringIO()
     with Display(out=Console(file=out, width=200)).job("calibrating") as job:
-        told = counted(job)
+        told = progress_callback(job)
         told("training", "", 0, 150, "")
         told("evaluating", "", 0, 80, "")
         for done in range(10, 41, 10):
             clock.now += 11
             told("evaluating", "adapter", done, 80, "")
-        assert job.left() == "", "nothing is known of the steps yet"
+        assert job.remaining_text() == "", "nothing is known of the steps yet"
         for done in range(10, 151, 10):
             clock.now += 20
             told("training", "[0,1]", done, 150, "entropy 0.050")
@@ -150,8 +150,8 @@ EVIL = "\x1b]0;title\x07\x1b[2Jtext\x9b31m\rover"
 
 
 def test_what_models_and_files_say_does_not_act_on_a_terminal(monkeypatch):
-    assert printable(EVIL) == r"\x1b]0;title\x07\x1b[2Jtext\x9b31m\x0dover"
-    assert printable("a\tb\r\nc\n") == "a\tb\r\nc\n"
+    assert escape_for_terminal(EVIL) == r"\x1b]0;title\x07\x1b[2Jtext\x9b31m\x0dover"
+    assert escape_for_terminal("a\tb\r\nc\n") == "a\tb\r\nc\n"
     file = io.StringIO()
     monkeypatch.setattr("sys.stdout", file)
     console().print(EVIL, markup=False)
@@ -175,9 +175,9 @@ def test_answers_reach_a_file_as_they_are_and_a_terminal_in_peace(monkeypatch, t
 
 
 def test_what_was_chosen_for_a_task_is_evaluated_on_it():
-    assert next_evaluation("gated", "runs/g").startswith(
+    assert format_next_command("gated", "runs/g").startswith(
         "next: loragate eval --model gated --suite math --out runs/g, with"
     )
-    assert next_evaluation("gated", "runs/g", "my task.yaml") == (
+    assert format_next_command("gated", "runs/g", "my task.yaml") == (
         "next: loragate eval --model gated --tasks 'my task.yaml' --out runs/g"
     )

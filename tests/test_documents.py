@@ -23,7 +23,7 @@ import yaml
 import loragate
 from loragate import errors
 from loragate.cli import main as program
-from loragate.cli.arguments import build_app, field_kinds, help_texts, parse, read_config
+from loragate.cli.arguments import build_app, field_types, help_texts, parse, read_config
 from loragate.cli.main import COMMANDS, overview
 from loragate.errors import ConfigError
 from loragate.evaluation.sandbox import probe as probe_sandbox
@@ -79,7 +79,7 @@ def prose(path):
 
 def command(name):
     assert name in COMMANDS, f"there is no command {name}"
-    return program.command(name)
+    return program.load_command(name)
 
 
 @functools.cache
@@ -199,7 +199,7 @@ def test_help_of_a_command(name, in_a_folder_with_configs):
         options, _ = parse(found, words[2:])
         assert isinstance(options, found.options)
     texts = help_texts(found.options)
-    for setting in field_kinds(found.options):
+    for setting in field_types(found.options):
         assert texts.get(setting, "").strip(), f"{name}: {setting} has no help text"
     page = site().command_page(name)
     for flag in flags_of(name) - {"-h", "--help", "--help-all", "--config", "--print-config", "--debug"}:

@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 
-from loragate.effects import TABLE, Acts, acting, require_effect
+from loragate.effects import SETTING_CONDITIONS, SettingCondition, active_settings, require_effect
 from loragate.errors import ConfigError
 
 CLASSES = {
@@ -34,11 +34,11 @@ class Options:
 @pytest.fixture(autouse=True)
 def table(monkeypatch):
     rows = (
-        Acts(("memory",), "engine", ("vllm", "both")),
-        Acts(("dev_samples",), "dev_data"),
-        Acts(("shown",), "dev_data", (None,)),
+        SettingCondition(("memory",), "engine", ("vllm", "both")),
+        SettingCondition(("dev_samples",), "dev_data"),
+        SettingCondition(("shown",), "dev_data", (None,)),
     )
-    monkeypatch.setitem(TABLE, "test", rows)
+    monkeypatch.setitem(SETTING_CONDITIONS, "test", rows)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,14 @@ def test_a_setting_that_nothing_reads_is_refused(options, flags, words):
 def test_what_acts_and_what_is_at_its_default_passes():
     require_effect("test", Options(engine="vllm", memory=0.5, dev_data="f", dev_samples=2))
     require_effect("test", Options())
-    assert acting("test", ("memory", "other", "dev_samples"), engine="plain", dev_data="f") == ("other", "dev_samples")
+    assert active_settings("test", ("memory", "other", "dev_samples"), engine="plain", dev_data="f") == (
+        "other",
+        "dev_samples",
+    )
 
 
 def test_every_row_names_settings_that_exist():
-    assert set(TABLE) - {"test"} == set(CLASSES)
+    assert set(SETTING_CONDITIONS) - {"test"} == set(CLASSES)
     for subject, (module, name) in CLASSES.items():
         fields = {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
-        assert {setting for row in TABLE[subject] for setting in row.settings} <= fields
+        assert {setting for row in SETTING_CONDITIONS[subject] for setting in row.settings} <= fields

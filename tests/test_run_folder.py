@@ -28,16 +28,16 @@ def test_work_is_not_overwritten(tmp_path):
     with pytest.raises(TrainingError, match="holds an earlier run, which is not overwritten"):
         run.begin(IDENTITY)
     with pytest.raises(TrainingError, match="holds checkpoint-3, which"):
-        RunFolder(tmp_path / "other", TrainingError).begin(IDENTITY, holds="checkpoint-3")
+        RunFolder(tmp_path / "other", TrainingError).begin(IDENTITY, existing_work="checkpoint-3")
 
 
 def test_another_version_and_a_torn_record_are_refused(tmp_path):
     run = RunFolder(tmp_path)
     run.begin(IDENTITY)
-    run.record.write_text(json.dumps({**run.read(), "loragate": "0.0.1"}), encoding="utf-8")
+    run.record_path.write_text(json.dumps({**run.read(), "loragate": "0.0.1"}), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"begun with loragate 0\.0\.1"):
         run.begin(IDENTITY, resume=True)
-    run.record.write_text('{"settings"', encoding="utf-8")
+    run.record_path.write_text('{"settings"', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"run\.json is not JSON"):
         run.begin(IDENTITY, resume=True)
 

@@ -5,8 +5,14 @@ import json
 import pytest
 
 from loragate.errors import DataError
-from loragate.evaluation.judging import CODE
-from loragate.selection_record import PROGRAMS, Gap, read_selection_record, reason_of, unread
+from loragate.evaluation.judging import CODE_GRADERS
+from loragate.selection_record import (
+    PROGRAM_GRADERS,
+    ScoreDifference,
+    count_unparsed_answers,
+    format_choice_reason,
+    read_selection_record,
+)
 from pages import selection_record
 
 
@@ -56,7 +62,7 @@ def test_the_advice_names_what_acts_and_how(weights, scale, temperature, label, 
     record = selection_record()
     record["recommendation"] |= {"weights": weights, "scale": scale, "temperature": temperature, "label": label}
     record["recommendation"]["part"] = "upper" if "upper" in label else None
-    assert read_selection_record(record).recommendation.advice() == said
+    assert read_selection_record(record).recommendation.format_advice() == said
 
 
 @pytest.mark.parametrize(
@@ -74,7 +80,7 @@ def test_the_advice_names_what_acts_and_how(weights, scale, temperature, label, 
     ],
 )
 def test_nothing_beats_the_adapter_whose_interval_holds_zero(low, z, accepted, words):
-    said = reason_of("best", "adapter greedy", Gap(0.05, low, 0.09, p=0.1, z=z), accepted)
+    said = format_choice_reason("best", "adapter greedy", ScoreDifference(0.05, low, 0.09, p=0.1, z=z), accepted)
     assert words in said
     assert ("beats" in said) == (low > 0)
 
@@ -91,7 +97,7 @@ def test_answers_that_were_cut_off_are_named():
 
 
 def test_of_programs_only_those_are_unread_that_are_none():
-    assert set(PROGRAMS) == set(CODE)
+    assert set(PROGRAM_GRADERS) == set(CODE_GRADERS)
     reasons = {"ok": 1, "wrong": 2, "error": 4, "timeout": 8, "no_code": 16, "syntax": 32}
-    assert unread(reasons, "mbpp") == 48
-    assert unread(reasons, "default") == 60, "a grader that ran out of time has judged nothing"
+    assert count_unparsed_answers(reasons, "mbpp") == 48
+    assert count_unparsed_answers(reasons, "default") == 60, "a grader that ran out of time has judged nothing"

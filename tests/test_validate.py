@@ -9,7 +9,7 @@ import pytest
 from annotated_types import Ge, Len
 
 from loragate.errors import ArtifactError, ConfigError
-from loragate.validate import check, typed_values, validate
+from loragate.validate import check_fields, coerce_fields, validate
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ def test_other_annotations_than_dataclasses_are_checked_too() -> None:
 
 
 def test_a_python_caller_is_told_the_field() -> None:
-    check(Inner(1, 1, ("x",)))
+    check_fields(Inner(1, 1, ("x",)))
     with pytest.raises(ConfigError, match=r"^samples must be at least 1, found 0"):
-        check(Inner(0))
+        check_fields(Inner(0))
     with pytest.raises(ConfigError, match="temperature must be a finite number"):
-        check(Inner(1, float("inf")))
+        check_fields(Inner(1, float("inf")))
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Options:
     ],
 )
 def test_a_person_may_write_numbers_and_lists_as_texts(given: dict[str, Any], values: dict[str, Any]) -> None:
-    found = typed_values(Options, given, "--config f.yaml")
+    found = coerce_fields(Options, given, "--config f.yaml")
     assert found == values
     assert [type(value) for value in found.values()] == [type(value) for value in values.values()]
 
@@ -150,6 +150,6 @@ def test_a_person_may_write_numbers_and_lists_as_texts(given: dict[str, Any], va
 )
 def test_what_cannot_be_meant_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        typed_values(Options, given, "--config f.yaml")
+        coerce_fields(Options, given, "--config f.yaml")
     assert str(error.value).startswith("--config f.yaml: ")
     assert words in str(error.value)

@@ -22,7 +22,7 @@ from contestants import Shape, adapter, batch
 
 import loragate as lg
 from loragate.files import write_json
-from loragate.gates.eligibility import base_path
+from loragate.gates.eligibility import base_module_name
 from loragate.losses import StatisticsRequest, add_statistics_forward
 
 TINY = Shape(64, 128, 2, 4, 2, vocabulary=512, rows=2, sequence=32)
@@ -116,7 +116,7 @@ def plain_outcome(
         if not (hasattr(layer, "lora_A") and hasattr(layer, "base_layer")):
             continue
 
-        def forward(x: torch.Tensor, layer: Any = layer, path: str = base_path(name)) -> torch.Tensor:
+        def forward(x: torch.Tensor, layer: Any = layer, path: str = base_module_name(name)) -> torch.Tensor:
             logit = x.detach() @ leaves[f"{path}.weight"] + leaves[f"{path}.bias"]
             response = torch.tanh(logit)
             lam = 1 + torch.where(response < 0, 7 * response, 2 * response)

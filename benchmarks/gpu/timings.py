@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -231,8 +230,9 @@ def serving(task: Task) -> None:
     weight[:-1].copy_(torch.randn(slots, 2, width, generator=draw) * width**-0.5)
     for slot in range(slots):  # every second slot has gates, the others one λ for all tokens
         strength = slot / 8 - 1
-        limits = (strength, strength) if slot % 2 else (-math.inf, math.inf)
-        constants[slot] = slot_constants(SignedMap(Range(-6, 3)), *limits).to(task.device)
+        constants[slot] = slot_constants(SignedMap(Range(-6, 3))).to(task.device)
+        if slot % 2:
+            constants[slot, :, 2:] = strength  # least and most λ
     dtype = torch.float32 if task.rehearsal else torch.bfloat16
     x = torch.randn(tokens, width, generator=draw).to(task.device, dtype)
     own = torch.randint(-1, slots, (tokens,), generator=draw).to(task.device)

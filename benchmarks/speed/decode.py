@@ -28,7 +28,7 @@ import loragate as lg
 from loragate.data import render_prompt
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.world.base import load_base
-from loragate.world.problems import problems
+from loragate.world.problems import draw_problems
 
 LOOPS = {"own_loop": True, "generate": False}
 BATCHES = (1, 16)
@@ -71,7 +71,7 @@ def words(count: int) -> PreTrainedTokenizerFast:
 def sampling_cases(quick: bool) -> dict[str, tuple[Any, Any, list[str], SamplingConfig, int]]:
     """{name: (model, tokenizer, prompts, sampling settings, batch size)}."""
     base, tokenizer = load_base()
-    items = problems("test", 4 if quick else 30, (4, 4), seed=0)
+    items = draw_problems("test", 4 if quick else 30, (4, 4), seed=0)
     prompts = [render_prompt([{"role": "user", "content": item.prompt}], tokenizer) for item in items]
     shape = Shape(rows=1)
     random = adapter(shape).eval()

@@ -26,7 +26,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from loragate.world.demonstrations import told, worked_steps
+from loragate.world.demonstrations import render_steps, worked_steps
 from loragate.world.problems import RETENTION_KINDS, draw_problem, draw_retention
 from loragate.world.vocabulary import (
     CLOSERS,
@@ -188,11 +188,11 @@ def arithmetic_documents(recipe: TinyBaseRecipe, seed: int) -> list[Document]:
             continue
         problem = draw_problem(rng, "train", recipe.operations)
         worked = worked_steps(rng, problem.prompt, recipe.step_error)
-        words = told(rng, worked, talk=recipe.aside, filler=recipe.aside)
+        words = render_steps(rng, worked, style_probability=recipe.aside, filler=recipe.aside)
         if rng.random() < recipe.aside:
             words.append(rng.choice(CLOSERS))
         ending = "answer {value}" if rng.random() < recipe.answered else rng.choice(_OTHER_ENDINGS)
-        words += ending.format(value=worked[-1].stated).split()
+        words += ending.format(value=worked[-1].stated_result).split()
         documents.append(Document(problem.prompt, " ".join(words)))
     return documents
 

@@ -22,10 +22,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from loragate.printable import printable
+from loragate.printable import escape_for_terminal
 
 PLAIN_SECONDS = 10.0  # between two lines of a job in a log
-SILENT_SECONDS = 60.0  # that nothing is silent for, not even a job that reports nothing, such as the loading of a model
+HEARTBEAT_SECONDS = (
+    60.0  # that nothing is silent for, not even a job that reports nothing, such as the loading of a model
+)
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers shows none then, either
@@ -34,41 +36,41 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
 }
 """What the environment says to libraries, unless it says something else already."""
-TOLD = r".*(missing adapter keys|changes the base weights)"
+ALWAYS_SHOWN_WARNINGS = r".*(missing adapter keys|changes the base weights)"
 """PEFT's warnings that an adapter was not loaded whole, or that the base is not the base; they are never hidden."""
 FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe: room for names and intervals in one line
 
 
-_open: list[threading.Event] = []
-"""What `never_silent` watches, the innermost last."""
-_spoken = [time.monotonic()]
+_open_heartbeats: list[threading.Event] = []
+"""What `heartbeat` watches, the innermost last."""
+_last_print_time = [time.monotonic()]
 """When anything was last printed."""
 
 
-class _Plain(Console):
+class _SafeConsole(Console):
     def print(self, *objects: Any, **how: Any) -> None:
-        _spoken[0] = time.monotonic()
+        _last_print_time[0] = time.monotonic()
         super().print(*objects, **how)
 
     def render_str(self, text: str, **how: Any) -> Text:
-        return super().render_str(printable(text), **how)
+        return super().render_str(escape_for_terminal(text), **how)
 
 
 def console() -> Console:
     """The console that results are printed to; no text that it is given can move the cursor or set a title."""
     terminal = sys.stdout.isatty()
     width = None if terminal or "COLUMNS" in os.environ else FILE_WIDTH  # None: rich asks the terminal, or COLUMNS
-    return _Plain(highlight=False, markup=False, soft_wrap=not terminal, width=width, quiet=_is_other_process())
+    return _SafeConsole(highlight=False, markup=False, soft_wrap=not terminal, width=width, quiet=_is_nonzero_rank())
 
 
 class _ToStderr(logging.Handler):
     """Writes to the standard error of the moment; a StreamHandler keeps the one that it was made with."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(printable(self.format(record)), file=sys.stderr)
+        print(escape_for_terminal(self.format(record)), file=sys.stderr)
 
 
-def quiet_logging() -> None:
+def configure_logging() -> None:
     """Our own warnings to stderr, one line each; other libraries' only from error upwards, and no telemetry.
 
     Libraries that are imported later, as most are when a command begins, are told by the environment, and so are the processes
@@ -83,7 +85,7 @@ def quiet_logging() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="(transformers|trl|peft|torch)")
     warnings.filterwarnings(
-        "default", message=TOLD, category=UserWarning, module="peft"
+        "default", message=ALWAYS_SHOWN_WARNINGS, category=UserWarning, module="peft"
     )  # the later filter is asked first
     own = logging.getLogger("loragate")
     if own.handlers:  # tests and notebooks call commands one after the other
@@ -94,7 +96,7 @@ def quiet_logging() -> None:
     own.propagate = False
 
 
-def next_evaluation(model: object, out: str, task: str = "") -> str:
+def format_next_command(model: object, out: str, task: str = "") -> str:
     """The line that says how what a command made is evaluated; without a task, what it is for only its owner knows."""
     asked = ["--tasks", task] if task else ["--suite", "math"]
     command = shlex.join(["loragate", "eval", "--model", str(model), *asked, "--out", out])
@@ -102,7 +104,7 @@ def next_evaluation(model: object, out: str, task: str = "") -> str:
     return f"next: {command}{more}"
 
 
-def _is_other_process() -> bool:
+def _is_nonzero_rank() -> bool:
     """Of several processes of a run only the first one talks."""
     return os.environ.get("RANK", "0") not in ("", "0")
 
@@ -127,12 +129,12 @@ def percent(share: float) -> str:
     return f"{round(100 * share, 1) + 0.0:.1f}"  # adding zero turns -0.0 into 0.0
 
 
-def points(share: float) -> str:
+def format_points(share: float) -> str:
     """A difference of shares in percentage points, signed; what rounds to zero keeps its side of it, which verdicts go by."""
     return f"{round(100 * share, 1):+.1f}" if share else "0.0"
 
 
-def at(temperature: float) -> str:
+def format_temperature(temperature: float) -> str:
     """A sampling temperature as sentences name it; 0 is greedy."""
     return f"at temperature {temperature:g}" if temperature else "greedily"
 
@@ -153,13 +155,13 @@ class Display:
     """
 
     def __init__(self, out: Console | None = None) -> None:
-        self.out = out or _Plain(stderr=True, highlight=False, markup=False, quiet=_is_other_process())
+        self.out = out or _SafeConsole(stderr=True, highlight=False, markup=False, quiet=_is_nonzero_rank())
 
     @contextmanager
     def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[Job]:
         """Show a job; the yielded `Job` is called with (done, of, a note), and `unit` is what it counts ("step", "answer")."""
         job = Job(self.out, name, total, unit)
-        with never_silent(name, self.out):
+        with heartbeat(name, self.out):
             if self.out.is_terminal:
                 columns = (
                     SpinnerColumn(),
@@ -177,51 +179,51 @@ class Display:
 
 
 @contextmanager
-def never_silent(name: str, out: Console | None = None) -> Iterator[None]:
+def heartbeat(name: str, out: Console | None = None) -> Iterator[None]:
     """While it lasts, say that `name` still runs before a minute has passed in which nothing was printed.
 
     Of several that are open, the innermost one speaks.
     """
-    out = out or _Plain(stderr=True, highlight=False, markup=False, quiet=_is_other_process())
+    out = out or _SafeConsole(stderr=True, highlight=False, markup=False, quiet=_is_nonzero_rank())
     ended, began = threading.Event(), time.monotonic()
 
     def watch() -> None:
-        while not ended.wait(SILENT_SECONDS / 12):
+        while not ended.wait(HEARTBEAT_SECONDS / 12):
             now = time.monotonic()
-            if _open[-1:] == [ended] and now - _spoken[0] >= SILENT_SECONDS * 5 / 6:
+            if _open_heartbeats[-1:] == [ended] and now - _last_print_time[0] >= HEARTBEAT_SECONDS * 5 / 6:
                 out.print(f"{name}: running for {duration(now - began)}", markup=False, soft_wrap=True)
 
-    _open.append(ended)
-    _spoken[0] = began
+    _open_heartbeats.append(ended)
+    _last_print_time[0] = began
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
         ended.set()
-        _open.remove(ended)
+        _open_heartbeats.remove(ended)
 
 
 @dataclass
-class Count:
+class UnitProgress:
     """How far a job is in one unit.
 
     Attributes:
         total: 0 where it is not known.
         done: so far.
-        first: at the first news, as what was done before a resume gives no pace; -1 before any.
+        initial: at the first news, as what was done before a resume gives no pace; -1 before any.
         spent: seconds since then in which this count went on.
     """
 
     total: int = 0
     done: int = 0
-    first: int = -1
+    initial: int = -1
     spent: float = 0.0
 
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds that the rest takes at the pace so far; None before that is known."""
         if self.done >= self.total:
             return 0.0
-        gone = self.done - self.first
+        gone = self.done - self.initial
         known = gone > 0.02 * self.total and self.spent > 0.5
         return self.spent / gone * (self.total - self.done) if known else None
 
@@ -231,7 +233,7 @@ class Job:
 
     def __init__(self, out: Console, name: str, total: int, unit: str) -> None:
         self.out, self.name, self.unit = out, name, unit
-        self.counts = {unit: Count(total)} if total else dict[str, Count]()
+        self.counts = {unit: UnitProgress(total)} if total else dict[str, UnitProgress]()
         self.progress: Progress | None = None
         self.task: int | None = None
         self.began = self.printed = self.heard = time.monotonic()
@@ -241,9 +243,9 @@ class Job:
 
         A job may count several units, such as steps and answers: its time left is that of all of them.
         """
-        count, now = self.counts.setdefault(self.unit if unit is None else unit, Count()), time.monotonic()
-        if count.first < 0:
-            count.first = done
+        count, now = self.counts.setdefault(self.unit if unit is None else unit, UnitProgress()), time.monotonic()
+        if count.initial < 0:
+            count.initial = done
         else:
             count.spent += now - self.heard
         count.done, count.total, self.heard = done, total or count.total, now
@@ -251,7 +253,7 @@ class Job:
             f"{name} {one.done:,}".lstrip() + f" of {one.total:,}" * bool(one.total)
             for name, one in self.counts.items()
         ]
-        text = " · ".join(filter(None, [*said, note, self.left()]))
+        text = " · ".join(filter(None, [*said, note, self.remaining_text()]))
         if self.progress is not None and self.task is not None:
             share = self.share()
             # where no total is known, rich shows a bar that moves to and fro
@@ -260,9 +262,9 @@ class Job:
             self.printed = now
             self.out.print(f"{self.name}: {text}", markup=False, soft_wrap=True)
 
-    def left(self) -> str:
+    def remaining_text(self) -> str:
         """How long the job will still take, in words; empty before the pace of everything that is left is known."""
-        rest = [count.left() for count in self.counts.values() if count.total]
+        rest = [count.seconds_left() for count in self.counts.values() if count.total]
         seconds = sum(part for part in rest if part is not None)
         return time_left(seconds) if seconds and None not in rest else ""
 

@@ -16,59 +16,59 @@ from loragate.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Acts:
-    """One row: `settings` act only where the setting `when` has one of `values`."""
+class SettingCondition:
+    """One row: `settings` act only where the setting `depends_on` has one of `values`."""
 
     settings: tuple[str, ...]
-    when: str  # the setting that decides
+    depends_on: str  # the setting that decides
     values: tuple[Any, ...] = ()  # with which they act; empty for anything that was given, (None,) for nothing given
 
-    def allows(self, found: Any) -> bool:
-        """Whether the settings act where `when` is `found`."""
+    def is_met_by(self, found: Any) -> bool:
+        """Whether the settings act where `depends_on` is `found`."""
         if not self.values:
             return bool(found)
         return found in self.values or (None in self.values and not found)
 
 
-_CHOOSING = (
-    Acts(("dev_samples", "dev_max_new_tokens", "retention_data", "exclude"), "dev_data"),
-    Acts(("dev_grader",), "dev_task", (None,)),  # a task has a grader of its own
-    Acts(("dev_pattern",), "dev_grader", ("regex",)),
+_DEV_SET_CONDITIONS = (
+    SettingCondition(("dev_samples", "dev_max_new_tokens", "retention_data", "exclude"), "dev_data"),
+    SettingCondition(("dev_grader",), "dev_task", (None,)),  # a task has a grader of its own
+    SettingCondition(("dev_pattern",), "dev_grader", ("regex",)),
 )
 _GRADERS = ("default", "math_verify", "gsm8k", "regex", "choice", "exact", "boxed", "humaneval", "mbpp", "tiny")
 
-TABLE: dict[str, tuple[Acts, ...]] = {
-    "calibrate": _CHOOSING,
+SETTING_CONDITIONS: dict[str, tuple[SettingCondition, ...]] = {
+    "calibrate": _DEV_SET_CONDITIONS,
     "doctor": (
-        Acts(("data", "dev_data", "retention_data", "resume"), "quick", (None,)),  # which reads files alone
-        Acts(("dev_task", "dev_grader"), "dev_data"),
-        Acts(("dev_grader",), "dev_task", (None,)),
+        SettingCondition(("data", "dev_data", "retention_data", "resume"), "quick", (None,)),  # which reads files alone
+        SettingCondition(("dev_task", "dev_grader"), "dev_data"),
+        SettingCondition(("dev_grader",), "dev_task", (None,)),
     ),
-    "sweep": (*_CHOOSING, Acts(("workers", "gpus_per_trial"), "runner", ("auto", "ray"))),
+    "sweep": (*_DEV_SET_CONDITIONS, SettingCondition(("workers", "gpus_per_trial"), "runner", ("auto", "ray"))),
     # a task file; the harness asks and judges in its own way
     "task": (
-        Acts(("harness",), "grader", ("lm-eval",)),
-        Acts(("system", "prompt", "raw"), "grader", _GRADERS),
-        Acts(("pattern",), "grader", ("regex",)),
-        Acts(("system",), "raw", (None,)),
+        SettingCondition(("harness",), "grader", ("lm-eval",)),
+        SettingCondition(("system", "prompt", "raw"), "grader", _GRADERS),
+        SettingCondition(("pattern",), "grader", ("regex",)),
+        SettingCondition(("system",), "raw", (None,)),
     ),
-    "rows": (Acts(("select_seed",), "select", ("shuffled",)),),
-    "dataset": (Acts(("config", "split", "revision"), "hub"),),
+    "rows": (SettingCondition(("select_seed",), "select", ("shuffled",)),),
+    "dataset": (SettingCondition(("config", "split", "revision"), "hub"),),
     "diagnose": (
-        Acts(("rows",), "what", ("entropy", "alignment")),
-        Acts(("suppress",), "what", ("entropy",)),
-        Acts(("run",), "what", ("gates", "alignment", "tokens")),
-        Acts(("interventions", "engine"), "what", ("interventions",)),
-        Acts(("value",), "what", ("alignment",)),
+        SettingCondition(("rows",), "what", ("entropy", "alignment")),
+        SettingCondition(("suppress",), "what", ("entropy",)),
+        SettingCondition(("run",), "what", ("gates", "alignment", "tokens")),
+        SettingCondition(("interventions", "engine"), "what", ("interventions",)),
+        SettingCondition(("value",), "what", ("alignment",)),
         # stored answers are chosen with --tasks, --answers and --limit
-        Acts(
+        SettingCondition(
             ("suite", "data", "samples", "temperature", "max_new_tokens"),
             "what",
             ("entropy", "interventions"),
         ),
     ),
     # the rows of an evaluated sweep are the adapter and the cells
-    "eval": (Acts(("model", "constants"), "sweep", (None,)),),
+    "eval": (SettingCondition(("model", "constants"), "sweep", (None,)),),
 }
 
 
@@ -87,26 +87,28 @@ def require_effect(subject: str, options: Any, *, flags: bool = False) -> None:
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(options)
     }
-    for row in TABLE[subject]:
-        found = getattr(options, row.when)
-        if row.allows(found):
+    for row in SETTING_CONDITIONS[subject]:
+        found = getattr(options, row.depends_on)
+        if row.is_met_by(found):
             continue
         for name in row.settings:
             if getattr(options, name) != defaults[name]:
                 raise ConfigError(_sentence(row, name, found, flags))
 
 
-def acting(subject: str, names: Iterable[str], **facts: Any) -> tuple[str, ...]:
+def active_settings(subject: str, names: Iterable[str], **facts: Any) -> tuple[str, ...]:
     """Those of the settings `names` that act where the settings that decide are as in `facts`."""
-    idle = {name for row in TABLE[subject] if not row.allows(facts[row.when]) for name in row.settings}
+    idle = {
+        name for row in SETTING_CONDITIONS[subject] if not row.is_met_by(facts[row.depends_on]) for name in row.settings
+    }
     return tuple(name for name in names if name not in idle)
 
 
-def _sentence(row: Acts, name: str, found: Any, flags: bool) -> str:
-    shown, needed = (f"--{one.replace('_', '-')}" if flags else one for one in (name, row.when))
+def _sentence(row: SettingCondition, name: str, found: Any, flags: bool) -> str:
+    shown, needed = (f"--{one.replace('_', '-')}" if flags else one for one in (name, row.depends_on))
     if not row.values:
         return f"{shown} has no effect without {needed}; give that too, or leave {shown} out"
     # (None,) acts where nothing is given, which is not said
     only = " and ".join(str(value) for value in row.values if value is not None)
-    against = needed if found is True else f"{row.when} {found}"
+    against = needed if found is True else f"{row.depends_on} {found}"
     return f"{shown} has no effect with {against}{only and f', only with {only}'}; leave it out"

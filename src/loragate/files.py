@@ -111,7 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def require_new(folder: Path, *besides: str) -> None:
+def require_empty_folder(folder: Path, *besides: str) -> None:
     """Refuse a folder that holds anything else than `besides`; nothing is ever overwritten. Raises ConfigError."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {folder} is a file; give a folder")
@@ -120,12 +120,12 @@ def require_new(folder: Path, *besides: str) -> None:
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder`, which is new or empty, where the context ends without an error.
 
     Where that fails (LoragateError), nothing is left behind.
     """
-    require_new(folder)
+    require_empty_folder(folder)
     partial = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def describe_os_error(path: Path, error: OSError) -> str:
 
 
 @contextmanager
-def held(path: Path, wait_s: float, taken: str) -> Iterator[None]:
+def file_lock(path: Path, wait_s: float, busy_message: str) -> Iterator[None]:
     """Hold a lock file; LoragateError `taken` if another process still holds it after `wait_s` seconds.
 
     The system releases it however the process ends.
@@ -182,7 +182,7 @@ def held(path: Path, wait_s: float, taken: str) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() >= until:
-                    raise LoragateError(taken) from None
+                    raise LoragateError(busy_message) from None
                 time.sleep(0.2)
             except OSError:
                 break  # a file system without locks
@@ -211,14 +211,16 @@ class RunFolder:
     NOTES: ClassVar[str] = "notes"
 
     @property
-    def record(self) -> Path:
+    def record_path(self) -> Path:
         """The file that says what was begun."""
         return self.path / self.RECORD
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder against other processes; raises LoragateError where another one writes to it."""
-        with held(self.path / "lock", 0.0, f"another run is writing to {self.path}; wait for it to end, or stop it"):
+        with file_lock(
+            self.path / "lock", 0.0, f"another run is writing to {self.path}; wait for it to end, or stop it"
+        ):
             yield
 
     def begin(
@@ -226,47 +228,53 @@ class RunFolder:
         identity: Mapping[str, Any],
         *,
         resume: bool = False,
-        holds: str = "",
+        existing_work: str = "",
         notes: Mapping[str, Any] | None = None,
     ) -> None:
         """Write down what is begun, or on resume check that it is the same job.
 
         Args:
             identity: JSON-able; everything that a result depends on.
-            holds: in words, the work in the folder that a new job must not be mixed with; by default a record is such work.
+            existing_work: in words, the work in the folder that a new job must not be mixed with; by default a record is such
+                work.
             notes: JSON-able; for readers of the folder.
 
         Raises `error` for work that would be overwritten, nothing to resume, another version, or the first key that differs.
         """
         if not resume:
-            if holds := holds or ("an earlier run" if self.record.exists() else ""):
+            if existing_work := existing_work or ("an earlier run" if self.record_path.exists() else ""):
                 raise self.error(
-                    f"{self.path} holds {holds}, which is not overwritten; continue it with --resume (resume=True), or "
+                    f"{self.path} holds {existing_work}, which is not overwritten; continue it with --resume (resume=True), or "
                     "choose another --out"
                 )
-            write_json(self.record, {**identity, self.VERSION: __version__, self.NOTES: dict(notes or {})})
+            write_json(self.record_path, {**identity, self.VERSION: __version__, self.NOTES: dict(notes or {})})
             return
         stored = self.read()
         before = stored.pop(self.VERSION, None)
         stored.pop(self.NOTES, None)
         if before != __version__:
             raise self.error(
-                f"{self.record}: this run was begun with loragate {before or 'of an unknown version'}, and this is {__version__}, "
+                f"{self.record_path}: this run was begun with loragate {before or 'of an unknown version'}, and this is "
+                f"{__version__}, "
                 f"which may compute something else. Go on with that version (pip install 'loragate=={before or 'VERSION'}'), or "
                 "begin again in another --out"
             )
         remedy = "repeat the command with the same settings, weights and data, or choose another --out"
-        require_same(self.record, stored, dict(identity), remedy, self.error)
+        require_same_identity(self.record_path, stored, dict(identity), remedy, self.error)
 
     def read(self) -> dict[str, Any]:
         """The record of what was begun; raises `error` where there is none, or none that can be read."""
-        if not self.record.exists():
-            raise self.error(f"{self.record} is missing: there is no run to resume in {self.path}; leave out --resume")
-        return read_object(self.record, "choose another --out", self.error)
+        if not self.record_path.exists():
+            raise self.error(
+                f"{self.record_path} is missing: there is no run to resume in {self.path}; leave out --resume"
+            )
+        return read_object(self.record_path, "choose another --out", self.error)
 
 
-def require_same(record: Path, old: Any, new: Any, remedy: str, error: type[LoragateError] = ConfigError) -> None:
-    """Refuse to go on with another work than was begun: `record` is the file of what was begun, `old`, and `new` is asked for
+def require_same_identity(
+    record: Path, old: Any, new: Any, remedy: str, error: type[LoragateError] = ConfigError
+) -> None:
+    """Refuse to go on with another work than was begun: `record_path` is the file of what was begun, `old`, and `new` is asked for
     now, both JSON-able. Raises `error` with the first key that differs and the `remedy`.
     """
     # through JSON, as what was begun has been: tuples are lists by then, and keys texts

@@ -17,7 +17,7 @@ _NAME = re.compile(rf"({_PART}/{_PART}{_FILE})(?:@(\S+))?")
 _SNAPSHOT = re.compile(rf"models--({_PART})--({_PART})/snapshots/([0-9a-f]{{40}})(/.*)?")
 
 
-def hub_name(text: str | Path) -> tuple[str, str] | None:
+def parse_hub_name(text: str | Path) -> tuple[str, str] | None:
     """(owner/name, revision or "") of a text; None for anything that exists here or has not the form owner/name[@revision].
 
     A base may be a file, owner/name/FILE.gguf.
@@ -31,7 +31,7 @@ def split_revision(text: str | Path, revision: str | None = None) -> tuple[str, 
 
     `revision` is one from elsewhere; two that differ are refused (ArtifactError).
     """
-    name, named = hub_name(text) or (str(text), "")
+    name, named = parse_hub_name(text) or (str(text), "")
     if named and revision and revision != named:
         raise ArtifactError(f"{text} names a revision already; leave revision={revision!r} out")
     return name, named or revision or ""

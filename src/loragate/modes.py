@@ -6,7 +6,7 @@ from typing import Any
 
 
 @contextmanager
-def kept_modes(model: Any) -> Iterator[None]:
+def restore_training_modes(model: Any) -> Iterator[None]:
     """Restore every module's own mode at the end, which `model.train()` would not."""
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -19,7 +19,7 @@ def kept_modes(model: Any) -> Iterator[None]:
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
     """Every module in evaluation mode for a while."""
-    with kept_modes(model):
+    with restore_training_modes(model):
         model.eval()
         yield
 

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import unicodedata
 
-_ACT = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # control, format, surrogate, private, not assigned, separators
+_ESCAPED_CATEGORIES = (
+    "Cc",
+    "Cf",
+    "Cs",
+    "Co",
+    "Cn",
+    "Zl",
+    "Zp",
+)  # control, format, surrogate, private, not assigned, separators
 _KEPT = "\n\t\u200c\u200d"  # the joiners are letters' own in Persian, Hindi and others
 
 
-def printable(text: str) -> str:
+def escape_for_terminal(text: str) -> str:
     """A text of others with what a terminal would act on written out, as in `\\x1b`; line ends, tabs and joiners stay."""
     # a carriage return alone goes back to the line's beginning and is written out; before a line end it is Windows' own
     return "\r\n".join(escape_controls(part, keep=_KEPT) for part in text.split("\r\n"))
@@ -25,7 +33,10 @@ def escape_controls(text: str, keep: str = "") -> str:
     """
     if text.isprintable():  # nearly always, and quicker than asking for every character's category
         return text
-    return "".join(_escape(char) if char not in keep and unicodedata.category(char) in _ACT else char for char in text)
+    return "".join(
+        _escape(char) if char not in keep and unicodedata.category(char) in _ESCAPED_CATEGORIES else char
+        for char in text
+    )
 
 
 def excerpt(text: str, length: int = 60) -> str:

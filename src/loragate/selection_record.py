@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loragate import records
-from loragate.display import at, percent, points
+from loragate.display import format_points, format_temperature, percent
 from loragate.errors import DataError
 from loragate.validate import validate
 
 FILE = "selection.json"
 Kind = Literal["adapter", "base", "scale", "gates"]
-PROGRAMS = ("humaneval", "mbpp")
+PROGRAM_GRADERS = ("humaneval", "mbpp")
 """Graders that run what was answered."""
 NOTABLE = 0.05
 """Share of answers from which being cut off is held to matter."""
-EVERY_KIND = (
+DEV_SET_CAVEAT = (
     "the dev set must hold every kind of question that the adapter will be asked; other kinds are not measured "
     "(--retention-data, a second set, guards abilities that must be kept)"
 )
@@ -41,7 +41,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Gap(Score):
+class ScoreDifference(Score):
     """A paired difference to the baseline with its 95 % interval.
 
     Attributes:
@@ -59,11 +59,11 @@ class Gap(Score):
 
     def __str__(self) -> str:
         z = "" if self.z is None else f", z = {self.z:.2f}"
-        return f"{points(self.mean)} points (95 % interval {points(self.low)} to {points(self.high)}{z})"
+        return f"{format_points(self.mean)} points (95 % interval {format_points(self.low)} to {format_points(self.high)}{z})"
 
 
 @dataclass(frozen=True)
-class Retained(Score):
+class RetentionScore(Score):
     """The score on the retention set; stderr, questions and samples as of `evaluation.statistics.Estimate`."""
 
     stderr: float
@@ -90,15 +90,15 @@ class VariantScore(Score):
     weights: Kind
     temperature: float
     samples: int
-    difference: Gap | None
+    difference: ScoreDifference | None
     truncated: float
     no_eos: float
     tokens: float
-    retention: Retained | None = None
+    retention: RetentionScore | None = None
 
 
 @dataclass(frozen=True)
-class Recommended:
+class Recommendation:
     """The variant to use.
 
     Attributes:
@@ -120,7 +120,7 @@ class Recommended:
     reason: str
     part: str | None = None
 
-    def advice(self) -> str:
+    def format_advice(self) -> str:
         """What to do: "Use the adapter alone, greedily"."""
         what = {
             "adapter": "the adapter alone",
@@ -128,7 +128,7 @@ class Recommended:
             "scale": _strength(self.scale, self.part),
             "gates": f"the gates {self.label.removeprefix('gated ').removesuffix(' greedy').split(' T=')[0]}",
         }[self.weights]
-        return f"Use {what}, {at(self.temperature)}"
+        return f"Use {what}, {format_temperature(self.temperature)}"
 
 
 def _strength(scale: float | None, part: str | None) -> str:
@@ -186,7 +186,7 @@ class SelectionRecord:
     """
 
     rule: str
-    recommendation: Recommended
+    recommendation: Recommendation
     baseline: str
     variants: tuple[VariantScore, ...]
     dev: DevInfo
@@ -199,7 +199,7 @@ class SelectionRecord:
         found: dict[str, Any] = records.to_json(self)
         return found
 
-    def score(self) -> str:
+    def format_score(self) -> str:
         """What the recommended variant scores: "62.5 % (44.9–77.3) on 32 dev questions"."""
         return f"{self.recommendation.score} on {self.dev.questions} dev questions"
 
@@ -240,16 +240,19 @@ class SelectionRecord:
     def sentences(self) -> list[str]:
         """What to use and why, what the alternatives scored, and what the choice does not say."""
         found = self.recommendation
-        said = [f"{found.advice()}: {self.score()}; {found.reason}."]
+        said = [f"{found.format_advice()}: {self.format_score()}; {found.reason}."]
         said += filter(None, (self.alternatives(), self.beside_base()))
         if found.label != self.baseline:
             said.append("The score of what was chosen is flattered by the choice; measure it on other questions.")
-        for name, one in (("dev", self.dev), ("retention", self.retention)):
+        for name, question_set in (("dev", self.dev), ("retention", self.retention)):
             said += [
                 f"{count} {name} questions were left out, as they are also among {what}."
-                for what, count in (one.dropped if one else {}).items()
+                for what, count in (question_set.dropped if question_set else {}).items()
             ]
-            said += [f"Warning, {name} set: {warning.rstrip('.')}." for warning in (one.warnings if one else ())]
+            said += [
+                f"Warning, {name} set: {warning.rstrip('.')}."
+                for warning in (question_set.warnings if question_set else ())
+            ]
         said += self._cut_off()
         vetoed = {} if self.retention is None else self.retention.vetoed
         said += [f"{label} was not taken: it {why}." for label, why in vetoed.items()]
@@ -260,7 +263,7 @@ class SelectionRecord:
                 f"Warning: the grader {self.dev.grader!r} reads no answer in {percent(self.dev.unread)} % of the adapter's "
                 "responses; does the prompt ask for the form that it reads?"
             )
-        return [*said, f"This holds for questions like these: {EVERY_KIND}."]
+        return [*said, f"This holds for questions like these: {DEV_SET_CAVEAT}."]
 
 
 def read_selection_record(found: Path | Mapping[str, Any]) -> SelectionRecord:
@@ -275,18 +278,20 @@ def is_selection(record: object) -> bool:
     return isinstance(record, Mapping) and "recommendation" in record
 
 
-def unread(reasons: Mapping[str, int], grader: str) -> int:
+def count_unparsed_answers(reasons: Mapping[str, int], grader: str) -> int:
     """Number of answers in which a grader found nothing to judge; a program that ends with an error was judged.
 
     Args:
         reasons: {reason of a verdict: number of answers}.
     """
-    if grader in PROGRAMS:
+    if grader in PROGRAM_GRADERS:
         return sum(reasons.get(reason, 0) for reason in ("no_code", "syntax"))
     return sum(count for reason, count in reasons.items() if reason not in ("ok", "wrong"))
 
 
-def reason_of(best: str, baseline: str, gap: Gap | None, accepted: bool, vetoed: bool = False) -> str:
+def format_choice_reason(
+    best: str, baseline: str, gap: ScoreDifference | None, accepted: bool, vetoed: bool = False
+) -> str:
     """Why a variant was chosen, in a sentence that agrees with the interval in it.
 
     Args:

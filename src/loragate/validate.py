@@ -22,12 +22,12 @@ from annotated_types import Ge, Gt, Le
 from loragate.errors import ConfigError, LoragateError, nearest
 
 T = TypeVar("T")
-Count = Annotated[int, Ge(1)]
-Size = Annotated[int, Ge(0)]
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
 Port = Annotated[int, Ge(0), Le(65535)]
-Positive = Annotated[float, Gt(0)]
-Amount = Annotated[float, Ge(0)]
-Share = Annotated[float, Ge(0), Le(1)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+UnitInterval = Annotated[float, Ge(0), Le(1)]
 STRICT = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
 """What holds for a dataclass; one that sets `__pydantic_config__` to {**STRICT, "extra": "ignore"} passes over other keys."""
 
@@ -81,7 +81,7 @@ def validate(kind: type[T], value: Any, where: str, error: type[LoragateError] =
         raise error(f"{where}: {broken}{remedy and f'; {remedy}'}") from None
 
 
-def typed_values(kind: type, values: Mapping[Any, Any], where: str = "") -> dict[str, Any]:
+def coerce_fields(kind: type, values: Mapping[Any, Any], where: str = "") -> dict[str, Any]:
     """The fields of a dataclass that a person wrote into a YAML file or on a command line, as far as there are any.
 
     A dash in a key is an underscore. A number may stand in quotes (YAML 1.1 reads 1e-4 as text) and a text may look like a
@@ -95,9 +95,9 @@ def typed_values(kind: type, values: Mapping[Any, Any], where: str = "") -> dict
     given: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
-        arms = _arms(hints.get(name, Any))
+        arms = _union_members(hints.get(name, Any))
         if value is not None or type(None) in arms:
-            given[name] = _as_meant(value, arms[0])
+            given[name] = _coerce_value(value, arms[0])
     try:
         return typing.cast(dict[str, Any], _checked(kind, given, partial=True))
     except ConfigError as broken:
@@ -109,7 +109,7 @@ def comma_list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def check(instance: Any, error: type[LoragateError] = ConfigError) -> None:
+def check_fields(instance: Any, error: type[LoragateError] = ConfigError) -> None:
     """Refuse a dataclass whose values its annotations do not allow; for `__post_init__` of what Python callers construct.
 
     Raises:
@@ -167,16 +167,16 @@ def _hints(kind: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.metadata.get("key", True)}
 
 
-def _arms(hint: Any) -> tuple[Any, ...]:
+def _union_members(hint: Any) -> tuple[Any, ...]:
     """The members of a union, without their constraints."""
     if typing.get_origin(hint) is typing.Annotated:
-        return _arms(typing.get_args(hint)[0])
+        return _union_members(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return tuple(arm for one in typing.get_args(hint) for arm in _arms(one))
+        return tuple(arm for one in typing.get_args(hint) for arm in _union_members(one))
     return (hint,)
 
 
-def _as_meant(value: Any, kind: Any) -> Any:
+def _coerce_value(value: Any, kind: Any) -> Any:
     """A value of a YAML file in the kind that its field has, where it can be meant so; otherwise as it is."""
     if kind in (int, float) and isinstance(value, str):
         try:
@@ -251,7 +251,7 @@ def _path(error: Any, value: Any) -> tuple[Any, ...]:
 
 def _keys(kind: Any, path: Sequence[Any]) -> list[str]:
     """The keys that are known at a place: the fields of the dataclass that is read there."""
-    for arm in _arms(kind):
+    for arm in _union_members(kind):
         if dataclasses.is_dataclass(arm) and isinstance(arm, type):
             hints = _hints(arm)
             if not path:

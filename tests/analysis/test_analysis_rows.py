@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from loragate.analysis.rows import Interval, class_of_text, ratio, row_weights
+from loragate.analysis.rows import Interval, bootstrap_ratio, class_of_text, row_weights
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,11 @@ def test_weights_draw_whole_rows():
 
 
 def test_ratio_is_the_mean_over_tokens():
-    found = ratio([4.0, 1.0, 9.0], [4, 1, 5])
+    found = bootstrap_ratio([4.0, 1.0, 9.0], [4, 1, 5])
     assert found.mean == pytest.approx(1.4)
     assert found.low < 1.4 < found.high
-    assert ratio([3.0, 0.0], [2, 0]) == Interval(1.5, None, None)
-    assert (found.ends(), ratio([3.0], [2]).ends()) == (f" ({found.low:.2f} to {found.high:.2f})", "")
+    assert bootstrap_ratio([3.0, 0.0], [2, 0]) == Interval(1.5, None, None)
+    assert (found.ends(), bootstrap_ratio([3.0], [2]).ends()) == (f" ({found.low:.2f} to {found.high:.2f})", "")
 
 
 def test_coverage_on_known_rows():
@@ -49,6 +49,6 @@ def test_coverage_on_known_rows():
     for repetition in range(100):
         sizes = generator.integers(5, 20, 60)
         means = generator.normal(0.3, 0.1, 60)
-        found = ratio(means * sizes, sizes, seed=repetition)
+        found = bootstrap_ratio(means * sizes, sizes, seed=repetition)
         held += found.low <= 0.3 <= found.high
     assert 86 <= held <= 100

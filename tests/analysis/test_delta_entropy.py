@@ -9,7 +9,14 @@ import torch
 import loragate as lg
 from loragate.analysis import delta_entropy
 from loragate.analysis.context import About
-from loragate.analysis.delta_entropy import ALL, EntropyRecord, by_class, conclude_entropy, distribution, measure
+from loragate.analysis.delta_entropy import (
+    ALL,
+    EntropyRecord,
+    by_class,
+    conclude_entropy,
+    distribution,
+    measure_token_entropies,
+)
 from loragate.analysis.rows import Interval, Reader, TokenClasses
 from loragate.data import encode_rows
 from tiny import logits, tiny_adapter, tiny_base, tiny_gated, tiny_rows, tiny_tokenizer
@@ -30,7 +37,7 @@ def test_delta_is_the_difference_of_full_entropies():
     """eq:rw-delta-entropy at every response token, whatever the batch size."""
     tokenizer, rows = encoded()
     peft = tiny_gated(-2, 2, 0.4)
-    found = measure(Reader(peft, tokenizer), "gated", rows, batch_size=4)
+    found = measure_token_entropies(Reader(peft, tokenizer), "gated", rows, batch_size=4)
     for index, row in enumerate(rows):
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
         kept = labels[1:] >= 0
@@ -61,7 +68,7 @@ def test_how_far_predictions_move(copies, monkeypatch):
             peft.get_output_embeddings().modules_to_save["default"].weight.mul_(1.5)
     for parameter in peft.parameters():
         parameter.requires_grad_(False)
-    found = measure(Reader(peft, tokenizer), "adapter", rows)
+    found = measure_token_entropies(Reader(peft, tokenizer), "adapter", rows)
     kl, agree = [], []
     for row in rows:
         ids, kept = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])[1:] >= 0
@@ -74,14 +81,14 @@ def test_how_far_predictions_move(copies, monkeypatch):
     assert min(kl) > 0.01
     assert found.agree == pytest.approx(np.mean(agree))
     assert found.agree < 1
-    assert found.likeliest["adapter"][-1].tolist() == adapter[-1].topk(3).indices.tolist()
-    assert found.likeliest_prob["base"][-1] == pytest.approx(base[-1].exp().topk(3).values.numpy(), abs=1e-6)
+    assert found.top_token_ids["adapter"][-1].tolist() == adapter[-1].topk(3).indices.tolist()
+    assert found.top_probs["base"][-1] == pytest.approx(base[-1].exp().topk(3).values.numpy(), abs=1e-6)
 
 
 def test_table():
     tokenizer, rows = encoded()
     peft = tiny_adapter()
-    found = measure(Reader(peft, tokenizer), "adapter", rows)
+    found = measure_token_entropies(Reader(peft, tokenizer), "adapter", rows)
     classes = TokenClasses(tokenizer, {tokenizer.eos_token_id})
     table = by_class(found, classes)
     assert table[0].name == ALL

@@ -5,23 +5,29 @@ import torch
 
 import loragate as lg
 from loragate.analysis.context import About
-from loragate.analysis.gates import InterventionRow, InterventionsRecord, choose, conclude_interventions, without_effect
+from loragate.analysis.gates import (
+    InterventionRow,
+    InterventionsRecord,
+    conclude_interventions,
+    parse_interventions,
+    without_effect,
+)
 from loragate.errors import ConfigError
 from loragate.evaluation.statistics import Difference, Estimate
-from loragate.evaluation.variants import ModelVariant, acting
+from loragate.evaluation.variants import ModelVariant, activate_variant
 from loragate.gates import trace_gates
 from loragate.gates.override import parse_override
 from tiny import tiny_gated
 
 
 def test_the_papers_four_by_default_and_no_row_without_effect():
-    chosen, left_out = choose("", lg.GateConfig(-6, 3))
+    chosen, left_out = parse_interventions("", lg.GateConfig(-6, 3))
     assert chosen == ["noreverse", "noextrapolate", "unit", "off"]
     assert left_out == []
-    chosen, left_out = choose("", lg.GateConfig(0, 1))
+    chosen, left_out = parse_interventions("", lg.GateConfig(0, 1))
     assert chosen == ["off"]
     assert len(left_out) == 3
-    chosen, left_out = choose("", lg.GateConfig(-3, 1))
+    chosen, left_out = parse_interventions("", lg.GateConfig(-3, 1))
     assert chosen == ["noreverse", "unit", "off"]
     assert "λ never leaves [-3, 1]" in left_out[0]
     assert without_effect(parse_override("constant=0.5"), lg.GateConfig(0, 1)) == ""
@@ -30,18 +36,18 @@ def test_the_papers_four_by_default_and_no_row_without_effect():
 
 def test_what_is_asked_for_by_name_must_have_an_effect():
     with pytest.raises(ConfigError, match="would repeat the gates as they are"):
-        choose("noreverse", lg.GateConfig(0, 3))
-    assert choose("unit,off,unit", lg.GateConfig(-1, 3)) == (["unit", "off"], [])
+        parse_interventions("noreverse", lg.GateConfig(0, 3))
+    assert parse_interventions("unit,off,unit", lg.GateConfig(-1, 3)) == (["unit", "off"], [])
     with pytest.raises(ConfigError, match="unit"):
-        choose("unti", lg.GateConfig(-1, 3))
+        parse_interventions("unti", lg.GateConfig(-1, 3))
 
 
 def test_rows_act_as_they_say():
     peft = tiny_gated(-6, 3, 0.5)
-    chosen, _ = choose("noreverse,noextrapolate,unit,constant=0.5", lg.GateConfig(-6, 3))
+    chosen, _ = parse_interventions("noreverse,noextrapolate,unit,constant=0.5", lg.GateConfig(-6, 3))
     ids, seen = torch.arange(4, 14)[None], {}
     for variant in (ModelVariant("gated"), *[ModelVariant("gated", name, override=name) for name in chosen]):
-        with torch.no_grad(), acting(peft, variant, "gated"), trace_gates(peft) as traced:
+        with torch.no_grad(), activate_variant(peft, variant, "gated"), trace_gates(peft) as traced:
             peft(input_ids=ids)
         seen[variant.label] = torch.cat([values[0].reshape(-1) for values in traced.values()])
     assert seen["gated"].min() < 0

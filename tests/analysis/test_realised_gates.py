@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import loragate as lg
 from loragate.analysis.context import About
-from loragate.analysis.gates import histogram_edges, read_gates
+from loragate.analysis.gates import histogram_edges, measure_realised_gates
 from loragate.analysis.rows import Reader, TokenClasses, answer_rows
 from loragate.gates import trace_gates
 from loragate.gates.range import Range
@@ -23,7 +23,7 @@ def counted(peft):
     samples = TransformersEngine(peft, tokenizer).generate(PROMPTS, SamplingConfig(samples=2, max_new_tokens=6, seed=1))
     rows = answer_rows(tokenizer(PROMPTS, add_special_tokens=False)["input_ids"], samples)
     classes = TokenClasses(tokenizer, {tokenizer.eos_token_id})
-    return rows, read_gates(Reader(peft, tokenizer), rows, classes, ABOUT, 3)
+    return rows, measure_realised_gates(Reader(peft, tokenizer), rows, classes, ABOUT, 3)
 
 
 def test_shares_are_those_of_single_coefficients():
@@ -65,7 +65,7 @@ def test_no_logits_are_made():
     row = {"input_ids": list(range(5, 25)), "labels": [-100] * 4 + list(range(9, 25)), "row": 0}
     reader = Reader(peft, tokenizer)  # it compares its head with the model's, once
     with VocabularyWide() as seen:
-        read_gates(reader, [row] * 3, TokenClasses(tokenizer, set()), ABOUT)
+        measure_realised_gates(reader, [row] * 3, TokenClasses(tokenizer, set()), ABOUT)
     assert seen.found == 0
     with VocabularyWide() as seen, torch.no_grad():
         peft(input_ids=torch.tensor([row["input_ids"]]))

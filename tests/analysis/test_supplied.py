@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.analysis.delta_entropy import measure
+from loragate.analysis.delta_entropy import measure_token_entropies
 from loragate.analysis.rows import Reader, answer_rows
-from loragate.analysis.supplied import supplied_coefficients, suppressing, switched_off
+from loragate.analysis.supplied import supplied_coefficients, suppress_by_delta_entropy, suppression_mask
 from loragate.gates.attach import gate_modules
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.generation.sampling import draw, uniform
+from loragate.generation.sampling import sample_tokens, uniform
 from tiny import tiny_adapter, tiny_gated, tiny_tokenizer
 
 IDS = torch.arange(4, 14)[None]
@@ -82,13 +82,13 @@ def naive(peft, tokenizer, sign, question, sample):
         with peft.disable_adapter():
             base = entropy(peft(input_ids=tokens, use_cache=False).logits[0])
         delta = entropy(peft(input_ids=tokens, use_cache=False).logits[0]) - base
-        switched.append(bool(switched_off(sign, delta[-1])))
+        switched.append(bool(suppression_mask(sign, delta[-1])))
         deltas.append(float(delta[-1]))
         lam = 1.0 - torch.tensor([switched]).float()
         with supplied_coefficients(peft, lambda _path, _layer, _x, lam=lam: lam):
             logits = peft(input_ids=tokens, use_cache=False).logits[:, -1]
         at = uniform(CONFIG.seed, torch.tensor([question]), torch.tensor([sample]), position)
-        token = int(draw(logits, at, 1.0, 1.0))
+        token = int(sample_tokens(logits, at, 1.0, 1.0))
         ids.append(token)
         if token == tokenizer.eos_token_id:
             break
@@ -98,17 +98,17 @@ def naive(peft, tokenizer, sign, question, sample):
 @pytest.mark.parametrize("sign", ["negative", "positive"])
 def test_batched_generation_is_the_naive_one(sign):
     peft, tokenizer = model(), tiny_tokenizer()
-    with suppressing(peft, sign):
+    with suppress_by_delta_entropy(peft, sign):
         found = TransformersEngine(peft, tokenizer, batch_size=4).generate(PROMPTS, CONFIG)
     rows = answer_rows(tokenizer(PROMPTS, add_special_tokens=False)["input_ids"], found)
     # eq:rw-delta-entropy: the decisions can be read off the answers
-    again = measure(Reader(peft, tokenizer), "adapter", rows)
+    again = measure_token_entropies(Reader(peft, tokenizer), "adapter", rows)
     switched = set()
     for index, sample in enumerate(found):
         expected, deltas = naive(peft, tokenizer, sign, sample.question, sample.sample)
         assert list(sample.token_ids) == expected
         assert again.delta[again.rows == index] == pytest.approx(deltas, abs=1e-4)
-        switched |= {bool(switched_off(sign, torch.tensor(delta))) for delta in deltas}
+        switched |= {bool(suppression_mask(sign, torch.tensor(delta))) for delta in deltas}
     assert switched == {True, False}, "the case must exercise both"
     plain = TransformersEngine(peft, tokenizer, batch_size=4).generate(PROMPTS, CONFIG)
     assert [s.token_ids for s in plain] != [s.token_ids for s in found]
@@ -123,8 +123,9 @@ def test_suppressing_everything_is_the_base_and_nothing_is_the_adapter(monkeypat
     adapter = engine.generate(prompts, CONFIG)
     for expected, choice in ((base, torch.ones_like), (adapter, torch.zeros_like)):
         monkeypatch.setattr(
-            "loragate.analysis.supplied.switched_off", lambda _, delta, choice=choice: choice(delta, dtype=torch.bool)
+            "loragate.analysis.supplied.suppression_mask",
+            lambda _, delta, choice=choice: choice(delta, dtype=torch.bool),
         )
-        with suppressing(peft, "negative"):
+        with suppress_by_delta_entropy(peft, "negative"):
             assert [s.token_ids for s in engine.generate(prompts, CONFIG)] == [s.token_ids for s in expected]
     assert [s.token_ids for s in base] != [s.token_ids for s in adapter]

@@ -179,13 +179,13 @@ def test_gates_that_act_are_scored_as_gates_whatever_the_record_says(place, tmp_
     from loragate.models import resolve
 
     known = resolve(place / "known")
-    assert known.gates_off == ""
-    assert resolve(place / "adapter").gates_off == ""
+    assert known.inactive_gates_reason == ""
+    assert resolve(place / "adapter").inactive_gates_reason == ""
     config = json.loads((place / "known" / "gate_config.json").read_text())
     config["selection"]["recommendation"] = {"weights": "adapter"}
     shutil.copytree(place / "known", tmp_path / "said")
     (tmp_path / "said" / "gate_config.json").write_text(json.dumps(config))
-    assert resolve(tmp_path / "said").gates_off == ""
+    assert resolve(tmp_path / "said").inactive_gates_reason == ""
 
 
 def test_flags_that_would_be_ignored_or_show_nothing_are_refused(place, tmp_path, capsys):

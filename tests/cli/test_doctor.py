@@ -119,7 +119,7 @@ def test_what_was_left_out_is_said(place, tmp_path, capsys, monkeypatch, pages, 
     dev = write_rows(tmp_path / "dev.jsonl", [{"prompt": f"w{at} w1", "answer": "w3"} for at in range(40)])
 
     def asks(exam):
-        assert exam.scores("dev", (0.5,)) == exam.scores("dev", (0.5,)) == {}
+        assert exam.score_questions("dev", (0.5,)) == exam.score_questions("dev", (0.5,)) == {}
         return None, []
 
     monkeypatch.setattr(examination, "PARTS", {"strength": asks, **parts("answers")})

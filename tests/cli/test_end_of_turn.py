@@ -139,7 +139,7 @@ def require_the_same_of_its_evaluation(place, tmp_path, monkeypatch, drawn):
         raise ConfigError("seen")
 
     monkeypatch.setattr("loragate.evaluation.prepared.require_vllm", lambda: None)
-    monkeypatch.setattr("loragate.cli.evaluating.load_inputs", lambda *_: SimpleNamespace(model=None))
+    monkeypatch.setattr("loragate.cli.evaluation_runs.load_inputs", lambda *_: SimpleNamespace(model=None))
     monkeypatch.setattr("loragate.evaluation.prepared.Request.prepare", prepare)
     assert main([*map(str, words), str(tmp_path / "vllm"), "--engine", "vllm"]) == 2
     assert given == [(EOS, TURN_END)]

@@ -21,22 +21,22 @@ from transformers import AutoModelForCausalLM
 
 import loragate as lg
 from loragate.cli.evaluate import EvalOptions
-from loragate.cli.evaluating import load_inputs, next_line, request_of
+from loragate.cli.evaluation_runs import load_inputs, make_request, next_line
 from loragate.cli.main import main
 from loragate.errors import DataError
 from loragate.evaluation.answers import Grade
-from loragate.evaluation.engines import Engines
+from loragate.evaluation.engines import EngineProvider
 from loragate.evaluation.evaluate import open_evaluation
-from loragate.evaluation.judging import judged_by, read_grades, write_grades
+from loragate.evaluation.judging import grading_fingerprint, read_grades, write_grades
 from loragate.evaluation.results import read_record
 from loragate.evaluation.sandbox import probe as probe_sandbox
 from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 from loragate.evaluation.tasks import load_task
-from loragate.evaluation.variants import ModelVariant, acting, canary, variants_for
-from loragate.files import held
+from loragate.evaluation.variants import ModelVariant, activate_variant, canary, variants_for
+from loragate.files import file_lock
 from loragate.generation import Sample, SampleWriter, SamplingConfig
 from loragate.models import Loaded, Loading, ModelRef, resolve
-from loragate.models.merge import write_merged
+from loragate.models.merge import merge_and_save
 from loragate.recipes import QUESTIONS
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_rows
 
@@ -115,9 +115,9 @@ def test_a_row_is_the_model_it_names():
     model = tiny_adapter(base=base)
     adapter = model(input_ids=ids).logits
     logits = lambda: model(input_ids=ids).logits  # noqa: E731
-    with acting(model, ModelVariant("base"), "adapter"):
+    with activate_variant(model, ModelVariant("base"), "adapter"):
         assert torch.equal(logits(), plain)
-    with acting(model, ModelVariant("adapter", "λ=0.5", scale=0.5), "adapter"):
+    with activate_variant(model, ModelVariant("adapter", "λ=0.5", scale=0.5), "adapter"):
         half = logits()
     assert not torch.allclose(half, adapter, atol=1e-3)
     assert torch.equal(logits(), adapter), "temporary gates are taken off again"
@@ -129,10 +129,13 @@ def test_a_row_is_the_model_it_names():
         (ModelVariant("gated"), gated),
         (ModelVariant("adapter", "λ=0.5", scale=0.5), half),
     ]:
-        with acting(model, variant, "gated"):
+        with activate_variant(model, variant, "gated"):
             assert torch.allclose(logits(), expected, atol=1e-6), variant.label
     assert not torch.allclose(gated, adapter, atol=1e-3)
-    with pytest.raises(lg.errors.ConfigError, match="no gates"), acting(model, ModelVariant("gated"), "adapter"):
+    with (
+        pytest.raises(lg.errors.ConfigError, match="no gates"),
+        activate_variant(model, ModelVariant("gated"), "adapter"),
+    ):
         pass
 
 
@@ -140,10 +143,10 @@ def test_a_row_is_the_model_it_names():
     ("best", "said"),
     [
         (ModelVariant("gated"), "G --temperature 0.7"),
-        (ModelVariant("gated").at(0.0), "G --temperature 0"),
-        (ModelVariant.scaled(0.5).at(0.3), "A@constant=0.5 --temperature 0.3"),
+        (ModelVariant("gated").with_temperature(0.0), "G --temperature 0"),
+        (ModelVariant.scaled(0.5).with_temperature(0.3), "A@constant=0.5 --temperature 0.3"),
         (ModelVariant.scaled(0.5, "lower"), "A@lower=0.5 --temperature 0.7"),
-        (ModelVariant("base").at(0.6), "B --temperature 0.6"),
+        (ModelVariant("base").with_temperature(0.6), "B --temperature 0.6"),
     ],
 )
 def test_what_is_proposed_next_is_the_best_row(best, said):
@@ -239,7 +242,7 @@ def test_a_dora_adapter_is_scored_and_says_which_controls_it_cannot_have(place, 
 
 def test_a_merged_adapter_answers_as_the_adapter_does(place, dora, tmp_path, monkeypatch):
     parts = (ModelRef(str(place / "base")), dora)
-    write_merged(*parts, tmp_path / "merged")
+    merge_and_save(*parts, tmp_path / "merged")
     ids = torch.arange(5, 15)[None]
     base = AutoModelForCausalLM.from_pretrained(place / "base")
     plain = base(ids).logits
@@ -247,7 +250,7 @@ def test_a_merged_adapter_answers_as_the_adapter_does(place, dora, tmp_path, mon
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
     assert not torch.allclose(adapter, plain, atol=1e-2)
     assert torch.allclose(merged, adapter, atol=1e-5)
-    write_merged(*parts, tmp_path / "half", Loading(dtype="bfloat16"))
+    merge_and_save(*parts, tmp_path / "half", Loading(dtype="bfloat16"))
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     assert half.dtype == torch.bfloat16
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -255,7 +258,7 @@ def test_a_merged_adapter_answers_as_the_adapter_does(place, dora, tmp_path, mon
         assert torch.equal(value, whole.state_dict()[name].bfloat16()), "rounded once"
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10**3))
     with pytest.raises(lg.errors.LoragateError, match="GB are free"):
-        write_merged(*parts, tmp_path / "none")
+        merge_and_save(*parts, tmp_path / "none")
 
 
 @pytest.mark.parametrize("adapted", ["lm_head", "embed_tokens"])
@@ -266,7 +269,7 @@ def test_a_delta_on_one_of_two_tied_layers_is_merged_into_that_one(place, tmp_pa
     ids = torch.arange(5, 15)[None]
     base = AutoModelForCausalLM.from_pretrained(place / "base")
     expected = PeftModel.from_pretrained(base, tmp_path / "dora")(ids).logits
-    write_merged(ModelRef(str(place / "base")), tmp_path / "dora", tmp_path / "merged")
+    merge_and_save(ModelRef(str(place / "base")), tmp_path / "dora", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.allclose(merged(ids).logits, expected, atol=1e-5)
     assert not merged.config.tie_word_embeddings, "vLLM reads the head only where this says so"
@@ -282,7 +285,9 @@ def test_code_of_the_base_is_trusted_where_an_adapter_is_merged(dora, tmp_path, 
     monkeypatch.setattr("loragate.models.merge.base_weights", weights)
     loaded = Loaded(resolve(dora), Loading(trust_remote_code=True), None, None)
     with pytest.raises(lg.errors.LoragateError, match="enough"):
-        Engines(EngineSettings(engine="vllm"), str(dora), "", loaded, tmp_path).maker(ModelVariant("adapter"))
+        EngineProvider(EngineSettings(engine="vllm"), str(dora), "", loaded, tmp_path).engine_factory(
+            ModelVariant("adapter")
+        )
     assert told["trust_remote_code"] is True
 
 
@@ -435,7 +440,7 @@ def test_a_full_disk_and_ctrl_c_leave_a_resumable_run(place, whole, tmp_path, ca
 def test_one_evaluation_at_a_time_writes_to_a_folder(place, tmp_path, fails):
     assert run(place, "gated", tmp_path / "run", *FEW) == 0
     line = ("eval", "--model", place / "gated", "--tasks", place / "words.yaml", "--out", tmp_path / "run", *FEW)
-    with held(tmp_path / "run" / "lock", 0.0, "taken"):
+    with file_lock(tmp_path / "run" / "lock", 0.0, "taken"):
         assert "another run is writing to" in fails(*line, "--resume", status=1)
 
 
@@ -455,9 +460,9 @@ def test_vllm_on_a_cpu_is_given_the_memory_that_is_asked_for_and_heads_that_it_t
     """As `serve` does: it would end at the first request."""
     loaded = Loaded(resolve(place / "base"), Loading(trust_remote_code=True), None, None)
     for share in (0.0, 0.8):
-        request = request_of(EvalOptions(engine="vllm", vllm_memory=share), "base")
-        engines = Engines(request.engine, "base", "", loaded, place)
-        told = engines.maker(ModelVariant("base")).keywords
+        request = make_request(EvalOptions(engine="vllm", vllm_memory=share), "base")
+        engines = EngineProvider(request.engine, "base", "", loaded, place)
+        told = engines.engine_factory(ModelVariant("base")).keywords
         assert (told["gpu_memory_utilization"], told["trust_remote_code"]) == (share, True)
     monkeypatch.setattr("loragate.serving.vllm_server.unserved_heads", lambda config: f"no {config.model_type}")
     assert load_inputs(EvalOptions(), str(place / "base"), "vllm").kind == "base"
@@ -492,7 +497,7 @@ def test_verdicts_of_other_limits_are_not_taken_over(place, tmp_path, capsys):
     samples = [Sample(0, 0, "a\u2028b", (1,), "stop", None), Sample(0, 1, "", (1,), "stop", None)]
     grades = [Grade(True, "a\u2028b", "ok"), Grade(False, None, "no_answer")]
     path, task = tmp_path / "grades.jsonl", load_task(str(place / "words.yaml"))
-    by = lambda grader, settings: judged_by(task, [], grader, settings, samples)  # noqa: E731
+    by = lambda grader, settings: grading_fingerprint(task, [], grader, settings, samples)  # noqa: E731
     for grader in ("exact", "default", "humaneval"):
         write_grades(path, samples, grades, by(grader, settings))
         assert read_grades(path, samples, by(grader, settings)) == read_grades(path, samples) == grades

@@ -76,19 +76,19 @@ def test_what_a_command_raises_decides_its_status(name, raised, status, monkeypa
     def run(options):
         raise raised
 
-    monkeypatch.setattr(entry, "command", lambda name: dataclasses.replace(command_of(name), run=run))
+    monkeypatch.setattr(entry, "load_command", lambda name: dataclasses.replace(command_of(name), run=run))
     assert main([name, *BAD_INPUT.get(name, ())]) == status
 
 
 @pytest.mark.parametrize(("returned", "status"), [(0, 0), (1, 1), (2, 2), (130, 130), (-9, 1), (77, 1), (143, 1)])
 def test_the_status_of_a_launcher_is_one_of_ours(returned, status, monkeypatch):
     monkeypatch.setattr(
-        entry, "command", lambda name: dataclasses.replace(command_of(name), run=lambda options: returned)
+        entry, "load_command", lambda name: dataclasses.replace(command_of(name), run=lambda options: returned)
     )
     assert main(["env"]) == status
 
 
-command_of = entry.command
+command_of = entry.load_command
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_an_error_names_nothing_twice(message, said, monkeypatch, capsys):
     def run(options):
         raise errors.DataError(message)
 
-    monkeypatch.setattr(entry, "command", lambda name: dataclasses.replace(command_of(name), run=run))
+    monkeypatch.setattr(entry, "load_command", lambda name: dataclasses.replace(command_of(name), run=run))
     assert main(["env"]) == 2
     assert capsys.readouterr().err == f"loragate: error: {said}\n"
 
@@ -118,7 +118,7 @@ def test_warnings_that_an_adapter_is_not_whole_are_never_hidden():
     import sys
 
     code = (
-        "import logging, warnings; import loragate; from loragate.display import quiet_logging; quiet_logging()\n"
+        "import logging, warnings; import loragate; from loragate.display import configure_logging; configure_logging()\n"
         "def say(text): warnings.warn_explicit(text, UserWarning, 'peft_model.py', 1, module='peft.peft_model')\n"
         "say('Found missing adapter keys while loading the checkpoint: [1]')\n"
         "say('OLoRA changes the base weights of the model')\n"

@@ -8,10 +8,10 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from loragate.cli.arguments import GLOBAL, field_kinds, flag_of, headings, parse, resolved_yaml
+from loragate.cli.arguments import GLOBAL, field_types, flag_of, headings, parse, resolved_yaml
 from loragate.cli.calibrate import COMMAND as CALIBRATE
 from loragate.cli.calibrate import CalibrateOptions
-from loragate.cli.main import COMMANDS, command, main, overview
+from loragate.cli.main import COMMANDS, load_command, main, overview
 from loragate.cli.sft import COMMAND as SFT
 from loragate.errors import ConfigError
 
@@ -45,8 +45,8 @@ def test_help_is_one_screen_and_help_all_has_every_setting(name, capsys, monkeyp
     assert text.splitlines()[-1].endswith(f"loragate {name} --help-all")
     assert "advanced" not in text
     assert "Stage I" not in text
-    found = command(name)
-    fields, rare = set(field_kinds(found.options)), set(found.config_only.split())
+    found = load_command(name)
+    fields, rare = set(field_types(found.options)), set(found.config_only.split())
     assert set(found.common.split()) | rare <= fields
     assert main([name, "--help-all"]) == 0
     text = capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_no_flag_is_broken_on_a_narrow_terminal(capsys, monkeypatch):
 
 
 def test_calibrate_has_fewer_than_forty_flags_and_its_file_knows_all_settings(tmp_path, fails):
-    flags = set(field_kinds(CALIBRATE.options)) - set(CALIBRATE.config_only.split())
+    flags = set(field_types(CALIBRATE.options)) - set(CALIBRATE.config_only.split())
     assert len(flags) + len(GLOBAL) < 40
     options = CalibrateOptions(adapter="a", tau=0.5, adam_beta1=0.8, detach_input=False, eval_split="test")
     (tmp_path / "all.yaml").write_text(resolved_yaml(options))
@@ -86,7 +86,7 @@ def test_help_says_what_is_required_first_and_nothing_of_what_is_off(capsys):
     assert "[default: False]" not in text
     assert "--no-resume" not in text
     assert headings(CALIBRATE)["k"] == "advanced: gate training"
-    assert not {"seed", "objective", "strategy"} & set(field_kinds(SWEEP.options))
+    assert not {"seed", "objective", "strategy"} & set(field_types(SWEEP.options))
     options, _ = parse(SWEEP, ["--out", "x"])
     assert not {"seed", "objective"} & set(yaml.safe_load(resolved_yaml(options)))
 

@@ -107,7 +107,7 @@ def test_gates_are_on_record(place, tmp_path, flags, gate, settings):
 
 
 def test_random_gates_stand_in_for_trained_ones_and_leave_them():
-    from loragate.evaluation.variants import ModelVariant, acting, variants_for
+    from loragate.evaluation.variants import ModelVariant, activate_variant, variants_for
 
     assert [v.label for v in variants_for("gated", "full", [])] == [
         "adapter", "base", "gated", "gated random gates", "adapter T=0.6", "adapter T=0.3", "adapter greedy",
@@ -123,7 +123,7 @@ def test_random_gates_stand_in_for_trained_ones_and_leave_them():
     gated = model(input_ids=ids).logits
     found = []
     for seed in (0, 0, 1):
-        with acting(model, ModelVariant("gated", "random gates", random=seed), "gated"):
+        with activate_variant(model, ModelVariant("gated", "random gates", random=seed), "gated"):
             found.append(model(input_ids=ids).logits)
     assert torch.equal(found[0], found[1])
     assert not torch.allclose(found[0], found[2], atol=1e-3)

@@ -234,11 +234,11 @@ def test_rows_of_an_evaluation():
 )
 def test_what_an_evaluation_adds_and_says(place, name, asked, tasks, row, words):
     found = resolve(place / name)
-    loaded = SimpleNamespace(place=found, recommended_temperature=found.recommended_temperature)
+    loaded = SimpleNamespace(model_source=found, recommended_temperature=found.recommended_temperature)
     request = Request(str(place / name), place, TaskSettings(temperature=asked))
     plain = SimpleNamespace(harness=None)
     prepared = [SimpleNamespace(task=plain, sampling=SimpleNamespace(temperature=heat)) for heat in tasks]
-    assert request.recommended(prepared, loaded) == row
+    assert request.added_temperature(prepared, loaded) == row
     note = request.sampling_note(prepared, loaded)
     assert words in note
     assert bool(words) == bool(note)

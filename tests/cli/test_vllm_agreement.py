@@ -9,10 +9,10 @@ import pytest
 from command_kit import words_task
 
 from loragate.cli.main import main
-from loragate.evaluation.agreement import LIMITS
-from loragate.evaluation.engines import Engines, load
+from loragate.evaluation.agreement import LOGPROB_TOLERANCES
+from loragate.evaluation.engines import EngineProvider, load
 from loragate.evaluation.results import read_record
-from loragate.evaluation.variants import ModelVariant, acting
+from loragate.evaluation.variants import ModelVariant, activate_variant
 from loragate.generation import Engine, TransformersEngine
 from tiny import write_rows
 
@@ -26,7 +26,7 @@ class OtherEngine(Engine):
         self.loaded, self.adapter, self.override = loaded, adapter, override
         self.inner = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=4)
 
-    def acting_as(self, adapter: str | None, override: str | None = None) -> OtherEngine:
+    def with_adapter(self, adapter: str | None, override: str | None = None) -> OtherEngine:
         return OtherEngine(self.loaded, adapter, override)
 
     def variant(self) -> ModelVariant:
@@ -37,11 +37,11 @@ class OtherEngine(Engine):
         return ModelVariant("gated" if adapter.endswith("gated") else "adapter", scale=scale)
 
     def draw(self, prompts: Any, config: Any, rows: Any) -> Any:
-        with acting(self.loaded.model, self.variant(), self.loaded.kind):
+        with activate_variant(self.loaded.model, self.variant(), self.loaded.kind):
             yield from self.inner.draw(prompts, config, rows)
 
     def log_likelihoods(self, pairs: Any, on_progress: Any = None) -> Any:
-        with acting(self.loaded.model, self.variant(), self.loaded.kind):
+        with activate_variant(self.loaded.model, self.variant(), self.loaded.kind):
             return self.inner.log_likelihoods(pairs, on_progress)
 
 
@@ -52,9 +52,9 @@ def on_vllm(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     (tmp_path / "words.yaml").write_text(words_task("question", samples=2, tokens=8, version=1))
     monkeypatch.setattr("loragate.evaluation.prepared.require_vllm", lambda: None)
     monkeypatch.setattr("loragate.evaluation.engines.require_gate_plugin", lambda folder: None)
-    monkeypatch.setattr("loragate.cli.evaluating.require_served", lambda *_: None)
+    monkeypatch.setattr("loragate.cli.evaluation_runs.require_served", lambda *_: None)
     loaded = load(str(saved / "gated"))
-    monkeypatch.setattr(Engines, "_vllm_of", lambda *_: lambda: OtherEngine(loaded))
+    monkeypatch.setattr(EngineProvider, "_vllm_of", lambda *_: lambda: OtherEngine(loaded))
 
     def run(*more: str, believes: Any = OtherEngine.believes) -> int:
         monkeypatch.setattr(OtherEngine, "believes", staticmethod(believes))
@@ -70,7 +70,7 @@ def test_answers_of_vllm_are_read_again_with_transformers(on_vllm: Any, tmp_path
     found = read_record(tmp_path / "out" / "results.json").agreement
     assert set(found) == {"adapter", "base", "gated", "adapter λ=0.5"}
     assert all(one.agrees and one.mean < 1e-5 and one.nearest == label for label, one in found.items())
-    assert all(4 <= one.tokens <= 4 * 8 and one.limit == LIMITS["float32"] for one in found.values())
+    assert all(4 <= one.tokens <= 4 * 8 and one.limit == LOGPROB_TOLERANCES["float32"] for one in found.values())
     assert "tokens were compared with transformers: the largest mean difference is" in " ".join(
         capsys.readouterr().out.split()
     )

@@ -12,12 +12,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from loragate.doctor import answers
-from loragate.doctor import exam as exam_module
+from loragate.doctor import exam_context as exam_module
 from loragate.doctor.answers import end_probability, examine_answers
-from loragate.doctor.exam import Exam
+from loragate.doctor.exam_context import ExamContext
 from loragate.doctor.record import Measures, Static
 from loragate.errors import GateError
-from loragate.gates.strength import scaled
+from loragate.gates.strength import scale_adapter
 from loragate.generation import Sample, TransformersEngine
 from loragate.models import open_model, resolve
 from tiny import tiny_adapter, tiny_base, write_adapter, write_base
@@ -71,7 +71,7 @@ def examined(place, loaded, tmp_path):
 
     def examine(base=None, adapter=None, carried_on=None, **more):
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        exam = Exam(resolve(str(place)), folder, Measures(Static("", "")), **more)
+        exam = ExamContext(resolve(str(place)), folder, Measures(Static("", "")), **more)
         exam.__dict__["loaded"] = loaded
         exam.__dict__["texts"] = {"base": [], "adapter": []}  # what is forgotten is tested below
         for kind, answer in (("base", base), ("adapter", adapter)):
@@ -144,7 +144,7 @@ def test_silence(examined):
 
 @pytest.mark.parametrize(("reason", "found"), [("length", True), ("stop", False)])
 def test_answers_that_run_on_are_carried_on_before_they_are_called_endless(examined, monkeypatch, reason, found):
-    monkeypatch.setattr(answers, "MORE_TOKENS", 16)
+    monkeypatch.setattr(answers, "CONTINUATION_TOKENS", 16)
     long = says("What it was and " + "".join(f"when {word} " for word in "abcdefghij"), "length")
     _, findings = examined(says(SENTENCE), long, carried_on=[("and so on", reason)] * 8)
     assert ("never-stops" in findings) == found
@@ -204,16 +204,16 @@ def test_language_drift_of_english_and_of_other_prompts(examined):
 
 
 def test_forgetting_is_what_the_bases_own_answers_lose(place, tmp_path):
-    exam = Exam(resolve(str(place)), tmp_path, Measures(Static("", "")))
+    exam = ExamContext(resolve(str(place)), tmp_path, Measures(Static("", "")))
     exam.settings = replace(exam.settings, max_new_tokens=6)
     found, _ = examine_answers(exam)
-    rows, model = exam.texts["base"], exam.model
+    rows, model = exam.scoring_rows["base"], exam.model
     expected = {}
     for label, strength in (("0", None), ("0.5", 0.5), ("1", 1.0)):
         losses = []
         for row in rows:
             ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:])
-            with torch.no_grad(), model.disable_adapter() if strength is None else scaled(model, strength):
+            with torch.no_grad(), model.disable_adapter() if strength is None else scale_adapter(model, strength):
                 log_probs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
             at = (labels != -100).nonzero()[:, 0]
             losses.append(-log_probs[at, labels[at]].sum().item())
@@ -232,14 +232,14 @@ def test_how_much_is_forgotten_decides(tmp_path, alpha, severity):
     base = tiny_base(vocab_size=len(TOKENIZER), initializer_range=0.6)  # of low entropy
     write_base(tmp_path / "base", base, TOKENIZER)
     write_adapter(tmp_path / "adapter", tmp_path / "base", tiny_adapter(base=base, lora_alpha=alpha))
-    exam = Exam(resolve(str(tmp_path / "adapter")), tmp_path, Measures(Static("", "")))
+    exam = ExamContext(resolve(str(tmp_path / "adapter")), tmp_path, Measures(Static("", "")))
     exam.settings = replace(exam.settings, max_new_tokens=6)
     found = [one for one in examine_answers(exam)[1] if one.code == "forgets"]
     assert [one.severity for one in found] == ([severity] if severity else [])
 
 
 def test_end_probability_is_that_of_all_tokens_that_end_an_answer(place, tmp_path):
-    exam = Exam(resolve(str(place)), tmp_path, Measures(Static("", "")))
+    exam = ExamContext(resolve(str(place)), tmp_path, Measures(Static("", "")))
     exam.data = [{"prompt": "Say one.", "response": "One."}, {"prompt": "Say more.", "response": "More and more."}]
     found = end_probability(exam, exam.rows)
     expected = []
@@ -256,7 +256,7 @@ def test_end_probability_is_that_of_all_tokens_that_end_an_answer(place, tmp_pat
 
 def test_retention_questions(examined, monkeypatch):
     right = {"0": np.array([1.0] * 30 + [0.0] * 10), "1": np.array([1.0] * 15 + [0.0] * 25)}
-    monkeypatch.setattr(Exam, "scores", lambda exam, name: right)
+    monkeypatch.setattr(ExamContext, "score_questions", lambda exam, name: right)
     found, findings = examined(says(SENTENCE), says(SENTENCE), retention_data=[{}])
     assert found.retention_base.mean == 0.75
     assert found.retention_adapter.mean == 0.375
@@ -268,7 +268,7 @@ def test_retention_questions(examined, monkeypatch):
 
 def test_with_every_retention_question_right_the_interval_has_a_width(examined, monkeypatch):
     scores = {"0": np.ones(48), "1": np.ones(48)}
-    monkeypatch.setattr(Exam, "scores", lambda exam, name: scores)
+    monkeypatch.setattr(ExamContext, "score_questions", lambda exam, name: scores)
     found, findings = examined(says(SENTENCE), says(SENTENCE), retention_data=[{}])
     assert found.retention_adapter.mean == 1
     assert 0.85 < found.retention_adapter.low < 0.95
@@ -288,7 +288,7 @@ def test_retention_questions_are_not_asked_of_an_adapter_that_changes_nothing(ex
 
 
 def test_answers_are_drawn_in_smaller_batches_where_memory_is_too_small(place, tmp_path, monkeypatch):
-    exam = Exam(resolve(str(place)), tmp_path, Measures(Static("", "")))
+    exam = ExamContext(resolve(str(place)), tmp_path, Measures(Static("", "")))
     exam.settings = replace(exam.settings, max_new_tokens=2)
     sizes, draw = [], TransformersEngine._generate_batch
 
@@ -299,5 +299,5 @@ def test_answers_are_drawn_in_smaller_batches_where_memory_is_too_small(place, t
         return draw(engine, causal, prompts, rows, config, limits)
 
     monkeypatch.setattr(TransformersEngine, "_generate_batch", with_little_memory)
-    assert [one.question for one in exam.drawn("base")] == list(range(48))
+    assert [one.question for one in exam.greedy_answers("base")] == list(range(48))
     assert sizes == [48, 24, 12, 12, 12, 12]

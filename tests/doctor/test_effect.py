@@ -7,7 +7,7 @@ import torch
 import loragate as lg
 from loragate.doctor import examination
 from loragate.doctor.effect import examine_effect
-from loragate.doctor.exam import LEAST_ROWS, SPEED, Exam, ExamSettings, Prompt
+from loragate.doctor.exam_context import ASSUMED_FLOPS_PER_SECOND, LEAST_ROWS, ExamContext, ExamSettings, Prompt
 from loragate.doctor.learned import examine_learned
 from loragate.doctor.record import Measures, Static
 from loragate.gates.strength import kind_of, layer_of, lora_paths
@@ -16,7 +16,7 @@ from tiny import logits, shake, tiny_adapter, tiny_base, tiny_rows, tiny_tokeniz
 
 
 def exam_of(folder, tmp_path, **given):
-    exam = Exam(resolve(str(folder)), tmp_path, Measures(Static("a", "b")), ExamSettings(max_new_tokens=6))
+    exam = ExamContext(resolve(str(folder)), tmp_path, Measures(Static("a", "b")), ExamSettings(max_new_tokens=6))
     exam.prompts = [Prompt(f"w{at} w7", "english") for at in range(6)]
     for name, rows in given.items():
         setattr(exam, name, rows)
@@ -142,10 +142,10 @@ def test_rows_are_read_as_far_as_time_allows(tmp_path, monkeypatch):
     exam = exam_of(written(tmp_path), tmp_path, data=tiny_rows(20))
     mean = np.mean([len(row["input_ids"]) for row in exam.rows])
     parameters = sum(parameter.numel() for parameter in exam.model.parameters())
-    monkeypatch.setitem(SPEED, "cpu", 2.0 * parameters * 10 * mean)  # ten rows a second
-    some = exam.affordable(exam.rows, 2, 2.01)
+    monkeypatch.setitem(ASSUMED_FLOPS_PER_SECOND, "cpu", 2.0 * parameters * 10 * mean)  # ten rows a second
+    some = exam.subsample_to_budget(exam.rows, 2, 2.01)
     assert [row["row"] for row in some] == list(range(0, 20, 2)), "spread over all"
-    assert len(exam.affordable(exam.rows, 2, 0.0)) == LEAST_ROWS
-    monkeypatch.setitem(SPEED, "cpu", 1.0)
+    assert len(exam.subsample_to_budget(exam.rows, 2, 0.0)) == LEAST_ROWS
+    monkeypatch.setitem(ASSUMED_FLOPS_PER_SECOND, "cpu", 1.0)
     effect = examine_effect(exam)[0]
     assert {(cell.layer is None) + (cell.kind is None) for cell in effect.cells} == {1}, "layers and kinds only"

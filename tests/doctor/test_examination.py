@@ -6,7 +6,7 @@ import pytest
 
 import loragate as lg
 from loragate.doctor import examination
-from loragate.doctor.exam import ExamSettings
+from loragate.doctor.exam_context import ExamSettings
 from loragate.doctor.record import FILE, read_examination
 from loragate.errors import ConfigError, DataError
 from loragate.gates.adapter_rules import Finding
@@ -26,7 +26,7 @@ def test_an_interrupted_examination_keeps_what_is_known_and_goes_on(folder, tmp_
     def first(exam):
         calls.append("first")
         assert exam.has_base
-        assert len(exam.own_rows("base")) == len(exam.prompts)
+        assert len(exam.greedy_answer_rows("base")) == len(exam.prompts)
         return None, [Finding("never-stops", "warning", "it never stops", "")]
 
     def second(exam):
@@ -62,7 +62,7 @@ def test_progress_names_the_part_of_the_check_up(folder, monkeypatch):
         yield lambda done, of: None
 
     parts = {
-        "answers": lambda exam: (exam.own_rows("base") and None, []),
+        "answers": lambda exam: (exam.greedy_answer_rows("base") and None, []),
         "effect": lambda exam: (exam.rows and None, []),
     }
     monkeypatch.setattr(examination, "PARTS", parts)

@@ -15,7 +15,7 @@ from peft import PeftModel
 from loragate.analysis.rows import ClassEntropy, Interval
 from loragate.data import Collator, encode_rows
 from loragate.doctor import learned as learned_by
-from loragate.doctor.exam import Exam, ExamSettings, Losses
+from loragate.doctor.exam_context import ExamContext, ExamSettings, Losses
 from loragate.doctor.learned import SCALES, examine_learned
 from loragate.doctor.record import Effect, Measures, Static
 from loragate.models import resolve
@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 
 def examined(folder, tmp_path, data, base="", **given):
     kept = Path(tempfile.mkdtemp(dir=tmp_path))  # each examination has a folder of its own
-    exam = Exam(resolve(str(folder), str(base)), kept, Measures(Static("a", "b")), ExamSettings(batch_size=32))
+    exam = ExamContext(resolve(str(folder), str(base)), kept, Measures(Static("a", "b")), ExamSettings(batch_size=32))
     exam.data, heard = data, []
     exam.say = heard.append
     for name, value in given.items():
@@ -134,7 +134,7 @@ def test_an_adapter_that_moves_much_and_gains_little_has_another_base(folder, tm
 def test_what_was_learnt_by_heart_is_not_known_of_other_questions(tmp_path, monkeypatch):
     monkeypatch.setattr(learned_by, "BY_HEART", 0.5)  # training longer would take longer
     monkeypatch.setattr(learned_by, "ANSWER", 10.0)
-    monkeypatch.setattr(learned_by, "TIMES", 3.0)
+    monkeypatch.setattr(learned_by, "MEMORIZED_LOSS_RATIO", 3.0)
     base = tiny_base(tie_word_embeddings=False)
     write_base(tmp_path / "base", base, tiny_tokenizer())
     rows = shifted(8)
@@ -180,7 +180,7 @@ def test_an_adapter_that_gained_nothing_says_so(tmp_path):
 
 def test_without_the_base_strengths_are_still_compared(folder, tmp_path, monkeypatch):
     place = with_alpha(folder / "adapter", tmp_path, 8)
-    monkeypatch.setattr(Exam, "has_base", False)
+    monkeypatch.setattr(ExamContext, "has_base", False)
     _, learned, codes, _, heard = examined(place, tmp_path, shifted(24))
     assert (learned.base, learned.gain, codes) == (None, None, [("too-strong", "warning")])
     assert "not compared with the base" in heard[0]
@@ -204,5 +204,5 @@ def test_few_or_no_examples_give_no_verdict(folder, tmp_path):
 def test_differences_are_paired():
     tokens = np.array([4.0, 6.0, 5.0])
     easy = Losses(np.array([4.0, 60.0, 1.0]), tokens)
-    found = easy.minus(Losses(easy.sums - 0.5 * tokens, tokens))
+    found = easy.paired_difference(Losses(easy.sums - 0.5 * tokens, tokens))
     assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.5, 0.5))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import loragate as lg
-from loragate.doctor.static import examine_static, prevents_loading, spectrum
+from loragate.doctor.static import delta_norm_and_effective_rank, examine_static, prevents_loading
 from loragate.errors import ConfigError
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
 
@@ -77,12 +77,12 @@ def test_a_whole_adapter_has_no_finding_and_its_deltas_are_measured(folder):
 
 def test_the_spectrum_of_known_deltas():
     a, b = torch.eye(3, 8), torch.zeros(6, 3)
-    assert spectrum(a, b) == (0.0, 0.0)
+    assert delta_norm_and_effective_rank(a, b) == (0.0, 0.0)
     b[0, 0] = b[1, 1] = 2.0
-    assert spectrum(a, b) == pytest.approx((8**0.5, 2.0))
-    assert spectrum(1e30 * a, b)[0] == pytest.approx(1e30 * 8**0.5)
+    assert delta_norm_and_effective_rank(a, b) == pytest.approx((8**0.5, 2.0))
+    assert delta_norm_and_effective_rank(1e30 * a, b)[0] == pytest.approx(1e30 * 8**0.5)
     b[2, 2] = float("nan")
-    assert spectrum(a, b)[0] != spectrum(a, b)[0]
+    assert delta_norm_and_effective_rank(a, b)[0] != delta_norm_and_effective_rank(a, b)[0]
 
 
 SPOILT = {

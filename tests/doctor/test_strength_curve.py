@@ -7,10 +7,10 @@ import torch
 import loragate as lg
 from loragate.doctor import examination, strength
 from loragate.doctor.answers import examine_answers
-from loragate.doctor.exam import STRENGTHS, Exam, ExamSettings, Losses, shipped_prompts
+from loragate.doctor.exam_context import STRENGTHS, ExamContext, ExamSettings, Losses, shipped_prompts
 from loragate.doctor.record import Measures, Static
-from loragate.doctor.strength import _chosen, examine_strength
-from loragate.losses.head import IGNORED
+from loragate.doctor.strength import _choose_strengths, examine_strength
+from loragate.losses.head import IGNORE_INDEX
 from loragate.models import resolve
 from loragate.models.export import export_adapter
 from tiny import tiny_base, tiny_rows, tiny_tokenizer, write_adapter, write_base
@@ -23,7 +23,7 @@ def exam(tmp_path):
     (tmp_path / "run").mkdir()
     settings = ExamSettings(max_new_tokens=6)
     place = resolve(tmp_path / "adapter")
-    return Exam(place, tmp_path / "run", Measures(Static("adapter", "base")), settings, data=tiny_rows(12))
+    return ExamContext(place, tmp_path / "run", Measures(Static("adapter", "base")), settings, data=tiny_rows(12))
 
 
 def reference(model, rows, scale):
@@ -36,7 +36,7 @@ def reference(model, rows, scale):
         with torch.no_grad():
             log_probs = model(torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
         for place, label in enumerate(row["labels"]):
-            if label != IGNORED:
+            if label != IGNORE_INDEX:
                 sums, count = sums - log_probs[place - 1, label].item(), count + 1
     for layer in layers:
         layer.scaling["default"] /= scale
@@ -52,19 +52,19 @@ def test_points_are_losses_at_the_strength(exam):
         *("lower 0", "lower 0.5", "middle 0", "middle 0.5"),  # two layers
         *("attention 0", "attention 0.5", "mlp 0", "mlp 0.5"),
     }
-    base = reference(exam.model, exam.texts["base"], 1e-30)
+    base = reference(exam.model, exam.scoring_rows["base"], 1e-30)
     for scale in (0.5, 2.0):
         point = by_label[f"{scale:g}"]
         assert point.target.mean == pytest.approx(reference(exam.model, exam.rows, scale), rel=1e-3)
-        lost = reference(exam.model, exam.texts["base"], scale) - base
+        lost = reference(exam.model, exam.scoring_rows["base"], scale) - base
         assert point.retention.mean == pytest.approx(lost, rel=1e-3, abs=1e-3)
     assert by_label["0"].retention.mean == pytest.approx(0.0, abs=1e-5)
 
 
 def test_what_was_read_is_not_read_again(exam, monkeypatch):
     first, _ = examine_strength(exam)
-    again = Exam(exam.place, exam.folder, exam.measures, exam.settings, data=exam.data)
-    monkeypatch.setattr(Exam, "losses", lambda *_: pytest.fail("read again"))
+    again = ExamContext(exam.model_source, exam.folder, exam.measures, exam.settings, data=exam.data)
+    monkeypatch.setattr(ExamContext, "losses", lambda *_: pytest.fail("read again"))
     assert examine_strength(again)[0] == first
 
 
@@ -89,7 +89,7 @@ def losses(*means):
     ],
 )
 def test_the_least_strength_and_a_better_one(means, least, best):
-    assert _chosen(losses(*means), None, kept=False) == (least, best)
+    assert _choose_strengths(losses(*means), None, kept=False) == (least, best)
 
 
 def test_scores_decide_where_there_are_any():
@@ -97,15 +97,15 @@ def test_scores_decide_where_there_are_any():
         f"{scale:g}": np.array([1.0] * round(40 * right) + [0.0] * round(40 * (1 - right)))
         for scale, right in zip(STRENGTHS, (0.1, 0.5, 0.7, 0.7, 0.7, 0.7, 0.6, 0.1), strict=True)
     }
-    assert _chosen(losses(*[1.0] * 8), scores, kept=False) == ("0.5", None)
+    assert _choose_strengths(losses(*[1.0] * 8), scores, kept=False) == ("0.5", None)
 
 
 def test_nothing_is_chosen_by_a_dev_set_on_which_nothing_is_right(exam, monkeypatch):
     said = []
     exam.say, exam.dev_data = said.append, []
     none = {f"{scale:g}": np.zeros(40) for scale in STRENGTHS}
-    monkeypatch.setattr(Exam, "scores", lambda *_: none)
-    monkeypatch.setattr(Exam, "prompts", shipped_prompts()[:2])
+    monkeypatch.setattr(ExamContext, "score_questions", lambda *_: none)
+    monkeypatch.setattr(ExamContext, "prompts", shipped_prompts()[:2])
     found, _ = examine_strength(exam)
     assert found.decided_by == "loss"
     assert any("--dev-grader or --dev-task" in line for line in said)
@@ -115,15 +115,15 @@ def test_nothing_is_chosen_by_a_dev_set_on_which_nothing_is_right(exam, monkeypa
 def test_both_parts_give_a_retention_score_one_interval(exam, monkeypatch):
     exam.retention_data = []
     scores = {f"{scale:g}": np.array([1.0] * (40 - 4 * at) + [0.0] * 4 * at) for at, scale in enumerate(STRENGTHS)}
-    monkeypatch.setattr(Exam, "scores", lambda *_: scores)
-    monkeypatch.setattr(Exam, "prompts", shipped_prompts()[:2])
+    monkeypatch.setattr(ExamContext, "score_questions", lambda *_: scores)
+    monkeypatch.setattr(ExamContext, "prompts", shipped_prompts()[:2])
     asked, (points, _) = examine_answers(exam)[0], examine_strength(exam)
     kept = {point.label: point.kept for point in points.points}
     assert (asked.retention_base, asked.retention_adapter) == (kept["0"], kept["1"])
 
 
 def test_an_adapter_that_takes_nothing_gives_nothing_back(exam, monkeypatch):
-    read = Exam.losses_as
+    read = ExamContext.cached_losses
 
     def likelier(exam, text, label, context):
         """The base's own answers are likelier with the adapter, the more the stronger it is."""
@@ -134,8 +134,8 @@ def test_an_adapter_that_takes_nothing_gives_nothing_back(exam, monkeypatch):
         spread = 1 + 0.1 * np.linspace(-1, 1, len(found.sums))
         return Losses(found.tokens * (2 - 0.01 * scale * spread), found.tokens)
 
-    monkeypatch.setattr(Exam, "losses_as", likelier)
-    monkeypatch.setattr(strength, "_chosen", lambda *_: ("0.5", None))
+    monkeypatch.setattr(ExamContext, "cached_losses", likelier)
+    monkeypatch.setattr(strength, "_choose_strengths", lambda *_: ("0.5", None))
     found, _ = examine_strength(exam)
     assert found.sentences[0].startswith(
         "At its own strength the adapter takes nothing from the base's own answers: they became likelier by 0.01"
@@ -147,7 +147,7 @@ def test_an_adapter_that_takes_nothing_gives_nothing_back(exam, monkeypatch):
 
 
 def test_a_base_that_cannot_be_had_has_no_curve(exam, monkeypatch):
-    monkeypatch.setattr(Exam, "has_base", False)
+    monkeypatch.setattr(ExamContext, "has_base", False)
     assert examine_strength(exam) == (None, [])
 
 
@@ -162,27 +162,27 @@ def test_an_adapter_is_exported_where_that_is_what_was_measured(tmp_path, monkey
         (tmp_path / f"run-{name}").mkdir()
         measures, settings = Measures(Static("adapter", "base")), ExamSettings(max_new_tokens=6)
         place = resolve(tmp_path / name)
-        return Exam(place, tmp_path / f"run-{name}", measures, settings, data=tiny_rows(12), say=said.append)
+        return ExamContext(place, tmp_path / f"run-{name}", measures, settings, data=tiny_rows(12), say=said.append)
 
     said = []
     exam, half = examined("adapter"), examined("half")
-    monkeypatch.setattr(strength, "_chosen", lambda *_: ("0.5", None))
+    monkeypatch.setattr(strength, "_choose_strengths", lambda *_: ("0.5", None))
     found, _ = examine_strength(exam)
     measured = next(point.target.mean for point in found.points if point.label == "0.5")
     same = half.losses(half.rows).mean().mean == pytest.approx(measured, rel=1e-5)
     assert same == (len(modules) == 1)
     assert any("loragate export" in sentence for sentence in found.sentences) == same
     assert any("lora_alpha" in sentence and "lm_head" in sentence for sentence in found.sentences) != same
-    assert ("loragate export" in exam.weakened("0.5")) == same
+    assert ("loragate export" in exam.format_rescale_command("0.5")) == same
     if not same:
-        monkeypatch.setitem(exam.place.contents.config, "alpha_pattern", {"q_proj": 3})
-        assert "lora_alpha, and what alpha_pattern holds, by 0.5" in exam.weakened("0.5")
-        assert exam.scores("dev", STRENGTHS) == {}
+        monkeypatch.setitem(exam.model_source.adapter_contents.config, "alpha_pattern", {"q_proj": 3})
+        assert "lora_alpha, and what alpha_pattern holds, by 0.5" in exam.format_rescale_command("0.5")
+        assert exam.score_questions("dev", STRENGTHS) == {}
         assert said == ["the dev set is not asked: one λ for the whole adapter does not reach lm_head"]
 
 
 def test_the_curve_is_part_of_an_examination(exam, monkeypatch):
     monkeypatch.setattr(examination, "PARTS", {"strength": examine_strength})
-    found = lg.examine(exam.place.folder, data=exam.data, settings=exam.settings)
+    found = lg.examine(exam.model_source.folder, data=exam.data, settings=exam.settings)
     assert found.measures.strength.target == "loss"
     assert found.measures.strength.sentences

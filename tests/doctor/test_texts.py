@@ -2,8 +2,8 @@
 
 import pytest
 
-from loragate.doctor.exam import shipped_prompts
-from loragate.doctor.texts import language_of, loops_at_end, split_thoughts
+from loragate.doctor.exam_context import shipped_prompts
+from loragate.doctor.texts import detect_language, loops_at_end, split_reasoning
 
 LOOPS = [
     "It is so. " * 12,
@@ -70,20 +70,20 @@ def test_lists_tables_and_refrains_are_no_loops(text):
 
 @pytest.mark.parametrize(("language", "text"), [(name, text) for name, texts in SPOKEN.items() for text in texts])
 def test_languages_are_told_by_short_answers(language, text):
-    assert language_of(text) == language
+    assert detect_language(text) == language
 
 
 @pytest.mark.parametrize("text", UNCLEAR)
 def test_no_language_is_claimed_of_codes_names_and_unknown_languages(text):
-    assert language_of(text) is None
+    assert detect_language(text) is None
 
 
 def test_thoughts_are_split_off_whoever_opens_them():
-    assert split_thoughts("", "4") == ("", "4")
-    assert split_thoughts("<|im_start|>assistant\n", "<think>\ntwo and two\n</think>\n\n4") == ("two and two", "\n\n4")
-    assert split_thoughts("<|assistant|><think>\n", "two and two\n</think>\n4") == ("two and two", "\n4")
-    assert split_thoughts("", "[THINK]two and") == ("two and", None)
-    assert split_thoughts("", "<think>\n\n</think>\n\n4") == ("", "\n\n4")  # a block with nothing in it
+    assert split_reasoning("", "4") == ("", "4")
+    assert split_reasoning("<|im_start|>assistant\n", "<think>\ntwo and two\n</think>\n\n4") == ("two and two", "\n\n4")
+    assert split_reasoning("<|assistant|><think>\n", "two and two\n</think>\n4") == ("two and two", "\n4")
+    assert split_reasoning("", "[THINK]two and") == ("two and", None)
+    assert split_reasoning("", "<think>\n\n</think>\n\n4") == ("", "\n\n4")  # a block with nothing in it
 
 
 def test_the_shipped_prompts_are_of_every_kind_in_languages_that_are_known():
@@ -99,4 +99,4 @@ def test_the_shipped_prompts_are_of_every_kind_in_languages_that_are_known():
     }
     foreign = [one for one in prompts if one.kind == "language"]
     assert {one.language for one in foreign} == SPOKEN.keys() - {"en"}
-    assert all(language_of(one.text) == one.language for one in foreign)
+    assert all(detect_language(one.text) == one.language for one in foreign)

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from loragate.evaluation.answers import Grade, after_thoughts, choice_letter, grade_text
-from loragate.evaluation.judging import grade_tiny, judge
+from loragate.evaluation.answers import Grade, extract_choice_letter, grade_text, strip_reasoning
+from loragate.evaluation.judging import grade_samples, grade_tiny
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question
 from loragate.generation import Sample
 from loragate.selection.dev import plain_task
-from loragate.world.problems import problems, retention_items
+from loragate.world.problems import draw_problems, draw_retention_items
 
 CHOICES = {
     "The answer is (C).": "C",
@@ -68,12 +68,12 @@ NOTHING = [
 
 @pytest.mark.parametrize(("response", "letter"), list(CHOICES.items()), ids=[str(i) for i in range(len(CHOICES))])
 def test_letters(response, letter):
-    assert choice_letter(response) == letter
+    assert extract_choice_letter(response) == letter
 
 
 @pytest.mark.parametrize("response", NOTHING, ids=[str(i) for i in range(len(NOTHING))])
 def test_no_letter(response):
-    assert choice_letter(response) is None
+    assert extract_choice_letter(response) is None
     assert grade_text(response, "A", "choice") == Grade(False, None, "no_answer")
 
 
@@ -82,7 +82,7 @@ def test_a_response_stuck_on_filler_costs_no_time(filler):
     """What a model that never stops writes: read in the caller's process, where no limit holds."""
     began = time.process_time()
     for beginning in ("The answer is", "answer: option", "**", "\\boxed{"):
-        assert choice_letter(f"{beginning}{filler * 8000}7") is None
+        assert extract_choice_letter(f"{beginning}{filler * 8000}7") is None
     assert time.process_time() - began < 2
 
 
@@ -112,16 +112,16 @@ def test_a_draft_among_thoughts_is_no_answer(grader):
     answers = [closed, closed, end]
     samples = [Sample(place, 0, text, (1,), "stop", None) for place, text in enumerate(answers)]
     settings = GradingSettings(workers=1, grader=grader, pattern=r"answer is (\d)" if grader == "regex" else "")
-    grades = judge(plain_task("dev", "exact"), asked, samples, grader, settings)
+    grades = grade_samples(plain_task("dev", "exact"), asked, samples, grader, settings)
     assert [grade.correct for grade in grades] == [True, False, True]
 
 
 def test_thoughts_that_were_never_closed_stay():
-    assert after_thoughts("<think>the answer is B") == "<think>the answer is B"
+    assert strip_reasoning("<think>the answer is B") == "<think>the answer is B"
 
 
 def test_tiny():
-    (problem,) = problems("test", 1)
+    (problem,) = draw_problems("test", 1)
     row = vars(problem)
     wrong = str((int(problem.answer) + 1) % 10)
     assert grade_tiny(row, f"hmm answer {problem.answer}", True) == Grade(True, problem.answer, "ok")
@@ -129,6 +129,6 @@ def test_tiny():
     assert grade_tiny(row, f"answer {wrong}", True) == Grade(False, wrong, "wrong")
     assert grade_tiny(row, f"answer {problem.answer}", False) == Grade(False, problem.answer, "unfinished")
     assert grade_tiny(row, "no idea", True) == Grade(False, None, "no_answer")
-    item = retention_items("test", 1)[0]
+    item = draw_retention_items("test", 1)[0]
     assert grade_tiny(vars(item), item.answer, True) == Grade(True, item.answer, "ok")
     assert grade_tiny(vars(item), "", True) == Grade(False, None, "no_answer")

@@ -13,7 +13,7 @@ import pytest
 from records import ADAPTER, GATED, IDS, answered, make_record, make_result
 from rich.console import Console
 
-from loragate.display import points
+from loragate.display import format_points
 from loragate.errors import DataError
 from loragate.evaluation.evaluate import open_evaluation
 from loragate.evaluation.results import (
@@ -86,7 +86,9 @@ def test_no_verdict_contradicts_the_interval_beside_it() -> None:
     for row in compared:
         outside = row.comparison.low > 0 or row.comparison.high < 0
         assert outside == (row.verdict != "no difference shown") == (row.adjusted_p <= 0.05)
-        assert (f"{points(row.comparison.low)} to {points(row.comparison.high)}") in score_markdown(record.to_json())
+        assert (f"{format_points(row.comparison.low)} to {format_points(row.comparison.high)}") in score_markdown(
+            record.to_json()
+        )
 
 
 def test_the_best_temperature_is_scored_where_it_was_not_picked() -> None:

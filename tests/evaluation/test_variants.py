@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loragate.errors import ConfigError
-from loragate.evaluation.engines import Engines, side_by_side
+from loragate.evaluation.engines import EngineProvider, find_available_variants
 from loragate.evaluation.settings import EngineSettings
-from loragate.evaluation.variants import ModelVariant, acting, canary, variants_for
-from loragate.gates.strength import lora_paths, members, scaled
+from loragate.evaluation.variants import ModelVariant, activate_variant, canary, variants_for
+from loragate.gates.strength import lora_paths, modules_of_part, scale_adapter
 from loragate.models import Loading, open_model, resolve
 from tiny import logits, tiny_base, write_adapter, write_base
 
@@ -24,9 +24,9 @@ def test_the_base_of_an_adapter_with_weights_saved_along(tmp_path, token_ids):
     state = {key: value + 0.3 if "lora_" not in key else value for key, value in load_file(file).items()}
     save_file({**state, "base_model.model.model.norm.weight": torch.full((32,), 2.0)}, file)
     loaded = open_model(resolve(tmp_path / "adapter"), CPU)
-    variants, left_out = side_by_side(loaded, "none")
+    variants, left_out = find_available_variants(loaded, "none")
     assert (ModelVariant("base") in variants, left_out) == (True, {})
-    with acting(loaded.model, ModelVariant("base"), "adapter"):
+    with activate_variant(loaded.model, ModelVariant("base"), "adapter"):
         assert torch.equal(logits(loaded.model, token_ids), logits(tiny_base(), token_ids))
     figures = canary(loaded.model, loaded.tokenizer, ["w1 w2 w3"], "adapter")
     assert figures["adapter_from_base"] > 0
@@ -35,7 +35,7 @@ def test_the_base_of_an_adapter_with_weights_saved_along(tmp_path, token_ids):
 def test_where_there_is_no_base_it_is_left_out(tmp_path):
     write_base(tmp_path / "base")
     write_adapter(tmp_path / "adapter", tmp_path / "base", target_modules=["q_proj"], init_lora_weights="olora")
-    variants, left_out = side_by_side(open_model(resolve(tmp_path / "adapter"), CPU), "none")
+    variants, left_out = find_available_variants(open_model(resolve(tmp_path / "adapter"), CPU), "none")
     assert ModelVariant("base") not in variants
     assert "λ = 0" in left_out["base"]
 
@@ -44,17 +44,17 @@ def test_a_constant_may_hold_for_a_part_of_the_model(tmp_path, token_ids):
     write_base(tmp_path / "base")
     write_adapter(tmp_path / "adapter", tmp_path / "base")
     loaded = open_model(resolve(tmp_path / "adapter"), CPU)
-    variants, left_out = side_by_side(loaded, "cheap", (0.5, "lower=0", "mlp=0.5", "upper=0"))
+    variants, left_out = find_available_variants(loaded, "cheap", (0.5, "lower=0", "mlp=0.5", "upper=0"))
     half, lower, mlp = variants[-3:]
     assert [one.label for one in (half, lower, mlp)] == ["adapter λ=0.5", "adapter lower λ=0", "adapter mlp λ=0.5"]
     assert (lower.slug, lower.scale, lower.part) == ("adapter-lower-lambda0", 0.0, "lower")
     assert "λ for upper would have no effect" in left_out["adapter upper λ=0"]
-    with scaled(loaded.model, dict.fromkeys(members("lower", lora_paths(loaded.model)), 0.0)):
+    with scale_adapter(loaded.model, dict.fromkeys(modules_of_part("lower", lora_paths(loaded.model)), 0.0)):
         expected = logits(loaded.model, token_ids)
-    with acting(loaded.model, lower, "adapter"):
+    with activate_variant(loaded.model, lower, "adapter"):
         torch.testing.assert_close(logits(loaded.model, token_ids), expected, atol=3e-3, rtol=0)
-    engines = Engines(EngineSettings(), str(tmp_path / "adapter"), "", loaded, tmp_path)
-    assert [engines._served(one)[2] for one in (half, lower)] == ["constant=0.5", "lower=0.0"]
+    engines = EngineProvider(EngineSettings(), str(tmp_path / "adapter"), "", loaded, tmp_path)
+    assert [engines._vllm_names(one)[2] for one in (half, lower)] == ["constant=0.5", "lower=0.0"]
 
 
 @pytest.mark.parametrize("text", ["lower=1", "lowwer=0.5", "clip=0:1", "lower=nan"])

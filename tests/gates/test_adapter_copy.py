@@ -14,7 +14,7 @@ from beside import BESIDE, loaded, make
 from loragate.errors import ArtifactError
 from loragate.gates import push, schema
 from loragate.gates.artifact import write_adapter
-from loragate.gates.schema import adapter_files, read_adapter, same_bits
+from loragate.gates.schema import adapter_files, is_bitwise_equal, read_adapter
 from loragate.selection.trials import copy_artifact
 from tiny import logits, tiny_adapter, tiny_base
 
@@ -24,7 +24,7 @@ CONFIG = lg.GateConfig(-3, 2)
 def require_same_tensors(one, other):
     left, right = read_adapter(one)[1], read_adapter(other)[1]
     assert left.keys() == right.keys()
-    assert all(same_bits(left[key], right[key]) for key in left)
+    assert all(is_bitwise_equal(left[key], right[key]) for key in left)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
@@ -60,7 +60,7 @@ def test_without_a_source_the_adapter_is_written_whole(tmp_path, kind, how, toke
     else:
         lg.save_gates(model, folder)
         copy_artifact(folder, tmp_path / "chosen", {}, 0.0)
-        push.stage(tmp_path / "chosen", tmp_path / "sent", name="name", base_id="owner/name")
+        push.prepare_upload(tmp_path / "chosen", tmp_path / "sent", name="name", base_id="owner/name")
         folder = tmp_path / "sent"
     require_same_tensors(adapter, folder / "adapter")
     again = lg.load_gated(folder, base=str(base))
@@ -113,7 +113,7 @@ def test_every_file_comes_along_but_pickles_runs_and_other_weights(tmp_path, for
         assert (copy / name).read_bytes() == (adapter / name).read_bytes(), name
     there = [path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()]
     assert sorted(there) == sorted([*FILES, "adapter_config.json", "adapter_model.safetensors"])
-    push.stage(tmp_path / "gated", tmp_path / "sent", name="name", base_id="owner/name")
+    push.prepare_upload(tmp_path / "gated", tmp_path / "sent", name="name", base_id="owner/name")
     assert set(FILES) <= set(adapter_files(tmp_path / "sent" / "adapter"))
 
 

@@ -254,7 +254,7 @@ def test_what_is_changed_beside_the_factors_is_listed(tmp_path):
         place = Place(tmp_path / name, **lora)
         place.tensors(lambda state, more=more: {**state, **more})
         found = place.read()
-        assert list(found.beside) == words
+        assert list(found.non_lora_changes) == words
         assert any(one.code == "base-changed-beside" for one in found.findings) == bool(words)
         found.require_usable("gate")
 

@@ -9,15 +9,15 @@ import loragate as lg
 from loragate.cli.main import main
 from loragate.errors import GateError
 from loragate.evaluation.variants import canary
-from loragate.gates.eligibility import base_path, changed_base
+from loragate.gates.eligibility import base_change_reason, base_module_name
 from tiny import logits, shake, tiny_adapter, tiny_base
 
 
 def test_initialisations_that_change_the_base_are_known_and_others_are_not_refused():
     for start in ("pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "lora_ga", "loftq"):
-        assert repr(start) in changed_base(start)
+        assert repr(start) in base_change_reason(start)
     for start in (True, False, None, "gaussian", "eva", "orthogonal"):
-        assert changed_base(start) == "", start
+        assert base_change_reason(start) == "", start
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])
@@ -55,8 +55,8 @@ def test_an_adapter_without_which_the_model_is_not_the_base_is_refused(start, tm
     ],
 )
 def test_paths_are_the_base_models_own(name):
-    assert base_path(name) == "model.layers.0.mlp"
-    assert base_path("model._orig_mods.0") == "model._orig_mods.0"
+    assert base_module_name(name) == "model.layers.0.mlp"
+    assert base_module_name("model._orig_mods.0") == "model._orig_mods.0"
 
 
 WRAPPERS = {"compiled": lambda layer: torch.compile(layer, backend="eager"), "checkpointed": checkpoint_wrapper}

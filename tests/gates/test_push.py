@@ -13,7 +13,7 @@ from hub_server import TOKEN, Hub, turn_to
 from loragate.cli.main import main
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.card import render_card
-from loragate.gates.push import push_gated, stage
+from loragate.gates.push import prepare_upload, push_gated
 from loragate.models import resolve
 from tiny import shake, tiny_adapter, tiny_tokenizer, write_base
 
@@ -81,7 +81,7 @@ def test_push_and_load(place, hub, token_ids, monkeypatch, capsys):
         for name in (f"user/repo@{commit}", "user/repo"):
             if name == "user/repo":  # the branch is known offline once it was asked for
                 monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-                assert resolve(name, place / "base").source == f"user/repo@{commit}"
+                assert resolve(name, place / "base").record_name == f"user/repo@{commit}"
                 asked = len(hub.requests)
                 monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
             assert torch.equal(lg.load_gated(name, base=place / "base")(token_ids).logits, expected)
@@ -116,7 +116,7 @@ def test_the_name_that_is_replaced_is_replaced_in_the_adapter_too(tmp_path):
         model.peft_config["default"].base_model_name_or_path = named
         lg.save_gates(model, tmp_path / named / "gated", base_id="models/base")
         (tmp_path / named / "sent").mkdir()
-        stage(tmp_path / named / "gated", tmp_path / named / "sent", name="repo", base_id="someone/base")
+        prepare_upload(tmp_path / named / "gated", tmp_path / named / "sent", name="repo", base_id="someone/base")
         written = json.loads((tmp_path / named / "sent" / "adapter" / "adapter_config.json").read_text())
         assert written["base_model_name_or_path"] == sent
 
@@ -125,14 +125,14 @@ def test_a_card_that_was_edited_keeps_its_words(place, tmp_path):
     shutil.copytree(place / "gated", tmp_path / "gated")
     card = tmp_path / "gated" / "README.md"
     card.write_text(card.read_text().replace("library_name:", "license: mit\nlibrary_name:") + f"\nSee {place}/base.\n")
-    base = stage(tmp_path / "gated", tmp_path / "sent", name="repo", base_id="someone/base")
+    base = prepare_upload(tmp_path / "gated", tmp_path / "sent", name="repo", base_id="someone/base")
     text = (tmp_path / "sent" / "README.md").read_text()
     assert base == "someone/base"
     assert front_of(text)["license"] == "mit"
     assert front_of(text)["base_model"] == "someone/base"
     assert "See someone/base." in text
     card.unlink()
-    stage(tmp_path / "gated", tmp_path / "again", name="repo", base_id="someone/base")
+    prepare_upload(tmp_path / "gated", tmp_path / "again", name="repo", base_id="someone/base")
     assert "# repo\n" in (tmp_path / "again" / "README.md").read_text()
 
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_loaded_again_is_not_sent(place, tmp_path):
 
     def refused(kind, words, source=folder, base_id="a/b"):
         with pytest.raises(kind, match=words):
-            stage(source, tmp_path / "sent", name="r", base_id=base_id)
+            prepare_upload(source, tmp_path / "sent", name="r", base_id=base_id)
 
     refused(ConfigError, "--base-id OWNER/NAME", base_id="")
     refused(ConfigError, "is no hub id", base_id=str(place / "base"))
@@ -196,7 +196,7 @@ def test_no_folder_of_this_machine_is_sent(place, tmp_path):
     adapter = folder / "adapter" / "adapter_config.json"
     adapter.write_text(json.dumps({**json.loads(adapter.read_text()), "corda_config": {"cache_file": f"{home}/c.pt"}}))
     assert b"lovelace" in adapter.read_bytes() + (folder / "README.md").read_bytes()
-    stage(folder, tmp_path / "sent", name="repo", base_id="someone/base")
+    prepare_upload(folder, tmp_path / "sent", name="repo", base_id="someone/base")
     files = [path for path in (tmp_path / "sent").rglob("*") if path.is_file()]
     sent = {path.relative_to(tmp_path / "sent").as_posix(): path.read_bytes() for path in files}
     assert sorted(sent) == SENT

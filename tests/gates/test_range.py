@@ -8,7 +8,7 @@ from loragate.gates.range import GRID, Range, parse_ranges
 
 @pytest.mark.parametrize("one", [*GRID, Range(-0.1, 1.0000001), Range(-1e-7, 1.5)], ids=str)
 def test_what_is_printed_or_typed_is_read_back(one):
-    assert Range.parse(str(one)) == one == Range.parse(one.typed)
+    assert Range.parse(str(one)) == one == Range.parse(one.cli_text)
     assert one.slug not in {other.slug for other in GRID if other != one}
 
 

@@ -38,7 +38,7 @@ def folder(tmp_path, base):
 def test_written_as_transformers_writes_it_and_set_where_the_folder_is_loaded(folder):
     theirs = GenerationConfig.from_pretrained(folder)
     assert (theirs.do_sample, theirs.temperature, theirs.top_k, theirs.top_p) == (True, 0.3, 0, 1.0)
-    assert resolve(folder).recommended_temperature == resolve(folder).plain.recommended_temperature == 0.3
+    assert resolve(folder).recommended_temperature == resolve(folder).as_plain_adapter.recommended_temperature == 0.3
     model = lg.load_gated(folder)
     told = model.generation_config
     assert (told.do_sample, told.temperature, told.top_k, told.top_p) == (True, 0.3, 0, 1.0)

@@ -15,9 +15,9 @@ from loragate.gates.strength import (
     layer_bands,
     layer_of,
     lora_paths,
-    members,
+    modules_of_part,
     overrides_by_module,
-    scaled,
+    scale_adapter,
     scales_exactly,
 )
 from tiny import logits, shake, tiny_adapter, tiny_gated
@@ -43,12 +43,12 @@ def test_bands_are_thirds_of_the_layers_that_are_touched():
 @pytest.mark.parametrize("constant", [-1.5, 0.0, 0.5, 2.0])
 def test_a_scale_is_a_constant_gate(adapter, token_ids, constant):
     before = logits(adapter, token_ids)
-    with scaled(adapter, constant):
+    with scale_adapter(adapter, constant):
         plain = logits(adapter, token_ids)
     with constant_gate(adapter, constant):
         close(plain, logits(adapter, token_ids))
     lg.attach_gates(adapter, lg.GateConfig(-6, 3))
-    with scaled(adapter, constant):  # zero gates: λ = 1
+    with scale_adapter(adapter, constant):  # zero gates: λ = 1
         close(plain, logits(adapter, token_ids))
     lg.detach_gates(adapter)
     assert torch.equal(logits(adapter, token_ids), before)
@@ -56,13 +56,13 @@ def test_a_scale_is_a_constant_gate(adapter, token_ids, constant):
 
 def test_modules_can_be_scaled_one_by_one(adapter, token_ids):
     paths = lora_paths(adapter)
-    with scaled(adapter, dict.fromkeys(paths, 0.0)), adapter.disable_adapter():
+    with scale_adapter(adapter, dict.fromkeys(paths, 0.0)), adapter.disable_adapter():
         base = logits(adapter, token_ids)
-    with scaled(adapter, dict.fromkeys(paths, 0.0)):
+    with scale_adapter(adapter, dict.fromkeys(paths, 0.0)):
         close(logits(adapter, token_ids), base)
-    with scaled(adapter, {paths[0]: 0.0}), scaled(adapter, dict.fromkeys(paths[1:], 0.0)):
+    with scale_adapter(adapter, {paths[0]: 0.0}), scale_adapter(adapter, dict.fromkeys(paths[1:], 0.0)):
         close(logits(adapter, token_ids), base)
-    with pytest.raises(GateError, match=r"no module nowhere"), scaled(adapter, {"nowhere": 0.0}):
+    with pytest.raises(GateError, match=r"no module nowhere"), scale_adapter(adapter, {"nowhere": 0.0}):
         pass
 
 
@@ -74,9 +74,9 @@ def test_dora_is_switched_off_exactly_and_scaled_only_in_part(token_ids):
     with dora.disable_adapter():
         base = logits(dora, token_ids)
     before = logits(dora, token_ids)
-    with scaled(dora, 0.0):
+    with scale_adapter(dora, 0.0):
         close(logits(dora, token_ids), base)
-    with scaled(dora, 1.0):
+    with scale_adapter(dora, 1.0):
         assert torch.equal(logits(dora, token_ids), before)
     assert torch.equal(logits(dora, token_ids), before)
     assert scales_exactly(tiny_adapter())
@@ -104,9 +104,9 @@ def test_families(path, family):
 @pytest.mark.parametrize("part", ["lower", "middle", "attention", "mlp", "q_proj"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_constant_for_a_part_is_a_scale_of_its_modules(adapter, token_ids, part, gated):
-    inside = members(part, lora_paths(adapter))
+    inside = modules_of_part(part, lora_paths(adapter))
     assert 0 < len(inside) < len(lora_paths(adapter))
-    with scaled(adapter, dict.fromkeys(inside, 0.5)):
+    with scale_adapter(adapter, dict.fromkeys(inside, 0.5)):
         expected = logits(adapter, token_ids)
     if gated:  # with gates that act: outside of the part the plain adapter acts, not they
         shake(lg.attach_gates(adapter, lg.GateConfig(-3, 2)), 0.7)
@@ -128,4 +128,4 @@ def test_a_part_that_is_not_there_is_refused(adapter):
     assert not is_gated(adapter, "default")
     paths = lora_paths(adapter)
     found = overrides_by_module(Override(constant=0.0, part="middle"), paths)
-    assert [path for path in paths if found[path] == Override(constant=1.0)] == members("lower", paths)
+    assert [path for path in paths if found[path] == Override(constant=1.0)] == modules_of_part("lower", paths)

@@ -17,10 +17,10 @@ from transformers.cache_utils import DynamicLayer
 
 import loragate as lg
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from loragate.generation.transformers_engine import DROP_SHARE, GROWTH, GrowingLayer, plain_decoder
-from loragate.models.loading import rope_length
+from loragate.generation.transformers_engine import DROP_SHARE, GROWTH, GrowingLayer, find_supported_decoder
+from loragate.models.loading import find_longrope_length
 from loragate.world.base import load_base
-from loragate.world.problems import problems
+from loragate.world.problems import draw_problems
 from tiny import shake, tiny_adapter
 
 # between 1 and 13 tokens, so that a sliding window of 8 is passed while prompts are read, in answers, and never
@@ -81,7 +81,7 @@ def shapes_read(model: Any) -> Iterator[list[tuple[int, int]]]:
 )
 def test_samples_are_those_of_generate_whatever_the_batch(name: str, config: SamplingConfig, tokenizer: Any) -> None:
     model = build(OWN_LOOP[name]())
-    assert plain_decoder(model) is model
+    assert find_supported_decoder(model) is model
     expected = drawn(model, tokenizer, config, reuse_prompts=False)
     assert config != CONFIG or {s.finish_reason for s in expected} == {"stop", "length"}, (
         "rows leave at different times"
@@ -123,7 +123,7 @@ def test_a_row_beyond_the_short_rope_changes_no_other(kind: Any, tokenizer: Any)
     # a prompt of 4 tokens and its answer stay within 16, two begin there and pass them, and two are beyond from the beginning
     prompts = [*PROMPTS, *(" ".join(f"w{3 * j % 20 + 4}" for j in range(count)) for count in (20, 30))]
     model = build(kind(**SHAPE, rope_parameters=rope, **length))
-    assert rope_length(model) == 16
+    assert find_longrope_length(model) == 16
     expected = identities(drawn(model, tokenizer, CONFIG, prompts, batch_size=1))
     assert identities(drawn(model, tokenizer, CONFIG, prompts, batch_size=64)) == expected
     ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
@@ -133,14 +133,14 @@ def test_a_row_beyond_the_short_rope_changes_no_other(kind: Any, tokenizer: Any)
 
 
 def test_other_ropes_do_not_depend_on_the_longest_row(qwen2: Any) -> None:
-    assert rope_length(qwen2) is None
-    assert rope_length(build(OWN_LOOP["gpt2"]())) is None
+    assert find_longrope_length(qwen2) is None
+    assert find_longrope_length(build(OWN_LOOP["gpt2"]())) is None
 
 
 @pytest.mark.parametrize("name", LEFT_TO_GENERATE)
 def test_models_that_carry_more_than_a_cache_are_left_to_generate(name: str, tokenizer: Any) -> None:
     model = build(LEFT_TO_GENERATE[name]())
-    assert plain_decoder(model) is None
+    assert find_supported_decoder(model) is None
     with shapes_read(model) as seen:
         found = drawn(model, tokenizer)
     assert identities(found) == identities(drawn(model, tokenizer, reuse_prompts=False))
@@ -203,7 +203,7 @@ def test_the_tiny_worlds_model_draws_the_same_tokens_with_adapter_and_gates() ->
         tokenizer.apply_chat_template(
             [{"role": "user", "content": item.prompt}], tokenize=False, add_generation_prompt=True
         )
-        for item in problems("test", 4, (4, 4), seed=0)
+        for item in draw_problems("test", 4, (4, 4), seed=0)
     ]
     config = SamplingConfig(max_new_tokens=48, samples=3, seed=2)
     torch.manual_seed(2)
@@ -217,21 +217,21 @@ def test_the_tiny_worlds_model_draws_the_same_tokens_with_adapter_and_gates() ->
 
 def test_which_models_the_loop_takes(qwen2: Any) -> None:
     lora = tiny_adapter()
-    assert plain_decoder(lora) is lora.get_base_model()
-    assert plain_decoder(tiny_adapter(use_dora=True)) is not None
-    assert plain_decoder(tiny_adapter(alora_invocation_tokens=[4, 5])) is None
+    assert find_supported_decoder(lora) is lora.get_base_model()
+    assert find_supported_decoder(tiny_adapter(use_dora=True)) is not None
+    assert find_supported_decoder(tiny_adapter(alora_invocation_tokens=[4, 5])) is None
     ia3 = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
-    assert plain_decoder(get_peft_model(tiny_adapter().unload(), ia3)) is None
+    assert find_supported_decoder(get_peft_model(tiny_adapter().unload(), ia3)) is None
     small = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 24}
-    assert plain_decoder(tf.T5ForConditionalGeneration(tf.T5Config(**small))) is None
+    assert find_supported_decoder(tf.T5ForConditionalGeneration(tf.T5Config(**small))) is None
 
     def forward(_self: Any, **given: Any) -> Any:
         return type(qwen2).forward(qwen2, **given)
 
     forward.state_per_row = True  # type: ignore[attr-defined]
     qwen2.forward = types.MethodType(forward, qwen2)
-    assert plain_decoder(qwen2) is None
+    assert find_supported_decoder(qwen2) is None
     del qwen2.forward
-    assert plain_decoder(qwen2) is qwen2
+    assert find_supported_decoder(qwen2) is qwen2
     qwen2.lm_head.weight.ds_id = 0  # how DeepSpeed's ZeRO-3 marks a shard
-    assert plain_decoder(qwen2) is None
+    assert find_supported_decoder(qwen2) is None

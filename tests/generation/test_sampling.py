@@ -12,9 +12,9 @@ from loragate.generation.sampling import (
     BLOCK,
     SamplingConfig,
     SeededSampler,
-    draw,
     keep_nucleus,
     request_seed,
+    sample_tokens,
     uniform,
 )
 
@@ -89,7 +89,7 @@ def test_draw_inverts_the_cumulative_distribution(vocabulary: int, temperature: 
     uniforms = uniform(5, torch.arange(300), 0, 0)
     cumulative = (scores.double() / temperature).softmax(-1).cumsum(-1)
     expected = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    assert torch.equal(draw(scores, uniforms, temperature, 1.0), expected)
+    assert torch.equal(sample_tokens(scores, uniforms, temperature, 1.0), expected)
 
 
 def test_the_rows_of_a_large_vocabulary_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +105,17 @@ def test_the_rows_of_a_large_vocabulary_are_drawn_in_parts(monkeypatch: pytest.M
 
 def test_draw_never_takes_an_impossible_token() -> None:
     scores = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(3, -1)
-    assert draw(scores, torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64), 1.0, 1.0).tolist() == [1, 3, 3]
+    assert sample_tokens(scores, torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64), 1.0, 1.0).tolist() == [
+        1,
+        3,
+        3,
+    ]
 
 
 def test_draw_at_a_tiny_temperature_is_greedy() -> None:
     scores = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
     uniforms = uniform(0, torch.arange(50), 0, 0)
-    assert torch.equal(draw(scores, uniforms, 1e-300, 1.0), scores.argmax(-1))
+    assert torch.equal(sample_tokens(scores, uniforms, 1e-300, 1.0), scores.argmax(-1))
 
 
 def test_nucleus_is_the_smallest_set_that_reaches_the_mass() -> None:
@@ -123,7 +127,7 @@ def test_nucleus_is_the_smallest_set_that_reaches_the_mass() -> None:
 
 def test_top_p_draws_renormalised_nucleus() -> None:
     scores = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
-    tokens = draw(scores.expand(20_000, -1), uniform(0, torch.arange(20_000), 0, 0), 1.0, 0.6)
+    tokens = sample_tokens(scores.expand(20_000, -1), uniform(0, torch.arange(20_000), 0, 0), 1.0, 0.6)
     assert set(tokens.tolist()) == {1, 3}
     share = (tokens == 1).double().mean().item()
     assert share == pytest.approx(4 / 7, abs=5 * math.sqrt(4 / 7 * 3 / 7 / 20_000))

@@ -208,9 +208,15 @@ def test_code_of_the_base_is_run_where_it_is_trusted(fake_vllm: Any, folders: tu
 def test_one_engine_answers_as_several_adapters(fake_vllm: Any, folders: tuple[str, str], tmp_path: Path) -> None:
     sys.modules["vllm.lora.worker_manager"].WorkerLoRAManager.loragate_gates = ""  # type: ignore[attr-defined]
     engine = VllmEngine(*folders)
-    half = engine.acting_as(folders[1], "constant=0.5")
-    rows = [engine, half, engine.acting_as(None), engine.acting_as(folders[1]), half.acting_as(folders[1], "unit")]
-    rows.append(half.acting_as(folders[1], "lower=0"))  # λ differs from layer to layer: a slot of its own
+    half = engine.with_adapter(folders[1], "constant=0.5")
+    rows = [
+        engine,
+        half,
+        engine.with_adapter(None),
+        engine.with_adapter(folders[1]),
+        half.with_adapter(folders[1], "unit"),
+    ]
+    rows.append(half.with_adapter(folders[1], "lower=0"))  # λ differs from layer to layer: a slot of its own
     for row in rows:
         row.generate(PROMPTS[:1], GREEDY)
     assert [call[2] for call in engine._llm.calls] == [
@@ -223,7 +229,7 @@ def test_one_engine_answers_as_several_adapters(fake_vllm: Any, folders: tuple[s
     ]
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16}')
     with pytest.raises(ConfigError, match="was made for 8; make one"):
-        engine.acting_as(str(tmp_path))
+        engine.with_adapter(str(tmp_path))
 
 
 def test_requests_that_cannot_be_drawn(fake_vllm: Any, folders: tuple[str, str]) -> None:

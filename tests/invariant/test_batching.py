@@ -151,5 +151,5 @@ def test_padding_changes_nothing(tokenizer):
 
 def test_chunk_size_changes_nothing(tokenizer, monkeypatch):
     whole = calibration(tokenizer, 8)
-    monkeypatch.setattr(projection, "BUDGET", 1)
+    monkeypatch.setattr(projection, "TILE_BYTES", 1)
     assert_same(calibration(tokenizer, 8), whole)

@@ -15,7 +15,7 @@ from loragate.losses import (
     statistics_of_logits,
     verify_head,
 )
-from loragate.losses.causal_head import causal_model, counted
+from loragate.losses.causal_head import causal_model, response_mask
 from packed import packed
 from tiny import logits, tiny_adapter, tiny_base
 
@@ -71,7 +71,7 @@ def test_plain_and_wrapped_models_and_heads_that_take_the_slow_path(batch, name)
     wanted = expected(model, batch, 20)
     inner = causal_model(model)
     scorer = Reader(model, types.SimpleNamespace(pad_token_id=0))
-    states, mask = scorer.states(batch), counted(batch)
+    states, mask = scorer.states(batch), response_mask(batch)
     assert (scorer.fused, states.shape) == (fused, (int(mask.sum()), 32 if fused else 160))
     found = scorer.statistics(states, batch, StatisticsRequest(20))
     assert_same(found, TokenStatistics(*(value[mask] for value in wanted[:3]), mask[mask], 20))

@@ -134,7 +134,7 @@ def test_values_and_gradients_equal_autograd(monkeypatch, k, extras, budget):
     hidden, weight, labels = operands()
     bias = torch.randn(37, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     if budget is not None:
-        monkeypatch.setattr(projection, "BUDGET", budget)
+        monkeypatch.setattr(projection, "TILE_BYTES", budget)
         weight[20:30], bias[20:30] = weight[3:13].clone(), bias[3:13].clone()  # equal logits in different tiles
     options = {"k": k, "bias": bias, **extras}
     for name in STATISTICS:
@@ -160,14 +160,14 @@ def test_tiles_change_nothing(monkeypatch, dtype, gradients):
         return gradient(lambda h: token_statistics(h, weight, labels, k=10, gradients=gradients), hidden, name).float()
 
     whole = run()
-    monkeypatch.setattr(projection, "BUDGET", 64 * 128 * 4)
+    monkeypatch.setattr(projection, "TILE_BYTES", 64 * 128 * 4)
     parts = run()
     assert (parts - whole).norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-5) * whole.norm()
 
 
 def test_a_masked_part_of_the_vocabulary(monkeypatch):
     """A bias of −∞ over a whole tile, the first one: log-probability and top-k entropy are those of the rest."""
-    monkeypatch.setattr(projection, "BUDGET", 1)
+    monkeypatch.setattr(projection, "TILE_BYTES", 1)
     hidden, weight, labels = operands()
     bias = torch.zeros(37, dtype=torch.float64)
     bias[:16] = -torch.inf

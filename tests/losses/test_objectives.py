@@ -19,7 +19,7 @@ from loragate.losses.objectives import (
     eaft,
     talr,
 )
-from loragate.losses.objectives.signed import largest_share
+from loragate.losses.objectives.signed import top_ratio_masks
 
 
 def material(seed):
@@ -218,7 +218,7 @@ def test_a_batch_in_parts_has_the_loss_of_the_whole(referred, name):
 
 def test_eksft_leaves_ties_at_the_edge_out():
     tied = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]])
-    chosen = {ratio: largest_share([tied], [tied > -1], ratio, lambda rows: rows)[0] for ratio in (0.2, 0.6, 0.8)}
+    chosen = {ratio: top_ratio_masks([tied], [tied > -1], ratio, lambda rows: rows)[0] for ratio in (0.2, 0.6, 0.8)}
     assert {ratio: int(found.sum()) for ratio, found in chosen.items()} == {0.2: 1, 0.6: 1, 0.8: 4}
 
 

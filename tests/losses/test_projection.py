@@ -5,11 +5,11 @@ import torch
 
 from loragate.losses import projection
 from loragate.losses.projection import (
-    BUDGET,
+    TILE_BYTES,
     Head,
     Projection,
-    RunningLargest,
-    largest,
+    RunningTopK,
+    grouped_topk,
     tiling,
 )
 
@@ -25,7 +25,7 @@ def operands(dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.5, None), (2.0, 3.0)])
 def test_rows_tiles_and_the_way_back(monkeypatch, dtype, scale, softcap):
-    monkeypatch.setattr(projection, "BUDGET", 4 * D * 30)  # 30 widened rows at a time
+    monkeypatch.setattr(projection, "TILE_BYTES", 4 * D * 30)  # 30 widened rows at a time
     hidden, weight, bias, draw = operands(dtype)
     head = Projection(Head(weight, bias, scale, softcap))
     leaf = hidden.to(head.working).clone().requires_grad_()
@@ -52,7 +52,7 @@ def test_rows_tiles_and_the_way_back(monkeypatch, dtype, scale, softcap):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_the_sparse_way_back(monkeypatch, dtype, index):
-    monkeypatch.setattr(projection, "BUDGET", 1)  # one token at a time
+    monkeypatch.setattr(projection, "TILE_BYTES", 1)  # one token at a time
     _, weight, _, draw = operands(dtype)
     indices = torch.randint(0, V, (C, K), generator=draw)
     coefficient = torch.randn(C, K, generator=draw)
@@ -67,8 +67,8 @@ def test_the_sparse_way_back(monkeypatch, dtype, index):
 @pytest.mark.parametrize("width", [64, 1536, 8192])
 def test_tiles_keep_to_the_budget(device, widened, vocabulary, width):
     sizes = tiling(vocabulary, width, device, widened=widened)
-    assert 4 * sizes.tokens * sizes.columns <= BUDGET
-    assert not widened or 4 * sizes.columns * width <= BUDGET
+    assert 4 * sizes.tokens * sizes.columns <= TILE_BYTES
+    assert not widened or 4 * sizes.columns * width <= TILE_BYTES
     spans = sizes.spans(vocabulary)
     assert [start for start, _ in spans] == [0, *[stop for _, stop in spans[:-1]]]
     assert spans[-1][1] == vocabulary
@@ -98,14 +98,14 @@ def assert_exact(values, k, top, columns):
 )
 def test_two_level_selection_is_exact(width, k):
     values = rows(width)
-    assert_exact(values, k, *largest(values, k))
+    assert_exact(values, k, *grouped_topk(values, k))
 
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 1000, 5000])
 @pytest.mark.parametrize("k", [2, 40])
 def test_rows_in_pieces(piece, k):
     values = rows(2111)
-    running = RunningLargest(k)
+    running = RunningTopK(k)
     for start in range(0, 2111, piece):
         running.add(values[:, start : start + piece], start)
     assert_exact(values, k, *running.found)

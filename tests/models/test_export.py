@@ -21,7 +21,7 @@ from loragate.gates import constant_gate
 from loragate.gates.override import Override
 from loragate.models import export as export_room
 from loragate.models import open_tokenizer, resolve
-from loragate.models.export import constant_coefficients, export_adapter, fold_adapter, needs_uniform
+from loragate.models.export import constant_coefficients, export_adapter, find_non_uniform_keys, fold_adapter
 from test_families import FAMILIES
 from tiny import chatml_tokenizer, run, same, shake, tiny_adapter, tiny_base, write_adapter, write_base
 from tiny import logits as logits_of
@@ -94,7 +94,7 @@ def test_every_kind_of_scale(name: str, granularity: str, uniform: list[str], tm
     state = load_file(out / "adapter_model.safetensors")
     assert not any("lora_gate" in key for key in state)
     if uniform:
-        assert needs_uniform(config) == []
+        assert find_non_uniform_keys(config) == []
         assert config["r"] == config["lora_alpha"]
         ranks = {tensor.shape[0] for key, tensor in state.items() if key.endswith(("lora_A.weight", "embedding_A"))}
         assert ranks == {config["r"]}

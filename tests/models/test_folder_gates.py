@@ -68,7 +68,7 @@ def test_a_rewritten_folder_has_another_stamp(folder: Path) -> None:
 
 
 def placed(text: str):
-    place = resolve(text, overrides=True, base_later=True)
+    place = resolve(text, allow_override=True, base_optional=True)
     return read_gates(place.folder, place.override)
 
 
@@ -77,7 +77,7 @@ def test_a_plain_adapter_takes_one_constant(folder: Path) -> None:
     gates = placed(f"{plain}@constant=0.5")
     assert gates.adapter == plain
     assert set(gates.biases) == set(read_gates(folder).biases)
-    assert not resolve(plain, base_later=True).needs_lambda
+    assert not resolve(plain, base_optional=True).needs_lambda
     with pytest.raises(ArtifactError, match="takes @constant=C alone"):
         placed(f"{plain}@unit")
 

@@ -101,7 +101,7 @@ def logits(model):
 
 def test_config_weights_tokenizer_and_template_come_from_the_file(file):
     loaded = open_model(resolve(str(file)))
-    assert (loaded.kind, loaded.config.model_type, loaded.positions) == ("base", "llama", 256)
+    assert (loaded.kind, loaded.config.model_type, loaded.max_positions) == ("base", "llama", 256)
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
     tensor = next(tensor for tensor in gguf_writer.GGUFReader(file).tensors if tensor.name == "token_embd.weight")
     unpacked = gguf_writer.dequantize(tensor.data, tensor.tensor_type)

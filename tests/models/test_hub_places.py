@@ -6,11 +6,11 @@ import shutil
 import pytest
 
 from hub_server import Hub, turn_to
-from loragate.cli.evaluating import load_inputs
+from loragate.cli.evaluation_runs import load_inputs
 from loragate.cli.generate import GenerateOptions
 from loragate.cli.main import main
 from loragate.errors import ArtifactError
-from loragate.hub_names import hub_name, hub_source, is_hub_id, split_revision
+from loragate.hub_names import hub_source, is_hub_id, parse_hub_name, split_revision
 from loragate.models import ModelRef, open_tokenizer, resolve
 from tiny import tiny_adapter, tiny_rows, write_adapter, write_base, write_rows
 
@@ -54,10 +54,10 @@ def weights_of(folder):
 
 
 def test_names():
-    assert hub_name("user/repo") == ("user/repo", "")
-    assert hub_name("user/re.po-1@v1/x") == ("user/re.po-1", "v1/x")
+    assert parse_hub_name("user/repo") == ("user/repo", "")
+    assert parse_hub_name("user/re.po-1@v1/x") == ("user/re.po-1", "v1/x")
     for text in ("repo", "a/b/c", "./a/b", "/a/b", "~/a", "a/b@", "../b"):
-        assert hub_name(text) is None, text
+        assert parse_hub_name(text) is None, text
     with pytest.raises(ArtifactError, match="has no effect"):
         resolve("/some/folder", revision="v2")
     ids = ("gpt2", "a/b", "/a/b", "a/b/c", "", "../b", "a b", "a/b\n")
@@ -88,15 +88,15 @@ def test_a_name_is_taken_apart(tmp_path, monkeypatch):
 
 def test_an_adapter_is_pinned_to_its_commit(hub, caplog):
     place = resolve("user/plain@v1", "user/base")
-    assert (place.kind, place.source, place.hub_id) == ("adapter", f"user/plain@{OLD}", f"user/plain@{OLD}")
+    assert (place.kind, place.record_name, place.hub_id) == ("adapter", f"user/plain@{OLD}", f"user/plain@{OLD}")
     assert place.adapter.name == OLD
     assert f"using user/plain@{OLD}" in caplog.text
-    assert resolve("user/plain", "user/base").source == f"user/plain@{NEW}"
+    assert resolve("user/plain", "user/base").record_name == f"user/plain@{NEW}"
     caplog.clear()
     assert resolve(f"user/plain@{OLD}", "user/base").fingerprint == f"user/plain@{OLD}"
     assert not caplog.text, "the name already says the commit"
     base = resolve("user/base@v1")
-    assert (base.kind, base.source) == ("base", "user/base@v1")
+    assert (base.kind, base.record_name) == ("base", "user/base@v1")
     with pytest.raises(ArtifactError, match=r"the hub gave no gate_config.json and no adapter_config.json"):
         resolve("user/base@v1", expect="adapter")
     with pytest.raises(ArtifactError, match=r"user/plain@v9 is no folder here.*Revision Not Found"):

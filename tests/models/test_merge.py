@@ -22,7 +22,7 @@ IDS = torch.tensor([[5, 9, 20, 33, 7, 100, 4, 8]])
 def test_the_merged_model_computes_the_adapter(tmp_path: Path, kind: str) -> None:
     base, adapter = make(tmp_path, kind)
     expected = logits(loaded(kind, adapter), IDS)
-    merge.write_merged(ModelRef(str(base)), adapter, tmp_path / "merged")
+    merge.merge_and_save(ModelRef(str(base)), adapter, tmp_path / "merged")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(logits(found, IDS), expected, rtol=1e-4, atol=1e-4)
 
@@ -36,7 +36,7 @@ def test_a_merged_model_that_computes_something_else_is_refused(tmp_path: Path, 
 
     monkeypatch.setattr(merge, "base_weights", without_change)
     with pytest.raises(LoragateError, match=r"merged into .* does not compute what the adapter on its base does"):
-        merge.write_merged(ModelRef(str(base)), adapter, tmp_path / "merged")
+        merge.merge_and_save(ModelRef(str(base)), adapter, tmp_path / "merged")
 
 
 def test_a_merged_model_is_exported_with_its_figure(tmp_path: Path, fails: Any, capsys: Any) -> None:
@@ -64,10 +64,10 @@ def test_an_adapter_that_rounding_takes_away_is_not_merged(tmp_path: Path) -> No
     write_adapter(tmp_path / "adapter", tmp_path / "base", model)
     place = (ModelRef(str(tmp_path / "base")), tmp_path / "adapter")
     with pytest.raises(LoragateError, match=r"loses half .*of .* moves its base.*--dtype float32"):
-        merge.write_merged(*place, tmp_path / "half")
-    found = merge.write_merged(*place, tmp_path / "whole", Loading(dtype="float32"))
-    assert found.moved is not None
-    assert found.nats < found.moved / 100
+        merge.merge_and_save(*place, tmp_path / "half")
+    found = merge.merge_and_save(*place, tmp_path / "whole", Loading(dtype="float32"))
+    assert found.adapter_effect is not None
+    assert found.mean_difference < found.adapter_effect / 100
 
 
 def test_what_peft_does_not_merge_is_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_what_peft_does_not_merge_is_refused_in_a_sentence(tmp_path: Path) -> No
     model = tiny_adapter(lora_bias=True, target_modules=["o_proj"])  # which has no bias
     write_adapter(tmp_path / "adapter", tmp_path / "base", model)
     with pytest.raises(LoragateError, match=r"cannot be merged into .*bias.*Serve the adapter unmerged"):
-        merge.write_merged(ModelRef(str(tmp_path / "base")), tmp_path / "adapter", tmp_path / "out")
+        merge.merge_and_save(ModelRef(str(tmp_path / "base")), tmp_path / "adapter", tmp_path / "out")
 
 
 def test_a_base_in_four_bits_is_unpacked(tmp_path: Path, fails: Any) -> None:

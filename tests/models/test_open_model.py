@@ -11,7 +11,7 @@ import loragate as lg
 from loragate.doctor.static import examine_static
 from loragate.errors import ConfigError, GateError, LoragateError
 from loragate.gates.schema import read_gate_config
-from loragate.gates.strength import lora_paths, members, scaled
+from loragate.gates.strength import lora_paths, modules_of_part, scale_adapter
 from loragate.models import (
     Loading,
     ModelRef,
@@ -62,27 +62,27 @@ def test_each_kind_is_what_its_parts_make(saved, place, token_ids):
 
 def test_an_override_behind_the_name_is_laid_over_lambda(place, token_ids):
     adapter = logits(open_model(resolve(place / "adapter"), CPU).model, token_ids)
-    off = open_model(resolve(f"{place / 'gated'}@off", overrides=True), CPU).model
+    off = open_model(resolve(f"{place / 'gated'}@off", allow_override=True), CPU).model
     torch.testing.assert_close(logits(off, token_ids), adapter)
     torch.testing.assert_close(logits(lg.load_gated(f"{place / 'gated'}@off"), token_ids), adapter)
-    plain = open_model(resolve(f"{place / 'adapter'}@constant=0", overrides=True), CPU).model
+    plain = open_model(resolve(f"{place / 'adapter'}@constant=0", allow_override=True), CPU).model
     base = logits(open_model(resolve(place / "base"), CPU).model, token_ids)
     torch.testing.assert_close(logits(plain, token_ids), base)
     held = open_model(resolve(place / "adapter"), CPU).model
-    with scaled(held, dict.fromkeys(members("lower", lora_paths(held)), 0.5)):
+    with scale_adapter(held, dict.fromkeys(modules_of_part("lower", lora_paths(held)), 0.5)):
         expected = logits(held, token_ids)
     for kind in ("adapter", "gated"):
-        part = open_model(resolve(f"{place / kind}@lower=0.5", overrides=True), CPU).model
+        part = open_model(resolve(f"{place / kind}@lower=0.5", allow_override=True), CPU).model
         torch.testing.assert_close(logits(part, token_ids), expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(GateError, match="λ for upper would have no effect"):
-        open_model(resolve(f"{place / 'adapter'}@upper=0.5", overrides=True), CPU)
+        open_model(resolve(f"{place / 'adapter'}@upper=0.5", allow_override=True), CPU)
     with pytest.raises(ConfigError, match="plain adapter has no gates"):
-        open_model(resolve(f"{place / 'adapter'}@unit", overrides=True), CPU)
+        open_model(resolve(f"{place / 'adapter'}@unit", allow_override=True), CPU)
     with pytest.raises(ConfigError, match="override of λ"):
         resolve(place / "adapter", f"{place / 'base'}@unit")
     for base in (place / "base", "owner/name"):
         with pytest.raises(ConfigError, match=r"override of λ \(@unit\) has no effect"):
-            resolve(f"{base}@unit", overrides=True)
+            resolve(f"{base}@unit", allow_override=True)
 
 
 def test_custom_code_is_trusted_for_the_endings_too(place, tmp_path):
@@ -97,13 +97,13 @@ def test_custom_code_is_trusted_for_the_endings_too(place, tmp_path):
         open_without_weights(resolve(tmp_path), CPU)
     loaded = open_without_weights(resolve(tmp_path), Loading(device="cpu", trust_remote_code=True))
     assert 5 in loaded.endings.token_ids
-    asked = stopping_arguments(loaded.tokenizer, loaded.place, {}, tmp_path, trust=True)
+    asked = stopping_arguments(loaded.tokenizer, loaded.model_source, {}, tmp_path, trust=True)
     assert asked == stopping_arguments(tiny_tokenizer(), resolve(place / "base"), {}, tmp_path)
 
 
 def test_idle_gates_are_taken_off_and_their_endings_stay(place):
     for opening in (open_model, open_without_weights):
-        loaded = opening(resolve(place / "idle"), CPU).without_idle_gates()
+        loaded = opening(resolve(place / "idle"), CPU).detach_inactive_gates()
         assert loaded.kind == "adapter"
         assert "are off: nothing beat the adapter" in loaded.note
         assert loaded.names["adapter"] == str(place / "idle" / "adapter")

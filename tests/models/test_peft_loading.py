@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 import loragate as lg
 from loragate.doctor.static import examine_static
 from loragate.errors import ArtifactError
-from loragate.gates.control import as_base, why_no_base
+from loragate.gates.control import as_base, base_unavailable_reason
 from loragate.models import load_adapter, resolve
 from loragate.models.peft_loading import load_peft
 from tiny import logits, tiny_adapter, tiny_base, write_base
@@ -158,7 +158,7 @@ def test_what_is_whole_loads_and_its_base_is_the_base(place, token_ids, name):
     loaded = load_adapter(tiny_base(), resolve(folder))
     expected, base = logits(model, token_ids), logits(tiny_base(), token_ids)
     torch.testing.assert_close(logits(loaded, token_ids), expected, rtol=0, atol=0)
-    assert why_no_base(loaded) == ""
+    assert base_unavailable_reason(loaded) == ""
     with as_base(loaded):
         torch.testing.assert_close(logits(loaded, token_ids), base, rtol=0, atol=0)
     torch.testing.assert_close(logits(loaded, token_ids), expected, rtol=0, atol=0)
@@ -183,14 +183,14 @@ def test_weights_saved_along_are_displaced_and_put_back(place, token_ids):
 
 def test_of_a_model_from_elsewhere_the_biases_are_not_known(place):
     folder, _ = adapter(place, bias="lora_only")
-    assert "trained biases along" in why_no_base(PeftModel.from_pretrained(tiny_base(), folder))
-    assert why_no_base(tiny_adapter()) == ""
+    assert "trained biases along" in base_unavailable_reason(PeftModel.from_pretrained(tiny_base(), folder))
+    assert base_unavailable_reason(tiny_adapter()) == ""
 
 
 def test_an_initialisation_that_changed_the_base_leaves_none(place):
     folder, _ = adapter(place, init_lora_weights="olora")
     loaded = load_adapter(tiny_base(), resolve(folder))
-    assert "λ = 0" in why_no_base(loaded)
+    assert "λ = 0" in base_unavailable_reason(loaded)
 
 
 @pytest.mark.parametrize("start", ["pissa_niter_4", "lora_ga", "corda"])

@@ -193,7 +193,7 @@ def test_what_is_not_known_or_has_no_effect_is_refused(to: str, tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("to", "broken"),
-    [("gguf", "_reorder"), ("mlx", "_in_layer")],
+    [("gguf", "_permute_rotary_rows"), ("mlx", "_in_layer")],
 )
 def test_files_that_compute_something_else_are_refused(
     to: str, broken: str, tmp_path: Path, fails: Any, monkeypatch: Any
@@ -202,7 +202,7 @@ def test_files_that_compute_something_else_are_refused(
     _, adapter = saved(tmp_path, base)
     right = getattr(runtimes, broken)
     wrong = {
-        "_reorder": lambda b, heads, back=False: right(b, heads, back) if back else b,
+        "_permute_rotary_rows": lambda b, heads, back=False: right(b, heads, back) if back else b,
         "_in_layer": lambda path: right(path).replace("up_proj", "gate_proj"),
     }
     monkeypatch.setattr(runtimes, broken, wrong[broken])

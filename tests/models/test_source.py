@@ -7,7 +7,7 @@ import pytest
 
 from loragate.errors import ArtifactError, ConfigError
 from loragate.models import require_here, resolve
-from loragate.models.source import _inside
+from loragate.models.source import _suggest_contents
 from tiny import tiny_adapter
 
 
@@ -20,11 +20,11 @@ def adapter(folder, when=0):
 
 
 def test_an_adapter_below_the_folder_is_named_the_newest_first(tmp_path):
-    assert _inside(tmp_path) == ""
+    assert _suggest_contents(tmp_path) == ""
     early = adapter(tmp_path / "checkpoint-9", 1000)
-    assert _inside(tmp_path) == f"; give the adapter in it, {early}"
+    assert _suggest_contents(tmp_path) == f"; give the adapter in it, {early}"
     late = adapter(tmp_path / "checkpoint-10", 2000)
-    assert _inside(tmp_path) == f"; give the adapter in it, {late} (the newest of 2 there)"
+    assert _suggest_contents(tmp_path) == f"; give the adapter in it, {late} (the newest of 2 there)"
     with pytest.raises(ConfigError, match=f"holds no adapter_config.json.*{late}"):
         resolve(tmp_path, expect="adapter")
 
@@ -52,7 +52,7 @@ def test_a_base_that_moved_is_traced_to_the_adapter(tmp_path):
     with pytest.raises(ConfigError, match=r"names as its base model .*gone, .* say where it is with --base"):
         resolve(named(tmp_path / "gone"))
     assert resolve(mine, "other/base").base.name == "other/base"
-    assert resolve(mine, base_later=True).kind == "adapter"
+    assert resolve(mine, base_optional=True).kind == "adapter"
     assert resolve(named("owner/name")).base.name == "owner/name"
     with pytest.raises(ConfigError, match="does not name its base model"):
         resolve(named(None))

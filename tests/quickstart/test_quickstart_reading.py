@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from loragate.gates.range import parse_ranges
-from loragate.quickstart.run import AGAIN, DFT, RANDOM, control_statements, widest_of
+from loragate.quickstart.run import DFT, LORA_CONTINUED, RANDOM, choose_intervention_trial, control_statements
 from loragate.selection import Trial
 
 
@@ -15,7 +15,7 @@ def test_the_gates_are_compared_with_every_control():
     scores = {
         DFT: [0.85, 0.95] * 5,
         RANDOM: [0.05, 0.15] * 5,
-        AGAIN: [0.1, 0.9] * 5,
+        LORA_CONTINUED: [0.1, 0.9] * 5,
         "[0,1]": [0.0] * 10,
         None: [0.5] * 10,
     }
@@ -23,7 +23,8 @@ def test_the_gates_are_compared_with_every_control():
     said = control_statements(SimpleNamespace(results=rows, find=lambda task: gated))
     stands = ("below", "above", "not significantly different from")
     assert [line.split(" (")[0] for line in said] == [
-        f"On t, gated is {how} the control {name}" for how, name in zip(stands, (DFT, RANDOM, AGAIN), strict=True)
+        f"On t, gated is {how} the control {name}"
+        for how, name in zip(stands, (DFT, RANDOM, LORA_CONTINUED), strict=True)
     ]
     assert "-40.0 points" in said[0]
 
@@ -36,4 +37,4 @@ def test_the_gates_are_compared_with_every_control():
 def test_interventions_take_a_range_that_they_change(best, taken):
     trials = [Trial(one) for one in parse_ranges("0,8;-3,3;-2,2")]
     (found,) = [trial for trial in trials if trial.range == parse_ranges(best)[0]]
-    assert widest_of(trials, found).range == parse_ranges(taken)[0]
+    assert choose_intervention_trial(trials, found).range == parse_ranges(taken)[0]

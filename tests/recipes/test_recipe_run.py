@@ -50,7 +50,7 @@ def started(monkeypatch):
         if out.name in failing:
             raise LoragateError(f"{title} ended with status 1")
 
-    monkeypatch.setattr(run, "start", start)
+    monkeypatch.setattr(run, "run_command", start)
     return type("Started", (), {"commands": commands, "failing": failing})
 
 
@@ -152,14 +152,14 @@ def test_questions_that_choose_are_looked_for(tmp_path, monkeypatch, started):
 
 def test_a_process_that_fails_or_is_stopped(monkeypatch):
     with pytest.raises(LoragateError, match=r"\[1/1\] sft ended with status 3.*--resume goes on"):
-        run.start([sys.executable, "-c", "raise SystemExit(3)"], "[1/1] sft", offline=False)
+        run.run_command([sys.executable, "-c", "raise SystemExit(3)"], "[1/1] sft", offline=False)
     with pytest.raises(KeyboardInterrupt):
-        run.start([sys.executable, "-c", "raise SystemExit(130)"], "[1/1] sft", offline=False)
+        run.run_command([sys.executable, "-c", "raise SystemExit(130)"], "[1/1] sft", offline=False)
     with pytest.raises(ConfigError, match="--launcher: nowhere cannot be started"):
-        run.start(["nowhere"], "[1/1] sft", offline=False)
+        run.run_command(["nowhere"], "[1/1] sft", offline=False)
     code = "import os; raise SystemExit(os.environ['HF_HUB_OFFLINE'] != '1')"
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    run.start([sys.executable, "-c", code], "[1/1] sft", offline=True)
+    run.run_command([sys.executable, "-c", code], "[1/1] sft", offline=True)
 
 
 def killed_at(words, there, environment):

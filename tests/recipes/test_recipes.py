@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from loragate.cli.arguments import field_kinds
-from loragate.cli.main import command, main
+from loragate.cli.arguments import field_types
+from loragate.cli.main import load_command, main
 from loragate.errors import ConfigError
 from loragate.evaluation.tasks import suite
 from loragate.recipes import costs, every_name, find_recipes, options_of, read_recipe
-from loragate.recipes.costs import estimate_of, without_data
+from loragate.recipes.costs import build_meta_model, estimate_of
 from loragate.recipes.recipe import HERE, KINDS, TOP, TRAINS
 
 NAMES = list(every_name())
@@ -28,7 +28,7 @@ def option(name, key):
 
 def unknown_keys(stage):
     """Options of a stage that its command does not have."""
-    return stage.options.keys() - field_kinds(command(stage.command).options).keys()
+    return stage.options.keys() - field_types(load_command(stage.command).options).keys()
 
 
 def test_commands_have_every_option_and_take_every_value():
@@ -36,7 +36,7 @@ def test_commands_have_every_option_and_take_every_value():
     for name in NAMES:
         recipe = read_recipe(name)
         assert not [(name, stage.name, key) for stage in recipe.stages for key in unknown_keys(stage)]
-        for stage in recipe.placed("out"):
+        for stage in recipe.resolve_stages("out"):
             written = repr((stage.command, sorted(stage.options.items())))
             if written not in tried:
                 options_of(stage, name)
@@ -146,7 +146,7 @@ def test_a_stage_with_a_name_of_its_own_begins_with_its_commands_block():
 
 
 def test_references_become_paths():
-    stages = {stage.name: stage.options for stage in read_recipe("math/qwen2.5-math-1.5b/mask").placed("r")}
+    stages = {stage.name: stage.options for stage in read_recipe("math/qwen2.5-math-1.5b/mask").resolve_stages("r")}
     assert stages["sft"]["data"] == stages["mask"]["out"] == "r/mask.jsonl"
     assert stages["mask"]["reference"] == "r/reference"
     assert stages["reference"]["data"] == "AI-MO/NuminaMath-CoT"
@@ -180,7 +180,7 @@ def test_changed_values(tmp_path):
 )
 def test_a_key_that_no_stage_has(key, message):
     with pytest.raises(ConfigError, match=message):
-        read_recipe(LORA, {key: 1}).placed("out")
+        read_recipe(LORA, {key: 1}).resolve_stages("out")
 
 
 @pytest.mark.parametrize(
@@ -239,13 +239,13 @@ def test_mistakes_and_dangers_in_a_file_are_named(tmp_path, text, message):
     path = tmp_path / "own.yaml"
     path.write_text(OWN + text)
     with pytest.raises(ConfigError, match=message) as caught:
-        read_recipe(str(path)).placed("x")
+        read_recipe(str(path)).resolve_stages("x")
     assert "own.yaml" in str(caught.value)
 
 
 def needs(recipe):
     """{training: the estimate of a step}."""
-    model = without_data(json.dumps(recipe.architecture))
+    model = build_meta_model(json.dumps(recipe.architecture))
     trainings = [stage for stage in recipe.stages if stage.command in TRAINS]
     return {stage.name: estimate_of(stage, model) for stage in trainings}
 

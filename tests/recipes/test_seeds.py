@@ -52,7 +52,7 @@ def test_one_command_runs_all_seeds_and_shows_mean_and_deviation(tmp_path, monke
         if out.name == "eval":
             write_record(record_of(right[int(out.parent.name.removeprefix("seed-"))]), out / "results.json")
 
-    monkeypatch.setattr(run, "start", start)
+    monkeypatch.setattr(run, "run_command", start)
     out = tmp_path / "seeds"
     words = ["recipes", "run", SCALE, "--tiny", "--seeds", "42,3407,2025", "--out", str(out)]
     assert main(words) == 0

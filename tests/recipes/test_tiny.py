@@ -75,7 +75,7 @@ def test_every_stage_of_a_recipe_runs(name, tmp_path, monkeypatch):
         """In this process, which spares each stage the imports."""
         assert main(command[command.index("loragate") + 1 :]) == 0, title
 
-    monkeypatch.setattr(run, "start", start)
+    monkeypatch.setattr(run, "run_command", start)
     out = tmp_path / "run"
     assert main(["recipes", "run", name, "--tiny", "--out", str(out)]) == 0
     assert list(read_json(out / "stages.json")) == [stage.name for stage in read_recipe(name).stages]

@@ -17,10 +17,10 @@ from examinations import (
     strength_part,
 )
 from loragate.analysis.rows import Interval
-from loragate.doctor.record import FILE, AnswerPair, ChangedToken, Measures, Point, conclude
+from loragate.doctor.record import FILE, AnswerPair, ChangedToken, Measures, Point, build_examination
 from loragate.errors import DataError
 from loragate.gates.adapter_rules import Finding
-from loragate.report.blocks import drawn as drawn_block
+from loragate.report.blocks import render_chart as drawn_block
 from loragate.report.examination import examination_banner, examination_sections, write_page
 from loragate.report.figures import module_map, paired_dots, strength_curve
 from loragate.report.page import page
@@ -38,7 +38,7 @@ def tables(blocks):
     """{what a table is called: {name of a line: its cells}}"""
     inside = [one for block in blocks for one in (block.data if block.kind == "row" else [block])]
     return {
-        one.title or one.folded: {line.name: [cell[0] for cell in line.cells] for line in one.lines}
+        one.title or one.collapsed_label: {line.name: [cell[0] for cell in line.cells] for line in one.lines}
         for one in inside
         if one.kind == "table"
     }
@@ -67,7 +67,7 @@ def spoiled(record):
         replace(found.learned, source=HOSTILE),
         replace(found.strength, sentences=(HOSTILE,)),
     )
-    return conclude((Finding("x", "warning", HOSTILE, HOSTILE),), measures, seconds=record.seconds)
+    return build_examination((Finding("x", "warning", HOSTILE, HOSTILE),), measures, seconds=record.seconds)
 
 
 def test_the_page_is_one_file_in_which_hostile_text_stays_text(tmp_path):
@@ -117,7 +117,7 @@ def test_what_was_not_measured_is_said_with_the_reason(tmp_path):
     broken = Finding(
         "weights-absent", "error", "adapter_model.safetensors is not there", "copy it from where it was trained"
     )
-    record = conclude(
+    record = build_examination(
         (broken,), Measures(replace(static_part(), modules=())), unfinished=parts, seconds={"static": 0.4}
     )
     text = said_in(record, tmp_path)

@@ -16,7 +16,7 @@ from loragate.report.blocks import (
     build_page,
     chart,
     diagnosis_blocks,
-    drawn,
+    render_chart,
     safe_json,
     selection_blocks,
     tokens_block,
@@ -112,7 +112,7 @@ def test_traces_are_cut_to_the_limit_and_the_cut_is_told():
 def test_a_figure_on_the_page_is_text_in_the_ink_of_the_page():
     curves = {"$one$ <b>": [(0, 1.0), (10, float("nan"))], "two": [(5, 0.75)]}
     for draw in (partial(line_chart, curves, "loss & more"), partial(column_chart, [0, 1, 2], [1, 3], "loss & more")):
-        svg = str(drawn(chart(draw, "A <title>")).data)
+        svg = str(render_chart(chart(draw, "A <title>")).data)
         assert svg.startswith('<svg viewBox="0 0 ')
         assert 'aria-label="A &lt;title&gt;"' in svg
         assert "loss &amp; more</text>" in svg
@@ -161,7 +161,7 @@ def test_a_selection_has_its_sentence_its_map_and_its_numbers():
     assert sentence.data[0].startswith(
         "Use the gates [-6,3], greedily: 48.0 % (43.0–53.0) on 64 dev questions; it beats"
     )
-    assert "Frame: recommended" in str(drawn(chart_).data)
+    assert "Frame: recommended" in str(render_chart(chart_).data)
     names = [line.name for line in numbers.lines]
     assert names == ["adapter greedy", "gated [-6,3] greedy (recommended)", "gated [0,1] greedy", "base greedy"]
     # a range that the user gave has a sentence where others have scores
@@ -180,7 +180,7 @@ def banner(*records):
 def test_the_banner_says_what_to_do_its_score_and_the_alternatives():
     found = banner(selection_record())
     record = read_selection_record(selection_record())
-    assert found.advice == "Use the gates [-6,3], greedily" == record.recommendation.advice()
+    assert found.advice == "Use the gates [-6,3], greedily" == record.recommendation.format_advice()
     assert record.sentences()[0].startswith(f"{found.advice}: {found.score}; "), "the command says the same"
     assert (
         found.more[0]

@@ -98,9 +98,12 @@ def work(out: Path) -> tuple[dict[str, tuple[int, int]], int]:
 def sweep(argv: list[str]) -> int:
     """Run the command in this process."""
     from loragate.cli.arguments import parse
+    from loragate.cli.main import check_options
     from loragate.cli.sweep import COMMAND
 
-    return COMMAND.run(parse(COMMAND, argv[1:])[0])
+    options, _ = parse(COMMAND, argv[1:])
+    check_options("sweep", COMMAND, options)
+    return COMMAND.run(options)
 
 
 COMMAND_LINE = (

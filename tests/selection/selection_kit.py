@@ -13,7 +13,7 @@ def questions(count=32, gold="w3"):
 
 
 class FakeEngines:
-    """In place of `evaluate.in_memory`: answers "w3" to `right[label of a variant]` questions, spread over all.
+    """In place of `evaluate.make_in_memory_engine`: answers "w3" to `right[label of a variant]` questions, spread over all.
 
     What is not named is as right as `other`. `retained` are the right ones of `RETAINED` questions.
     """

@@ -16,7 +16,7 @@ from loragate.gates import constant_gate
 from loragate.gates.range import Range
 from loragate.gates.schema import read_gate_config
 from loragate.selection import DevSettings, Trial, trials
-from loragate.selection.compare import BAND_SCALES, SCALES, SelectionRun, scales_of
+from loragate.selection.selection_run import BAND_SCALES, SCALES, SelectionRun, constant_scale_variants
 from loragate.selection_record import read_selection_record
 from loragate.training import GateTrainingSettings
 from tiny import run, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
@@ -35,7 +35,7 @@ def engines(monkeypatch):
 
     def decide(right, **more):
         fake = FakeEngines(right, **more)
-        monkeypatch.setattr(evaluation, "in_memory", fake)
+        monkeypatch.setattr(evaluation, "make_in_memory_engine", fake)
         return fake
 
     return decide
@@ -151,8 +151,8 @@ def test_one_scale_for_a_third_of_the_layers_is_written_and_exported(tmp_path, e
 
 def test_an_adapter_of_one_layer_has_no_thirds():
     paths = [f"model.layers.{layer}.mlp.up_proj" for layer in range(3)]
-    assert len(scales_of(paths)) == len(SCALES) + 3 * len(BAND_SCALES)
-    assert len(scales_of(paths[:1])) == len(SCALES)
+    assert len(constant_scale_variants(paths)) == len(SCALES) + 3 * len(BAND_SCALES)
+    assert len(constant_scale_variants(paths[:1])) == len(SCALES)
 
 
 def test_what_clearly_loses_on_the_retention_set_is_not_taken(tmp_path, engines):
@@ -197,11 +197,11 @@ def test_programs_that_raise_were_read(tmp_path):
         task = SimpleNamespace(task=SimpleNamespace(grader=grader), questions=[0] * 32, source="dev.jsonl")
         (tmp_path / "dev").mkdir(exist_ok=True)
         (tmp_path / "run.json").touch()
-        return SimpleNamespace(results=lambda _: rows, tasks={"dev": task}, folder=tmp_path)
+        return SimpleNamespace(evaluate_groups=lambda _: rows, tasks={"dev": task}, folder=tmp_path)
 
-    SelectionRun.require_readable(asked("humaneval"))
+    SelectionRun.check_grader_reads_answers(asked("humaneval"))
     with pytest.raises(DataError, match="reads an answer in none"):
-        SelectionRun.require_readable(asked("default"))
+        SelectionRun.check_grader_reads_answers(asked("default"))
 
 
 def test_an_interrupted_call_goes_on_where_it_was(tmp_path, engines, trained, monkeypatch):

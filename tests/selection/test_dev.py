@@ -6,7 +6,14 @@ from selection_kit import write_jsonl
 from loragate.data import load_rows
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.tasks import load_task
-from loragate.selection.dev import answer_tokens, placed_prompts, plain_task, read_dev, shared_with, taken_prompts
+from loragate.selection.dev import (
+    collect_excluded_prompts,
+    estimate_max_new_tokens,
+    find_overlap,
+    plain_task,
+    prompts_with_location,
+    read_dev,
+)
 from loragate.selection.settings import DevSettings
 from tiny import tiny_tokenizer
 
@@ -104,19 +111,19 @@ def test_a_right_answer_that_nobody_could_give_is_refused(grader, gold, why, tmp
 )
 def test_a_question_among_the_examples_is_found_in_every_form_of_theirs(turns, tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl", rows())
-    taken = placed_prompts(load_rows([{"messages": [*turns, {"role": "assistant", "content": "3"}]}]))
+    taken = prompts_with_location(load_rows([{"messages": [*turns, {"role": "assistant", "content": "3"}]}]))
     with pytest.raises(DataError, match=r"p\.jsonl:4: 1 of 32 dev questions are also among the examples"):
         read_dev(path, EXACT, "dev", [(taken, "the examples")])
 
 
 def test_what_is_reported_on_is_excluded(tmp_path):
     test = write_jsonl(tmp_path / "test.jsonl", [{"question": " What is 5 ?"}])
-    taken = taken_prompts(OTHER, DevSettings(exclude=str(test)))
+    taken = collect_excluded_prompts(OTHER, DevSettings(exclude=str(test)))
     with pytest.raises(DataError, match="1 of 32 retention questions are also among the questions of"):
         read_dev(write_jsonl(tmp_path / "p.jsonl", rows()), EXACT, "retention", taken)
     nothing = write_jsonl(tmp_path / "nothing.jsonl", [{"text": "w5"}])
     with pytest.raises(DataError, match="no prompts were found in"):
-        taken_prompts(OTHER, DevSettings(exclude=str(nothing)))
+        collect_excluded_prompts(OTHER, DevSettings(exclude=str(nothing)))
 
 
 def test_a_task_brings_its_own_columns_and_prompt(tmp_path):
@@ -131,7 +138,7 @@ def test_a_task_brings_its_own_columns_and_prompt(tmp_path):
 def test_it_is_put_to_a_model_as_the_examples_are_and_is_a_task_file_again(tmp_path):
     dev = read_dev(write_jsonl(tmp_path / "dev.jsonl", rows()), EXACT)
     for raw, first in ((True, "What is 0?"), (False, "<user> What is 0? <assistant> ")):
-        one = dev.prepared(tiny_tokenizer(), None, 3, system="none", answer_tokens=9, raw=raw)
+        one = dev.prepare_task(tiny_tokenizer(), None, 3, system="none", answer_tokens=9, raw=raw)
         assert one.prompts[0] == first
         assert (one.task.raw, one.sampling.max_new_tokens, one.sampling.seed) == (raw, 9, 3)
         (tmp_path / "task.yaml").write_text(one.task.as_yaml())
@@ -143,14 +150,14 @@ def test_an_answer_may_take_what_training_answers_take():
     def lengths(*given):
         return [{"labels": [-100] * 7 + [1] * length} for length in given]
 
-    assert answer_tokens(lengths(*[14] * 500)) == 48, "14 and half as many again, 16 to spare, in steps of 16"
-    assert answer_tokens(lengths(*[14] * 500, 4000)) == 48, "one example of its own kind"
-    assert answer_tokens(lengths(1000, 1000)) == 1520
+    assert estimate_max_new_tokens(lengths(*[14] * 500)) == 48, "14 and half as many again, 16 to spare, in steps of 16"
+    assert estimate_max_new_tokens(lengths(*[14] * 500, 4000)) == 48, "one example of its own kind"
+    assert estimate_max_new_tokens(lengths(1000, 1000)) == 1520
 
 
 def train_rows(tmp_path, *prompts):
     path = write_jsonl(tmp_path / "train.jsonl", [{"prompt": prompt, "completion": "1"} for prompt in prompts])
-    return taken_prompts(load_rows(path), EXACT)
+    return collect_excluded_prompts(load_rows(path), EXACT)
 
 
 def test_every_shared_question_is_named_with_both_lines(tmp_path):
@@ -183,4 +190,4 @@ def test_a_long_question_inside_a_prompt_is_shared(tmp_path):
     path = write_jsonl(tmp_path / "dev.jsonl", [*rows(39), {"prompt": long, "answer": 31}])
     questions = read_dev(path, EXACT).questions.questions
     others = [("t:1", "What is"), ("t:2", f"Think. {long} Answer briefly"), ("t:3", long)]
-    assert shared_with(questions, others) == {f"{path}:40": ["t:3", "t:2"]}
+    assert find_overlap(questions, others) == {f"{path}:40": ["t:3", "t:2"]}

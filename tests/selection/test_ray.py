@@ -76,15 +76,15 @@ def at_work(driver, out):
 
 
 def test_as_many_trials_run_as_fit_and_none_that_never_could(monkeypatch):
-    from loragate.selection.on_ray import Resources, fitting
+    from loragate.selection.on_ray import Resources, count_parallel_trials
 
     nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": 1.0}}, {"Alive": False, "Resources": {"CPU": 64.0}}]
     nodes.append({"Alive": True, "Resources": {"CPU": 3.0}})
     monkeypatch.setattr("ray.nodes", lambda: nodes)
-    assert fitting(Resources(0, 2.0, 0.0)) == 4 + 1
-    assert fitting(Resources(0, 1.0, 0.5)) == 2
+    assert count_parallel_trials(Resources(0, 2.0, 0.0)) == 4 + 1
+    assert count_parallel_trials(Resources(0, 1.0, 0.5)) == 2
     with pytest.raises(ConfigError, match=r"asks for 1 CPUs and 2 GPUs, and Ray has 8 CPUs, 1 GPUs; 3 CPUs, 0 GPUs"):
-        fitting(Resources(0, 1.0, 2.0))
+        count_parallel_trials(Resources(0, 1.0, 2.0))
 
 
 def test_resources_follow_from_flags_and_machine(monkeypatch):
@@ -92,15 +92,15 @@ def test_resources_follow_from_flags_and_machine(monkeypatch):
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert Resources.found(0, 1, None, "auto").workers == 2
-    shared = Resources.found(0, 4, 0.5, "auto")
+    assert Resources.detect(0, 1, None, "auto").workers == 2
+    shared = Resources.detect(0, 4, 0.5, "auto")
     assert (shared.workers, shared.cpus, shared.gpus) == (4, 4.0, 0.5)
-    assert Resources.found(3, 1, None, "cpu").gpus == 0
+    assert Resources.detect(3, 1, None, "cpu").gpus == 0
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    assert Resources.found(0, 1, None, "auto") == Resources(4, 1.0, 0.0)
+    assert Resources.detect(0, 1, None, "auto") == Resources(4, 1.0, 0.0)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert Resources.found(0, 1, None, "auto") == Resources(0, 1.0, 1.0)
+    assert Resources.detect(0, 1, None, "auto") == Resources(0, 1.0, 1.0)
 
 
 def test_a_cluster_that_does_not_answer_is_named(place, tmp_path, monkeypatch):
@@ -110,7 +110,7 @@ def test_a_cluster_that_does_not_answer_is_named(place, tmp_path, monkeypatch):
 
 
 def test_a_node_that_is_not_up_in_time_is_started_once_more(monkeypatch):
-    from loragate.selection.on_ray import Resources, connected
+    from loragate.selection.on_ray import Resources, ray_session
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     calls = []
@@ -122,14 +122,14 @@ def test_a_node_that_is_not_up_in_time_is_started_once_more(monkeypatch):
 
     monkeypatch.setattr("ray.init", init)
     up = 2
-    with connected(Resources(workers=2)):
+    with ray_session(Resources(workers=2)):
         assert calls == ["local", "local"]
     calls.clear()
     up = 3
     with pytest.raises(
         ConfigError, match=r"not be started \(The current node timed out during startup\.\); --runner seq"
     ):
-        connected(Resources(workers=2)).__enter__()
+        ray_session(Resources(workers=2)).__enter__()
     assert len(calls) == 2
 
 

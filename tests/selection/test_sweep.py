@@ -16,7 +16,7 @@ import loragate as lg
 from loragate.errors import ConfigError, DivergenceError, LoragateError
 from loragate.gates.range import Range
 from loragate.selection import trials
-from loragate.selection.compare import written_seed
+from loragate.selection.selection_run import describe_written_seed
 from tiny import VOCABULARY
 
 SLUGS = {f"entropy_{bounds}_seed{seed}" for bounds in ("-3_2", "0_1") for seed in (0, 1)}
@@ -52,9 +52,9 @@ def test_the_recommended_variant_is_written_and_can_be_loaded(swept):
 
 def test_it_is_said_which_seeds_gates_are_written():
     cell = [trials.Trial(Range(-3, 2), "entropy", seed) for seed in (3407, 42)]
-    said = written_seed(cell)
+    said = describe_written_seed(cell)
     assert said == "Scores are means over the seeds 3407, 42; the gates written are those of seed 3407."
-    assert written_seed(cell[:1]) == written_seed(()) == ""
+    assert describe_written_seed(cell[:1]) == describe_written_seed(()) == ""
 
 
 def test_nothing_finished_runs_again_and_what_is_lost_is_made_again(place, swept, tmp_path, capsys, monkeypatch):

@@ -143,11 +143,13 @@ def test_a_scale_that_does_not_reach_the_whole_adapter_is_refused(tmp_path: Path
     ):
         request = adapter(name, str(tmp_path / name))
         if reached:
-            assert frontend.strengthen(request, {"lora_scale": 0.5}, name).lora_path.endswith("@constant=0.5")
+            assert frontend.apply_strength_fields(request, {"lora_scale": 0.5}, name).lora_path.endswith(
+                "@constant=0.5"
+            )
         else:
             with pytest.raises(ValueError, match=r"does not reach [12] of the adapter's modules"):
-                frontend.strengthen(request, {"lora_scale": 0.5}, name)
-    assert frontend.strengthen(adapter("some", str(tmp_path / "some")), {"lora_gates": "unit"}, "some")
+                frontend.apply_strength_fields(request, {"lora_scale": 0.5}, name)
+    assert frontend.apply_strength_fields(adapter("some", str(tmp_path / "some")), {"lora_gates": "unit"}, "some")
 
 
 def test_no_strength_is_laid_over_the_adapter_of_an_encoder_of_pictures() -> None:
@@ -184,7 +186,7 @@ def test_a_folder_written_anew_has_another_number_and_name(saved: Path, tmp_path
     place = shutil.copytree(saved / "gated", tmp_path / "moving")
 
     def number(name: str, path: str, own: int) -> tuple[str, int]:
-        found = frontend.renewed(engine, SimpleNamespace(lora_name=name, lora_int_id=own, lora_path=path))
+        found = frontend.assign_adapter_id(engine, SimpleNamespace(lora_name=name, lora_int_id=own, lora_path=path))
         return found.lora_name, found.lora_int_id
 
     assert number("moving", str(place), 1) == ("moving", 1)

@@ -11,13 +11,13 @@ import torch
 from loragate.gates.range import Range
 from loragate.gates.signed_map import SignedMap
 from loragate.serving.layers import (
-    ANY,
+    NO_LIMITS,
     GatedPunica,
     GateMixin,
     TokenLimits,
     empty_slots,
     expand_slots,
-    owners_of,
+    group_rows_by_slot,
     shrink_slots,
     slot_coefficients,
     slot_constants,
@@ -69,11 +69,11 @@ def test_each_token_has_the_bounds_of_its_request() -> None:
     slots = torch.arange(40) % 4 - 1
     weight, bias, constants = stacks()
     free = slot_coefficients(x, slots, weight, bias, constants)
-    constants[2, :, 2:] = 1.0  # what `fix_slot` does
+    constants[2, :, 2:] = 1.0  # what `pin_slot_to_one` does
     limits = TokenLimits(64)
-    asked = [(0.0, 1.0), (-0.5, -0.5), ANY, (0.0, 0.0)]
+    asked = [(0.0, 1.0), (-0.5, -0.5), NO_LIMITS, (0.0, 0.0)]
     limits.fill(asked, [7, 13, 10, 10])
-    assert limits.overridden
+    assert limits.has_limits
     found = slot_coefficients(x, slots, weight, bias, constants, limits_T2=limits.values_M2[:40])
     gated = (slots == 0) | (slots == 1)
     for (least, most), rows in zip(asked, torch.arange(40).split([7, 13, 10, 10])):
@@ -86,11 +86,11 @@ def test_each_token_has_the_bounds_of_its_request() -> None:
 def test_limits_are_filled_in_place_and_forgotten_with_their_batch() -> None:
     limits = TokenLimits(8)
     place = limits.values_M2.data_ptr()
-    limits.fill([(2.0, 2.0), ANY], np.array([3, 2]))
-    assert limits.values_M2[:5].tolist() == [[2.0, 2.0]] * 3 + [list(ANY)] * 2
-    limits.fill([ANY], [4])
-    assert limits.values_M2.tolist() == [list(ANY)] * 8
-    assert not limits.overridden
+    limits.fill([(2.0, 2.0), NO_LIMITS], np.array([3, 2]))
+    assert limits.values_M2[:5].tolist() == [[2.0, 2.0]] * 3 + [list(NO_LIMITS)] * 2
+    limits.fill([NO_LIMITS], [4])
+    assert limits.values_M2.tolist() == [list(NO_LIMITS)] * 8
+    assert not limits.has_limits
     assert limits.values_M2.data_ptr() == place
 
 
@@ -141,7 +141,7 @@ def test_products_of_each_token_with_its_own_slot(dtype: torch.dtype, slots: lis
             columns = slice(left, left + width)
             wanted[row, columns] = delta.to(dtype) + (y[row, columns] if add else 0)
             left += width
-    buffer, owners = torch.full((2, len(slots), rank), torch.nan), owners_of(at)
+    buffer, owners = torch.full((2, len(slots), rank), torch.nan), group_rows_by_slot(at)
     shrink_slots(buffer, x, a, 0.5, owners)
     expand_slots(y, buffer, b, widths, owners, start, add)
     torch.testing.assert_close(
@@ -194,7 +194,7 @@ def test_a_layer_on_a_cpu(slots: list[int], strengths: list[float] | None, fixed
     layer.fixed_slots = frozenset(fixed)
     layer.gate_constants = Stacked.gate_constants.clone()
     for slot in fixed:
-        GateMixin.fix_slot(SimpleNamespace(fixed_slots=set(), gate_constants=layer.gate_constants), slot)
+        GateMixin.pin_slot_to_one(SimpleNamespace(fixed_slots=set(), gate_constants=layer.gate_constants), slot)
     punica = GatedPunica(wrapper, layer)
     if strengths is not None:
         punica.limits.fill([(each, each) for each in strengths], [1] * len(at))

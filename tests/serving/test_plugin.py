@@ -161,10 +161,12 @@ def test_a_prompt_read_in_part_draws_without_its_seed() -> None:
     runner = SimpleNamespace(
         input_batch=batch, discard_request_mask=SimpleNamespace(np=np.array([True, True, False, True]))
     )
-    assert hooks.keep_seeds(lambda self, *_: dict(self.input_batch.generators), runner, None) == {2: "third"}
+    assert hooks.hide_discarded_generators(lambda self, *_: dict(self.input_batch.generators), runner, None) == {
+        2: "third"
+    }
     assert batch.generators == {0: "first", 2: "third"}
     with pytest.raises(KeyError):
-        hooks.keep_seeds(lambda self: self.input_batch.generators[0], runner)
+        hooks.hide_discarded_generators(lambda self: self.input_batch.generators[0], runner)
     assert batch.generators == {0: "first", 2: "third"}
 
 
@@ -183,10 +185,10 @@ def test_limits_of_a_batch_reach_the_layers_of_both_runners() -> None:
     )
     hooks.set_active(lambda *_: None, first, SimpleNamespace(req_ids=["y", "x"]), np.array([1, 2]))
     limits = layers.token_limits(punica).values_M2
-    assert limits[:3].tolist() == [list(layers.ANY), [0.5, 0.5], [0.5, 0.5]]
+    assert limits[:3].tolist() == [list(layers.NO_LIMITS), [0.5, 0.5], [0.5, 0.5]]
     state = SimpleNamespace(lora_requests={"x": half})
     second = SimpleNamespace(lora_state=state, lora_manager=manager)
     hooks.keep_batch(lambda *_: None, state, ["x", "y"], None, np.array([3, 1]))
     for _ in range(2):  # a dummy run that follows has no batch
         hooks.set_kept_active(lambda *_: None, second)
-        assert limits[:4].tolist() == [[0.5, 0.5]] * 3 + [list(layers.ANY)]
+        assert limits[:4].tolist() == [[0.5, 0.5]] * 3 + [list(layers.NO_LIMITS)]

@@ -432,7 +432,7 @@ def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, fails: 
     options = ServeOptions(model=str(gated), adapters=f"math={second}, calm={second}@unit")
     place, adapters = served_adapters(options)
     assert place.base.name == str(folders / "base")
-    assert {name: adapter.text for name, adapter in adapters.items()} == {
+    assert {name: adapter.path_with_override for name, adapter in adapters.items()} == {
         "gated": str(gated),
         "adapter": str(gated / "adapter"),
         "math": str(second),

@@ -16,7 +16,7 @@ import loragate as lg
 from loragate.cli.main import main
 from loragate.serving.settings import VerifySettings
 from loragate.serving.verify.checks import Checks, Prompts
-from loragate.serving.verify.served import Answer, Step, Target, difference
+from loragate.serving.verify.served import Answer, Step, Target, compare_answers
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
 
 ENOUGH = ("--prompts", "1", "--tokens", "4", "--dtype", "float32", "--json")
@@ -183,12 +183,12 @@ def test_answers_are_compared_up_to_where_they_part():
 
     near, far = {"a": -0.7, "b": -0.7001}, {"a": -0.1, "b": -3.0}
     swapped = {"a": -0.7001, "b": -0.7}
-    tie = difference(answer(("a", near), ("c", {"c": -1.0})), answer(("b", swapped), ("d", {"d": -2.0})))
-    assert tie.parted
+    tie = compare_answers(answer(("a", near), ("c", {"c": -1.0})), answer(("b", swapped), ("d", {"d": -2.0})))
+    assert tie.has_diverged
     assert tie.largest == pytest.approx(1e-4)
-    assert difference(answer(("a", far)), answer(("b", swapped))).largest == pytest.approx(2.3)
-    assert difference(answer(), answer()) is None
-    assert difference(answer(("a", {"a": -1.0})), answer(("b", {"b": -1.0}))).largest == float("inf")
+    assert compare_answers(answer(("a", far)), answer(("b", swapped))).largest == pytest.approx(2.3)
+    assert compare_answers(answer(), answer()) is None
+    assert compare_answers(answer(("a", {"a": -1.0})), answer(("b", {"b": -1.0}))).largest == float("inf")
 
 
 def test_noise_of_a_batch_that_is_no_rounding_excuses_nothing():

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_offline import PROMPTS, SETTINGS, greedy, lora, start
 
 import loragate as lg
-from loragate.evaluation.agreement import Served, compare
+from loragate.evaluation.agreement import ServedAnswer, compare_logprobs
 from loragate.gates.attach import gate_modules
 from loragate.gates.override import parse_override
 from loragate.gates.strength import overrides_by_module
@@ -141,13 +141,15 @@ def test_prompts_are_scored_with_the_head_of_their_own_adapter(settings: None, l
     for options in ({}, {"prompt_logprobs": False}):
         served = greedy(engine, PROMPTS, adapters, 12, **options)
         for name, answers in zip(names, served):
-            found = compare(llama(name), answers)
+            found = compare_logprobs(llama(name), answers)
             assert all(
                 len(answer.prompt_logprobs) == (0 if options else len(answer.prompt_ids) - 1) for answer in answers
             )
             assert max(found.prompt, found.generated) <= TOLERANCE, (name, found)
     (alone,) = greedy(engine, PROMPTS[:1], [adapters[0]], 12)
-    assert compare(llama("head"), alone).prompt > 100 * TOLERANCE, "the head's adapter changes what is compared"
+    assert compare_logprobs(llama("head"), alone).prompt > 100 * TOLERANCE, (
+        "the head's adapter changes what is compared"
+    )
 
 
 def request(folders: Path, name: str, number: int | None = None) -> Any:
@@ -179,7 +181,7 @@ def small(settings: None, folders: Path) -> Any:
 def check(folders: Path, engine: Any, names: list[str], **options: Any) -> None:
     served = greedy(engine, PROMPTS, [request(folders, name) for name in names], 24, **options)
     for name, answers in zip(names, served):
-        found = compare(reference(name), answers)
+        found = compare_logprobs(reference(name), answers)
         print(name, found)
         assert found.tokens == 24 * len(PROMPTS)
         assert found.prompt <= TOLERANCE, name
@@ -289,7 +291,7 @@ def test_a_failed_activation_leaves_nothing_half_loaded(
             llm.llm_engine.add_lora(lora("half", 52, copied))
     assert 52 not in llm.llm_engine.list_loras()
     (answers,) = greedy(llm, PROMPTS, [lora("half", 52, copied)], 24)
-    assert compare(gated_model("wide"), answers).generated <= TOLERANCE
+    assert compare_logprobs(gated_model("wide"), answers).generated <= TOLERANCE
 
 
 def test_a_folder_written_anew_is_refused_under_its_old_name(folders: Path, llm: Any, copied: Path) -> None:
@@ -300,13 +302,13 @@ def test_a_folder_written_anew_is_refused_under_its_old_name(folders: Path, llm:
     with pytest.raises(ValueError, match="changed since it was served as 'mine'"):
         greedy(llm, PROMPTS, [lora("mine", 60, copied)], 4)
     (answers,) = greedy(llm, PROMPTS, [lora("other", 61, copied)], 24)
-    assert compare(gated_model("narrow"), answers).generated <= TOLERANCE
+    assert compare_logprobs(gated_model("narrow"), answers).generated <= TOLERANCE
 
 
 def test_an_id_that_moves_to_another_folder_gets_its_gates(folders: Path, llm: Any) -> None:
     for name in ("wide", "narrow", "plain", "wide"):
         (answers,) = greedy(llm, PROMPTS, [request(folders, name, 70)], 24)
-        assert compare(reference(name), answers).generated <= TOLERANCE, name
+        assert compare_logprobs(reference(name), answers).generated <= TOLERANCE, name
 
 
 def test_the_compile_cache_knows_the_plugin(llm: Any) -> None:
@@ -468,8 +470,8 @@ def test_two_ranks_share_the_model(folders: Path, tmp_path: Path, adapters: str)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     for name, answers in zip(["base", "plain", "wide", "narrow", "module"], json.loads(out.read_text()), strict=True):
-        served = [Served(**{key: tuple(value) for key, value in one.items()}) for one in answers]
-        found = compare(reference(name), served)
+        served = [ServedAnswer(**{key: tuple(value) for key, value in one.items()}) for one in answers]
+        found = compare_logprobs(reference(name), served)
         assert max(found.prompt, found.generated) <= TOLERANCE, (name, found)
 
 

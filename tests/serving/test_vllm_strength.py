@@ -10,7 +10,7 @@ import pytest
 from test_vllm_gates import TOLERANCE, folders, pytestmark, reference, settings
 from vllm_offline import PROMPTS, greedy, lora, start
 
-from loragate.evaluation.agreement import Served, compare
+from loragate.evaluation.agreement import ServedAnswer, compare_logprobs
 
 __all__ = ["folders", "pytestmark", "settings"]  # fixtures, and what all tests of vLLM are marked with
 
@@ -44,7 +44,7 @@ def asked(folders: Path, name: str, scale: float) -> Any:
     return adapter(folders, name, f"constant={scale!r}")
 
 
-def largest(one: list[Served], other: list[Served]) -> float:
+def largest(one: list[ServedAnswer], other: list[ServedAnswer]) -> float:
     """The largest difference of a log-prob between two answers to the same prompts; infinite where the tokens differ."""
     if [answer.token_ids for answer in one] != [answer.token_ids for answer in other]:
         return math.inf
@@ -75,12 +75,12 @@ def test_32_strengths_in_one_batch_equal_each_alone(folders: Path, tight: Any, m
         assert largest(one, other) <= TOLERANCE, strength
     assert len({str(one) for one in alone[: len(SCALES)]}) == len(SCALES)
     for name, scale in (("plain", 0.5), ("wide", 2.0), ("wide", -0.5)):
-        found = compare(reference(f"{name}@constant={scale}"), together[STRENGTHS.index((name, scale))])
+        found = compare_logprobs(reference(f"{name}@constant={scale}"), together[STRENGTHS.index((name, scale))])
         assert found.generated <= TOLERANCE, (name, scale)
 
 
 def test_zero_is_the_base_and_one_the_adapter_to_the_bit(folders: Path, tight: Any) -> None:
-    def answers(name: str, *scale: float) -> list[Served]:
+    def answers(name: str, *scale: float) -> list[ServedAnswer]:
         return greedy(tight, PROMPTS, [asked(folders, name, *scale) if scale else adapter(folders, name)], NEW_TOKENS)[
             0
         ]
@@ -99,20 +99,20 @@ def test_modules_without_a_gate_are_reached_as_in_transformers(folders: Path, ti
     """An override lies over λ where there is one: a module of a gated adapter that has no gate keeps its full strength."""
     request = lora("some", 4, Path(f"{folders / 'some'}@constant=0.5"))
     (answers,) = greedy(tight, PROMPTS, [request], NEW_TOKENS)
-    assert compare(reference("some@constant=0.5"), answers).generated <= TOLERANCE
+    assert compare_logprobs(reference("some@constant=0.5"), answers).generated <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["plain", "wide"])
 def test_a_strength_for_a_part_of_the_model_has_a_slot_of_its_own(folders: Path, tight: Any, name: str) -> None:
     part = lora(f"{name}-part", 7 + (name == "wide"), Path(f"{folders / name}@mlp=0.5"))
     answers, whole = greedy(tight, PROMPTS, [part, adapter(folders, name)], NEW_TOKENS)
-    assert compare(reference(f"{name}@mlp=0.5"), answers).generated <= TOLERANCE
-    assert compare(reference(name), whole).generated <= TOLERANCE
+    assert compare_logprobs(reference(f"{name}@mlp=0.5"), answers).generated <= TOLERANCE
+    assert compare_logprobs(reference(name), whole).generated <= TOLERANCE
     # under the number of the whole adapter as well, whose slot is then filled anew
     for override in ("mlp=0.5", ""):
         request, expected = adapter(folders, name, override), f"{name}{override and '@'}{override}"
         (answers,) = greedy(tight, PROMPTS, [request], NEW_TOKENS)
-        assert compare(reference(expected), answers).generated <= TOLERANCE
+        assert compare_logprobs(reference(expected), answers).generated <= TOLERANCE
 
 
 @pytest.mark.parametrize("key", ["folder and override", "name alone"])

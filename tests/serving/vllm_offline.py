@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loragate.evaluation.agreement import Served
+from loragate.evaluation.agreement import ServedAnswer
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, which starts in seconds
@@ -39,7 +39,7 @@ def greedy(
     adapters: Sequence[Any],
     max_new_tokens: int,
     prompt_logprobs: bool = True,
-) -> list[list[Served]]:
+) -> list[list[ServedAnswer]]:
     """For each adapter (a `LoRARequest`, or None for the base) its answers to all prompts (token ids), all in one batch.
 
     Stop tokens are ignored. With `prompt_logprobs` vLLM computes a whole prompt anew, past its prefix cache.
@@ -61,5 +61,5 @@ def greedy(
         prompt, answer = tuple(output.prompt_token_ids), output.outputs[0]
         before = tuple(at[token].logprob for at, token in zip((output.prompt_logprobs or [])[1:], prompt[1:]))
         after = tuple(at[token].logprob for at, token in zip(answer.logprobs, answer.token_ids))
-        served.append(Served(prompt, tuple(answer.token_ids), before, after))
+        served.append(ServedAnswer(prompt, tuple(answer.token_ids), before, after))
     return [served[first : first + len(prompts)] for first in range(0, len(served), len(prompts))]

@@ -17,7 +17,7 @@ import loragate as lg
 from loragate.errors import ConfigError, TrainingError
 from loragate.training import GateTrainingSettings
 from loragate.training import checkpoints as checkpoints_module
-from loragate.training.checkpoints import TrainingFolder, fault_of, last_checkpoint
+from loragate.training.checkpoints import TrainingFolder, find_checkpoint_fault, last_checkpoint
 from tiny import gate_values, same, tiny_adapter, tiny_rows, tiny_tokenizer
 
 CONFIG = lg.GateConfig(-3, 2)
@@ -118,7 +118,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
 )
 def test_a_torn_checkpoint_is_passed_over(damaged, damage):
     damage(damaged / "checkpoint-3")
-    assert fault_of(damaged / "checkpoint-3")
+    assert find_checkpoint_fault(damaged / "checkpoint-3")
     assert last_checkpoint(damaged) == damaged / "checkpoint-2"
 
 
@@ -129,7 +129,7 @@ def test_the_end_is_the_same_after_a_torn_checkpoint(finished, damaged, monkeypa
     _, found = train(damaged, resume=True, on_step=lambda report: steps.append(report.step))
     assert min(steps) == 3
     assert same(found, finished[1])
-    assert not fault_of(damaged / "checkpoint-3")
+    assert not find_checkpoint_fault(damaged / "checkpoint-3")
     assert told == [
         f"{damaged / 'checkpoint-3'} is passed over: trained.safetensors is not what was written",
         f"resuming at step 2, from {damaged / 'checkpoint-2'}",

@@ -12,8 +12,8 @@ import loragate as lg
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, TrainingError
 from loragate.training.gate_training import measure_entropy
-from loragate.training.rows import PassCollator
-from loragate.training.run import UNREAD
+from loragate.training.rows import TrainingCollator
+from loragate.training.run import IGNORED_SFT_ARGUMENTS
 from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_adapter, write_base
 
 GATES = lg.GateConfig(-3, 2)
@@ -104,7 +104,7 @@ def test_an_argument_that_would_do_nothing_is_refused(tmp_path, name, value):
 
 
 def test_an_argument_that_says_what_is_done_anyway_is_taken(tmp_path):
-    assert IGNORED.keys() == UNREAD.keys()
+    assert IGNORED.keys() == IGNORED_SFT_ARGUMENTS.keys()
     args = arguments(tmp_path, completion_only_loss=True, eval_packing=False, router_aux_loss_coef=0.0, loss_type="nll")
     assert args.completion_only_loss
 
@@ -163,7 +163,7 @@ def test_evaluation_reports_the_entropy_on_all_response_tokens(tmp_path):
     assert [step for step, _ in seen] == [0, 2, 3, 3]
     assert metrics["eval_loss"] == metrics["eval_topk_entropy"] != before
     encoded = encode_rows(load_rows(held), tiny_tokenizer(), max_length=64)
-    expected, _, _ = measure_entropy(trainer.model, encoded, PassCollator(tiny_tokenizer()), 20, "default")
+    expected, _, _ = measure_entropy(trainer.model, encoded, TrainingCollator(tiny_tokenizer()), 20, "default")
     assert metrics["eval_topk_entropy"] == pytest.approx(expected, rel=1e-6)
     assert (
         trainer.evaluate({"other": Dataset.from_list(held[:3])})["eval_other_response_tokens"]
@@ -274,7 +274,7 @@ def test_an_optimizer_of_ones_own_must_hold_the_gates(tmp_path):
 
 
 def test_collators_packing_grouping_and_bf16(tmp_path):
-    padded = PassCollator(tiny_tokenizer())
+    padded = TrainingCollator(tiny_tokenizer())
 
     def own(items):
         return {name: value for name, value in padded(items).items() if name != "row"}

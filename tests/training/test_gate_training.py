@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 import loragate as lg
 from loragate.data import Collator, encode_rows, load_rows
 from loragate.errors import ConfigError, DivergenceError, GateError, LoragateError, TrainingError
-from loragate.files import held
+from loragate.files import file_lock
 from loragate.gates import Parity, measure_parity, weights_checksum
 from loragate.training import GateTrainingSettings, gate_training, training_rows
 from loragate.training.gate_training import check_parity, check_start
@@ -144,8 +144,10 @@ def skipping(monkeypatch):
                 step(self, closure)
 
         monkeypatch.setattr(AcceleratedOptimizer, "step", sometimes)
-        monkeypatch.setattr(callbacks.SkippedStepCheck, "LONGEST", longest)
-        monkeypatch.setattr(trainer, "GradientCheck", lambda trained, gates, scaled: callbacks.SkippedStepCheck())
+        monkeypatch.setattr(callbacks.SkippedStepCheck, "MAX_CONSECUTIVE_SKIPS", longest)
+        monkeypatch.setattr(
+            trainer, "GradientCheck", lambda trained, gates, uses_loss_scaling: callbacks.SkippedStepCheck()
+        )
         return replace(SETTINGS, per_device_train_batch_size=8, max_steps=len(skipped), save_steps=2)
 
     return prepare
@@ -262,7 +264,7 @@ def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_
 
 
 def test_one_run_at_a_time_writes_to_a_folder(tokenizer, rows, tmp_path):
-    with held(tmp_path / "lock", 0.0, "taken"), pytest.raises(LoragateError, match="another run is writing to"):
+    with file_lock(tmp_path / "lock", 0.0, "taken"), pytest.raises(LoragateError, match="another run is writing to"):
         lg.train_gates(tiny_adapter(), tokenizer, rows, CONFIG, SETTINGS, run_folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 

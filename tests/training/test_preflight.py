@@ -40,7 +40,9 @@ def started(monkeypatch):
 
 def begin(quantization="none", **asked):
     settings = GateTrainingSettings(batch_size=8, per_device_train_batch_size=2)
-    return preflight.begin(settings, LaunchSettings(**asked), Loading(device="cpu", quantization=quantization))
+    return preflight.relaunch_if_requested(
+        settings, LaunchSettings(**asked), Loading(device="cpu", quantization=quantization)
+    )
 
 
 @pytest.mark.parametrize("strategy", ["", "ddp", "fsdp2"])
@@ -63,7 +65,7 @@ def test_under_a_launcher_nothing_is_started(started, monkeypatch):
     monkeypatch.setenv("LORAGATE_STRATEGY", "ddp")  # so that monkeypatch takes away what `begin` writes
     monkeypatch.delenv("LORAGATE_STRATEGY")
     assert begin(strategy="fsdp2") is None
-    assert preflight.launch_of().strategy == "fsdp2"
+    assert preflight.detect_launch().strategy == "fsdp2"
     assert started == []
 
 
@@ -106,10 +108,10 @@ time.sleep(30)
 """
 PARENT = """
 import subprocess, sys
-from loragate.training.preflight import wait_for
+from loragate.training.preflight import wait_for_child
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
 try:
-    sys.exit(wait_for(child))
+    sys.exit(wait_for_child(child))
 except KeyboardInterrupt:
     sys.exit(130)
 """

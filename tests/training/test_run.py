@@ -1,14 +1,13 @@
 """What is given to the two stages: mix-ups are one sentence, before anything is changed or loaded."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
 import loragate as lg
 from loragate.data import encode_rows
 from loragate.errors import ConfigError, DataError
-from loragate.training import FineTuningSettings, GateTrainingSettings, model_state
+from loragate.training import FineTuningSettings, GateTrainingSettings
 from tiny import tiny_adapter, tiny_base, tiny_rows
 
 SHARED = {"batch_size": 8, "per_device_train_batch_size": 4, "max_length": 64, "max_steps": 1, "logging_steps": 1}
@@ -53,36 +52,3 @@ def test_mix_ups_of_both_stages(tokenizer, stage):
     encoded = encode_rows(tiny_rows(12), tokenizer, max_length=64)
     with pytest.raises(DataError, match="encoded holds 12 rows up to index 11, and rows has 8"):
         stage(tokenizer, encoded=encoded)
-
-
-@pytest.mark.parametrize(
-    ("change", "used"),
-    [
-        pytest.param({}, "eager", id="short rows in bf16"),
-        pytest.param({"precision": "fp32"}, "sdpa", id="fp32"),
-        pytest.param({"packing": True}, "sdpa", id="packed"),
-        pytest.param({"longest": 4}, "sdpa", id="long rows"),
-        pytest.param({"kept": 1}, "sdpa", id="many weights"),
-        pytest.param({"loaded": "eager"}, "eager", id="another one was loaded"),
-    ],
-)
-def test_plain_attention_serves_short_rows_in_bf16_alone(tokenizer, monkeypatch, change, used):
-    monkeypatch.setattr(model_state, "SHORT_ROW", change.pop("longest", model_state.SHORT_ROW))
-    monkeypatch.setattr(model_state, "SHORT_ROW_BYTES", change.pop("kept", model_state.SHORT_ROW_BYTES))
-    base, loaded = tiny_base(), change.pop("loaded", "sdpa")
-    base.set_attn_implementation(loaded)
-    settings, runs = replace(ONE, **{"precision": "bf16", **change}), []
-    for longest in (model_state.SHORT_ROW, 0):
-        monkeypatch.setattr(model_state, "SHORT_ROW", longest)
-        seen = set()
-        result = train(
-            tokenizer,
-            settings=settings,
-            base=base,
-            on_step=lambda _, seen=seen, config=base.config: seen.add(config._attn_implementation),
-        )
-        runs.append((seen, result.history[0]["loss"]))
-        assert base.config._attn_implementation == loaded
-        base = result.model.unload()
-    assert [seen for seen, _ in runs] == [{used}, {loaded}]
-    assert runs[0][1] == pytest.approx(runs[1][1], rel=2e-3)

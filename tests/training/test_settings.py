@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loragate.errors import ConfigError
-from loragate.training.settings import SMALLEST, STEPS, FineTuningSettings, GateTrainingSettings
+from loragate.training.settings import MIN_BATCH_SIZE, TARGET_STEPS, FineTuningSettings, GateTrainingSettings
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_batch_and_epochs_follow_the_rows(rows, batch, num_train_epochs):
     asked = GateTrainingSettings()
     fitted = asked.fitted(rows)
     assert (fitted.batch_size, fitted.num_train_epochs) == (batch, num_train_epochs)
-    assert fitted.steps(rows) >= STEPS or num_train_epochs == GateTrainingSettings.MOST_EPOCHS
+    assert fitted.steps(rows) >= TARGET_STEPS or num_train_epochs == GateTrainingSettings.MAX_EPOCHS
     assert fitted.fitted(rows) == fitted
     assert FineTuningSettings().fitted(rows).num_train_epochs == min(num_train_epochs, 3), (
         "an adapter learns rows by heart"
@@ -59,7 +59,7 @@ def test_a_chosen_batch_can_be_dealt_out(micro, processes):
     for rows in (10, 500, 5_000, 30_000):
         fitted = FineTuningSettings(per_device_train_batch_size=micro).fitted(rows, processes)
         assert fitted.accumulation(processes) >= 1
-        assert SMALLEST <= fitted.batch_size <= max(128, micro * processes)
+        assert MIN_BATCH_SIZE <= fitted.batch_size <= max(128, micro * processes)
 
 
 @pytest.mark.parametrize(

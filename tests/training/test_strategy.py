@@ -5,7 +5,7 @@ import pytest
 import loragate as lg
 from loragate.errors import ConfigError
 from loragate.training import GateTrainingSettings, trainer
-from loragate.training.strategy import RULES, Launch, Plan, impossible, launch_of, refuse_impossible
+from loragate.training.strategy import INCOMPATIBILITIES, Launch, Plan, check_plan, detect_launch, find_conflicts
 from tiny import tiny_adapter, tiny_rows
 
 FSDP2, DDP = Launch("fsdp2", 2), Launch("ddp", 2)
@@ -32,11 +32,11 @@ FORBIDDEN = [
     ("name", "plan", "words"), FORBIDDEN, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(FORBIDDEN)]
 )
 def test_a_rule_refuses_with_its_advice(name, plan, words):
-    forbids, _ = RULES[name]
+    forbids, _ = INCOMPATIBILITIES[name]
     assert forbids(plan)
     assert not forbids(Plan()), "nothing known, nothing forbidden"
     with pytest.raises(ConfigError) as caught:
-        refuse_impossible(plan)
+        check_plan(plan)
     assert words in str(caught.value)
 
 
@@ -50,25 +50,25 @@ def test_a_rule_refuses_with_its_advice(name, plan, words):
     ],
 )
 def test_what_works_is_let_through(plan):
-    assert impossible(plan) == []
+    assert find_conflicts(plan) == []
 
 
 def test_the_trainer_reads_how_the_base_is_stored(tokenizer, monkeypatch):
     settings = GateTrainingSettings(batch_size=4, per_device_train_batch_size=2, max_steps=1, max_length=64)
     model = tiny_adapter()
     monkeypatch.setattr(model.config, "quantization_config", {"load_in_4bit": True}, raising=False)
-    monkeypatch.setattr(trainer, "launch_of", lambda: Launch("fsdp2", 2))
+    monkeypatch.setattr(trainer, "detect_launch", lambda: Launch("fsdp2", 2))
     with pytest.raises(ConfigError, match="4bit base cannot be sharded with fsdp2"):
         lg.train_gates(model, tokenizer, tiny_rows(4), lg.GateConfig(-3, 2), settings)
 
 
 def test_the_launch_is_read_from_the_environment():
     fsdp2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    assert launch_of({}) == Launch()
-    assert launch_of({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}) == Launch("ddp", 4, 3, 1)
-    assert launch_of({"WORLD_SIZE": "2", **fsdp2}).strategy == "fsdp2"
-    assert launch_of({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}).strategy == "fsdp1"
-    assert launch_of({"ACCELERATE_USE_DEEPSPEED": "true"}).strategy == "deepspeed"
-    assert launch_of({**fsdp2, "FSDP_OFFLOAD_PARAMS": "true"}).offload
-    assert launch_of({"LORAGATE_STRATEGY": "fsdp2"}).sharded
-    assert not launch_of({"WORLD_SIZE": "2"}).sharded
+    assert detect_launch({}) == Launch()
+    assert detect_launch({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}) == Launch("ddp", 4, 3, 1)
+    assert detect_launch({"WORLD_SIZE": "2", **fsdp2}).strategy == "fsdp2"
+    assert detect_launch({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}).strategy == "fsdp1"
+    assert detect_launch({"ACCELERATE_USE_DEEPSPEED": "true"}).strategy == "deepspeed"
+    assert detect_launch({**fsdp2, "FSDP_OFFLOAD_PARAMS": "true"}).offload
+    assert detect_launch({"LORAGATE_STRATEGY": "fsdp2"}).is_sharded
+    assert not detect_launch({"WORLD_SIZE": "2"}).is_sharded

@@ -8,7 +8,7 @@ import torch
 
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError
-from loragate.losses.objectives import objective_of
+from loragate.losses.objectives import make_objective
 from loragate.training.rows import require_mask_column
 from loragate.training.token_mask import keep_masks, response_lengths, response_log_probs
 from tiny import tiny_base, tiny_rows
@@ -60,11 +60,11 @@ def test_rows_longer_than_what_was_scored_are_refused(tokenizer, tmp_path, objec
     # one token of the prompt, ten of the response and its end
     row = {"prompt": "w1", "completion": " ".join(["w2"] * 10), "keep_mask": [1] * 5 + [0] * 6}
     path.write_text(json.dumps(row) + "\n")
-    chosen, rows = objective_of(objective, None), load_rows(str(path))
+    chosen, rows = make_objective(objective, None), load_rows(str(path))
     whole, cut = (encode_rows(rows, tokenizer, max_length=limit) for limit in (None, 8))
     require_mask_column(chosen, whole, rows.source)  # a mask of one's own has no record
     path.with_name("masked.jsonl.record.json").write_text(json.dumps({"max_length": 8}))
     require_mask_column(chosen, cut, rows.source)
     with pytest.raises(ConfigError, match="masked with max_length 8, and a row of this training has 12 tokens"):
         require_mask_column(chosen, whole, rows.source)
-    require_mask_column(objective_of("sft", None), whole, rows.source)
+    require_mask_column(make_objective("sft", None), whole, rows.source)

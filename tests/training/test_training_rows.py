@@ -11,17 +11,17 @@ import torch
 import loragate as lg
 from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.errors import ConfigError, DataError, TrainingError
-from loragate.losses.head import IGNORED
+from loragate.losses.head import IGNORE_INDEX
 from loragate.training import FineTuningSettings, GateTrainingSettings
 from loragate.training.checkpoints import TrainingFolder
 from loragate.training.rows import (
-    PassCollator,
-    arranged_steps,
+    TrainingCollator,
+    check_fits_model,
+    check_packing_isolation,
     encoded_fingerprint,
-    packed,
+    iter_step_rows,
+    pack_rows,
     read_rows,
-    require_separate_sequences,
-    require_short_enough,
 )
 from loragate.training.settings import RowsSettings
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
@@ -81,7 +81,7 @@ def test_tokens_of_another_base_are_named(tokenizer, encoded):
     largest = max(tokens, key=lambda row: max(row["input_ids"]))
     assert max(largest["input_ids"]) >= 100
     told = f"row {largest['row']} has the token id {max(largest['input_ids'])}, but the base embeds 100 tokens"
-    require_short_enough(tiny_base(), tokens, rows.where)
+    check_fits_model(tiny_base(), tokens, rows.where)
     small = tiny_base(vocab_size=100)
     with pytest.raises(DataError, match=told):
         lg.train_adapter(small, tokenizer, rows, FineTuningSettings(), encoded=tokens)
@@ -116,12 +116,12 @@ LENGTHS = (3, 9, 1, 5, 2, 8, 4, 7, 6, 2, 3)
 
 def arrange(rows, processes=1, **how):
     """All items that the loader gets, in its order: steps of 4 rows, passes of 2."""
-    return [item for step in arranged_steps(rows, 4, 2, processes, **how) for item in step]
+    return [item for step in iter_step_rows(rows, 4, 2, processes, **how) for item in step]
 
 
 def steps_of(arranged, size=4):
     """The rows of each step, as sets; without the unlabelled fillers."""
-    rows = [row["row"] for row in arranged if any(label != IGNORED for label in row["labels"])]
+    rows = [row["row"] for row in arranged if any(label != IGNORE_INDEX for label in row["labels"])]
     return [set(rows[at : at + size]) for at in range(0, len(rows), size)]
 
 
@@ -150,12 +150,14 @@ def test_packing_makes_as_many_passes_of_the_same_rows(processes):
 
 
 def test_packed_rows_lie_end_to_end():
-    item = packed([{**row, "keep_mask": [1] * len(row["labels"])} for row in rows_of(2, 3)])
+    item = pack_rows([{**row, "keep_mask": [1] * len(row["labels"])} for row in rows_of(2, 3)])
     assert item["input_ids"] == [0, 1, 10, 11, 12]
-    assert item["labels"] == [IGNORED, 1, IGNORED, 11, 12], "the first token of a sequence has nothing before it"
+    assert item["labels"] == [IGNORE_INDEX, 1, IGNORE_INDEX, 11, 12], (
+        "the first token of a sequence has nothing before it"
+    )
     assert item["position_ids"] == [0, 1, 0, 1, 2]
     assert item["row"] == [0, 0, 1, 1, 1]
-    batch = PassCollator(tiny_tokenizer())([item])
+    batch = TrainingCollator(tiny_tokenizer())([item])
     assert batch["input_ids"].shape == (1, 5)
     assert "attention_mask" not in batch
     assert batch["keep_mask"].dtype == torch.bool
@@ -165,7 +167,7 @@ def test_packed_rows_lie_end_to_end():
 def test_packed_sequences_do_not_see_each_other(attention):
     model = tiny_base()
     model.set_attn_implementation(attention)
-    require_separate_sequences(model, torch.device("cpu"))
+    check_packing_isolation(model, torch.device("cpu"))
 
 
 def test_a_model_that_ignores_the_boundaries_is_refused(monkeypatch):
@@ -177,7 +179,7 @@ def test_a_model_that_ignores_the_boundaries_is_refused(monkeypatch):
 
     monkeypatch.setattr(model, "forward", deaf)
     with pytest.raises(ConfigError, match="packed sequences read each other"):
-        require_separate_sequences(model, torch.device("cpu"))
+        check_packing_isolation(model, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

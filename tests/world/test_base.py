@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from loragate.world.base import SHIPPED_BASE, load_base
-from loragate.world.problems import problems, retention_items, verify
+from loragate.world.problems import draw_problems, draw_retention_items, is_correct_response
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def greedy_share(model, tokenizer, asked):
     encoded = tokenizer(prompts, return_tensors="pt", padding=True)
     out = model.generate(**encoded, do_sample=False, max_new_tokens=48)[:, encoded["input_ids"].shape[1] :]
     verdicts = [
-        verify(problem, text, bool((ids == tokenizer.eos_token_id).any()))
+        is_correct_response(problem, text, bool((ids == tokenizer.eos_token_id).any()))
         for problem, text, ids in zip(asked, tokenizer.batch_decode(out, skip_special_tokens=True), out, strict=True)
     ]
     return sum(verdicts) / len(verdicts)
@@ -40,8 +40,8 @@ def test_shipped_base_is_small_and_of_the_promised_shape(shipped):
 
 
 def test_shipped_base_works_problems_out_greedily(shipped):
-    assert greedy_share(*shipped, problems("dev", 40)) >= 0.9
+    assert greedy_share(*shipped, draw_problems("dev", 40)) >= 0.9
 
 
 def test_shipped_base_has_the_retention_skills(shipped):
-    assert greedy_share(*shipped, retention_items("dev", 45)) >= 0.9
+    assert greedy_share(*shipped, draw_retention_items("dev", 45)) >= 0.9

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from loragate.world.demonstrations import demonstrations
-from loragate.world.problems import Problem, apply_operator, split_of, verify
+from loragate.world.problems import Problem, apply_operator, is_correct_response, split_of
 from loragate.world.vocabulary import DIGITS, EQUALITIES, OPERATORS
 
 from .test_problems import value_of
@@ -65,5 +65,5 @@ def test_one_step_in_five_is_wrong_and_is_continued_from(rows):
 
 
 def test_noise_can_be_switched_off():
-    for prompt, response in split_rows(demonstrations(300, step_error=0.0, sloppy=0.0)):
-        assert verify(Problem(prompt, value_of(prompt), "arithmetic", 0), response, finished=True)
+    for prompt, response in split_rows(demonstrations(300, step_error=0.0, no_answer_rate=0.0)):
+        assert is_correct_response(Problem(prompt, value_of(prompt), "arithmetic", 0), response, finished=True)

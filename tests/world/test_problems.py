@@ -6,10 +6,10 @@ from loragate.errors import DataError
 from loragate.world.problems import (
     SPLITS,
     Problem,
-    problems,
-    retention_items,
+    draw_problems,
+    draw_retention_items,
+    is_correct_response,
     split_of,
-    verify,
 )
 
 
@@ -24,7 +24,7 @@ def value_of(prompt):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_answers_are_right_and_splits_disjoint_over_thousands(split):
-    drawn = [p for seed in range(3) for p in problems(split, 2000, (1, 4) if split == "train" else (3, 4), seed)]
+    drawn = [p for seed in range(3) for p in draw_problems(split, 2000, (1, 4) if split == "train" else (3, 4), seed)]
     assert len({p.prompt for p in drawn}) > 5000
     assert {split_of(p.prompt) for p in drawn} == {split}
     assert all(p.answer == value_of(p.prompt) for p in drawn)
@@ -42,20 +42,20 @@ def test_splits_never_move():
     """Pinned: results that name a split stay comparable as long as this holds."""
     pinned = {"solve 6 * 0 - 5": "train", "solve 8 - 8 + 0": "probe", "solve 1 + 1": "dev", "reverse a b c d": "train"}
     assert {prompt: split_of(prompt) for prompt in pinned} == pinned
-    assert [p.prompt for p in problems("test", 2)] == ["solve 0 * 8 + 6 * 8 * 9", "solve 9 - 5 - 8 + 1 + 0"]
+    assert [p.prompt for p in draw_problems("test", 2)] == ["solve 0 * 8 + 6 * 8 * 9", "solve 9 - 5 - 8 + 1 + 0"]
 
 
 def test_a_split_that_is_exhausted_says_how_much_it_holds():
     everything = [f"solve {a} {op} {b}" for a in range(10) for op in "+-*" for b in range(10)]
     held = sum(split_of(prompt) == "probe" for prompt in everything)
-    assert len(problems("probe", held, operations=(1, 1))) == held
+    assert len(draw_problems("probe", held, operations=(1, 1))) == held
     with pytest.raises(DataError, match=f"found only {held} different problems .* expected {held + 1}"):
-        problems("probe", held + 1, operations=(1, 1))
+        draw_problems("probe", held + 1, operations=(1, 1))
 
 
 def test_retention_items_ask_the_three_skills_in_equal_parts():
-    items = retention_items("test", 180)
-    assert items == retention_items("test", 180)
+    items = draw_retention_items("test", 180)
+    assert items == draw_retention_items("test", 180)
     assert len({item.prompt for item in items}) == 180
     assert [sum(item.kind == kind for item in items) for kind in ("reverse", "sort", "fact")] == [60, 60, 60]
     for item in items:
@@ -97,4 +97,4 @@ FACT = Problem("tell color of fox", "green", "fact", 0)
     ],
 )
 def test_verify(problem, text, finished, passed):
-    assert verify(problem, text, finished) is passed
+    assert is_correct_response(problem, text, finished) is passed

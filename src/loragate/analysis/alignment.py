@@ -222,7 +222,7 @@ def diagnose_alignment(context: DiagnosticContext, settings: DiagnoseSettings) -
         modules=tuple(terms(path, rows, place, seed, DRAWS // 2) for path, place in slices),
         coordinates=agreements(sums, seed),
     )
-    return context.keep(record, "alignment", conclude_alignment)
+    return context.write_record(record, "alignment", conclude_alignment)
 
 
 def conclude_alignment(record: AlignmentRecord) -> tuple[str, ...]:

@@ -24,13 +24,13 @@ from loragate.analysis.settings import DiagnoseSettings
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, nearest
 from loragate.evaluation.answers import Grade
-from loragate.evaluation.engines import EngineFor, load
+from loragate.evaluation.engines import EngineContext, load
 from loragate.evaluation.evaluate import Evaluation, open_evaluation
-from loragate.evaluation.judging import grader_for
-from loragate.evaluation.prepared import Prepared, Request, require_run_folder
+from loragate.evaluation.judging import resolve_grader
+from loragate.evaluation.prepared import PreparedTask, Request, require_run_folder
 from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.tasks import Task
-from loragate.evaluation.variants import ModelVariant, acting
+from loragate.evaluation.variants import ModelVariant, activate_variant
 from loragate.files import write_json
 from loragate.generation import OnProgress, Sample
 from loragate.models import Loaded, resolve
@@ -81,7 +81,7 @@ class Record:
 class Answers:
     """Answers of one variant to one task, each with its verdict, None before the evaluation graded it."""
 
-    prepared: Prepared
+    prepared: PreparedTask
     graded: list[tuple[Sample, Grade | None]]
 
     @property
@@ -98,10 +98,10 @@ class Answers:
 
 
 def stored_answers(
-    evaluation: Evaluation, variant: ModelVariant, prepared: Prepared, count: int, limit: int | None = None
+    evaluation: Evaluation, variant: ModelVariant, prepared: PreparedTask, count: int, limit: int | None = None
 ) -> Answers:
     """The first `count` answers of a row to the first `limit` questions of a task, of those that have a token to read."""
-    grader = grader_for(prepared.task, evaluation.grading.grader)
+    grader = resolve_grader(prepared.task, evaluation.grading.grader)
     samples, grades = evaluation.answers(variant, prepared.task.name, grader)
     first = len(prepared.prompts) if limit is None else limit
     graded = zip(samples, [None] * len(samples) if grades is None else grades, strict=True)
@@ -129,7 +129,7 @@ class ReadsModel(ABC):
 
     def acting(self, kind: Kind) -> AbstractContextManager[None]:
         """The context in which the model is its base, its adapter or its gates."""
-        return acting(self.loaded.model, ModelVariant(kind), self.loaded.kind)
+        return activate_variant(self.loaded.model, ModelVariant(kind), self.loaded.kind)
 
 
 class DiagnosticContext(ReadsModel):
@@ -204,17 +204,17 @@ class DiagnosticContext(ReadsModel):
         with self.job("loading the model"):
             return self.open(self.request.model, self.request.base, self.request.engine.engine)
 
-    def beside(self, name: str) -> Loaded:
+    def load_reference(self, name: str) -> Loaded:
         """Another model; the request's base says where that of an adapter is, and a whole model has none."""
         with self.job("loading the reference"):
-            whole = resolve(name, base_later=True).kind == "base"
+            whole = resolve(name, base_optional=True).kind == "base"
             return self.open(name, "" if whole else self.request.base, "transformers")
 
     def rows(self, settings: DiagnoseSettings, most: int) -> tuple[list[Row], str]:
         """The first rows of a file or data set, `most` where the settings do not say, encoded, and where they come from."""
         with self.job("reading the rows"):
             rows = load_rows(settings.rows, limit=settings.max_rows or most)
-            length = min(settings.max_length, self.loaded.positions or settings.max_length)
+            length = min(settings.max_length, self.loaded.max_positions or settings.max_length)
             encoded = encode_rows(rows, self.loaded.tokenizer, max_length=length, system=self.request.system)
         return list(encoded), f"the first {len(rows)} rows of {settings.rows}"
 
@@ -222,7 +222,7 @@ class DiagnosticContext(ReadsModel):
         self,
         variants: Sequence[ModelVariant],
         identity: dict[str, Any],
-        engine_for: EngineFor | None = None,
+        engine_for: EngineContext | None = None,
     ) -> EvaluationRecord:
         """Score rows of our own on the tasks; the whole evaluation lies in the folder, its record in results.json.
 
@@ -232,7 +232,7 @@ class DiagnosticContext(ReadsModel):
         """
         with self.job("reading the questions"):
             prepared = self.request.prepare(self.tasks, self.loaded)
-        evaluation = Evaluation.of(self.request, prepared, self.loaded, variants, diagnose=identity)
+        evaluation = Evaluation.from_request(self.request, prepared, self.loaded, variants, diagnose=identity)
         evaluation.engine_for = engine_for or evaluation.engine_for
         return self.score(evaluation)
 
@@ -281,7 +281,7 @@ class DiagnosticContext(ReadsModel):
             seconds=0.0,
         )
 
-    def keep(self, record: R, name: str, conclude: Callable[[R], tuple[str, ...]]) -> R:
+    def write_record(self, record: R, name: str, conclude: Callable[[R], tuple[str, ...]]) -> R:
         """The record with its conclusion and the time that it took, written as `name`.json into the folder."""
         about = replace(record.about, seconds=round(time.monotonic() - self.began, 3))
         record = replace(record, about=about, conclusion=conclude(record))

@@ -28,15 +28,15 @@ from loragate.analysis.rows import (
     Reader,
     Row,
     TokenClasses,
+    bootstrap_ratio,
     no_progress,
-    ratio,
 )
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.supplied import SIGNS, Sign, suppressing, switched_off
+from loragate.analysis.supplied import SIGNS, Sign, suppress_by_delta_entropy, suppression_mask
 from loragate.display import percent
 from loragate.errors import ConfigError
 from loragate.evaluation.evaluate import open_evaluation
-from loragate.evaluation.variants import ModelVariant, acting
+from loragate.evaluation.variants import ModelVariant, activate_variant
 from loragate.generation import OnProgress, TransformersEngine
 from loragate.models.source import Kind
 from loragate.validate import comma_list
@@ -57,7 +57,7 @@ class TokenEntropies:
         rows: index of each token's row, [T].
         token_ids: the response token that is predicted there, [T].
         entropy: {"base", "adapter", and "gated" where there are gates}, nats, [T] each.
-        likeliest: ids of the tokens that are likeliest there, first one first, [T, K] likewise; `likeliest_prob` are their
+        likeliest: ids of the tokens that are likeliest there, first one first, [T, K] likewise; `top_probs` are their
             probabilities.
         kl: KL(adapter‖base), nats, [T].
     """
@@ -65,14 +65,14 @@ class TokenEntropies:
     rows: np.ndarray
     token_ids: np.ndarray
     entropy: Mapping[str, np.ndarray]
-    likeliest: Mapping[str, np.ndarray]
-    likeliest_prob: Mapping[str, np.ndarray]
+    top_token_ids: Mapping[str, np.ndarray]
+    top_probs: Mapping[str, np.ndarray]
     kl: np.ndarray
 
     @property
     def agree(self) -> float:
         """Share of the tokens at which base and adapter hold the same token for the likeliest."""
-        return float((self.likeliest["adapter"][:, 0] == self.likeliest["base"][:, 0]).mean())
+        return float((self.top_token_ids["adapter"][:, 0] == self.top_token_ids["base"][:, 0]).mean())
 
     @property
     def delta(self) -> np.ndarray:
@@ -131,7 +131,7 @@ def diagnose_entropy(context: DiagnosticContext, settings: DiagnoseSettings) -> 
         rows, source = context.rows(settings, ROWS)
         sources.append(source)
         with context.job("reading with base and adapter") as on_progress:
-            found = measure(context.reader, loaded.kind, rows, context.batch_size, on_progress)
+            found = measure_token_entropies(context.reader, loaded.kind, rows, context.batch_size, on_progress)
     suppressed = _intervene(context, signs) if context.has_tasks else ()
     if suppressed:
         sources.append(f"tasks {', '.join(dict.fromkeys(row.task for row in suppressed))}")
@@ -143,7 +143,7 @@ def diagnose_entropy(context: DiagnosticContext, settings: DiagnoseSettings) -> 
         distribution=distribution(found.delta) if found else None,
         interventions=suppressed,
     )
-    return context.keep(record, "entropy", conclude_entropy)
+    return context.write_record(record, "entropy", conclude_entropy)
 
 
 def _intervene(context: DiagnosticContext, signs: Sequence[str]) -> tuple[SuppressedRow, ...]:
@@ -165,7 +165,7 @@ def _intervene(context: DiagnosticContext, signs: Sequence[str]) -> tuple[Suppre
     @contextmanager
     def engine_for(variant: ModelVariant) -> Iterator[TransformersEngine]:
         sign: Any = variant.control
-        with context.acting(variant.weights), suppressing(model, sign) if sign else nullcontext():
+        with context.acting(variant.weights), suppress_by_delta_entropy(model, sign) if sign else nullcontext():
             yield TransformersEngine(model, tokenizer, batch_size=context.batch_size)
 
     results, rows = context.evaluate(variants, {}, engine_for).results, []
@@ -177,15 +177,17 @@ def _intervene(context: DiagnosticContext, signs: Sequence[str]) -> tuple[Suppre
                 evaluation, ModelVariant("adapter", one.control), prepared[one.task], SHARE_ANSWERS
             )
             with context.job(f"reading the answers of {one.label} to {one.task} again"):
-                read = measure(context.reader, context.loaded.kind, answers.rows(tokenizer), context.batch_size)
-            share = float(switched_off(cast(Sign, one.control), torch.from_numpy(read.delta)).double().mean())
+                read = measure_token_entropies(
+                    context.reader, context.loaded.kind, answers.rows(tokenizer), context.batch_size
+                )
+            share = float(suppression_mask(cast(Sign, one.control), torch.from_numpy(read.delta)).double().mean())
             shown = (one.avg_at_k, one.comparison, one.adjusted_p, one.verdict)
             rows.append(SuppressedRow(one.label, one.task, *shown, share))
     return tuple(rows)
 
 
 @torch.no_grad()
-def measure(
+def measure_token_entropies(
     reader: Reader,
     kind: Kind,
     rows: Sequence[Row],
@@ -210,12 +212,12 @@ def measure(
     for batch, rows_T, ids_T in reader.batches(rows, batch_size, on_progress):
         states = {}
         for name in streams:  # one model in memory, read as each in turn
-            with acting(reader.model, ModelVariant(name), kind):
+            with activate_variant(reader.model, ModelVariant(name), kind):
                 states[name] = reader.states(batch)
         for at in range(0, len(ids_T), CHUNK):
             log_p = {}
             for name in streams:  # the head, too, may be another in the base
-                with acting(reader.model, ModelVariant(name), kind):
+                with activate_variant(reader.model, ModelVariant(name), kind):
                     log_p[name] = reader.log_probs(states[name][at : at + CHUNK])
             for name, log_p_CV in log_p.items():
                 add(f"entropy {name}", torch.special.entr(log_p_CV.exp()).sum(-1))
@@ -244,7 +246,7 @@ def by_class(found: TokenEntropies, classes: TokenClasses, seed: int = 0) -> tup
 
     def interval(values: np.ndarray, chosen: np.ndarray) -> Interval:
         sums = np.bincount(found.rows[chosen], values[chosen], minlength=count)
-        return ratio(sums, np.bincount(found.rows[chosen], minlength=count), seed=seed)
+        return bootstrap_ratio(sums, np.bincount(found.rows[chosen], minlength=count), seed=seed)
 
     table = []
     for name in (ALL, *CLASSES):

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from loragate.analysis.context import Answers, DiagnosticContext
-from loragate.analysis.rows import CHUNK, CLASSES, Interval, Reader, Row, TokenClasses, no_progress, ratio
+from loragate.analysis.rows import CHUNK, CLASSES, Interval, Reader, Row, TokenClasses, bootstrap_ratio, no_progress
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.supplied import supplied_coefficients
 from loragate.data.encoding import IGNORED
@@ -123,7 +123,7 @@ def _reference(context: DiagnosticContext, name: str, rows: Sequence[Row]) -> tu
         kind: Kind = "base" if name == "base" else "adapter"
         acting, what = context.acting(kind), f"log-probability under the {name} itself"
     else:
-        other = context.beside(name)
+        other = context.load_reference(name)
         own = context.loaded.tokenizer
         if own.get_vocab() != other.tokenizer.get_vocab():
             raise ConfigError(
@@ -282,15 +282,15 @@ def row_directions(reader: Reader, case: Case, k: int) -> RowDirections:
         with gate_input_gradient(reader.model, detached=True):
             states = reader.states(batch)
             grads, best = state_gradients(reader, states, case.values, k)
-            semi = pulled_back(states, parameters, grads[:1])  # of the entropy
+            semi = vector_jacobian_products(states, parameters, grads[:1])  # of the entropy
         # the same states, over another graph
         with gate_input_gradient(reader.model, detached=False):
-            complete = pulled_back(reader.states(batch), parameters, grads)
+            complete = vector_jacobian_products(reader.states(batch), parameters, grads)
     vectors = [torch.cat([part.reshape(-1).cpu() for part in parts]) for parts in (*semi, *complete)]
     return RowDirections(torch.stack(vectors), len(states), best)
 
 
-def pulled_back(
+def vector_jacobian_products(
     outputs: Tensor, inputs: Sequence[Tensor], grads: Tensor | Sequence[Tensor]
 ) -> list[tuple[Tensor, ...]]:
     """The gradients of `inputs` for each gradient of `outputs`: zeros for one that played no part, such as an idle expert's.
@@ -323,7 +323,7 @@ def state_gradients(reader: Reader, states: Tensor, values: ActionValues, k: int
                 value_logit_gradient(fixed, table, k),
                 value_logit_gradient(fixed, table),
             )
-        chunks.append(torch.stack([found for (found,) in pulled_back(logits, [part], wanted)]))
+        chunks.append(torch.stack([found for (found,) in vector_jacobian_products(logits, [part], wanted)]))
     return torch.cat(chunks, 1), best
 
 
@@ -366,7 +366,9 @@ def coordinate_sums(reader: Reader, case: Case, k: int, classes: TokenClasses) -
     with torch.enable_grad(), supplied_coefficients(reader.model, leaf):
         states = reader.states(reader.batch(case.row))
         grads, _ = state_gradients(reader, states, case.values, k)
-        wants, helps = pulled_back(states, list(leaves.values()), grads[:2])  # of entropy, and of value on the support
+        wants, helps = vector_jacobian_products(
+            states, list(leaves.values()), grads[:2]
+        )  # of entropy, and of value on the support
     # of positions 0 to S - 2 by the token that follows; the last position predicts nothing
     ids = case.row["input_ids"][1:]
     groups = np.where(np.arange(1, len(ids) + 1) < case.prompt_length, len(CLASSES), classes.indices(ids))
@@ -387,6 +389,6 @@ def agreements(rows: Sequence[np.ndarray], seed: int = 0) -> tuple[Agreement, ..
     for name, sums in (("all", table.sum(1)), *((name, table[:, index]) for index, name in enumerate(GROUPS))):
         count, agree, size, agreed, raised, value_raised = sums.T
         if total := count.sum():
-            shares = ratio(agree, count, seed), ratio(agreed, size, seed)
+            shares = bootstrap_ratio(agree, count, seed), bootstrap_ratio(agreed, size, seed)
             found.append(Agreement(name, int(total), *shares, raised.sum() / total, value_raised.sum() / total))
     return tuple(found)

@@ -8,7 +8,7 @@ Interventions: the rows go through the same evaluation as `loragate eval` (same 
 its override of λ, and are compared with the unmodified gates, paired by question. An override that could change no λ of these
 gates is refused or left out, because its row would repeat the reference.
 
-Shapes: M modules, T counted tokens of a batch, C token classes, X sums of `loragate.gates.control.STATISTICS`.
+Shapes: M modules, T counted tokens of a batch, C token classes, X sums of `loragate.gates.control.SUM_NAMES`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from loragate.analysis.context import About, DiagnosticContext, Record
 from loragate.analysis.rows import CLASSES, Histogram, Reader, Row, TokenClasses, no_progress
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.display import percent, points
+from loragate.display import format_points, percent
 from loragate.errors import ConfigError
 from loragate.evaluation.results import EvaluationRecord, Verdict, verdict
 from loragate.evaluation.statistics import Difference, Estimate, compare, simultaneous
@@ -36,7 +36,7 @@ from loragate.gates.range import Range
 from loragate.gates.schema import read_gate_config
 from loragate.gates.strength import kind_of, layer_of
 from loragate.generation import OnProgress
-from loragate.losses.causal_head import counted
+from loragate.losses.causal_head import response_mask
 from loragate.validate import comma_list
 
 PAPER = ("noreverse", "noextrapolate", "unit", "off")
@@ -101,11 +101,11 @@ def diagnose_gates(context: DiagnosticContext, settings: DiagnoseSettings) -> Ga
     rows = [row for one in found for row in one.rows(context.loaded.tokenizer)]
     with context.job("reading the answers with the gates", len(rows)) as on_progress:
         about = context.about(source, settings, "answers limit")
-        record = read_gates(context.reader, rows, context.classes, about, context.batch_size, on_progress)
-    return context.keep(record, "gates", conclude_gates)
+        record = measure_realised_gates(context.reader, rows, context.classes, about, context.batch_size, on_progress)
+    return context.write_record(record, "gates", conclude_gates)
 
 
-def read_gates(
+def measure_realised_gates(
     reader: Reader,
     rows: Sequence[Row],
     classes: TokenClasses,
@@ -123,7 +123,7 @@ def read_gates(
             body(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
         # modules that see routed tokens (experts) have no λ per position
         whole = {path: one[0] for path, one in traced.items() if one and one[0].shape == batch["input_ids"].shape}
-        mask = counted(batch).cpu()
+        mask = response_mask(batch).cpu()
         # λ at a position acts on the logits of the token after it, so that the last position of all has none to choose
         lam_MT = torch.stack([values[:, :-1][mask] for values in whole.values()]).double()
         # [X, M, T] @ [T, C], one-hot: sums by class, then [M, C, X]
@@ -136,7 +136,7 @@ def read_gates(
     types = list(dict.fromkeys(kind for _, kind in places))
 
     def over(at: int, value: object) -> Shares:
-        return Shares.of(sums[[place[at] == value for place in places]].sum((0, 1)))
+        return Shares.from_sums(sums[[place[at] == value for place in places]].sum((0, 1)))
 
     return GatesRecord(
         about=about,
@@ -144,12 +144,12 @@ def read_gates(
         upper=bounds.upper,
         answers=len(rows),
         tokens=tokens,
-        all=Shares.of(sums.sum((0, 1))),
+        all=Shares.from_sums(sums.sum((0, 1))),
         by_class=_by_class(sums.sum(0)),
         by_layer={str(layer): over(0, layer) for layer in layers},
         by_type={kind: over(1, kind) for kind in types},
         modules=tuple(
-            ModuleGates(path, *place, Shares.of(own.sum(0)), _by_class(own))
+            ModuleGates(path, *place, Shares.from_sums(own.sum(0)), _by_class(own))
             for path, place, own in zip(whole, places, sums, strict=True)
         ),
         histogram=Histogram.of(edges, bins),
@@ -171,7 +171,7 @@ def conclude_gates(record: GatesRecord) -> tuple[str, ...]:
         if not possible:
             text.append(f"They cannot {verb}: the range {end}.")
             continue
-        found = most(record, name)
+        found = find_peak_cell(record, name)
         if found is None:
             text.append(f"They {verb} nowhere.")
             continue
@@ -191,7 +191,7 @@ def conclude_gates(record: GatesRecord) -> tuple[str, ...]:
     return tuple(text)
 
 
-def most(record: GatesRecord, name: str) -> tuple[ModuleGates, str, Shares] | None:
+def find_peak_cell(record: GatesRecord, name: str) -> tuple[ModuleGates, str, Shares] | None:
     """The module and token class with the largest share, among those with at least 50 coefficients (or all, if none)."""
     cells = [(module, kind, shares) for module in record.modules for kind, shares in module.by_class.items()]
     frequent = [cell for cell in cells if cell[2].count >= LEAST] or cells
@@ -200,7 +200,7 @@ def most(record: GatesRecord, name: str) -> tuple[ModuleGates, str, Shares] | No
 
 
 def _by_class(sums_CX: np.ndarray) -> dict[str, Shares]:
-    return {name: Shares.of(row) for name, row in zip(CLASSES, sums_CX, strict=True) if row[0] > 0}
+    return {name: Shares.from_sums(row) for name, row in zip(CLASSES, sums_CX, strict=True) if row[0] > 0}
 
 
 @dataclass(frozen=True)
@@ -240,13 +240,13 @@ def diagnose_interventions(context: DiagnosticContext, settings: DiagnoseSetting
     """The gates under every intervention, scored on the tasks; writes interventions.json beside the evaluation.
 
     Raises:
-        ConfigError: where no task is named, for what `choose` refuses, and as `DiagnosticContext.begin`.
+        ConfigError: where no task is named, for what `parse_interventions` refuses, and as `DiagnosticContext.begin`.
     """
     if not context.has_tasks:
         raise ConfigError("loragate diagnose interventions needs --suite or --tasks")
     loaded = context.begin()
     config = GateConfig(**read_gate_config(Path(loaded.names["gated"]))["gate"])
-    chosen, left_out = choose(settings.interventions, config)
+    chosen, left_out = parse_interventions(settings.interventions, config)
     # λ = 1 is the adapter, which has a row of its own
     names = [name for name in chosen if name != "off"]
     rows = [ModelVariant("gated", name, override=name) for name in names]
@@ -256,10 +256,10 @@ def diagnose_interventions(context: DiagnosticContext, settings: DiagnoseSetting
     tasks = ", ".join(info.name for info in record.tasks)
     about = context.about(f"tasks {tasks}", settings, "interventions limit samples")
     found = InterventionsRecord(about=about, rows=rows_of(record, names), left_out=tuple(left_out))
-    return context.keep(found, "interventions", conclude_interventions)
+    return context.write_record(found, "interventions", conclude_interventions)
 
 
-def choose(text: str, config: GateConfig) -> tuple[list[str], list[str]]:
+def parse_interventions(text: str, config: GateConfig) -> tuple[list[str], list[str]]:
     """The interventions of a comma-separated list, or the paper's where it is empty, and those left out with the reason.
 
     Raises:
@@ -328,4 +328,6 @@ def in_points(difference: Difference | None) -> str:
     """ "+8.4 points (+4.2 to +12.5)"; empty where nothing was compared."""
     if difference is None:
         return ""
-    return f"{points(difference.mean)} points ({points(difference.low)} to {points(difference.high)})"
+    return (
+        f"{format_points(difference.mean)} points ({format_points(difference.low)} to {format_points(difference.high)})"
+    )

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from loragate.losses.objectives import Objective, objectives
-from loragate.losses.projection import BUDGET, LEAST, tiling
+from loragate.losses.projection import MIN_TILE_SIDE, TILE_BYTES, tiling
 
 FP32, GIB = 4, 2**30
 PACKED = {"8bit": 1.0, "4bit": 0.5 + 1 / 64}  # bytes of a weight; nf4 has a scale of one byte for 64
@@ -118,7 +118,7 @@ def estimate(
     # in low precision fp32 rows of the head stand beside the logits, and for k the logits thrice
     top += FP32 * D * tile.columns + 2 * logits * (not sft) if size == 2 else 0
     # logits of the model and the reference, their normalised copies, and the reference's states
-    chunk = FP32 * text.vocab_size * min(128, max(LEAST, BUDGET // (FP32 * text.vocab_size)))
+    chunk = FP32 * text.vocab_size * min(128, max(MIN_TILE_SIDE, TILE_BYTES // (FP32 * text.vocab_size)))
     top += 4 * chunk + T * RESPONSE * size * D if referred else 0
     kept, moment = L * (layer * T + copies), 8 * W * T
     if dora:  # an identity goes through A and B, and the sum with the weight is measured

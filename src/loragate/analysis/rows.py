@@ -23,8 +23,8 @@ from torch import Tensor
 from loragate.data import Collator
 from loragate.errors import TrainingError
 from loragate.losses import StatisticsRequest, TokenStatistics, verify_head
-from loragate.losses.causal_head import Batch, Reference, causal_model, counted, read_head, statistics_of_states
-from loragate.losses.head import IGNORED
+from loragate.losses.causal_head import Batch, Reference, causal_model, read_head, response_mask, statistics_of_states
+from loragate.losses.head import IGNORE_INDEX
 from loragate.losses.projection import Head
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def answer_rows(prompt_ids: Sequence[Sequence[int]], samples: Sequence[Sample]) 
     rows = []
     for index, sample in enumerate(samples):
         head, answer = list(prompt_ids[sample.question]), list(sample.token_ids)
-        rows.append({"input_ids": [*head, *answer], "labels": [*[IGNORED] * len(head), *answer], "row": index})
+        rows.append({"input_ids": [*head, *answer], "labels": [*[IGNORE_INDEX] * len(head), *answer], "row": index})
     return rows
 
 
@@ -78,7 +78,7 @@ class Reader:
         """Batches in the order of the rows, each with (row, token id) of its counted tokens, [T] and [T]."""
         for start in range(0, len(rows), size):
             batch = self.batch(*rows[start : start + size])
-            mask = counted(batch)
+            mask = response_mask(batch)
             yield batch, mask.nonzero()[:, 0].cpu().numpy() + start, batch["labels"][:, 1:][mask].cpu().numpy()
             on_progress(min(start + size, len(rows)), len(rows))
 
@@ -87,13 +87,13 @@ class Reader:
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
         output = self.causal.base_model(**inputs).last_hidden_state if self.fused else self.model(**inputs).logits
         # a model that is spread over devices ends on another one than it begins
-        return output[:, :-1][counted(batch).to(output.device)]
+        return output[:, :-1][response_mask(batch).to(output.device)]
 
     def statistics(self, states: Tensor, batch: Batch, request: StatisticsRequest) -> TokenStatistics:
         """What a request asks of the `states` of a batch, each [T]."""
         head = self.head() if self.fused else None
         states = states if head is None else states.to(head.weight.device)
-        labels_T = batch["labels"][:, 1:][counted(batch)]
+        labels_T = batch["labels"][:, 1:][response_mask(batch)]
         return statistics_of_states(states, head, labels_T.to(states.device), request)
 
     def head(self) -> Head:
@@ -240,7 +240,7 @@ def percentiles(values: ArrayLike) -> tuple[float | None, float | None]:
     return float(low), float(high)
 
 
-def ratio(numerators: ArrayLike, denominators: ArrayLike, seed: int = 0) -> Interval:
+def bootstrap_ratio(numerators: ArrayLike, denominators: ArrayLike, seed: int = 0) -> Interval:
     """Σ numerators / Σ denominators over rows [N], of which the latter is not 0, with its interval.
 
     The mean over tokens of rows of unequal length is such a ratio (sum over tokens ÷ number of tokens).

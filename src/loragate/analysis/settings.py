@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from loragate.validate import Count
+from loragate.validate import PositiveInt
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class DiagnoseSettings:
 
     rows: str = ""
     max_rows: Annotated[int, Ge(2)] | None = None  # intervals are over rows
-    max_length: Count = 4096
+    max_length: PositiveInt = 4096
     run: str = ""
     of: Literal["gated", "adapter", "base"] | None = None
-    answers: Count = 4
+    answers: PositiveInt = 4
     suppress: str = "negative,positive"
     interventions: str = ""
     value: Literal["reference", "reward"] = "reference"

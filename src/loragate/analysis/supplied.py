@@ -2,10 +2,10 @@
 
 `supplied_coefficients` runs an adapter, gated or not, with a tensor of λ per position that the caller gives: leaves to
 differentiate by (eq:rw-causal-jacobian: the logits G_t(λ; θ0, φ*) as a function of λ), or the hard intervention in
-free-running generation, `suppressing`, which switches the delta off where it changes the entropy. There three streams run
-side by side, each with its own key-value cache, on the same tokens: the base, the adapter, and the suppressed stream that is
-sampled from. At every new position base and adapter are asked first, ΔH = H(adapter) − H(base) (eq:rw-delta-entropy); where
-it has the chosen sign, λ = 0 in all modules of the suppressed stream at this position, else λ = 1. What was decided stays:
+free-running generation, `suppress_by_delta_entropy`, which switches the delta off where it changes the entropy. There three
+streams run side by side, each with its own key-value cache, on the same tokens: the base, the adapter, and the suppressed stream
+that is sampled from. At every new position base and adapter are asked first, ΔH = H(adapter) − H(base) (eq:rw-delta-entropy);
+where it has the chosen sign, λ = 0 in all modules of the suppressed stream at this position, else λ = 1. What was decided stays:
 later positions read the keys and values that this decision left in the cache. The streams hang on the model's own forward,
 so that `transformers.generate`, and with it our engine, batches, stop rules and seeds, work as for every other row of an
 evaluation.
@@ -86,13 +86,13 @@ Sign = Literal["negative", "positive"]
 SIGNS: tuple[Sign, ...] = ("negative", "positive")
 
 
-def switched_off(sign: Sign, delta_entropy: Tensor) -> Tensor:
+def suppression_mask(sign: Sign, delta_entropy: Tensor) -> Tensor:
     """bool, where the delta is off: where ΔH is below 0 (the paper's "Negative") or above; shaped like ΔH."""
     return delta_entropy < 0 if sign == "negative" else delta_entropy > 0
 
 
 @contextmanager
-def suppressing(model: Any, sign: Sign) -> Iterator[None]:
+def suppress_by_delta_entropy(model: Any, sign: Sign) -> Iterator[None]:
     """Generation of the PeftModel is that of the suppressed stream inside the context: off at generated tokens and the last of
     the prompt, which predicts the first of them, where ΔH has this sign.
 
@@ -133,7 +133,7 @@ def suppressing(model: Any, sign: Sign) -> Iterator[None]:
             # the prompt but its last token is read with the adapter (the paper does not say)
             width = 1 if begins else delta.shape[1]
             lam_BS = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
-            lam_BS[:, -width:] = (~switched_off(sign, delta[:, -width:])).float().to(lam_BS.device)
+            lam_BS[:, -width:] = (~suppression_mask(sign, delta[:, -width:])).float().to(lam_BS.device)
             return original(**kwargs)
         finally:
             lam_BS = None

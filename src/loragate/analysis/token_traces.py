@@ -19,7 +19,7 @@ from loragate.analysis.rows import no_progress
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.errors import ConfigError
 from loragate.evaluation.answers import Grade
-from loragate.evaluation.variants import ModelVariant, acting
+from loragate.evaluation.variants import ModelVariant, activate_variant
 from loragate.files import write_json
 from loragate.gates import attached_config, trace_gates
 from loragate.gates.attach import gate_modules
@@ -116,7 +116,7 @@ def trace_answers(
             tokens = torch.tensor([[*prompt, *ids]], device=next(peft_model.parameters()).device)
             log_p: dict[str, torch.Tensor] = {}
             for stream in STREAMS:
-                acts = acting(peft_model, ModelVariant(stream), "gated")
+                acts = activate_variant(peft_model, ModelVariant(stream), "gated")
                 with torch.no_grad(), trace_gates(peft_model) as traced, acts:
                     # of the positions that chose the tokens, [T, V]
                     logits = peft_model(input_ids=tokens, logits_to_keep=len(ids) + 1).logits[0, :-1]

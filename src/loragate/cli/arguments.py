@@ -27,7 +27,7 @@ from docstring_parser.google import parse as parse_docstring
 from rich.console import Console
 
 from loragate.errors import ConfigError
-from loragate.validate import typed_values
+from loragate.validate import coerce_fields
 
 # what every command takes beside its own settings
 GLOBAL: dict[str, tuple[Any, str]] = {
@@ -36,7 +36,7 @@ GLOBAL: dict[str, tuple[Any, str]] = {
     "debug": (bool | None, "show the traceback of an error."),
 }
 WIDTH = 100
-TRIED: dict[str, tuple[str, ...]] = {
+FLAG_ALIASES: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate",),
     **dict.fromkeys(
         ("bs", "batch", "per_device_batch_size", "gradient_accumulation_steps"),
@@ -80,7 +80,7 @@ class Command:
     run: Callable[[Any], int]
     examples: tuple[str, ...]
     positional: str | None = None
-    needs: tuple[str, ...] = ()
+    required_at_run: tuple[str, ...] = ()
     common: str = ""
     config_only: str = ""
     summary: str = ""
@@ -93,7 +93,7 @@ class Command:
             for field in dataclasses.fields(self.options)
             if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         ]
-        return (*unfilled, *(name for name in self.needs if name not in unfilled))
+        return (*unfilled, *(name for name in self.required_at_run if name not in unfilled))
 
 
 def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
@@ -105,43 +105,43 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
     except CycloptsError as error:
         said = " ".join(str(error).split()).rstrip(".")
         if isinstance(error, UnknownOptionError):
-            said = _meant(command, str(error.token.keyword or error.token.value), argv) or said
+            said = _suggest_flag(command, str(error.token.keyword or error.token.value), argv) or said
         elif isinstance(error, UnusedCliTokensError):
-            said = _left_over(command, error.unused_tokens or [], argv)
+            said = _describe_stray_words(command, error.unused_tokens or [], argv)
         raise ConfigError(f"loragate {command.name}: {said} (loragate {command.name} --help-all lists all)") from error
     values = dict(bound.arguments)  # what was typed alone, as the application has no defaults
-    known = {flag_of(name) for name in (*field_kinds(command.options), *GLOBAL)}
+    known = {flag_of(name) for name in (*field_types(command.options), *GLOBAL)}
     for name, value in values.items():
         if isinstance(value, str) and value in known:  # --out --resume
             raise ConfigError(f"loragate {command.name}: {flag_of(name)} expects a value, found the flag {value}")
     given = {name: values.pop(name) for name in GLOBAL if name in values}
     read = read_config(given["config"], command) if "config" in given else {}
     try:
-        values = read | typed_values(command.options, values)  # what was typed wins
+        values = read | coerce_fields(command.options, values)  # what was typed wins
         _refuse_missing(
-            command, [name for name in command.required if name not in command.needs and name not in values]
+            command, [name for name in command.required if name not in command.required_at_run and name not in values]
         )
         return command.options(**values), given
     except ConfigError as error:
         name = re.split(r"[ .\[]", str(error), maxsplit=1)[0]  # a setting that is refused opens the sentence
-        named = name in field_kinds(command.options)
+        named = name in field_types(command.options)
         raise ConfigError(f"{flag_of(name)}{str(error).removeprefix(name)}" if named else str(error)) from None
 
 
-def _meant(command: Command, flag: str, argv: list[str]) -> str:
+def _suggest_flag(command: Command, flag: str, argv: list[str]) -> str:
     """What to say to a flag that is a key of a file here, has another name or is none; empty for any other."""
     typed, _, value = flag.partition("=")
     name = typed.removeprefix("--").replace("-", "_")
     if name in command.config_only.split():
         return f"{flag_of(name)} is a setting for a --config file alone, as in {name}: VALUE"
-    other = name if name == command.positional else other_name(command, name)
+    other = name if name == command.positional else find_alias(command, name)
     if other and other == command.positional:
         value = value or next((word for word in argv[argv.index(flag) + 1 :][:1] if not word.startswith("-")), "")
         return f"unknown option {typed}; give it without a flag: loragate {command.name} {value or other.upper()}"
     return other and f"unknown option {typed}; did you mean {flag_of(other)}?"
 
 
-def _left_over(command: Command, words: list[str], argv: list[str]) -> str:
+def _describe_stray_words(command: Command, words: list[str], argv: list[str]) -> str:
     """What to say to words without a flag: the first required flag that is not there may be meant."""
     given = {word.partition("=")[0] for word in argv}
     flags = [flag_of(name) for name in command.required if name != command.positional]
@@ -149,15 +149,15 @@ def _left_over(command: Command, words: list[str], argv: list[str]) -> str:
     return f"{shlex.join(words)} stands without a flag{meant}"
 
 
-def other_name(command: Command, name: str) -> str:
-    """The field of a command that a name of `TRIED` stands for, perhaps with its value; empty where there is none."""
-    return next((field for field in TRIED.get(name, ()) if field.split()[0] in field_kinds(command.options)), "")
+def find_alias(command: Command, name: str) -> str:
+    """The field of a command that a name of `FLAG_ALIASES` stands for, perhaps with its value; empty where there is none."""
+    return next((field for field in FLAG_ALIASES.get(name, ()) if field.split()[0] in field_types(command.options)), "")
 
 
 def require_given(command: Command, options: Any) -> None:
-    """Refuse options without the command's `needs`; a class may name another setting that does, in its `INSTEAD`."""
+    """Refuse options without the command's `required_at_run`; a class may name another setting that does, in its `INSTEAD`."""
     instead = getattr(options, "INSTEAD", {})
-    missing = [name for name in command.needs if not getattr(options, name)]
+    missing = [name for name in command.required_at_run if not getattr(options, name)]
     _refuse_missing(command, [name for name in missing if not (name in instead and getattr(options, instead[name]))])
 
 
@@ -171,16 +171,16 @@ def print_help(command: Command, everything: bool = False) -> None:
     """Print the help of one command: a screen of options, or all of them under the headings that they belong to."""
     console = Console(highlight=False)
     console.width = min(console.width, WIDTH)
-    build_app(command, hidden=not everything, shown=True).help_print([command.name], console=console)
+    build_app(command, hidden=not everything, for_help=True).help_print([command.name], console=console)
     if everything and command.config_only:
         print("settings for a --config FILE.yaml alone, with their defaults:")
         texts, defaults = help_texts(command.options), _defaults(command.options)
-        for name in (name for name in field_kinds(command.options) if name in command.config_only.split()):
+        for name in (name for name in field_types(command.options) if name in command.config_only.split()):
             line = f"{name}: {json.dumps(defaults[name])}  # {texts[name]}"
             print(textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    # "))
     print("\n".join(["examples:", *(f"  {line}" for line in command.examples)]))
     if not everything:
-        hidden = len(field_kinds(command.options)) - sum(
+        hidden = len(field_types(command.options)) - sum(
             not heading.startswith("advanced") for heading in headings(command).values()
         )
         more = f"{hidden} more settings: " if hidden else ""
@@ -189,26 +189,26 @@ def print_help(command: Command, everything: bool = False) -> None:
         )
 
 
-def build_app(command: Command, hidden: bool = False, shown: bool = False) -> App:
+def build_app(command: Command, hidden: bool = False, for_help: bool = False) -> App:
     """The cyclopts application of a command. What it parses is what was given, without the defaults.
 
     Args:
         hidden: leave what is advanced out of the help.
-        shown: whether it is made for a help, which has no room for --no-resume.
+        for_help: whether it is made for a help, which has no room for --no-resume.
     """
 
     def taken(*_: Any, **__: Any) -> None:
         """Stands for the command: only its signature is used."""
 
     app = App(name="loragate", version_flags=[], help_flags=["--help", "-h", "--help-all"], help_format="plaintext")
-    taken.__signature__ = inspect.Signature(list(_parameters(command, hidden, shown)))  # type: ignore[attr-defined]
+    taken.__signature__ = inspect.Signature(list(_parameters(command, hidden, for_help)))  # type: ignore[attr-defined]
     app.command(taken, name=command.name, help=command.summary)
     return app
 
 
 def _parameters(command: Command, hidden: bool, shown: bool) -> Iterator[inspect.Parameter]:
     """The parameters of a command's signature: the one without a flag first, as Python demands, then the fields."""
-    texts, hints, found = help_texts(command.options), field_kinds(command.options), headings(command)
+    texts, hints, found = help_texts(command.options), field_types(command.options), headings(command)
     defaults, named = _defaults(command.options), {int: "INT", float: "NUMBER", dict: "JSON"}
     read_later = {name: named[kind] for name, hint in hints.items() if (kind := _kind(hint)) in named}
     order = ["required", "options", *dict.fromkeys(found.values()), "every command"]
@@ -221,7 +221,7 @@ def _parameters(command: Command, hidden: bool, shown: bool) -> Iterator[inspect
             help=texts.get(name, ""),
             group=groups[found[name]],
             show=not (hidden and found[name].startswith("advanced")),
-            show_default=_shown if _shown(default) else False,
+            show_default=_format_default if _format_default(default) else False,
             required=False,  # a file may give it
             allow_leading_hyphen=not without_flag,  # --ranges -3,1
             negative_iterable=(),
@@ -253,7 +253,7 @@ def _columns(console: Console, options: Any, entries: Any) -> tuple[ColumnSpec, 
 def headings(command: Command) -> dict[str, str]:
     """{flag's field: heading of the help under which it stands}; an advanced one is named after the class that has the field."""
     found = {}
-    for name in (name for name in field_kinds(command.options) if name not in command.config_only.split()):
+    for name in (name for name in field_types(command.options) if name not in command.config_only.split()):
         if name in command.required:
             found[name] = "required"
         elif not command.common or name in command.common.split() or name == command.positional:
@@ -266,7 +266,7 @@ def headings(command: Command) -> dict[str, str]:
     return found
 
 
-def field_kinds(options: type) -> dict[str, Any]:
+def field_types(options: type) -> dict[str, Any]:
     """{field: its type} of what a command offers.
 
     A class of settings that shares fields with another and gives some of them no effect names those in its `WITHHELD`.
@@ -294,10 +294,10 @@ def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict
             raise ConfigError(f"{where}: '{seen[name]}' and '{key}' are one key")
         if name in _withheld(command.options):
             raise ConfigError(f"{where}: loragate {command.name} has no key '{key}'")
-        if name not in field_kinds(command.options) and (other := other_name(command, name)):
+        if name not in field_types(command.options) and (other := find_alias(command, name)):
             raise ConfigError(f"{where}: unknown key '{key}'; did you mean '{': '.join(other.split())}'?")
         seen[name] = key
-    return typed_values(command.options, loaded, where)
+    return coerce_fields(command.options, loaded, where)
 
 
 def resolved_yaml(options: Any) -> str:
@@ -346,7 +346,7 @@ def _withheld(options: Any) -> frozenset[str]:
     return getattr(options, "WITHHELD", frozenset())
 
 
-def _shown(default: Any) -> str:
+def _format_default(default: Any) -> str:
     """A default as it stands behind a help text; nothing for what is empty or off."""
     if default in (None, "", ()) or default is False:
         return ""

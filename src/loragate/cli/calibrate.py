@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from loragate import models
 from loragate.cli.arguments import Command
-from loragate.cli.options import GATE_CONFIG_ONLY, GateOptions, RunOptions, require_files, taken_from
-from loragate.display import Display, console, next_evaluation
+from loragate.cli.options import GATE_CONFIG_ONLY, GateOptions, RunOptions, extract_settings, require_files
+from loragate.display import Display, console, format_next_command
 from loragate.selection.settings import DevSettings, require_one_process
-from loragate.selection_record import EVERY_KIND
-from loragate.training.preflight import begin, require_free_out, require_reporters
+from loragate.selection_record import DEV_SET_CAVEAT
+from loragate.training.preflight import relaunch_if_requested, require_free_out, require_reporters
 from loragate.training.settings import GateTrainingSettings
-from loragate.training.strategy import launch_of
+from loragate.training.strategy import detect_launch
 
 if TYPE_CHECKING:
     from loragate.selection import Calibrated, Trial
 
 
 @dataclass(frozen=True)
-class AdapterOptions(RunOptions, GateTrainingSettings, DevSettings, GateOptions):
+class GateRunOptions(RunOptions, GateTrainingSettings, DevSettings, GateOptions):
     """Settings of `calibrate` and `sweep`.
 
     Attributes:
@@ -41,7 +41,7 @@ class AdapterOptions(RunOptions, GateTrainingSettings, DevSettings, GateOptions)
 
 
 @dataclass(frozen=True)
-class CalibrateOptions(AdapterOptions):
+class CalibrateOptions(GateRunOptions):
     """Settings of `loragate calibrate`.
 
     Attributes:
@@ -60,17 +60,17 @@ class CalibrateOptions(AdapterOptions):
 def run(options: CalibrateOptions) -> int:
     """Refuse what cannot work, start further processes where they are asked for, choose, and say what to use."""
     require_files(options)
-    trials = trials_given(options)
-    settings = taken_from(options, GateTrainingSettings)
-    if (status := begin(settings, options, options, sampling=not options.skip_selection)) is not None:
+    trials = parse_trials(options)
+    settings = extract_settings(options, GateTrainingSettings)
+    if (status := relaunch_if_requested(settings, options, options, sampling=not options.skip_selection)) is not None:
         return status
     folder, out = Path(options.out), console()
     require_free_out(folder, options.resume)
     require_reporters(options.report_to)
     source = models.resolve(options.adapter, options.base, expect="adapter")
-    source.contents.require_usable("gate")
+    source.adapter_contents.require_usable("gate")
     try:
-        calibrated = choose(replace(options, adapter=source.source), settings, source, trials, out)
+        calibrated = run_selection(replace(options, adapter=source.record_name), settings, source, trials, out)
     except KeyboardInterrupt as stop:
         if (folder / "run").is_dir():
             out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}")
@@ -78,22 +78,22 @@ def run(options: CalibrateOptions) -> int:
     for line in calibrated.sentences():
         out.print(line)
     out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with")
-    out.print(next_evaluation(folder, f"runs/{folder.name}", options.dev_task))
+    out.print(format_next_command(folder, f"runs/{folder.name}", options.dev_task))
     return 0
 
 
-def trials_given(options: CalibrateOptions) -> tuple[Trial, ...]:
+def parse_trials(options: CalibrateOptions) -> tuple[Trial, ...]:
     """The trials that were typed."""
-    from loragate.selection.calibrate import require_evidence, trials_of
+    from loragate.selection.calibrate import parse_trials, require_evidence
 
-    trials = trials_of(options.ranges, options)
+    trials = parse_trials(options.ranges, options)
     require_evidence(trials, options.dev_data, options.skip_selection)
     if not options.skip_selection:
         require_one_process(options.processes)
     return trials
 
 
-def choose(
+def run_selection(
     options: CalibrateOptions,
     settings: GateTrainingSettings,
     source: models.ModelSource,
@@ -102,14 +102,14 @@ def choose(
 ) -> Calibrated:
     """What `loragate.calibrate` does, with what is read shown before the model is loaded, and progress after."""
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
-    from loragate.selection.calibrate import heldout_of, read_questions, run_calibration, take_as_given
-    from loragate.selection.compare import SelectionRun, counted, require_adapter
+    from loragate.selection.calibrate import encode_heldout, read_questions, run_calibration, train_without_selection
     from loragate.selection.dev import read_dev
+    from loragate.selection.selection_run import SelectionRun, count_gateable_modules, progress_callback
     from loragate.selection.sweep import origin_of
     from loragate.selection.trials import TrialContext
     from loragate.training.rows import read_rows
 
-    display, folder, dev = Display(), Path(options.out), taken_from(options, DevSettings)
+    display, folder, dev = Display(), Path(options.out), extract_settings(options, DevSettings)
     if options.dev_data:  # first of all, as examples may be many, and on the hub
         read_dev(options.dev_data, dev)
     tokenizer, heldout = models.open_tokenizer(source, options), None
@@ -126,7 +126,7 @@ def choose(
         options.gate_config(),
         settings,
         options.system,
-        heldout_of(heldout, tokenizer, settings, options.system),
+        encode_heldout(heldout, tokenizer, settings, options.system),
         origin_of(source, options.base_id),
     )
     dev_set, retention = None, None
@@ -137,17 +137,19 @@ def choose(
         _, encoded = context.encoded(settings.seed)
     show_data(out, encoded, tokenizer)
     with display.job("loading the model"):
-        context.model = models.open_weights(source, options, host_memory=launch_of().sharded)
+        context.model = models.open_weights(source, options, host_memory=detect_launch().is_sharded)
     warn_about_endings(out, tokenizer, encoded, context.model.get_base_model())
-    count = require_adapter(context, trials)
+    count = count_gateable_modules(context, trials)
     out.print(f"gating {count} modules")
     say_steps(out, settings, len(encoded), " for each range" if len(trials) > 1 else "")
     keep_configuration(options, folder)
     if dev_set is None:
         with display.job("calibrating") as shown:
-            return take_as_given(context, trials[0], folder, resume=options.resume, on_event=counted(shown))
+            return train_without_selection(
+                context, trials[0], folder, resume=options.resume, on_event=progress_callback(shown)
+            )
     questions = len(dev_set.questions.questions)
-    out.print(f"choosing on {questions} dev questions; {EVERY_KIND}")
+    out.print(f"choosing on {questions} dev questions; {DEV_SET_CAVEAT}")
     run = SelectionRun(context, trials, folder / "run", dev_set, retention)
     for name, asked in run.tasks.items():
         for warning in asked.warnings:
@@ -159,7 +161,7 @@ def choose(
             "--dev-max-new-tokens sets it"
         )
     with display.job("calibrating") as shown:
-        run.on_event = counted(shown)
+        run.on_event = progress_callback(shown)
         return run_calibration(run, folder, options.resume)
 
 
@@ -167,7 +169,7 @@ COMMAND = Command(
     name="calibrate",
     options=CalibrateOptions,
     run=run,
-    needs=("adapter", "data", "out"),
+    required_at_run=("adapter", "data", "out"),
     examples=(
         "loragate calibrate --adapter path/to/adapter --data train.jsonl --dev-data dev.jsonl --out gated",
         "loragate calibrate --adapter path/to/adapter --data train.jsonl --ranges=0,1 --skip-selection --out gated",

@@ -1,6 +1,6 @@
 """`loragate diagnose`: look at what an adapter and its gates do. Five looks, one set of settings, one record each.
 
-`loragate.effects` says which look uses which setting; `loragate.cli.evaluating` has the looks, calls of `loragate.analysis`.
+`loragate.effects` says which look uses which setting; `loragate.cli.evaluation_runs` has the looks, calls of `loragate.analysis`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DiagnoseOptions(EvaluationInputs, DiagnoseSettings):
 
 def run(options: DiagnoseOptions) -> int:
     """Check what was asked for, take the look, and say what to run next."""
-    from loragate.cli.evaluating import diagnose
+    from loragate.cli.evaluation_runs import diagnose
 
     diagnose(str(options.what), options, options)
     with_answers = f"{options.run} " if options.run else ""
@@ -51,6 +51,6 @@ COMMAND = Command(
         "loragate diagnose tokens --model gated --run runs/math --limit 8 --out tokens",
     ),
     positional="what",
-    needs=("what", "model", "out"),
+    required_at_run=("what", "model", "out"),
     common="run rows suite tasks limit samples max_rows interventions engine value resume",
 )

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from loragate import doctor
 from loragate.cli.arguments import Command
-from loragate.cli.options import ModelOptions, taken_from
+from loragate.cli.options import ModelOptions, extract_settings
 from loragate.display import Display, console, duration
 from loragate.errors import DONE, FAILED, INTERRUPTED
-from loragate.gates.recommended import at
+from loragate.gates.recommended import format_temperature
 from loragate.models.settings import Loading
-from loragate.printable import printable
-from loragate.validate import Count
+from loragate.printable import escape_for_terminal
+from loragate.validate import PositiveInt
 
 if TYPE_CHECKING:
     from loragate.analysis.rows import Interval
@@ -61,19 +61,19 @@ class DoctorOptions(ModelOptions):
     json: bool = False
     out: str = ""
     resume: bool = False
-    max_rows: Count = 64
-    max_length: Count = 512
+    max_rows: PositiveInt = 64
+    max_length: PositiveInt = 512
 
 
 def run(options: DoctorOptions) -> int:
     """Examine, print what was found, leave the record and its page; status 1 with a finding of severity error."""
-    loading = taken_from(options, Loading)
+    loading = extract_settings(options, Loading)
     folder = _folder(options)
     out = console()
     stopped = False
     try:
         if options.quick:
-            with _uncompiled():
+            with _without_torch_compile():
                 found = doctor.examine_files(options.adapter, options.base, folder, loading)
         else:
             found = doctor.examine(
@@ -105,7 +105,7 @@ def run(options: DoctorOptions) -> int:
     if options.json:
         print(json.dumps(found.to_json(), indent=2))
         for line in _left_out(found):
-            print(printable(line), file=sys.stderr)
+            print(escape_for_terminal(line), file=sys.stderr)
     else:
         for line in _lines(found, options, folder, stopped):
             out.print(line)
@@ -122,7 +122,7 @@ def _folder(options: DoctorOptions) -> Path | None:
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
+def _without_torch_compile() -> Iterator[None]:
     """For imports: bitsandbytes hands functions to torch.compile at its own, which takes longer than a look at files."""
     key, before = "TORCHDYNAMO_DISABLE", os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ[key] = "1"
@@ -136,8 +136,8 @@ def _uncompiled() -> Iterator[None]:
 def _lines(found: Examination, options: DoctorOptions, folder: Path | None, stopped: bool) -> Iterator[str]:
     yield from _static(found.measures.static)
     yield from _measured(found.measures)
-    for one in found.findings:
-        yield f"{one.severity}: {one} [{one.code}]"
+    for finding in found.findings:
+        yield f"{finding.severity}: {finding} [{finding.code}]"
     yield from _left_out(found)
     if found.unfinished:
         why = "; the same command with --resume goes on" if stopped else ", as the adapter cannot be loaded as it is"
@@ -160,7 +160,7 @@ def _static(static: Static) -> Iterator[str]:
         span = f"λ in [{gates['lower']:g}, {gates['upper']:g}]"
         yield f"gates: {gates['modules']} modules, {span}, one for each {gates['granularity']}{off}"
         if gates["temperature"] is not None:
-            yield f"recommended sampling: {at(gates['temperature'])}"
+            yield f"recommended sampling: {format_temperature(gates['temperature'])}"
     if static.modules:
         listed = ", ".join(f"{kind} ×{count}" for kind, count in Counter(one.kind for one in static.modules).items())
         shares: dict[str, float] = defaultdict(float)
@@ -199,21 +199,22 @@ def _measured(measures: Measures) -> Iterator[str]:
                     f"{part.max_new_tokens}, {100 * one.repeats:.0f} % in a loop"
                 )
         if whole := part.forgetting.get("1"):
-            yield f"forgetting: the base's own answers lose {_of(whole)} nats per token"
+            yield f"forgetting: the base's own answers lose {_format_interval(whole)} nats per token"
     if effect := measures.effect:
         every = effect.classes[0]
         yield (
-            f"effect: KL {_of(every.kl)} nats per token, entropy {_of(every.base)} to {_of(every.adapter)}, the likeliest token "
+            f"effect: KL {_format_interval(every.kl)} nats per token, entropy {_format_interval(every.base)} to "
+            f"{_format_interval(every.adapter)}, the likeliest token "
             f"is the same at {100 * effect.agree:.0f} % ({effect.source})"
         )
     if learned := measures.learned:
-        base = "" if learned.base is None else f", base {_of(learned.base)}"
-        yield f"loss on {learned.rows} examples: adapter {_of(learned.adapter)}{base} nats per token"
+        base = "" if learned.base is None else f", base {_format_interval(learned.base)}"
+        yield f"loss on {learned.rows} examples: adapter {_format_interval(learned.adapter)}{base} nats per token"
     if measures.strength:
         yield from (f"strength: {sentence}" for sentence in measures.strength.sentences[:3])
 
 
-def _of(interval: Interval) -> str:
+def _format_interval(interval: Interval) -> str:
     return f"{interval.mean:.3g}{interval.ends('.3g')}"
 
 
@@ -254,6 +255,6 @@ COMMAND = Command(
         "loragate doctor owner/adapter --json",
     ),
     positional="adapter",
-    needs=("adapter",),
+    required_at_run=("adapter",),
     common="base data dev_data dev_task dev_grader retention_data quick json out resume max_rows max_length",
 )

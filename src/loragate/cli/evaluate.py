@@ -41,18 +41,18 @@ def run(options: EvalOptions) -> int:
         raise ConfigError(
             f"--constants {options.constants}: expected numbers separated by commas, such as -0.5,0.5 or 0.5,lower=0.5"
         ) from None
-    from loragate.cli import evaluating
+    from loragate.cli import evaluation_runs
 
     if options.sweep:
-        return evaluating.evaluate_sweep(options, options.sweep)
-    return evaluating.evaluate(options, options.controls, constants)
+        return evaluation_runs.evaluate_sweep(options, options.sweep)
+    return evaluation_runs.evaluate(options, options.controls, constants)
 
 
 COMMAND = Command(
     name="eval",
     options=EvalOptions,
     run=run,
-    needs=("model", "out"),
+    required_at_run=("model", "out"),
     examples=(
         "loragate eval --model gated --suite math --out runs/math",
         "loragate eval --model gated --tasks math500 --data math500=test.jsonl --limit 100 --out runs/quick",

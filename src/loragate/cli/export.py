@@ -40,7 +40,7 @@ class ExportOptions:
 
 def run(options: ExportOptions) -> int:
     """Fold, write the adapter and its card, and say what was written."""
-    from loragate.models.export import export_adapter, folded_in_words, needs_uniform
+    from loragate.models.export import describe_folded, export_adapter, find_non_uniform_keys
 
     done = export_adapter(
         options.model,
@@ -52,14 +52,14 @@ def run(options: ExportOptions) -> int:
         compare_outputs=not options.skip_comparison,
         loading=Loading(dtype=options.dtype),
     )
-    print(f"{options.out}: {done.title}, {folded_in_words(done.coefficients)}")
+    print(f"{options.out}: {done.title}, {describe_folded(done.coefficients)}")
     if done.agreement is not None:
         print(f"loaded again and compared with the model that it stands for: {done.agreement}")
     elif not options.skip_comparison:
         print(f"its outputs were not compared: the base {done.base or '(unnamed)'} is not here; name it with --base")
     if exported_sampling(read_json(Path(options.out) / SAMPLING)):
         print(f"{SAMPLING} holds the recommended sampling")
-    if options.to == "peft" and (more := needs_uniform(done.config)):
+    if options.to == "peft" and (more := find_non_uniform_keys(done.config)):
         print(f"its adapter_config.json has {', '.join(more)}, which SGLang does not read: add --uniform for it")
     print(f"next: {done.usage}")
     return 0

@@ -11,9 +11,9 @@ from loragate import models
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
 from loragate.errors import ConfigError
-from loragate.gates.recommended import at, chosen_temperature, sampling_note
-from loragate.printable import printable
-from loragate.validate import Count
+from loragate.gates.recommended import chosen_temperature, format_temperature, sampling_note
+from loragate.printable import escape_for_terminal
+from loragate.validate import PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class GenerateOptions(ModelOptions):
     top_p: float = 1.0
     max_new_tokens: int = 512
     seed: int = 0
-    batch_size: Count = 16
+    batch_size: PositiveInt = 16
     base: str = ""
     json: bool = False
 
@@ -57,7 +57,7 @@ def run(options: GenerateOptions) -> int:
     from loragate.generation import SamplingConfig, TransformersEngine
     from loragate.generation.engine import Prompts
 
-    source = models.resolve(options.model, options.base, overrides=True)
+    source = models.resolve(options.model, options.base, allow_override=True)
     temperature = chosen_temperature(source.sampling, options.temperature)
     if options.temperature is None and temperature == 0 and options.samples > 1:
         raise ConfigError(
@@ -67,7 +67,7 @@ def run(options: GenerateOptions) -> int:
     if note := sampling_note(options.model, source.sampling, options.temperature):
         print(f"loragate: {note}", file=sys.stderr)
     elif options.temperature is None:
-        print(f"loragate: sampling {at(temperature)}; --temperature 0 is greedy", file=sys.stderr)
+        print(f"loragate: sampling {format_temperature(temperature)}; --temperature 0 is greedy", file=sys.stderr)
     loaded = models.open_model(source, options)
     tokenizer = loaded.tokenizer
     prompts: Prompts
@@ -82,7 +82,7 @@ def run(options: GenerateOptions) -> int:
         prompts = [render_prompt(talk, tokenizer, system=options.system) for talk in conversations]
     samples = TransformersEngine(loaded.model, tokenizer, options.batch_size).generate(prompts, sampling)
     # a file gets the answers as they are; on a terminal they must not act
-    shown = printable if sys.stdout.isatty() else str
+    shown = escape_for_terminal if sys.stdout.isatty() else str
     for sample in samples:
         if options.json:
             record = {

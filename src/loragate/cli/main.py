@@ -14,10 +14,10 @@ import sys
 import textwrap
 import traceback
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loragate.errors import DONE, FAILED, INTERRUPTED, WRONG, ConfigError, DataError, LoragateError, nearest
-from loragate.printable import printable
+from loragate.printable import escape_for_terminal
 from loragate.version import __version__
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ COMMANDS = {
     "env": ("cli.env", "versions, devices and optional parts of this installation"),
 }
 
-RENAMED = {"inspect": "doctor --quick", "merge": "export --to merged", "train": "sft"}
+SUGGESTED_COMMANDS = {"inspect": "doctor --quick", "merge": "export --to merged", "train": "sft"}
 """What people know from elsewhere, or from before, and how it is called here."""
 SERVERS = ("explore", "serve")  # which are silent while nobody asks
 
-ECHO = re.compile(
+REPEATED_PREFIX = re.compile(
     r"^(?:(?:loragate: )?error: )+|(?<!\S)(?P<said>[^\s:]{3,}): (?=(?P=said)(?::\d|[\s:,\[]|$))", re.IGNORECASE
 )
 """What an error says twice: the word, or a file that both a floor and the floor below it name."""
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(LoragateError(f"{type(error).__name__}: {error}\n{hint}"), debug)
 
 
-def command(name: str) -> Command:
+def load_command(name: str) -> Command:
     """What a name stands for; its module is imported."""
     room, summary = COMMANDS[name]
     found: Command = importlib.import_module(f"loragate.{room}").COMMAND
@@ -117,17 +117,16 @@ def overview() -> str:
 
 def _run(name: str, arguments: list[str]) -> int:
     if name not in COMMANDS:
-        meant = f"; did you mean '{RENAMED[name]}'?" if name in RENAMED else nearest(name, COMMANDS)
+        meant = (
+            f"; did you mean '{SUGGESTED_COMMANDS[name]}'?" if name in SUGGESTED_COMMANDS else nearest(name, COMMANDS)
+        )
         raise ConfigError(f"unknown command {name!r}{meant} (loragate --help lists them)")
     # cyclopts and rich take longer to import than the overview to print
-    from loragate.cli.arguments import parse, print_help, require_given, resolved_yaml
-    from loragate.display import never_silent, quiet_logging
-    from loragate.effects import TABLE, require_effect
-    from loragate.models.settings import Loading
-    from loragate.training.preflight import check_loading
+    from loragate.cli.arguments import parse, print_help, resolved_yaml
+    from loragate.display import configure_logging, heartbeat
 
-    quiet_logging()
-    found = command(name)
+    configure_logging()
+    found = load_command(name)
     if {"-h", "--help", "--help-all"} & set(arguments):
         print_help(found, everything="--help-all" in arguments)
         return 0
@@ -136,13 +135,23 @@ def _run(name: str, arguments: list[str]) -> int:
     if given.get("print_config"):
         print(resolved_yaml(options), end="")
         return 0
-    require_given(found, options)
-    if name in TABLE:
+    check_options(name, found, options)
+    with nullcontext() if name in SERVERS else heartbeat(f"loragate {name}"):
+        return found.run(options)
+
+
+def check_options(name: str, command: Command, options: Any) -> None:
+    """Refuse, with a ConfigError, a command line that lacks something, or of which something has no effect or cannot be loaded."""
+    from loragate.cli.arguments import require_given
+    from loragate.effects import SETTING_CONDITIONS, require_effect
+    from loragate.models.settings import Loading
+    from loragate.training.preflight import check_loading
+
+    require_given(command, options)
+    if name in SETTING_CONDITIONS:
         require_effect(name, options, flags=True)
     if isinstance(options, Loading) and name != "serve":  # which knows vLLM's own flag
         check_loading(options, getattr(options, "engine", ""))
-    with nullcontext() if name in SERVERS else never_silent(f"loragate {name}"):
-        return found.run(options)
 
 
 def _fail(error: LoragateError, debug: bool) -> int:
@@ -152,7 +161,7 @@ def _fail(error: LoragateError, debug: bool) -> int:
         textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ")
         if len(line) > 100
         else line
-        for line in map(printable, ECHO.sub("", str(error)).splitlines())
+        for line in map(escape_for_terminal, REPEATED_PREFIX.sub("", str(error)).splitlines())
     ]
     print("loragate: error: " + "\n".join(lines), file=sys.stderr)
     return error.exit_status

@@ -11,7 +11,7 @@ from annotated_types import Ge
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions, OutputOptions, require_files
 from loragate.display import console, duration
-from loragate.validate import Count
+from loragate.validate import PositiveInt
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MaskOptions(ModelOptions, OutputOptions):
     scope: Literal["global", "row"] = "global"
     max_rows: int = 0
     max_length: Annotated[int, Ge(2)] = 2048
-    per_device_train_batch_size: Count = 8
+    per_device_train_batch_size: PositiveInt = 8
 
 
 def run(options: MaskOptions) -> int:
@@ -85,7 +85,7 @@ COMMAND = Command(
     name="mask",
     options=MaskOptions,
     run=run,
-    needs=("model", "reference", "data", "out"),
+    required_at_run=("model", "reference", "data", "out"),
     examples=(
         "loragate mask --model path/to/base --reference warm-up-adapter --data train.jsonl --out masked.jsonl --keep 0.6",
         "loragate mask --model path/to/base --reference path/to/finetuned --data train.jsonl --out masked.jsonl --scope row",

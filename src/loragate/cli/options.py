@@ -110,7 +110,7 @@ def require_files(options: object) -> None:
             raise DataError(f"--{name.replace('_', '-')}: found no file {given}{nearest(path.name, beside)}")
 
 
-def taken_from(options: object, kind: type[Settings]) -> Settings:
+def extract_settings(options: object, kind: type[Settings]) -> Settings:
     """The settings of one kind out of a command's options, which have all of its fields."""
     # a subclass would do for a call, but what is recorded of a run is the settings' own fields and no others
     return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})

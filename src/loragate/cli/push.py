@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from loragate.cli.arguments import Command
 from loragate.errors import ConfigError
-from loragate.hub_names import hub_name
+from loragate.hub_names import parse_hub_name
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def run(options: PushOptions) -> int:
         )
     folder, repository = options.places
     # a name without an owner is the user's own; what has a slash and is no hub name is the folder, in the wrong place
-    if hub_name(repository) is None and "/" in repository:
+    if parse_hub_name(repository) is None and "/" in repository:
         raise ConfigError(
             f"{repository} is no name of a repository on the hub (owner/name); the gated folder comes first"
         )

@@ -25,18 +25,18 @@ class RegradeOptions(GradingSettings):
 
 def run(options: RegradeOptions) -> int:
     """Judge, and tabulate beside the earlier record."""
-    from loragate.cli.evaluating import next_line, show
-    from loragate.evaluation.evaluate import counted, open_evaluation
+    from loragate.cli.evaluation_runs import next_line, print_results
+    from loragate.evaluation.evaluate import make_progress_reporter, open_evaluation
     from loragate.evaluation.results import write_record
 
     folder, out = Path(options.run), console()
     evaluation = open_evaluation(folder, options)
     count = evaluation.sample_count
     with Display().job("grading") as job:
-        record = evaluation.judge_again(options.again, counted(job, count))
+        record = evaluation.regrade(options.again, make_progress_reporter(job, count))
     place = folder / (f"results-{options.grader}" if options.grader else "results-regraded")
     write_record(record, place.with_name(f"{place.name}.json"))
-    show(out, place, record)
+    print_results(out, place, record)
     out.print(next_line(folder, record))
     return 0
 

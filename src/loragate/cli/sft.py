@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loragate.cli.arguments import Command
-from loragate.cli.options import CONFIG_ONLY, RunOptions, require_files, taken_from
-from loragate.display import Display, console, duration, next_evaluation
-from loragate.training.preflight import begin, require_free_out, require_reporters
+from loragate.cli.options import CONFIG_ONLY, RunOptions, extract_settings, require_files
+from loragate.display import Display, console, duration, format_next_command
+from loragate.training.preflight import relaunch_if_requested, require_free_out, require_reporters
 from loragate.training.settings import FineTuningSettings
 from loragate.training.strategy import process_state
 
@@ -35,10 +35,10 @@ def run(options: SftOptions) -> int:
     from loragate.training.fine_tuning import AdapterRun
 
     folder = Path(options.out)
-    settings = taken_from(options, FineTuningSettings)
+    settings = extract_settings(options, FineTuningSettings)
     require_free_out(folder, options.resume, options.overwrite)
     # with --processes this process only starts the others and waits
-    if (status := begin(settings, options, options)) is not None:
+    if (status := relaunch_if_requested(settings, options, options)) is not None:
         return status
     require_reporters(options.report_to)
     out, display = console(), Display()
@@ -94,7 +94,7 @@ def run(options: SftOptions) -> int:
             f"next: loragate calibrate --adapter {folder} --data {options.data} --dev-data FILE --out {folder}-gated"
         )
         # a DoRA adapter cannot be gated
-        out.print(next_evaluation(folder, f"runs/{folder.name}") if settings.dora else gating)
+        out.print(format_next_command(folder, f"runs/{folder.name}") if settings.dora else gating)
     return 0
 
 
@@ -102,7 +102,7 @@ COMMAND = Command(
     name="sft",
     options=SftOptions,
     run=run,
-    needs=("model", "data", "out"),
+    required_at_run=("model", "data", "out"),
     examples=(
         "loragate sft --model path/to/base --data train.jsonl --out adapter",
         "loragate sft --config sft.yaml --objective dft --out adapter-dft",

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from loragate.cli.arguments import Command, resolved_yaml
-from loragate.cli.calibrate import AdapterOptions
-from loragate.cli.options import GATE_CONFIG_ONLY, require_files, taken_from
-from loragate.display import Display, console, next_evaluation
+from loragate.cli.calibrate import GateRunOptions
+from loragate.cli.options import GATE_CONFIG_ONLY, extract_settings, require_files
+from loragate.display import Display, console, format_next_command
 from loragate.errors import ConfigError
 from loragate.files import write_text
 from loragate.gates.range import parse_ranges
 from loragate.selection.settings import DevSettings
 from loragate.training.settings import GateTrainingSettings
-from loragate.validate import Amount, Count, Size, comma_list
+from loragate.validate import NonNegativeFloat, NonNegativeInt, PositiveInt, comma_list
 
 
 @dataclass(frozen=True)
-class SweepOptions(AdapterOptions):
+class SweepOptions(GateRunOptions):
     """Settings of `loragate sweep`.
 
     Attributes:
@@ -42,10 +42,10 @@ class SweepOptions(AdapterOptions):
     seeds: str = "42"
     objectives: str = "entropy"
     runner: Literal["auto", "ray", "sequential"] = "auto"
-    workers: Size = 0
-    gpus_per_trial: Amount | None = None
-    cpus_per_trial: Count = 1
-    save_steps: Size = 25
+    workers: NonNegativeInt = 0
+    gpus_per_trial: NonNegativeFloat | None = None
+    cpus_per_trial: PositiveInt = 1
+    save_steps: NonNegativeInt = 25
 
 
 def run(options: SweepOptions) -> int:
@@ -58,20 +58,20 @@ def run(options: SweepOptions) -> int:
             f"--seeds: expected whole numbers separated by commas, such as 0,1,2, found {options.seeds!r}"
         ) from None
     from loragate.report.selection import selection_table, write_selection
-    from loragate.selection.compare import counted
-    from loragate.selection.sweep import Sweep, absolute, choose_runner, raise_failures, run_sweep
-    from loragate.selection.trials import Trial, grid
+    from loragate.selection.selection_run import progress_callback
+    from loragate.selection.sweep import Sweep, absolute_if_exists, choose_runner, raise_failures, run_sweep
+    from loragate.selection.trials import Trial, make_trials
     from loragate.training.rows import read_rows
 
-    trials = grid(parse_ranges(options.ranges), comma_list(options.objectives), seeds)
+    trials = make_trials(parse_ranges(options.ranges), comma_list(options.objectives), seeds)
     sweep = Sweep(
         options.adapter,
-        partial(read_rows, replace(options, data=absolute(options.data)), options.max_rows),
-        replace(taken_from(options, GateTrainingSettings), seed=seeds[0]),
+        partial(read_rows, replace(options, data=absolute_if_exists(options.data)), options.max_rows),
+        replace(extract_settings(options, GateTrainingSettings), seed=seeds[0]),
         base=options.base,
-        how=options,
+        loading=options,
         config=options.gate_config(),
-        dev=taken_from(options, DevSettings),
+        dev=extract_settings(options, DevSettings),
         dev_data=options.dev_data,
         retention_data=options.retention_data,
         system=options.system,
@@ -87,7 +87,7 @@ def run(options: SweepOptions) -> int:
             display.out.print(f"{trial.name}: {ended}")
 
         try:
-            how = {"resume": options.resume, "runner": runner, "on_trial": on_trial, "on_event": counted(job)}
+            how = {"resume": options.resume, "runner": runner, "on_trial": on_trial, "on_event": progress_callback(job)}
             swept = run_sweep(sweep, trials, folder, **how)  # type: ignore[arg-type]
         except KeyboardInterrupt:
             out.print(f"stopped; the same command with --resume goes on in {folder}")
@@ -106,7 +106,7 @@ def run(options: SweepOptions) -> int:
     out.print(selection_table(swept.selection))
     drawn = " and heatmap*.png" if maps else ""
     out.print(f"written to {folder}: best/, selection.json, .md{drawn}")
-    out.print(next_evaluation(folder / "best", "runs/best", options.dev_task))
+    out.print(format_next_command(folder / "best", "runs/best", options.dev_task))
     return 0
 
 
@@ -114,7 +114,7 @@ COMMAND = Command(
     name="sweep",
     options=SweepOptions,
     run=run,
-    needs=("adapter", "data", "out"),
+    required_at_run=("adapter", "data", "out"),
     examples=(
         'loragate sweep --adapter adapter --data train.jsonl --ranges="-3,1;0,1" --dev-data dev.jsonl --out few',
         "loragate sweep --adapter adapter --data train.jsonl --ranges grid --dev-data dev.jsonl --out runs/grid",

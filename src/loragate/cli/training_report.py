@@ -11,31 +11,36 @@ from loragate.cli.arguments import resolved_yaml
 from loragate.cli.options import RunOptions
 from loragate.data import EncodedRows, ending_health, preview
 from loragate.files import write_text
-from loragate.training.settings import STEPS, TrainSettings
-from loragate.training.strategy import launch_of, process_state
+from loragate.training.settings import TARGET_STEPS, TrainSettings
+from loragate.training.strategy import detect_launch, process_state
 
 FEW_STEPS, FEW_ROWS = 20, 8
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """ "1 row", "1,200 rows"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def say_steps(out: Console, asked: TrainSettings, rows: int, of: str = "") -> None:
     """How many steps `rows` rows give, and what was chosen where the settings `asked` leave it to the rows."""
-    settings = asked.fitted(rows, launch_of().processes)
+    settings = asked.fitted(rows, detect_launch().processes)
     times = "one epoch" if settings.num_train_epochs == 1 else f"{settings.num_train_epochs:g} epochs"
     steps = settings.steps(rows)
-    batches, taken = f"{counted(rows, 'row')} in batches of {min(settings.batch_size, rows)}", counted(steps, "step")
+    batches, taken = (
+        f"{pluralize(rows, 'row')} in batches of {min(settings.batch_size, rows)}",
+        pluralize(steps, "step"),
+    )
     text = f"{batches}, {times}: {taken}{of}"
     if settings.max_steps:
         text = f"{batches}: {taken}{of}, as --max-steps asks"
     elif not asked.batch_size and asked.num_train_epochs:
-        text += f" (chosen for about {STEPS} steps or more; --batch-size changes it)"
+        text += f" (chosen for about {TARGET_STEPS} steps or more; --batch-size changes it)"
     elif not asked.batch_size:
-        most = f"in at most {counted(settings.MOST_EPOCHS, 'epoch')}"
-        text += f" (chosen for about {STEPS} steps or more, {most}; --batch-size and --num-train-epochs change it)"
+        most = f"in at most {pluralize(settings.MAX_EPOCHS, 'epoch')}"
+        text += (
+            f" (chosen for about {TARGET_STEPS} steps or more, {most}; --batch-size and --num-train-epochs change it)"
+        )
     out.print(text)
     if rows < FEW_ROWS:
         out.print(f"warning: fewer than {FEW_ROWS} rows teach nothing that holds for other prompts")
@@ -50,7 +55,7 @@ def show_data(out: Console, encoded: EncodedRows, tokenizer: Any) -> None:
     """The rows and their tokens, and one row with its response mask coloured; `encode_rows` has warned of what was left out."""
     summary = encoded.summary
     out.print(
-        f"data: {counted(len(encoded), 'row')} ({summary.format}), {summary.response_tokens:,} response tokens of "
+        f"data: {pluralize(len(encoded), 'row')} ({summary.format}), {summary.response_tokens:,} response tokens of "
         f"{summary.response_tokens + summary.prompt_tokens:,}"
     )
     if summary.template_kwargs:

@@ -77,7 +77,7 @@ class Chat:
         self._as_blocks, self._loses_text = self._find_content_form()
         self._as_text = self._wants_json_text()
         self._left_out: dict[str, bool] = {}  # by role
-        self.turn_end = _after_last(self.rendered([_ASK, _ANSWER]), _REPLY)
+        self.turn_end = _after_last(self.render_probe([_ASK, _ANSWER]), _REPLY)
         self._opening = self._find_opening()
         self._injected, self._instead = self._find_injected_system() if system == "none" else ("", "")
         # Texts that may close a turn: the white space behind one of them is no part of the response. Any added token, as a
@@ -160,7 +160,7 @@ class Chat:
             raise DataError(f"{where}: the conversation begins with its only assistant turn; a response needs a prompt")
         last = self._span(turns, answers[-1], where)
         full = last.text
-        earlier = [self._while_going_on(self._span(turns, index, where), full) for index in answers[:-1]]
+        earlier = [self._trim_final_ending(self._span(turns, index, where), full) for index in answers[:-1]]
         # a turn stays as it was while the conversation goes on, up to its end; what follows there may be the next header
         rewritten = any(not span.fits or not full.startswith(span.text[: span.end]) for span in earlier)
         if not last.fits:
@@ -192,7 +192,7 @@ class Chat:
         # where nothing closes the turn, white space may be the answer's own
         return _Span(prompt, text, len(trimmed) if trimmed.endswith(self._turn_ends) else len(text))
 
-    def _while_going_on(self, span: _Span, full: str) -> _Span:
+    def _trim_final_ending(self, span: _Span, full: str) -> _Span:
         """The span of an earlier turn without what closes a conversation behind the turn's own end (EOS, in Phi-3)."""
         text = span.text[: span.end]
         while not full.startswith(text):
@@ -218,7 +218,7 @@ class Chat:
             at = f"{where}: the assistant turn at message {index}"
             span = spans.get(index)
             text = full[len(span.prompt) : span.end] if span else full
-            missing = [f"call of {name}" for name in _lost_calls(message, text)]
+            missing = [f"call of {name}" for name in _missing_tool_calls(message, text)]
             *thoughts, answer = re.split(r"</?think>", message["content"])
             if span:
                 parts = [*thoughts, *(str(message.get(key) or "") for key in REASONING)]
@@ -244,14 +244,14 @@ class Chat:
 
     def _leaves_out(self, role: str) -> bool:
         if role not in self._left_out:
-            text = self.rendered(_WITH_ROLE[role])
+            text = self.render_probe(_WITH_ROLE[role])
             self._left_out[role] = bool(text) and _SYSTEM not in text
         return self._left_out[role]
 
     def _wants_json_text(self) -> bool:
         """Whether the template writes the arguments of a tool call rightly as JSON text alone; mostly it wants the object."""
         for self._as_text in (False, True):
-            text = self.rendered([_ASK, _CALLS])
+            text = self.render_probe([_ASK, _CALLS])
             # quoted as Python does it, or twice
             wrong = f"'{_KEY}'" in text or f'\\"{_KEY}' in text
             if all(word in text for word in (_NAME, _KEY, _VALUE)) and not wrong:
@@ -261,21 +261,21 @@ class Chat:
     def _find_content_form(self) -> tuple[bool, bool]:
         """(content goes in as a list of blocks, the text is lost either way); vision templates read blocks only."""
         self._as_blocks, self._as_text = False, False
-        as_text = self.rendered([_ASK, _ANSWER])
+        as_text = self.render_probe([_ASK, _ANSWER])
         if _REPLY in as_text:
             return False, False
         self._as_blocks = True
-        works = _REPLY in self.rendered([_ASK, _ANSWER])
+        works = _REPLY in self.render_probe([_ASK, _ANSWER])
         return works, not works and as_text != ""
 
     def _find_opening(self) -> str:
         """Find the text that the template writes between its generation prompt and the content of a last answer, and of no
         earlier one; empty for most."""
         # Qwen3: "…assistant\n" is the prompt, "…assistant\n<think>\n\n</think>\n\nQprobereply…" the answer; the block is between
-        prompt, answered = self.rendered([_ASK], generation_prompt=True), self.rendered([_ASK, _ANSWER])
+        prompt, answered = self.render_probe([_ASK], generation_prompt=True), self.render_probe([_ASK, _ANSWER])
         opening = answered[len(prompt) :].partition(_REPLY)[0] if answered.startswith(prompt) else ""
         # once the talk goes on, the answer stands there without the block
-        earlier = self.rendered([_ASK, _ANSWER, _ASK]).startswith(prompt + _REPLY)
+        earlier = self.render_probe([_ASK, _ANSWER, _ASK]).startswith(prompt + _REPLY)
         return opening if opening.strip() and earlier else ""
 
     def _find_injected_system(self) -> tuple[str, str]:
@@ -286,11 +286,11 @@ class Chat:
         it; a beginning that stays is a preamble and belongs to the template.
         """
         alone, answered, again = (
-            self.rendered([_ASK]),
-            self.rendered([_ASK, _ANSWER]),
-            self.rendered([_ASK, _ANSWER, _ASK]),
+            self.render_probe([_ASK]),
+            self.render_probe([_ASK, _ANSWER]),
+            self.render_probe([_ASK, _ANSWER, _ASK]),
         )
-        with_system = self.rendered(_WITH_ROLE["system"])
+        with_system = self.render_probe(_WITH_ROLE["system"])
         # behind the answer: its end and the second user turn; its end alone
         between, end = _after_last(again, _REPLY), _after_last(answered, _REPLY)
         if _SYSTEM not in with_system or not between.startswith(end):
@@ -315,7 +315,7 @@ class Chat:
             return "", ""
         return beginning, bare[:kept]
 
-    def rendered(self, messages: list[Message], generation_prompt: bool = False) -> str:
+    def render_probe(self, messages: list[Message], generation_prompt: bool = False) -> str:
         """Render a probe as it stands; a template that refuses it (no system role, say) yields the empty string."""
         try:
             return self._apply(messages, None, generation_prompt) if self.template is not None else ""
@@ -378,7 +378,7 @@ def _after_last(text: str, mark: str) -> str:
     return text.rpartition(mark)[2] if mark in text else ""
 
 
-def _lost_calls(message: Message, text: str) -> list[str]:
+def _missing_tool_calls(message: Message, text: str) -> list[str]:
     """The names of a message's tool calls that a text does not hold, or not as often, or not with their arguments."""
     functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
     names = Counter(str(function.get("name")) for function in functions)

@@ -76,7 +76,7 @@ class SegmentTokenizer:
                 ids[index] = self._ids([texts[index]])[0] if merged else ids[index][split:]
         return ids
 
-    def plain_prompt(self, ids: list[int]) -> list[int]:
+    def prepend_bos(self, ids: list[int]) -> list[int]:
         """`ids` of a plain prompt with the tokenizer's BOS, unless the text begins with it already."""
         return ids if ids[: len(self.leading)] == self.leading else self.leading + ids
 
@@ -108,7 +108,7 @@ def prompt_ids(
     """Token ids to generate from: those that precede the response in `encode`."""
     tokenise = SegmentTokenizer(tokenizer)
     ids = tokenise([render_prompt(prompt, tokenizer, system=system)], [False])[0]
-    return tokenise.plain_prompt(ids) if isinstance(prompt, str) else ids
+    return tokenise.prepend_bos(ids) if isinstance(prompt, str) else ids
 
 
 def raw_text(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -263,14 +263,14 @@ class Encoder:
         labels: list[int] = []
         for index, (segment, ids) in enumerate(pieces):
             if turns.is_plain and index == 0:
-                ids = self.tokenise.plain_prompt(ids)
+                ids = self.tokenise.prepend_bos(ids)
             elif turns.is_plain and ids[-1:] != [self.tokenizer.eos_token_id]:
                 ids = [*ids, self.tokenizer.eos_token_id]  # a plain completion ends in EOS, once
             if segment.is_response and not input_ids:
                 raise DataError(f"{where}: the prompt is empty, so nothing predicts the first token of the response")
             input_ids += ids
             labels += ids if segment.is_response else [IGNORED] * len(ids)
-        keep_mask = _spread(turns.keep_mask, labels, rewritten, where)  # before truncation, as masks are made
+        keep_mask = _expand_keep_mask(turns.keep_mask, labels, rewritten, where)  # before truncation, as masks are made
         end = self.max_length or len(input_ids)
         learned = sum(label != IGNORED for label in labels[:end])
         if not learned:
@@ -283,7 +283,7 @@ class Encoder:
         return item if keep_mask is None else {**item, "keep_mask": keep_mask[:end]}
 
 
-def _spread(mask: tuple[int, ...] | None, labels: list[int], rewritten: bool, where: str) -> list[int] | None:
+def _expand_keep_mask(mask: tuple[int, ...] | None, labels: list[int], rewritten: bool, where: str) -> list[int] | None:
     """Lay a mask over the response tokens out over the whole sequence, 0 elsewhere."""
     if mask is None:
         return None
@@ -412,8 +412,8 @@ def encode_rows(
         "cut by max_length": summary.truncated,
         "trained on their last answer only, as the template rewrites earlier turns": summary.last_turn_only,
     }
-    if told := [f"{count} {what}" for what, count in account.items() if count]:
-        _warn_once(f"{rows.source}: of {len(rows)} rows {'; '.join(told)}")
+    if notes := [f"{count} {what}" for what, count in account.items() if count]:
+        _warn_once(f"{rows.source}: of {len(rows)} rows {'; '.join(notes)}")
     if summary.unused:
         _warn_once(f"{rows.source}: columns that are not used: {escape_controls(', '.join(summary.unused))}")
     return encoded

@@ -109,13 +109,13 @@ class Format(NamedTuple):
 
 def conversation(entries: Any, key: str) -> tuple[Message, ...]:
     """Every entry of a list, or of that list as JSON text, as a message; `key` names the list in errors."""
-    entries = parsed(entries, key)
+    entries = parse_json_column(entries, key)
     if not isinstance(entries, list | tuple):
         raise DataError(f"{key} is {kind_of(entries)}, expected a list of messages")
-    return tuple(message(entry, f"{key}[{index}]") for index, entry in enumerate(entries))
+    return tuple(parse_message(entry, f"{key}[{index}]") for index, entry in enumerate(entries))
 
 
-def message(entry: Any, place: str) -> Message:
+def parse_message(entry: Any, place: str) -> Message:
     """One message with the keys `role` and `content`, and `train` where a switch says whether the turn is learned.
 
     Other keys (tool_calls, reasoning_content) stay for the template; the arguments of a tool call become an object.
@@ -141,7 +141,7 @@ def message(entry: Any, place: str) -> Message:
         raise DataError(f"{place} has as its role {found}; expected one of {', '.join(known)}")
     if "tool_calls" in present:
         present["tool_calls"] = _tool_calls(present["tool_calls"], f"tool_calls of {place}")
-    return {"role": name, "content": _content(content, place), **_switched(present, name, place)}
+    return {"role": name, "content": _content(content, place), **_normalize_train_flag(present, name, place)}
 
 
 def says_more(message: Mapping[str, Any]) -> bool:
@@ -149,7 +149,7 @@ def says_more(message: Mapping[str, Any]) -> bool:
     return any(message.get(key) for key in ("tool_calls", *REASONING))
 
 
-def _switched(present: Message, role: str, place: str) -> Message:
+def _normalize_train_flag(present: Message, role: str, place: str) -> Message:
     """The keys of a message with its switches brought to one, `train`."""
     if present.pop("train_detail", None):
         raise DataError(
@@ -173,7 +173,7 @@ def _switched(present: Message, role: str, place: str) -> Message:
 
 def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     """Tool calls whose arguments, where they are the JSON text of an object, are that object: templates write it as JSON."""
-    calls = parsed(calls, place)
+    calls = parse_json_column(calls, place)
     whole = isinstance(calls, list) and all(
         isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls
     )
@@ -196,7 +196,7 @@ def _arguments_read(function: Mapping[str, Any]) -> dict[str, Any]:
     return dict(function)
 
 
-def parsed(value: Any, name: str) -> Any:
+def parse_json_column(value: Any, name: str) -> Any:
     """What JSON text holds, as columns of csv and parquet keep lists; anything else as it is.
 
     Raises:
@@ -456,7 +456,7 @@ def _keep_mask(row: Row) -> tuple[int, ...] | None:
 
 def _tools(row: Row) -> tuple[dict[str, Any], ...] | None:
     """The `tools` column: a list of JSON schemas, or that list as JSON text (how TRL stores it in parquet)."""
-    tools = parsed(row.get("tools"), "tools")
+    tools = parse_json_column(row.get("tools"), "tools")
     if not tools:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -466,7 +466,7 @@ def _tools(row: Row) -> tuple[dict[str, Any], ...] | None:
 
 def _template_kwargs(row: Row) -> dict[str, Any] | None:
     """The `chat_template_kwargs` column: variables for the template, as TRL hands them on."""
-    found = parsed(row.get("chat_template_kwargs"), "chat_template_kwargs")
+    found = parse_json_column(row.get("chat_template_kwargs"), "chat_template_kwargs")
     if not found:
         return None
     if not isinstance(found, Mapping):

@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from loragate.analysis.delta_entropy import TokenEntropies, by_class, divergence, measure
+from loragate.analysis.delta_entropy import TokenEntropies, by_class, divergence, measure_token_entropies
 from loragate.analysis.rows import Row
 from loragate.analysis.token_traces import token_texts
-from loragate.doctor.exam import Exam
+from loragate.doctor.exam_context import ExamContext
 from loragate.doctor.record import Cell, ChangedToken, Effect
 from loragate.gates.adapter_rules import Finding
-from loragate.gates.control import why_no_base
-from loragate.gates.strength import kind_of, layer_of, lora_paths, scaled
-from loragate.losses.head import IGNORED
+from loragate.gates.control import base_unavailable_reason
+from loragate.gates.strength import kind_of, layer_of, lora_paths, scale_adapter
+from loragate.losses.head import IGNORE_INDEX
 
 TOKENS, ROW_TOKENS = 2048, 64
 """Response tokens that are read, and of one row: many rows make the intervals narrow."""
@@ -35,27 +35,29 @@ only layers and kinds are told apart. On a CPU it allows 91 with 135M parameters
 0.5B."""
 CHANGED, CHANGED_OF_ROW = 12, 2
 """Most changed tokens that are shown, and of one row."""
-AROUND = 12
+CONTEXT_TOKENS = 12
 """Tokens of text on each side of a changed token."""
 ROUNDING = 1e-6
 """Nats per token (KL) that fp32 rounding makes of two equal predictions; adapters that act make 0.001 or more."""
 
 
-def examine_effect(exam: Exam) -> tuple[Effect | None, list[Finding]]:
+def examine_effect(exam: ExamContext) -> tuple[Effect | None, list[Finding]]:
     """See `Effect`; None where the base cannot be had by switching the adapter off."""
     if not exam.has_base:
-        exam.say(f"what the adapter changes is left out: {why_no_base(exam.model)}")
+        exam.say(f"what the adapter changes is left out: {base_unavailable_reason(exam.model)}")
         return None, []
     rows, source = _rows(exam)
     if not rows:
         exam.say("what the adapter changes is left out: there is no response token to read")
         return None, []
-    rows = exam.affordable(rows, 2, READING_SECONDS)
+    rows = exam.subsample_to_budget(rows, 2, READING_SECONDS)
     with exam.job("base and adapter on the same text", len(rows), "rows") as on_progress:
-        found = measure(exam.reader, exam.loaded.kind, rows, exam.settings.batch_size, on_progress, gates=False)
+        found = measure_token_entropies(
+            exam.reader, exam.loaded.kind, rows, exam.settings.batch_size, on_progress, gates=False
+        )
     if not np.isfinite(found.kl).all():
         return None, [_not_finite(found, source)]
-    cells, cell_tokens = _cells(exam, rows)
+    cells, cell_tokens = _ablate_modules(exam, rows)
     effect = Effect(
         source=source,
         rows=len(rows),
@@ -97,40 +99,40 @@ def _not_finite(found: TokenEntropies, source: str) -> Finding:
     )
 
 
-def _rows(exam: Exam) -> tuple[list[Row], str]:
+def _rows(exam: ExamContext) -> tuple[list[Row], str]:
     """Rows of few response tokens in a random order, so that the first are a sample of all, and what they are."""
     if exam.rows:
         assert exam.examples is not None
         rows, source = exam.rows, f"examples of {exam.examples.source}"
     else:
-        rows = [*exam.own_rows("adapter"), *exam.own_rows("base")]
+        rows = [*exam.greedy_answer_rows("adapter"), *exam.greedy_answer_rows("base")]
         source = f"answers of base and adapter to {len(exam.prompts)} prompts"
     cut = [_cut(rows[at], ROW_TOKENS) for at in np.random.default_rng(0).permutation(len(rows))]
-    return _first([row for row in cut if _responses(row)], TOKENS), source
+    return _take_within_budget([row for row in cut if _responses(row)], TOKENS), source
 
 
 def _cut(row: Row, tokens: int) -> Row:
     """The row up to the last of its first response tokens."""
-    end = next(iter(_places(row)[tokens - 1 :]), len(row["labels"])) + 1
+    end = next(iter(_response_positions(row)[tokens - 1 :]), len(row["labels"])) + 1
     return {**row, "input_ids": row["input_ids"][:end], "labels": row["labels"][:end]}
 
 
-def _places(row: Row) -> list[int]:
+def _response_positions(row: Row) -> list[int]:
     """Where the response tokens stand; the first token of all is predicted from nothing."""
-    return [at for at, label in enumerate(row["labels"]) if at and label != IGNORED]
+    return [at for at, label in enumerate(row["labels"]) if at and label != IGNORE_INDEX]
 
 
 def _responses(row: Row) -> int:
-    return len(_places(row))
+    return len(_response_positions(row))
 
 
-def _first(rows: Sequence[Row], most: float, size: Callable[[Row], int] = _responses) -> list[Row]:
+def _take_within_budget(rows: Sequence[Row], most: float, size: Callable[[Row], int] = _responses) -> list[Row]:
     """The first rows with so many response tokens (or what `size` counts), one row at the least."""
     reached = np.cumsum([size(row) for row in rows])
     return list(rows[: max(1, int((reached <= most).sum()))])
 
 
-def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
+def _ablate_modules(exam: ExamContext, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
     """Every layer and kind, every layer, every kind switched off in turn, and the response tokens that this was read on."""
     modules: dict[tuple[int | None, str | None], list[str]] = {}
     for path in lora_paths(exam.model):
@@ -140,10 +142,12 @@ def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
                 modules.setdefault(place, []).append(path)
     # short rows first: more of their tokens are response
     ascending = sorted((_cut(row, CELL_ROW_TOKENS) for row in rows), key=lambda row: len(row["input_ids"]))
-    short = _first(ascending[: exam.settings.batch_size], CELL_TOKENS)
-    if exam.tokens_in(CELL_SECONDS / (1 + len(modules))) < min(FEWEST, sum(len(row["input_ids"]) for row in short)):
+    short = _take_within_budget(ascending[: exam.settings.batch_size], CELL_TOKENS)
+    if exam.token_budget(CELL_SECONDS / (1 + len(modules))) < min(FEWEST, sum(len(row["input_ids"]) for row in short)):
         modules = {place: paths for place, paths in modules.items() if None in place}
-    chosen = _first(short, exam.tokens_in(CELL_SECONDS / (1 + len(modules))), lambda row: len(row["input_ids"]))
+    chosen = _take_within_budget(
+        short, exam.token_budget(CELL_SECONDS / (1 + len(modules))), lambda row: len(row["input_ids"])
+    )
     batch = exam.reader.batch(*chosen)
     nats: dict[tuple[str, ...], float] = {}
     ordered = sorted(modules, key=lambda place: (place[0] is None, place[1] is None))
@@ -153,7 +157,7 @@ def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
             for done, place in enumerate(ordered, 1):
                 paths = tuple(modules[place])
                 if paths not in nats:
-                    with scaled(exam.model, dict.fromkeys(paths, 0.0)):
+                    with scale_adapter(exam.model, dict.fromkeys(paths, 0.0)):
                         without_TV = exam.reader.log_probs(exam.reader.states(batch))
                     nats[paths] = float(divergence(with_all_TV, without_TV).mean())
                 on_progress(done, len(ordered))
@@ -161,7 +165,7 @@ def _cells(exam: Exam, rows: Sequence[Row]) -> tuple[tuple[Cell, ...], int]:
     return cells, sum(map(_responses, chosen))
 
 
-def _changed(exam: Exam, rows: Sequence[Row], found: TokenEntropies) -> tuple[ChangedToken, ...]:
+def _changed(exam: ExamContext, rows: Sequence[Row], found: TokenEntropies) -> tuple[ChangedToken, ...]:
     """The most changed tokens, most first, from several rows."""
     shown: list[ChangedToken] = []
     taken: Counter[int] = Counter()
@@ -173,14 +177,14 @@ def _changed(exam: Exam, rows: Sequence[Row], found: TokenEntropies) -> tuple[Ch
         if taken[index] == CHANGED_OF_ROW:
             continue
         taken[index] += 1
-        ids, place = rows[index]["input_ids"], _places(rows[index])[at - first[at]]
-        start = max(0, place - AROUND)
-        texts = token_texts(exam.tokenizer, ids[start : place + 1 + AROUND])
+        ids, place = rows[index]["input_ids"], _response_positions(rows[index])[at - first[at]]
+        start = max(0, place - CONTEXT_TOKENS)
+        texts = token_texts(exam.tokenizer, ids[start : place + 1 + CONTEXT_TOKENS])
         here = place - start
         base, adapter = (
             tuple(
                 (exam.tokenizer.decode([int(token)]), float(share))
-                for token, share in zip(found.likeliest[name][at], found.likeliest_prob[name][at], strict=True)
+                for token, share in zip(found.top_token_ids[name][at], found.top_probs[name][at], strict=True)
             )
             for name in ("base", "adapter")
         )

@@ -19,13 +19,13 @@ from loragate import records
 from loragate.data import detect_format, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.doctor import answers, effect, learned, static, strength
-from loragate.doctor.exam import Exam, ExamSettings, OnJob, Part, is_text, silent_job
-from loragate.doctor.record import FILE, OWN, Examination, Measures, conclude
+from loragate.doctor.exam_context import ExamContext, ExamSettings, OnJob, Part, is_text_only_row, silent_job
+from loragate.doctor.record import FILE, OUTPUT_NAMES, Examination, Measures, build_examination
 from loragate.errors import DataError
-from loragate.files import RunFolder, require_new, write_json
+from loragate.files import RunFolder, require_empty_folder, write_json
 from loragate.gates.adapter_rules import Finding
 from loragate.models import Loading, resolve
-from loragate.models.loading import USUAL
+from loragate.models.loading import DEFAULT_LOADING
 from loragate.selection.dev import read_dev
 from loragate.selection.settings import DevSettings
 
@@ -49,7 +49,7 @@ def examine(
     out: str | Path | None = None,
     resume: bool = False,
     settings: ExamSettings | None = None,
-    loading: Loading = USUAL,
+    loading: Loading = DEFAULT_LOADING,
     on_job: OnJob = silent_job,
 ) -> Examination:
     """Check up a finished adapter: is it whole, is it on the right base, what does it do, how strongly should it act?
@@ -79,19 +79,19 @@ def examine(
     if quick:
         return static.examine_files(str(adapter), base, out, loading)
     if out is not None:
-        require_new(Path(out), *OWN)
+        require_empty_folder(Path(out), *OUTPUT_NAMES)
     settings = settings or ExamSettings()
     began = time.monotonic()
     measured, found = static.examine_static(str(adapter), base, loading)
-    done = Done(Measures(measured), tuple(found), {"static": round(time.monotonic() - began, 3)})
+    done = FinishedParts(Measures(measured), tuple(found), {"static": round(time.monotonic() - began, 3)})
     if static.prevents_loading(found):
-        return _concluded(done, tuple(PARTS), out)
+        return _write_examination(done, tuple(PARTS), out)
     given = {"data": data, "dev_data": dev_data, "retention_data": retention_data}
     rows = {name: None if one is None else load_rows(one) for name, one in given.items()}
     for name in ("dev", "retention"):  # what cannot be asked is refused before the model is loaded
         if (questions := rows[f"{name}_data"]) is not None:
             read_dev(questions, settings.dev if name == "dev" else DevSettings(), name)
-    if (examples := rows["data"]) is not None and not is_text(examples[0]):
+    if (examples := rows["data"]) is not None and not is_text_only_row(examples[0]):
         first = examples.earliest()
         try:
             detect_format(examples[first])
@@ -100,7 +100,7 @@ def examine(
     place = resolve(str(adapter), base)
     identity = {
         "adapter": place.fingerprint,
-        "base": place.base.lasting,
+        "base": place.base.absolute_name,
         **{name: None if one is None else one.fingerprint for name, one in rows.items()},
         "settings": records.to_json(settings),
         "loading": records.to_json(loading),
@@ -108,9 +108,9 @@ def examine(
     with _folder(out, identity, resume) as folder:
         file = folder / "done.json"
         if file.exists():
-            done = records.read(Done, file, "remove the folder, or choose another --out")
-        heard = dict.fromkeys(done.left_out)  # an ordered set
-        exam = Exam(place, folder, done.measures, settings, loading, say=heard.setdefault)
+            done = records.read(FinishedParts, file, "remove the folder, or choose another --out")
+        notes = dict.fromkeys(done.left_out)  # an ordered set
+        exam = ExamContext(place, folder, done.measures, settings, loading, say=notes.setdefault)
         exam.data, exam.dev_data, exam.retention_data = rows.values()
         for number, (name, part) in enumerate(PARTS.items(), 1):
             if name in done.seconds:
@@ -120,13 +120,13 @@ def examine(
             try:
                 measured, more = part(exam)
             except KeyboardInterrupt:
-                _concluded(done, tuple(one for one in PARTS if one not in done.seconds), out)
+                _write_examination(done, tuple(one for one in PARTS if one not in done.seconds), out)
                 raise
             exam.measures = replace(exam.measures, **{name: measured})
             seconds = {**done.seconds, name: round(time.monotonic() - began, 3)}
-            done = Done(exam.measures, (*done.findings, *more), seconds, tuple(heard))
+            done = FinishedParts(exam.measures, (*done.findings, *more), seconds, tuple(notes))
             write_json(file, records.to_json(done))
-    return _concluded(done, (), out)
+    return _write_examination(done, (), out)
 
 
 def _numbered(on_job: OnJob, number: str) -> OnJob:
@@ -135,7 +135,7 @@ def _numbered(on_job: OnJob, number: str) -> OnJob:
 
 
 @dataclass(frozen=True)
-class Done:
+class FinishedParts:
     """The parts that are finished, with the seconds that each took, and what they left out."""
 
     measures: Measures
@@ -144,8 +144,10 @@ class Done:
     left_out: tuple[str, ...] = ()
 
 
-def _concluded(done: Done, unfinished: tuple[str, ...], out: str | Path | None) -> Examination:
-    found = conclude(done.findings, done.measures, unfinished=unfinished, seconds=done.seconds, left_out=done.left_out)
+def _write_examination(done: FinishedParts, unfinished: tuple[str, ...], out: str | Path | None) -> Examination:
+    found = build_examination(
+        done.findings, done.measures, unfinished=unfinished, seconds=done.seconds, left_out=done.left_out
+    )
     if out is not None:
         write_json(Path(out) / FILE, found.to_json())
     return found

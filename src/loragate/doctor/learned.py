@@ -15,13 +15,13 @@ import numpy as np
 from loragate.analysis.rows import Interval, Row
 from loragate.data import load_rows
 from loragate.data.formats import FORMATS
-from loragate.doctor.exam import STRENGTHS, Exam, Losses, all_plain, high_end, low_end
+from loragate.doctor.exam_context import STRENGTHS, ExamContext, Losses, all_plain, high_end, low_end
 from loragate.doctor.record import Learned
 from loragate.errors import DataError
 from loragate.gates.adapter_rules import Finding
-from loragate.gates.control import why_no_base
+from loragate.gates.control import base_unavailable_reason
 from loragate.gates.strength import scales_exactly
-from loragate.losses.head import IGNORED
+from loragate.losses.head import IGNORE_INDEX
 from loragate.selection.dev import read_dev
 
 SCALES = tuple(f"{strength:g}" for strength in STRENGTHS)
@@ -45,7 +45,7 @@ FOR_MOVES, MOVES = 0.75, 0.01
 that moves at random almost none. It is looked at where the KL is above MOVES nats per token."""
 NOTHING = 0.01
 """Nats per token: an adapter that gains less on its examples has learnt nothing there."""
-GAP, TIMES, CARRIED = 0.2, 10.0, 0.2
+MEMORIZED_GAP_NATS, MEMORIZED_LOSS_RATIO, MIN_TRANSFERRED_GAIN = 0.2, 10.0, 0.2
 """Learnt by heart: questions of the same kind have a loss that is higher than the examples' by GAP nats per token, and either
 TIMES as high or with less than the share CARRIED of the gain on the examples. Adapters as people train them have 1.1 to 5 times
 the loss there, and carry over 0.4 or more of the gain."""
@@ -57,78 +57,84 @@ answer, and the share of the answers that are different. It may as well be an an
 
 
 @dataclass
-class Curve:
+class LossCurve:
     """The examples read at several strengths.
 
     Attributes:
         base: of the base as it is; None where it cannot be had.
-        at: {strength: losses}.
+        losses_by_strength: {strength: losses}.
     """
 
-    exam: Exam
+    exam: ExamContext
     base: Losses | None = None
-    at: dict[str, Losses] = field(default_factory=dict)
+    losses_by_strength: dict[str, Losses] = field(default_factory=dict)
 
     def read(self, *strengths: str) -> None:
         """Read the rows at more strengths."""
         with self.exam.job("the examples at every strength", len(strengths), "strengths") as on_progress:
             for done, strength in enumerate(strengths, 1):
-                self.at[strength] = self.exam.losses_as("examples", strength, self.exam.scaled(float(strength)))
+                self.losses_by_strength[strength] = self.exam.cached_losses(
+                    "examples", strength, self.exam.scaled(float(strength))
+                )
                 on_progress(done, len(strengths))
 
     @property
     def rows(self) -> list[Row]:
         """The examples that are read."""
-        return self.exam.texts["examples"]
+        return self.exam.scoring_rows["examples"]
 
     @property
     def applied(self) -> bool:
         """Whether the adapter moves the losses at all; one that does not is not-applied, and has no chance to learn."""
-        return self.base is None or bool((self.base.sums != self.at["1"].sums).any())
+        return self.base is None or bool((self.base.sums != self.losses_by_strength["1"].sums).any())
 
     @property
     def gain(self) -> Interval | None:
         """Base minus adapter, nats per token."""
-        return None if self.base is None else self.base.minus(self.at["1"])
+        return None if self.base is None else self.base.paired_difference(self.losses_by_strength["1"])
 
     def best(self, *, above: bool) -> str:
         """The strength of the lowest loss above 1, or between 0 and 1."""
-        side = [s for s in self.at if (float(s) > 1 if above else 0 < float(s) < 1)]
-        return min(side, key=lambda s: self.at[s].mean().mean)
+        side = [s for s in self.losses_by_strength if (float(s) > 1 if above else 0 < float(s) < 1)]
+        return min(side, key=lambda s: self.losses_by_strength[s].mean().mean)
 
-    def better(self, strength: str) -> Interval:
+    def improvement(self, strength: str) -> Interval:
         """Adapter as it is minus adapter at another strength, nats per token."""
-        return self.at["1"].minus(self.at[strength])
+        return self.losses_by_strength["1"].paired_difference(self.losses_by_strength[strength])
 
-    def fits(self, strength: str) -> bool:
+    def beats_base(self, strength: str) -> bool:
         """Whether the adapter at this strength is clearly better than the base; True where the base cannot be had."""
         least = 0.0 if self.base is None else max(MATTERS, FITS * self.base.mean().mean)
-        return self.base is None or low_end(self.base.minus(self.at[strength])) > least
+        return self.base is None or low_end(self.base.paired_difference(self.losses_by_strength[strength])) > least
 
     def evidence(self, **more: Any) -> dict[str, Any]:
         """Mean losses, by strength."""
         base = None if self.base is None else self.base.mean().mean
-        return {"base": base, "scales": {s: losses.mean().mean for s, losses in self.at.items()}, **more}
+        return {
+            "base": base,
+            "scales": {s: losses.mean().mean for s, losses in self.losses_by_strength.items()},
+            **more,
+        }
 
 
-def examine_learned(exam: Exam) -> tuple[Learned | None, list[Finding]]:
+def examine_learned(exam: ExamContext) -> tuple[Learned | None, list[Finding]]:
     """See `Learned`; None without examples."""
     if exam.examples is None or not exam.rows:
         return None, []
     if not exam.has_base:
-        exam.say(f"the examples are not compared with the base: {why_no_base(exam.model)}")
+        exam.say(f"the examples are not compared with the base: {base_unavailable_reason(exam.model)}")
     if not scales_exactly(exam.model):
         exam.say(
             "between 0 and 1, and above, a DoRA adapter is weakened or strengthened in its direction, not its magnitude"
         )
-    curve = Curve(exam)
+    curve = LossCurve(exam)
     if exam.has_base:
-        curve.base = exam.losses_as("examples", "base", exam.acting("base"))
+        curve.base = exam.cached_losses("examples", "base", exam.acting("base"))
     curve.read(*SCALES)
-    if not all(np.isfinite(losses.sums).all() for losses in curve.at.values()):
+    if not all(np.isfinite(losses.sums).all() for losses in curve.losses_by_strength.values()):
         exam.say("the examples are not judged by: the model computes no finite predictions for them at every strength")
         return None, []
-    adapter, heldout = curve.at["1"], _heldout(exam, curve)
+    adapter, heldout = curve.losses_by_strength["1"], _heldout(exam, curve)
     learned = Learned(
         source=exam.examples.source,
         rows=len(curve.rows),
@@ -136,17 +142,17 @@ def examine_learned(exam: Exam) -> tuple[Learned | None, list[Finding]]:
         base=None if curve.base is None else curve.base.mean(),
         adapter=adapter.mean(),
         gain=curve.gain,
-        scales={s: curve.at[s].mean() for s in SCALES},
+        scales={s: curve.losses_by_strength[s].mean() for s in SCALES},
         heldout=None if heldout is None else heldout[1].mean(),
         heldout_base=None if heldout is None or heldout[0] is None else heldout[0].mean(),
     )
     if len(curve.rows) < FEWEST:
         exam.say(f"{len(curve.rows)} examples are too few to judge the adapter by; {FEWEST} are needed")
         return learned, []
-    return learned, [*_of_strength(curve), *_of_memory(curve, heldout)]
+    return learned, [*_check_strength_and_base(curve), *_check_memorization(curve, heldout)]
 
 
-def _heldout(exam: Exam, curve: Curve) -> tuple[Losses | None, Losses] | None:
+def _heldout(exam: ExamContext, curve: LossCurve) -> tuple[Losses | None, Losses] | None:
     """Losses of base and adapter on the dev set's questions with their answers, where these are of the examples' kind."""
     if exam.dev_data is None:
         return None
@@ -155,7 +161,7 @@ def _heldout(exam: Exam, curve: Curve) -> tuple[Losses | None, Losses] | None:
         if not any(form.matches(given[0]) for form in FORMATS.values()):
             asked = read_dev(exam.dev_data, exam.settings.dev).questions.questions[: exam.settings.max_rows]
             given = load_rows([{"question": one.prompt, "answer": one.gold} for one in asked])
-        rows = exam.encoded(given)
+        rows = exam.encode_examples(given)
     except DataError as error:
         exam.say(f"the dev set is not read for memorisation: {error}")
         return None
@@ -165,10 +171,10 @@ def _heldout(exam: Exam, curve: Curve) -> tuple[Losses | None, Losses] | None:
             "conversation; give it the columns of the examples beside its answers"
         )
         return None
-    rows = exam.affordable(rows, 1 + exam.has_base, HELDOUT_SECONDS)
+    rows = exam.subsample_to_budget(rows, 1 + exam.has_base, HELDOUT_SECONDS)
     with exam.acting("adapter"):
         adapter = exam.losses(rows)
-    lengths = [float(one.tokens.mean()) for one in (adapter, curve.at["1"])]
+    lengths = [float(one.tokens.mean()) for one in (adapter, curve.losses_by_strength["1"])]
     if max(lengths) > SIMILAR * min(lengths):
         exam.say(
             f"the dev set's answers ({lengths[0]:.0f} tokens) are of another kind than the examples' ({lengths[1]:.0f} tokens), "
@@ -181,11 +187,11 @@ def _heldout(exam: Exam, curve: Curve) -> tuple[Losses | None, Losses] | None:
         return exam.losses(rows), adapter
 
 
-def _of_strength(curve: Curve) -> list[Finding]:
+def _check_strength_and_base(curve: LossCurve) -> list[Finding]:
     """wrong-base, too-strong, too-weak or nothing-learned, at the most one of them."""
     gain, exam = curve.gain, curve.exam
-    own, rows = curve.at["1"].mean(), f"{len(curve.rows)} examples"
-    if curve.base is not None and low_end(loss := curve.at["1"].minus(curve.base)) > WORSE:
+    own, rows = curve.losses_by_strength["1"].mean(), f"{len(curve.rows)} examples"
+    if curve.base is not None and low_end(loss := curve.losses_by_strength["1"].paired_difference(curve.base)) > WORSE:
         curve.read(*WEAKER)
         weaker = curve.best(above=False)
         worse = (
@@ -193,12 +199,13 @@ def _of_strength(curve: Curve) -> list[Finding]:
             f"{curve.base.mean().mean:.2f}, worse by {loss.mean:.2f}{loss.ends()} on {rows}"
         )
         evidence = curve.evidence(worse=loss.mean, low=loss.low, high=loss.high)
-        if curve.fits(weaker):
+        if curve.beats_base(weaker):
             return [
                 Finding(
                     "too-strong",
                     "error",
-                    f"{worse}. At {weaker} times its strength it has {curve.at[weaker].mean().mean:.2f}: it acts too strongly",
+                    f"{worse}. At {weaker} times its strength it has {curve.losses_by_strength[weaker].mean().mean:.2f}: it acts "
+                    "too strongly",
                     _strength_remedy(weaker),
                     {**evidence, "best": weaker},
                 )
@@ -215,7 +222,7 @@ def _of_strength(curve: Curve) -> list[Finding]:
         ]
     gained = 0.0 if gain is None else max(0.0, gain.mean)
     weaker = curve.best(above=False)
-    if low_end(curve.better(weaker)) > max(MATTERS, SHARE_WEAKER * gained) and curve.fits(weaker):
+    if low_end(curve.improvement(weaker)) > max(MATTERS, SHARE_WEAKER * gained) and curve.beats_base(weaker):
         return [_other_strength("too-strong", curve, weaker, rows)]
     moved = 0.0 if exam.measures.effect is None else exam.measures.effect.classes[0].kl.mean
     if gain is not None and moved > MOVES and high_end(gain) < FOR_MOVES * moved:
@@ -229,10 +236,10 @@ def _of_strength(curve: Curve) -> list[Finding]:
                 curve.evidence(gain=gain.mean, low=gain.low, high=gain.high, kl=moved),
             )
         ]
-    if low_end(curve.better("2")) > 0:
+    if low_end(curve.improvement("2")) > 0:
         curve.read(*STRONGER)
     stronger = curve.best(above=True)
-    if low_end(curve.better(stronger)) > max(MATTERS, SHARE_STRONGER * gained):
+    if low_end(curve.improvement(stronger)) > max(MATTERS, SHARE_STRONGER * gained):
         return [_other_strength("too-weak", curve, stronger, rows)]
     if gain is not None and high_end(gain) < NOTHING and curve.applied:
         return [
@@ -249,13 +256,15 @@ def _of_strength(curve: Curve) -> list[Finding]:
     return []
 
 
-def _other_strength(code: str, curve: Curve, strength: str, rows: str) -> Finding:
-    found = curve.better(strength)
+def _other_strength(code: str, curve: LossCurve, strength: str, rows: str) -> Finding:
+    found = curve.improvement(strength)
     return Finding(
         code,
         "warning",
-        f"at {strength} times its strength the adapter has a loss of {curve.at[strength].mean().mean:.2f} nats per token on its "
-        f"own examples, as it is {curve.at['1'].mean().mean:.2f}: {found.mean:.2f}{found.ends()} better on {rows}, where training "
+        f"at {strength} times its strength the adapter has a loss of {curve.losses_by_strength[strength].mean().mean:.2f} nats "
+        "per token on its "
+        f"own examples, as it is {curve.losses_by_strength['1'].mean().mean:.2f}: {found.mean:.2f}{found.ends()} better on "
+        f"{rows}, where training "
         "should have left the best strength at 1",
         f"train longer or with a higher learning rate; or {_strength_remedy(strength)}"
         if code == "too-weak"
@@ -264,9 +273,10 @@ def _other_strength(code: str, curve: Curve, strength: str, rows: str) -> Findin
     )
 
 
-def _base_remedy(exam: Exam) -> str:
+def _base_remedy(exam: ExamContext) -> str:
     return (
-        f"check that {exam.place.base.name} is the very model that it was trained on (the same version and fine-tune, not only "
+        f"check that {exam.model_source.base.name} is the very model that it was trained on (the same version and fine-tune, not "
+        "only "
         "the same shape; name another with --base), and that these examples, in this chat template, are what it was trained on "
         "by imitation: preference tuning (DPO, GRPO) need not make its chosen answers likelier"
     )
@@ -279,17 +289,19 @@ def _strength_remedy(strength: str) -> str:
     )
 
 
-def _of_memory(curve: Curve, heldout: tuple[Losses | None, Losses] | None) -> list[Finding]:
+def _check_memorization(curve: LossCurve, heldout: tuple[Losses | None, Losses] | None) -> list[Finding]:
     """memorised: a warning where the dev set shows it, a note where the examples alone let one suspect it."""
     if curve.base is None:
         return []
-    own, base, rows = curve.at["1"].mean(), curve.base.mean(), len(curve.rows)
+    own, base, rows = curve.losses_by_strength["1"].mean(), curve.base.mean(), len(curve.rows)
     remedy = "take an earlier checkpoint, or train for fewer steps, at a lower learning rate or on more examples"
     evidence = {"adapter": own.mean, "base": base.mean}
     if heldout is not None and heldout[0] is not None:
-        held, held_base, carried = heldout[1].mean(), heldout[0].mean(), heldout[0].minus(heldout[1])
-        by_heart = low_end(held) > TIMES * high_end(own) or high_end(carried) < CARRIED * (base.mean - own.mean)
-        if by_heart and low_end(held) - high_end(own) > GAP:
+        held, held_base, carried = heldout[1].mean(), heldout[0].mean(), heldout[0].paired_difference(heldout[1])
+        by_heart = low_end(held) > MEMORIZED_LOSS_RATIO * high_end(own) or high_end(carried) < MIN_TRANSFERRED_GAIN * (
+            base.mean - own.mean
+        )
+        if by_heart and low_end(held) - high_end(own) > MEMORIZED_GAP_NATS:
             return [
                 Finding(
                     "memorised",
@@ -303,7 +315,7 @@ def _of_memory(curve: Curve, heldout: tuple[Losses | None, Losses] | None) -> li
             ]
         return []
     whole = float(curve.base.sums.mean())
-    answers = {tuple(label for label in row["labels"] if label != IGNORED) for row in curve.rows}
+    answers = {tuple(label for label in row["labels"] if label != IGNORE_INDEX) for row in curve.rows}
     if high_end(own) < BY_HEART * base.mean and whole > ANSWER and len(answers) > VARIED * rows:
         return [
             Finding(

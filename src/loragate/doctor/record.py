@@ -15,7 +15,7 @@ from loragate.analysis.rows import ClassEntropy, Interval
 from loragate.gates.adapter_rules import Finding
 
 FILE = "doctor.json"
-OWN = (FILE, "doctor.html", "run")
+OUTPUT_NAMES = (FILE, "doctor.html", "run")
 """What a check-up leaves in its folder."""
 Verdict = Literal["healthy", "unfinished", "warnings", "broken"]
 
@@ -310,7 +310,7 @@ def read_examination(path: Path) -> Examination:
 ORDER = ("error", "warning", "note")
 
 
-def conclude(
+def build_examination(
     findings: Iterable[Finding],
     measures: Measures,
     *,

@@ -19,26 +19,28 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from loragate.analysis.plan import GIB, estimate
-from loragate.doctor.record import FILE, OWN, Examination, Measures, Module, Static, conclude
+from loragate.doctor.record import FILE, OUTPUT_NAMES, Examination, Measures, Module, Static, build_examination
 from loragate.doctor.tokens import examine_tokens
 from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
-from loragate.files import require_new, write_json
+from loragate.files import require_empty_folder, write_json
 from loragate.gates import examine_adapter
 from loragate.gates.adapter_folder import AdapterFolder, UnusableAdapterError, read_adapter_folder
-from loragate.gates.adapter_rules import Finding, wrong_types
+from loragate.gates.adapter_rules import Finding, config_errors
 from loragate.gates.eligibility import Verdict, require_trainable
-from loragate.gates.schema import factor_of, read_adapter, read_tensors, strength_of
+from loragate.gates.schema import factor_of, lora_scaling, read_adapter, read_tensors
 from loragate.gates.strength import kind_of, layer_of
 from loragate.models import ModelSource, base_config, explained, is_adapter, is_gated, plain_adapter, resolve
-from loragate.models.loading import USUAL, require_causal
-from loragate.models.peft_loading import MisfitError, plan_peft, unknown_keys
+from loragate.models.loading import DEFAULT_LOADING, require_causal
+from loragate.models.peft_loading import AdapterMismatchError, check_adapter_fits, find_unknown_config_keys
 from loragate.models.settings import Loading
 from loragate.models.source import ModelRef, require_here
 
 _FETCH = "fetch the folder again, or write it again with what made it"
 
 
-def examine_files(adapter: str, base: str = "", out: str | Path | None = None, loading: Loading = USUAL) -> Examination:
+def examine_files(
+    adapter: str, base: str = "", out: str | Path | None = None, loading: Loading = DEFAULT_LOADING
+) -> Examination:
     """The quick examination: `examine_static` as a record, written to `out` where that is given.
 
     This module imports no engine and no evaluation, as reading files takes less time than importing those.
@@ -47,16 +49,16 @@ def examine_files(adapter: str, base: str = "", out: str | Path | None = None, l
         ConfigError: as `examine_static`.
     """
     if out is not None:
-        require_new(Path(out), *OWN)
+        require_empty_folder(Path(out), *OUTPUT_NAMES)
     began = time.monotonic()
     measured, found = examine_static(adapter, base, loading)
-    examination = conclude(found, Measures(measured), seconds={"static": round(time.monotonic() - began, 3)})
+    examination = build_examination(found, Measures(measured), seconds={"static": round(time.monotonic() - began, 3)})
     if out is not None:
         write_json(Path(out) / FILE, examination.to_json())
     return examination
 
 
-def examine_static(adapter: str, base: str = "", loading: Loading = USUAL) -> tuple[Static, list[Finding]]:
+def examine_static(adapter: str, base: str = "", loading: Loading = DEFAULT_LOADING) -> tuple[Static, list[Finding]]:
     """See `Static`; in seconds, without weights of the base.
 
     Raises:
@@ -77,7 +79,7 @@ def examine_static(adapter: str, base: str = "", loading: Loading = USUAL) -> tu
             gates={
                 **{key: stored["gate"][key] for key in ("lower", "upper", "granularity")},
                 "modules": len(stored["modules"]),
-                "off": bool(place.gates_off),
+                "off": bool(place.inactive_gates_reason),
                 "temperature": place.recommended_temperature,
             },
         )
@@ -92,7 +94,7 @@ def examine_static(adapter: str, base: str = "", loading: Loading = USUAL) -> tu
         remedy = "say where it is with --base; without it nothing but the files of the adapter was examined"
         found.append(Finding("base-unreachable", "warning", said, remedy, {"base": place.base.name}))
         return static, found
-    static, more, embeddings = _on_base(static, place.plain, config, loading)
+    static, more, embeddings = _on_base(static, place.as_plain_adapter, config, loading)
     found += more
     measured, more = examine_tokens(place, loading, embeddings)
     return replace(static, **measured), [*found, *more]
@@ -109,12 +111,12 @@ def prevents_loading(findings: Sequence[Finding]) -> bool:
 def _read(adapter: str, base: str) -> tuple[ModelSource | None, AdapterFolder, list[Finding]]:
     """(the place, None where its files cannot be used; the plain adapter's files; what was found in them)."""
     try:
-        place = resolve(adapter, base, base_later=True)
+        place = resolve(adapter, base, base_optional=True)
         if place.kind == "base":
             resolve(adapter, base, expect="adapter")  # says what it holds instead
         if place.kind == "gated":
             read_tensors(place.folder, dict(place.gates or {}))
-        return place, place.contents, list(place.contents.findings)
+        return place, place.adapter_contents, list(place.adapter_contents.findings)
     except UnusableAdapterError as error:
         return None, error.folder, list(error.folder.findings)
     except ConfigError:
@@ -146,8 +148,8 @@ def _of_files(adapter: str, base: str, contents: AdapterFolder) -> Static:
         rank=None if rank is None else int(rank),
         alpha=alpha,
         parameters=sum(value.numel() for value in tensors.values()),
-        modules=() if any(wrong_types(config)) else _modules(config, tensors),
-        beside=contents.beside,
+        modules=() if any(config_errors(config)) else _modules(config, tensors),
+        beside=contents.non_lora_changes,
     )
 
 
@@ -161,12 +163,12 @@ def _modules(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     for path, pair in pairs.items():
         try:
             # fused experts share one factor, whose rows are no ranks of one delta
-            scale = strength_of(config, path)[2] if len(pair) == 2 and len(pair["A"]) == pair["B"].shape[1] else None
+            scale = lora_scaling(config, path)[2] if len(pair) == 2 and len(pair["A"]) == pair["B"].shape[1] else None
         except ArtifactError:
             scale = None
         if scale is None:
             continue
-        norm, effective = spectrum(pair["A"], pair["B"])
+        norm, effective = delta_norm_and_effective_rank(pair["A"], pair["B"])
         if norm == norm:  # NaN is a finding of the files
             found.append(
                 Module(path, kind_of(path), layer_of(path), len(pair["A"]), scale, abs(scale) * norm, effective, 0.0)
@@ -180,7 +182,7 @@ def _without_name(key: str) -> str:
     return re.sub(r"(\.lora_(?:embedding_)?[AB])\.[A-Za-z0-9_-]+(?=\.weight$)", r"\1", key)
 
 
-def spectrum(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+def delta_norm_and_effective_rank(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
     """(Frobenius norm, effective rank) of B·A for A [R, D_in] and B [D_out, R]: the latter is exp of the entropy of the squared
     singular values as shares (Roy and Vetterli 2007), 0 for a delta of zero. Exact, and no D_out × D_in matrix is made."""
     a, b = a.double(), b.double()  # in which squares of fp32 do not overflow
@@ -220,7 +222,7 @@ def _on_base(
     name = place.base.name
     try:
         require_causal(config, name)
-        bare = _without_weights(config, name, loading)
+        bare = _build_meta_model(config, name, loading)
     except ConfigError as error:
         return static, [Finding("task-type", "error", str(error), "load it with its own class in Python")], None
     except LoragateError as error:
@@ -228,8 +230,8 @@ def _on_base(
     rows = int(bare.get_input_embeddings().weight.shape[0])
     try:
         with explained("adapter", str(place.folder)):
-            model = plan_peft(_without_weights(config, name, loading), place.adapter)
-    except MisfitError as error:
+            model = check_adapter_fits(_build_meta_model(config, name, loading), place.adapter)
+    except AdapterMismatchError as error:
         return static, [error.finding], rows
     except Exception as error:  # PEFT raises anything for a configuration that it cannot follow
         said = (
@@ -244,8 +246,8 @@ def _on_base(
         gateable=dict(Counter(verdict.status for verdict in verdicts)),
         reasons=tuple(sorted({verdict.reason for verdict in verdicts if verdict.reason})),
     )
-    found = unknown_keys(place.contents)
-    told = any(one.forbids("gate") for one in place.contents.findings)
+    found = find_unknown_config_keys(place.adapter_contents)
+    told = any(one.forbids("gate") for one in place.adapter_contents.findings)
     if not told and (reason := _not_gateable(verdicts)):
         found.append(
             Finding("not-gateable", "note", f"{place.folder} cannot be given gates: {reason}", "use it without them")
@@ -253,7 +255,7 @@ def _on_base(
     return _with_cost(static, bare, config, verdicts), found, rows
 
 
-def _without_weights(config: Any, name: str, loading: Loading) -> Any:
+def _build_meta_model(config: Any, name: str, loading: Loading) -> Any:
     """The base on the meta device."""
     with explained("base model", name), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=loading.trust_remote_code)

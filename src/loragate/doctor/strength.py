@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from loragate.analysis.rows import Array, Interval
-from loragate.doctor.exam import STRENGTHS, Exam, Losses, share_right
+from loragate.doctor.exam_context import STRENGTHS, ExamContext, Losses, share_right
 from loragate.doctor.learned import MATTERS, SHARE_STRONGER, SHARE_WEAKER
 from loragate.doctor.record import Point, Strength
 from loragate.evaluation.statistics import compare
@@ -29,27 +29,27 @@ KEPT_NATS = 0.02
 """Nats per token that the adapter's own answers may lose and still be kept; a hundredth of a typical answer's surprise."""
 
 
-def examine_strength(exam: Exam) -> tuple[Strength | None, list[Finding]]:
+def examine_strength(exam: ExamContext) -> tuple[Strength | None, list[Finding]]:
     """See `Strength`; None where the base cannot be had, without which nothing is retained or lost."""
-    if not exam.has_base or not exam.texts["base"] or not exam.texts["adapter"]:
+    if not exam.has_base or not exam.scoring_rows["base"] or not exam.scoring_rows["adapter"]:
         exam.say("strengths are not compared: the base, or an answer of it, cannot be had")
         return None, []
-    target = "examples" if "examples" in exam.texts else "adapter"
-    ways = _ways(exam)
+    target = "examples" if "examples" in exam.scoring_rows else "adapter"
+    ways = _list_configurations(exam)
     with exam.job("strengths", 2 * len(ways), "passes") as on_progress:
         read: dict[str, dict[str, Losses]] = {target: {}, "base": {}}
         for text, found in read.items():
             for label, (_, _, context) in ways.items():
-                found[label] = exam.losses_as(text, label, context())
+                found[label] = exam.cached_losses(text, label, context())
                 on_progress(sum(map(len, read.values())), 2 * len(ways))
-        own = exam.losses_as("base", "base", exam.acting("base"))
+        own = exam.cached_losses("base", "base", exam.acting("base"))
     if not all(np.isfinite(one.sums).all() for found in read.values() for one in found.values()):
         exam.say("strengths are not compared: the model computes no finite predictions at every one of them")
         return None, []
     answered: dict[str, dict[str, Array]] = {}
-    if exam.dev_data is not None and (scores := exam.scores("dev", STRENGTHS)):
+    if exam.dev_data is not None and (scores := exam.score_questions("dev", STRENGTHS)):
         answered["dev"] = scores
-    if exam.retention_data is not None and (scores := exam.scores("retention", STRENGTHS)):
+    if exam.retention_data is not None and (scores := exam.score_questions("retention", STRENGTHS)):
         answered["retention"] = scores
     kept = read[target]["1"] if target == "adapter" else None
     points = tuple(
@@ -57,8 +57,8 @@ def examine_strength(exam: Exam) -> tuple[Strength | None, list[Finding]]:
             label,
             group,  # type: ignore[arg-type]
             strength,
-            read[target][label].mean() if kept is None else read[target][label].minus(kept),
-            read["base"][label].minus(own),
+            read[target][label].mean() if kept is None else read[target][label].paired_difference(kept),
+            read["base"][label].paired_difference(own),
             share_right(answered.get("dev", {}).get(label)),
             share_right(answered.get("retention", {}).get(label)),
         )
@@ -72,7 +72,7 @@ def examine_strength(exam: Exam) -> tuple[Strength | None, list[Finding]]:
             "ask for the form that it reads, or does another --dev-grader or --dev-task fit?"
         )
         judged = None
-    least, best = _chosen(read[target], judged, kept is not None)
+    least, best = _choose_strengths(read[target], judged, kept is not None)
     decided = "accuracy" if judged is not None else "kept" if kept is not None else "loss"
     said = _sentences(points, read, least, best, decided, exam)
     return Strength("loss" if kept is None else "kept", "forgetting", decided, points, least, best, said), []  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ Way = tuple[str, float | None, Callable[[], AbstractContextManager[None]]]
 """(group, λ, the context in which the model acts so)"""
 
 
-def _ways(exam: Exam) -> dict[str, Way]:
+def _list_configurations(exam: ExamContext) -> dict[str, Way]:
     """By label, scales first."""
     ways: dict[str, Way] = {f"{value:g}": ("scale", value, partial(exam.scaled, value)) for value in STRENGTHS}
     paths = lora_paths(exam.model)
@@ -102,7 +102,7 @@ def _ways(exam: Exam) -> dict[str, Way]:
     return ways
 
 
-def _chosen(
+def _choose_strengths(
     losses: Mapping[str, Losses], scores: Mapping[str, Array] | None, kept: bool
 ) -> tuple[str | None, str | None]:
     """(least scale below 1 that keeps the target, scale that is better than 1 by more than its interval)."""
@@ -113,7 +113,7 @@ def _chosen(
         keeps = [label for label in below if gaps[label].mean >= -ONE_POINT]
         better = [label for label in gaps if label != "0" and gaps[label].low > 0]
         return _least(keeps, below), max(better, key=lambda label: gaps[label].mean, default=None)
-    costs = {label: losses[label].minus(losses["1"]) for label in labels if label != "1"}
+    costs = {label: losses[label].paired_difference(losses["1"]) for label in labels if label != "1"}
     allowed = KEPT_NATS if kept else ONE_POINT * max(costs["0"].mean, 0.0)
     keeps = [label for label in below if costs[label].mean <= allowed or (not kept and (costs[label].low or 0.0) < 0)]
     better = [label for label in costs if label != "0" and _matters(costs[label], label, costs["0"].mean)]
@@ -142,7 +142,7 @@ def _sentences(
     least: str | None,
     best: str | None,
     decided: str,
-    exam: Exam,
+    exam: ExamContext,
 ) -> tuple[str, ...]:
     """What to do, and what it gives back."""
     by_label = {point.label: point for point in points}
@@ -168,12 +168,12 @@ def _sentences(
         trade = ": a weaker one gives some of the base back and loses some of what was learned" if takes else ""
         said.append(f"No smaller strength keeps {of}{trade}.")
     else:
-        back = read["base"]["1"].minus(read["base"][least])
+        back = read["base"]["1"].paired_difference(read["base"][least])
         gives = " and gives nothing back"
         if takes and back.mean > 0:
             share = 100 * back.mean / lost.mean
             gives = f" and gives {back.mean:.3f} nats per token{back.ends('.3f')} back ({share:.0f} % of it)"
-        said.append(f"{least} times its strength keeps {of}{gives}: {exam.weakened(least)}.")
+        said.append(f"{least} times its strength keeps {of}{gives}: {exam.format_rescale_command(least)}.")
     if decided == "accuracy" and whole.accuracy is not None:
         base = by_label["0"].accuracy
         if base is not None and base.mean >= whole.accuracy.mean - ONE_POINT:

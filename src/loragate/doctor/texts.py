@@ -72,7 +72,7 @@ HITS, LEAD = 2, 1.5
 """Common words that a text must hold of a language, and how many times those of the next one."""
 
 
-def language_of(text: str) -> str | None:
+def detect_language(text: str) -> str | None:
     """ISO 639-1 code of the language; None where the text, without its code, shows none of the known ones clearly.
 
     >>> language_of("Das weiß ich leider nicht."), language_of("我不知道。"), language_of("42")
@@ -112,7 +112,7 @@ THOUGHTS = (
 """Marks around thoughts: Qwen and DeepSeek, …, Magistral, Command A, OpenThinker, gpt-oss."""
 
 
-def split_thoughts(prompt: str, answer: str) -> tuple[str, str | None]:
+def split_reasoning(prompt: str, answer: str) -> tuple[str, str | None]:
     """(thoughts, answer behind them) of an answer with all its special tokens; (thoughts, None) where they do not end.
 
     The template may have opened the block: then the prompt ends in its mark.

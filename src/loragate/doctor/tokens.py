@@ -79,7 +79,7 @@ def examine_tokens(
         remedy = "copy the tokenizer of its training, or the base's, there"
         return {}, [Finding("tokenizer-unreadable", "error", message, remedy)]
     try:
-        return _compared(tokenizer, base if own is not None else None, place, loading, embeddings)
+        return _compare_tokenizers(tokenizer, base if own is not None else None, place, loading, embeddings)
     except Exception as error:  # what stands in a tokenizer's files is mostly used when it first reads a text
         message = f"{place.tokenizer}: the tokenizer fails at a text ({_said(error)})"
         return {}, [
@@ -89,7 +89,7 @@ def examine_tokens(
         ]
 
 
-def _compared(
+def _compare_tokenizers(
     tokenizer: Any, base: Any, place: ModelSource, loading: Loading, embeddings: int | None
 ) -> tuple[dict[str, Any], list[Finding]]:
     """The same of a tokenizer in memory; `base` is the base's where the adapter has another, else None."""
@@ -97,10 +97,10 @@ def _compared(
     vocabulary = None
     if base is not None:
         vocabulary = base.get_vocab()
-        found += _differences(tokenizer, base, vocabulary, place.contents)
+        found += _differences(tokenizer, base, vocabulary, place.adapter_contents)
         found += _templates(Chat(tokenizer, "keep"), Chat(base, "keep"))
     if not any(one.severity == "error" for one in found):  # of another vocabulary nothing is said token by token
-        found += _untrained(tokenizer, vocabulary, place.contents, embeddings)
+        found += _untrained(tokenizer, vocabulary, place.adapter_contents, embeddings)
     measured, more = _endings(tokenizer, generation_config(place.base, loading.trust_remote_code))
     return measured, [*found, *more]
 
@@ -192,7 +192,7 @@ def _untrained(
     if _brings_embeddings(contents):
         return
     chat = Chat(own, "keep")
-    texts = filter(None, (chat.rendered(one) for one in _CONVERSATIONS))
+    texts = filter(None, (chat.render_probe(one) for one in _CONVERSATIONS))
     used = {index for text in texts for index in own(text, add_special_tokens=False)["input_ids"]}
     used |= {own.eos_token_id} - {None}
     trained = contents.config.get("trainable_token_indices") or ()
@@ -237,7 +237,7 @@ def _templates(own: Chat, base: Chat) -> Iterator[Finding]:
             remedy = "where it was trained on conversations, give their template: --chat-template FILE"
             yield Finding("template-differs", "note", message, remedy)
         return
-    if not own.rendered(_CONVERSATIONS[0]):
+    if not own.render_probe(_CONVERSATIONS[0]):
         try:
             own.render(_CONVERSATIONS[0])
         except DataError as error:
@@ -247,7 +247,7 @@ def _templates(own: Chat, base: Chat) -> Iterator[Finding]:
             )
         return
     for conversation in _CONVERSATIONS:
-        text, theirs = own.rendered(conversation), base.rendered(conversation)
+        text, theirs = own.render_probe(conversation), base.render_probe(conversation)
         # a template that refuses a conversation, such as one with a system message, loses nothing in silence
         lost = [one["role"] for one in conversation if text and one["content"] not in text]
         roles = ", ".join(one["role"] for one in conversation)
@@ -261,19 +261,21 @@ def _templates(own: Chat, base: Chat) -> Iterator[Finding]:
             )
             return
     first = _CONVERSATIONS[0]
-    if own.rendered(first, True) == own.rendered(first) and base.rendered(first, True) != base.rendered(first):
+    if own.render_probe(first, True) == own.render_probe(first) and base.render_probe(first, True) != base.render_probe(
+        first
+    ):
         message = (
             "the adapter's chat template does not open the assistant's turn when it is asked to (add_generation_prompt), as the "
             "base's does, so the model is asked in another form than it answers in"
         )
         remedy = "mend the template, or give that of the training: --chat-template FILE"
-        yield Finding("template-differs", "warning", message, remedy, {"adapter": own.rendered(first, True)[:500]})
+        yield Finding("template-differs", "warning", message, remedy, {"adapter": own.render_probe(first, True)[:500]})
         return
     if base.template is None:
         yield Finding("template-differs", "note", "the base has no chat template, and the adapter brings one", use)
         return
     for conversation, prompt in ((one, prompt) for one in _CONVERSATIONS for prompt in (False, True)):
-        text, theirs = own.rendered(conversation, prompt), base.rendered(conversation, prompt)
+        text, theirs = own.render_probe(conversation, prompt), base.render_probe(conversation, prompt)
         if text != theirs:
             at = next(
                 (place for place, pair in enumerate(zip(text, theirs)) if pair[0] != pair[1]),

@@ -1,9 +1,9 @@
 """Does another engine compute what transformers computes? Log-probs of the same tokens, side by side.
 
 Nothing else shows that vLLM used the right λ: its answers look like answers whichever model gave them. `loragate verify` checks
-a server by `verify`. An evaluation on vLLM asks for the log-probs of a few of its own answers while the engine still acts as the
-variant (`ask`), and reads them again with transformers when vLLM has freed its memory. A variant disagrees where it is off by
-more than rounding, or where another of the models explains what was served better.
+a server by `check_logprobs`. An evaluation on vLLM asks for the log-probs of a few of its own answers while the engine still acts
+as the variant (`score_stored_answers`), and reads them again with transformers when vLLM has freed its memory. A variant
+disagrees where it is off by more than rounding, or where another of the models explains what was served better.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from loragate.errors import LoragateError
-from loragate.evaluation.engines import EngineFor, Engines, load
-from loragate.evaluation.prepared import Prepared
+from loragate.evaluation.engines import EngineContext, EngineProvider, load
+from loragate.evaluation.prepared import PreparedTask
 from loragate.evaluation.results import VariantAgreement
-from loragate.evaluation.variants import ModelVariant, acting
+from loragate.evaluation.variants import ModelVariant, activate_variant
 from loragate.files import read_json, write_json
 from loragate.generation import Engine
 from loragate.generation.engine import read_samples, tokenize_prompts
@@ -32,16 +32,16 @@ from loragate.models.source import Kind
 
 ANSWERS, TOKENS = 4, 32
 """How many answers of a variant are read again, and how many tokens of each."""
-LIMITS = {"float32": 1e-3, "16 bits": 0.1}
+LOGPROB_TOLERANCES = {"float32": 1e-3, "16 bits": 0.1}
 """Largest mean difference of a log-prob, in nats, that is put down to rounding whatever the model."""
-AMPLIFIED = 4.0
+ROUNDING_FACTOR = 4.0
 """And how many times the difference of transformers in 16 bits to itself in float32: strong gates amplify rounding."""
-NEARER = 2.0
+OTHER_MODEL_FACTOR = 2.0
 """Another model explains what was served better if its mean difference is this many times smaller."""
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedAnswer:
     """One answer of an engine; log-probs in nats."""
 
     prompt_ids: tuple[int, ...]
@@ -51,7 +51,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class LogprobDifference:
     """How far served answers lie from the reference.
 
     Attributes:
@@ -67,22 +67,22 @@ class Agreement:
     tokens: int
 
 
-def compare(model: Any, served: Sequence[Served]) -> Agreement:
+def compare_logprobs(model: Any, served: Sequence[ServedAnswer]) -> LogprobDifference:
     """The served answers against a transformers model (base, PeftModel or gated PeftModel) as it acts now."""
     prompt = generated = total = 0.0
     tokens = 0
     for answer in served:
-        own_T = _read(model, answer)
+        own_T = _compute_logprobs(model, answer)
         cut = len(answer.prompt_ids) - 1  # of `own_T`, which says nothing of the first token
         if answer.prompt_logprobs:
             prompt = max(prompt, *_differences(own_T[:cut], answer.prompt_logprobs))
         differences = _differences(own_T[cut:], answer.logprobs)
         generated, total = max(generated, *differences), total + sum(differences)
         tokens += len(answer.token_ids)
-    return Agreement(prompt, generated, total / max(tokens, 1), tokens)
+    return LogprobDifference(prompt, generated, total / max(tokens, 1), tokens)
 
 
-def _read(model: Any, answer: Served) -> Tensor:
+def _compute_logprobs(model: Any, answer: ServedAnswer) -> Tensor:
     """Log-probs [T-1] of the tokens of prompt and answer from the second on, fp32 on the CPU."""
     ids = torch.tensor([answer.prompt_ids + answer.token_ids], device=next(model.parameters()).device)
     with torch.no_grad():
@@ -96,21 +96,21 @@ def _differences(reference_T: Tensor, found: Sequence[float]) -> list[float]:
     return [one if math.isfinite(one) else math.inf for one in (reference_T - torch.tensor(found)).abs().tolist()]
 
 
-def read_again(model: Any, served: Sequence[Served]) -> list[Served]:
+def rescore_answers(model: Any, served: Sequence[ServedAnswer]) -> list[ServedAnswer]:
     """The same answers with the log-probs that a transformers model gives them, as it acts now."""
     found = []
     for answer in served:
-        own_T = _read(model, answer)[len(answer.prompt_ids) - 1 :]
+        own_T = _compute_logprobs(model, answer)[len(answer.prompt_ids) - 1 :]
         found.append(replace(answer, prompt_logprobs=(), logprobs=tuple(own_T.tolist())))
     return found
 
 
-def without_sampling(variant: ModelVariant) -> ModelVariant:
+def strip_sampling(variant: ModelVariant) -> ModelVariant:
     """The variant without what only sampling reads: variants that share the rest are one model."""
     return replace(variant, control=None, temperature=None)
 
 
-def ask(engine: Engine, tokenizer: Any, samples: Mapping[Path, Prepared]) -> list[Served]:
+def score_stored_answers(engine: Engine, tokenizer: Any, samples: Mapping[Path, PreparedTask]) -> list[ServedAnswer]:
     """The log-probs that an engine gives to the first answers on file, a few of each task; as it acts now.
 
     Args:
@@ -118,20 +118,22 @@ def ask(engine: Engine, tokenizer: Any, samples: Mapping[Path, Prepared]) -> lis
     """
     texts: list[tuple[list[int], tuple[int, ...]]] = []
     for path, prepared in samples.items():
-        if prepared.compared:
-            texts += [([*before], (*after,)) for before, after in (pairs[0] for pairs in prepared.compared[:ANSWERS])]
+        if prepared.option_pairs:
+            texts += [
+                ([*before], (*after,)) for before, after in (pairs[0] for pairs in prepared.option_pairs[:ANSWERS])
+            ]
             continue
         first = [one for one in read_samples(path) if one.sample == 0 and one.token_ids][:ANSWERS]
         if first:
             ids, _ = tokenize_prompts(tokenizer, [prepared.prompts[one.question] for one in first], 1, None)
             texts += [(before, one.token_ids) for before, one in zip(ids, first, strict=True)]
-    places = sorted(
+    indices = sorted(
         {at * len(texts) // ANSWERS for at in range(ANSWERS)} if texts else ()
     )  # evenly apart, over all tasks
-    rows = [(texts[at][0], texts[at][1][:TOKENS]) for at in places]
+    rows = [(texts[at][0], texts[at][1][:TOKENS]) for at in indices]
     pairs = [([*before, *after[:at]], [after[at]]) for before, after in rows for at in range(len(after))]
     found = iter([logprob for logprob, _ in engine.log_likelihoods(pairs)])
-    return [Served(tuple(before), tuple(after), (), tuple(next(found) for _ in after)) for before, after in rows]
+    return [ServedAnswer(tuple(before), tuple(after), (), tuple(next(found) for _ in after)) for before, after in rows]
 
 
 class EngineCheck:
@@ -143,46 +145,48 @@ class EngineCheck:
         variants: those of the evaluation; of those that only sample differently, the first is checked.
     """
 
-    def __init__(self, engines: EngineFor | None, folder: Path, variants: Sequence[ModelVariant]) -> None:
-        self.engines = engines if isinstance(engines, Engines) and engines.settings.engine == "vllm" else None
+    def __init__(self, engines: EngineContext | None, folder: Path, variants: Sequence[ModelVariant]) -> None:
+        self.engines = engines if isinstance(engines, EngineProvider) and engines.settings.engine == "vllm" else None
         first: dict[ModelVariant, ModelVariant] = {}
         for variant in variants if self.engines else ():
-            first.setdefault(without_sampling(variant), variant)
+            first.setdefault(strip_sampling(variant), variant)
         self.paths = {one: folder / "agreement" / f"{one.slug}.json" for one in first.values()}
 
-    def waits_for(self, variant: ModelVariant) -> bool:
+    def is_pending(self, variant: ModelVariant) -> bool:
         """Whether the engine is still to be asked as this variant."""
         return variant in self.paths and not self.paths[variant].is_file()
 
-    def ask(self, engine: Engine, variant: ModelVariant, samples: Mapping[Path, Prepared]) -> None:
+    def record_logprobs(self, engine: Engine, variant: ModelVariant, samples: Mapping[Path, PreparedTask]) -> None:
         """Keep what the engine gives as this variant to a few of its answers; {file of answers: their task}."""
         assert self.engines is not None, "it waits for no variant of another engine"
-        served = ask(engine, self.engines.loaded.tokenizer, samples)
+        served = score_stored_answers(engine, self.engines.loaded.tokenizer, samples)
         write_json(self.paths[variant], {"answers": [asdict(one) for one in served]})
 
-    def verify(self) -> dict[str, VariantAgreement]:
+    def compare_with_transformers(self) -> dict[str, VariantAgreement]:
         """{label: how far vLLM lies from transformers}, which takes the memory that vLLM leaves; empty for other engines."""
         if self.engines is None:
             return {}
         self.engines.close()
         served = {
-            one: [Served(**{key: tuple(value) for key, value in row.items()}) for row in rows]
+            one: [ServedAnswer(**{key: tuple(value) for key, value in row.items()}) for row in rows]
             for one, path in self.paths.items()
             if (rows := read_json(path)["answers"])
         }
-        model, base, how = self.engines.model, self.engines.base, self.engines.loaded.how
+        model, base, how = self.engines.model, self.engines.base, self.engines.loaded.loading
         try:
-            return verify(load(model, base, how), served, how.dtype)
+            return check_logprobs(load(model, base, how), served, how.dtype)
         except torch.OutOfMemoryError:  # a base that vLLM had split over several devices
-            return verify(load(model, base, replace(how, device="cpu")), served, how.dtype)
+            return check_logprobs(load(model, base, replace(how, device="cpu")), served, how.dtype)
 
 
-def verify(loaded: Loaded, served: Mapping[ModelVariant, Sequence[Served]], dtype: str) -> dict[str, VariantAgreement]:
+def check_logprobs(
+    loaded: Loaded, served: Mapping[ModelVariant, Sequence[ServedAnswer]], dtype: str
+) -> dict[str, VariantAgreement]:
     """{label: how far what was served as a variant lies from transformers}.
 
     Args:
         loaded: with its weights in memory.
-        served: what `ask` gave.
+        served: what `score_stored_answers` gave.
         dtype: of the engine; "auto" may be any of 16 bits.
     """
     kinds: dict[Kind, tuple[Kind, ...]] = {
@@ -190,30 +194,34 @@ def verify(loaded: Loaded, served: Mapping[ModelVariant, Sequence[Served]], dtyp
         "adapter": ("base", "adapter"),
         "gated": ("base", "adapter", "gated"),
     }
-    usual = LIMITS.get(dtype, LIMITS["16 bits"])
+    usual = LOGPROB_TOLERANCES.get(dtype, LOGPROB_TOLERANCES["16 bits"])
     limits = dict.fromkeys(served, usual)
-    own: dict[ModelVariant, Agreement] = {}
+    own: dict[ModelVariant, LogprobDifference] = {}
     others: dict[ModelVariant, dict[str, float]] = {}
-    doubtful: dict[ModelVariant, list[Served]] = {}
+    doubtful: dict[ModelVariant, list[ServedAnswer]] = {}
     for variant, answers in served.items():
-        with acting(loaded.model, variant, loaded.kind):
-            own[variant] = compare(loaded.model, answers)
+        with activate_variant(loaded.model, variant, loaded.kind):
+            own[variant] = compare_logprobs(loaded.model, answers)
             if usual < own[variant].mean < math.inf and dtype != "float32":
-                doubtful[variant] = read_again(loaded.model, answers)
+                doubtful[variant] = rescore_answers(loaded.model, answers)
         others[variant] = {
             kind: _mean(loaded, kind, answers)
             for kind in kinds[loaded.kind]
-            if without_sampling(variant) != ModelVariant(kind)
+            if strip_sampling(variant) != ModelVariant(kind)
         }
     if doubtful:
         loaded.model.float()  # last, as nothing makes 16 bits of it again
     for variant, rounded in doubtful.items():
-        with acting(loaded.model, variant, loaded.kind):
-            limits[variant] = max(usual, AMPLIFIED * compare(loaded.model, rounded).mean)
+        with activate_variant(loaded.model, variant, loaded.kind):
+            limits[variant] = max(usual, ROUNDING_FACTOR * compare_logprobs(loaded.model, rounded).mean)
     found: dict[str, VariantAgreement] = {}
     for variant, one in own.items():
         nearest = min(others[variant], key=others[variant].__getitem__, default="")
-        other = bool(nearest) and others[variant][nearest] * NEARER < one.mean and one.mean > LIMITS["float32"]
+        other = (
+            bool(nearest)
+            and others[variant][nearest] * OTHER_MODEL_FACTOR < one.mean
+            and one.mean > LOGPROB_TOLERANCES["float32"]
+        )
         finite = math.isfinite(one.generated)
         found[variant.label] = VariantAgreement(
             mean=one.mean if finite else None,
@@ -226,12 +234,12 @@ def verify(loaded: Loaded, served: Mapping[ModelVariant, Sequence[Served]], dtyp
     return found
 
 
-def _mean(loaded: Loaded, kind: Kind, answers: Sequence[Served]) -> float:
-    with acting(loaded.model, ModelVariant(kind), loaded.kind):
-        return compare(loaded.model, answers).mean
+def _mean(loaded: Loaded, kind: Kind, answers: Sequence[ServedAnswer]) -> float:
+    with activate_variant(loaded.model, ModelVariant(kind), loaded.kind):
+        return compare_logprobs(loaded.model, answers).mean
 
 
-def require_agreement(found: Mapping[str, VariantAgreement], folder: Path) -> None:
+def require_logprob_agreement(found: Mapping[str, VariantAgreement], folder: Path) -> None:
     """Refuse the scores of an engine that did not compute what transformers computes (LoragateError)."""
     wrong = {label: one for label, one in found.items() if not one.agrees}
     if not wrong:

@@ -47,7 +47,7 @@ class Grade:
     scores: dict[str, float] = field(default_factory=dict, repr=False)
 
 
-def after_thoughts(response: str) -> str:
+def strip_reasoning(response: str) -> str:
     """What follows the last `</think>`; the whole response where thoughts were never closed, or there are none."""
     return response.rpartition("</think>")[2]
 
@@ -61,7 +61,7 @@ def last_boxed(response: str) -> str | None:
     return next((content for _, _, content in _boxes(response)), None)
 
 
-def boxed_parts(response: str) -> list[str]:
+def extract_boxed_answers(response: str) -> list[str]:
     r"""Return what the last boxes of `response` hold as one answer; none without a box, otherwise seldom more than one.
 
     `\boxed{4} and \boxed{-7}` is the list `4, -7`, and `x=\boxed{2}, y=\boxed{5}` keeps its names; boxes count as one
@@ -112,7 +112,7 @@ def closing_braces(text: str) -> dict[int, int]:
     return pairs
 
 
-def choice_letter(response: str) -> str | None:
+def extract_choice_letter(response: str) -> str | None:
     r"""The letter that a response chooses, or None.
 
     Tried in turn: the last `\boxed{C}`, which chooses nothing where it holds several letters; "the answer is (C)",
@@ -144,11 +144,15 @@ def choice_letter(response: str) -> str | None:
     return None
 
 
-READERS: dict[str, Callable[[str], str | None]] = {"choice": choice_letter, "exact": str.strip, "boxed": last_boxed}
+EXTRACTORS: dict[str, Callable[[str], str | None]] = {
+    "choice": extract_choice_letter,
+    "exact": str.strip,
+    "boxed": last_boxed,
+}
 """What takes an answer from a response, by the name of its grader."""
 
 
-def letter_of(gold: str) -> str | None:
+def parse_gold_letter(gold: str) -> str | None:
     """The letter that a right answer names: "B", "b", "(B)", "B." or "B) Paris"; None for anything else."""
     found = re.fullmatch(rf"\(?((?i:[{LETTERS}]))(?:[).:].*)?", gold.strip(), re.S)
     return None if found is None else found[1].upper()
@@ -159,8 +163,8 @@ def grade_text(response: str, gold: str, grader: str) -> Grade:
 
     White space at the ends does not count.
     """
-    found = READERS[grader](response)
+    found = EXTRACTORS[grader](response)
     if not found:
         return Grade(False, None, "no_box" if grader == "boxed" else "no_answer")
-    wanted = letter_of(gold) if grader == "choice" else gold.strip()
+    wanted = parse_gold_letter(gold) if grader == "choice" else gold.strip()
     return Grade(found == wanted, found, "ok" if found == wanted else "wrong")

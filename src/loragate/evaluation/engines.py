@@ -16,22 +16,22 @@ import transformers
 
 from loragate.errors import ConfigError, GateError
 from loragate.evaluation.settings import EngineSettings
-from loragate.evaluation.variants import ModelVariant, acting, variants_for
-from loragate.gates.control import why_no_base
+from loragate.evaluation.variants import ModelVariant, activate_variant, variants_for
+from loragate.gates.control import base_unavailable_reason
 from loragate.gates.override import constant_name
-from loragate.gates.strength import lora_paths, members
+from loragate.gates.strength import lora_paths, modules_of_part
 from loragate.generation import Engine, ShardedEngine, TransformersEngine, VllmEngine
 from loragate.generation.vllm_engine import require_gate_plugin
 from loragate.models import Loaded, Loading, open_model, open_without_weights, resolve
-from loragate.models.loading import USUAL
-from loragate.models.merge import write_merged
+from loragate.models.loading import DEFAULT_LOADING
+from loragate.models.merge import merge_and_save
 from loragate.models.source import Kind, ModelRef
 
 MERGED = "merged"
 """Folder, in that of the run, of a DoRA adapter merged into its base."""
 
 
-def load(model: str, base: str = "", how: Loading = USUAL, engine: str = "transformers") -> Loaded:
+def load(model: str, base: str = "", how: Loading = DEFAULT_LOADING, engine: str = "transformers") -> Loaded:
     """The model and tokenizer behind a name; its plain adapter where the gates are off; no weights for vLLM, which loads them.
 
     Raises:
@@ -39,25 +39,25 @@ def load(model: str, base: str = "", how: Loading = USUAL, engine: str = "transf
     """
     place = resolve(model, base)
     if engine != "vllm":
-        return open_model(place, how).without_idle_gates()
-    loaded = open_without_weights(place, how).without_idle_gates()
+        return open_model(place, how).detach_inactive_gates()
+    loaded = open_without_weights(place, how).detach_inactive_gates()
     if loaded.kind == "gated":
         require_gate_plugin(loaded.names["gated"])
     return loaded
 
 
-def why_not(loaded: Loaded, variant: ModelVariant) -> str:
+def unavailable_reason(loaded: Loaded, variant: ModelVariant) -> str:
     """Why the model cannot be this variant, in a few words; empty where it can."""
     if variant.weights == "base" and loaded.kind != "base" and loaded.model is not None:
-        return why_no_base(loaded.model)  # vLLM loads the base by itself
+        return base_unavailable_reason(loaded.model)  # vLLM loads the base by itself
     if variant.scale is None and variant.random is None:
         return ""
-    if loaded.place.is_dora:
+    if loaded.model_source.is_dora:
         return "DoRA"
     if loaded.model is not None:
         try:
             if variant.part is not None:
-                members(variant.part, lora_paths(loaded.model))
+                modules_of_part(variant.part, lora_paths(loaded.model))
             return ""
         except GateError as error:
             return str(error)
@@ -70,7 +70,7 @@ def why_not(loaded: Loaded, variant: ModelVariant) -> str:
     return ""
 
 
-def side_by_side(
+def find_available_variants(
     loaded: Loaded,
     controls: str = "cheap",
     constants: Sequence[float | str] = (0.5,),
@@ -79,27 +79,27 @@ def side_by_side(
 ) -> tuple[list[ModelVariant], dict[str, str]]:
     """(variants of the model that are scored side by side, {label of a variant that it cannot be: why}); see `variants_for`."""
     wanted = variants_for(loaded.kind, controls, constants, recommended, own)
-    left_out = {variant.label: why for variant in wanted if (why := why_not(loaded, variant))}
+    left_out = {variant.label: why for variant in wanted if (why := unavailable_reason(loaded, variant))}
     return [variant for variant in wanted if variant.label not in left_out], left_out
 
 
-EngineFor = Callable[[ModelVariant], AbstractContextManager[Engine]]
+EngineContext = Callable[[ModelVariant], AbstractContextManager[Engine]]
 """The context in which an engine answers as a variant."""
 
 
-def in_memory(model: Any, tokenizer: Any, kind: Kind, batch_size: int = 64) -> EngineFor:
-    """An `EngineFor` on a model in memory, of which every variant is a context; the model is left as it was found."""
+def make_in_memory_engine(model: Any, tokenizer: Any, kind: Kind, batch_size: int = 64) -> EngineContext:
+    """An `EngineContext` on a model in memory, of which every variant is a context; the model is left as it was found."""
     engine = TransformersEngine(model, tokenizer, batch_size=batch_size)
 
     @contextmanager
     def engine_for(variant: ModelVariant) -> Iterator[Engine]:
-        with acting(model, variant, kind):
+        with activate_variant(model, variant, kind):
             yield engine
 
     return engine_for
 
 
-class Engines:
+class EngineProvider:
     """Called with a variant, the context in which an engine answers as it.
 
     Args:
@@ -113,7 +113,7 @@ class Engines:
         self.settings, self.model, self.base, self.loaded = settings, model, base, loaded
         self.folder = folder.resolve() / MERGED
         self._kept: tuple[str, VllmEngine] | None = None  # what vLLM has loaded, and the engine
-        self._in_memory: EngineFor | None = None
+        self._in_memory: EngineContext | None = None
         self._merged = False
 
     @contextmanager
@@ -123,31 +123,42 @@ class Engines:
         if self.settings.replicas > 1:
             # of each replica; counted here, where the devices are seen, as Ray hides those that were not asked for
             gpus = 0
-            if torch.cuda.is_available() and loaded.how.device != "cpu":
+            if torch.cuda.is_available() and loaded.loading.device != "cpu":
                 gpus = self.settings.tensor_parallel if self.settings.engine == "vllm" else 1
-            yield ShardedEngine(self.maker(variant), self.settings.replicas, gpus=gpus, batch_size=size)
+            yield ShardedEngine(self.engine_factory(variant), self.settings.replicas, gpus=gpus, batch_size=size)
         elif loaded.model is None:
-            base, adapter, override = self._served(variant)
+            base, adapter, override = self._vllm_names(variant)
             # adapters, gates and λ go with each request; only other weights need another engine
             if self._kept is None or self._kept[0] != base:
                 self.close()  # one model in memory at a time
                 names = loaded.names
                 # made for an adapter also where the first variant is the base: all share its loaded weights
-                largest = adapter or (None if loaded.place.is_dora else names.get("gated") or names.get("adapter"))
+                largest = adapter or (
+                    None if loaded.model_source.is_dora else names.get("gated") or names.get("adapter")
+                )
                 self._kept = base, self._vllm_of(base, largest)()
-            yield self._kept[1].acting_as(adapter, override)
+            yield self._kept[1].with_adapter(adapter, override)
         else:
-            self._in_memory = self._in_memory or in_memory(loaded.model, loaded.tokenizer, loaded.kind, size)
+            self._in_memory = self._in_memory or make_in_memory_engine(
+                loaded.model, loaded.tokenizer, loaded.kind, size
+            )
             with self._in_memory(variant) as engine:
                 yield engine
 
-    def maker(self, variant: ModelVariant) -> Callable[[], Engine]:
+    def engine_factory(self, variant: ModelVariant) -> Callable[[], Engine]:
         """Makes the engine of a variant from names alone, so that another process can."""
         if self.settings.engine == "vllm":
-            return self._vllm_of(*self._served(variant))
+            return self._vllm_of(*self._vllm_names(variant))
         if variant.gates is not None:
-            variant = replace(variant, gates=_anywhere(variant.gates))
-        return partial(replica, _anywhere(self.model), self.base, self.loaded.how, variant, self.settings.batch_size)
+            variant = replace(variant, gates=_resolve_local_path(variant.gates))
+        return partial(
+            load_replica_engine,
+            _resolve_local_path(self.model),
+            self.base,
+            self.loaded.loading,
+            variant,
+            self.settings.batch_size,
+        )
 
     def close(self) -> None:
         """End vLLM, where it runs, and forget what was kept."""
@@ -160,25 +171,25 @@ class Engines:
         """Remove what only an evaluation that goes on would use."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _served(self, variant: ModelVariant) -> tuple[str, str | None, str | None]:
+    def _vllm_names(self, variant: ModelVariant) -> tuple[str, str | None, str | None]:
         """(base, adapter or None, override or None) by which vLLM is the variant."""
-        names, how = self.loaded.names, self.loaded.how
-        base = _anywhere(names["base"])
+        names, how = self.loaded.names, self.loaded.loading
+        base = _resolve_local_path(names["base"])
         if variant.weights == "base":
             return base, None, None
-        if self.loaded.place.is_dora:
+        if self.loaded.model_source.is_dora:
             if not self._merged:
                 shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was broken off
-                write_merged(ModelRef(names["base"], self.loaded.commit), Path(names["adapter"]), self.folder, how)
+                merge_and_save(ModelRef(names["base"], self.loaded.commit), Path(names["adapter"]), self.folder, how)
                 self._merged = True
             return str(self.folder), None, None
         # one λ for all goes over the gated modules, as it does in memory
         acts = "gated" if variant.scale is not None and "gated" in names else variant.weights
         override = variant.override if variant.scale is None else constant_name(variant.scale, variant.part)
-        return base, _anywhere(variant.gates or names[acts]), override
+        return base, _resolve_local_path(variant.gates or names[acts]), override
 
     def _vllm_of(self, base: str, adapter: str | None, override: str | None = None) -> partial[VllmEngine]:
-        own = base == _anywhere(self.loaded.names["base"])  # and not a merged folder
+        own = base == _resolve_local_path(self.loaded.names["base"])  # and not a merged folder
         return partial(
             VllmEngine,
             base,
@@ -186,27 +197,29 @@ class Engines:
             revision=(self.loaded.commit or None) if own else None,
             override=override,
             tokenizer=self.loaded.tokenizer,
-            dtype=self.loaded.how.dtype,
+            dtype=self.loaded.loading.dtype,
             batch_size=self.settings.batch_size,
             stop_token_ids=self.loaded.stop_token_ids,
-            trust_remote_code=self.loaded.how.trust_remote_code,
+            trust_remote_code=self.loaded.loading.trust_remote_code,
             tensor_parallel=self.settings.tensor_parallel,
             gpu_memory_utilization=self.settings.vllm_memory,
         )
 
 
-def replica(model: str, base: str, how: Loading, variant: ModelVariant, batch_size: int) -> TransformersEngine:
+def load_replica_engine(
+    model: str, base: str, how: Loading, variant: ModelVariant, batch_size: int
+) -> TransformersEngine:
     """A model of its own that answers as `variant` for as long as it lives; what a replica makes from names alone."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     loaded = load(model, base, how)
     engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=batch_size)
-    context = acting(loaded.model, variant, loaded.kind)
+    context = activate_variant(loaded.model, variant, loaded.kind)
     context.__enter__()  # and left with the engine: a replica is this variant for life
     weakref.finalize(engine, context.__exit__, None, None, None)  # which also keeps the context from being collected
     return engine
 
 
-def _anywhere(place: str) -> str:
+def _resolve_local_path(place: str) -> str:
     """A folder by its whole path, as another process may start elsewhere; a hub id as it is."""
     return str(Path(place).resolve()) if Path(place).exists() else place

@@ -41,22 +41,28 @@ import numpy as np
 from loragate.data import template_hash
 from loragate.display import Job
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.agreement import EngineCheck, require_agreement
+from loragate.evaluation.agreement import EngineCheck, require_logprob_agreement
 from loragate.evaluation.answers import Grade
-from loragate.evaluation.engines import EngineFor, Engines, in_memory
-from loragate.evaluation.harness import draw_likelihoods
+from loragate.evaluation.engines import EngineContext, EngineProvider, make_in_memory_engine
+from loragate.evaluation.grader_checks import check_references
 from loragate.evaluation.judging import (
-    CODE,
-    grader_for,
-    judge,
-    judged_by,
+    CODE_GRADERS,
+    grade_samples,
+    grading_fingerprint,
     pattern_of,
     read_grades,
     require_graders,
+    resolve_grader,
     write_grades,
 )
-from loragate.evaluation.prepared import Prepared, Request, question_names, read_questions, write_questions
-from loragate.evaluation.references import check_references
+from loragate.evaluation.lm_eval_tasks import write_option_likelihoods
+from loragate.evaluation.prepared import (
+    PreparedTask,
+    Request,
+    number_distinct_questions,
+    read_questions,
+    write_questions,
+)
 from loragate.evaluation.results import (
     EvaluationRecord,
     SuiteResult,
@@ -71,7 +77,7 @@ from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.statistics import compare_suites, suite_average
 from loragate.evaluation.tasks import load_task
 from loragate.evaluation.variants import ModelVariant, canary
-from loragate.files import RunFolder, file_sha256, folder_sha256, require_same, write_json, write_text
+from loragate.files import RunFolder, file_sha256, folder_sha256, require_same_identity, write_json, write_text
 from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.schema import GATES
 from loragate.generation import Sample
@@ -92,7 +98,7 @@ def no_progress(stage: str, variant: ModelVariant, task: str, done: int, total: 
     """An `OnEvent` for nobody."""
 
 
-def counted(job: Job, answers: int) -> OnEvent:
+def make_progress_reporter(job: Job, answers: int) -> OnEvent:
     """An `OnEvent` that draws one bar over all variants and tasks: which of `answers` are sampled, and which are graded."""
     units = {"sampling": "answer", "grading": "graded"}
     through: dict[str, dict[tuple[str, str], int]] = {stage: {} for stage in units}
@@ -115,7 +121,7 @@ class Evaluation:
         models: {"base": …, "adapter": …, "gated": …} for the record.
         canary: figures of `canary`.
         seed: of sampling.
-        facts: what a resumed run must share beside models, tasks and variants (engine, dtype, …).
+        identity: what a resumed run must share beside models, tasks and variants (engine, dtype, …).
         grading: how answers are judged.
         notes: what a reader of all scores should know; kept in the folder, and no part of what a resumed run must share.
         left_out: {label of a variant: why the model cannot be it}; shown in its place, and kept like the notes.
@@ -125,24 +131,24 @@ class Evaluation:
     """
 
     folder: Path
-    tasks: list[Prepared]
+    tasks: list[PreparedTask]
     variants: list[ModelVariant]
     models: dict[str, str]
     canary: dict[str, float]
     seed: int
-    facts: dict[str, Any] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
     grading: GradingSettings = field(default_factory=GradingSettings)
     notes: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    engine_for: EngineFor | None = None
+    engine_for: EngineContext | None = None
     agreement: dict[str, VariantAgreement] = field(default_factory=dict)
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def from_request(
         cls,
         request: Request,
-        tasks: Sequence[Prepared],
+        tasks: Sequence[PreparedTask],
         loaded: Loaded,
         variants: Sequence[ModelVariant],
         *,
@@ -170,7 +176,7 @@ class Evaluation:
             models=loaded.sources,
             canary=figures,
             seed=request.tasks.seed,
-            facts={
+            identity={
                 "loaded": loaded.kind,
                 "engine": request.engine.engine,
                 "dtype": loaded.dtype,
@@ -185,7 +191,7 @@ class Evaluation:
             grading=request.grading,
             notes=list(notes),
             left_out=left_out or {},
-            engine_for=Engines(request.engine, request.model, request.base, loaded, request.out),
+            engine_for=EngineProvider(request.engine, request.model, request.base, loaded, request.out),
         )
 
     def begin(self, resume: bool = False) -> None:
@@ -195,7 +201,7 @@ class Evaluation:
             ConfigError: naming the first difference.
         """
         identity = {
-            **self.facts,
+            **self.identity,
             "kind": KIND,
             "models": self.models,
             "seed": self.seed,
@@ -234,7 +240,7 @@ class Evaluation:
             }
             for found in (known, wanted)
         )
-        require_same(path, before, now, "repeat the command with the same gates, or choose another --out")
+        require_same_identity(path, before, now, "repeat the command with the same gates, or choose another --out")
         write_json(path, {**known, **wanted})
 
     def run(self, on_event: OnEvent = no_progress) -> EvaluationRecord:
@@ -245,16 +251,19 @@ class Evaluation:
                 after the record with the figures was written.
         """
         engines = self.engine_for
-        with RunFolder(self.folder).locked(), closing(engines) if isinstance(engines, Engines) else nullcontext():
+        with (
+            RunFolder(self.folder).locked(),
+            closing(engines) if isinstance(engines, EngineProvider) else nullcontext(),
+        ):
             # variants with the same weights follow one another, as changing them can mean loading them
             for variant in sorted(self.variants, key=lambda variant: variant.weights):
                 self.sample(variant, on_event)
-            self.agreement = self._engine_check.verify()
+            self.agreement = self._engine_check.compare_with_transformers()
             record = self.judge(on_event)
         write_record(record, self.folder / "results.json")
-        if isinstance(engines, Engines):
+        if isinstance(engines, EngineProvider):
             engines.finish()  # last: a run that is stopped before goes on with what it removes
-        require_agreement(self.agreement, self.folder)
+        require_logprob_agreement(self.agreement, self.folder)
         return record
 
     @property
@@ -266,7 +275,7 @@ class Evaluation:
         found: Results = {}
         for variant, prepared in self._cells():
             name = prepared.task.name
-            adapter = found.get((variant.compared_with, name))  # judged before the variants that refer to it
+            adapter = found.get((variant.reference_label, name))  # judged before the variants that refer to it
             found[variant.label, name] = self._judge(variant, prepared, adapter, on_event)
         return (
             EvaluationRecord(
@@ -279,7 +288,7 @@ class Evaluation:
                 results=tuple(found.values()),
                 suites=tuple(self._averages(found)),
                 seed=self.seed,
-                sandbox=self.grading.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
+                sandbox=self.grading.sandbox if any(self._grader(p) in CODE_GRADERS for p in self.tasks) else None,
                 versions=package_versions(),
                 seconds=sum(self.seconds.values()),
                 canary=self.canary,
@@ -291,7 +300,7 @@ class Evaluation:
             .with_best_temperatures()
         )
 
-    def judge_again(self, again: bool = False, on_event: OnEvent = no_progress) -> EvaluationRecord:
+    def regrade(self, again: bool = False, on_event: OnEvent = no_progress) -> EvaluationRecord:
         """The record under this evaluation's grader; nothing is generated.
 
         Args:
@@ -304,7 +313,7 @@ class Evaluation:
         require_graders([prepared.task for prepared in self.tasks], self.grading)
         for prepared in self.tasks:
             check_references(prepared.task, prepared.questions, self._grader(prepared), self.grading)
-        if again:  # `judge` judges what has no grades on file
+        if again:  # `grade_samples` judges what has no grades on file
             for variant, prepared in self._cells():
                 self._grades_path(variant, prepared.task.name, self._grader(prepared)).unlink(missing_ok=True)
         return self.judge(on_event)
@@ -317,16 +326,19 @@ class Evaluation:
     @property
     def sample_count(self) -> int:
         """Answers to sample in all."""
-        return sum(prepared.samples(variant) for variant, prepared in self._cells())
+        return sum(prepared.count_samples(variant) for variant, prepared in self._cells())
 
     def answers(self, variant: ModelVariant, task: str, grader: str) -> tuple[list[Sample], list[Grade] | None]:
         """The stored answers of a variant to a task, and a grader's verdicts on them where there are any."""
         samples = read_samples(self._samples_path(variant, task))
         return samples, read_grades(self._grades_path(variant, task, grader), samples)
 
-    def _cells(self) -> list[tuple[ModelVariant, Prepared]]:
+    def _cells(self) -> list[tuple[ModelVariant, PreparedTask]]:
         return [
-            (variant, prepared) for prepared in self.tasks for variant in self.variants if prepared.samples(variant)
+            (variant, prepared)
+            for prepared in self.tasks
+            for variant in self.variants
+            if prepared.count_samples(variant)
         ]
 
     def _samples_path(self, variant: ModelVariant, task: str) -> Path:
@@ -335,56 +347,58 @@ class Evaluation:
     def _grades_path(self, variant: ModelVariant, task: str, grader: str) -> Path:
         return self.folder / "grades" / grader / variant.slug / f"{task}.jsonl"
 
-    def _grader(self, prepared: Prepared) -> str:
-        return grader_for(prepared.task, self.grading.grader)
+    def _grader(self, prepared: PreparedTask) -> str:
+        return resolve_grader(prepared.task, self.grading.grader)
 
-    def _pattern(self, prepared: Prepared, grader: str) -> str:
+    def _pattern(self, prepared: PreparedTask, grader: str) -> str:
         return pattern_of(prepared.task, self.grading) if grader == "regex" else ""
 
     def sample(self, variant: ModelVariant, on_event: OnEvent = no_progress) -> None:
         """Draw what is missing of one variant's answers."""
         missing = []
         for prepared in self.tasks:
-            path, count = self._samples_path(variant, prepared.task.name), prepared.samples(variant)
+            path, count = self._samples_path(variant, prepared.task.name), prepared.count_samples(variant)
             # lines are counted, not read: an evaluation that goes on may have thousands of whole ones
             if path.exists() and path.read_bytes().count(b"\n") >= count:
                 on_event("sampling", variant, prepared.task.name, count, count)
             elif count:
                 missing.append(prepared)
         check = self._engine_check
-        if not missing and not check.waits_for(variant):
+        if not missing and not check.is_pending(variant):
             return
         assert self.engine_for is not None, "an evaluation that is only judged draws no answers"
         with self.engine_for(variant) as engine:
             for prepared in missing:
                 began, name = time.monotonic(), prepared.task.name
                 path, report = self._samples_path(variant, name), partial(on_event, "sampling", variant, name)
-                if prepared.compared:
-                    draw_likelihoods(engine, prepared.compared, path, report)
+                if prepared.option_pairs:
+                    write_option_likelihoods(engine, prepared.option_pairs, path, report)
                 else:
                     draw_samples(engine, prepared.prompts, variant.sampling(prepared.sampling), path, report)
                 self.seconds[variant.label, name] = time.monotonic() - began
-            if check.waits_for(variant):
-                asked = [one for one in self.tasks if one.samples(variant)]
-                check.ask(engine, variant, {self._samples_path(variant, one.task.name): one for one in asked})
+            if check.is_pending(variant):
+                asked = [one for one in self.tasks if one.count_samples(variant)]
+                check.record_logprobs(
+                    engine, variant, {self._samples_path(variant, one.task.name): one for one in asked}
+                )
 
     def _judge(
-        self, variant: ModelVariant, prepared: Prepared, adapter: TaskResult | None, on_event: OnEvent
+        self, variant: ModelVariant, prepared: PreparedTask, adapter: TaskResult | None, on_event: OnEvent
     ) -> TaskResult:
         """One variant's result on one task, compared with the adapter's."""
         began = time.monotonic()
         name, grader, questions = prepared.task.name, self._grader(prepared), prepared.questions
         samples = read_samples(self._samples_path(variant, name))
-        if len(samples) != prepared.samples(variant):
+        if len(samples) != prepared.count_samples(variant):
             raise ConfigError(
                 f"the answers of {variant.label} to {name} are not complete; finish the evaluation first with --resume"
             )
         path = self._grades_path(variant, name, grader)
-        judge_now = judged_by(prepared.task, questions, grader, self.grading, samples)
+        judge_now = grading_fingerprint(prepared.task, questions, grader, self.grading, samples)
         grades = read_grades(path, samples, judge_now)
         if grades is None:
             report = partial(on_event, "grading", variant, name)
-            grades = judge(prepared.task, questions, samples, grader, self.grading, report)
+            grades = grade_samples(prepared.task, questions, samples, grader, self.grading, report)
             write_grades(path, samples, grades, judge_now)
         return task_result(
             name,
@@ -392,7 +406,8 @@ class Evaluation:
             [question.id for question in questions],
             samples,
             grades,
-            votes=grader not in (*CODE, "lm-eval"),  # no two programs are the same text; the harness draws one answer
+            votes=grader
+            not in (*CODE_GRADERS, "lm-eval"),  # no two programs are the same text; the harness draws one answer
             adapter=adapter,
             control=variant.control,
             temperature=variant.temperature,
@@ -408,7 +423,7 @@ class Evaluation:
         that ask the same questions, as HumanEval and HumanEval+, are no independent strata.
         """
         strata = {one.task.name: one.strata() for one in self.tasks}
-        numbers = {one.task.name: np.array(own) for one, own in zip(self.tasks, question_names(self.tasks))}
+        numbers = {one.task.name: np.array(own) for one, own in zip(self.tasks, number_distinct_questions(self.tasks))}
         suites: dict[str, list[str]] = {}
         for prepared in self.tasks:
             suites.setdefault(prepared.task.suite, []).append(prepared.task.name)
@@ -429,7 +444,7 @@ class Evaluation:
             for variant in self.variants:
                 if variant.label not in tables:
                     continue
-                ours, adapter = tables[variant.label], tables.get(variant.compared_with)
+                ours, adapter = tables[variant.label], tables.get(variant.reference_label)
                 comparison = None if adapter is None else compare_suites(ours, adapter, weights=weights, names=asked)
                 average = replace(suite_average(ours, weights=weights, names=asked), tasks=count)
                 own = SuiteResult(variant.weights, average, title, variant.control, comparison, tasks=tuple(names))
@@ -474,7 +489,7 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
         task = load_task(folder / "tasks" / f"{info.name}.yaml")
         questions, revision = read_questions(folder, info.name), info.dataset_revision
         prepared.append(
-            Prepared(questions, info.dataset, revision, info.fingerprint, task=task, sampling=info.sampling)
+            PreparedTask(questions, info.dataset, revision, info.fingerprint, task=task, sampling=info.sampling)
         )
     kept = folder / "results.json"
     record = read_record(kept) if kept.is_file() else None  # a run that was stopped before its end has none yet
@@ -495,7 +510,7 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
 def evaluate(
     model: Any,
     tokenizer: Any,
-    tasks: Sequence[Prepared],
+    tasks: Sequence[PreparedTask],
     variants: Sequence[ModelVariant],
     out: str | Path,
     *,
@@ -532,16 +547,16 @@ def evaluate(
     kind: Kind = "base"
     if hasattr(model, "peft_config"):
         kind = "gated" if is_gated(model, active_adapter(model)) else "adapter"
-    one = Evaluation(
+    evaluation = Evaluation(
         Path(out),
         list(tasks),
         list(variants),
         models=models or {},
         canary=canary(model, tokenizer, tasks[0].prompts, kind, base=any(v.weights == "base" for v in variants)),
         seed=seed,
-        facts=facts or {},
+        identity=facts or {},
         grading=grading or GradingSettings(),
-        engine_for=in_memory(model, tokenizer, kind, batch_size),
+        engine_for=make_in_memory_engine(model, tokenizer, kind, batch_size),
     )
-    one.begin(resume)
-    return one.run(on_event)
+    evaluation.begin(resume)
+    return evaluation.run(on_event)

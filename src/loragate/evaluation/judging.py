@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.answers import READERS, Grade, after_thoughts, grade_text
+from loragate.evaluation.answers import EXTRACTORS, Grade, grade_text, strip_reasoning
 from loragate.evaluation.grading import MATH_GRADERS, GradingPool
 from loragate.evaluation.grading.numeric import compile_pattern, grade_last_number, regex_grader
-from loragate.evaluation.harness import grade_by_harness, require_harness
+from loragate.evaluation.lm_eval_tasks import grade_by_harness, require_harness
 from loragate.evaluation.sandbox import KINDS, Limits, grade_codes, require_sandbox
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
@@ -26,21 +26,21 @@ from loragate.files import write_text
 from loragate.generation import OnProgress, Sample
 from loragate.records import package_versions, read_lines
 from loragate.validate import validate
-from loragate.world.problems import Problem, verify
+from loragate.world.problems import Problem, is_correct_response
 from loragate.world.vocabulary import EOS
 
-MATH = tuple(MATH_GRADERS)
-CODE = tuple(KINDS)
-ANSWERS = (*MATH, *READERS, "gsm8k", "regex")
+MATH_GRADER_NAMES = tuple(MATH_GRADERS)
+CODE_GRADERS = tuple(KINDS)
+REFERENCE_GRADERS = (*MATH_GRADER_NAMES, *EXTRACTORS, "gsm8k", "regex")
 """Graders that compare a response with a right answer."""
-OPEN = ("gsm8k", "regex")
+ANY_FORMAT_GRADERS = ("gsm8k", "regex")
 """Of those, the graders of any form: they can judge what another one does, and another one what they do."""
-GRADERS = (*ANSWERS, *CODE, "tiny")
+GRADERS = (*REFERENCE_GRADERS, *CODE_GRADERS, "tiny")
 MEMORY_MB = 2048
 """Of a grading process or a program."""
 
 
-def grader_for(task: Task, name: str = "") -> str:
+def resolve_grader(task: Task, name: str = "") -> str:
     """The grader to use: the task's own, or `name` where it can judge the same kind of answer.
 
     Raises:
@@ -51,7 +51,11 @@ def grader_for(task: Task, name: str = "") -> str:
     if name not in GRADERS:
         raise ConfigError(f"unknown grader {name!r}{nearest(name, GRADERS)}; known: {', '.join(GRADERS)}")
     both = {name, task.grader}
-    return name if both <= set(MATH) or (both <= set(ANSWERS) and both & set(OPEN)) else task.grader
+    return (
+        name
+        if both <= set(MATH_GRADER_NAMES) or (both <= set(REFERENCE_GRADERS) and both & set(ANY_FORMAT_GRADERS))
+        else task.grader
+    )
 
 
 def pattern_of(task: Task, settings: GradingSettings) -> str:
@@ -59,7 +63,7 @@ def pattern_of(task: Task, settings: GradingSettings) -> str:
     return settings.pattern if settings.grader == "regex" else task.pattern
 
 
-def judge(
+def grade_samples(
     task: Task,
     questions: Sequence[Question],
     samples: Sequence[Sample],
@@ -75,17 +79,17 @@ def judge(
     settings = settings or GradingSettings()
     theirs = [questions[sample.question] for sample in samples]
     texts = [sample.text for sample in samples]
-    if grader in ANSWERS:  # a draft is no answer
-        texts = list(map(after_thoughts, texts))
-    if grader in (*MATH, "regex"):
+    if grader in REFERENCE_GRADERS:  # a draft is no answer
+        texts = list(map(strip_reasoning, texts))
+    if grader in (*MATH_GRADER_NAMES, "regex"):
         pairs = [(text, question.gold) for text, question in zip(texts, theirs)]
-        tolerances = [question.tolerance for question in theirs] if grader in MATH else None
-        judged = grader if grader in MATH else regex_grader(pattern_of(task, settings))
+        tolerances = [question.tolerance for question in theirs] if grader in MATH_GRADER_NAMES else None
+        judged = grader if grader in MATH_GRADER_NAMES else regex_grader(pattern_of(task, settings))
         with GradingPool(judged, settings.workers, settings.timeout, MEMORY_MB) as pool:
             return pool.grade(pairs, on_progress, tolerances=tolerances)
     if grader == "gsm8k":
         return [grade_last_number(text, question.gold) for text, question in zip(texts, theirs)]
-    if grader in CODE:
+    if grader in CODE_GRADERS:
         rows, limits = [question.row for question in theirs], Limits(settings.timeout, MEMORY_MB)
         return grade_codes(grader, rows, texts, settings.workers, settings.sandbox, limits, on_progress)
     if grader == "tiny":
@@ -110,7 +114,7 @@ def grade_tiny(row: Mapping[str, Any], response: str, finished: bool) -> Grade:
     extracted = (words[-1] if words[-2:-1] == ["answer"] else None) if problem.kind == "arithmetic" else " ".join(words)
     if not finished:
         return Grade(False, extracted or None, "unfinished")
-    correct = verify(problem, response, finished)
+    correct = is_correct_response(problem, response, finished)
     reason = "ok" if correct else ("wrong" if extracted else "no_answer")
     return Grade(correct, extracted or None, reason)
 
@@ -121,13 +125,13 @@ def require_graders(tasks: Sequence[Task], settings: GradingSettings) -> None:
     Raises:
         ConfigError: for an unknown grader, an absent library, or a sandbox tier that does not work here.
     """
-    graders = {grader_for(task, settings.grader) for task in tasks}
+    graders = {resolve_grader(task, settings.grader) for task in tasks}
     if settings.grader and settings.grader not in graders:
         raise ConfigError(f"--grader {settings.grader} has no effect: none of the tasks has answers that it can judge")
     if settings.pattern and settings.grader != "regex":
         raise ConfigError("--pattern has no effect without --grader regex; give both, or leave it out")
     for task in tasks:
-        if grader_for(task, settings.grader) == "regex":
+        if resolve_grader(task, settings.grader) == "regex":
             place = "--pattern" if settings.grader == "regex" else f"{task.path.name or 'the dev set'}: pattern"
             compile_pattern(pattern_of(task, settings), place)
     if "math_verify" in graders and find_spec("math_verify") is None:
@@ -136,7 +140,7 @@ def require_graders(tasks: Sequence[Task], settings: GradingSettings) -> None:
         )
     if "lm-eval" in graders:
         require_harness()
-    if graders & set(CODE):
+    if graders & set(CODE_GRADERS):
         require_sandbox(settings.sandbox)
 
 
@@ -151,7 +155,7 @@ def grader_version(grader: str) -> str:
     )
 
 
-def judged_by(
+def grading_fingerprint(
     task: Task, questions: Sequence[Question], grader: str, settings: GradingSettings, samples: Sequence[Sample]
 ) -> dict[str, Any]:
     """What verdicts on file must share to be used again.
@@ -160,9 +164,9 @@ def judged_by(
     samples and of the questions: a redrawn answer, or one whose gold or row was mended, must not get the verdict of before.
     """
     kept: dict[str, Any] = {"grader": grader, "version": grader_version(grader)}
-    if grader in (*MATH, *CODE):
+    if grader in (*MATH_GRADER_NAMES, *CODE_GRADERS):
         kept |= {"timeout_s": float(settings.timeout), "memory_mb": MEMORY_MB}
-    if grader in CODE:
+    if grader in CODE_GRADERS:
         kept["sandbox"] = settings.sandbox
     if grader == "regex":
         kept["pattern"] = pattern_of(task, settings)
@@ -183,7 +187,7 @@ class StoredGrade(Grade):
 
 
 def write_grades(path: Path, samples: Sequence[Sample], grades: Sequence[Grade], judge: Mapping[str, Any]) -> None:
-    """A line that says who judged (`judged_by`), then one per sample; the file appears whole or not at all."""
+    """A line that says who judged (`grading_fingerprint`), then one per sample; the file appears whole or not at all."""
     lines: list[dict[str, Any]] = [{"judged_by": dict(judge)}]
     for sample, grade in zip(samples, grades, strict=True):
         lines.append({"question": sample.question, "sample": sample.sample, **asdict(grade)})
@@ -194,7 +198,7 @@ def read_grades(path: Path, samples: Sequence[Sample], judge: Mapping[str, Any] 
     """The grades of these samples in their order, or None where the file is absent or judges other samples.
 
     Args:
-        judge: given, grades by another than this (`judged_by`) are left aside too.
+        judge: given, grades by another than this (`grading_fingerprint`) are left aside too.
 
     Raises:
         DataError: naming the line that is not a grade.

@@ -14,9 +14,9 @@ import numpy as np
 
 from loragate.data.rows import is_saved
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.harness import options_of, with_prompts
-from loragate.evaluation.judging import CODE, grader_for, grader_version, require_graders
-from loragate.evaluation.references import check_references
+from loragate.evaluation.grader_checks import check_references
+from loragate.evaluation.judging import CODE_GRADERS, grader_version, require_graders, resolve_grader
+from loragate.evaluation.lm_eval_tasks import add_harness_prompts, encode_options
 from loragate.evaluation.results import TaskInfo
 from loragate.evaluation.settings import EngineSettings, GradingSettings, TaskSettings
 from loragate.evaluation.tasks import (
@@ -30,8 +30,8 @@ from loragate.evaluation.tasks import (
 )
 from loragate.evaluation.tasks.questions import files_in, render_questions
 from loragate.evaluation.variants import ModelVariant
-from loragate.files import RunFolder, require_new, write_text
-from loragate.gates.recommended import at, sampling_note
+from loragate.files import RunFolder, require_empty_folder, write_text
+from loragate.gates.recommended import format_temperature, sampling_note
 from loragate.generation import SamplingConfig
 from loragate.generation.engine import Continuation
 from loragate.generation.sharded import require_ray
@@ -41,7 +41,7 @@ from loragate.records import read_lines
 from loragate.validate import comma_list, validate
 
 
-def chosen_tasks(settings: TaskSettings) -> list[Task]:
+def select_tasks(settings: TaskSettings) -> list[Task]:
     """The tasks of `suite` and `tasks`, each once.
 
     Raises:
@@ -108,18 +108,19 @@ def _files(data: str, names: list[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared(Questions):
+class PreparedTask(Questions):
     """The questions of a task, rendered for one model and limited to what it can hold: `prompt` of each is the rendered text.
 
     Attributes:
         task: as loaded.
         sampling: the task's, after overrides.
-        compared: of each question, (prompt, option) as token ids for every option; empty where nothing is compared by likelihood.
+        option_pairs: of each question, (prompt, option) as token ids for every option; empty where nothing is compared by
+            likelihood.
     """
 
     task: Task
     sampling: SamplingConfig
-    compared: tuple[tuple[Continuation, ...], ...] = ()
+    option_pairs: tuple[tuple[Continuation, ...], ...] = ()
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -146,7 +147,7 @@ class Prepared(Questions):
             sampling=self.sampling,
         )
 
-    def samples(self, variant: ModelVariant) -> int:
+    def count_samples(self, variant: ModelVariant) -> int:
         """How many answers a variant gives to the task; a suite of the harness has no controls."""
         if self.task.harness is not None and variant.control is not None:
             return 0
@@ -167,7 +168,7 @@ def prepare(
     settings: TaskSettings,
     positions: int | None = None,
     system: str = "none",
-) -> Prepared:
+) -> PreparedTask:
     """Render a task's prompts and settle how its answers are sampled.
 
     Args:
@@ -182,9 +183,9 @@ def prepare(
         ConfigError: for settings that cannot be used, such as several greedy samples.
         DataError: if a prompt leaves no room for an answer.
     """
-    own, suite, given = task.generation, task.harness is not None, questions.questions
-    if suite:
-        given = with_prompts(task, given, tokenizer.chat_template is not None)
+    own, is_harness, given = task.generation, task.harness is not None, questions.questions
+    if is_harness:
+        given = add_harness_prompts(task, given, tokenizer.chat_template is not None)
     prompts, warnings = render_questions(task, given, tokenizer, system), list(questions.warnings)
     by_likelihood = any(one.options for one in given)  # then nothing is generated
     limit = own.max_new_tokens if by_likelihood else settings.max_new_tokens or own.max_new_tokens
@@ -196,10 +197,10 @@ def prepare(
             "one, so they are too narrow; leave the repeats out"
         )
     if by_likelihood:
-        compared, cut = options_of(tokenizer, prompts, given, positions)
+        compared, cut = encode_options(tokenizer, prompts, given, positions)
     elif positions is not None:
         token_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-        if suite:
+        if is_harness:
             most = positions - min(limit, max(1, positions // 4))  # tokens of a prompt
             long = [index for index, ids in enumerate(token_ids) if len(ids) > most]
             for index in long:
@@ -221,17 +222,17 @@ def prepare(
             f"{task.name}: the prompts of {len(room_left)} of {len(prompts)} questions leave fewer than {limit} tokens of the "
             f"model's {positions} positions; their answers end there, the shortest after {min(room_left)} tokens"
         )
-    temperature = own.temperature if suite or settings.temperature is None else settings.temperature
+    temperature = own.temperature if is_harness or settings.temperature is None else settings.temperature
     sampling = SamplingConfig(
         temperature=temperature,
         top_p=own.top_p,
         max_new_tokens=limit,
         # greedy decoding draws one answer; where several are wanted, SamplingConfig refuses them
-        samples=(not suite and settings.samples) or (1 if temperature == 0 else own.samples),
+        samples=(not is_harness and settings.samples) or (1 if temperature == 0 else own.samples),
         seed=settings.seed,
         stop=own.stop,
     )
-    return Prepared(
+    return PreparedTask(
         [replace(one, prompt=prompt) for one, prompt in zip(given, prompts, strict=True)],
         questions.source,
         questions.revision,
@@ -239,17 +240,17 @@ def prepare(
         tuple(warnings),
         task=task,
         sampling=sampling,
-        compared=compared,
+        option_pairs=compared,
     )
 
 
-def own_temperature(tasks: Sequence[Prepared]) -> float | None:
+def common_temperature(tasks: Sequence[PreparedTask]) -> float | None:
     """The temperature of all tasks that have controls, those of the harness aside; None where they have several."""
     found = {one.sampling.temperature for one in tasks if one.task.harness is None}
     return found.pop() if len(found) == 1 else None
 
 
-def question_names(tasks: Sequence[Prepared]) -> list[list[int]]:
+def number_distinct_questions(tasks: Sequence[PreparedTask]) -> list[list[int]]:
     """Of each task a number for every question, the same where tasks ask the same one.
 
     One question has one prompt or row. The tests and columns of programs differ between editions of a set (HumanEval+, sanitized
@@ -261,14 +262,14 @@ def question_names(tasks: Sequence[Prepared]) -> list[list[int]]:
         numbers = []
         for question in one.questions:
             keys = [f"prompt {question.prompt}", f"row {json.dumps(question.row, default=str)}"]
-            keys += [f"id {one.task.grader} {question.id}"] if one.task.grader in CODE else []
+            keys += [f"id {one.task.grader} {question.id}"] if one.task.grader in CODE_GRADERS else []
             numbers.append(next((known[key] for key in keys if key in known), len(known)))
             known.update(dict.fromkeys(keys, numbers[-1]))
         found.append(numbers)
     return found
 
 
-def write_questions(folder: Path, prepared: Prepared) -> None:
+def write_questions(folder: Path, prepared: PreparedTask) -> None:
     """Write down the questions, so that samples can be judged again without the data set or the tokenizer."""
     lines = []
     for question in prepared.questions:
@@ -325,7 +326,7 @@ class Request:
             ConfigError: for a folder that is not free, unknown tasks, and graders, sandboxes or engines that do not work here.
         """
         require_run_folder(self.out, self.resume)
-        tasks = chosen_tasks(self.tasks)
+        tasks = select_tasks(self.tasks)
         require_graders(tasks, self.grading)
         if self.engine.engine == "vllm":
             require_vllm()
@@ -340,7 +341,7 @@ class Request:
             )
         return tasks
 
-    def prepare(self, tasks: Sequence[Task], loaded: Loaded) -> list[Prepared]:
+    def prepare(self, tasks: Sequence[Task], loaded: Loaded) -> list[PreparedTask]:
         """The questions of the tasks that `check` returned, rendered for a model, after their grader was tried on right answers.
 
         Raises as `questions_of`, `check_references` and `prepare`.
@@ -348,26 +349,27 @@ class Request:
         found = []
         for task in tasks:
             questions = questions_of(self.tasks, task, tasks)
-            grader = grader_for(task, self.grading.grader)
+            grader = resolve_grader(task, self.grading.grader)
             said = check_references(task, questions.questions, grader, self.grading)
             questions = replace(questions, warnings=(*questions.warnings, *said))
-            found.append(prepare(task, questions, loaded.tokenizer, self.tasks, loaded.positions, self.system))
+            found.append(prepare(task, questions, loaded.tokenizer, self.tasks, loaded.max_positions, self.system))
         return found
 
-    def recommended(self, prepared: Sequence[Prepared], loaded: Loaded) -> float | None:
+    def added_temperature(self, prepared: Sequence[PreparedTask], loaded: Loaded) -> float | None:
         """The recommended temperature, where variants are added for it: the tasks sample at another, and none was given."""
-        temperature = loaded.place.recommended_temperature  # None where the folder recommends none
+        temperature = loaded.model_source.recommended_temperature  # None where the folder recommends none
         elsewhere = any(one.sampling.temperature != temperature for one in prepared if one.task.harness is None)
         return temperature if elsewhere and self.tasks.temperature is None else None
 
-    def sampling_note(self, prepared: Sequence[Prepared], loaded: Loaded) -> str:
+    def sampling_note(self, prepared: Sequence[PreparedTask], loaded: Loaded) -> str:
         """One sentence on the sampling that the folder recommends and what has it; empty where it recommends none."""
         if all(one.task.harness for one in prepared):  # suites of the harness are answered greedily
             return ""
-        if (temperature := self.recommended(prepared, loaded)) is None:
-            return sampling_note(self.model, loaded.place.sampling, self.tasks.temperature)
+        if (temperature := self.added_temperature(prepared, loaded)) is None:
+            return sampling_note(self.model, loaded.model_source.sampling, self.tasks.temperature)
         return (
-            f"{self.model} recommends sampling {at(temperature)}: variants at that temperature are among the controls; the first "
+            f"{self.model} recommends sampling {format_temperature(temperature)}: variants at that temperature are among the "
+            "controls; the first "
             "ones are sampled as their tasks say"
         )
 
@@ -386,4 +388,4 @@ def require_run_folder(folder: Path, resume: bool) -> None:
             f"--out {folder} holds an evaluation already; continue it with --resume, or give another folder"
         )
     if not resume:
-        require_new(folder)
+        require_empty_folder(folder)

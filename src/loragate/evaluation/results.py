@@ -80,7 +80,7 @@ class VariantAgreement:
 
 
 @dataclass(frozen=True)
-class AtBest:
+class BestTemperatureScore:
     """A variant at its best temperature.
 
     Attributes:
@@ -141,7 +141,7 @@ class TaskResult:
     adjusted_p: float | None = None
     verdict: Verdict | None = None
     seconds: float = 0.0
-    at_best: AtBest | None = None
+    at_best: BestTemperatureScore | None = None
 
     @property
     def label(self) -> str:
@@ -238,7 +238,7 @@ class EvaluationRecord:
             if result.control is None and len(found) > 1:
                 means_QS = np.array([one.question_scores for one in found.values()]).T
                 best = list(found)[int(np.argmax(means_QS.mean(axis=0)))]
-                at_best = AtBest(best, average_at_k(out_of_fold(means_QS)[:, None]))
+                at_best = BestTemperatureScore(best, average_at_k(out_of_fold(means_QS)[:, None]))
                 results[index] = dataclasses.replace(result, at_best=at_best)
         return dataclasses.replace(self, results=tuple(results))
 

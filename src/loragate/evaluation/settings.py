@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from loragate.validate import Count, Positive, Share
+from loragate.validate import PositiveFloat, PositiveInt, UnitInterval
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class TaskSettings:
     suite: str = ""
     tasks: str = ""
     data: str = ""
-    limit: Count | None = None
-    samples: Count | None = None
+    limit: PositiveInt | None = None
+    samples: PositiveInt | None = None
     temperature: float | None = None
-    max_new_tokens: Count | None = None
+    max_new_tokens: PositiveInt | None = None
     seed: int = 0
 
 
@@ -49,10 +49,10 @@ class EngineSettings:
     """
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    replicas: Count = 1
-    batch_size: Count = 64
-    vllm_memory: Share = 0.0
-    tensor_parallel: Count = 1
+    replicas: PositiveInt = 1
+    batch_size: PositiveInt = 64
+    vllm_memory: UnitInterval = 0.0
+    tensor_parallel: PositiveInt = 1
 
 
 @dataclass(frozen=True)
@@ -70,5 +70,5 @@ class GradingSettings:
     grader: str = ""
     pattern: str = ""
     sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
-    workers: Count = 2
-    timeout: Positive = 10.0
+    workers: PositiveInt = 2
+    timeout: PositiveFloat = 10.0

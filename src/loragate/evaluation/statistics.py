@@ -127,10 +127,10 @@ def compare(scores_a: ArrayLike, scores_b: ArrayLike) -> Difference:
 
     Raises `DataError` as `average_at_k` does, and when the numbers of questions differ.
     """
-    return _tested([paired_differences(scores_a, scores_b)], [1.0])
+    return _stratified_t_test([paired_differences(scores_a, scores_b)], [1.0])
 
 
-def _tested(pairs: Sequence[tuple[Array, float]], weights: Sequence[float]) -> Difference:
+def _stratified_t_test(pairs: Sequence[tuple[Array, float]], weights: Sequence[float]) -> Difference:
     """The weighted mean of strata of differences with its t test; pairs are (differences [Q], their limit), each with its own Q.
 
     The degrees of freedom are Welch and Satterthwaite's, Q - 1 for a single stratum.
@@ -156,7 +156,7 @@ def _variance(differences: Array, limit: float) -> float:
     differ alike, the spread is unknown and the two lie at the limit.
     """
     count, mean = len(differences), differences.mean()
-    reach = limit if without_spread(differences) else np.abs(differences).max()
+    reach = limit if has_no_spread(differences) else np.abs(differences).max()
     squares = np.sum((differences - mean) ** 2) + (reach - mean) ** 2 + (reach + mean) ** 2
     return float(squares) / (count * max(count - 1, 1))
 
@@ -230,7 +230,7 @@ def _in_unit_interval(array: Array) -> bool:
     return bool(((array >= 0) & (array <= 1)).all())
 
 
-def without_spread(values: Array) -> bool:
+def has_no_spread(values: Array) -> bool:
     """Whether all values [Q] are equal; means of equal scores can differ in the last bits, which is no spread."""
     return bool(np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())))
 
@@ -240,7 +240,7 @@ def t_interval(values: Array, lower: float, upper: float) -> tuple[float, float,
     count = len(values)
     mean = float(values.mean())
     t = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) if count > 1 else math.inf
-    if without_spread(values):
+    if has_no_spread(values):
         unlike = t * t / (count + t * t) if count > 1 else 1.0
         return mean, 0.0, mean + unlike * (lower - mean), mean + unlike * (upper - mean)
     stderr = float(values.std(ddof=1)) / math.sqrt(count)
@@ -282,11 +282,11 @@ def suite_average(
     Raises `DataError` for a table that is empty, not two-dimensional or not finite.
     """
     tables = [check_scores(table, f"task {index}") for index, table in enumerate(tasks)]
-    shares = [_in_unit_interval(table) for table in tables]
-    limits = [(0.0, 1.0) if inside else (-math.inf, math.inf) for inside in shares]
-    values, limits, shared = _merged([table.mean(axis=1) for table in tables], limits, weights, names)
-    mean, stderr, low, high = _stratified(values, limits, shared, seed, draws)
-    if all(shares):
+    are_unit_interval = [_in_unit_interval(table) for table in tables]
+    limits = [(0.0, 1.0) if inside else (-math.inf, math.inf) for inside in are_unit_interval]
+    values, limits, shared = _merge_shared_strata([table.mean(axis=1) for table in tables], limits, weights, names)
+    mean, stderr, low, high = _stratified_bootstrap(values, limits, shared, seed, draws)
+    if all(are_unit_interval):
         low, high = max(low, 0.0), min(high, 1.0)
     return SuiteEstimate(mean, stderr, low, high, len(tables), sum(map(len, values)))
 
@@ -306,11 +306,13 @@ def compare_suites(
     Raises `DataError` as `compare` does.
     """
     pairs = [paired_differences(table_a, table_b) for table_a, table_b in zip(tasks_a, tasks_b, strict=True)]
-    values, limits, shared = _merged([one for one, _ in pairs], [(-limit, limit) for _, limit in pairs], weights, names)
-    return _tested([(one, limit) for one, (_, limit) in zip(values, limits)], shared)
+    values, limits, shared = _merge_shared_strata(
+        [one for one, _ in pairs], [(-limit, limit) for _, limit in pairs], weights, names
+    )
+    return _stratified_t_test([(one, limit) for one, (_, limit) in zip(values, limits)], shared)
 
 
-def _merged(
+def _merge_shared_strata(
     values: Sequence[Array],
     limits: Sequence[tuple[float, float]],
     weights: Sequence[float] | None,
@@ -395,7 +397,7 @@ def dft_rounded_mean(scores: ArrayLike) -> float:
     return float(np.round(columns, 1).mean()) / 100
 
 
-def _stratified(
+def _stratified_bootstrap(
     values: Sequence[Array],
     limits: Sequence[tuple[float, float]],
     shares: Sequence[float],
@@ -415,7 +417,7 @@ def _stratified(
     resampled = np.zeros(draws)
     variance, unseen_low, unseen_high = 0.0, 0.0, 0.0
     for share, stratum, own, limit in zip(shares, values, means, limits, strict=True):
-        if without_spread(stratum):
+        if has_no_spread(stratum):
             _, _, low, high = t_interval(stratum, *limit)
             unseen_low += (share * (own - low)) ** 2
             unseen_high += (share * (high - own)) ** 2

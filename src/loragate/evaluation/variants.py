@@ -28,13 +28,13 @@ from loragate.gates import (
     measure_parity,
     sizes_of,
 )
-from loragate.gates.control import as_base, why_no_base
+from loragate.gates.control import as_base, base_unavailable_reason
 from loragate.gates.override import Override, parse_override
 from loragate.generation import SamplingConfig
 from loragate.models.source import Kind
 
 CONTROLS = ("alone", "none", "cheap", "full")
-COOLER = (0.6, 0.3, 0.0)  # temperatures of the controls that only sample more sharply
+LOWER_TEMPERATURES = (0.6, 0.3, 0.0)  # temperatures of the controls that only sample more sharply
 PROMPTS, TOKENS = 4, 256  # of the canary
 
 
@@ -80,18 +80,18 @@ class ModelVariant:
         return name.replace(" ", "-").replace("=", "").replace("λ", "lambda")
 
     @property
-    def compared_with(self) -> str:
+    def reference_label(self) -> str:
         """Label of the adapter's variant that this one is compared with, empty for that variant itself.
 
         What is more than the adapter at another temperature is compared with the adapter that is sampled as sharply.
         """
         if self == ModelVariant("adapter"):
             return ""
-        if self.temperature is None or self == ModelVariant("adapter").at(self.temperature):
+        if self.temperature is None or self == ModelVariant("adapter").with_temperature(self.temperature):
             return "adapter"
-        return ModelVariant("adapter").at(self.temperature).label
+        return ModelVariant("adapter").with_temperature(self.temperature).label
 
-    def at(self, temperature: float) -> ModelVariant:
+    def with_temperature(self, temperature: float) -> ModelVariant:
         """The same at another temperature than the task's, 0 for greedy."""
         suffix = temperature_label(temperature)
         return replace(
@@ -132,15 +132,15 @@ def variants_for(
         raise ConfigError(f"--controls {controls}: expected one of {', '.join(CONTROLS)}{nearest(controls, CONTROLS)}")
     added = [] if recommended is None else [recommended]
     if kind == "base" or controls == "alone":
-        return [ModelVariant(kind), *(ModelVariant(kind).at(temperature) for temperature in added)]
+        return [ModelVariant(kind), *(ModelVariant(kind).with_temperature(temperature) for temperature in added)]
     variants = [ModelVariant("adapter"), ModelVariant("base")]
     if kind == "gated":
         variants.append(ModelVariant("gated"))
     if controls == "full" and kind == "gated":
         variants.append(ModelVariant("gated", "random gates", random=0))
-    cooler = [one for one in dict.fromkeys([*(COOLER if controls != "none" else ()), *added]) if one != own]
+    cooler = [one for one in dict.fromkeys([*(LOWER_TEMPERATURES if controls != "none" else ()), *added]) if one != own]
     for weights in ("adapter", "gated") if kind == "gated" else ("adapter",):
-        variants += [ModelVariant(weights).at(temperature) for temperature in cooler]
+        variants += [ModelVariant(weights).with_temperature(temperature) for temperature in cooler]
     if controls != "none":
         for value in dict.fromkeys(constants):  # each once, in order: a variant is known by its label
             try:
@@ -154,7 +154,7 @@ def variants_for(
 
 
 @contextmanager
-def acting(model: Any, variant: ModelVariant, kind: Kind) -> Iterator[None]:
+def activate_variant(model: Any, variant: ModelVariant, kind: Kind) -> Iterator[None]:
     """A context inside which the loaded model is this variant; the model is left as it was found.
 
     Raises:
@@ -211,7 +211,7 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind, *, ba
     """
     if kind == "base":
         return {}
-    if base and (reason := why_no_base(model)):
+    if base and (reason := base_unavailable_reason(model)):
         raise GateError(f"canary: the variant of the base would not be the base. {reason}")
     # [prompts, longest], padded on the right, where causal attention does not see the padding
     rows = [ids[-TOKENS:] for ids in tokenizer(list(prompts[:PROMPTS]), add_special_tokens=False)["input_ids"]]
@@ -248,7 +248,7 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind, *, ba
     return figures
 
 
-def describe(figures: Mapping[str, float]) -> str:
+def describe_canary(figures: Mapping[str, float]) -> str:
     """One line on the figures of `canary`."""
     if not figures:
         return "canary: no adapter in memory to test"

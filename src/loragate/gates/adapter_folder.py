@@ -21,7 +21,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ArtifactError
-from loragate.gates.adapter_rules import Finding, Purpose, Tensors, factor_path, judge, kind_of, names_of
+from loragate.gates.adapter_rules import (
+    Finding,
+    Purpose,
+    TensorSpecs,
+    apply_rules,
+    read_name_list,
+    split_factor_key,
+    tensor_kind,
+)
 from loragate.gates.schema import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLED_WEIGHTS, load_pickled
 
 _LFS = b"version https://git-lfs"
@@ -92,7 +100,8 @@ class AdapterFolder:
         files: names of the files directly in the folder.
         weights: the file that holds the tensors; None where there is none.
         tensors: {key as in the file: (dtype, shape)}; empty where they cannot be read.
-        beside: what the adapter changes beside LoRA's factors, each in words; where it is not empty, λ = 0 is not the base.
+        non_lora_changes: what the adapter changes beside LoRA's factors, each in words; where it is not empty, λ = 0 is not the
+            base.
         findings: errors first.
     """
 
@@ -100,8 +109,8 @@ class AdapterFolder:
     config: dict[str, Any]
     files: tuple[str, ...]
     weights: Path | None
-    tensors: Tensors
-    beside: tuple[str, ...]
+    tensors: TensorSpecs
+    non_lora_changes: tuple[str, ...]
     findings: tuple[Finding, ...]
 
     def require_usable(self, purpose: Purpose = "load") -> None:
@@ -116,10 +125,10 @@ class AdapterFolder:
             raise UnusableAdapterError(f"{found[0]}{more}", self)
 
     @property
-    def beside_keys(self) -> list[str]:
+    def base_weight_keys(self) -> list[str]:
         """Keys of tensors that go into the base's own weights when the adapter is loaded, where nothing can switch them off."""
-        copies = names_of(self.config, "modules_to_save")
-        return [key for key in self.tensors if kind_of(key, copies) not in ("factor", "copy", "token")]
+        copies = read_name_list(self.config, "modules_to_save")
+        return [key for key in self.tensors if tensor_kind(key, copies) not in ("factor", "copy", "token")]
 
 
 def read_adapter_folder(path: str | Path) -> AdapterFolder:
@@ -133,11 +142,11 @@ def read_adapter_folder(path: str | Path) -> AdapterFolder:
             "weights-absent", "error", f"{folder} cannot be read ({error})", "give the folder of an adapter"
         )
         return AdapterFolder(folder, {}, (), None, {}, (), (absent,))
-    return _read(folder, stamps)
+    return _inspect_folder(folder, stamps)
 
 
 @lru_cache(maxsize=16)
-def _read(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> AdapterFolder:
+def _inspect_folder(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> AdapterFolder:
     """Of one state of a folder; a command asks several times."""
     names = tuple(name for name, _, _ in stamps)
     config, found = _read_config(folder, names)
@@ -145,7 +154,7 @@ def _read(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> AdapterFold
     found += more
     beside: tuple[str, ...] = ()
     if config:
-        beside, judged = judge(folder, config, tensors)
+        beside, judged = apply_rules(folder, config, tensors)
         found += judged
     order = {"error": 0, "warning": 1, "note": 2}
     found = sorted(found, key=lambda one: order[one.severity])
@@ -198,11 +207,11 @@ def _read_config(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], 
 
 def _read_weights(
     folder: Path, names: tuple[str, ...], config: Mapping[str, Any]
-) -> tuple[Path | None, Tensors, list[Finding]]:
+) -> tuple[Path | None, TensorSpecs, list[Finding]]:
     """(the file, {key: (dtype, shape)}, what is wrong with them); one pass over the values."""
     name = next((one for one in (ADAPTER_WEIGHTS, PICKLED_WEIGHTS) if one in names), None)
     if name is None:
-        return None, {}, [_absent(folder, names)]
+        return None, {}, [_weights_absent_finding(folder, names)]
     path = folder / name
     again = "fetch the adapter again, or have its training write it again"
     try:
@@ -212,7 +221,7 @@ def _read_weights(
         if name == ADAPTER_WEIGHTS:
             with safe_open(str(path), framework="pt") as stored:
                 keys = list(stored.keys())
-                return path, *_survey(path, ((key, stored.get_tensor(key)) for key in keys), config)
+                return path, *_inspect_tensors(path, ((key, stored.get_tensor(key)) for key in keys), config)
         state = load_pickled(path)
     except (SafetensorError, OSError) as error:
         return path, {}, _error("weights-absent", f"{path}: not a readable safetensors file ({error})", again)
@@ -224,10 +233,10 @@ def _read_weights(
         message = f"{path}: expected tensors by their names, found {held or 'nothing'}"
         remedy = "save the adapter alone, with PEFT's save_pretrained"
         return path, {}, _error("other-format", message, remedy)
-    return path, *_survey(path, iter({str(key): value for key, value in state.items()}.items()), config)
+    return path, *_inspect_tensors(path, iter({str(key): value for key, value in state.items()}.items()), config)
 
 
-def _absent(folder: Path, names: tuple[str, ...]) -> Finding:
+def _weights_absent_finding(folder: Path, names: tuple[str, ...]) -> Finding:
     """The finding where neither of PEFT's files of weights is there."""
     for patterns, (what, remedy) in _FOREIGN_FILES.items():
         if found := sorted(one.name for pattern in patterns for one in folder.glob(pattern)):
@@ -242,15 +251,15 @@ def _absent(folder: Path, names: tuple[str, ...]) -> Finding:
     )
 
 
-def _survey(
+def _inspect_tensors(
     path: Path, stored: Iterator[tuple[str, torch.Tensor]], config: Mapping[str, Any]
-) -> tuple[Tensors, list[Finding]]:
+) -> tuple[TensorSpecs, list[Finding]]:
     """Dtypes and shapes of the tensors, and what their values tell."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     broken, empty, integers, zero, factors = [], [], [], [], 0
     for key, value in stored:
         tensors[key] = (str(value.dtype).removeprefix("torch."), tuple(value.shape))
-        last = factor_path(key)[1]
+        last = split_factor_key(key)[1]
         factors += last in ("lora_B", "lora_embedding_B")
         if value.numel() == 0:
             empty.append(key)
@@ -292,12 +301,12 @@ def _survey(
                 {"keys": zero[:8], "count": len(zero), "of": factors},
             )
         )
-    if tensors and not any(factor_path(key)[1] for key in tensors):
-        found.append(_foreign_keys(path, tensors))
+    if tensors and not any(split_factor_key(key)[1] for key in tensors):
+        found.append(_foreign_keys_finding(path, tensors))
     return tensors, found
 
 
-def _foreign_keys(path: Path, tensors: Mapping[str, Any]) -> Finding:
+def _foreign_keys_finding(path: Path, tensors: Mapping[str, Any]) -> Finding:
     first = next(iter(tensors))
     tool = next(
         (name for pattern, name in _FOREIGN_KEYS.items() if any(re.search(pattern, key) for key in tensors)),

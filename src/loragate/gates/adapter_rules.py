@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from loragate.errors import ArtifactError
-from loragate.gates.schema import ADAPTER_CONFIG, PREFIX, factor_of, strength_of
+from loragate.gates.schema import ADAPTER_CONFIG, PREFIX, factor_of, lora_scaling
 
 Severity = Literal["error", "warning", "note"]
 Purpose = Literal["load", "gate", "serve"]
 
-Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+TensorSpecs = Mapping[str, tuple[str, tuple[int, ...]]]
 """{key as in the file: (dtype, shape)}."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -91,12 +91,12 @@ class Finding:
         return f"{self.message}. {capital}{self.remedy[1:]}"
 
 
-def factor_path(key: str) -> tuple[str, str]:
+def split_factor_key(key: str) -> tuple[str, str]:
     """(module path without PEFT's prefix, "lora_A" or another factor) of a tensor's name; two empty texts for any other."""
     return factor_of(key if factor_of(key)[1] else _NAMED.sub(r"\1", key))
 
 
-def changed_base(init_lora_weights: Any) -> str:
+def base_change_reason(init_lora_weights: Any) -> str:
     """Why λ = 0 would not be the base for an adapter of this initialisation; empty where it would."""
     if not (isinstance(init_lora_weights, str) and init_lora_weights.lower().startswith(_BASE_CHANGING_STARTS)):
         return ""
@@ -115,14 +115,14 @@ def changed_base(init_lora_weights: Any) -> str:
     )
 
 
-def wrong_types(config: Mapping[str, Any]) -> Iterator[str]:
+def config_errors(config: Mapping[str, Any]) -> Iterator[str]:
     """Keys that a loader relies on, and that hold something else."""
     rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout") or 0.0
-    if not (_whole(rank) and rank > 0):
+    if not (_is_integer(rank) and rank > 0):
         yield f"key 'r' must be a whole number above 0, found {rank!r}"
     if not _number(alpha):
         yield f"key 'lora_alpha' must be a number, found {alpha!r}"
-    for key, holds, what in (("rank_pattern", _whole, "whole numbers"), ("alpha_pattern", _number, "numbers")):
+    for key, holds, what in (("rank_pattern", _is_integer, "whole numbers"), ("alpha_pattern", _number, "numbers")):
         pattern = config.get(key) or {}
         if not (isinstance(pattern, dict) and all(map(holds, pattern.values())) and all(map(_is_pattern, pattern))):
             yield f"key {key!r} must hold {what} by patterns of module names, found {pattern!r:.200}"
@@ -147,7 +147,7 @@ def wrong_types(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"key {key!r} must be a text, found {config[key]!r:.200}"
 
 
-def _whole(value: Any) -> TypeGuard[int]:
+def _is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -167,13 +167,13 @@ def _is_pattern(text: str) -> bool:
     return True
 
 
-def names_of(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+def read_name_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """A list of names in a configuration; none where it holds something else."""
     value: Any = config.get(key)
     return tuple(value) if _is_texts(value) else ()
 
 
-def kind_of(key: str, copies: tuple[str, ...]) -> str:
+def tensor_kind(key: str, copies: tuple[str, ...]) -> str:
     """factor, copy (modules_to_save), token, bias, embedding, norm, head or other."""
     name = key.removeprefix(PREFIX)
     if _OF_LORA.search(name):
@@ -202,10 +202,10 @@ _WORDS = {
 }
 
 
-def _beside(config: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
+def _beside(config: Mapping[str, Any], tensors: TensorSpecs) -> Iterator[str]:
     """What the adapter changes beside A and B, from the configuration and from the keys."""
-    copies = names_of(config, "modules_to_save")
-    kinds = Counter(kind_of(key, copies) for key in tensors)
+    copies = read_name_list(config, "modules_to_save")
+    kinds = Counter(tensor_kind(key, copies) for key in tensors)
     if copies:
         yield f"whole copies of {', '.join(sorted(copies))} (modules_to_save)"
     if (tokens := config.get("trainable_token_indices")) or kinds["token"]:
@@ -218,20 +218,22 @@ def _beside(config: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
         yield "repeated layers (layer_replication)"
     for kind, words in _WORDS.items():
         if kinds[kind]:
-            first = next(key for key in tensors if kind_of(key, copies) == kind)
+            first = next(key for key in tensors if tensor_kind(key, copies) == kind)
             # the file of weights is PEFT's; whole tensors in it go into the base's own
             count = f"{kinds[kind]} " if kinds[kind] > 1 else ""
             yield f"{count}{words} saved along ({first.removeprefix(PREFIX)}{', …' if kinds[kind] > 1 else ''})"
 
 
-def _of_task(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Iterator[Finding]:
+def _of_task(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -> Iterator[Finding]:
     """An adapter is one of a causal language model unless its weights say otherwise; the label alone is often wrong."""
     label, path = config.get("task_type"), folder / ADAPTER_CONFIG
     names = [key.removeprefix(PREFIX).split(".") for key in tensors]
     heads = sorted({parts[0] for parts in names} & {*_OTHER_HEADS})
     # a model of two halves without a label is told by its base
-    twofold = label in _OTHER_TASKS and {"encoder", "decoder"} <= {part for parts in names for part in parts[:2]}
-    if heads or twofold:
+    is_encoder_decoder = label in _OTHER_TASKS and {"encoder", "decoder"} <= {
+        part for parts in names for part in parts[:2]
+    }
+    if heads or is_encoder_decoder:
         what = f"a head of its own ({heads[0]})" if heads else "an encoder beside its decoder"
         yield Finding(
             "task-type",
@@ -252,9 +254,9 @@ def _of_task(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Itera
         )
 
 
-def _of_initialisation(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Iterator[Finding]:
+def _of_initialisation(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -> Iterator[Finding]:
     recorded = config.get("init_lora_weights")
-    if why := changed_base(recorded):
+    if why := base_change_reason(recorded):
         severity: Severity = "error" if str(recorded).lower().startswith(_NOT_REPEATABLE) else "warning"
         said, _, remedy = why.partition(". ")
         yield Finding(
@@ -266,24 +268,24 @@ def _of_initialisation(folder: Path, config: Mapping[str, Any], tensors: Tensors
         )
 
 
-def _of_strength(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Iterator[Finding]:
+def _check_rank_and_scaling(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -> Iterator[Finding]:
     """Ranks of the factors against those of the configuration, and a scale out of the ordinary."""
-    if any(wrong_types(config)):
+    if any(config_errors(config)):
         return
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for key, (_, shape) in tensors.items():
-        path, factor = factor_path(key)
+        path, factor = split_factor_key(key)
         if factor and 0 not in shape:
             shapes.setdefault(path, {})[factor] = shape
     wrong, scales = [], set[float]()
     # fused experts share one factor, whose rank is a multiple. Their patterns name parameters (experts.down_proj), their keys
     # the module alone: which of its parameters a key belongs to, only the base's code tells
-    parameters = names_of(config, "target_parameters")
+    parameters = read_name_list(config, "target_parameters")
     for path, pair in shapes.items():
         own = [f"{path.replace('.base_layer', '')}.{name.rpartition('.')[2]}" for name in parameters]
         fused = [name for name in own if f".{name}".endswith(tuple(f".{one}" for one in parameters))]
         try:
-            strengths = [strength_of(config, name) for name in (path, *fused)]
+            strengths = [lora_scaling(config, name) for name in (path, *fused)]
         except ArtifactError:
             continue
         ranks = [rank for rank, _, _ in strengths]
@@ -317,19 +319,19 @@ def _of_strength(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> I
         )
 
 
-def _of_keys(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Iterator[Finding]:
+def _of_keys(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -> Iterator[Finding]:
     """Factors without their partner, and weights that the configuration promises."""
     if not tensors:
         return
     pairs: dict[str, set[str]] = {}
     for key in tensors:
-        path, factor = factor_path(key)
+        path, factor = split_factor_key(key)
         if factor:
             pairs.setdefault(path, set()).add(factor[-1])
     lone = sorted(path for path, held in pairs.items() if len(held) == 1)
     promised = [
         f"{name} (modules_to_save)"
-        for name in names_of(config, "modules_to_save")
+        for name in read_name_list(config, "modules_to_save")
         if name not in _OTHER_HEADS and not any(f".{name}." in f".{key}" for key in tensors)
     ]
     if config.get("trainable_token_indices") and not any("trainable_tokens" in key for key in tensors):
@@ -346,7 +348,9 @@ def _of_keys(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Itera
         yield Finding("keys-missing", "error", message, again, {"names": promised})
 
 
-def _of_use(beside: tuple[str, ...], folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Iterator[Finding]:
+def _check_gating_and_serving(
+    beside: tuple[str, ...], folder: Path, config: Mapping[str, Any], tensors: TensorSpecs
+) -> Iterator[Finding]:
     """What is neither gated nor served."""
     path = folder / ADAPTER_CONFIG
     if layers := config.get("layer_replication"):
@@ -372,14 +376,14 @@ def _of_use(beside: tuple[str, ...], folder: Path, config: Mapping[str, Any], te
             "a strength, or gates, do not reach that: at λ = 0 it is not the base",
             {"beside": list(beside)},
         )
-    if any(wrong_types(config)):
+    if any(config_errors(config)):
         return
-    copies = names_of(config, "modules_to_save")
+    copies = read_name_list(config, "modules_to_save")
     # PEFT saves the base's own embedding beside an adapter on it, and vLLM skips it
     refused = [
         key
         for key in tensors
-        if kind_of(key, copies) != "factor" and not re.search(r"\.(embed_tokens|lm_head)\.base_layer\.weight$", key)
+        if tensor_kind(key, copies) != "factor" and not re.search(r"\.(embed_tokens|lm_head)\.base_layer\.weight$", key)
     ]
     rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
     if rank > LORA_RANKS[-1]:
@@ -391,11 +395,17 @@ def _of_use(beside: tuple[str, ...], folder: Path, config: Mapping[str, Any], te
         yield Finding("not-servable", "note", message, "merge it into its base to serve it", {"keys": refused[:8]})
 
 
-def judge(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> tuple[tuple[str, ...], list[Finding]]:
+def apply_rules(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -> tuple[tuple[str, ...], list[Finding]]:
     """(what the adapter changes beside A and B, each in words; the findings of all rules); the configuration is not empty."""
     path = folder / ADAPTER_CONFIG
-    found = [Finding("config-invalid", "error", f"{path}: {one}", "correct the key") for one in wrong_types(config)]
+    found = [Finding("config-invalid", "error", f"{path}: {one}", "correct the key") for one in config_errors(config)]
     beside = tuple(_beside(config, tensors))
-    for rule in (_of_task, _of_initialisation, _of_strength, _of_keys, partial(_of_use, beside)):
+    for rule in (
+        _of_task,
+        _of_initialisation,
+        _check_rank_and_scaling,
+        _of_keys,
+        partial(_check_gating_and_serving, beside),
+    ):
         found += rule(folder, config, tensors)
     return beside, found

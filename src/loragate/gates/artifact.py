@@ -37,18 +37,18 @@ from loragate.gates.attach import (
     gate_modules,
     gate_parameters,
     is_gated,
-    loaded_records,
+    loaded_artifacts,
 )
 from loragate.gates.card import LIBRARY, render_card
 from loragate.gates.eligibility import (
     active_adapter,
-    base_path,
+    base_module_name,
     examine_adapter,
     lora_layers,
     output_head,
     quantization_of,
     storage_warning,
-    unwrapped,
+    strip_wrapper_names,
 )
 from loragate.gates.gate import GateConfig
 from loragate.gates.identity import (
@@ -56,10 +56,10 @@ from loragate.gates.identity import (
     base_weight_samples,
     compare_base_samples,
     config_fingerprint,
-    known_factors,
+    factor_widths_and_sha256,
     require_same_adapter,
 )
-from loragate.gates.recommended import SAMPLING, generation_settings, mapping, recommended_temperature
+from loragate.gates.recommended import SAMPLING, dict_or_empty, generation_settings, recommended_temperature
 from loragate.gates.recorded_base import compare_recorded_base
 from loragate.gates.schema import (
     ADAPTER,
@@ -70,21 +70,21 @@ from loragate.gates.schema import (
     EVIDENCE,
     FORMAT,
     GATES,
-    NEED_MODEL,
+    KEYS_NEEDING_MODEL,
     PICKLED_WEIGHTS,
     PREFIX,
     SCHEMA_VERSION,
     copy_adapter,
+    is_bitwise_equal,
+    lora_scaling,
     read_adapter,
     read_gate_config,
     read_tensors,
-    same_bits,
-    strength_of,
     tensor_bytes,
     write_factors,
 )
 from loragate.hub_names import cached_commit, cached_file, split_revision
-from loragate.validate import Amount, validate
+from loragate.validate import NonNegativeFloat, validate
 from loragate.version import __version__
 
 # what a generation config may draw by, beside the settings that a folder recommends
@@ -158,11 +158,11 @@ def save_gates(
     gate = asdict(attached_config(peft_model, name))
     data, sha256 = tensor_bytes(tensors, gate), adapter_fingerprint(peft_model, name)
 
-    came_from, known = loaded_records(peft_model).get(name, (None, {}))
-    if came_from is None or known["adapter"]["sha256"] != sha256:
-        came_from, known = None, {}
-    if came_from is not None and adapter_source is None and (came_from / ADAPTER).is_dir():
-        adapter_source = came_from / ADAPTER
+    source_folder, known = loaded_artifacts(peft_model).get(name, (None, {}))
+    if source_folder is None or known["adapter"]["sha256"] != sha256:
+        source_folder, known = None, {}
+    if source_folder is not None and adapter_source is None and (source_folder / ADAPTER).is_dir():
+        adapter_source = source_folder / ADAPTER
     if not base_id and known:
         base_id, base_revision = known["base"]["id"], base_revision or known["base"].get("revision")
     adapter, adapter_revision = split_revision(adapter_id or "")
@@ -178,10 +178,10 @@ def save_gates(
 
     # all that can refuse comes before the first file
     if temperature is not None:
-        temperature = validate(Amount, temperature, "temperature")
-    k = _support(peft_model, k, evidence or {})
+        temperature = validate(NonNegativeFloat, temperature, "temperature")
+    k = _resolve_entropy_k(peft_model, k, evidence or {})
     if not overwrite:
-        require_free(folder)
+        require_no_artifact(folder)
         if temperature is None and (folder / SAMPLING).exists():
             raise ArtifactError(
                 f"{folder / SAMPLING} would not be that of these gates; choose another folder or remove it"
@@ -213,7 +213,7 @@ def save_gates(
         )  # of the artifact that is replaced, perhaps with another tokenizer
     base = record["base"]
     write_adapter(peft_model, name, folder / ADAPTER, adapter_source, base=base["id"], revision=base["revision"] or "")
-    record |= write_sampling(folder, temperature)
+    record |= write_generation_config(folder, temperature)
     write_atomically(folder / GATES, lambda path: path.write_bytes(data))
     record["gates_sha256"] = gates_sha256
     if not _foreign_card(folder):
@@ -241,15 +241,15 @@ def require_readable(folder: Path) -> None:
     try:
         record = read_gate_config(folder)
         gates, (config, state) = read_tensors(folder, record), read_adapter(folder / ADAPTER)
-        widths, sha256 = known_factors(config, state)
-        partly = any(config.get(key) for key in NEED_MODEL)
+        widths, sha256 = factor_widths_and_sha256(config, state)
+        partly = any(config.get(key) for key in KEYS_NEEDING_MODEL)
         require_same_adapter(folder, record, gates, widths, None if partly else sha256, _CHANGED)
     except ArtifactError:
         (folder / CONFIG).unlink(missing_ok=True)
         raise
 
 
-def require_free(folder: Path) -> None:
+def require_no_artifact(folder: Path) -> None:
     """Refuse a folder that holds a gated adapter, or a README.md that is no model card of this package (ArtifactError)."""
     if (folder / CONFIG).exists():
         raise ArtifactError(f"{folder} already holds a gated adapter; choose another folder or remove it first")
@@ -292,7 +292,7 @@ def _base_record(model: Any, peft_config: Any, base_id: str | None, base_revisio
     }
 
 
-def write_sampling(folder: Path, temperature: float | None) -> dict[str, Any]:
+def write_generation_config(folder: Path, temperature: float | None) -> dict[str, Any]:
     """generation_config.json of a folder, as transformers writes it; returns what gate_config.json says of it.
 
     Temperature 0 is greedy decoding; None recommends nothing, and a file that is there is taken away.
@@ -304,7 +304,7 @@ def write_sampling(folder: Path, temperature: float | None) -> dict[str, Any]:
     return {"sampling": {"temperature": temperature}}
 
 
-def _support(model: nn.Module, k: int | None, evidence: dict[str, Any]) -> int | None:
+def _resolve_entropy_k(model: nn.Module, k: int | None, evidence: dict[str, Any]) -> int | None:
     """The support of the entropy objective: what the training recorded, at most the vocabulary, else `k` as given.
 
     Raises:
@@ -323,9 +323,9 @@ def _support(model: nn.Module, k: int | None, evidence: dict[str, Any]) -> int |
         ) from error
     if k is not None and not _is_support(k):
         raise ConfigError(f"k must be an integer of at least 2, or 0 for the whole vocabulary, found {k!r}")
-    training = mapping(evidence.get("training"))
+    training = dict_or_empty(evidence.get("training"))
     # an objective of one's own has a support of its own, or none; the settings' is that of the measured entropy
-    trained: Any = training.get("k", mapping(training.get("settings")).get("k"))
+    trained: Any = training.get("k", dict_or_empty(training.get("settings")).get("k"))
     if not _is_support(trained):
         return k
     head: Any = output_head(model)
@@ -368,20 +368,20 @@ def write_adapter(
         ArtifactError: where the written folder does not hold the tensors that were to be written.
     """
     # a wrapper around single layers may take its name out of state_dict, where PEFT then finds no factors
-    wrapped = any(unwrapped(name) != name for name, _ in model.named_modules())
+    wrapped = any(strip_wrapper_names(name) != name for name, _ in model.named_modules())
     given = dict(model.named_parameters(remove_duplicate=False)) if wrapped else None
     state = get_peft_model_state_dict(model, state_dict=given, adapter_name=adapter_name)
     # a natively loaded adapter has the base model's own names; PEFT reads them under its wrapper's prefix
     state = {
-        PREFIX + unwrapped(key).removeprefix(PREFIX): value.detach().cpu()
+        PREFIX + strip_wrapper_names(key).removeprefix(PREFIX): value.detach().cpu()
         for key, value in state.items()
         if ".lora_gate." not in key
     }
-    stored = {} if source is None else _held_by(Path(source), model, adapter_name, state)
+    stored = {} if source is None else _load_if_same_adapter(Path(source), model, adapter_name, state)
     if source is not None and stored:
         if Path(source).resolve() != folder.resolve():
             there = read_adapter(Path(source))[1]
-            as_it_is = there.keys() == stored.keys() and all(same_bits(there[key], stored[key]) for key in there)
+            as_it_is = there.keys() == stored.keys() and all(is_bitwise_equal(there[key], stored[key]) for key in there)
             pickled = not (Path(source) / ADAPTER_WEIGHTS).is_file()
             copy_adapter(Path(source), folder, stored if pickled or not as_it_is else None)
         return
@@ -393,7 +393,7 @@ def write_adapter(
     peft_config: Any = model.peft_config[adapter_name]  # type: ignore[index]
     if not base:
         base, revision = str(peft_config.base_model_name_or_path or ""), str(peft_config.revision or "")
-    write_factors(folder, {**state, **_changed_along(model, base, revision)})
+    write_factors(folder, {**state, **_find_changed_base_weights(model, base, revision)})
     # as PEFT's own save_pretrained does, or whoever loads the folder would get factors that train
     before, peft_config.inference_mode = peft_config.inference_mode, True
     try:
@@ -402,7 +402,7 @@ def write_adapter(
         peft_config.inference_mode = before
 
 
-def _changed_along(model: nn.Module, base: str, revision: str) -> dict[str, torch.Tensor]:
+def _find_changed_base_weights(model: nn.Module, base: str, revision: str) -> dict[str, torch.Tensor]:
     """{PEFT's name: tensor} of what of the base in memory its files do not hold; warns of what no adapter can bring along."""
     difference = compare_recorded_base(model, base, revision)
     if difference.other or difference.resized:
@@ -420,12 +420,14 @@ def _changed_along(model: nn.Module, base: str, revision: str) -> dict[str, torc
     if difference.other:
         return {}
     # the original of a module that is saved whole has no such name: its copy is used in its place
-    names = {base_path(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = {base_module_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
     found = {names[name]: value for name, value in difference.beside.items() if name in names}
-    return {PREFIX + unwrapped(name).removeprefix(PREFIX): value for name, value in found.items()}
+    return {PREFIX + strip_wrapper_names(name).removeprefix(PREFIX): value for name, value in found.items()}
 
 
-def _held_by(folder: Path, model: Any, adapter_name: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _load_if_same_adapter(
+    folder: Path, model: Any, adapter_name: str, state: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The tensors of a folder, by PEFT's names, where it holds exactly the adapter that is loaded; empty where it does not.
 
     That is: rank, alpha and scaling of each module, and every tensor, of what PEFT loads as the adapter's and of what lies in
@@ -438,13 +440,13 @@ def _held_by(folder: Path, model: Any, adapter_name: str, state: dict[str, torch
     config, tensors = read_adapter(folder)
     loaded_config = vars(model.peft_config[adapter_name])  # which PEFT would write
     if any(
-        strength_of(config, path) != strength_of(loaded_config, path) for path, _ in lora_layers(model, adapter_name)
+        lora_scaling(config, path) != lora_scaling(loaded_config, path) for path, _ in lora_layers(model, adapter_name)
     ):
         return {}
     # by PEFT's names: some programs leave its prefix out, or the adapter's name in
     stored = {PREFIX + _ADAPTER_NAME.sub("", key.removeprefix(PREFIX)): value for key, value in tensors.items()}
     of_base = {
-        PREFIX + unwrapped(name).removeprefix(PREFIX): value
+        PREFIX + strip_wrapper_names(name).removeprefix(PREFIX): value
         for name, value in model.named_parameters(remove_duplicate=False)
     }
     rounded = {}
@@ -504,14 +506,14 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
             detach_gates(peft_model, name)
             raise ArtifactError(f"{folder / GATES}: {key} has shape {found}, expected {expected}")
         parameter.requires_grad_(False).copy_(tensors[key])
-    loaded_records(peft_model)[name] = (folder.resolve(), record)
-    _generate_as(peft_model, record)
-    if told := storage_warning(record["base"].get("quantization"), quantization_of(peft_model)):
-        logger.warning(told)
+    loaded_artifacts(peft_model)[name] = (folder.resolve(), record)
+    _apply_generation_settings(peft_model, record)
+    if warning := storage_warning(record["base"].get("quantization"), quantization_of(peft_model)):
+        logger.warning(warning)
     return peft_model
 
 
-def _generate_as(model: Any, record: dict[str, Any]) -> None:
+def _apply_generation_settings(model: Any, record: dict[str, Any]) -> None:
     """Recorded stop tokens and sampling into the model's generation config; a PeftModel and its base share the object."""
     settings = getattr(model, "generation_config", None)
     if settings is None:

@@ -41,7 +41,7 @@ from loragate.gates.eligibility import (
     lora_layers,
     require_gateable,
 )
-from loragate.gates.gate import GateConfig, SignedGate, stream_of
+from loragate.gates.gate import GateConfig, SignedGate, seeded_generator
 from loragate.gates.schema import FACTORS, GLOBAL_BIAS
 
 logger = logging.getLogger("loragate")
@@ -89,7 +89,7 @@ class GatedLora(LoraVariant):
         return add_delta(result, delta, module.base_layer)
 
 
-def leave_input_uncast(layer: Any, args: Any) -> None:
+def disable_input_cast(layer: Any, args: Any) -> None:
     """Forward pre-hook of a gated layer: PEFT hands x over as it came where every adapter of the layer is gated.
 
     PEFT would cast x to the dtype of A, anew in each of the layers that read it (q, k, v; gate, up), and each would keep its
@@ -101,11 +101,11 @@ def leave_input_uncast(layer: Any, args: Any) -> None:
     layer.cast_input_dtype_enabled = not all(gated)
 
 
-def cast_input_again(layer: Any) -> None:
-    """Take `leave_input_uncast` off a layer."""
+def restore_input_cast(layer: Any) -> None:
+    """Take `disable_input_cast` off a layer."""
     # found by identity: a handle kept on the layer would not survive copying and pickling
     for key, hook in list(layer._forward_pre_hooks.items()):
-        if hook is leave_input_uncast:
+        if hook is disable_input_cast:
             del layer._forward_pre_hooks[key]
     layer.cast_input_dtype_enabled = True
 
@@ -155,7 +155,7 @@ class GatedPeftModel(PeftModel):
     its own class and this one. `detach_gates` gives it its own class back.
     """
 
-    _open: ClassVar[Callable[..., Any] | None] = None
+    _load_gated: ClassVar[Callable[..., Any] | None] = None
     """`loragate.load_gated`; set by `loragate.models`, which knows where models are."""
 
     @classmethod
@@ -164,9 +164,9 @@ class GatedPeftModel(PeftModel):
 
         A base that is in memory may come first, as in `PeftModel.from_pretrained(base, folder)`.
         """
-        if cls._open is None:
+        if cls._load_gated is None:
             raise GateError("import loragate.models first; it finds the folder and its base")
-        return cls._open(model, **kwargs) if folder is None else cls._open(folder, base=model, **kwargs)
+        return cls._load_gated(model, **kwargs) if folder is None else cls._load_gated(folder, base=model, **kwargs)
 
     def save_pretrained(
         self,
@@ -310,7 +310,7 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
         layer.frozen_peft_weight_names = {**layer.frozen_peft_weight_names, name: groups}
         layer._freeze_non_trainable_peft_weights(name)
     train_gates_only(peft_model, name)
-    _warn_on_saving(peft_model, name)
+    _install_save_warning(peft_model, name)
     for module in peft_model.modules():
         if isinstance(module, BaseTuner | PeftModel) and not isinstance(module, _RefusesMerging | GatedPeftModel):
             own: Any = type(module)
@@ -324,7 +324,7 @@ def gate_layer(
     """Put a fresh gate into one LoRA layer, on the device of its factors; what trains is left as it is."""
     if not hasattr(layer, "lora_gate"):
         layer.lora_gate = nn.ModuleDict({})
-        layer.register_forward_pre_hook(leave_input_uncast)
+        layer.register_forward_pre_hook(disable_input_cast)
     # PEFT moves, freezes, switches and deletes what these names hold, by adapter; set on the instance, the class stays as it is
     if "lora_gate" not in layer.adapter_layer_names:
         layer.adapter_layer_names = (*layer.adapter_layer_names, "lora_gate")
@@ -366,17 +366,17 @@ def detach_gates(peft_model: nn.Module, adapter_name: str | None = None) -> nn.M
         layer.frozen_peft_weight_names = {
             other: frozen for other, frozen in layer.frozen_peft_weight_names.items() if other != name
         }
-        if not _is_gated(layer, name):
+        if not _is_layer_gated(layer, name):
             continue
         del layer.lora_variant[name]
         del layer.lora_gate[name]
         if len(layer.lora_gate) == 0:
             layer.adapter_layer_names = tuple(group for group in layer.adapter_layer_names if group != "lora_gate")
             del layer.lora_gate
-            cast_input_again(layer)
+            restore_input_cast(layer)
     for config in adapter_configs(peft_model, name):
         vars(config).pop("save_pretrained", None)
-    loaded_records(peft_model).pop(name, None)
+    loaded_artifacts(peft_model).pop(name, None)
     if not any(getattr(module, "lora_gate", None) for module in peft_model.modules()):
         for module in peft_model.modules():
             before: Any = next((kind for kind in type(module).__mro__ if not issubclass(kind, GatedPeftModel)), None)
@@ -385,7 +385,7 @@ def detach_gates(peft_model: nn.Module, adapter_name: str | None = None) -> nn.M
     return peft_model
 
 
-def loaded_records(model: nn.Module) -> dict[str, tuple[Path, dict[str, Any]]]:
+def loaded_artifacts(model: nn.Module) -> dict[str, tuple[Path, dict[str, Any]]]:
     """{adapter name: (folder, gate_config.json)} of the gates that `load_gates` put on, to write them again as they were."""
     records: dict[str, tuple[Path, dict[str, Any]]] = vars(model).setdefault("_gate_records", {})
     return records
@@ -393,7 +393,7 @@ def loaded_records(model: nn.Module) -> dict[str, tuple[Path, dict[str, Any]]]:
 
 def is_gated(model: nn.Module, adapter_name: str) -> bool:
     """Whether an adapter carries gates."""
-    return any(_is_gated(layer, adapter_name) for _, layer in lora_layers(model, adapter_name))
+    return any(_is_layer_gated(layer, adapter_name) for _, layer in lora_layers(model, adapter_name))
 
 
 def gate_modules(model: nn.Module, adapter_name: str | None = None) -> dict[str, SignedGate]:
@@ -403,7 +403,7 @@ def gate_modules(model: nn.Module, adapter_name: str | None = None) -> dict[str,
         GateError: if the adapter carries no gates, so that nothing silently acts on an ungated model.
     """
     name = active_adapter(model, adapter_name)
-    found = {path: layer.lora_gate[name] for path, layer in lora_layers(model, name) if _is_gated(layer, name)}
+    found = {path: layer.lora_gate[name] for path, layer in lora_layers(model, name) if _is_layer_gated(layer, name)}
     if not found:
         raise GateError(f"adapter {name!r} carries no gates; attach them with loragate.attach_gates or load_gates")
     return found
@@ -434,7 +434,7 @@ def attached_config(model: nn.Module, adapter_name: str | None = None) -> GateCo
     return next(iter(gate_modules(model, adapter_name).values())).config
 
 
-def _is_gated(layer: Any, adapter_name: str) -> bool:
+def _is_layer_gated(layer: Any, adapter_name: str) -> bool:
     return isinstance(getattr(layer, "lora_variant", {}).get(adapter_name), GatedLora)
 
 
@@ -458,7 +458,7 @@ def draw_gates(
     drawn = {}
     for name, parameter in gate_parameters(model, adapter_name).items():
         size = scale if isinstance(scale, (int, float)) else scale[name]
-        drawn[name] = torch.randn(parameter.shape, generator=stream_of(f"random:{seed}:{name}")) * size
+        drawn[name] = torch.randn(parameter.shape, generator=seeded_generator(f"random:{seed}:{name}")) * size
         with torch.no_grad():
             parameter.copy_(drawn[name])
     return drawn
@@ -469,7 +469,7 @@ def sizes_of(gates: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return {name: float(value.detach().double().pow(2).mean().sqrt()) for name, value in gates.items()}
 
 
-def _warn_on_saving(model: nn.Module, adapter_name: str) -> None:
+def _install_save_warning(model: nn.Module, adapter_name: str) -> None:
     """Give the adapter a configuration of its own that warns when it is written."""
     for configs in config_tables(model, adapter_name):
         # a copy: the caller's object may serve other adapters and models, which carry no gates

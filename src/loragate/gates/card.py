@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from loragate.gates.recommended import at, is_number, mapping, recommended_temperature
+from loragate.gates.recommended import dict_or_empty, format_temperature, is_number, recommended_temperature
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 
@@ -38,8 +38,8 @@ def render_card(name: str, record: dict[str, Any]) -> str:
         pipeline_tag="text-generation",
         tags=["lora", "peft", "loragate", "scale"],
     )
-    selection, training = mapping(record.get("selection")), mapping(record.get("training"))
-    settings = mapping(training.get("settings"))
+    selection, training = dict_or_empty(record.get("selection")), dict_or_empty(record.get("training"))
+    settings = dict_or_empty(training.get("settings"))
     scores = _scores(selection)
     temperature = recommended_temperature(record)
     card = ModelCard.from_template(
@@ -50,28 +50,28 @@ def render_card(name: str, record: dict[str, Any]) -> str:
         adapter=record["adapter"],
         gate=record["gate"],
         modules=len(record["modules"]),
-        sampling=None if temperature is None else at(temperature),
+        sampling=None if temperature is None else format_temperature(temperature),
         selection=selection,
-        chosen=mapping(selection.get("recommendation")),
-        dev=mapping(selection.get("dev")),
+        chosen=dict_or_empty(selection.get("recommendation")),
+        dev=dict_or_empty(selection.get("dev")),
         training=training,
         settings=settings,
-        data=mapping(training.get("data")),
-        shares=mapping(training.get("gates")),
+        data=dict_or_empty(training.get("data")),
+        shares=dict_or_empty(training.get("gates")),
         # the artifact records the support that was used; 0 in the settings says that it was the whole vocabulary
         k=settings["k"] if is_number(settings.get("k")) else record["k"],
         scores=scores,
         retained=any(len(row) > 5 for row in scores),
         notes=_notes(selection),
         version=__version__,
-        plain=plain,
-        code=code,
+        plain=escape_markdown,
+        code=format_code_span,
         count="{:,}".format,
     )
     return str(card)
 
 
-def plain(text: Any) -> str:
+def escape_markdown(text: Any) -> str:
     """A text as Markdown that shows exactly it: one line, nothing in it read as markup or HTML."""
     line = _UNSEEN.sub(" ", str(text)).strip()
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -79,7 +79,7 @@ def plain(text: Any) -> str:
     return re.sub(r"([\\`*|~$]|\](?=[(\[:])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))", r"\\\1", line)
 
 
-def code(text: Any) -> str:
+def format_code_span(text: Any) -> str:
     """A text as a Markdown code span, in a table as well."""
     line = _UNSEEN.sub(" ", str(text)).strip() or " "
     # a fence longer than every run of backticks inside; a space keeps a backtick at an end apart from it
@@ -97,7 +97,7 @@ def _scores(selection: dict[str, Any]) -> list[list[str]]:
     for row in found:
         ended = f"{100 * (1 - row['no_eos']):.0f}" if is_number(row.get("no_eos")) else ""
         tokens = f"{row['tokens']:.0f}" if is_number(row.get("tokens")) else ""
-        line = [plain(row.get("label", "?")), *_interval(row), ended, tokens]
+        line = [escape_markdown(row.get("label", "?")), *_interval(row), ended, tokens]
         if retained:
             line += _interval(row["retention"]) if _is_score(row.get("retention")) else ["", ""]
         rows.append(line)
@@ -105,12 +105,15 @@ def _scores(selection: dict[str, Any]) -> list[list[str]]:
 
 
 def _notes(selection: dict[str, Any]) -> list[str]:
-    vetoed = mapping(mapping(selection.get("retention")).get("vetoed"))
-    notes = [f"{plain(name)} was not taken: it {plain(why)}." for name, why in vetoed.items()]
-    notes += [f"{plain(name)} is left out: {plain(why)}." for name, why in mapping(selection.get("left_out")).items()]
+    vetoed = dict_or_empty(dict_or_empty(selection.get("retention")).get("vetoed"))
+    notes = [f"{escape_markdown(name)} was not taken: it {escape_markdown(why)}." for name, why in vetoed.items()]
+    notes += [
+        f"{escape_markdown(name)} is left out: {escape_markdown(why)}."
+        for name, why in dict_or_empty(selection.get("left_out")).items()
+    ]
     return notes + [
-        f"The training of {plain(name)} diverged: {plain(why)}."
-        for name, why in mapping(selection.get("diverged")).items()
+        f"The training of {escape_markdown(name)} diverged: {escape_markdown(why)}."
+        for name, why in dict_or_empty(selection.get("diverged")).items()
     ]
 
 

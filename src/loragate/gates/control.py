@@ -24,20 +24,20 @@ from loragate.errors import GateError
 from loragate.gates.attach import GatedLora, gate_modules, is_gated
 from loragate.gates.eligibility import (
     active_adapter,
-    base_path,
+    base_module_name,
     changed_base_of,
     examine_adapter,
+    has_trained_biases,
     lora_layers,
     require_gateable,
-    trains_biases,
 )
 from loragate.gates.gate import SignedGate
 from loragate.gates.override import Override
 from loragate.gates.range import Range
-from loragate.gates.strength import overrides_by_module, scaled
+from loragate.gates.strength import overrides_by_module, scale_adapter
 
-STATISTICS = ("count", "below", "above", "at_lower", "at_upper", "sum", "squares")
-SATURATED = 1e-3  # λ this near to an end, as a share of the way there from 1, is at it
+SUM_NAMES = ("count", "below", "above", "at_lower", "at_upper", "sum", "squares")
+SATURATION_MARGIN = 1e-3  # λ this near to an end, as a share of the way there from 1, is at it
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Shares:
     at_upper: float  # 0 where U = 1
 
     @classmethod
-    def of(cls, sums: Sequence[float]) -> Shares:
-        """From the sums of `STATISTICS`, of at least one coefficient."""
+    def from_sums(cls, sums: Sequence[float]) -> Shares:
+        """From the sums of `SUM_NAMES`, of at least one coefficient."""
         count, below, above, lower, upper, total, squares = map(float, sums)
         mean = total / count
         return cls(
@@ -71,15 +71,16 @@ class Shares:
 
 
 def regions(lam: Tensor, bounds: Range) -> list[Tensor]:
-    """What each λ adds to the sums of `STATISTICS`, in their order: tensors of the shape of `lam`, fp64.
+    """What each λ adds to the sums of `SUM_NAMES`, in their order: tensors of the shape of `lam`, fp64.
 
-    λ is at a bound when it has gone at least 1 − `SATURATED` of the way there from 1; to an upper bound of 1 there is no way.
+    λ is at a bound when it has gone at least 1 − `SATURATION_MARGIN` of the way there from 1; to an upper bound of 1 there is no
+    way.
     """
-    at_lower = lam <= bounds.lower + SATURATED * (1.0 - bounds.lower)
-    at_upper = (lam >= bounds.upper - SATURATED * (bounds.upper - 1.0)) & (bounds.upper > 1.0)
+    at_lower = lam <= bounds.lower + SATURATION_MARGIN * (1.0 - bounds.lower)
+    at_upper = (lam >= bounds.upper - SATURATION_MARGIN * (bounds.upper - 1.0)) & (bounds.upper > 1.0)
     doubles = lam.double()
     shares = (torch.ones_like(lam, dtype=torch.bool), lam < 0, lam > 1, at_lower, at_upper)
-    return [*(share.double() for share in shares), doubles, doubles * doubles]  # seven, as `STATISTICS` says
+    return [*(share.double() for share in shares), doubles, doubles * doubles]  # seven, as `SUM_NAMES` says
 
 
 class Recorder:
@@ -177,7 +178,7 @@ def _summary(sums: Tensor) -> dict[str, float]:
     values = sums.tolist()
     if values[0] == 0:
         return {"tokens": 0.0}
-    shares = Shares.of(values)
+    shares = Shares.from_sums(values)
     kept = {name: getattr(shares, name) for name in ("mean", "std", "below_zero", "zero_to_one", "above_one")}
     # a λ is at one end at most, so that the two counts add up
     return {"tokens": values[0], **kept, "saturated": shares.at_lower + shares.at_upper}
@@ -233,11 +234,11 @@ def constant_gate(
     # what no gate reaches keeps its strength here, too
     paths = [verdict.path for verdict in require_gateable(examine_adapter(peft_model, name))]
     laid = overrides_by_module(Override(constant=constant, part=part), paths)
-    with scaled(peft_model, {path: one.limits[0] for path, one in laid.items()}, name):
+    with scale_adapter(peft_model, {path: one.limits[0] for path, one in laid.items()}, name):
         yield
 
 
-def unreached(peft_model: nn.Module, adapter_name: str | None = None) -> list[str]:
+def find_ungated_modules(peft_model: nn.Module, adapter_name: str | None = None) -> list[str]:
     """The modules of an adapter that `constant_gate` leaves at full strength, or for which it is refused."""
     name = active_adapter(peft_model, adapter_name)
     if is_gated(peft_model, name):
@@ -248,7 +249,7 @@ def unreached(peft_model: nn.Module, adapter_name: str | None = None) -> list[st
 
 
 @contextmanager
-def _same_frozen(model: nn.Module) -> Iterator[None]:
+def _preserve_requires_grad(model: nn.Module) -> Iterator[None]:
     """Which parameters are frozen is the same after the context as before; PEFT and gates change it as they are switched."""
     trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -320,7 +321,7 @@ def gates_disabled(peft_model: nn.Module, adapter_name: str | None = None) -> It
             layer.lora_variant[name] = variant
 
 
-def keep_displaced(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def store_displaced_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Tell a PeftModel which of the base's own weights its adapter's file displaced; none is an answer, too.
 
     Args:
@@ -329,7 +330,7 @@ def keep_displaced(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     vars(model)["_displaced_weights"] = dict(weights)
 
 
-def why_no_base(model: nn.Module, adapter_name: str | None = None) -> str:
+def base_unavailable_reason(model: nn.Module, adapter_name: str | None = None) -> str:
     """Why `as_base` would not be the base; empty where it is.
 
     Of a model that `load_adapter` or `load_gated` did not load, weights that were saved along are not known.
@@ -337,7 +338,7 @@ def why_no_base(model: nn.Module, adapter_name: str | None = None) -> str:
     name = active_adapter(model, adapter_name)
     if why := changed_base_of(model, name):
         return why
-    if "_displaced_weights" not in vars(model) and trains_biases(model, name):
+    if "_displaced_weights" not in vars(model) and has_trained_biases(model, name):
         return (
             "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off; a model that "
             "loragate.models.load_adapter puts together keeps the base's own"
@@ -352,13 +353,15 @@ def as_base(model: Any) -> Iterator[None]:
     λ = 0 is less: it leaves trained tokens, whole copies of modules, embeddings, norms and biases of the adapter.
 
     Raises:
-        GateError: where `why_no_base` says so, or the displaced weights are spread over several devices.
+        GateError: where `base_unavailable_reason` says so, or the displaced weights are spread over several devices.
     """
-    if reason := why_no_base(model):
+    if reason := base_unavailable_reason(model):
         raise GateError(f"the model without the adapter would not be its base. {reason}")
     displaced: dict[str, Tensor] = vars(model).get("_displaced_weights", {})
     held = (
-        {base_path(name): value for name, value in _tensors(model) if base_path(name) in displaced} if displaced else {}
+        {base_module_name(name): value for name, value in _tensors(model) if base_module_name(name) in displaced}
+        if displaced
+        else {}
     )
     for name, old in displaced.items():
         if name not in held or held[name].shape != old.shape:
@@ -366,7 +369,7 @@ def as_base(model: Any) -> Iterator[None]:
                 f"the adapter displaced {name} of the base, which is sharded now, so that the base cannot be had"
             )
     before = {name: value.detach().clone() for name, value in held.items()}
-    with _same_frozen(model), model.disable_adapter():
+    with _preserve_requires_grad(model), model.disable_adapter():
         try:
             for name, value in held.items():
                 value.data.copy_(displaced[name])

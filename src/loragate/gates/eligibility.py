@@ -21,7 +21,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from loragate.errors import GateError, nearest
-from loragate.gates.adapter_rules import changed_base
+from loragate.gates.adapter_rules import base_change_reason
 
 # Linear LoRA layers of PEFT that consult `lora_variant`, in mixed batches too; tests/contract checks each against its source.
 GATEABLE_CLASSES = frozenset(
@@ -37,7 +37,7 @@ LEFT_CLASSES = {
 }
 NONE, EIGHT_BIT, FOUR_BIT = "none", "8bit", "4bit"
 """Storage of a base; another method has its own name (gptq, awq)."""
-HEAD = "an adapter on the output head is part of the distribution itself; it keeps full strength"
+LM_HEAD_REASON = "an adapter on the output head is part of the distribution itself; it keeps full strength"
 
 # What torch.compile, activation checkpointing and FSDP put around single layers; module paths go without it.
 _WRAPPERS = re.compile(r"(?:^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
@@ -72,16 +72,16 @@ def config_tables(model: nn.Module, adapter_name: str) -> Iterator[dict[str, Any
 
 
 def changed_base_of(model: nn.Module, adapter_name: str) -> str:
-    """`changed_base` of an adapter that is loaded."""
+    """`base_change_reason` of an adapter that is loaded."""
     for config in adapter_configs(model, adapter_name):
-        if why := changed_base(getattr(config, "init_lora_weights", None)):
+        if why := base_change_reason(getattr(config, "init_lora_weights", None)):
             return why
         if getattr(config, "kasa_config", None):
             return "kasa_config takes the smallest singular values out of the base's weights, so λ = 0 is not the base"
     return ""
 
 
-def trains_biases(model: nn.Module, adapter_name: str) -> bool:
+def has_trained_biases(model: nn.Module, adapter_name: str) -> bool:
     """Whether the adapter trained the base's biases along, which stay when it is switched off (a limit of PEFT)."""
     return any(getattr(config, "bias", "none") != "none" for config in adapter_configs(model, adapter_name))
 
@@ -93,19 +93,19 @@ def lora_layers(model: nn.Module, adapter_name: str) -> Iterator[tuple[str, Any]
             continue
         # an embedding's factors are in dictionaries of their own
         if adapter_name in module.lora_A or adapter_name in getattr(module, "lora_embedding_A", {}):
-            yield base_path(name), module
+            yield base_module_name(name), module
 
 
-def base_path(name: str) -> str:
+def base_module_name(name: str) -> str:
     """`name` without the prefixes that PEFT puts before the base model's own module names, and without wrappers."""
-    name = unwrapped(name)
+    name = strip_wrapper_names(name)
     for prefix in ("module.", "base_model.model."):  # DistributedDataParallel around a PeftModel
         name = name.removeprefix(prefix)
     # PEFT moves the layer that it adapts one step down
     return re.sub(r"\.base_layer(?=\.|$)", "", name)
 
 
-def unwrapped(name: str) -> str:
+def strip_wrapper_names(name: str) -> str:
     """`name` without the wrappers of torch.compile, activation checkpointing and FSDP, wherever they are."""
     return _WRAPPERS.sub("", name).removeprefix(".")
 
@@ -148,12 +148,12 @@ def _is_lora(module: Any) -> TypeGuard[Any]:
     return isinstance(module, BaseTunerLayer) and hasattr(module, "lora_A")
 
 
-def judge(path: str, layer: Any, adapter_name: str, is_head: bool = False) -> Verdict:
+def classify_layer(path: str, layer: Any, adapter_name: str, is_head: bool = False) -> Verdict:
     """The verdict on one LoRA layer, disregarding target lists."""
     if type(layer).__name__ in LEFT_CLASSES:
         return Verdict(path, "leave", LEFT_CLASSES[type(layer).__name__])
     if is_head:
-        return Verdict(path, "leave", HEAD)
+        return Verdict(path, "leave", LM_HEAD_REASON)
     reason = _refusal(layer, adapter_name)
     sizes = (int(layer.in_features or 0), int(layer.out_features or 0), int(layer.r.get(adapter_name, 0)))
     return Verdict(path, "refuse" if reason else "gate", reason, *sizes)
@@ -197,7 +197,7 @@ def examine_adapter(model: nn.Module, adapter_name: str | None = None, target_mo
     """
     name = active_adapter(model, adapter_name)
     head = output_head(model)
-    verdicts = [judge(path, layer, name, layer is head) for path, layer in lora_layers(model, name)]
+    verdicts = [classify_layer(path, layer, name, layer is head) for path, layer in lora_layers(model, name)]
     # one reason for all that could be gated; what is left stays left
     if reason := changed_base_of(model, name):
         verdicts = [replace(v, status="refuse", reason=reason) if v.status == "gate" else v for v in verdicts]
@@ -241,7 +241,7 @@ def require_trainable(verdicts: list[Verdict]) -> None:
     Raises:
         GateError: for a delta on the output head: the losses multiply by the head's own weight.
     """
-    head = next((verdict.path for verdict in verdicts if verdict.reason == HEAD), None)
+    head = next((verdict.path for verdict in verdicts if verdict.reason == LM_HEAD_REASON), None)
     if head is not None:
         raise GateError(
             f"the adapter has a delta on the output head ({head}), and gates cannot be trained beside one: the entropy is "

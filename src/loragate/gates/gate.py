@@ -22,7 +22,7 @@ from loragate.gates.operation import gate_coefficient_of_input, gated_delta, gat
 from loragate.gates.override import Override
 from loragate.gates.range import Range
 from loragate.gates.signed_map import SignedMap
-from loragate.validate import STRICT, Positive, Size, check
+from loragate.validate import STRICT, NonNegativeInt, PositiveFloat, check_fields
 
 if TYPE_CHECKING:
     from loragate.gates.control import Recorder, Trace
@@ -52,9 +52,9 @@ class GateConfig:
 
     lower: float
     upper: float
-    tau: Positive = 1.0
+    tau: PositiveFloat = 1.0
     init_scale: Annotated[float, Ge(0), Le(1)] = 1e-6
-    seed: Size = 0
+    seed: NonNegativeInt = 0
     detach_input: bool = True
     granularity: Literal["token", "module", "global"] = "token"
     target_modules: Annotated[str, Len(1)] | Annotated[Sequence[str], Len(1)] | None = None
@@ -66,7 +66,7 @@ class GateConfig:
         if self.target_modules is not None and not isinstance(self.target_modules, str):
             # a tuple, so that a frozen setting cannot change and equal ones are equal
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
-        check(self, GateError)
+        check_fields(self, GateError)
         # JSON gives 1 for 1.0, and a parameter filled with a whole number would be one of integers
         object.__setattr__(self, "init_scale", float(self.init_scale))
         _ = self.signed_map  # checks range and temperature, and is at hand in every forward pass
@@ -99,7 +99,7 @@ class SignedGate(nn.Module):
         self.config = config
         if config.granularity == "token":
             # depends on seed and module path, on nothing else
-            noise = torch.randn(d_in, generator=stream_of(f"{config.seed}:{path}"), device="cpu")
+            noise = torch.randn(d_in, generator=seeded_generator(f"{config.seed}:{path}"), device="cpu")
             self.weight = nn.Parameter(noise * config.init_scale)
         else:  # the attribute is there, and no state dict holds it
             self.register_parameter("weight", None)
@@ -149,7 +149,7 @@ class SignedGate(nn.Module):
         return f"{width}, range={config.range}, granularity={config.granularity}"
 
 
-def stream_of(name: str) -> torch.Generator:
+def seeded_generator(name: str) -> torch.Generator:
     """The random stream of a name: the global random state stays untouched, and so does the order of modules."""
     digest = hashlib.sha256(name.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits, a positive int64

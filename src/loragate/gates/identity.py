@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from loragate.errors import ArtifactError, GateError
 from loragate.gates.attach import gate_modules
 from loragate.gates.control import gate_override, gates_disabled, record_gates
-from loragate.gates.eligibility import active_adapter, base_path, lora_layers
-from loragate.gates.schema import ADAPTER, CONFIG, FACTORS, GATES, factor_of, strength_of
-from loragate.gates.strength import scaled
+from loragate.gates.eligibility import active_adapter, base_module_name, lora_layers
+from loragate.gates.schema import ADAPTER, CONFIG, FACTORS, GATES, factor_of, lora_scaling
+from loragate.gates.strength import scale_adapter
 from loragate.modes import evaluation_mode, whole_parameter
 
 _CONFIG_KEYS = (
@@ -51,7 +51,7 @@ def adapter_fingerprint(model: nn.Module, adapter_name: str) -> str:
     for name, module in sorted(model.named_modules(), key=lambda item: item[0]):
         saved = getattr(module, "modules_to_save", None)
         if isinstance(module, AuxiliaryTrainingWrapper) and saved is not None and adapter_name in saved:
-            copies.append((base_path(name), list(saved[adapter_name].parameters())))
+            copies.append((base_module_name(name), list(saved[adapter_name].parameters())))
     return factors_sha256(factors, copies)
 
 
@@ -88,7 +88,7 @@ def factors_sha256(
     return digest.hexdigest()
 
 
-def known_factors(config: dict[str, Any], state: dict[str, Tensor]) -> tuple[dict[str, int], str]:
+def factor_widths_and_sha256(config: dict[str, Any], state: dict[str, Tensor]) -> tuple[dict[str, int], str]:
     """Input width of every adapted linear module, and `factors_sha256` of all LoRA factors, of an adapter's files.
 
     Other tensors do not count.
@@ -100,7 +100,7 @@ def known_factors(config: dict[str, Any], state: dict[str, Tensor]) -> tuple[dic
             factors.setdefault(path, {})[group] = [tensor]
     # A is [R, D]: its second size is the input's width; convolutions have more dimensions
     first = {path: groups["lora_A"][0] for path, groups in sorted(factors.items()) if "lora_A" in groups}
-    sha256 = factors_sha256((path, strength_of(config, path), groups) for path, groups in factors.items())
+    sha256 = factors_sha256((path, lora_scaling(config, path), groups) for path, groups in factors.items())
     return {path: tensor.shape[1] for path, tensor in first.items() if tensor.dim() == 2}, sha256
 
 
@@ -116,7 +116,8 @@ def require_same_adapter(
 
     Args:
         folder, record, tensors: the artifact, its record and its gates.
-        widths, sha256: of the adapter's factors, by `known_factors`; no hash where the files do not hold all of the adapter.
+        widths, sha256: of the adapter's factors, by `factor_widths_and_sha256`; no hash where the files do not hold all of the
+            adapter.
         remedy: what to do about another hash.
     """
     recorded = record["adapter"]["sha256"]
@@ -221,7 +222,7 @@ def base_parameters(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
         # value), or by torchao (a tensor of others)
         packed = getattr(parameter, "quant_state", None) is not None or parameter.element_size() == 1
         if parameter.is_floating_point() and not packed and not _wraps_others(parameter):
-            yield base_path(name).replace(".original_module.", "."), parameter
+            yield base_module_name(name).replace(".original_module.", "."), parameter
 
 
 def _wraps_others(tensor: Tensor) -> bool:
@@ -327,7 +328,7 @@ def measure_parity(
         with gate_override(model, constant=0.0, adapter_name=name):
             at_zero = logits()
         # ungated deltas and other adapters stay, as they do at λ ≡ 0
-        with scaled(model, dict.fromkeys(gate_modules(model, name), 0.0), name):
+        with scale_adapter(model, dict.fromkeys(gate_modules(model, name), 0.0), name):
             base = logits()
     lam = {"mean": 1.0, "std": 0.0} | recording.total()  # nothing is recorded of experts alone
     parity = Parity(

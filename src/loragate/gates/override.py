@@ -66,7 +66,7 @@ class Override:
         return lam.clamp(*self.limits)
 
 
-NAMED = {
+NAMED_OVERRIDES = {
     "off": Override(constant=1.0),
     "unit": Override(minimum=0.0, maximum=1.0),
     "noreverse": Override(minimum=0.0),
@@ -74,7 +74,7 @@ NAMED = {
 }
 """off: λ = 1, the plain adapter; the others are the paper's interventions clip(λ,0,1), max(λ,0) and min(λ,1)."""
 GRAMMAR = ", ".join(
-    ["@" + name for name in NAMED]
+    ["@" + name for name in NAMED_OVERRIDES]
     + ["@constant=0.5", "@clip=-1:2", "@clip=:1", *(f"@{part}=0.5" for part in (*BANDS, *FAMILIES)), "@q_proj=0.5"]
 )
 _KIND = re.compile(r"[A-Za-z0-9]+(?:_[A-Za-z0-9]+)+")  # with an underscore, which no name of the grammar has
@@ -91,8 +91,8 @@ def parse_override(text: str) -> Override:
     Raises:
         ConfigError: naming what was found and the known forms.
     """
-    if text in NAMED:
-        return NAMED[text]
+    if text in NAMED_OVERRIDES:
+        return NAMED_OVERRIDES[text]
     kind, sign, value = text.partition("=")
     try:
         if kind == "constant" and sign:
@@ -107,7 +107,7 @@ def parse_override(text: str) -> Override:
     except ValueError as error:
         takes = "one or two numbers, as in @clip=-1:2 or @clip=:1" if kind == "clip" else f"a number, as in @{kind}=0.5"
         raise ConfigError(f"@{text}: {kind} takes {takes}, found {value!r}") from error
-    known = [*NAMED, "constant", "clip", *BANDS, *FAMILIES]
+    known = [*NAMED_OVERRIDES, "constant", "clip", *BANDS, *FAMILIES]
     raise ConfigError(f"@{text} is no known override of λ{nearest(kind, known)}; there are {GRAMMAR}")
 
 
@@ -173,13 +173,13 @@ def split_folder(place: str | Path) -> tuple[str, Override | None]:
     if not sign or not head or "/" in tail or Path(place).expanduser().exists():
         return place, None
     kind, equals, _ = tail.partition("=")
-    known = tail in NAMED or (equals and (kind in ("constant", "clip") or _is_part(kind)))
+    known = tail in NAMED_OVERRIDES or (equals and (kind in ("constant", "clip") or _is_part(kind)))
     if not known and not Path(head).expanduser().is_dir():
         return place, None
     return head, parse_override(tail)
 
 
-def split_slot(place: str | Path) -> tuple[str, Override | None]:
+def parse_slot_override(place: str | Path) -> tuple[str, Override | None]:
     """What a slot of a server holds, and what each of its requests lays over λ; a constant for a part belongs to the slot.
 
     Raises:

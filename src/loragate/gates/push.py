@@ -18,8 +18,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import write_json, write_text
-from loragate.gates.card import plain, render_card
-from loragate.gates.identity import known_factors, require_same_adapter
+from loragate.gates.card import escape_markdown, render_card
+from loragate.gates.identity import factor_widths_and_sha256, require_same_adapter
 from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import (
     ADAPTER,
@@ -29,7 +29,7 @@ from loragate.gates.schema import (
     CONFIG,
     EVIDENCE,
     GATES,
-    NEED_MODEL,
+    KEYS_NEEDING_MODEL,
     adapter_files,
     copy_file,
     read_adapter,
@@ -84,7 +84,9 @@ def push_gated(
         ConfigError: for a base that is no hub id, or a repository that cannot be called so.
     """
     with tempfile.TemporaryDirectory(prefix="loragate-push-") as staged:
-        base = stage(Path(folder), Path(staged), name=repository.rpartition("/")[2], base_id=base_id, card=card)
+        base = prepare_upload(
+            Path(folder), Path(staged), name=repository.rpartition("/")[2], base_id=base_id, card=card
+        )
         sent = sorted(path for path in Path(staged).rglob("*") if path.is_file())
         files = {path.relative_to(staged).as_posix(): path.stat().st_size for path in sent}
         if dry_run:
@@ -113,7 +115,7 @@ def push_gated(
         return Pushed(url.repo_id, str(url), done.oid, files, base)
 
 
-def stage(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool = True) -> str:
+def prepare_upload(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool = True) -> str:
     """Write what others get of a gated folder into an empty one; returns the hub id of the base.
 
     Args:
@@ -125,10 +127,10 @@ def stage(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool 
     """
     record = read_gate_config(folder)
     gates, (adapter, state) = read_tensors(folder, record), read_adapter(folder / ADAPTER)
-    widths, sha256 = known_factors(adapter, state)
+    widths, sha256 = factor_widths_and_sha256(adapter, state)
     if not widths:
         raise ArtifactError(f"{folder / ADAPTER}: {ADAPTER_WEIGHTS} holds no LoRA factors, so it is not of these gates")
-    partly = any(adapter.get(key) for key in NEED_MODEL)
+    partly = any(adapter.get(key) for key in KEYS_NEEDING_MODEL)
     require_same_adapter(folder, record, gates, widths, None if partly else sha256)
     recorded = record["base"]["id"]
     base = base_id or recorded
@@ -170,7 +172,7 @@ def stage(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool 
 
 def _shortened(text: str, private: dict[str, str]) -> str:
     for path in sorted(private, key=len, reverse=True):  # longest first: one path may begin another
-        for written in (path, plain(path)):
+        for written in (path, escape_markdown(path)):
             text = text.replace(written, private[path])
     return text
 

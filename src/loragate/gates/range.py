@@ -84,17 +84,17 @@ class Range:
         return core_schema.no_info_plain_validator_function(read)
 
     @property
-    def typed(self) -> str:
+    def cli_text(self) -> str:
         """As typed on a command line: "-3,1"."""
         return f"{_plain(self.lower)},{_plain(self.upper)}"
 
     @property
     def slug(self) -> str:
         """As part of a file name: "-3_1"."""
-        return self.typed.replace(",", "_")
+        return self.cli_text.replace(",", "_")
 
     def __str__(self) -> str:
-        return f"[{self.typed}]"
+        return f"[{self.cli_text}]"
 
 
 GRID = tuple(Range(lower, upper) for upper in range(1, 7) for lower in range(-6, 1))

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from loragate.display import at as at
+from loragate.display import format_temperature as format_temperature
 
 SAMPLING = "generation_config.json"
-USUAL = 1.0
+DEFAULT_TEMPERATURE = 1.0
 """The temperature where nobody asks for one and no folder recommends one."""
 
 _warned: set[str] = set()
@@ -50,7 +50,7 @@ def chosen_temperature(record: Mapping[str, Any] | None, asked: float | None) ->
     if asked is not None:
         return asked
     recommended = recommended_temperature(record)
-    return USUAL if recommended is None else recommended
+    return DEFAULT_TEMPERATURE if recommended is None else recommended
 
 
 def sampling_note(name: str, record: Mapping[str, Any] | None, asked: float | None = None) -> str:
@@ -59,11 +59,14 @@ def sampling_note(name: str, record: Mapping[str, Any] | None, asked: float | No
     if recommended is None:
         return ""
     if asked is None or asked == recommended:
-        return f"sampling {at(recommended)}, as {name} recommends"
-    return f"sampling {at(asked)}, but {name} is recommended {at(recommended)}, where its setting was shown to be best"
+        return f"sampling {format_temperature(recommended)}, as {name} recommends"
+    return (
+        f"sampling {format_temperature(asked)}, but {name} is recommended {format_temperature(recommended)}, where its setting "
+        "was shown to be best"
+    )
 
 
-def warn_elsewhere(name: str, record: Mapping[str, Any] | None, asked: float, logger: logging.Logger) -> None:
+def warn_other_temperature(name: str, record: Mapping[str, Any] | None, asked: float, logger: logging.Logger) -> None:
     """Warn where a folder is sampled at another temperature than it recommends; once in this process for each name."""
     if name not in _warned and recommended_temperature(record) not in (None, asked):
         _warned.add(name)
@@ -75,6 +78,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def dict_or_empty(value: Any) -> dict[str, Any]:
     """A value of a free-form record where it is a mapping, else {}."""
     return value if isinstance(value, dict) else {}

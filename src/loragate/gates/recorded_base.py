@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from loragate.files import read_json
-from loragate.gates.eligibility import base_path, output_head
+from loragate.gates.eligibility import base_module_name, output_head
 from loragate.gates.identity import base_parameters
 from loragate.hub_names import cached_folder
 
@@ -86,7 +86,7 @@ def _vocabulary_names(model: nn.Module) -> Iterator[str]:
     weights = [weight for layer in layers if (weight := getattr(layer, "weight", None)) is not None]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if any(parameter is weight for weight in weights):
-            yield base_path(name).replace(".original_module.", ".")
+            yield base_module_name(name).replace(".original_module.", ".")
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

@@ -26,7 +26,7 @@ from loragate.errors import ArtifactError
 from loragate.files import first_difference, write_atomically
 from loragate.gates.gate import GateConfig
 from loragate.gates.recommended import SAMPLING, generation_settings, recommended_temperature
-from loragate.validate import STRICT, Amount, Size, validate
+from loragate.validate import STRICT, NonNegativeFloat, NonNegativeInt, validate
 
 FORMAT = "loragate"
 SCHEMA_VERSION = 1
@@ -46,7 +46,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npz"
 _OTHER_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npy", ".distcp")
 PREFIX = "base_model.model."
 """What PEFT puts before the base's own module names in its files."""
-NEED_MODEL = ("modules_to_save", "target_parameters", "trainable_token_indices")
+KEYS_NEEDING_MODEL = ("modules_to_save", "target_parameters", "trainable_token_indices")
 """Keys of adapter_config.json with which an adapter is known again in memory alone."""
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """What PEFT calls the factors of a LoRA layer."""
@@ -84,7 +84,7 @@ class _Adapter(_Open):
 
 @dataclass(frozen=True)
 class _Sampling(_Open):
-    temperature: Amount
+    temperature: NonNegativeFloat
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ class _Config(_Open):
     """gate_config.json, as far as a reader relies on it; artifacts of earlier versions have no stop_token_ids, no sampling."""
 
     gate: GateConfig
-    k: Size | None
+    k: NonNegativeInt | None
     base: _Base
     adapter: _Adapter
     modules: Annotated[list[str], Len(1)]
     gates_sha256: str
-    stop_token_ids: list[Size] | None = None
+    stop_token_ids: list[NonNegativeInt] | None = None
     sampling: _Sampling | None = None
 
 
@@ -412,12 +412,12 @@ def write_factors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         found = load_file(str(path))
     except (SafetensorError, OSError) as error:
         raise ArtifactError(f"{path}: cannot be read back ({error}); {_FAULTY}") from error
-    wrong = next((key for key in own if key not in found or not same_bits(own[key], found[key])), None)
+    wrong = next((key for key in own if key not in found or not is_bitwise_equal(own[key], found[key])), None)
     if wrong is not None or len(found) != len(own):
         _fail(path, f"{wrong or 'a tensor'} is not what was to be written; {_FAULTY}")
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors on the CPU have one dtype, one shape and the same bits; NaN equals itself."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
@@ -425,7 +425,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*raw)
 
 
-def strength_of(config: Mapping[str, Any], path: str) -> tuple[Any, Any, float]:
+def lora_scaling(config: Mapping[str, Any], path: str) -> tuple[Any, Any, float]:
     """(rank, alpha, scaling) of a module by PEFT's rules: α/r, or α/√r with rsLoRA.
 
     Raises:

@@ -56,7 +56,7 @@ def layer_bands(paths: Iterable[str]) -> dict[str, list[str]]:
     return {name: members for name, members in found.items() if members}
 
 
-def members(part: str, paths: Iterable[str]) -> list[str]:
+def modules_of_part(part: str, paths: Iterable[str]) -> list[str]:
     """The module paths of a part: a band, a family, or a kind.
 
     Raises:
@@ -83,12 +83,12 @@ def overrides_by_module(override: Override, paths: Iterable[str]) -> dict[str, O
     """{module path: what is laid over its λ}; outside of an override's part λ is 1, as of the plain adapter.
 
     Raises:
-        GateError: as `members`.
+        GateError: as `modules_of_part`.
     """
     paths = list(paths)
     if override.part is None:
         return dict.fromkeys(paths, override)
-    inside = set(members(override.part, paths))
+    inside = set(modules_of_part(override.part, paths))
     return {path: Override(constant=override.constant if path in inside else 1.0) for path in paths}
 
 
@@ -98,7 +98,9 @@ def lora_paths(peft_model: Any, adapter_name: str | None = None) -> list[str]:
 
 
 @contextmanager
-def scaled(peft_model: Any, strengths: float | Mapping[str, float], adapter_name: str | None = None) -> Iterator[None]:
+def scale_adapter(
+    peft_model: Any, strengths: float | Mapping[str, float], adapter_name: str | None = None
+) -> Iterator[None]:
     """Each LoRA layer's delta times a constant inside the context; contexts multiply when they nest.
 
     With 0 a layer is the base's own, of every kind of LoRA. Otherwise a DoRA layer (see `scales_exactly`) keeps its trained
@@ -134,7 +136,7 @@ def scaled(peft_model: Any, strengths: float | Mapping[str, float], adapter_name
 
 
 def scales_exactly(peft_model: Any, adapter_name: str | None = None) -> bool:
-    """Whether `scaled` multiplies the whole delta of every LoRA layer, as it does unless one is DoRA."""
+    """Whether `scale_adapter` multiplies the whole delta of every LoRA layer, as it does unless one is DoRA."""
     name = active_adapter(peft_model, adapter_name)
     variants = [layer.lora_variant.get(name) for _, layer in lora_layers(peft_model, name)]
     return all(variant is None or isinstance(variant, GatedLora) for variant in variants)

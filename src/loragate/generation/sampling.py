@@ -24,7 +24,7 @@ from torch.nn.functional import pad, threshold
 from transformers import LogitsProcessor
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.validate import Amount, Count, check
+from loragate.validate import NonNegativeFloat, PositiveInt, check_fields
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class SamplingConfig:
     Raises `ConfigError` for a value that cannot be used.
     """
 
-    temperature: Amount = 1.0
+    temperature: NonNegativeFloat = 1.0
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    max_new_tokens: Count = 256
-    samples: Count = 1
+    max_new_tokens: PositiveInt = 256
+    samples: PositiveInt = 1
     seed: int = 0
     stop: tuple[Annotated[str, Len(1)], ...] = ()
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
         # two settings that no annotation holds against one another
         if self.temperature == 0 and self.samples > 1:
             raise ConfigError(
@@ -122,7 +122,7 @@ def keep_nucleus(probs_BV: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(probs_BV).scatter_(-1, order_BV, kept_BV)
 
 
-def draw(scores_BV: Tensor, uniforms_B: Tensor, temperature: float, top_p: float) -> Tensor:
+def sample_tokens(scores_BV: Tensor, uniforms_B: Tensor, temperature: float, top_p: float) -> Tensor:
     """Return one token id per row, [B] int64, by inverting the cumulative distribution at `uniforms_B` [B] fp64.
 
     Masses are exponentials in fp32, as exact as logits are, and 0 below 2e-38; they are added up in fp64. Only the block that
@@ -188,11 +188,11 @@ class SeededSampler(LogitsProcessor):
         samples_B: Tensor,
         prompt_length: int,
         stop_token_ids: Collection[int],
-        spells_stop: Callable[[list[int]], bool] | None = None,
+        completes_stop_text: Callable[[list[int]], bool] | None = None,
         limits_B: Tensor | None = None,
     ) -> None:
         self.config = config
-        self.spells_stop = spells_stop
+        self.completes_stop_text = completes_stop_text
         # Counters and state stay on the CPU: some accelerators have neither int64 products nor float64.
         self.questions_B = questions_B
         self.samples_B = samples_B
@@ -216,10 +216,10 @@ class SeededSampler(LogitsProcessor):
     def choose(self, new_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the next token of each row of `rows_b`, [b] int64, given its tokens so far [b, T] and scores [b, V]."""
         rows_b = self.rows_b
-        if self.spells_stop is not None:
+        if self.completes_stop_text is not None:
             for row, ids in zip(rows_b.tolist(), new_ids.tolist()):
                 # its text is complete: seen one step after the token that completed it, so that this step counts no more
-                if not self.stopped_B[row] and self.spells_stop(ids):
+                if not self.stopped_B[row] and self.completes_stop_text(ids):
                     self.stopped_B[row] = True
         # rows at a time; each is drawn by itself, so that the number changes no token
         rows = max(1, SCORES_AT_ONCE // scores.shape[-1]) if scores.device.type == "cpu" else len(scores)
@@ -245,7 +245,9 @@ class SeededSampler(LogitsProcessor):
             device = "cpu" if scores.device.type == "mps" else scores.device
             temperature, top_p = self.config.temperature, self.config.top_p
             by_part = zip(parts, uniforms_b.to(device).split(rows))
-            chosen_b = torch.cat([draw(part_bV.to(device), u_b, temperature, top_p) for part_bV, u_b in by_part])
+            chosen_b = torch.cat(
+                [sample_tokens(part_bV.to(device), u_b, temperature, top_p) for part_bV, u_b in by_part]
+            )
         if not running_b.all():  # a row that has ended without a stop token is given one, which nobody counts
             chosen_b = torch.where(running_b.to(chosen_b.device), chosen_b, int(self.stop_ids[0]))
         self.ended_by_token_B[rows_b] |= running_b & torch.isin(chosen_b.cpu(), self.stop_ids)

@@ -1,9 +1,9 @@
 """Samples from a causal language model in memory: base, PeftModel or gated PeftModel.
 
-`TransformersEngine` decides what goes into a batch. Its own loop, `decode`, reads a prompt once for all its samples and drops rows
-from the batch when they end; `transformers.generate` reads a prompt anew for every sample and feeds rows that have ended until
-the longest is done. `plain_decoder` says for which models the loop is known to be right; every other model is left to `generate`.
-How a token is drawn is in `sampling` either way.
+`TransformersEngine` decides what goes into a batch. Its own loop, `generate_tokens`, reads a prompt once for all its samples and
+drops rows from the batch when they end; `transformers.generate` reads a prompt anew for every sample and feeds rows that have
+ended until the longest is done. `find_supported_decoder` says for which models the loop is known to be right; every other model
+is left to `generate`. How a token is drawn is in `sampling` either way.
 
 Shapes: U distinct prompts, B rows, b rows still in the batch, T positions, V vocabulary.
 """
@@ -36,7 +36,7 @@ from loragate.generation.engine import (
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, SeededSampler
-from loragate.models.loading import rope_length
+from loragate.models.loading import find_longrope_length
 from loragate.modes import evaluation_mode
 
 DROP_SHARE = 1 / 8
@@ -57,7 +57,7 @@ class TransformersEngine(Engine):
     model's last position. The model is put in evaluation mode while it samples and restored afterwards.
 
     The distinct prompts of a batch are read once for all their samples, and rows that have ended leave the batch, where
-    `plain_decoder` finds the model fit for it; `reuse_prompts=False` leaves every model to `transformers.generate`, which
+    `find_supported_decoder` finds the model fit for it; `reuse_prompts=False` leaves every model to `transformers.generate`, which
     draws the same samples in more time.
     """
 
@@ -85,13 +85,13 @@ class TransformersEngine(Engine):
         # Neighbours of similar length waste little padding; the longest come first, so that memory fails early if at all.
         rows = sorted(rows, key=lambda row: (-len(prompt_ids[row[0]]), row))
         # asked anew at each call: an adapter may have been put on since, or taken off
-        causal = plain_decoder(self.model) if self.reuse_prompts else None
-        # `decode` keeps rows that have ended within a table of positions where it may say what their positions are
+        causal = find_supported_decoder(self.model) if self.reuse_prompts else None
+        # `generate_tokens` keeps rows that have ended within a table of positions where it may say what their positions are
         end = None if _takes_positions(causal) or not _has_position_table(self.model) else positions
         lengths = [len(prompt_ids[question]) for question, _ in rows]
         answer_limits = [limits[question] for question, _ in rows]
         with torch.no_grad(), evaluation_mode(self.model):
-            for batch in _batches(lengths, answer_limits, self.batch_size, end, rope_length(self.model)):
+            for batch in _batches(lengths, answer_limits, self.batch_size, end, find_longrope_length(self.model)):
                 yield self._generate_batch(causal, prompt_ids, [rows[index] for index in batch], config, limits)
 
     def log_likelihoods(
@@ -102,7 +102,7 @@ class TransformersEngine(Engine):
         # without the last token, as position t scores token t + 1
         scored = [[*before, *after][:-1] for before, after in (pairs[index] for index in order)]
         lengths = [len(row) for row in scored]
-        passes = _batches(lengths, [0] * len(scored), self.batch_size, rope=rope_length(self.model))
+        passes = _batches(lengths, [0] * len(scored), self.batch_size, rope=find_longrope_length(self.model))
         found: dict[int, tuple[float, bool]] = {}
         pad_id = self._pad_token_id()
         with torch.no_grad(), evaluation_mode(self.model):
@@ -145,7 +145,7 @@ class TransformersEngine(Engine):
         )
         longest = int(limits_B.max())
         if causal is not None:
-            new_ids = decode(causal, prompts, sampler, longest, pad_id)
+            new_ids = generate_tokens(causal, prompts, sampler, longest, pad_id)
         else:
             new_ids = self._generate_by_transformers(prompts, sampler, longest, pad_id)
         token_ids = [row[:count] for row, count in zip(new_ids, sampler.tokens_B.tolist())]
@@ -195,8 +195,8 @@ class TransformersEngine(Engine):
         return min(self.endings.token_ids)
 
 
-def plain_decoder(model: Any) -> Any | None:
-    """Return the causal language model inside `model` if `decode` may run it, else None.
+def find_supported_decoder(model: Any) -> Any | None:
+    """Return the causal language model inside `model` if `generate_tokens` may run it, else None.
 
     It may where nothing but a key-value cache is carried from step to step, so that rows can be copied and dropped: a
     decoder without recurrent states that prepares its inputs as `GenerationMixin` does, with no adapter or LoRA alone.
@@ -259,7 +259,7 @@ class GrowingLayer(DynamicLayer):
         self.buffers = {}
 
 
-def decode(
+def generate_tokens(
     causal: Any,
     prompts: Sequence[Sequence[int]],
     sampler: SeededSampler,
@@ -268,7 +268,7 @@ def decode(
 ) -> list[list[int]]:
     """Return the generated tokens of every row, [B, T]; `sampler.tokens_B` says how many of them count.
 
-    `causal` is what `plain_decoder` returned, in evaluation mode; equal prompts are read once.
+    `causal` is what `find_supported_decoder` returned, in evaluation mode; equal prompts are read once.
     """
     distinct: dict[tuple[int, ...], int] = {}
     # which of the U distinct prompts each row has; the dictionary keeps them in the order in which they come
@@ -309,7 +309,7 @@ def decode(
 
 
 def _takes_positions(causal: Any | None) -> bool:
-    """Whether `causal` is a model that `decode` runs and tells the positions of its tokens."""
+    """Whether `causal` is a model that `generate_tokens` runs and tells the positions of its tokens."""
     return causal is not None and "position_ids" in inspect.signature(causal.forward).parameters
 
 
@@ -356,8 +356,8 @@ def _batches(
 
     With `positions` a batch ends before the first row whose answer would carry the longest prompt past that many: where a
     row that has ended is fed on until its batch is done, it must not pass the end of a table of positions. With `rope` (see
-    `rope_length`) the rows of a batch pass that many tokens at the same step: none of them, all from the beginning, or those of
-    one length. `lengths` and `limits` are the prompt and answer tokens of each row.
+    `find_longrope_length`) the rows of a batch pass that many tokens at the same step: none of them, all from the beginning, or
+    those of one length. `lengths` and `limits` are the prompt and answer tokens of each row.
     """
     rows: list[int] = []
     for row in range(len(lengths)):
@@ -387,7 +387,7 @@ def _stop_detector(tokenizer: Any, stop: Sequence[str]) -> Callable[[list[int]],
     # enough tokens for the longest text, as one may be a single byte; and one more, in which it may begin
     window = max(len(text.encode()) for text in stop) + 1
 
-    def spells_stop(ids: list[int]) -> bool:
+    def completes_stop_text(ids: list[int]) -> bool:
         return first_stop(decode_answer(tokenizer, ids[-window:]), stop) is not None
 
-    return spells_stop
+    return completes_stop_text

@@ -6,7 +6,7 @@ prompts, stops at the same tokens and decodes with the same tokenizer as `Transf
 are vLLM's: equal seeds give equal samples within an engine, not across the two. It reports no entropy. Texts that end an
 answer are looked for when it is done, as vLLM, given token ids, decodes none: such an answer costs what an unending one does.
 
-`acting_as` answers with another adapter of the same base, or with none, from the same loaded weights: variants of an evaluation
+`with_adapter` answers with another adapter of the same base, or with none, from the same loaded weights: variants of an evaluation
 that share a base load it once. vLLM is imported here and nowhere else in generation. The facts relied upon are those of vLLM 0.32.
 """
 
@@ -41,9 +41,9 @@ from loragate.models import (
     ModelRef,
     generation_config,
     is_gated,
+    parse_slot_override,
     plain_adapter,
     read_adapter_config,
-    split_slot,
 )
 from loragate.records import package_versions
 
@@ -70,7 +70,7 @@ class VllmEngine(Engine):
         dtype: "auto", "float32", "bfloat16" or "float16".
         max_model_len: positions to plan for, prompt and answer together; None takes those of the model.
         tensor_parallel: number of devices that share one copy of the model.
-        gpu_memory_utilization: share of each device's memory that vLLM may fill; 0 takes `usual_share`.
+        gpu_memory_utilization: share of each device's memory that vLLM may fill; 0 takes `default_memory_utilization`.
         batch_size: prompts whose samples are drawn and handed to `on_samples` together.
         stop_token_ids: tokens that end an answer beside those of `loragate.data.find_endings`.
         trust_remote_code: run the base's own code from the hub.
@@ -117,7 +117,7 @@ class VllmEngine(Engine):
             slots = 2 if vllm.platforms.current_platform.is_cpu() else 1
             lora = {"enable_lora": True, "max_lora_rank": self.rank, "max_loras": slots}
         self._sampling_params = vllm.SamplingParams
-        share = gpu_memory_utilization or usual_share()
+        share = gpu_memory_utilization or default_memory_utilization()
         try:
             self._llm = vllm.LLM(
                 model=base,
@@ -227,7 +227,7 @@ class VllmEngine(Engine):
                 on_progress(len(found), len(pairs))
         return found
 
-    def acting_as(self, adapter: str | None, override: str | None = None) -> VllmEngine:
+    def with_adapter(self, adapter: str | None, override: str | None = None) -> VllmEngine:
         """This engine with another plain or gated adapter of the same base, or with none; nothing is loaded again.
 
         Raises `ConfigError` as the constructor, and for an adapter of a higher rank than this engine has room for.
@@ -245,7 +245,7 @@ class VllmEngine(Engine):
             require_gate_plugin(adapter)
         folder = str(adapter) if override is None else f"{adapter}@{override}"
         # all strengths of an adapter have one slot; one for a part of the model has its own
-        number = self._numbers.setdefault(split_slot(folder)[0], len(self._numbers) + 1)
+        number = self._numbers.setdefault(parse_slot_override(folder)[0], len(self._numbers) + 1)
         return self._request_class(f"adapter-{number}", number, folder)
 
     def close(self) -> None:
@@ -322,7 +322,7 @@ def on_cpu() -> bool:
     return "cpu" in package_versions(("vllm",))["vllm"]
 
 
-def usual_share() -> float:
+def default_memory_utilization() -> float:
     """The share of memory that vLLM is given unless told: `USUAL_SHARE`, or on a CPU half of what is free.
 
     On a CPU it is a share of the machine's whole memory, and vLLM does not start where less than that is free.

@@ -30,8 +30,8 @@ from torch.autograd.function import once_differentiable
 
 from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size
-from loragate.losses.head import IGNORED, STATISTICS, TokenStatistics, statistics_of_logits, token_statistics
-from loragate.losses.projection import BUDGET, LEAST, Head, Projection, chunks
+from loragate.losses.head import IGNORE_INDEX, STATISTICS, TokenStatistics, statistics_of_logits, token_statistics
+from loragate.losses.projection import MIN_TILE_SIDE, TILE_BYTES, Head, Projection, chunks
 from loragate.modes import evaluation_mode, whole_parameter
 
 
@@ -150,7 +150,7 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
         kwargs.pop("num_items_in_batch", None)  # trainers hand it to every forward; not every body takes it
         kwargs["use_cache"] = False
         head = read_head(self) if self._loragate_statistics else None
-        head = None if head is None else gathered(head)
+        head = None if head is None else gather_head(head)
         # the last position predicts nothing that is known
         if head is None:
             states = self._loragate_forward(*args, **kwargs).logits[:, :-1]
@@ -158,14 +158,14 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
             states = self.base_model(*args, **kwargs).last_hidden_state[:, :-1].to(head.weight.device)
         shifted = labels[:, 1:].to(states.device)
         if isinstance(statistics, ReferenceRequest):
-            return Reference(states[shifted != IGNORED].detach(), head)
+            return Reference(states[shifted != IGNORE_INDEX].detach(), head)
         return statistics_of_states(states, head, shifted, statistics)
 
     model.forward = types.MethodType(forward, model)
     return bool(model._loragate_statistics)
 
 
-def gathered(head: Head) -> Head:
+def gather_head(head: Head) -> Head:
     """The head with its full weight and bias, once per forward pass, where FSDP2 or tensor parallelism spread it.
 
     In FSDP2's root group the weight is whole already. Every process must call this.
@@ -185,7 +185,7 @@ def verify_head(model: Any) -> bool:
     head = read_head(model)
     if head is None or head.weight.device.type == "meta":
         return False
-    head = gathered(head)
+    head = gather_head(head)
     # a few tokens spread over the vocabulary
     count = min(8, head.weight.shape[0])
     step = max(1, head.weight.shape[0] // (count + 1))
@@ -247,7 +247,7 @@ def _statistics_of_states(
         if "topk_entropy" in request.outputs:  # its support is another one, so the states are projected once more
             partial_entropy = fused(outputs=("topk_entropy",)).topk_entropy
         return stats._replace(topk_entropy=partial_entropy, k=k)
-    mask = labels != IGNORED
+    mask = labels != IGNORE_INDEX
     if not bool(mask.any()):
         k = support_size(request.k, states.shape[-1])
         return TokenStatistics.without_labels(states, mask, k, kl=reference is not None)
@@ -257,9 +257,9 @@ def _statistics_of_states(
     return statistics_of_logits(states[mask], labels[mask], request.k, compared).spread(labels.shape, mask)
 
 
-def counted(batch: Batch) -> torch.Tensor:
+def response_mask(batch: Batch) -> torch.Tensor:
     """bool [B, S-1]: positions whose next token is a response token."""
-    return batch["labels"][:, 1:] != IGNORED
+    return batch["labels"][:, 1:] != IGNORE_INDEX
 
 
 def reference_statistics(
@@ -283,7 +283,7 @@ def reference_statistics(
     """
     vocabulary = head.weight.shape[0]
     require_same_vocabulary(reference.vocabulary, vocabulary)
-    mask = labels != IGNORED
+    mask = labels != IGNORE_INDEX
     chosen_TD = hidden[mask]
     count = chosen_TD.shape[0]
     if reference.states.shape[0] != count:
@@ -292,7 +292,7 @@ def reference_statistics(
         return TokenStatistics.without_labels(hidden, mask, vocabulary, kl=True)
     if chunk_tokens is None:
         most = 128 if hidden.device.type == "cpu" else 1 << 20
-        chunk_tokens = min(most, max(LEAST, BUDGET // (4 * vocabulary)))
+        chunk_tokens = min(most, max(MIN_TILE_SIDE, TILE_BYTES // (4 * vocabulary)))
     moved = replace(reference, states=reference.states.detach().to(hidden.device))
     log_prob_T, entropy_T, kl_T = _ReferenceStatistics.apply(chosen_TD, labels[mask], head, moved, chunk_tokens)
     values = TokenStatistics(log_prob_T, entropy_T, entropy_T / math.log(vocabulary), mask, vocabulary, kl_T)

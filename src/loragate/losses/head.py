@@ -24,8 +24,8 @@ from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size, topk_entropy
 from loragate.losses.projection import (
     Head,
+    OnlineSoftmaxStatistics,
     Projection,
-    RunningRows,
     Tiling,
     chunks,
     needs_widening,
@@ -33,7 +33,7 @@ from loragate.losses.projection import (
     tiling,
 )
 
-IGNORED = -100
+IGNORE_INDEX = -100
 STATISTICS = ("log_prob", "entropy", "topk_entropy")
 
 
@@ -130,7 +130,7 @@ def token_statistics(
         )
     vocabulary, width = weight.shape
     k = support_size(k, vocabulary)
-    mask = labels != IGNORED
+    mask = labels != IGNORE_INDEX
     chosen_TD, chosen_T = hidden[mask], labels[mask]  # response positions alone: T is often a small part of B·S
     require_labels(chosen_T, vocabulary)
     if chosen_TD.shape[0] == 0:
@@ -149,7 +149,7 @@ def statistics_of_logits(
     With the logits (or log-probabilities) of a reference, [..., V], `kl` is KL(p ‖ reference).
     """
     working = logits if logits.dtype == torch.float64 else logits.float()
-    mask = labels != IGNORED
+    mask = labels != IGNORE_INDEX
     require_labels(labels[mask], logits.shape[-1])
     log_p = torch.log_softmax(working, -1)
     # of token 0 where a label is ignored, for the mask to drop
@@ -183,7 +183,7 @@ def require_labels(labels_T: torch.Tensor, vocabulary: int) -> None:
     if low < 0 or high >= vocabulary:
         raise ConfigError(
             f"labels reach from {low} to {high}, but the head has {vocabulary} rows: give indices from 0 to {vocabulary - 1}, "
-            f"and {IGNORED} where a position does not count"
+            f"and {IGNORE_INDEX} where a position does not count"
         )
 
 
@@ -222,8 +222,8 @@ class TokenStatisticsFunction(torch.autograd.Function):
         # with k = V one dense gradient serves both entropies
         dense = {name.removeprefix("topk_") for name in needed if plan.full or name != "topk_entropy"}
         # it costs a product per tile, which is not wasted on a caller that named its gradients, and will use them
-        eager = plan.gradients is not None and dense == {"log_prob"}
-        recompute = bool(dense) and not eager
+        accumulate_gradient = plan.gradients is not None and dense == {"log_prob"}
+        recompute = bool(dense) and not accumulate_gradient
         sparse = "topk_entropy" in plan.outputs and not plan.full
         with_entropy = "entropy" in plan.outputs or ("topk_entropy" in plan.outputs and plan.full)
         columns: dict[str, torch.Tensor] = {}
@@ -231,26 +231,26 @@ class TokenStatisticsFunction(torch.autograd.Function):
         with torch.autocast(hidden_TD.device.type, enabled=False):
             head = Projection(plan.head)
             for rows in chunks(hidden_TD.shape[0], plan.tiling.tokens):
-                running = RunningRows(
+                running = OnlineSoftmaxStatistics(
                     head,
                     hidden_TD[rows],
                     labels_T[rows],
                     top=plan.k if sparse else 0,
                     normalise=recompute or with_entropy or "log_prob" in plan.outputs,
                     entropy=with_entropy,
-                    direction=eager,
+                    direction=accumulate_gradient,
                 )
                 for span in spans:
-                    running.take(*span)
-                found = {"log_z": running.normaliser()} if recompute else {}
+                    running.add_tile(*span)
+                found = {"log_z": running.logsumexp()} if recompute else {}
                 if "log_prob" in plan.outputs:
                     found["log_prob"] = running.log_prob()
-                if eager:
+                if accumulate_gradient:
                     found["direction"] = running.direction()
                 if with_entropy:
                     found["entropy"] = running.entropy()
                 if sparse:
-                    found |= _of_largest(running, "topk_entropy" in needed)
+                    found |= _topk_entropy_of_chunk(running, "topk_entropy" in needed)
                 elif "topk_entropy" in plan.outputs:
                     found["topk_entropy"] = found["entropy"] / math.log(plan.k)
                 for name, value in found.items():
@@ -295,7 +295,7 @@ class TokenStatisticsFunction(torch.autograd.Function):
         return None if total_TD is None else total_TD.to(ctx.hidden_dtype), None, None
 
 
-def _of_largest(running: RunningRows, differentiate: bool) -> dict[str, torch.Tensor]:
+def _topk_entropy_of_chunk(running: OnlineSoftmaxStatistics, differentiate: bool) -> dict[str, torch.Tensor]:
     """Normalised top-k entropy of a chunk; with its slope and index on the support where it is differentiated."""
     assert running.top.found is not None
     top_CK, index_CK = running.top.found

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-BUDGET = 64 << 20
+TILE_BYTES = 64 << 20
 """Bytes of one tile of logits, of the head rows widened for it, and of the rows that a sparse backward gathers at a time."""
 
-LEAST = 16
+MIN_TILE_SIDE = 16
 """Tokens, and columns, of a tile at the least, whatever the budget."""
 
 
@@ -62,12 +62,12 @@ def tiling(vocabulary: int, width: int, device: str, *, widened: bool, tokens: i
         tokens: positions per tile where the caller insists.
     """
     # 64 MiB: 128 tokens × 131,072, or 512 × 32,768
-    columns = max(LEAST, BUDGET // (4 * (tokens or preferred_tokens(device))))
+    columns = max(MIN_TILE_SIDE, TILE_BYTES // (4 * (tokens or preferred_tokens(device))))
     if widened:
-        columns = min(columns, max(LEAST, BUDGET // (4 * width)))
+        columns = min(columns, max(MIN_TILE_SIDE, TILE_BYTES // (4 * width)))
     columns = min(columns, vocabulary)
     if tokens is None:
-        tokens = max(LEAST, BUDGET // (4 * columns))
+        tokens = max(MIN_TILE_SIDE, TILE_BYTES // (4 * columns))
         if device == "cpu" and not widened:
             # the logits of a narrow vocabulary are then still in the cache when they are searched
             tokens = min(tokens, preferred_tokens(device))
@@ -128,8 +128,8 @@ class Projection:
         if self.direct:
             z_CV = product_in_fp32(states_CD, self.weight_VD[start:stop].t())
         else:
-            z_CV = torch.mm(states_CD, self._rows(start, stop).t(), out=self._room(states_CD, stop - start))
-        return self._finished(z_CV, start, stop)
+            z_CV = torch.mm(states_CD, self._rows(start, stop).t(), out=self._logits_buffer(states_CD, stop - start))
+        return self._apply_bias_scale_softcap(z_CV, start, stop)
 
     def slope(self, z: torch.Tensor) -> torch.Tensor | float:
         """dz/d(W h) at logits z: of their shape where there is a soft cap, else the constant `scale`."""
@@ -151,10 +151,10 @@ class Projection:
         if not self.widened:
             z_CV = self.tile(states_CD, 0, self.vocabulary)
         else:
-            z_CV = self._room(states_CD, self.vocabulary)
+            z_CV = self._logits_buffer(states_CD, self.vocabulary)
             for start, stop in self._widened_spans():
                 torch.mm(states_CD, self._rows(start, stop).t(), out=z_CV[:, start:stop])
-            z_CV = self._finished(z_CV, 0, self.vocabulary)
+            z_CV = self._apply_bias_scale_softcap(z_CV, 0, self.vocabulary)
         return z_CV, self.slope(z_CV)
 
     def pull_back(self, coefficient_CV: torch.Tensor, slope: torch.Tensor | float) -> torch.Tensor:
@@ -175,7 +175,7 @@ class Projection:
         # are gathered for as many tokens at a time as fit the budget
         total_TD = coefficient_TK.new_empty((indices_TK.shape[0], self.weight_VD.shape[1]))
         size = self.weight_VD.shape[1] * (self.weight_VD.element_size() + total_TD.element_size())
-        count = max(1, BUDGET // (indices_TK.shape[1] * size))
+        count = max(1, TILE_BYTES // (indices_TK.shape[1] * size))
         for at in range(0, indices_TK.shape[0], count):
             rows = slice(at, at + count)
             gathered = F.embedding(indices_TK[rows], self.weight_VD).to(self.working)
@@ -183,7 +183,7 @@ class Projection:
             torch.bmm(coefficient_TK[rows].unsqueeze(1), gathered, out=total_TD[rows].unsqueeze(1))
         return total_TD
 
-    def _finished(self, z_CV: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def _apply_bias_scale_softcap(self, z_CV: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """z of some columns, from W h there and in its memory."""
         if self.bias_V is not None:
             z_CV += self.bias_V[start:stop]
@@ -209,10 +209,10 @@ class Projection:
         return self.wide_rows[:count]
 
     def _widened_spans(self) -> list[tuple[int, int]]:
-        step = max(1, BUDGET // (4 * self.weight_VD.shape[1]))
+        step = max(1, TILE_BYTES // (4 * self.weight_VD.shape[1]))
         return [(at, min(at + step, self.vocabulary)) for at in range(0, self.vocabulary, step)]
 
-    def _room(self, states_CD: torch.Tensor, columns: int) -> torch.Tensor:
+    def _logits_buffer(self, states_CD: torch.Tensor, columns: int) -> torch.Tensor:
         """Memory for one tile's logits, used again by the next tile."""
         size = states_CD.shape[0] * columns
         if self.room is None or self.room.numel() < size:
@@ -238,7 +238,7 @@ def product_in_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.mm(left.float(), right.float())
 
 
-class RunningRows:
+class OnlineSoftmaxStatistics:
     """The running statistics of one chunk of tokens.
 
     Args:
@@ -262,7 +262,7 @@ class RunningRows:
     ) -> None:
         self.head, self.labels_C, self.normalise, self.with_entropy = head, labels_C, normalise, entropy
         self.states_CD = head.states(hidden_CD)
-        self.top = RunningLargest(top)
+        self.top = RunningTopK(top)
         count, working = hidden_CD.shape[0], head.working
         # the smallest number and no infinity, whose differences would be NaN in a tile that is masked throughout
         self.maximum_C = hidden_CD.new_full((count,), torch.finfo(working).min, dtype=working)
@@ -271,7 +271,7 @@ class RunningRows:
         self.label_C = self.maximum_C.new_zeros(count)
         self.pull_CD = self.maximum_C.new_zeros((count, hidden_CD.shape[1])) if direction else None
 
-    def take(self, start: int, stop: int) -> None:
+    def add_tile(self, start: int, stop: int) -> None:
         """Project the tile of columns from `start` to `stop`, and add what it holds."""
         z_CV = self.head.tile(self.states_CD, start, stop)
         if self.top.k:
@@ -308,13 +308,13 @@ class RunningRows:
             self.pull_CD *= decay_C.unsqueeze(-1)
         self.maximum_C = highest_C
 
-    def normaliser(self) -> torch.Tensor:
+    def logsumexp(self) -> torch.Tensor:
         """log Σ e^z, [C]."""
         return self.maximum_C + self.total_C.log()
 
     def log_prob(self) -> torch.Tensor:
         """log p of the label, [C]."""
-        return self.label_C - self.normaliser()
+        return self.label_C - self.logsumexp()
 
     def entropy(self) -> torch.Tensor:
         """Full entropy in nats, [C]."""
@@ -382,7 +382,7 @@ def recomputed_gradient(
     return total_CD
 
 
-def largest(values_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def grouped_topk(values_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest values of each row and their columns, in descending order; k ≤ V.
 
     Two levels: a row is cut into groups of columns, and only the k groups with the largest maxima can hold any of the k
@@ -406,7 +406,7 @@ def largest(values_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     return top_CK, torch.where(inside, column_CK, at_CK - candidates.shape[1] + groups * size)
 
 
-class RunningLargest:
+class RunningTopK:
     """The k largest of rows that come in pieces of columns."""
 
     def __init__(self, k: int) -> None:
@@ -415,7 +415,7 @@ class RunningLargest:
 
     def add(self, values_CV: torch.Tensor, start: int) -> None:
         """Take in columns `start`, `start` + 1, …"""
-        top_CK, column_CK = largest(values_CV, min(self.k, values_CV.shape[1]))
+        top_CK, column_CK = grouped_topk(values_CV, min(self.k, values_CV.shape[1]))
         column_CK = column_CK + start
         if self.found is not None:
             top_CK = torch.cat((self.found[0], top_CK), dim=-1)

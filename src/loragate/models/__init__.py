@@ -9,8 +9,8 @@
     open_without_weights(place, how)               # tokenizer and configuration, for vLLM, which loads the weights itself
     open_base(place.base, how); load_adapter(base, place)  # in two steps, where a caller holds the base in memory
 
-`place.source` is "owner/name@commit" of what came from the hub, for records. `folder_gates.py` reads gates and adapter from
-files, as servers and `export.py` (gates folded into a plain adapter) need them; neither loads a model.
+`place.record_name` is "owner/name@commit" of what came from the hub, for records. `folder_gates.py` reads gates and adapter
+from files, as servers and `export.py` (gates folded into a plain adapter) need them; neither loads a model.
 """
 
 import lazy_loader

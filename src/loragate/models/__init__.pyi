@@ -27,6 +27,6 @@ from .source import (
     read_adapter_config as read_adapter_config,
     require_here as require_here,
     resolve as resolve,
-    split_slot as split_slot,
+    parse_slot_override as parse_slot_override,
 )
 from .settings import Loading as Loading

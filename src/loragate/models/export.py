@@ -17,46 +17,46 @@ from typing import Any
 import torch
 
 from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
-from loragate.files import new_folder, read_json, require_new, write_json, write_text
+from loragate.files import atomic_folder, read_json, require_empty_folder, write_json, write_text
 from loragate.gates import GateConfig
-from loragate.gates.adapter_rules import changed_base
-from loragate.gates.artifact import write_sampling
+from loragate.gates.adapter_rules import base_change_reason
+from loragate.gates.artifact import write_generation_config
 from loragate.gates.override import Override, constant_name
-from loragate.gates.recommended import SAMPLING, at, exported_sampling, generation_settings
+from loragate.gates.recommended import SAMPLING, exported_sampling, format_temperature, generation_settings
 from loragate.gates.schema import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CARD,
-    NEED_MODEL,
+    KEYS_NEEDING_MODEL,
     PREFIX,
     TOKENIZER,
     adapter_files,
     copy_file,
     factor_of,
+    lora_scaling,
     read_adapter,
     read_adapter_config,
-    strength_of,
     write_factors,
 )
 from loragate.gates.strength import overrides_by_module
-from loragate.models.agreement import (
-    Agreement,
+from loragate.models.folder_gates import read_gates
+from loragate.models.loading import DEFAULT_LOADING, base_config, open_tokenizer, open_weights
+from loragate.models.merge import merge_and_save
+from loragate.models.output_difference import (
+    OutputDifference,
     compare,
-    is_here,
-    log_probs,
-    probing_prompts,
+    compute_log_probs,
+    is_base_available_offline,
+    make_probe_prompts,
     require_agreement,
 )
-from loragate.models.folder_gates import read_gates
-from loragate.models.loading import USUAL, base_config, open_tokenizer, open_weights
-from loragate.models.merge import write_merged
 from loragate.models.runtimes import RUNTIMES
 from loragate.models.settings import Loading
 from loragate.models.source import ModelSource, resolve
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """What `export_adapter` wrote."""
 
     title: str  # what the folder holds, in a few words
@@ -64,7 +64,7 @@ class Exported:
     config: dict[str, Any]  # adapter_config.json
     coefficients: dict[str, float]  # λ of every folded module; empty for an adapter as it is
     base: str  # the base by which it was compared, or would be
-    agreement: Agreement | None  # with the model that it stands for; None where it was not compared
+    agreement: OutputDifference | None  # with the model that it stands for; None where it was not compared
 
 
 FORMS = ("peft", "merged", *RUNTIMES)
@@ -80,8 +80,8 @@ def export_adapter(
     uniform: bool = False,
     base: str = "",
     compare_outputs: bool = True,
-    loading: Loading = USUAL,
-) -> Exported:
+    loading: Loading = DEFAULT_LOADING,
+) -> ExportResult:
     """Fold the gates of a folder and write the plain adapter in one of `FORMS`, with its card.
 
     Where the base is here, the written folder is read by that form's reader and its log-probabilities are compared with those of
@@ -99,16 +99,16 @@ def export_adapter(
         GateError: for gates that read the token.
         ArtifactError: for files that cannot be read, or that compute something else.
     """
-    require_new(Path(out))
+    require_empty_folder(Path(out))
     if uniform and to != "peft":
         raise ConfigError(f"--uniform has no effect with --to {to}; leave it out")
     if to == "merged" and not compare_outputs:
         raise ConfigError(
             "--skip-comparison has no effect with --to merged, which is compared while both are in memory"
         )
-    if to != "merged" and loading.dtype != USUAL.dtype:
+    if to != "merged" and loading.dtype != DEFAULT_LOADING.dtype:
         raise ConfigError(f"--dtype is that of a merged model and has no effect with --to {to}; leave it out")
-    place = resolve(model, base, overrides=True, base_later=not base)
+    place = resolve(model, base, allow_override=True, base_optional=not base)
     override = place.override
     if constant is not None:
         if override is not None:
@@ -118,30 +118,30 @@ def export_adapter(
     temperature = place.recommended_temperature if override is None else None  # shown of the gates as they are
     as_it_is = place.kind == "adapter" and override is None and to != "peft"
     if place.kind == "base" or (override is None and not as_it_is):
-        resolve(model, expect="gated", overrides=True, base_later=True)  # says what the folder is instead
-    here = bool(base) or is_here(place.base)
+        resolve(model, expect="gated", allow_override=True, base_optional=True)  # says what the folder is instead
+    here = bool(base) or is_base_available_offline(place.base)
     if to != "peft" and not here:
         named = f"the base {place.base.name} is not here" if place.base.name else "the adapter names no base"
         raise ConfigError(f"--to {to} needs the base, and {named}; say where it is with --base")
     compared = compare_outputs and here
     adapter, coefficients, recorded = place.adapter, dict[str, float](), ""
     # every other form loads the adapter with PEFT, which changes the base as its training did, or is refused by `read_gates`
-    if to in RUNTIMES and (why := changed_base(read_adapter_config(adapter).get("init_lora_weights"))):
+    if to in RUNTIMES and (why := base_change_reason(read_adapter_config(adapter).get("init_lora_weights"))):
         raise ArtifactError(
             f"{adapter}: {RUNTIMES[to].title} would put the adapter on another base than its own. {why}"
         )
     if not as_it_is:
-        gates = read_gates(place.folder, override, beside=True)
+        gates = read_gates(place.folder, override, allow_extra_tensors=True)
         adapter, recorded = gates.adapter, str(gates.base.get("id") or "")
         coefficients = constant_coefficients(gates.config, gates.weights, gates.biases, override)
     # a name that means something elsewhere: of the folder, or the hub id with its commit
     source = "@".join(filter(None, (place.hub_id or place.folder.name, place.ref.override)))
-    with new_folder(Path(out)) as folder, tempfile.TemporaryDirectory(prefix="loragate-export-") as scratch:
+    with atomic_folder(Path(out)) as folder, tempfile.TemporaryDirectory(prefix="loragate-export-") as scratch:
         plain = folder if to == "peft" else Path(scratch) / "plain"
         plain.mkdir(exist_ok=True)
-        one_scale = uniform or (to in RUNTIMES and bool(needs_uniform(read_adapter_config(adapter))))
+        one_scale = uniform or (to in RUNTIMES and bool(find_non_uniform_keys(read_adapter_config(adapter))))
         config = fold_adapter(adapter, coefficients, plain, uniform=one_scale)
-        if not compared and (unknown := next((key for key in NEED_MODEL if config.get(key)), "")):
+        if not compared and (unknown := next((key for key in KEYS_NEEDING_MODEL if config.get(key)), "")):
             raise ArtifactError(
                 f"{adapter / ADAPTER_CONFIG}: {unknown} is set, so that the adapter is known again only on its base, "
                 f"{place.base.name or 'which has no name'}; say where it is with --base"
@@ -149,7 +149,7 @@ def export_adapter(
         agreement = None
         if to == "merged":
             open_tokenizer(place, loading).save_pretrained(str(folder))
-            agreement = write_merged(place.base, plain, folder, loading)
+            agreement = merge_and_save(place.base, plain, folder, loading)
             if temperature is not None:  # beside what ends an answer
                 write_json(folder / SAMPLING, read_json(folder / SAMPLING) | generation_settings(temperature))
         elif to in RUNTIMES:
@@ -164,10 +164,10 @@ def export_adapter(
         else:
             _copy_files(adapter, folder, keep_sampling=override is None)
             if temperature is not None:
-                write_sampling(folder, temperature)
+                write_generation_config(folder, temperature)
         # a merged model was compared with the folded adapter, which is compared here if anything was folded
         if compared and (to != "merged" or coefficients):
-            folded = _compare(place, plain, replace(loading, dtype=USUAL.dtype))
+            folded = _compare(place, plain, replace(loading, dtype=DEFAULT_LOADING.dtype))
             agreement = agreement or folded
         named = str(place.base.name or config.get("base_model_name_or_path") or "")
         recorded = recorded or str(config.get("base_model_name_or_path") or "")
@@ -178,7 +178,7 @@ def export_adapter(
     usage = f"loragate generate --model {out} --prompt TEXT"
     if to in RUNTIMES:
         title, usage = f"a LoRA adapter for {RUNTIMES[to].title}", RUNTIMES[to].usage.format(folder=out)
-    return Exported(title or to, usage, config, coefficients, named, agreement)
+    return ExportResult(title or to, usage, config, coefficients, named, agreement)
 
 
 def _copy_files(adapter: Path, folder: Path, keep_sampling: bool) -> None:
@@ -191,23 +191,23 @@ def _copy_files(adapter: Path, folder: Path, keep_sampling: bool) -> None:
         copy_file(adapter / name, folder / name.removeprefix(f"{TOKENIZER}/"))
 
 
-def _compare(place: ModelSource, folder: Path, loading: Loading) -> Agreement:
+def _compare(place: ModelSource, folder: Path, loading: Loading) -> OutputDifference:
     """The written adapter against the model of a place, each on a base of its own: an adapter may change the base's tensors."""
     try:
         model = open_weights(place, loading)
     except LoragateError as error:
         raise type(error)(f"{error}. --skip-comparison exports without loading the base") from error
-    prompts, dtype = probing_prompts(model.config, place.adapter_config or {}), model.dtype
-    expected = log_probs(model, prompts)
+    prompts, dtype = make_probe_prompts(model.config, place.adapter_config or {}), model.dtype
+    expected = compute_log_probs(model, prompts)
     del model
     gc.collect()
-    plain = replace(resolve(folder, expect="adapter", base_later=True), base=place.base)
-    found = compare(expected, log_probs(open_weights(plain, loading), prompts), dtype)
+    plain = replace(resolve(folder, expect="adapter", base_optional=True), base=place.base)
+    found = compare(expected, compute_log_probs(open_weights(plain, loading), prompts), dtype)
     require_agreement(found, "the exported adapter", str(place.ref))
     return found
 
 
-def folded_in_words(coefficients: Mapping[str, float]) -> str:
+def describe_folded(coefficients: Mapping[str, float]) -> str:
     """The folded λ in a few words."""
     if not coefficients:
         return "as it is"
@@ -270,7 +270,7 @@ def fold_adapter(
     if unknown := sorted(set(coefficients) - {factor_of(key)[0] for key in state}):
         raise ArtifactError(f"{adapter}: there is no factor of {unknown[0]} into which its λ could be folded")
     # a bias of B, or DoRA's magnitudes
-    if more := next((key for key in state if (at := _beside_factors(key)) and at in coefficients), ""):
+    if more := next((key for key in state if (at := _find_module_of_extra_tensor(key)) and at in coefficients), ""):
         raise ArtifactError(
             f"{adapter}: {more} is part of a delta that no λ can be folded into: λ·B would leave it as it is"
         )
@@ -281,7 +281,7 @@ def fold_adapter(
         # a product in 16 bits would be rounded anew; what λ = 1 leaves alone keeps bits and dtype
         folded[key] = tensor if lam == 1.0 else tensor.float() * lam
     if uniform:
-        config, folded = _uniform(config, folded)
+        config, folded = _unify_rank_and_scale(config, folded)
     out = Path(out)
     write_factors(out, folded)
     # how Megatron laid out its layers, without which plain PEFT cannot load a configuration that names it
@@ -290,18 +290,20 @@ def fold_adapter(
     return config
 
 
-def _beside_factors(key: str) -> str:
+def _find_module_of_extra_tensor(key: str) -> str:
     """The module of a LoRA layer's tensor that is none of its factors; empty for any other tensor."""
     path, sign, _ = key.removeprefix(PREFIX).rpartition(".lora_")
     return path if sign and not factor_of(key)[1] else ""
 
 
-def needs_uniform(config: Mapping[str, Any]) -> list[str]:
+def find_non_uniform_keys(config: Mapping[str, Any]) -> list[str]:
     """The keys of an adapter's configuration that say more than one rank and one α/r; empty for the plainest adapters."""
     return [key for key in ("rank_pattern", "alpha_pattern", "use_rslora") if config.get(key)]
 
 
-def _uniform(config: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _unify_rank_and_scale(
+    config: dict[str, Any], state: dict[str, torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """One rank R and α = R, so that α/r is 1: each module's own scale goes into its B."""
     largest = max(tensor.shape[0] for key, tensor in state.items() if factor_of(key)[1].endswith("_A"))
     found = {}
@@ -312,7 +314,7 @@ def _uniform(config: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[di
         elif group.endswith("_A"):
             found[key] = _padded(tensor, 0, largest)
         else:
-            found[key] = _padded(tensor.float() * strength_of(config, path)[2], 1, largest)
+            found[key] = _padded(tensor.float() * lora_scaling(config, path)[2], 1, largest)
     plain = {"r": largest, "lora_alpha": largest, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
     return {**config, **plain}, found
 
@@ -334,7 +336,7 @@ def _card(
     receipt: list[str],
 ) -> str:
     base = f"`{base}`" if base else "the base named in adapter_config.json"
-    made = f"written by `loragate export` from `{source}`: {folded_in_words(coefficients)}"
+    made = f"written by `loragate export` from `{source}`: {describe_folded(coefficients)}"
     if to == "merged":
         lines = ["# A model with a LoRA adapter merged into it", "", f"{base} and an adapter as one model, {made}."]
     elif to in RUNTIMES:
@@ -358,7 +360,10 @@ def _card(
     if uniform:
         lines += ["", "All modules share one rank (padded with zeros) and lora_alpha / r = 1."]
     if temperature is not None:
-        lines += ["", f"Recommended sampling: {at(temperature)}" + (f" (`{SAMPLING}`)." if to == "peft" else ".")]
+        lines += [
+            "",
+            f"Recommended sampling: {format_temperature(temperature)}" + (f" (`{SAMPLING}`)." if to == "peft" else "."),
+        ]
     if coefficients:
         rows = [f"| {path} | {value:.6g} |" for path, value in coefficients.items()]
         lines += ["", "| module | λ |", "|---|---:|", *rows]

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import torch
 
 from loragate.errors import ArtifactError, GateError
-from loragate.gates.eligibility import changed_base
+from loragate.gates.eligibility import base_change_reason
 from loragate.gates.gate import GateConfig
-from loragate.gates.identity import known_factors, require_same_adapter
+from loragate.gates.identity import factor_widths_and_sha256, require_same_adapter
 from loragate.gates.override import Override
 from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import (
@@ -30,7 +30,7 @@ from loragate.gates.schema import (
     CONFIG,
     GATES,
     GLOBAL_BIAS,
-    NEED_MODEL,
+    KEYS_NEEDING_MODEL,
     factor_of,
     read_adapter,
     read_gate_config,
@@ -41,7 +41,7 @@ from loragate.gates.strength import overrides_by_module
 from loragate.models.source import is_gated, plain_adapter
 
 # from the second line on, whole paths: inside a layer, such names are not those of heads (tests/contract/test_heads.py)
-_LEFT = re.compile(
+_NEVER_GATED = re.compile(
     r"(?:.*\.)?(?:lm_head|embed_tokens|wte|experts)|"
     r"head|output|output_projection|decoder|proj_out|embed_out|lm_loss|generator_lm_head|"
     r"cls\.predictions\.decoder|lm_head\.decoder|pred_layer\.proj"
@@ -60,10 +60,12 @@ class FolderGates:
     base: dict[str, Any]  # the record's identity of the base; empty for a plain adapter
     digest: str  # changes whenever gates or adapter do; empty for a plain adapter
     override: Override | None = None  # what is laid over λ; None for the gates as they are
-    unreached: tuple[str, ...] = ()  # modules of the adapter without λ, at full strength under any override
+    ungated_modules: tuple[str, ...] = ()  # modules of the adapter without λ, at full strength under any override
 
 
-def read_gates(folder: str | Path, override: Override | None = None, *, beside: bool = False) -> FolderGates:
+def read_gates(
+    folder: str | Path, override: Override | None = None, *, allow_extra_tensors: bool = False
+) -> FolderGates:
     """Read and check a gated folder, or a plain adapter under one constant λ: it has no gates.
 
     A constant for a part is returned as gates without weights whose biases are that constant, with no override over them, so
@@ -72,8 +74,8 @@ def read_gates(folder: str | Path, override: Override | None = None, *, beside: 
     Args:
         folder: gated, or a plain adapter.
         override: laid over λ.
-        beside: take adapters that change more than A and B, too, which no server with gates does; those of `NEED_MODEL` are
-            then not known again by their hash.
+        allow_extra_tensors: take adapters that change more than A and B, too, which no server with gates does; those of
+            `KEYS_NEEDING_MODEL` are then not known again by their hash.
 
     Raises:
         ArtifactError: naming the file and what is wrong with it: schema, hash, module, shape, dtype, a number that is not
@@ -81,15 +83,15 @@ def read_gates(folder: str | Path, override: Override | None = None, *, beside: 
     """
     folder = Path(folder)
     if not is_gated(folder) and override is not None:
-        return _by_part(_plain_with_constant(folder, override, beside))
+        return _expand_partial_override(_make_constant_gates(folder, override, allow_extra_tensors))
     record = read_gate_config(folder)
     config = GateConfig(**record["gate"])
     tensors = read_tensors(folder, record)
-    widths, sha256, adapted = _read_factors(folder / ADAPTER, beside)
+    widths, sha256, adapted = _read_factors(folder / ADAPTER, allow_extra_tensors)
     require_same_adapter(folder, record, tensors, widths, sha256)
     modules = record["modules"]
     if config.target_modules is None:
-        left = [path for path in widths if path not in modules and not left_alone(path)]
+        left = [path for path in widths if path not in modules and not is_never_gated(path)]
         if left:
             _fail(folder / CONFIG, f"no gate for module {left[0]}, which the adapter adapts")
     for path in modules:
@@ -106,14 +108,14 @@ def read_gates(folder: str | Path, override: Override | None = None, *, beside: 
         base=record["base"],
         digest=hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
         override=override,
-        unreached=tuple(path for path in adapted if path not in modules),
+        ungated_modules=tuple(path for path in adapted if path not in modules),
     )
-    return _by_part(found)
+    return _expand_partial_override(found)
 
 
-def left_alone(path: str) -> bool:
+def is_never_gated(path: str) -> bool:
     """Whether attachment leaves a module at full strength (gates.eligibility), told by its path: no model tells its class."""
-    return _LEFT.fullmatch(path) is not None
+    return _NEVER_GATED.fullmatch(path) is not None
 
 
 def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
@@ -128,17 +130,17 @@ def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 def _read_factors(folder: Path, beside: bool) -> tuple[dict[str, int], str | None, list[str]]:
-    """`known_factors` of an adapter, without the hash where the files do not tell it, and all modules that it adapts, embeddings
-    and convolutions too; refused where λ = 0 is not the base.
+    """`factor_widths_and_sha256` of an adapter, without the hash where the files do not tell it, and all modules that it adapts,
+    embeddings and convolutions too; refused where λ = 0 is not the base.
 
-    Without `beside`, an adapter that has other tensors than A and B is refused as well.
+    Without `allow_extra_tensors`, an adapter that has other tensors than A and B is refused as well.
     """
     config, state = read_adapter(folder)
-    if changed := changed_base(config.get("init_lora_weights")):
+    if changed := base_change_reason(config.get("init_lora_weights")):
         _fail(folder / ADAPTER_CONFIG, changed)
-    widths, sha256 = known_factors(config, state)
+    widths, sha256 = factor_widths_and_sha256(config, state)
     adapted = list(dict.fromkeys(path for key in state if (path := factor_of(key)[0])))
-    needing = [key for key in NEED_MODEL if config.get(key)]
+    needing = [key for key in KEYS_NEEDING_MODEL if config.get(key)]
     if beside:
         return widths, None if needing else sha256, adapted
     if needing:
@@ -152,7 +154,7 @@ def _read_factors(folder: Path, beside: bool) -> tuple[dict[str, int], str | Non
     return widths, sha256, adapted
 
 
-def _plain_with_constant(folder: Path, override: Override, beside: bool) -> FolderGates:
+def _make_constant_gates(folder: Path, override: Override, beside: bool) -> FolderGates:
     """A plain adapter under one λ: gates that say 1 everywhere, and the constant over them."""
     if override.constant is None:
         _fail(
@@ -160,7 +162,7 @@ def _plain_with_constant(folder: Path, override: Override, beside: bool) -> Fold
             "a plain adapter has no gates whose λ could be clipped; it takes @constant=C alone, or @lower=C for a part of it",
         )
     widths, _, adapted = _read_factors(folder, beside)
-    reached = [path for path in widths if not left_alone(path)]
+    reached = [path for path in widths if not is_never_gated(path)]
     return FolderGates(
         folder=folder,
         adapter=folder,
@@ -172,11 +174,11 @@ def _plain_with_constant(folder: Path, override: Override, beside: bool) -> Fold
         base={},
         digest="",  # there are no gates that could have changed, and vLLM knows a plain adapter by its folder
         override=override,
-        unreached=tuple(path for path in adapted if path not in reached),
+        ungated_modules=tuple(path for path in adapted if path not in reached),
     )
 
 
-def _by_part(gates: FolderGates) -> FolderGates:
+def _expand_partial_override(gates: FolderGates) -> FolderGates:
     """Gates of one constant per module in place of an override for a part; other gates as they are."""
     override = gates.override
     if override is None or override.part is None or override.constant is None:

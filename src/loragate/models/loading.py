@@ -51,14 +51,20 @@ from loragate.gates.eligibility import (
 )
 from loragate.gates.strength import overrides_by_module
 from loragate.hub_names import hub_source, split_file
-from loragate.models.peft_loading import RESIZE, load_peft
+from loragate.models.peft_loading import RESIZE_HINT, load_peft
 from loragate.models.settings import Loading
 from loragate.models.source import Kind, ModelRef, ModelSource, resolve
 
-USUAL = Loading()
+DEFAULT_LOADING = Loading()
 logger = logging.getLogger("loragate")
 # how the names of classes end whose models read a whole text, or judge it
-_OTHER_MODELS = ("ForMaskedLM", "Classification", "ForQuestionAnswering", "ForMultipleChoice", "SentencePrediction")
+_NON_CAUSAL_SUFFIXES = (
+    "ForMaskedLM",
+    "Classification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "SentencePrediction",
+)
 
 
 def torch_device(how: Loading) -> str:
@@ -88,7 +94,7 @@ def torch_dtype(how: Loading) -> Any:
     "auto" is the checkpoint's own on a GPU and float32 on the CPU. With quantised weights it is bfloat16, or float16 on
     GPUs without it; float32 for 4 bits on a CPU.
     """
-    how.require_possible()
+    how.check_supported()
     if how.dtype != "auto":
         return getattr(torch, how.dtype)
     device = torch_device(how)
@@ -99,14 +105,14 @@ def torch_dtype(how: Loading) -> Any:
     return torch.bfloat16 if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else torch.float16
 
 
-def _pretrained(base: ModelRef) -> tuple[str, dict[str, Any]]:
+def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
     """What `from_pretrained` of transformers is given for a base: its name, and what stands beside it.
 
     Raises:
         ConfigError: where the package gguf is not installed.
         ArtifactError: for a GGUF file that cannot be fetched from the hub.
     """
-    if not base.gguf:
+    if not base.is_gguf:
         return base.name, {"revision": base.revision} if base.revision else {}
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(
@@ -122,11 +128,11 @@ def _pretrained(base: ModelRef) -> tuple[str, dict[str, Any]]:
             raise ArtifactError(f"{base}: the file could not be fetched from the hub ({said})") from error
     # from a folder that holds another form of a model too, transformers takes that one's tokenizer, whatever file is named
     beside = any(other.suffix in (".json", ".jinja", ".model", ".txt") for other in path.parent.iterdir())
-    return _folder_of_its_own(path.absolute()).name if beside else str(path.parent), {"gguf_file": path.name}
+    return _link_in_temporary_folder(path.absolute()).name if beside else str(path.parent), {"gguf_file": path.name}
 
 
 @cache  # and kept until the process ends
-def _folder_of_its_own(path: Path) -> tempfile.TemporaryDirectory[str]:
+def _link_in_temporary_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="loragate-gguf-")
     (Path(folder.name) / path.name).symlink_to(path)
     return folder
@@ -134,8 +140,8 @@ def _folder_of_its_own(path: Path) -> tempfile.TemporaryDirectory[str]:
 
 def base_config(base: ModelRef, trust: bool = False) -> Any:
     """The transformers configuration of a base."""
-    name, beside = _pretrained(base)
-    if base.gguf:
+    name, beside = _from_pretrained_arguments(base)
+    if base.is_gguf:
         changed = Path(name, beside["gguf_file"]).stat().st_mtime_ns
         # a copy: loading a model writes into its configuration
         return copy.deepcopy(_gguf_config(name, beside["gguf_file"], trust, changed))
@@ -154,8 +160,8 @@ def _gguf_config(name: str, file: str, trust: bool, _changed: int) -> Any:
 def generation_config(base: ModelRef, trust: bool = False) -> Any:
     """The base's generation settings or, where it has no such file, what transformers derives from its configuration."""
     try:
-        if not base.gguf:  # whose folder may hold other models
-            name, beside = _pretrained(base)
+        if not base.is_gguf:  # whose folder may hold other models
+            name, beside = _from_pretrained_arguments(base)
             return GenerationConfig.from_pretrained(name, **beside)
     except OSError:  # how transformers says that there is no such file
         pass
@@ -170,9 +176,9 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
         ArtifactError: for a base that does not hold all weights of a causal language model.
         LoragateError: for a weight file that was cut off, by its name.
     """
-    name, beside = _pretrained(base)
+    name, beside = _from_pretrained_arguments(base)
     arguments["output_loading_info"] = True
-    if not base.gguf:
+    if not base.is_gguf:
         try:
             model, loaded = AutoModelForCausalLM.from_pretrained(name, **arguments, **beside)
         except SafetensorError as error:
@@ -200,7 +206,7 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
             "llama.cpp joins: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
         )
     # transformers would record the folder of the file, or a temporary one
-    model.name_or_path = model.config._name_or_path = base.lasting
+    model.name_or_path = model.config._name_or_path = base.absolute_name
     return model
 
 
@@ -222,7 +228,7 @@ def require_causal(config: Any, name: str) -> None:
         ConfigError: naming its class.
     """
     kinds = [str(kind) for kind in getattr(config, "architectures", None) or ()]
-    if kinds and all(kind.endswith(_OTHER_MODELS) for kind in kinds):
+    if kinds and all(kind.endswith(_NON_CAUSAL_SUFFIXES) for kind in kinds):
         raise ConfigError(
             f"base model {name} is a {kinds[0]}: gates act on causal language models (AutoModelForCausalLM); take an adapter of a "
             "model that writes text"
@@ -231,7 +237,7 @@ def require_causal(config: Any, name: str) -> None:
 
 def refuse_gguf(base: ModelRef, what: str) -> None:
     """Refuse a GGUF base where only a plain folder will do; `what` needs it."""
-    if base.gguf:
+    if base.is_gguf:
         raise LoragateError(
             f"{what} needs the base as a plain folder, and {base.name} is a GGUF file. Make one in Python: found = "
             f'loragate.models.open_model(loragate.models.resolve("{base.name}")), found.model.save_pretrained("FOLDER"), '
@@ -252,7 +258,7 @@ def open_base(base: ModelRef, how: Loading, host_memory: bool = False) -> Any:
     """
     arguments: dict[str, Any] = {"dtype": torch_dtype(how), "trust_remote_code": how.trust_remote_code}
     device = "cpu" if host_memory else torch_device(how)
-    if base.gguf and arguments["dtype"] == "auto":
+    if base.is_gguf and arguments["dtype"] == "auto":
         arguments["dtype"] = torch.bfloat16  # the file names none, and transformers would take fp32
     config = base_config(base, how.trust_remote_code)
     require_causal(config, base.name)
@@ -261,13 +267,13 @@ def open_base(base: ModelRef, how: Loading, host_memory: bool = False) -> Any:
         raise ConfigError(f"{base.name} is {describe_storage(stored)} already; leave --quantization out")
     if how.quantization != NONE:
         arguments["quantization_config"] = _bitsandbytes(how)
-    placed = stored != NONE or how.quantization != NONE  # packed weights cannot be moved once they are loaded
-    if placed:
+    is_quantized = stored != NONE or how.quantization != NONE  # packed weights cannot be moved once they are loaded
+    if is_quantized:
         # "cuda" means the process's own GPU, as it does elsewhere in torch; a device map would read it as the first
         arguments["device_map"] = {"": torch.cuda.current_device() if device == "cuda" else device}
     model = base_weights(base, **arguments)
     keep_unpacked(model)
-    return model.eval() if placed else model.to(device).eval()
+    return model.eval() if is_quantized else model.to(device).eval()
 
 
 def _bitsandbytes(how: Loading) -> Any:
@@ -285,8 +291,8 @@ def _bitsandbytes(how: Loading) -> Any:
 class Loaded:
     """A model with its tokenizer."""
 
-    place: ModelSource  # where it came from; its kind is what the model is
-    how: Loading
+    model_source: ModelSource  # where it came from; its kind is what the model is
+    loading: Loading
     tokenizer: Any  # with its chat template
     config: Any  # of the base
     model: Any = None  # in memory; None where vLLM loads the weights itself
@@ -296,10 +302,10 @@ class Loaded:
     @property
     def kind(self) -> Kind:
         """ "base", "adapter" or "gated"."""
-        return self.place.kind
+        return self.model_source.kind
 
     @property
-    def positions(self) -> int | None:
+    def max_positions(self) -> int | None:
         """Positions of the model; None where it has no limit."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
@@ -307,19 +313,19 @@ class Loaded:
     def dtype(self) -> str:
         """Of the base, with its quantised storage if it has one; as asked for where vLLM loads it."""
         if self.model is None:
-            return self.how.dtype
+            return self.loading.dtype
         dtype, stored = str(self.model.dtype).removeprefix("torch."), quantization_of(self.model)
         return dtype if stored == "none" else f"{dtype}, {stored}"
 
     @property
     def commit(self) -> str:
         """Of the base on the hub; empty for a folder, and where the hub cache does not tell."""
-        return self.place.base.commit()
+        return self.model_source.base.commit()
 
     @property
     def names(self) -> dict[str, str]:
         """{"base": …, "adapter": …, "gated": …}, as far as there are such, each by its folder or hub id."""
-        place, found = self.place, {"base": self.place.base.name}
+        place, found = self.model_source, {"base": self.model_source.base.name}
         if place.kind != "base":
             found["adapter"] = str(place.adapter)
         return {**found, "gated": str(place.folder)} if place.kind == "gated" else found
@@ -334,21 +340,21 @@ class Loaded:
     def endings(self) -> Any:
         """What ends an answer, whichever row gives it."""
         settings = (
-            generation_config(self.place.base, self.how.trust_remote_code)
+            generation_config(self.model_source.base, self.loading.trust_remote_code)
             if self.model is None
             else self.model.generation_config
         )
         return find_endings(self.tokenizer, settings, self.stop_token_ids)
 
-    def without_idle_gates(self) -> Loaded:
+    def detach_inactive_gates(self) -> Loaded:
         """The same as its plain adapter, with a note, where the gates are off; otherwise itself."""
-        if self.place.gates_off:
-            self.note, self.place = self.place.gates_off, self.place.plain
+        if self.model_source.inactive_gates_reason:
+            self.note, self.model_source = self.model_source.inactive_gates_reason, self.model_source.as_plain_adapter
             self.model = None if self.model is None else detach_gates(self.model)
         return self
 
 
-def open_model(place: ModelSource, how: Loading = USUAL) -> Loaded:
+def open_model(place: ModelSource, how: Loading = DEFAULT_LOADING) -> Loaded:
     """The model of a place with its tokenizer, frozen and in eval mode, an override of λ laid over it for good.
 
     Raises:
@@ -360,11 +366,11 @@ def open_model(place: ModelSource, how: Loading = USUAL) -> Loaded:
     return Loaded(place, how, tokenizer, model.config, model, stop_token_ids=place.stop_token_ids)
 
 
-def open_without_weights(place: ModelSource, how: Loading = USUAL) -> Loaded:
+def open_without_weights(place: ModelSource, how: Loading = DEFAULT_LOADING) -> Loaded:
     """Tokenizer and configuration alone, for an engine that loads the weights itself."""
     refuse_gguf(place.base, "vLLM")
     if place.kind != "base" and not place.is_dora:  # which is merged into its base first
-        place.contents.require_usable("serve")
+        place.adapter_contents.require_usable("serve")
     with explained("base model", place.base.name):
         config = base_config(place.base, how.trust_remote_code)
     return Loaded(place, how, open_tokenizer(place, how), config, stop_token_ids=place.stop_token_ids)
@@ -434,18 +440,20 @@ def load_gated(
     if isinstance(base, nn.Module):
         if without_effect := [*from_pretrained_kwargs, *["base_revision"] * bool(base_revision)]:
             raise ConfigError(f"{without_effect[0]} has no effect on a base that is in memory; leave it out")
-        there = resolve(folder, expect="gated", revision=revision, overrides=True, base_later=True)
+        there = resolve(folder, expect="gated", revision=revision, allow_override=True, base_optional=True)
         return load_adapter(base, there)
-    place = resolve(folder, base or "", expect="gated", revision=revision, base_revision=base_revision, overrides=True)
+    place = resolve(
+        folder, base or "", expect="gated", revision=revision, base_revision=base_revision, allow_override=True
+    )
     with explained("base model", place.base.name):
         weights = base_weights(place.base, **from_pretrained_kwargs)
     return load_adapter(weights, place)
 
 
-GatedPeftModel._open = staticmethod(load_gated)
+GatedPeftModel._load_gated = staticmethod(load_gated)
 
 
-def open_tokenizer(place: ModelSource, how: Loading = USUAL) -> Any:
+def open_tokenizer(place: ModelSource, how: Loading = DEFAULT_LOADING) -> Any:
     """The tokenizer of an adapter where it has its own, else of the base."""
     chosen = place.tokenizer
     with explained("tokenizer", chosen):
@@ -457,7 +465,7 @@ def open_tokenizer(place: ModelSource, how: Loading = USUAL) -> Any:
             tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(chosen)
             tokenizer.init_kwargs.pop("auto_map", None)
         else:
-            name, beside = _pretrained(place.base) if chosen == place.base.name else (chosen, {})
+            name, beside = _from_pretrained_arguments(place.base) if chosen == place.base.name else (chosen, {})
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=how.trust_remote_code, **beside)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # transformers makes an empty one of a folder that has no file of it
@@ -488,21 +496,21 @@ def explained(what: str, name: str) -> Iterator[None]:
     except LoragateError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise _sentence(what, name, error) from error
+        raise _translate_loading_error(what, name, error) from error
 
 
 _NO_CLASS = "Unrecognized configuration class "
 """How transformers says that AutoModelForCausalLM has no class for a base."""
 
 
-def _sentence(what: str, name: str, error: Exception) -> LoragateError:
+def _translate_loading_error(what: str, name: str, error: Exception) -> LoragateError:
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__
     if "size mismatch" in text or "Target modules" in text:
         detail = next((line.strip() for line in text.splitlines() if "size mismatch" in line), first)
         return ArtifactError(
             f"{what} {name} does not fit this base model ({detail[:300]}): it was made for another one, or --base is wrong, or "
-            f"tokens were added to the base before it was trained. Then {RESIZE}"
+            f"tokens were added to the base before it was trained. Then {RESIZE_HINT}"
         )
     if isinstance(error, OSError) and not Path(name).exists():
         elsewhere = (
@@ -524,7 +532,7 @@ def _sentence(what: str, name: str, error: Exception) -> LoragateError:
     return LoragateError(f"{what} {name} cannot be loaded: {type(error).__name__}: {first[:400]}")
 
 
-def rope_length(model: Any) -> int | None:
+def find_longrope_length(model: Any) -> int | None:
     """Tokens up to which a row's rotary angles are those of short rows; None where they do not depend on its length.
 
     "longrope" (Phi-3 with 128k, Phi-4-mini) turns every position of a forward pass by other angles as soon as its longest row

@@ -18,14 +18,20 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from loragate.errors import ConfigError, LoragateError
 from loragate.gates.eligibility import EIGHT_BIT, FOUR_BIT, NONE, describe_storage, quantization_of_config
 from loragate.gates.schema import read_adapter_config
-from loragate.models.agreement import Agreement, compare, log_probs, probing_prompts, require_agreement
-from loragate.models.loading import USUAL, base_config, base_weights
+from loragate.models.loading import DEFAULT_LOADING, base_config, base_weights
+from loragate.models.output_difference import (
+    OutputDifference,
+    compare,
+    compute_log_probs,
+    make_probe_prompts,
+    require_agreement,
+)
 from loragate.models.peft_loading import load_peft
 from loragate.models.settings import Loading
 from loragate.models.source import ModelRef
 
 
-def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USUAL) -> Agreement:
+def merge_and_save(base: ModelRef, adapter: Path, folder: Path, how: Loading = DEFAULT_LOADING) -> OutputDifference:
     """Write base and adapter as one model, load it again, and compare it with the adapter on its base.
 
     A base that is stored in 8 or 4 bits is unpacked, as packed weights would round the adapter away.
@@ -53,23 +59,23 @@ def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USU
     model = base_weights(base, dtype="auto", trust_remote_code=trust)
     if stored != NONE:
         model = model.dequantize()
-    served = model.dtype if how.dtype == "auto" else getattr(torch, how.dtype)
-    prompts = probing_prompts(model.config, read_adapter_config(adapter))
-    unadapted = log_probs(model.float(), prompts)
+    output_dtype = model.dtype if how.dtype == "auto" else getattr(torch, how.dtype)
+    prompts = make_probe_prompts(model.config, read_adapter_config(adapter))
+    unadapted = compute_log_probs(model.float(), prompts)
     adapted = load_peft(model, adapter)
-    expected = log_probs(adapted, prompts)
+    expected = compute_log_probs(adapted, prompts)
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(layer, BaseTunerLayer):  # its delta must not reach the layer that it is tied to
             own = layer.get_base_layer()
             own.weight = torch.nn.Parameter(own.weight.detach().clone())
     try:
-        merged = adapted.merge_and_unload(safe_merge=True).to(served)
+        merged = adapted.merge_and_unload(safe_merge=True).to(output_dtype)
     except (RuntimeError, ValueError) as error:  # such as a bias of B where the base has none
         raise LoragateError(f"{adapter} cannot be merged into {base}: {error}. Serve the adapter unmerged") from error
     inputs, head = merged.get_input_embeddings(), merged.get_output_embeddings()
     if head is not None and head.weight is not inputs.weight:  # or the head would be saved, and read, as the embedding
         merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = False
-    size = sum(parameter.numel() for parameter in merged.parameters()) * served.itemsize
+    size = sum(parameter.numel() for parameter in merged.parameters()) * output_dtype.itemsize
     # the disk is that of the nearest folder that exists
     there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
     free = shutil.disk_usage(there).free
@@ -84,11 +90,11 @@ def write_merged(base: ModelRef, adapter: Path, folder: Path, how: Loading = USU
     gc.collect()
     # in fp32, so that what is compared is the weights as they were rounded once
     written = base_weights(ModelRef(str(folder)), dtype=torch.float32, trust_remote_code=trust).eval()
-    moved = compare(expected, unadapted, served).nats
-    found = replace(compare(expected, log_probs(written, prompts), served), moved=moved)
+    moved = compare(expected, unadapted, output_dtype).mean_difference
+    found = replace(compare(expected, compute_log_probs(written, prompts), output_dtype), adapter_effect=moved)
     require_agreement(found, f"{adapter} merged into {base}", "the adapter on its base")
     # what fp32 rounds is nothing, even of an adapter that moves nothing
-    if found.nats > max(moved / 2, math.sqrt(torch.finfo(torch.float32).eps)):
+    if found.mean_difference > max(moved / 2, math.sqrt(torch.finfo(torch.float32).eps)):
         raise LoragateError(
             f"{adapter} merged into {base} loses half of what the adapter does or more, as its deltas are smaller than the steps "
             f"of {found.dtype}: {found}. Nothing was kept; merge with --dtype float32, or serve the adapter unmerged"

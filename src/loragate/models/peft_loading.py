@@ -25,19 +25,21 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_we
 
 from loragate.errors import ArtifactError
 from loragate.gates.adapter_folder import AdapterFolder, read_adapter_folder
-from loragate.gates.adapter_rules import Finding, changed_base, factor_path, kind_of, names_of
-from loragate.gates.control import keep_displaced
-from loragate.gates.eligibility import base_path
+from loragate.gates.adapter_rules import Finding, base_change_reason, read_name_list, split_factor_key, tensor_kind
+from loragate.gates.control import store_displaced_weights
+from loragate.gates.eligibility import base_module_name
 from loragate.gates.schema import ADAPTER_CONFIG, PREFIX
 
 # what of a model's state belongs to an adapter that is called "default", and comes from its file
-_OWN = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_delta)\.default(?:\.|$)")
+_ADAPTER_STATE_KEY = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_delta)\.default(?:\.|$)")
 # findings of an adapter that runs, and answers as its base in part or whole, or against its training, or has no base
-_FELT = ("weights-zero", "weights-partly-zero", "scale-unusual", "base-changing-init")
+_WARNED_CODES = ("weights-zero", "weights-partly-zero", "scale-unusual", "base-changing-init")
 # what other trainers and PEFT itself write into a configuration that no loader needs
-_OF_TRAINERS = re.compile(r"unsloth|swift|axolotl|lora_dtype|lorap_|merge_weights$|peft_version$|runtime_config$")
+_IGNORED_CONFIG_KEYS = re.compile(
+    r"unsloth|swift|axolotl|lora_dtype|lorap_|merge_weights$|peft_version$|runtime_config$"
+)
 _LAYER = re.compile(r"\.(\d+)\.")
-RESIZE = (
+RESIZE_HINT = (
     "make that base once, base.resize_token_embeddings(SIZE) with the first number of the checkpoint's shape as SIZE, save it and "
     'its tokenizer in a folder, base.save_pretrained("FOLDER") and tokenizer.save_pretrained("FOLDER"), and name it with --base '
     "FOLDER; or resize it in memory, then PeftModel.from_pretrained and, for gates, loragate.load_gates"
@@ -47,7 +49,7 @@ RESIZE = (
 logger = logging.getLogger("loragate")
 
 
-class MisfitError(ArtifactError):
+class AdapterMismatchError(ArtifactError):
     """An adapter that does not fit a base; `finding` says how."""
 
     def __init__(self, finding: Finding) -> None:
@@ -72,32 +74,34 @@ def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     folder = read_adapter_folder(path)
     folder.require_usable()
     for finding in folder.findings:
-        if finding.code in _FELT and finding.severity == "warning":
+        if finding.code in _WARNED_CODES and finding.severity == "warning":
             _warn(str(finding))
-    for finding in unknown_keys(folder):
+    for finding in find_unknown_config_keys(folder):
         _warn(str(finding))
-    names = {base_path(PREFIX + key.removeprefix(PREFIX)) for key in folder.beside_keys}
+    names = {base_module_name(PREFIX + key.removeprefix(PREFIX)) for key in folder.base_weight_keys}
     own = dict(chain(base.named_parameters(remove_duplicate=False), base.named_buffers(remove_duplicate=False)))
     before = {name: own[name].detach().clone() for name in sorted(names & own.keys())}
     mapping = _key_mapping(base)
     with warnings.catch_warnings():
-        # what it says of missing keys, and more, `require_loaded` says below
+        # what it says of missing keys, and more, `require_fully_loaded` says below
         warnings.filterwarnings("ignore", "Found missing adapter keys")
         model: Any = PeftModel.from_pretrained(
             base, str(folder.path), config=peft_config(folder, trainable), is_trainable=trainable, key_mapping=mapping
         )
     # loads the same values again, as PEFT tells only here what it left out
     told = set_peft_model_state_dict(model, load_peft_weights(str(folder.path), device="cpu", key_mapping=mapping))
-    require_loaded(model, folder, told.unexpected_keys, told.missing_keys)
-    keep_displaced(model, {name: old for name, old in before.items() if not torch.equal(old, own[name].to(old.device))})
+    require_fully_loaded(model, folder, told.unexpected_keys, told.missing_keys)
+    store_displaced_weights(
+        model, {name: old for name, old in before.items() if not torch.equal(old, own[name].to(old.device))}
+    )
     return model
 
 
-def plan_peft(base: Any, path: str | Path) -> Any:
+def check_adapter_fits(base: Any, path: str | Path) -> Any:
     """`load_peft` on a base without weights (meta device): whether every key has its place is known from names and shapes.
 
     Raises:
-        MisfitError: for target modules that this base lacks, tensors of another shape, and as `require_loaded`.
+        MisfitError: for target modules that this base lacks, tensors of another shape, and as `require_fully_loaded`.
         ArtifactError: for a folder that cannot be used.
     """
     folder = read_adapter_folder(path)
@@ -112,7 +116,9 @@ def plan_peft(base: Any, path: str | Path) -> Any:
             if "Target modules" not in str(error):
                 raise
             message = f"{folder.path} was not trained on {named}: {str(error).splitlines()[0]:.300}"
-            raise MisfitError(Finding("keys-unknown", "error", message, "name its own base with --base")) from error
+            raise AdapterMismatchError(
+                Finding("keys-unknown", "error", message, "name its own base with --base")
+            ) from error
         state = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (dtype, shape) in folder.tensors.items()}
     config.init_lora_weights = start
     own = {name.replace(".default.", "."): list(value.shape) for name, value in model.named_parameters()}
@@ -123,13 +129,15 @@ def plan_peft(base: Any, path: str | Path) -> Any:
                 f"{own[key]}"
             )
             rows = (
-                kind_of(key, names_of(folder.config, "modules_to_save")) != "factor"
+                tensor_kind(key, read_name_list(folder.config, "modules_to_save")) != "factor"
                 and own[key][1:] == list(value.shape)[1:]
             )
-            remedy = f"tokens were added to its base: {RESIZE}" if rows else "name its own base with --base"
-            raise MisfitError(Finding("shape-mismatch", "error", message, remedy, {"key": key, "here": own[key]}))
+            remedy = f"tokens were added to its base: {RESIZE_HINT}" if rows else "name its own base with --base"
+            raise AdapterMismatchError(
+                Finding("shape-mismatch", "error", message, remedy, {"key": key, "here": own[key]})
+            )
     told = set_peft_model_state_dict(model, {_mapped(key, mapping): value for key, value in state.items()})
-    require_loaded(model, folder, told.unexpected_keys, told.missing_keys)
+    require_fully_loaded(model, folder, told.unexpected_keys, told.missing_keys)
     return model
 
 
@@ -140,18 +148,22 @@ def peft_config(folder: AdapterFolder, trainable: bool = False) -> Any:
     config.task_type = config.task_type and "CAUSAL_LM"
     config.megatron_config = None
     start = config.init_lora_weights
-    if isinstance(start, str) and not changed_base(start) and start.lower() != "mica":  # which is a variant of LoRA
+    if (
+        isinstance(start, str) and not base_change_reason(start) and start.lower() != "mica"
+    ):  # which is a variant of LoRA
         config.init_lora_weights = True
     if not trainable:
         config.lora_dropout = 0.0
     return config
 
 
-def unknown_keys(folder: AdapterFolder) -> list[Finding]:
+def find_unknown_config_keys(folder: AdapterFolder) -> list[Finding]:
     """A finding where the configuration has keys that this PEFT does not know, and drops: a later one may compute by them."""
     known = {field.name for field in fields(LoraConfig)}
     unknown = [
-        key for key, value in folder.config.items() if value and key not in known and not _OF_TRAINERS.match(key)
+        key
+        for key, value in folder.config.items()
+        if value and key not in known and not _IGNORED_CONFIG_KEYS.match(key)
     ]
     if not unknown:
         return []
@@ -163,7 +175,7 @@ def unknown_keys(folder: AdapterFolder) -> list[Finding]:
     return [Finding("config-invalid", "warning", message, remedy, {"keys": unknown[:8]})]
 
 
-def require_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], missing: list[str]) -> None:
+def require_fully_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], missing: list[str]) -> None:
     """Refuse a model that took a part of its adapter, "default", only: MisfitError with counts, examples and the likely reason.
 
     `unexpected` keys of the file have no place, `missing` ones of the model, the base's own among them, are not in the file.
@@ -174,7 +186,7 @@ def require_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], mis
     absent = [
         key
         for key in missing
-        if (_OWN.search(key) or (biases and key.endswith(biases))) and id(state.get(key)) not in taken
+        if (_ADAPTER_STATE_KEY.search(key) or (biases and key.endswith(biases))) and id(state.get(key)) not in taken
     ]
     if not unexpected and not absent:
         return
@@ -195,7 +207,7 @@ def require_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], mis
         "missing_count": len(absent),
     }
     code = "keys-unknown" if unexpected else "keys-missing"
-    raise MisfitError(Finding(code, "error", message, _reason(model, unexpected, absent), evidence))
+    raise AdapterMismatchError(Finding(code, "error", message, _explain_mismatch(model, unexpected, absent), evidence))
 
 
 def _key_mapping(base: Any) -> dict[str, str]:
@@ -210,11 +222,14 @@ def _mapped(key: str, mapping: dict[str, str]) -> str:
     return key if pattern is None else PREFIX + re.sub(pattern, mapping[pattern], name)
 
 
-def _reason(model: Any, unexpected: list[str], absent: list[str]) -> str:
+def _explain_mismatch(model: Any, unexpected: list[str], absent: list[str]) -> str:
     """What most likely happened, and what to do."""
-    layers, found = _highest(key for key in model.state_dict() if not _OWN.search(key)), _highest(unexpected)
-    modules = {base_path(name) for name, _ in model.named_modules()}
-    paths = [path for key in unexpected if (path := factor_path(key.replace(".default", ""))[0])]
+    layers, found = (
+        _highest(key for key in model.state_dict() if not _ADAPTER_STATE_KEY.search(key)),
+        _highest(unexpected),
+    )
+    modules = {base_module_name(name) for name, _ in model.named_modules()}
+    paths = [path for key in unexpected if (path := split_factor_key(key.replace(".default", ""))[0])]
     if found > layers >= 0:
         return (
             f"The adapter has a layer {found}, and this base ends with layer {layers}: it was trained on a deeper base; name that "

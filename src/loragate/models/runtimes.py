@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from loragate.errors import ArtifactError, ConfigError, nearest
 from loragate.files import write_atomically, write_json
-from loragate.gates.schema import ADAPTER_CONFIG, PREFIX, factor_of, read_adapter, strength_of, write_factors
+from loragate.gates.schema import ADAPTER_CONFIG, PREFIX, factor_of, lora_scaling, read_adapter, write_factors
 from loragate.gates.strength import kind_of
 
 GGUF_FILE, MLX_WEIGHTS = "adapter.gguf", "adapters.safetensors"
@@ -66,7 +66,7 @@ FAMILIES = {
 
 
 @dataclass(frozen=True)
-class Runtime:
+class AdapterFormat:
     """Another runtime's files.
 
     Attributes:
@@ -89,7 +89,7 @@ def write_gguf(adapter: Path, folder: Path, base: Any) -> None:
         ConfigError: where the package gguf is not installed, or for a base of another family.
         ArtifactError: for an adapter that the file cannot hold.
     """
-    gguf, family = _gguf(), family_of(base, "gguf")
+    gguf, family = _gguf(), require_known_family(base, "gguf")
     names = _gguf_names(gguf, family, base)
     factors, scale = _read_factors(adapter, names, "llama.cpp")
 
@@ -100,7 +100,7 @@ def write_gguf(adapter: Path, folder: Path, base: Any) -> None:
         # llama.cpp divides by each module's rank
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, scale * _rank(factors))
         for module, (a_RD, b_OR) in factors.items():
-            pair = {"lora_a": a_RD, "lora_b": _reorder(b_OR, _heads(module, family, base))}
+            pair = {"lora_a": a_RD, "lora_b": _permute_rotary_rows(b_OR, _heads(module, family, base))}
             for suffix, tensor in pair.items():
                 writer.add_tensor(f"{names[module]}.weight.{suffix}", tensor.float().contiguous().numpy())
         writer.write_header_to_file()
@@ -117,7 +117,7 @@ def read_gguf(folder: Path, into: Path, base: Any) -> None:
     Raises:
         ArtifactError: for a file that llama.cpp would not take, naming key or tensor.
     """
-    gguf, family, path = _gguf(), family_of(base, "gguf"), folder / GGUF_FILE
+    gguf, family, path = _gguf(), require_known_family(base, "gguf"), folder / GGUF_FILE
     try:
         reader = gguf.GGUFReader(path)
         found = {key: field.contents() for key, field in reader.fields.items()}
@@ -136,7 +136,7 @@ def read_gguf(folder: Path, into: Path, base: Any) -> None:
             raise ArtifactError(f"{path}: {tensor.name} is no factor of a matrix of {family.gguf}")
         halves.setdefault(modules[name], {})[suffix] = torch.from_numpy(np.array(tensor.data))
     factors = {
-        module: (pair["lora_a"], _reorder(pair["lora_b"], _heads(module, family, base), back=True))
+        module: (pair["lora_a"], _permute_rotary_rows(pair["lora_b"], _heads(module, family, base), back=True))
         for module, pair in halves.items()
     }
     _write_peft(into, factors, float(found[keys.Adapter.LORA_ALPHA]) / _rank(factors))
@@ -149,7 +149,7 @@ def write_mlx(adapter: Path, folder: Path, base: Any) -> None:
         ConfigError: for a base of another family.
         ArtifactError: for an adapter that the files cannot hold.
     """
-    family_of(base, "mlx")
+    require_known_family(base, "mlx")
     names = {path: path for path in linear_sizes(base) if path.startswith("model.layers.")}
     factors, scale = _read_factors(adapter, names, "MLX")
     tensors: dict[str, torch.Tensor] = {}
@@ -189,12 +189,12 @@ def read_mlx(folder: Path, into: Path, base: Any) -> None:
 
 
 RUNTIMES = {
-    "gguf": Runtime("llama.cpp", write_gguf, read_gguf, f"llama-cli -m BASE.gguf --lora {{folder}}/{GGUF_FILE}"),
-    "mlx": Runtime("MLX", write_mlx, read_mlx, "mlx_lm.generate --model BASE --adapter-path {folder}"),
+    "gguf": AdapterFormat("llama.cpp", write_gguf, read_gguf, f"llama-cli -m BASE.gguf --lora {{folder}}/{GGUF_FILE}"),
+    "mlx": AdapterFormat("MLX", write_mlx, read_mlx, "mlx_lm.generate --model BASE --adapter-path {folder}"),
 }
 
 
-def family_of(base: Any, runtime: str) -> Family:
+def require_known_family(base: Any, runtime: str) -> Family:
     """The family of a base by its configuration; a ConfigError for one that is not known."""
     kind = base.get_text_config().model_type
     if base.model_type != kind or kind not in FAMILIES:
@@ -231,7 +231,7 @@ def _read_factors(adapter: Path, names: Mapping[str, str], runtime: str) -> tupl
             raise ArtifactError(f"{module} is no matrix that an adapter of {runtime} can change; {INSTEAD}")
         halves.setdefault(module, {})[group] = tensor
     factors = {module: (pair["lora_A"], pair["lora_B"]) for module, pair in halves.items()}
-    return factors, strength_of(config, "")[2]
+    return factors, lora_scaling(config, "")[2]
 
 
 def _write_peft(folder: Path, factors: Factors, scale: float) -> None:
@@ -277,7 +277,7 @@ def _heads(module: str, family: Family, base: Any) -> int:
     return heads.get(kind_of(module), 0) if family.reordered else 0
 
 
-def _reorder(b_OR: torch.Tensor, heads: int, back: bool = False) -> torch.Tensor:
+def _permute_rotary_rows(b_OR: torch.Tensor, heads: int, back: bool = False) -> torch.Tensor:
     """The rows of each head: transformers has one half after the other, llama.cpp the pairs of its rotary embedding."""
     if heads == 0:
         return b_OR

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loragate.errors import ConfigError
-from loragate.validate import check
+from loragate.validate import check_fields
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Loading:
     chat_template: str = ""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
 
-    def require_possible(self) -> None:
+    def check_supported(self) -> None:
         """Refuse what is not installed or contradictory, before anything is loaded.
 
         Raises:

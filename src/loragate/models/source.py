@@ -21,7 +21,7 @@ from loragate.files import folder_sha256, read_json
 from loragate.gates.adapter_folder import AdapterFolder, read_adapter_folder
 from loragate.gates.adapter_rules import LORA_RANKS as LORA_RANKS
 from loragate.gates.override import Override, parse_override, split_folder
-from loragate.gates.override import split_slot as split_slot
+from loragate.gates.override import parse_slot_override as parse_slot_override
 from loragate.gates.recommended import SAMPLING, exported_sampling, recommended_temperature
 from loragate.gates.schema import (
     ADAPTER,
@@ -37,7 +37,7 @@ from loragate.gates.schema import (
 from loragate.gates.schema import (
     read_adapter_config as read_adapter_config,
 )
-from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
+from loragate.hub_names import cached_commit, hub_source, is_hub_id, parse_hub_name, split_revision
 
 Kind = Literal["base", "adapter", "gated"]
 _WHAT = {"any": "model", "base": "base model", "adapter": "adapter", "gated": "gated adapter"}
@@ -96,15 +96,15 @@ class ModelRef:
     @property
     def on_hub(self) -> bool:
         """Whether the name has the form owner/name, and no folder here is called so."""
-        return hub_name(self.name) is not None
+        return parse_hub_name(self.name) is not None
 
     @property
-    def lasting(self) -> str:
+    def absolute_name(self) -> str:
         """The name for a record: a folder as its absolute path, which still works from another folder; a hub id as it is."""
         return str(Path(self.name).resolve()) if Path(self.name).exists() else self.name
 
     @property
-    def gguf(self) -> bool:
+    def is_gguf(self) -> bool:
         """Whether the name is that of one GGUF file, with everything in it; see `models.loading`."""
         return self.name.lower().endswith(".gguf")
 
@@ -130,7 +130,7 @@ class ModelSource:
         return self.folder / ADAPTER if self.kind == "gated" else self.folder
 
     @property
-    def source(self) -> str:
+    def record_name(self) -> str:
         """For records: "owner/name@commit" of an adapter from the hub, another folder as it was named; a base as it was named."""
         if self.kind == "base":
             return str(self.ref)
@@ -138,14 +138,14 @@ class ModelSource:
 
     @property
     def hub_id(self) -> str | None:
-        """`source` of an adapter that was named by its hub id, for the card; None for a folder, whose path means nothing to
+        """`record_name` of an adapter that was named by its hub id, for the card; None for a folder, whose path means nothing to
         others."""
-        return self.source if self.ref.on_hub else None
+        return self.record_name if self.ref.on_hub else None
 
     @property
     def fingerprint(self) -> str:
         """What tells this model from another of the same name: `folder_sha256`, or name and commit on the hub."""
-        return self.source if self.ref.on_hub else folder_sha256(self.folder)
+        return self.record_name if self.ref.on_hub else folder_sha256(self.folder)
 
     @property
     def override(self) -> Override | None:
@@ -164,13 +164,14 @@ class ModelSource:
 
     @cached_property
     def sampling(self) -> Mapping[str, Any] | None:
-        """The record that may recommend a temperature: gate_config.json, or what `sampling_of` finds beside a plain adapter.
+        """The record that may recommend a temperature: gate_config.json, or what `read_sampling_record` finds beside a plain
+        adapter.
 
         None with an override, which was not asked when that was found.
         """
         if self.ref.override:
             return None
-        return sampling_of(self.folder) if self.gates is None and self.kind == "adapter" else self.gates
+        return read_sampling_record(self.folder) if self.gates is None and self.kind == "adapter" else self.gates
 
     @property
     def recommended_temperature(self) -> float | None:
@@ -183,7 +184,7 @@ class ModelSource:
         return bool((self.adapter_config or {}).get("use_dora"))
 
     @property
-    def contents(self) -> AdapterFolder:
+    def adapter_contents(self) -> AdapterFolder:
         """What the files of the plain adapter hold."""
         return read_adapter_folder(self.adapter)
 
@@ -200,17 +201,17 @@ class ModelSource:
         return self.base.name if own is None else str(own)
 
     @property
-    def text(self) -> str:
+    def path_with_override(self) -> str:
         """The place for another process or for vLLM: its absolute folder, with the override behind it."""
         return "@".join(filter(None, (str(self.folder.resolve()), self.ref.override)))
 
     @property
-    def plain(self) -> ModelSource:
+    def as_plain_adapter(self) -> ModelSource:
         """The plain adapter of a gated place, on the same base; any other place as it is."""
         return self if self.kind != "gated" else replace(self, kind="adapter", folder=self.adapter)
 
     @cached_property
-    def gates_off(self) -> str:
+    def inactive_gates_reason(self) -> str:
         """Why a gated folder holds the plain adapter, as one sentence; empty for anything else.
 
         Where calibration kept the adapter, the folder's gates are zero. Scoring them as a row
@@ -232,8 +233,8 @@ def resolve(
     what: str = "",
     revision: str | None = None,
     base_revision: str | None = None,
-    overrides: bool = False,
-    base_later: bool = False,
+    allow_override: bool = False,
+    base_optional: bool = False,
 ) -> ModelSource:
     """The place that a text names; an adapter on the hub is downloaded.
 
@@ -243,8 +244,8 @@ def resolve(
         expect: the kind that is needed; "any" takes all three.
         what: the kind in words, for errors, such as "reference model".
         revision, base_revision: what could also stand behind the @ of `text` and `base`.
-        overrides: whether an override of λ has an effect here.
-        base_later: the base is not needed, or checked by the caller.
+        allow_override: whether an override of λ has an effect here.
+        base_optional: the base is not needed, or checked by the caller.
 
     Raises:
         ConfigError: for a name that leads nowhere, another kind than `expect`, or a base that is not named or not here, with
@@ -257,20 +258,20 @@ def resolve(
         raise ArtifactError(
             f"{text} is no hub id (owner/name), so the revision {revision!r} has no effect; leave it out"
         )
-    if not overrides:
+    if not allow_override:
         _refuse_override(ref, what)
     given = ModelRef.parse(base, base_revision) if base else None
     if given is not None:
         _refuse_override(given, "base model")
     if expect == "base":
-        return _base_place(ref, what)
+        return _resolve_base(ref, what)
     folder = _folder_of(ref, what, expect, base_given=given is not None)
     # here only "any" may still be a base
     if folder is None or not is_adapter(folder):
-        return _base_place(ref, what)
+        return _resolve_base(ref, what)
     if is_gated(folder) and expect != "adapter":  # refused as an adapter, with the way to the plain one inside
-        return _gated_place(ref, folder, given, base_revision, base_later)
-    return _adapter_place(ref, folder, given, base_later)
+        return _gated_place(ref, folder, given, base_revision, base_optional)
+    return _adapter_place(ref, folder, given, base_optional)
 
 
 def is_gated(folder: str | Path) -> bool:
@@ -288,7 +289,7 @@ def plain_adapter(folder: str | Path) -> Path:
     return Path(folder) / ADAPTER if is_gated(folder) else Path(folder)
 
 
-def sampling_of(folder: Path) -> dict[str, Any]:
+def read_sampling_record(folder: Path) -> dict[str, Any]:
     """The record that may recommend a temperature: gate_config.json, or what `loragate export` wrote beside a plain adapter.
 
     Raises:
@@ -307,8 +308,8 @@ def require_here(what: str, name: str) -> None:
     """
     if Path(name).is_file() and not name.lower().endswith(".gguf"):
         raise ConfigError(f"{what} {name} is a file, expected the folder that holds it ({Path(name).parent})")
-    if not Path(name).exists() and hub_name(name) is None:
-        raise ConfigError(f"{what} {name} does not exist (a hub id is written owner/name){_beside(name)}")
+    if not Path(name).exists() and parse_hub_name(name) is None:
+        raise ConfigError(f"{what} {name} does not exist (a hub id is written owner/name){_suggest_sibling(name)}")
 
 
 def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Path | None:
@@ -319,14 +320,14 @@ def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Pa
             require_here(what, ref.name)
             if not is_adapter(folder) and (expect == "adapter" or base_given):
                 raise ConfigError(
-                    f"{ref.name} holds no {ADAPTER_CONFIG}, so it is not a PEFT adapter folder{_inside(folder)}"
+                    f"{ref.name} holds no {ADAPTER_CONFIG}, so it is not a PEFT adapter folder{_suggest_contents(folder)}"
                 )
         elif not is_gated(folder):
             read_gate_config(folder)  # says what the folder is instead
         return folder
     try:
         folder = _download(ref.name, ref.revision, CONFIG, *[ADAPTER_CONFIG] * (expect != "gated"))
-    except _NotThere:
+    except _HubNotFoundError:
         if expect == "any" and not base_given:
             return None  # perhaps a base, which has its own loader, and errors
         raise
@@ -335,7 +336,7 @@ def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Pa
     return folder
 
 
-class _NotThere(ArtifactError):
+class _HubNotFoundError(ArtifactError):
     """There is no adapter of that name on the hub, as far as can be seen from here."""
 
 
@@ -347,8 +348,8 @@ def _download(name: str, revision: str, *kinds: str) -> Path:
         kinds: keys of `_FILES`; the first that the repository holds decides what is downloaded.
 
     Raises:
-        ArtifactError: `_NotThere` if the repository, or each of `kinds` in it, is not there; else if the revision is not there,
-            or the download failed.
+        ArtifactError: `_HubNotFoundError` if the repository, or each of `kinds` in it, is not there; else if the revision is not
+            there, or the download failed.
     """
     failed: Exception | None = None
     for first in kinds:
@@ -361,22 +362,22 @@ def _download(name: str, revision: str, *kinds: str) -> Path:
         except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
             failed = error
             break
-    raise _explained(name, revision, kinds, failed) from failed
+    raise _translate_hub_error(name, revision, kinds, failed) from failed
 
 
-def _explained(name: str, revision: str, kinds: tuple[str, ...], error: Exception | None) -> ArtifactError:
+def _translate_hub_error(name: str, revision: str, kinds: tuple[str, ...], error: Exception | None) -> ArtifactError:
     """The error of huggingface_hub in one sentence."""
     called = f"{name}@{revision}" if revision else name
     plain = f"; a plain adapter is gated with `loragate calibrate --adapter {name} --data FILE --out DIR`"
     absent = isinstance(error, (errors.EntryNotFoundError, errors.RepositoryNotFoundError, errors.HFValidationError))
-    kind = _NotThere if absent and not isinstance(error, errors.GatedRepoError) else ArtifactError
+    kind = _HubNotFoundError if absent and not isinstance(error, errors.GatedRepoError) else ArtifactError
     files, said = " and no ".join(kinds), " ".join(str(error).split())
     return kind(
         f"{called} is no folder here, and the hub gave no {files} ({said}){plain if kinds == (CONFIG,) else ''}"
     )
 
 
-def _base_place(ref: ModelRef, what: str) -> ModelSource:
+def _resolve_base(ref: ModelRef, what: str) -> ModelSource:
     """A base model; refuses an adapter folder, or an unfinished run, where one is expected."""
     require_here(what, ref.name)
     folder = Path(ref.name)
@@ -385,7 +386,7 @@ def _base_place(ref: ModelRef, what: str) -> ModelSource:
     if (folder / "run" / "run.json").is_file() and not (folder / "config.json").is_file():
         raise ConfigError(f"{ref.name} holds an unfinished run; finish it by repeating its command with --resume")
     _refuse_override(ref, what)
-    ref = _in_its_folder(ref)
+    ref = _find_gguf_in_folder(ref)
     return ModelSource(ref, "base", Path(ref.name), ref)
 
 
@@ -394,7 +395,7 @@ def _refuse_override(ref: ModelRef, what: str) -> None:
         raise ConfigError(f"{what} {ref.name}: an override of λ (@{ref.override}) has no effect here; leave it out")
 
 
-def _in_its_folder(base: ModelRef) -> ModelRef:
+def _find_gguf_in_folder(base: ModelRef) -> ModelRef:
     """The GGUF file where the base is a folder with no other form of a model; any other base as it is.
 
     Raises:
@@ -409,7 +410,7 @@ def _in_its_folder(base: ModelRef) -> ModelRef:
 
 
 def _gated_place(
-    ref: ModelRef, folder: Path, given: ModelRef | None, base_revision: str | None, base_later: bool
+    ref: ModelRef, folder: Path, given: ModelRef | None, base_revision: str | None, base_optional: bool
 ) -> ModelSource:
     record = read_gate_config(folder)
     if not (folder / ADAPTER / ADAPTER_CONFIG).is_file():
@@ -417,17 +418,17 @@ def _gated_place(
     recorded = str(record["base"]["id"])
     at = base_revision or str(record["base"].get("revision") or "")
     base = given or ModelRef(*split_revision(recorded, at))
-    if not base_later and not base.name:
+    if not base_optional and not base.name:
         raise ArtifactError(f"{folder / CONFIG}: key 'base.id' is empty; say which base with base=… (--base)")
     # a path that is not absolute may still be meant from another folder; the loader tells
-    if not base_later and given is None and Path(recorded).is_absolute() and not Path(recorded).exists():
+    if not base_optional and given is None and Path(recorded).is_absolute() and not Path(recorded).exists():
         raise ArtifactError(f"{folder / CONFIG}: the base {recorded} is not here; say where it is with base=… (--base)")
-    if not base_later:
-        base = _in_its_folder(base)
+    if not base_optional:
+        base = _find_gguf_in_folder(base)
     return ModelSource(ref, "gated", folder, base, record, _usable(folder / ADAPTER))
 
 
-def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_later: bool) -> ModelSource:
+def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_optional: bool) -> ModelSource:
     if is_gated(folder):
         raise ConfigError(f"{ref.name} is already a gated adapter; its plain adapter is {folder / ADAPTER}")
     config = _usable(folder)
@@ -441,7 +442,7 @@ def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_lat
     base = given or ModelRef(*split_revision(recorded))
     if not base.revision and str(given or recorded) == recorded and not Path(recorded).exists():
         base = replace(base, revision=str(config.get("revision") or ""))  # which the record pins
-    if not base_later:
+    if not base_optional:
         if not base.name:
             raise ConfigError(f"{ref.name} does not name its base model; say which with --base")
         try:
@@ -453,7 +454,7 @@ def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_lat
                 f"the adapter {ref.name} names as its base model {base.name}, which does not exist here; say where it is with "
                 "--base"
             ) from error
-        base = _in_its_folder(base)
+        base = _find_gguf_in_folder(base)
     return ModelSource(ref, "adapter", folder, base, None, config)
 
 
@@ -464,7 +465,7 @@ def _usable(folder: Path) -> dict[str, Any]:
     return contents.config
 
 
-def _beside(name: str) -> str:
+def _suggest_sibling(name: str) -> str:
     """The folder next to `name` whose name is most like it, or that their common folder is not there; empty if neither is so."""
     path = Path(name)
     try:
@@ -475,7 +476,7 @@ def _beside(name: str) -> str:
     return f"; did you mean '{path.parent / like[0]}'?" if like else ""
 
 
-def _inside(folder: Path) -> str:
+def _suggest_contents(folder: Path) -> str:
     """What a folder without an adapter holds in its place: adapters one level below (checkpoints), or a whole model."""
     below = sorted(file.parent for file in folder.glob(f"*/{ADAPTER_CONFIG}"))
     # a preference training writes the adapter that it compares with beside the one that it trains

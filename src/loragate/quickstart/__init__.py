@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from loragate.validate import Count
+from loragate.validate import PositiveInt
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,6 @@ class QuickstartSettings:
     seed: int = 0
     ranges: str = "-3,1;0,1;-6,3"
     questions: Annotated[int, Ge(2)] = 200
-    samples: Count = 16
+    samples: PositiveInt = 16
     controls: Literal["cheap", "full"] = "cheap"
-    threads: Count = 1
+    threads: PositiveInt = 1

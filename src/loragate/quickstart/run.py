@@ -25,15 +25,15 @@ from loragate.analysis.context import DiagnosticContext
 from loragate.analysis.gates import diagnose_gates
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.data import Rows, find_endings, load_rows
-from loragate.display import Display, Job, console, points, quiet_logging
+from loragate.display import Display, Job, configure_logging, console, format_points
 from loragate.errors import ConfigError
-from loragate.evaluation.evaluate import Evaluation, counted
-from loragate.evaluation.prepared import Prepared, Request, prepare
+from loragate.evaluation.evaluate import Evaluation, make_progress_reporter
+from loragate.evaluation.prepared import PreparedTask, Request, prepare
 from loragate.evaluation.results import EvaluationRecord, verdict
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.statistics import compare
 from loragate.evaluation.tasks import load_questions, load_task
-from loragate.evaluation.variants import COOLER, ModelVariant, acting, canary
+from loragate.evaluation.variants import LOWER_TEMPERATURES, ModelVariant, activate_variant, canary
 from loragate.files import write_text
 from loragate.gates import GateConfig, save_gates
 from loragate.gates.range import Range, parse_ranges
@@ -44,26 +44,32 @@ from loragate.report.page import page
 from loragate.report.scores import caption, evaluation_statements, score_markdown, score_tables
 from loragate.report.sources import all_sources
 from loragate.selection.calibrate import Calibrated, calibrate
-from loragate.selection.compare import TRIALS
-from loragate.selection.compare import counted as selection_counted
+from loragate.selection.selection_run import TRIALS
+from loragate.selection.selection_run import progress_callback as selection_counted
 from loragate.selection.settings import DevSettings
 from loragate.selection.trials import GATED, Trial
 from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter, train_gates
 from loragate.training.callbacks import StepReport
 from loragate.world.base import load_base
 from loragate.world.demonstrations import demonstrations
-from loragate.world.problems import problems
+from loragate.world.problems import draw_problems
 
 INTERVENTIONS = ("noreverse", "noextrapolate", "unit")
 PER_MODULE, RANDOM, CE = "one λ per module, trained", "random gates", "gates trained with CE"
-DFT, AGAIN, ENTROPY = "DFT", "same rows again", "trained with entropy"
-CONTROLS: dict[str, Kind] = {PER_MODULE: "gated", RANDOM: "gated", CE: "gated", AGAIN: "adapter", ENTROPY: "adapter"}
+DFT, LORA_CONTINUED, ENTROPY = "DFT", "same rows again", "trained with entropy"
+CONTROLS: dict[str, Kind] = {
+    PER_MODULE: "gated",
+    RANDOM: "gated",
+    CE: "gated",
+    LORA_CONTINUED: "adapter",
+    ENTROPY: "adapter",
+}
 """{trained control: what acts}"""
 MAX_NEW_TOKENS = 72
 BATCH = 480
 DEV_QUESTIONS = 128
 HELDOUT_ROWS = 64
-OTHER_ROWS = 1_000_003  # rows that are measured only are drawn with a seed so far from the run's
+HELDOUT_SEED_OFFSET = 1_000_003  # rows that are measured only are drawn with a seed so far from the run's
 LORA = FineTuningSettings(
     learning_rate=1e-3, batch_size=32, per_device_train_batch_size=32, max_length=128, logging_steps=16
 )
@@ -82,22 +88,22 @@ CAVEAT = "one base and one training seed: nothing follows for other bases, adapt
 
 def run_quickstart(settings: QuickstartSettings) -> Path:
     """Run all of it; returns its folder, which no run before has used."""
-    quiet_logging()
+    configure_logging()
     torch.set_num_threads(settings.threads)
     ranges = parse_ranges(settings.ranges)
-    wanted = list(CONTROLS) if settings.controls == "full" else []
+    trained_controls = list(CONTROLS) if settings.controls == "full" else []
     folder = _new_folder(Path(settings.out))
-    made = Trained(folder, settings.seed, len(wanted))
+    made = QuickstartRun(folder, settings.seed, len(trained_controls))
     made.train_lora("adapter", "sft")
     made.train_lora(DFT, "dft", objective="dft")
     calibrated = made.calibrate(ranges)
     best = best_trial(calibrated, made.trials)
-    for name in wanted:
+    for name in trained_controls:
         made.train_control(name, best)
     tasks = made.tasks(settings)
-    record = score(made, variants_of(made, calibrated, best, wanted), tasks)
+    record = evaluate_variants(made, build_variants(made, calibrated, best, trained_controls), tasks)
     with made.job("reading the gates and drawing"):
-        asked = Request(str(made.place(best)), folder / "diagnosis", TaskSettings(tasks="tiny"))
+        asked = Request(str(made.gated_folder(best)), folder / "diagnosis", TaskSettings(tasks="tiny"))
         diagnose_gates(DiagnosticContext(asked), DiagnoseSettings(run=str(folder)))
         plain = record.to_json()
         chosen, controls = calibrated.sentences(), control_statements(record)
@@ -123,7 +129,7 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
     return folder
 
 
-class Trained:
+class QuickstartRun:
     """The models of a run in memory, by name, and the folder that they are written to.
 
     Attributes:
@@ -135,7 +141,7 @@ class Trained:
     def __init__(self, folder: Path, seed: int, controls: int = 0) -> None:
         self.folder, self.seed, self.display = folder, seed, Display()
         # two adapters, the calibration, the test, the report; random gates are a control that is not trained
-        self.parts, self.begun = 5 + max(0, controls - 1), 0
+        self.job_count, self.jobs_started = 5 + max(0, controls - 1), 0
         self.models: dict[str, Any] = {}
         self.gates: dict[str, Path] = {}
         self.trials: list[Trial] = []
@@ -149,22 +155,24 @@ class Trained:
         write_text(folder / "data" / "demonstrations.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         self.rows, known = load_rows(rows), {str(row) for row in rows}
         # the world is small, so that other draws hit rows of the training again: four times as many leave enough
-        others = [row for row in demonstrations(4 * HELDOUT_ROWS, seed=seed + OTHER_ROWS) if str(row) not in known]
+        others = [
+            row for row in demonstrations(4 * HELDOUT_ROWS, seed=seed + HELDOUT_SEED_OFFSET) if str(row) not in known
+        ]
         self.heldout = others[:HELDOUT_ROWS]
-        self.dev = [asdict(one) for one in problems("dev", DEV_QUESTIONS, (4, 4), seed=seed)]
+        self.dev = [asdict(one) for one in draw_problems("dev", DEV_QUESTIONS, (4, 4), seed=seed)]
         write_text(folder / "data" / "dev.jsonl", "".join(json.dumps(row) + "\n" for row in self.dev))
 
     def job(self, name: str, unit: str = "") -> AbstractContextManager[Job]:
         """The next part of the run, shown with its number."""
-        self.begun += 1
-        return self.display.job(f"{self.begun} of {self.parts}: {name}", unit=unit)
+        self.jobs_started += 1
+        return self.display.job(f"{self.jobs_started} of {self.job_count}: {name}", unit=unit)
 
     def train_lora(self, name: str, slug: str, rows: Rows | None = None, **changes: Any) -> None:
         """An adapter on the noisy demonstrations, or on some of them, in adapters/."""
         folder, settings = self.folder / "adapters" / slug, replace(LORA, seed=self.seed, **changes)
         base, rows = copy.deepcopy(self.base), self.rows if rows is None else rows
         with self.job(f"training LoRA ({slug})", "step") as job:
-            on_step = _steps(job, "nll")
+            on_step = _make_step_callback(job, "nll")
             result = train_adapter(base, self.tokenizer, rows, settings, run_folder=folder / "run", on_step=on_step)
         result.model.save_pretrained(str(folder))
         self.models[name] = result.model.eval().requires_grad_(False)
@@ -188,7 +196,7 @@ class Trained:
                 adapter_source=self.folder / "adapters" / "sft",
             )
 
-    def place(self, trial: Trial) -> Path:
+    def gated_folder(self, trial: Trial) -> Path:
         """The gated adapter of a trial."""
         return self.folder / "gated" / "run" / TRIALS / trial.slug / GATED
 
@@ -213,7 +221,7 @@ class Trained:
         model, settings = copy.deepcopy(self.models["adapter"]), replace(GATES, objective=objective, seed=self.seed)
         place = self.gates[name] = self.folder / "controls" / name.replace(" ", "-").replace(",", "")
         with self.job(f"training {name}", "step") as job:
-            on_step = _steps(job, "topk_entropy")
+            on_step = _make_step_callback(job, "topk_entropy")
             result = train_gates(
                 model, self.tokenizer, self.rows, config, settings, run_folder=place / "run", on_step=on_step
             )
@@ -225,16 +233,16 @@ class Trained:
             evidence=result.evidence(),
         )
 
-    def tasks(self, settings: QuickstartSettings) -> list[Prepared]:
+    def tasks(self, settings: QuickstartSettings) -> list[PreparedTask]:
         """The test questions, and what should not be forgotten."""
         tasks = []
         for name, rows, samples, limit, seed in (
             ("tiny", settings.questions, settings.samples, MAX_NEW_TOKENS, self.seed + 2),
             ("tiny_retention", 90, 4, 24, self.seed + 3),
         ):
-            task, how = load_task(name), TaskSettings(samples=samples, max_new_tokens=limit, seed=seed)
+            task, task_settings = load_task(name), TaskSettings(samples=samples, max_new_tokens=limit, seed=seed)
             task = replace(task, dataset=replace(task.dataset, rows=rows))
-            tasks.append(prepare(task, load_questions(task, seed=self.seed), self.tokenizer, how))
+            tasks.append(prepare(task, load_questions(task, seed=self.seed), self.tokenizer, task_settings))
         return tasks
 
 
@@ -244,33 +252,41 @@ def best_trial(calibrated: Calibrated, trials: Sequence[Trial]) -> Trial:
     return max(trials, key=lambda trial: rows.get(f"gated {trial.cell} greedy", -1.0))
 
 
-def variants_of(made: Trained, calibrated: Calibrated, best: Trial, wanted: Sequence[str]) -> dict[ModelVariant, Any]:
+def build_variants(
+    made: QuickstartRun, calibrated: Calibrated, best: Trial, wanted: Sequence[str]
+) -> dict[ModelVariant, Any]:
     """{variant: the model that it acts on}, the adapter first, as others refer to it."""
-    adapter, gates = made.models["adapter"], str(made.place(best))
+    adapter, gates = made.models["adapter"], str(made.gated_folder(best))
     rows = calibrated.evidence["selection"]["variants"]
     scale = max((row for row in rows if row["weights"] == "scale"), key=lambda row: row["mean"])["label"]
     value = float(scale.split("λ=")[1].split()[0])  # "adapter λ=0.5 greedy"
-    found = {ModelVariant("adapter"): adapter, ModelVariant("base"): adapter}
-    found |= {ModelVariant("adapter").at(heat): adapter for heat in COOLER}
-    found[ModelVariant("adapter", f"λ={value:g}", scale=value)] = adapter
-    found[ModelVariant("adapter", DFT)] = made.models[DFT]
+    models_by_variant = {ModelVariant("adapter"): adapter, ModelVariant("base"): adapter}
+    models_by_variant |= {ModelVariant("adapter").with_temperature(heat): adapter for heat in LOWER_TEMPERATURES}
+    models_by_variant[ModelVariant("adapter", f"λ={value:g}", scale=value)] = adapter
+    models_by_variant[ModelVariant("adapter", DFT)] = made.models[DFT]
     gated = ModelVariant("gated", gates=gates)
     for name in wanted:
         if CONTROLS[name] == "adapter":
-            found[ModelVariant("adapter", name)] = made.models[name]
+            models_by_variant[ModelVariant("adapter", name)] = made.models[name]
         else:
             seed = made.seed if name == RANDOM else None
-            found[ModelVariant("gated", name, random=seed, gates=str(made.gates.get(name, gates)))] = adapter
-    found |= {gated: adapter, **{gated.at(heat): adapter for heat in COOLER}}
+            models_by_variant[ModelVariant("gated", name, random=seed, gates=str(made.gates.get(name, gates)))] = (
+                adapter
+            )
+    models_by_variant |= {gated: adapter, **{gated.with_temperature(heat): adapter for heat in LOWER_TEMPERATURES}}
     others = [trial for trial in made.trials if trial != best]
-    found |= {ModelVariant("gated", trial.cell, gates=str(made.place(trial))): adapter for trial in others}
-    widest = widest_of(made.trials, best)
+    models_by_variant |= {
+        ModelVariant("gated", trial.cell, gates=str(made.gated_folder(trial))): adapter for trial in others
+    }
+    widest = choose_intervention_trial(made.trials, best)
     for name in INTERVENTIONS:
-        found[ModelVariant("gated", f"{widest.cell} {name}", override=name, gates=str(made.place(widest)))] = adapter
-    return found
+        models_by_variant[
+            ModelVariant("gated", f"{widest.cell} {name}", override=name, gates=str(made.gated_folder(widest)))
+        ] = adapter
+    return models_by_variant
 
 
-def widest_of(trials: Sequence[Trial], best: Trial) -> Trial:
+def choose_intervention_trial(trials: Sequence[Trial], best: Trial) -> Trial:
     """The trial for the interventions: one that can reverse and extrapolate, the best one if it can, else the widest."""
 
     def reach(trial: Trial) -> tuple[bool, bool, float]:
@@ -280,47 +296,49 @@ def widest_of(trials: Sequence[Trial], best: Trial) -> Trial:
     return max(trials, key=reach)
 
 
-def score(made: Trained, variants: dict[ModelVariant, Any], tasks: list[Prepared]) -> EvaluationRecord:
+def evaluate_variants(
+    run: QuickstartRun, variants: dict[ModelVariant, Any], tasks: list[PreparedTask]
+) -> EvaluationRecord:
     """The evaluation of these variants, in the run folder; its record is in results.json."""
-    folder, controls = made.folder, {row.control for row in variants}
+    folder, controls = run.folder, {row.control for row in variants}
     absent = "; ".join(name for name in CONTROLS if name not in controls)
     gated = next(one for one in variants if one.label == "gated")
     models = {"base": "base", "adapter": "adapters/sft"}
-    with acting(made.models["adapter"], gated, "adapter"):
-        figures = canary(made.models["adapter"], made.tokenizer, tasks[0].prompts, "gated")
+    with activate_variant(run.models["adapter"], gated, "adapter"):
+        canary_logit_diffs = canary(run.models["adapter"], run.tokenizer, tasks[0].prompts, "gated")
 
     @contextmanager
     def engine_for(variant: ModelVariant) -> Iterator[TransformersEngine]:
-        with acting(variants[variant], variant, "adapter"):
-            yield TransformersEngine(variants[variant], made.tokenizer, batch_size=BATCH)
+        with activate_variant(variants[variant], variant, "adapter"):
+            yield TransformersEngine(variants[variant], run.tokenizer, batch_size=BATCH)
 
     evaluation = Evaluation(
         folder,
         tasks,
         list(variants),
         models={**{name: str(folder / place) for name, place in models.items()}, "gated": str(gated.gates)},
-        canary=figures,
-        seed=made.seed,
+        canary=canary_logit_diffs,
+        seed=run.seed,
         notes=[CAVEAT, *([f"not run: {absent}; --controls full trains and scores them"] if absent else [])],
         engine_for=engine_for,
     )
-    with made.job("sampling the test questions") as job:
+    with run.job("sampling the test questions") as job:
         evaluation.begin()
-        return evaluation.run(counted(job, evaluation.sample_count))
+        return evaluation.run(make_progress_reporter(job, evaluation.sample_count))
 
 
 def control_statements(record: EvaluationRecord) -> list[str]:
     """Are the gates above, below or not significantly different from DFT and each trained control? Paired by question."""
-    said = []
+    statements = []
     for row in record.results:
         if row.control != DFT and row.control not in CONTROLS:
             continue
         gated = record.find(row.task)
         gap = compare(*(np.array(one.question_scores)[:, None] for one in (gated, row)))
         stands = {"better": "above", "worse": "below"}.get(verdict(gap), "not significantly different from")
-        size = f"{points(gap.mean)} points, 95 % interval {points(gap.low)} to {points(gap.high)}"
-        said.append(f"On {row.task}, gated is {stands} the control {row.label} ({size}).")
-    return said
+        size = f"{format_points(gap.mean)} points, 95 % interval {format_points(gap.low)} to {format_points(gap.high)}"
+        statements.append(f"On {row.task}, gated is {stands} the control {row.label} ({size}).")
+    return statements
 
 
 def _new_folder(wanted: Path) -> Path:
@@ -333,7 +351,7 @@ def _new_folder(wanted: Path) -> Path:
     return folder
 
 
-def _steps(job: Job, key: str) -> Callable[[StepReport], None]:
+def _make_step_callback(job: Job, key: str) -> Callable[[StepReport], None]:
     def on_step(report: StepReport) -> None:
         value = report.values.get(key)
         job(report.step, report.total, "" if value is None else f"{key.replace('_', ' ')} {value:.3f}")

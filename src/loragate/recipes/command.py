@@ -11,7 +11,7 @@ from loragate import recipes
 from loragate.cli.arguments import Command, flag_of
 from loragate.display import console
 from loragate.errors import ConfigError, nearest
-from loragate.printable import printable
+from loragate.printable import escape_for_terminal
 from loragate.validate import comma_list
 
 EXAMPLE = "math/qwen2.5-math-1.5b/scale"
@@ -64,17 +64,17 @@ def run(options: RecipesOptions) -> int:
         shown = next((name for name, tables in found.items() if tables), next(iter(found)))
         out.print(f"{len(found)} recipes; next: loragate recipes show {shown}", markup=False)
         return 0
-    recipe = recipes.read_recipe(rest[0], changes(options.set))
+    recipe = recipes.read_recipe(rest[0], parse_overrides(options.set))
     stem = recipe.name.removesuffix(".yaml").removesuffix(".yml").strip("/").replace("/", "-")
     folder = Path(options.out or f"runs/recipes/{stem}{'-tiny' * options.tiny}")
     if verb == "show":
-        recipe.placed(folder)  # which refuses what is wrong with it
+        recipe.resolve_stages(folder)  # which refuses what is wrong with it
         line = ["loragate", "recipes", "run", recipe.name, "--out", str(folder)]
         line += [word for text in options.set for word in ("--set", text)]
         needed = recipes.costs(recipe)
         lines = [f"{stage}: {cost.sentence()}" for stage, cost in needed.items()] + [recipes.summary(recipe, needed)]
         needs = "".join(f"# {text}\n" for text in lines if text)
-        print(f"# {shlex.join(line)}\n{needs}{printable(recipe.as_yaml())}", end="")
+        print(f"# {shlex.join(line)}\n{needs}{escape_for_terminal(recipe.as_yaml())}", end="")
         return 0
     seeds = recipes.read_seeds(options.seeds) if options.seeds else []
     runs = {recipes.folder_of(folder, seed): recipes.with_seed(recipe, seed) for seed in seeds} or {folder: recipe}
@@ -97,7 +97,7 @@ def run(options: RecipesOptions) -> int:
     return 0
 
 
-def changes(texts: tuple[str, ...]) -> dict[str, Any]:
+def parse_overrides(texts: tuple[str, ...]) -> dict[str, Any]:
     """{key: value} of --set key=value; the value is read as YAML, and an empty one leaves the option to the command."""
     import yaml  # not at the top: `--help` does without it
 

@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from loragate.analysis.gates import PAPER
 from loragate.analysis.plan import GIB, Estimate, estimate
 from loragate.display import duration
-from loragate.evaluation.prepared import chosen_tasks
+from loragate.evaluation.prepared import select_tasks
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import variants_for
 from loragate.gates.range import parse_ranges
-from loragate.losses.objectives import objective_of
+from loragate.losses.objectives import make_objective
 from loragate.models.source import Kind
 from loragate.recipes.recipe import TRAINS, Recipe, Stage, options_of
 from loragate.validate import comma_list
@@ -38,7 +38,7 @@ class Gpu:
 
 GPUS = {"h100": Gpu(989e12, 3.35e12)}
 """By the `machine` of a recipe; NVIDIA's data sheet of the H100 SXM, without sparsity."""
-OF_PEAK, OF_BANDWIDTH = 0.4, 0.5
+ASSUMED_MFU, OF_BANDWIDTH = 0.4, 0.5
 """Shares that are reached; assumed, and printed beside every estimate."""
 SEQUENCES = 256
 """Answers that vLLM decodes at a time."""
@@ -66,7 +66,7 @@ def costs(recipe: Recipe) -> dict[str, Cost]:
     """
     if not recipe.architecture:
         return {}
-    model = without_data(json.dumps(recipe.architecture))
+    model = build_meta_model(json.dumps(recipe.architecture))
     gpu, found = GPUS[recipe.machine], dict[str, Cost]()
     trained: dict[str, Stage] = {}
     for stage in recipe.stages:
@@ -78,12 +78,12 @@ def costs(recipe: Recipe) -> dict[str, Cost]:
             memory = f"two models of {read.weights / GIB:.1f} GiB"
             found[stage.name] = Cost(memory, _hours(2 * read.forward * _tokens(stage), gpu))
         else:
-            found[stage.name] = _answers(stage, recipe, model, gpu, trained)
+            found[stage.name] = _generation_cost(stage, recipe, model, gpu, trained)
     return found
 
 
 @cache
-def without_data(architecture: str) -> Any:
+def build_meta_model(architecture: str) -> Any:
     """A model of this architecture, in the words of transformers as JSON, on the meta device."""
     values = json.loads(architecture)
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def summary(recipe: Recipe, found: dict[str, Cost]) -> str:
     cards = max(int(stage.options.get("processes") or 1) for stage in recipe.stages)
     return (
         f"about {duration(3600 * hours)} in all on {cards} {recipe.machine}, grading aside: with every row and answer "
-        f"as long as its limit, products at {OF_PEAK:g} of the card's peak and vLLM at {OF_BANDWIDTH:g} of its bandwidth, "
+        f"as long as its limit, products at {ASSUMED_MFU:g} of the card's peak and vLLM at {OF_BANDWIDTH:g} of its bandwidth, "
         "both assumed"
     )
 
@@ -118,7 +118,7 @@ def estimate_of(stage: Stage, model: Any) -> Estimate:
         base=stored,  # type: ignore[arg-type]
         autocast=options.get("precision") != "fp32",
         gradient_checkpointing=bool(options.get("gradient_checkpointing")),
-        objective=objective_of(options["objective"], options.get("objective_options")) if sft else None,
+        objective=make_objective(options["objective"], options.get("objective_options")) if sft else None,
         dora=bool(options.get("dora")),
         k=int(options.get("k", 100)),
         passes=int(options["batch_size"]) // rows // int(options.get("processes") or 1),
@@ -143,15 +143,15 @@ def _tokens(stage: Stage) -> float:
 
 
 def _hours(flops: float, gpu: Gpu) -> float | None:
-    return flops / (gpu.flops * OF_PEAK) / 3600 if flops else None
+    return flops / (gpu.flops * ASSUMED_MFU) / 3600 if flops else None
 
 
-def _answers(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained: dict[str, Stage]) -> Cost:
+def _generation_cost(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained: dict[str, Stage]) -> Cost:
     """Of an evaluation or a diagnosis that draws answers, or reads those of one."""
     options, what = stage.options, stage.options.get("what")
     if "run" in options:  # a forward pass over answers that were drawn
         (source,) = (one for one in recipe.stages if options["run"] == f"{{{one.name}}}")
-        tasks = chosen_tasks(options_of(source, source.name))
+        tasks = select_tasks(options_of(source, source.name))
         read = estimate(model)
         most = int(options.get("answers", 4))
         tokens = sum(
@@ -159,7 +159,7 @@ def _answers(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained: dict[s
         )
         memory = f"about {(read.weights + read.activations) / GIB + 1:.1f} GiB of GPU memory"
         return Cost(memory, _hours(read.forward * tokens, gpu))
-    tasks = chosen_tasks(options_of(stage, stage.name))
+    tasks = select_tasks(options_of(stage, stage.name))
     name = str(options.get("model") or "").strip("{}")
     last = trained.get(name)
     kind: Kind = "base" if last is None else "adapter" if last.command == "sft" else "gated"

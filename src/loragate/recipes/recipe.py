@@ -22,15 +22,27 @@ from typing import Any
 
 import yaml
 
-from loragate.cli.arguments import checked_values, field_kinds
-from loragate.cli.main import command
+from loragate.cli.arguments import checked_values, field_types
+from loragate.cli.main import load_command
 from loragate.errors import ConfigError, nearest
 from loragate.strict_yaml import read_mapping
 
 HERE = Path(__file__).parent
 KINDS = ("domain", "backbone", "method")
-WORDS = ("model", "data", "revision", "chat_template")
-TOP = (*KINDS, *WORDS, "title", "about", "stages", "evaluations", "tables", "paper", "machine", "architecture", "for")
+PLACEHOLDERS = ("model", "data", "revision", "chat_template")
+TOP = (
+    *KINDS,
+    *PLACEHOLDERS,
+    "title",
+    "about",
+    "stages",
+    "evaluations",
+    "tables",
+    "paper",
+    "machine",
+    "architecture",
+    "for",
+)
 """Keys at the top of a file that are no blocks of options, and so no names of stages."""
 COMMANDS = ("sft", "mask", "calibrate", "sweep", "eval", "diagnose")
 """What a recipe may start, and nothing else."""
@@ -55,7 +67,7 @@ class Stage:
         return f"{self.name}.jsonl" if self.command == "mask" else self.name
 
     @property
-    def launched(self) -> bool:
+    def uses_launcher(self) -> bool:
         """Whether --launcher starts it: a single training. Ranges are compared in one process."""
         return self.command == "sft" or bool(self.command == "calibrate" and self.options.get("skip_selection"))
 
@@ -83,7 +95,7 @@ class Recipe:
     architecture: dict[str, Any] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
 
-    def placed(self, folder: str | Path) -> tuple[Stage, ...]:
+    def resolve_stages(self, folder: str | Path) -> tuple[Stage, ...]:
         """The stages as they run in `folder`: references are paths, and `out` is set.
 
         Raises:
@@ -95,7 +107,7 @@ class Recipe:
             out, where = f"{folder}/{stage.output}", f"{self.name}: stage '{stage.name}'"
             if "out" in stage.options:
                 raise ConfigError(f"{where} sets out, and the folder of a stage follows from --out")
-            options = {key: _filled(value, outputs) for key, value in stage.options.items()} | {"out": out}
+            options = {key: _fill_placeholders(value, outputs) for key, value in stage.options.items()} | {"out": out}
             for name in REFERENCE.findall(" ".join(map(str, options.values()))):
                 before = ", ".join(outputs) or "nothing"
                 raise ConfigError(f"{where} refers to {{{name}}}, before it there is {before}{nearest(name, outputs)}")
@@ -119,7 +131,7 @@ class Recipe:
 
 def options_of(stage: Stage, where: str) -> Any:
     """The options of a stage as its command has them; the ConfigError begins with `where` and names the key."""
-    owner = command(stage.command)
+    owner = load_command(stage.command)
     try:
         return owner.options(**checked_values(stage.options, owner, where))
     except ConfigError as error:
@@ -184,7 +196,7 @@ def read_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
                 before = merged.get(key)
                 merged[key] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
     given = dict(changes or {})
-    merged |= {word: given.pop(word) for word in WORDS if word in given}
+    merged |= {word: given.pop(word) for word in PLACEHOLDERS if word in given}
     stages = _stages(name, merged)
     known = (*stages, *COMMANDS, *TOP)
     for key, value in own.items():
@@ -196,7 +208,7 @@ def read_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     tables = {} if own else merged.get("tables", {})
     return Recipe(
         name,
-        tuple(_changed(stages, given, name).values()),
+        tuple(_apply_overrides(stages, given, name).values()),
         title=own.get("title") or ", ".join(layer["title"] for layer in layers[1:]),
         about=merged.get("about", ""),
         tables=tables.get(place) or (tables.get(domain, "") if merged["paper"] else ""),
@@ -219,7 +231,7 @@ _shipped = cache(read_mapping)  # hundreds of recipes are made of a few dozen fi
 def _stages(name: str, merged: dict[str, Any]) -> dict[str, Stage]:
     """The stages of the merged files by name: of each the block of its command, then that of its own name."""
     words = {"templates": str(HERE / "templates")}
-    words |= {word: _filled(merged.get(word) or "", words) for word in WORDS}
+    words |= {word: _fill_placeholders(merged.get(word) or "", words) for word in PLACEHOLDERS}
     for key in ("stages", "evaluations"):
         if not isinstance(merged[key], list):
             raise ConfigError(f"{name}: {key} is {merged[key]!r}, expected a list")
@@ -236,7 +248,9 @@ def _stages(name: str, merged: dict[str, Any]) -> dict[str, Stage]:
         options: dict[str, Any] = {}
         for block in (merged.get(kind) or {}, merged.get(stage) or {}):
             if isinstance(block, dict):
-                options |= {str(key).replace("-", "_"): _filled(value, words) for key, value in block.items()}
+                options |= {
+                    str(key).replace("-", "_"): _fill_placeholders(value, words) for key, value in block.items()
+                }
         for option, safe in GUARDED.items():
             if options.get(option) not in (safe, None, ""):
                 raise ConfigError(
@@ -245,30 +259,30 @@ def _stages(name: str, merged: dict[str, Any]) -> dict[str, Stage]:
                 )
         if Path(words["data"]).exists() and options.get("data") == words["data"]:
             options |= dict.fromkeys(("revision", "split", "eval_split"))  # they are the hub's
-        stages[stage] = Stage(stage, kind, _set(options))
+        stages[stage] = Stage(stage, kind, _drop_unset(options))
     return stages
 
 
-def _changed(stages: dict[str, Stage], changes: Mapping[str, Any], name: str) -> dict[str, Stage]:
+def _apply_overrides(stages: dict[str, Stage], changes: Mapping[str, Any], name: str) -> dict[str, Stage]:
     """The stages with the values of --set."""
     for key, value in changes.items():
         stage, _, option = key.rpartition(".")
         option = option.replace("-", "_")
-        if stage not in stages or option not in field_kinds(command(stages[stage].command).options):
-            kinds = {one.name: field_kinds(command(one.command).options) for one in stages.values()}
-            known = [*WORDS, *(f"{one}.{other}" for one, options in kinds.items() for other in options)]
+        if stage not in stages or option not in field_types(load_command(stages[stage].command).options):
+            kinds = {one.name: field_types(load_command(one.command).options) for one in stages.values()}
+            known = [*PLACEHOLDERS, *(f"{one}.{other}" for one, options in kinds.items() for other in options)]
             raise ConfigError(
                 f"--set {key}: no stage of {name} has it{nearest(key, known)} (stages: {', '.join(stages)})"
             )
-        stages[stage] = replace(stages[stage], options=_set({**stages[stage].options, option: value}))
+        stages[stage] = replace(stages[stage], options=_drop_unset({**stages[stage].options, option: value}))
     return stages
 
 
-def _set(options: dict[str, Any]) -> dict[str, Any]:
+def _drop_unset(options: dict[str, Any]) -> dict[str, Any]:
     """Without what is left to the command."""
     return {key: value for key, value in options.items() if value not in ("", None)}
 
 
-def _filled(value: Any, words: Mapping[str, str]) -> Any:
+def _fill_placeholders(value: Any, words: Mapping[str, str]) -> Any:
     """`value` with each known `{word}` in it replaced; others are references to stages."""
     return REFERENCE.sub(lambda found: words.get(found[1], found[0]), value) if isinstance(value, str) else value

@@ -24,13 +24,13 @@ import yaml
 from loragate.data import detect_format, load_rows
 from loragate.errors import ConfigError, LoragateError, nearest
 from loragate.evaluation.judging import require_graders
-from loragate.evaluation.prepared import chosen_tasks, questions_of
-from loragate.files import RunFolder, read_json, require_new, require_same, write_json, write_text
+from loragate.evaluation.prepared import questions_of, select_tasks
+from loragate.files import RunFolder, read_json, require_empty_folder, require_same_identity, write_json, write_text
 from loragate.generation.vllm_engine import require_vllm
 from loragate.models import resolve
 from loragate.recipes.recipe import Recipe, Stage, options_of
 from loragate.strict_yaml import read_mapping
-from loragate.training.preflight import wait_for
+from loragate.training.preflight import wait_for_child
 
 TINY_BASE = "tiny-base"
 """Where the base of a tiny recipe lies, beside the stages."""
@@ -66,20 +66,20 @@ def run_recipe(
     Raises:
         ConfigError: before the first stage, with all that is missing; LoragateError where a stage fails.
     """
-    folder, stages = RecipeFolder(Path(out)), recipe.placed(out)
+    folder, stages = RecipeFolder(Path(out)), recipe.resolve_stages(out)
     names = [stage.name for stage in stages]
     for name in only:
         if name not in names:
             raise ConfigError(f"{recipe.name} has no stage '{name}'{nearest(name, names)}; stages: {', '.join(names)}")
-    new = not resume and not folder.record.exists()
+    new = not resume and not folder.record_path.exists()
     if new:
-        require_new(folder.path, "lock", TINY_BASE)
+        require_empty_folder(folder.path, "lock", TINY_BASE)
     with folder.locked():
         if not new:
             folder.begin({"recipe": recipe.name}, resume=resume)
         seconds = read_json(folder.path / "stages.json")
-        ahead = [stage for stage in stages if stage.name not in seconds and stage.name in (only or names)]
-        if found := [*left_out(stages, ahead, seconds), *missing(ahead, folder.path)]:
+        pending = [stage for stage in stages if stage.name not in seconds and stage.name in (only or names)]
+        if found := [*find_missing_inputs(stages, pending, seconds), *find_missing_requirements(pending, folder.path)]:
             told = "\n- ".join([f"{recipe.name} was not started; this is missing:", *found])
             ways = (
                 "--stages runs some stages now; --set eval.data=FOLDER takes questions from files; --set eval.engine=transformers "
@@ -91,12 +91,12 @@ def run_recipe(
         for number, stage in enumerate(stages, 1):
             title, config = f"[{number}/{len(stages)}] {stage.name}", folder.path / f"config/{number}-{stage.name}.yaml"
             begin, options = [sys.executable, "-m", "loragate"], stage.options
-            if launcher and stage.launched:  # it says itself how many processes there are
+            if launcher and stage.uses_launcher:  # it says itself how many processes there are
                 begin = shlex.split(launcher)
                 options = {key: value for key, value in options.items() if key not in ("strategy", "processes")}
             if stage.name in seconds:
-                require_same(config, read_mapping(config), options, AS_IT_WAS)
-            if stage not in ahead:
+                require_same_identity(config, read_mapping(config), options, AS_IT_WAS)
+            if stage not in pending:
                 say(f"{title}: {'finished before' if stage.name in seconds else 'not asked for'}")
                 continue
             go_on = prepare(stage, config, options)
@@ -106,7 +106,7 @@ def run_recipe(
             say(f"{title}{': going on' if go_on else ''}")
             began = time.monotonic()
             try:
-                start([*begin, stage.command, "--config", str(config), *["--resume"] * go_on], title, offline)
+                run_command([*begin, stage.command, "--config", str(config), *["--resume"] * go_on], title, offline)
             except KeyboardInterrupt:
                 say("stopped; the same command with --resume goes on")
                 raise
@@ -115,8 +115,8 @@ def run_recipe(
             say(f"{title}: done in {seconds[stage.name]:.0f} s")
 
 
-def left_out(stages: Sequence[Stage], ahead: Sequence[Stage], finished: dict[str, Any]) -> Iterator[str]:
-    """What stages that are `ahead` read of others that are neither ahead nor finished."""
+def find_missing_inputs(stages: Sequence[Stage], ahead: Sequence[Stage], finished: dict[str, Any]) -> Iterator[str]:
+    """What stages that are `pending` read of others that are neither ahead nor finished."""
     for number, stage in enumerate(stages):
         for before in stages[:number] if stage in ahead else ():
             out = str(before.options["out"])
@@ -125,7 +125,7 @@ def left_out(stages: Sequence[Stage], ahead: Sequence[Stage], finished: dict[str
                 yield f"{stage.name}: {out}, which stage '{before.name}' leaves: give --stages {before.name},{stage.name}"
 
 
-def missing(stages: Sequence[Stage], folder: Path) -> Iterator[str]:
+def find_missing_requirements(stages: Sequence[Stage], folder: Path) -> Iterator[str]:
     """What stages would lack hours later: rows, dev questions, models, graders, the questions of tasks, vLLM.
 
     Args:
@@ -135,10 +135,10 @@ def missing(stages: Sequence[Stage], folder: Path) -> Iterator[str]:
         options = options_of(stage, stage.name)
         given = {key: str(value) for key, value in stage.options.items() if not str(value).startswith(f"{folder}/")}
         checks: list[Callable[[], Any]] = [
-            partial(resolve, given[key], base_later=True) for key in ("model", "adapter") if key in given
+            partial(resolve, given[key], base_optional=True) for key in ("model", "adapter") if key in given
         ]
         if stage.command in ("eval", "diagnose"):
-            tasks = chosen_tasks(options) if options.suite or options.tasks else []
+            tasks = select_tasks(options) if options.suite or options.tasks else []
             checks += [require_vllm] if options.engine == "vllm" else []
             checks += [partial(require_graders, tasks, options)] if tasks else []
             checks += [partial(questions_of, options, task, tasks) for task in tasks]
@@ -177,7 +177,7 @@ def prepare(stage: Stage, config: Path, options: dict[str, Any]) -> bool:
     part = out.with_name(f"{out.name}.partial")  # of a mask
     go_on = part.is_dir() or next(out.rglob(RunFolder.RECORD), None) is not None  # what a command writes first
     if go_on:
-        require_same(config, read_mapping(config), options, AS_IT_WAS)
+        require_same_identity(config, read_mapping(config), options, AS_IT_WAS)
     if out.is_file():
         out.unlink()
     for item in out.iterdir() if out.is_dir() else ():
@@ -187,11 +187,11 @@ def prepare(stage: Stage, config: Path, options: dict[str, Any]) -> bool:
     return go_on
 
 
-def start(command: list[str], title: str, offline: bool) -> None:
+def run_command(command: list[str], title: str, offline: bool) -> None:
     """Run a command line to its end; a KeyboardInterrupt after Ctrl-C, a LoragateError where it fails."""
     hub = {"HF_HUB_OFFLINE": "1"} if offline else {}
     try:
-        status = wait_for(subprocess.Popen(command, env=os.environ | hub))
+        status = wait_for_child(subprocess.Popen(command, env=os.environ | hub))
     except OSError as error:
         raise ConfigError(f"--launcher: {command[0]} cannot be started ({error.strerror})") from error
     if status == 130:

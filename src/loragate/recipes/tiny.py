@@ -14,10 +14,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from loragate.cli.arguments import field_kinds
-from loragate.cli.main import command
-from loragate.evaluation.prepared import chosen_tasks
-from loragate.files import new_folder, require_new
+from loragate.cli.arguments import field_types
+from loragate.cli.main import load_command
+from loragate.evaluation.prepared import select_tasks
+from loragate.files import atomic_folder, require_empty_folder
 from loragate.recipes.recipe import HERE, Recipe, Stage, options_of
 from loragate.recipes.run import TINY_BASE
 
@@ -51,14 +51,14 @@ CHATML = (
 def tiny_recipe(recipe: Recipe, folder: Path) -> Recipe:
     """The recipe on the tiny base, rows and questions, which trains two steps; the base is written to `folder` where it is not."""
     if not (base := folder / TINY_BASE).is_dir():
-        require_new(folder, "lock")
+        require_empty_folder(folder, "lock")
         own_template = any("chat_template" in stage.options for stage in recipe.stages)
-        with new_folder(base) as new:
+        with atomic_folder(base) as new:
             write_base(new, recipe.architecture, None if own_template else CHATML)
     domain = "code" if any(stage.options.get("suite") == "code" for stage in recipe.stages) else "math"
     stages = []
     for stage in recipe.stages:
-        known = field_kinds(command(stage.command).options)
+        known = field_types(load_command(stage.command).options)
         options = {**stage.options, **_replaced(stage, base, domain)}
         options = {key: value for key, value in options.items() if value is not None and key in known}
         stages.append(replace(stage, options=options))
@@ -87,7 +87,7 @@ def _replaced(stage: Stage, base: Path, domain: str) -> dict[str, Any]:
     if given.get("suite") or given.get("tasks"):
         new |= {"limit": 2, "max_new_tokens": 16, "data": str(QUESTIONS), "revision": None}
         # the harness's tasks are answered once, greedily
-        if any(task.harness is None for task in chosen_tasks(options_of(stage, stage.name))):
+        if any(task.harness is None for task in select_tasks(options_of(stage, stage.name))):
             new["samples"] = 2
     return new
 

@@ -21,10 +21,20 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from loragate.display import percent
-from loragate.report.figures import INK, Curve, Draw, History, column_chart, curve_of, lambda_map, line_chart, thinned
+from loragate.report.figures import INK, Curve, Draw, History, column_chart, curve_of, lambda_map, line_chart, subsample
 from loragate.report.scores import caption, score_tables
 from loragate.report.selection import heat_maps, read_selection, selection_table
-from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Table, difference_cell, joined, or_absent, share_cell
+from loragate.report.table import (
+    ABSENT,
+    GROUP_OF,
+    Cell,
+    Line,
+    Table,
+    difference_cell,
+    format_cell,
+    format_optional,
+    share_cell,
+)
 
 Record = Mapping[str, Any]
 TRACE_BYTES = 2_300_000
@@ -94,10 +104,10 @@ def chart(draw: Draw, title: str) -> Block:
     return Block("chart", draw, title)
 
 
-def drawn(block: Block | Table) -> Block | Table:
+def render_chart(block: Block | Table) -> Block | Table:
     """The block with its chart as SVG: the ink is the page's own, and text stays text in the page's letters."""
     if isinstance(block, Block) and block.kind == "row":
-        return replace(block, data=[drawn(one) for one in block.data])
+        return replace(block, data=[render_chart(one) for one in block.data])
     if not isinstance(block, Block) or block.kind != "chart" or isinstance(block.data, Markup):
         return block
     buffer = StringIO()
@@ -156,7 +166,7 @@ def build_page(title: str, banner: Banner | None, sections: Sequence[Section], f
     page: str = _template().render(
         title=title,
         banner=banner,
-        sections=[replace(section, blocks=[drawn(block) for block in section.blocks]) for section in sections],
+        sections=[replace(section, blocks=[render_chart(block) for block in section.blocks]) for section in sections],
         style=Markup((assets / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=digest,
@@ -176,7 +186,7 @@ def _template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"joined": joined, "safe_json": safe_json}
+    environment.filters |= {"joined": format_cell, "safe_json": safe_json}
     return environment.get_template("page.html")
 
 
@@ -205,9 +215,9 @@ def _curves(curves: Mapping[str, Curve], label: str, title: str) -> Blocks:
     values = {name: dict(points) for name, points in curves.items()}
     lines = [
         Line(f"{step:g}", [(f"{found[step]:.4g}" if step in found else ABSENT,) for found in values.values()])
-        for step in thinned(sorted(set().union(*values.values())), ROWS)
+        for step in subsample(sorted(set().union(*values.values())), ROWS)
     ]
-    numbers = Table("", ("step", *curves), lines, folded="The numbers")
+    numbers = Table("", ("step", *curves), lines, collapsed_label="The numbers")
     return [chart(partial(line_chart, curves, label), title), numbers]
 
 
@@ -288,7 +298,9 @@ def _alignment(record: Record) -> Blocks:
         ("By module", "module", record["modules"], f"{count} modules"),
     ):
         if terms:
-            blocks.append(Table(title, (what, *columns), [_terms(one) for one in terms], caption, folded=folded))
+            blocks.append(
+                Table(title, (what, *columns), [_terms(one) for one in terms], caption, collapsed_label=folded)
+            )
             caption = ""
     wanted = ("entropy\nwants more, %", "value\nwants more, %")
     where = ("where", "number of λ", "right way, %", "weighted, %", *wanted)
@@ -304,11 +316,11 @@ def _alignment(record: Record) -> Blocks:
 def _terms(item: Record) -> Line:
     total = item["total"]
     cells = [
-        (or_absent(total["angle"], "{:.0f}°".format),),
+        (format_optional(total["angle"], "{:.0f}°".format),),
         interval_cell(total["cosine"], "{:.2f}".format),
         interval_cell(total["rho"], "{:.2f}".format),
         (str(total["verdict"]),),
-        *((or_absent(item[error], percent),) for error in ("stopped_error", "tail_error")),
+        *((format_optional(item[error], percent),) for error in ("stopped_error", "tail_error")),
     ]
     return Line(item["name"], cells)
 
@@ -337,7 +349,7 @@ def _histogram(data: Record, label: str, title: str) -> Blocks:
     edges, counts = data["edges"], data["counts"]
     bins = zip(edges, edges[1:], counts, strict=False)
     lines = [Line(f"{low:.3g} to {high:.3g}", [(f"{count:,}",)]) for low, high, count in bins]
-    numbers = Table("", (label, "number"), lines, folded="The numbers")
+    numbers = Table("", (label, "number"), lines, collapsed_label="The numbers")
     return [chart(partial(column_chart, edges, counts, label), title), numbers]
 
 

@@ -31,14 +31,14 @@ from loragate.report.blocks import (
 from loragate.report.figures import (
     LINES,
     ByModule,
-    Ends,
+    MeanInterval,
+    format_signed,
     layers_and_kinds,
     module_map,
     paired_dots,
-    signed,
     strength_curve,
 )
-from loragate.report.table import ABSENT, Cell, Line, Table, joined, or_absent
+from loragate.report.table import ABSENT, Cell, Line, Table, format_cell, format_optional
 from loragate.version import __version__
 
 Record = Mapping[str, Any]
@@ -56,7 +56,7 @@ FLAGS = {
     "thinking": "no thoughts",
 }
 CLASSES = {"all": "all tokens", "space": "white space", "special": "special tokens", "end": "end of the answer"}
-WORK = {
+MODULE_ROLES = {
     ("q_proj", "k_proj", "qkv_proj"): "q_proj and k_proj decide which earlier tokens are looked at.",
     ("v_proj", "o_proj", "qkv_proj"): "v_proj and o_proj decide what is taken over from them.",
     (
@@ -188,7 +188,7 @@ def _strength(record: Record) -> Blocks:
     curves = [
         (
             f"{of}: {what}, {better} is better",
-            {one["strength"]: _ends(one[key], unit) for one in curve if one[key]},
+            {one["strength"]: _scaled_interval(one[key], unit) for one in curve if one[key]},
             unit,
             COLOURS[of],
         )
@@ -202,7 +202,7 @@ def _strength(record: Record) -> Blocks:
             (key, MEASURES[key][0], unit) for key, (_, _, unit, _) in measures.items() if key in ("target", "retention")
         ]
         dots = [
-            (_named(one), GROUPS[one["group"]], [_ends(one[key], unit) for key, _, unit in both])
+            (_setting_label(one), GROUPS[one["group"]], [_scaled_interval(one[key], unit) for key, _, unit in both])
             for one in (*whole, *parts)
         ]
         labels = [f"{of.lower()}\n{unit}, ← better" for _, of, unit in both]
@@ -212,9 +212,9 @@ def _strength(record: Record) -> Blocks:
     said = {"1": "", record["least"]: f" ({LEAST})", record["best"]: f" ({BEST})"}
     lines = [
         Line(
-            _named(one) + said.get(one["label"], ""),
+            _setting_label(one) + said.get(one["label"], ""),
             [
-                interval_cell(one[key], percent, "–") if unit == "%" else interval_cell(one[key], _three)
+                interval_cell(one[key], percent, "–") if unit == "%" else interval_cell(one[key], _format_3_decimals)
                 for key, (_, _, unit, _) in measures.items()
             ],
         )
@@ -233,11 +233,11 @@ def _strength(record: Record) -> Blocks:
             "are surer than they look. Thirds are of the layers, the lower one next to the input; attention is what reads "
             "earlier tokens, mlp what works on each token by itself."
         ),
-        Table("", columns, lines, folded="The numbers"),
+        Table("", columns, lines, collapsed_label="The numbers"),
     ]
 
 
-def _named(point: Record) -> str:
+def _setting_label(point: Record) -> str:
     """A way to use the adapter in words."""
     if point["group"] == "gates":
         return "with its gates"
@@ -249,11 +249,11 @@ def _named(point: Record) -> str:
     return f"{name} off" if strength == 0 else f"{name} × {strength:g}"
 
 
-def _three(value: float) -> str:
-    return signed(value, ".3f")
+def _format_3_decimals(value: float) -> str:
+    return format_signed(value, ".3f")
 
 
-def _ends(value: Record, unit: str = "") -> Ends:
+def _scaled_interval(value: Record, unit: str = "") -> MeanInterval:
     """Mean and ends in the unit; a figure without an interval is its own."""
     factor = 100 if unit == "%" else 1
     mean, low, high = (value["mean"] if value[end] is None else value[end] for end in ("mean", "low", "high"))
@@ -291,7 +291,7 @@ def _where(record: Record) -> Blocks:
         f"the predictions change without it. Bars are whole layers and whole kinds ({on})."
     )
     picture, numbers = _map(squares, by_layer, by_kind, f"Change without it, {PER_TOKEN}", "By layer and kind")
-    known = [said for names, said in WORK.items() if any(kind in names for kind in by_kind)]
+    known = [said for names, said in MODULE_ROLES.items() if any(kind in names for kind in by_kind)]
     return [text(opening, told), row(picture, *([Block("list", known, "What the kinds do")] if known else [])), numbers]
 
 
@@ -304,26 +304,30 @@ def _map(
         Line(
             ABSENT if layer is None else str(layer),
             [
-                *((or_absent(cells.get((layer, kind)), "{:.4f}".format),) for kind in kinds),
-                (or_absent(by_layer.get(layer) if layer is not None else None, "{:.4f}".format),),
+                *((format_optional(cells.get((layer, kind)), "{:.4f}".format),) for kind in kinds),
+                (format_optional(by_layer.get(layer) if layer is not None else None, "{:.4f}".format),),
             ],
         )
         for layer in layers
     ]
     if by_kind:
-        lines.append(Line("all", [*((or_absent(by_kind.get(kind), "{:.4f}".format),) for kind in kinds), ("",)]))
-    numbers = Table("", ("layer", *kinds, "all"), lines, folded=f"The numbers: {title[:1].lower()}{title[1:]}")
+        lines.append(Line("all", [*((format_optional(by_kind.get(kind), "{:.4f}".format),) for kind in kinds), ("",)]))
+    numbers = Table("", ("layer", *kinds, "all"), lines, collapsed_label=f"The numbers: {title[:1].lower()}{title[1:]}")
     return [chart(partial(module_map, cells, by_layer, by_kind, label, form=form), title), numbers]
 
 
 def _bar_table(title: str, columns: Sequence[str], lines: Bars, caption: str = "") -> Table:
     """A table of (name, figure with its interval, more cells) with a bar for each figure, the largest the longest."""
-    top = max([0.0, *(max(_ends(value)) for _, value, _ in lines)]) or 1.0
+    top = max([0.0, *(max(_scaled_interval(value)) for _, value, _ in lines)]) or 1.0
     made = []
     for name, value, more in lines:
-        mean, low, high = (max(0.0, one / top) for one in _ends(value))
-        ends = [f"{_three(value['low'])} to {_three(value['high'])}"] if value["low"] is not None else []
-        cells = [(_three(value["mean"]), *ends), *more]
+        mean, low, high = (max(0.0, one / top) for one in _scaled_interval(value))
+        ends = (
+            [f"{_format_3_decimals(value['low'])} to {_format_3_decimals(value['high'])}"]
+            if value["low"] is not None
+            else []
+        )
+        cells = [(_format_3_decimals(value["mean"]), *ends), *more]
         made.append(Line(name, cells, "baseline", {"mean": mean, "low": low, "high": high}))
     return Table(title, columns, made, caption)
 
@@ -335,7 +339,8 @@ def _changed(record: Record) -> Blocks:
     )
     classes = [(CLASSES.get(one["name"], one["name"]), one) for one in record["classes"]]
     bars = [
-        (f"{name}, {one['tokens']:,}", one["kl"], [(signed(one["delta"]["mean"], "+.2f"),)]) for name, one in classes
+        (f"{name}, {one['tokens']:,}", one["kl"], [(format_signed(one["delta"]["mean"], "+.2f"),)])
+        for name, one in classes
     ]
     caption = (
         "Change: KL(adapter‖base); 0 where the prediction is the same, 0.1 is little, 1 and more is another answer. ΔH: entropy "
@@ -343,13 +348,13 @@ def _changed(record: Record) -> Blocks:
     )
     columns = ("tokens", "change", "H of the base", "H of the adapter", "ΔH")
     numbers = [
-        Line(name, [interval_cell(one[key], _three) for key in ("kl", "base", "adapter", "delta")])
+        Line(name, [interval_cell(one[key], _format_3_decimals) for key in ("kl", "base", "adapter", "delta")])
         for name, one in classes
     ]
     blocks: Blocks = [
         text(opening),
         _bar_table("By kind of token", ("tokens", f"change, {PER_TOKEN}", "ΔH, nats"), bars, caption),
-        Table("", columns, numbers, folded="The numbers, nats per token"),
+        Table("", columns, numbers, collapsed_label="The numbers, nats per token"),
     ]
     if record["changed"]:
         ordered = list(record["changed"])
@@ -392,7 +397,7 @@ def _answers(record: Record) -> Blocks:
 
     def line(name: str, key: str, show: Callable[[Any], str]) -> list[Line]:
         both = [None if one is None else one[key] for one in (base, adapter)]
-        return [] if both == [None, None] else [Line(name, [(or_absent(one, show),) for one in both])]
+        return [] if both == [None, None] else [Line(name, [(format_optional(one, show),) for one in both])]
 
     def share(value: float) -> str:
         return f"{percent(value)} %"
@@ -428,7 +433,7 @@ def _answers(record: Record) -> Blocks:
             ],
             "nats": ""
             if one["nats"] is None
-            else f"The base's answer is {signed(one['nats'], '.2f')} nats per token less likely under the adapter.",
+            else f"The base's answer is {format_signed(one['nats'], '.2f')} nats per token less likely under the adapter.",
         }
         for one in pairs
     ]
@@ -466,7 +471,7 @@ def _learned(record: Record) -> Blocks:
 def _ends_text(value: Record) -> str:
     """An interval's absolute figures on one line."""
     ends = sorted(abs(value[end]) for end in ("low", "high")) if value["low"] is not None else []
-    return joined((f"{abs(value['mean']):.3f}", " to ".join(f"{end:.3f}" for end in ends)))
+    return format_cell((f"{abs(value['mean']):.3f}", " to ".join(f"{end:.3f}" for end in ends)))
 
 
 def _static(record: Record) -> Blocks:
@@ -476,7 +481,7 @@ def _static(record: Record) -> Blocks:
         "base": record["base"],
         "rank and alpha": ""
         if record["rank"] is None
-        else f"{record['rank']} and {or_absent(record['alpha'], '{:g}'.format)}",
+        else f"{record['rank']} and {format_optional(record['alpha'], '{:g}'.format)}",
         "numbers in the file": f"{record['parameters']:,}" if record["parameters"] else "",
         "modules": f"{len(modules)}" if modules else "",
         "changes beside LoRA": "; ".join(record["beside"]),

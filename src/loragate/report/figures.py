@@ -63,7 +63,7 @@ ON_PAGE: Any = {"svg.fonttype": "none", "savefig.transparent": True, **dict.from
 def accuracy_bars(lines: Sequence[Line], to: Target) -> None:
     """Draw the score of every line of a table as a bar with its 95 % interval and value, coloured by group."""
     lines = [line for line in lines if line.score is not None]
-    with drawn(to, 7.4, 1.3 + 0.36 * len(lines)) as figure:
+    with open_figure(to, 7.4, 1.3 + 0.36 * len(lines)) as figure:
         axes = figure.subplots()
         for place, line in enumerate(lines):
             assert line.score is not None
@@ -93,10 +93,10 @@ def accuracy_bars(lines: Sequence[Line], to: Target) -> None:
 def curve_of(history: History, key: str) -> Curve:
     """A value of a training's log over the steps; records without it are other entries of the log."""
     steps = {record["step"]: float(record[key]) for record in history if "step" in record and key in record}
-    return thinned(sorted(steps.items()), POINTS)
+    return subsample(sorted(steps.items()), POINTS)
 
 
-def thinned(values: Sequence[Any], most: int) -> Sequence[Any]:
+def subsample(values: Sequence[Any], most: int) -> Sequence[Any]:
     """At most so many of them, evenly; the last one always stays."""
     if len(values) <= most:
         return values
@@ -110,7 +110,7 @@ def line_chart(curves: Mapping[str, Curve], label: str, to: Target, *, title: st
     not finite, as of a training that diverged, are left out.
     """
     curves = {name: [point for point in curve if math.isfinite(point[1])] for name, curve in curves.items()}
-    with drawn(to, 7.4, 3.6 + 0.24 * len(curves)) as figure:
+    with open_figure(to, 7.4, 3.6 + 0.24 * len(curves)) as figure:
         axes = figure.subplots()
         for number, (name, curve) in enumerate(curves.items()):
             axes.plot(
@@ -134,7 +134,7 @@ def line_chart(curves: Mapping[str, Curve], label: str, to: Target, *, title: st
 
 def column_chart(edges: Sequence[float], counts: Sequence[float], label: str, to: Target) -> None:
     """Draw a histogram: one column per pair of neighbouring edges, the share of all counts as its height."""
-    with drawn(to, 7.4, 3.4) as figure:
+    with open_figure(to, 7.4, 3.4) as figure:
         axes = figure.subplots()
         heights = 100 * np.asarray(counts) / (sum(counts) or 1)
         axes.bar(edges[:-1], heights, 0.97 * np.diff(edges), align="edge", color=LINES[0])
@@ -159,7 +159,7 @@ def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
     reach = max(0.1, max(abs(mean - 1) for mean in means.values()))
 
     size = 4.6 + 0.82 * len(kinds), 1.9 + 0.36 * max(len(layers), 3)
-    with drawn(to, *size, {"axes.spines.top": True, "axes.spines.right": True}) as figure:
+    with open_figure(to, *size, {"axes.spines.top": True, "axes.spines.right": True}) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[max(len(kinds), 2), 2.6])
         image = module_cells(
             left, means, "PuOr_r", (1 - reach, 1 + reach), lambda mean: abs(mean - 1) > 0.55 * reach, ".2f"
@@ -186,7 +186,7 @@ def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
 
 ByModule = Mapping[tuple[int | None, str], float]
 """{(layer, kind of module): a figure}; layer None for a module outside the layers."""
-Ends = tuple[float, float, float]
+MeanInterval = tuple[float, float, float]
 """A mean, and the ends of its interval."""
 
 
@@ -217,7 +217,7 @@ def module_cells(
     image = axes.imshow(values, cmap=colours, vmin=ends[0], vmax=ends[1], aspect="auto")
     for (row, column), value in np.ndenumerate(values):
         if value >= least:  # no NaN is
-            text = signed(float(value), form)
+            text = format_signed(float(value), form)
             ink = "white" if dark(value) else "black"
             axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=size)
     names = [kind if len(kind) <= KIND else f"{kind[: KIND - 1]}…" for kind in kinds]
@@ -228,7 +228,7 @@ def module_cells(
     return image
 
 
-def signed(value: float, form: str) -> str:
+def format_signed(value: float, form: str) -> str:
     """The figure with a minus sign; what rounds to zero has none."""
     text = f"{value:{form}}"
     return (text.removeprefix("-") if not float(text.rstrip("%")) else text).replace("-", "−")
@@ -257,7 +257,7 @@ def module_map(
     rows = 0.25 if len(layers) <= 40 else 0.17  # inches
     width = 1.75 + 0.44 * len(kinds)
     framed = {"axes.spines.top": True, "axes.spines.right": True}
-    with drawn(to, max(width, 3.4), 2.0 + rows * max(len(layers), 3), framed) as figure:
+    with open_figure(to, max(width, 3.4), 2.0 + rows * max(len(layers), 3), framed) as figure:
         grid_ = figure.add_gridspec(
             2, 2, width_ratios=[0.44 * len(kinds), 0.95], height_ratios=[0.75, rows * max(len(layers), 3)]
         )
@@ -271,7 +271,7 @@ def module_map(
             (above, above.bar(range(len(kinds)), kinds_found, 0.72, color=LINES[0]), kinds_found),
             (beside, beside.barh(range(len(layers)), layers_found, 0.72, color=LINES[0]), layers_found),
         ):
-            named = [signed(one, form) if one > 0.05 * max(found) else "" for one in found]
+            named = [format_signed(one, form) if one > 0.05 * max(found) else "" for one in found]
             axes.bar_label(bars, named, fontsize=7.5, padding=2)
             axes.tick_params(length=0, labelbottom=False, labelleft=False)
             axes.spines[:].set_visible(False)
@@ -282,7 +282,7 @@ def module_map(
 
 
 def strength_curve(
-    curves: Sequence[tuple[str, Mapping[float, Ends], str, str]], marks: Mapping[str, float], to: Target
+    curves: Sequence[tuple[str, Mapping[float, MeanInterval], str, str]], marks: Mapping[str, float], to: Target
 ) -> None:
     """Draw measures over the strength of an adapter one above the other, each with the band of its interval.
 
@@ -292,7 +292,7 @@ def strength_curve(
         curves: (heading, {strength: figure}, label of the axis, colour) of each.
         marks: {what a strength is: strength}, vertical lines with a legend.
     """
-    with drawn(to, 4.7, 1.0 + 1.9 * len(curves) + 0.2 * len(marks)) as figure:
+    with open_figure(to, 4.7, 1.0 + 1.9 * len(curves) + 0.2 * len(marks)) as figure:
         panels = figure.subplots(len(curves), 1, sharex=True)
         for axes, (heading, points, label, colour) in zip(panels, curves, strict=True):
             strengths = sorted(points)
@@ -321,12 +321,12 @@ def strength_curve(
             figure.legend(handles, labels, loc="outside lower left", frameon=False, fontsize=9)
 
 
-def paired_dots(rows: Sequence[tuple[str, str, Sequence[Ends]]], labels: Sequence[str], to: Target) -> None:
+def paired_dots(rows: Sequence[tuple[str, str, Sequence[MeanInterval]]], labels: Sequence[str], to: Target) -> None:
     """Draw rows of (name, colour, a (mean, low, high) for each panel) as dots with whiskers, panels side by side.
 
     The first row is what the others are compared with: a line goes through its means, in the band of its intervals.
     """
-    with drawn(to, 4.9, 1.0 + 0.27 * len(rows)) as figure:
+    with open_figure(to, 4.9, 1.0 + 0.27 * len(rows)) as figure:
         for number, (axes, label) in enumerate(zip(figure.subplots(1, len(labels), sharey=True), labels, strict=True)):
             mean, low, high = rows[0][2][number]
             axes.axvspan(low, high, color="#999999", alpha=0.2, linewidth=0)
@@ -344,7 +344,7 @@ def paired_dots(rows: Sequence[tuple[str, str, Sequence[Ends]]], labels: Sequenc
 
 
 @contextmanager
-def drawn(to: Target, width: float, height: float, style: Any = None) -> Iterator[Figure]:
+def open_figure(to: Target, width: float, height: float, style: Any = None) -> Iterator[Figure]:
     """A figure to draw on, in inches; it is written when the body ends, a file in the format of its suffix.
 
     Raises:

@@ -25,8 +25,8 @@ from loragate.report.blocks import (
     build_page,
     chart,
     diagnosis_blocks,
-    drawn,
     evaluation_blocks,
+    render_chart,
     selection_blocks,
     tokens_block,
     training_blocks,
@@ -72,8 +72,8 @@ def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str
             continue
         for source in of.get(kind, []):
             # charts are drawn here and not by `build_page`, so that a fault is that of this file
-            blocks = source.read(partial(_drawn, make))
-            titled = heading if isinstance(heading, str) else source.read(heading)
+            blocks = source.convert(partial(_drawn, make))
+            titled = heading if isinstance(heading, str) else source.convert(heading)
             titled = f"{titled}: {source.name}" if several or len(of[kind]) > 1 else titled
             sections += [Section(f"{anchor}-{len(sections)}", titled, blocks)] if blocks else []
     if shown := of.get("traces", []):
@@ -81,16 +81,16 @@ def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str
             raise ConfigError(
                 f"{shown[1].path}: a report shows the tokens of one run; {shown[0].path} is there already"
             )
-        sections.append(Section("tokens", "Token by token", (shown[0].read(tokens_block),)))
+        sections.append(Section("tokens", "Token by token", (shown[0].convert(tokens_block),)))
     if trained := of.get("training"):
         for source in trained:  # so that a fault is that of one file
-            source.read(lambda record: [curve_of(record["history"], key) for key in (*CURVES, *SHARES)])
+            source.convert(lambda record: [curve_of(record["history"], key) for key in (*CURVES, *SHARES)])
         histories = {source.name: source.record["history"] for source in trained}
         sections.append(Section("trainings", "Training runs", training_blocks(histories)))
     facts = [
         Line(f"{source.name}: {what}", [(value,)])
         for source in sources
-        for what, value in source.read(partial(_facts, source))
+        for what, value in source.convert(partial(_facts, source))
     ]
     where = Table("", ("What", "Value"), facts)
     sections.append(Section("provenance", "Where this comes from", (where,)))
@@ -99,31 +99,31 @@ def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str
 
 
 def _drawn(make: Make, record: Any) -> list[Block | Table]:
-    return [drawn(block) for block in make(record)]
+    return [render_chart(block) for block in make(record)]
 
 
 def banner_of(sources: Sequence[Source]) -> Banner:
     """From the one selection among the sources, else the first evaluation, else the first selection or check-up."""
     found: list[SelectionRecord] = []
     for source in sources:
-        selection = source.read(lambda record: read_selection(_selection(record)))
+        selection = source.convert(lambda record: read_selection(_selection(record)))
         found += [selection] if selection and selection not in found else []
     evaluations = [source for source in sources if source.kind == "evaluation"]
     if found and (len(found) == 1 or not evaluations):
         record, table = found[0], selection_table(found[0], BARS)
         # of a test the first line, and each that says worse
-        lines = [line for one in evaluations[:1] for line in one.read(evaluation_statements)]
+        lines = [line for one in evaluations[:1] for line in one.convert(evaluation_statements)]
         tested = [line for line in lines if line == lines[0] or VERDICTS["worse"] in line]
         why = f"Why: {record.recommendation.reason}."
         more = [line for line in (record.alternatives(), record.beside_base(), why, *tested) if line]
         bars = chart(partial(accuracy_bars, table.lines), table.title)
-        return Banner(record.recommendation.advice(), record.score(), more, drawn(bars))
+        return Banner(record.recommendation.format_advice(), record.format_score(), more, render_chart(bars))
     for source in evaluations[:1]:
-        advice, score, more, table = source.read(advice_of)
+        advice, score, more, table = source.convert(advice_of)
         bars = chart(partial(accuracy_bars, table.lines[:BARS]), table.title)
-        return Banner(advice, score, more, drawn(bars))
+        return Banner(advice, score, more, render_chart(bars))
     for source in (one for one in sources if one.kind == "examination"):
-        return source.read(examination_banner)
+        return source.convert(examination_banner)
     return Banner("No scores were given to this report", more=["It shows what was trained, not whether it helps."])
 
 
@@ -142,7 +142,7 @@ def statements(sources: Sequence[Source]) -> list[str]:
     ):
         for source in (one for one in sources if one.kind == kind):
             name = "" if kind in ("evaluation", "diagnosis") else f"{source.name}: "
-            lines += [name + line for line in source.read(said)]
+            lines += [name + line for line in source.convert(said)]
     return lines
 
 
@@ -205,7 +205,7 @@ def draw_figures(sources: Sequence[Source], folder: Path, *, overwrite: bool = F
     """
     drawings: dict[str, Draw] = {}
     for source in sources:
-        drawings |= source.read(partial(_figures, source))
+        drawings |= source.convert(partial(_figures, source))
     if not drawings:
         raise DataError("none of these runs holds what a figure shows: scores, gates, a sweep, a training")
     written = {folder / f"{name}{suffix}": draw for name, draw in drawings.items() for suffix in (".svg", ".pdf")}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from loragate.display import percent, points, temperature_label
+from loragate.display import format_points, percent, temperature_label
 from loragate.report.table import (
     ABSENT,
     GROUP_OF,
@@ -19,12 +19,12 @@ from loragate.report.table import (
     Table,
     difference_cell,
     ends_of,
-    joined,
-    or_absent,
+    format_cell,
+    format_optional,
     share_cell,
     with_best_scores,
 )
-from loragate.selection_record import NOTABLE, unread
+from loragate.selection_record import NOTABLE, count_unparsed_answers
 
 Record = Mapping[str, Any]
 COLUMNS = (
@@ -80,7 +80,11 @@ def score_tables(record: Record) -> list[Table]:
         sampling, questions = task["sampling"], rows[0]["avg_at_k"]["questions"]
         title = f"{task['name']} v{task['version']} · Avg@{sampling['samples']}, {questions} questions, "
         title += f"T = {sampling['temperature']:g}, grader {task['grader']}"
-        tables.append(with_best_scores(Table(title, COLUMNS, lines, wide=(7,)), [row.get("at_best") for row in rows]))
+        tables.append(
+            with_best_scores(
+                Table(title, COLUMNS, lines, hidden_on_terminal=(7,)), [row.get("at_best") for row in rows]
+            )
+        )
     for title, rows in suites_of(record):
         tables.append(Table(title, SUITE_COLUMNS, [_line(row, row["average"]) for row in rows]))
     return tables
@@ -103,9 +107,9 @@ def _judged_cells(row: Record, grader: str) -> list[Cell]:
     return [
         (ABSENT if majority is None or row["avg_at_k"]["samples"] == 1 else percent(majority["mean"]),),
         (percent(row["truncated"]), percent(row["no_eos"]) if row["no_eos"] != row["truncated"] else ""),
-        (percent(unread(row["reasons"], grader) / total),),
+        (percent(count_unparsed_answers(row["reasons"], grader) / total),),
         (f"{row['tokens']:.{0 if row['tokens'] >= 100 else 1}f}",),
-        (or_absent(row["entropy"], "{:.2f}".format),),
+        (format_optional(row["entropy"], "{:.2f}".format),),
     ]
 
 
@@ -156,17 +160,17 @@ def _cells_in_words(cells: tuple[int, int, int]) -> str:
 
 def evaluation_statements(record: Record) -> list[str]:
     """What the record's own verdicts say of the gated model, task by task, and what stands beside it."""
-    statements, surer = [], False
+    statements, is_entropy_lower = [], False
     for task in record["tasks"]:
         rows = rows_of(record, task["name"])
         # the plain adapter, by its temperature
         adapters = {row["temperature"]: row for row in rows if row["variant"] == "adapter" and _is_plain(row)}
         for row in rows:
             # at a lower temperature gates are compared with the adapter there; random gates are a control
-            cooler = row["temperature"] is not None
-            if row["variant"] != "gated" or (row["control"] is not None and not cooler):
+            has_own_temperature = row["temperature"] is not None
+            if row["variant"] != "gated" or (row["control"] is not None and not has_own_temperature):
                 continue
-            heat = row["control"] if cooler else temperature_label(task["sampling"]["temperature"])
+            heat = row["control"] if has_own_temperature else temperature_label(task["sampling"]["temperature"])
             where = f"On {task['name']}, {heat}"
             versus, adapter = row["comparison"], adapters.get(row["temperature"])
             if versus is None or adapter is None:
@@ -174,16 +178,18 @@ def evaluation_statements(record: Record) -> list[str]:
                 continue
             size = (
                 f"{percent(row['avg_at_k']['mean'])} % against {percent(adapter['avg_at_k']['mean'])} % of the adapter "
-                f"({points(versus['mean'])} points, interval {ends_of(versus)})"
+                f"({format_points(versus['mean'])} points, interval {ends_of(versus)})"
             )
             says = VERDICTS.get(row["verdict"], "not significantly different from the adapter")
             statements.append(f"{where}, gated is {says}: {size}.")
-            if not cooler:
-                statements += [f"{where}, {line}" for line in _beside(row, adapter, rows)]
-                surer |= None not in (row["entropy"], adapter["entropy"]) and row["entropy"] < adapter["entropy"]
+            if not has_own_temperature:
+                statements += [f"{where}, {line}" for line in _confounder_lines(row, adapter, rows)]
+                is_entropy_lower |= (
+                    None not in (row["entropy"], adapter["entropy"]) and row["entropy"] < adapter["entropy"]
+                )
         if (cells := _cells([row for row in rows if row["temperature"] is None]))[0]:
             statements.append(f"On {task['name']}, {_cells_in_words(cells)}; {NO_CHOICE}.")
-    if surer:
+    if is_entropy_lower:
         statements.append("Gates are trained for low entropy, which does not show that answers are right.")
     return statements
 
@@ -194,7 +200,7 @@ def _is_plain(row: Record) -> bool:
     return row["control"] == (None if temperature is None else temperature_label(temperature))
 
 
-def _beside(gated: Record, adapter: Record, rows: list[Record]) -> list[str]:
+def _confounder_lines(gated: Record, adapter: Record, rows: list[Record]) -> list[str]:
     """What else may have done it: a control without training, no adapter at all, answers that come to an end."""
     lines, score = [], gated["avg_at_k"]["mean"]
     cheap = [row for row in rows if row["variant"] == "adapter" and (row["temperature"], row["scale"]) != (None, None)]
@@ -253,7 +259,7 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     table = dict(zip(names, score_tables(record), strict=True))[title]
     own = {row["variant"]: row for row in rows if row["control"] is None}
     first = own.get("gated" if helped else "adapter") or rows[0]
-    score = f"{title}: {row_name(first)} {joined(share_cell(first[key]))} %"
+    score = f"{title}: {row_name(first)} {format_cell(share_cell(first[key]))} %"
     others = sorted((row for row in rows if row is not first), key=lambda row: -row[key]["mean"])
     listed = ", ".join(f"{row_name(row)} {percent(row[key]['mean'])} %" for row in others[:5])
     more = [f"Alternatives: {listed}."] if listed else []

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from loragate.display import percent, points
+from loragate.display import format_points, percent
 from loragate.files import write_text
-from loragate.report.figures import Draw, Target, drawn
+from loragate.report.figures import Draw, Target, open_figure
 from loragate.report.scores import RANGE, compared_rows, row_name
-from loragate.report.table import ABSENT, Cell, Line, Table, joined, or_absent, share_cell
+from loragate.report.table import ABSENT, Cell, Line, Table, format_cell, format_optional, share_cell
 from loragate.selection_record import SelectionRecord, VariantScore, is_selection, read_selection_record
 
 Record = Mapping[str, Any]
@@ -58,9 +58,9 @@ def selection_table(record: SelectionRecord, most: int | None = ROWS) -> Table:
         versus: Cell = (ABSENT,)
         if (gap := one.difference) is not None:
             z = "" if gap.z is None else f"z = {gap.z:.1f}"
-            versus = (points(gap.mean), f"{points(gap.low)} to {points(gap.high)}", z)
+            versus = (format_points(gap.mean), f"{format_points(gap.low)} to {format_points(gap.high)}", z)
         name = f"{one.label} (recommended)" if one.label == record.recommendation.label else one.label
-        retained = or_absent(one.retention, lambda kept: percent(kept.mean))
+        retained = format_optional(one.retention, lambda kept: percent(kept.mean))
         score = {"mean": one.mean, "low": one.low, "high": one.high}
         cells = [share_cell(score), versus, (percent(one.truncated),), (retained,)][: len(columns) - 1]
         lines.append(Line(name, cells, GROUPS.get(one.weights, "baseline"), score))
@@ -144,7 +144,7 @@ def heat_map(
     differences = np.full((len(rows), len(columns)), np.nan)
     for cell, place in zip(cells.values(), places, strict=True):
         differences[place] = cell["mean"] - adapter["mean"]
-    reach = 1.3 * max(LEAST_REACH, float(np.nanmax(np.abs(differences))))  # the darkest shades hide frames
+    color_limit = 1.3 * max(LEAST_REACH, float(np.nanmax(np.abs(differences))))  # the darkest shades hide frames
     # inches; a line of the caption has 13.5 characters an inch, the title 9
     width = max(1.3 + 1.02 * len(columns), 5.6)
     parts = [f"Score on {where}, %, and its 95 % interval over questions."]
@@ -153,12 +153,14 @@ def heat_map(
     parts += [f"{framed}The mean of the best of many is optimistic."]
     caption = textwrap.fill(" ".join(parts), int(width * 13.5))
     height = 1.5 + 0.72 * len(rows) + 0.17 * (caption.count("\n") + 1)
-    with drawn(to, width, height, {"axes.spines.left": False, "axes.spines.bottom": False}) as figure:
+    with open_figure(to, width, height, {"axes.spines.left": False, "axes.spines.bottom": False}) as figure:
         axes = figure.subplots()
         axes.patch.set(facecolor="white", hatch="////", edgecolor="#DDDDDD")  # seen where a range was not tried
-        image = axes.imshow(100 * differences, cmap=COLOURS, norm=Normalize(-100 * reach, 100 * reach), aspect="auto")
+        image = axes.imshow(
+            100 * differences, cmap=COLOURS, norm=Normalize(-100 * color_limit, 100 * color_limit), aspect="auto"
+        )
         for cell, (row, column) in zip(cells.values(), places, strict=True):
-            ink = "white" if abs(differences[row, column]) > 0.6 * reach else "black"
+            ink = "white" if abs(differences[row, column]) > 0.6 * color_limit else "black"
             axes.text(column, row - 0.09, percent(cell["mean"]), ha="center", va="center", color=ink, fontsize=11)
             axes.text(column, row + 0.2, share_cell(cell)[1], ha="center", va="center", color=ink, fontsize=7.5)
             versus = cell["difference"]
@@ -180,7 +182,9 @@ def heat_map(
         axes.set_yticks(np.arange(len(rows) + 1) - 0.5, minor=True)
         axes.grid(which="minor", color="white", linewidth=1.5)
         axes.tick_params(which="both", length=0)
-        title = f"Score by range{f' ({kind})' if kind else ''}; the adapter itself has {joined(share_cell(adapter))} %"
+        title = (
+            f"Score by range{f' ({kind})' if kind else ''}; the adapter itself has {format_cell(share_cell(adapter))} %"
+        )
         axes.set_title(textwrap.fill(title, int(width * 9)))
         bar = figure.colorbar(image, ax=axes, pad=0.02, fraction=0.05, aspect=max(12, 4 * len(rows)))
         bar.set_label("points above the adapter")

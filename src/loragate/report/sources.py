@@ -58,7 +58,7 @@ class Source:
     record: Any
     name: str
 
-    def read(self, make: Callable[[Any], T]) -> T:
+    def convert(self, make: Callable[[Any], T]) -> T:
         """What `make` makes of the record.
 
         Raises:

@@ -14,8 +14,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from loragate.display import percent, points, temperature_label
-from loragate.printable import printable
+from loragate.display import format_points, percent, temperature_label
+from loragate.printable import escape_for_terminal
 
 Cell = tuple[str, ...]
 
@@ -49,9 +49,9 @@ class Table:
     Attributes:
         columns: their names, that of the lines' names first; a unit follows its name after a comma or a space.
         caption: what stands below it, or above on the page.
-        wide: places of columns that a terminal of 80 has no room for.
-        said: what a terminal shows above the caption in their place.
-        folded: what a long table says on the page while it is closed; it is not shown on a terminal.
+        hidden_on_terminal: places of columns that a terminal of 80 has no room for.
+        terminal_note: what a terminal shows above the caption in their place.
+        collapsed_label: what a long table says on the page while it is closed; it is not shown on a terminal.
     """
 
     kind: ClassVar[str] = "table"
@@ -59,9 +59,9 @@ class Table:
     columns: Sequence[str]
     lines: Sequence[Line]
     caption: str = ""
-    wide: tuple[int, ...] = ()
-    said: str = ""
-    folded: str = ""
+    hidden_on_terminal: tuple[int, ...] = ()
+    terminal_note: str = ""
+    collapsed_label: str = ""
 
     @property
     def bars(self) -> bool:
@@ -73,37 +73,37 @@ class Table:
         table = RichTable(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True, show_edge=False)
         table.title_justify = table.caption_justify = "left"
         # text, as brackets in a string can be read as markup
-        table.title = Text(printable(self.title), "table.title") if self.title else None
-        below = "\n".join(filter(None, (self.said, self.caption)))
-        table.caption = Text(printable(below)) if below else None
+        table.title = Text(escape_for_terminal(self.title), "table.title") if self.title else None
+        below = "\n".join(filter(None, (self.terminal_note, self.caption)))
+        table.caption = Text(escape_for_terminal(below)) if below else None
         table.add_column(self.columns[0], min_width=12, overflow="fold")
-        shown = [place for place in range(1, len(self.columns)) if place not in self.wide]
+        shown = [place for place in range(1, len(self.columns)) if place not in self.hidden_on_terminal]
         for name in (self.columns[place] for place in shown):
             parts = name.split(", ") if ", " in name else name.rsplit(" ", 1)
             table.add_column("\n".join(parts), justify="right", no_wrap=True)
         for line in self.lines:
             cells = ["\n".join(filter(None, line.cells[place - 1])) for place in shown]
             style = "bold" if line.group == "scale" else None
-            texts = [Text(printable(cell)) for cell in (line.name, *cells)]
+            texts = [Text(escape_for_terminal(cell)) for cell in (line.name, *cells)]
             table.add_row(*texts, style=style)
         return table
 
     def markdown(self) -> str:
         """Title, table and caption, without a line end."""
         lines = [self.columns, ["---", *("---:" for _ in self.columns[1:])]]
-        lines += [[line.name, *map(joined, line.cells)] for line in self.lines]
+        lines += [[line.name, *map(format_cell, line.cells)] for line in self.lines]
         rows = [[part.replace("\n", " ").replace("|", "\\|") for part in line] for line in lines]
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
         return "\n\n".join(filter(None, (f"### {self.title}", table, self.caption)))
 
 
-def joined(cell: Sequence[str]) -> str:
+def format_cell(cell: Sequence[str]) -> str:
     """Return a cell on one line, as "41.0 (38.2–43.9)"."""
     first, *rest = (part.replace("\n", " ") for part in cell)
     return f"{first} ({'; '.join(filter(None, rest))})" if any(rest) else first
 
 
-def or_absent(value: Any, show: Callable[[Any], str]) -> str:
+def format_optional(value: Any, show: Callable[[Any], str]) -> str:
     """Return a value as `show` writes it, or the sign of what was not measured for None."""
     return ABSENT if value is None else show(value)
 
@@ -124,12 +124,12 @@ def difference_cell(
     p = versus["p"] if adjusted_p is None else adjusted_p
     said = {"better": "better", "worse": "worse"}.get(verdict or "", "not significant" if verdict else "")
     sign = "<0.001" if p < 0.001 else f"={p:.3f}"
-    return f"{points(versus['mean'])}, p{sign}", ends_of(versus), said
+    return f"{format_points(versus['mean'])}, p{sign}", ends_of(versus), said
 
 
 def ends_of(versus: Mapping[str, float]) -> str:
     """Return "-1.2 to +3.4", the ends of an interval in points."""
-    return f"{points(versus['low'])} to {points(versus['high'])}"
+    return f"{format_points(versus['low'])} to {format_points(versus['high'])}"
 
 
 def with_best_scores(sheet: Table, values: Sequence[Mapping[str, Any] | None]) -> Table:
@@ -141,13 +141,13 @@ def with_best_scores(sheet: Table, values: Sequence[Mapping[str, Any] | None]) -
         return sheet
     cells = [_best_cell(value) for value in [*values, *[None] * (len(sheet.lines) - len(values))]]
     lines = [replace(line, cells=[*line.cells, cell]) for line, cell in zip(sheet.lines, cells, strict=True)]
-    said = "; ".join(f"{line.name} {joined(cell)}" for line, cell in zip(lines, cells) if cell != (ABSENT,))
+    said = "; ".join(f"{line.name} {format_cell(cell)}" for line, cell in zip(lines, cells) if cell != (ABSENT,))
     return replace(
         sheet,
         columns=(*sheet.columns, BEST),
         lines=lines,
-        wide=(*sheet.wide, len(sheet.columns)),
-        said=f"{BEST}: {said}.",
+        hidden_on_terminal=(*sheet.hidden_on_terminal, len(sheet.columns)),
+        terminal_note=f"{BEST}: {said}.",
         caption="\n".join(filter(None, (BEST_HOW, sheet.caption))),
     )
 

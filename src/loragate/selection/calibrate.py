@@ -6,7 +6,7 @@ the user took without evidence. Zero gates are λ = 1 everywhere, bit for bit th
 temperature at which it was shown.
 
     <out>/       the gated adapter, written last
-    <out>/run/   what a resumed call goes on from (`compare.py`)
+    <out>/run/   what a resumed call goes on from (`selection_run.py`)
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.errors import ConfigError
-from loragate.evaluation.references import check_responses
+from loragate.evaluation.grader_checks import check_responses
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.variants import ModelVariant
 from loragate.gates import GateConfig
-from loragate.gates.artifact import require_free
+from loragate.gates.artifact import require_no_artifact
 from loragate.gates.range import parse_ranges
 from loragate.gates.schema import EVIDENCE, read_gate_config
-from loragate.selection.compare import OnEvent, SelectionRun, no_event, require_adapter
-from loragate.selection.dev import DevSet, read_dev, taken_prompts
+from loragate.selection.dev import DevSet, collect_excluded_prompts, read_dev
+from loragate.selection.selection_run import OnEvent, SelectionRun, count_gateable_modules, no_event
 from loragate.selection.settings import DevSettings
 from loragate.selection.trials import (
     Trial,
@@ -35,7 +35,7 @@ from loragate.selection.trials import (
     attach_constant,
     attach_trained,
     copy_artifact,
-    grid,
+    make_trials,
     save_artifact,
 )
 from loragate.selection_record import SelectionRecord, is_selection, read_selection_record
@@ -133,7 +133,7 @@ def calibrate(
         ArtifactError: if `out` holds a gated adapter already.
     """
     settings = settings or GateTrainingSettings()
-    trials = trials_of(ranges, settings) if isinstance(ranges, str) else tuple(ranges)
+    trials = parse_trials(ranges, settings) if isinstance(ranges, str) else tuple(ranges)
     context = TrialContext(
         model,
         tokenizer,
@@ -141,22 +141,22 @@ def calibrate(
         config or GateConfig(0, 1),
         settings,
         system,
-        heldout_of(eval_dataset, tokenizer, settings, system),
+        encode_heldout(eval_dataset, tokenizer, settings, system),
         origin,
     )
     dev = dev or DevSettings()
     require_evidence(trials, dev_dataset, skip_selection)
     if dev_dataset is None:
-        return take_as_given(context, trials[0], Path(out), resume=resume, on_event=on_event)
+        return train_without_selection(context, trials[0], Path(out), resume=resume, on_event=on_event)
     questions = read_questions(context, dev, dev_dataset, retention_dataset)
     return run_calibration(SelectionRun(context, trials, Path(out) / "run", *questions, on_event), Path(out), resume)
 
 
 def run_calibration(run: SelectionRun, out: Path, resume: bool = False) -> Calibrated:
     """Do what is not done yet of a run, and write the recommended variant to `out`."""
-    require_free(out)
-    with run.begun(resume):
-        run.require_readable()
+    require_no_artifact(out)
+    with run.hold_folder(resume):
+        run.check_grader_reads_answers()
         run.train()
         record = run.choose()
     return write_recommended(run, record, out)
@@ -170,7 +170,7 @@ def write_recommended(run: SelectionRun, record: SelectionRecord, out: Path) -> 
     if trial is not None:
         copy_artifact(run.gated[trial], out, record.to_json(), temperature)
         attach_trained(context, trial, run.gated[trial])
-        variant = ModelVariant("gated", run.name_of(trial), gates=str(out)).at(temperature)
+        variant = ModelVariant("gated", run.trial_label(trial), gates=str(out)).with_temperature(temperature)
         return Calibrated(out, variant, evidence_of(out))
     scale = 0.0 if chosen.weights == "base" else 1.0 if chosen.scale is None else chosen.scale
     if scale == 1:
@@ -179,13 +179,15 @@ def write_recommended(run: SelectionRun, record: SelectionRecord, out: Path) -> 
         attach_constant(context.model, scale, chosen.part)
     save_artifact(context, out, {"selection": record.to_json()}, context.settings.k, temperature)
     if chosen.weights == "scale":
-        return Calibrated(out, ModelVariant.scaled(scale, chosen.part).at(temperature), evidence_of(out))
-    return Calibrated(out, ModelVariant("base" if scale == 0 else "adapter").at(temperature), evidence_of(out))
+        return Calibrated(out, ModelVariant.scaled(scale, chosen.part).with_temperature(temperature), evidence_of(out))
+    return Calibrated(
+        out, ModelVariant("base" if scale == 0 else "adapter").with_temperature(temperature), evidence_of(out)
+    )
 
 
-def trials_of(ranges: str, settings: GateTrainingSettings) -> tuple[Trial, ...]:
+def parse_trials(ranges: str, settings: GateTrainingSettings) -> tuple[Trial, ...]:
     """Trials in ranges as typed, with the objective and seed of the settings; a ConfigError names what is none."""
-    return grid(parse_ranges(ranges), (settings.objective,), (settings.seed,))
+    return make_trials(parse_ranges(ranges), (settings.objective,), (settings.seed,))
 
 
 def require_evidence(trials: Sequence[Trial], dev_dataset: RowsGiven | None, skip_selection: bool) -> None:
@@ -198,7 +200,7 @@ def require_evidence(trials: Sequence[Trial], dev_dataset: RowsGiven | None, ski
         raise ConfigError(NO_DEV)
 
 
-def heldout_of(
+def encode_heldout(
     given: RowsGiven | None, tokenizer: Any, settings: GateTrainingSettings, system: str
 ) -> EncodedRows | None:
     """Tokenised examples that are only measured; None where none are given."""
@@ -211,7 +213,7 @@ def read_questions(
     context: TrialContext, dev: DevSettings, dev_dataset: RowsGiven, retention_dataset: RowsGiven | None
 ) -> tuple[DevSet, DevSet | None]:
     """Dev and retention set, neither of which shares a question with the examples; raises as `read_dev` and `check_responses`."""
-    taken = taken_prompts(context.examples, dev)
+    taken = collect_excluded_prompts(context.examples, dev)
     retention = None if retention_dataset is None else read_dev(retention_dataset, dev, "retention", taken)
     found = read_dev(dev_dataset, dev, "dev", taken)
     examples, grading = context.examples, GradingSettings(sandbox=dev.sandbox)
@@ -220,12 +222,12 @@ def read_questions(
     return replace(found, questions=replace(found.questions, warnings=warnings)), retention
 
 
-def take_as_given(
+def train_without_selection(
     context: TrialContext, trial: Trial, out: Path, *, resume: bool = False, on_event: OnEvent = no_event
 ) -> Calibrated:
     """Train one range and write it without evidence; on several processes only the main one writes."""
-    require_free(out)
-    require_adapter(context, [trial])
+    require_no_artifact(out)
+    count_gateable_modules(context, [trial])
 
     def on_step(done: int, total: int, entropy: float | None) -> None:
         on_event("training", trial.cell, done, total, "" if entropy is None else f"entropy {entropy:.3f}")

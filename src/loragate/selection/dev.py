@@ -24,16 +24,16 @@ from loragate.data.encoding import IGNORED
 from loragate.data.formats import CONTEXT, conversation, question_text
 from loragate.data.rows import RowsGiven, is_saved
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.judging import ANSWERS as ANSWER_GRADERS
+from loragate.evaluation.grader_checks import check_references
+from loragate.evaluation.judging import REFERENCE_GRADERS as ANSWER_GRADERS
 from loragate.evaluation.judging import require_graders
-from loragate.evaluation.prepared import Prepared, prepare
-from loragate.evaluation.references import check_references
+from loragate.evaluation.prepared import PreparedTask, prepare
 from loragate.evaluation.settings import GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Question, Questions, Task, load_questions, load_task
 from loragate.evaluation.tasks.task import Dataset, Generation, Grader, found_columns
 from loragate.selection.settings import DevSettings
 
-Taken = tuple[Sequence[tuple[str, str]], str]
+ExcludedPrompts = tuple[Sequence[tuple[str, str]], str]
 """((where it stands, text) of prompts, what they are)"""
 PROMPTS = ("prompt", "question", "problem", "instruction")
 ANSWERS = ("answer", "gold", "target")
@@ -63,9 +63,9 @@ class DevSet:
     settings: DevSettings
     dropped: dict[str, int] = field(default_factory=dict)
 
-    def prepared(
+    def prepare_task(
         self, tokenizer: Any, positions: int | None, seed: int, *, system: str, answer_tokens: int, raw: bool = False
-    ) -> Prepared:
+    ) -> PreparedTask:
         """The task for one model.
 
         Args:
@@ -87,7 +87,7 @@ def read_dev(
     given: RowsGiven,
     settings: DevSettings,
     name: str = "dev",
-    taken: Sequence[Taken] = (),
+    taken: Sequence[ExcludedPrompts] = (),
 ) -> DevSet:
     """Questions of a file or of rows in memory, checked as far as they can be without a model.
 
@@ -118,15 +118,15 @@ def read_dev(
     require_graders([task], GradingSettings(sandbox=settings.sandbox))
     # a data set's full size says nothing about these questions
     found = load_questions(replace(task, dataset=replace(task.dataset, rows=None)), rows)
-    known, dropped, left = len(found.questions), dict[str, int](), list(found.questions)
+    known, dropped, remaining = len(found.questions), dict[str, int](), list(found.questions)
     for prompts, what in taken:
-        if shared := shared_with(left, prompts):
+        if shared := find_overlap(remaining, prompts):
             if not settings.drop_overlap:
                 raise DataError(_overlap(shared, what, name, known))
             dropped[what] = len(shared)
-            left = [question for question in left if question.place not in shared]
-    questions = _different(left)
-    if repeated := len(left) - len(questions):
+            remaining = [question for question in remaining if question.place not in shared]
+    questions = _deduplicate(remaining)
+    if repeated := len(remaining) - len(questions):
         dropped[f"the {name} questions before them"] = repeated
     if len(questions) < MIN_QUESTIONS:
         less = "".join(f"; {count} that are also among {what} were left out" for what, count in dropped.items())
@@ -165,7 +165,7 @@ def plain_task(name: str, grader: str, pattern: str = "") -> Task:
     )
 
 
-def answer_tokens(encoded: EncodedRows) -> int:
+def estimate_max_new_tokens(encoded: EncodedRows) -> int:
     """Tokens that an answer may take: half more than all but a hundredth of the training answers, in steps of 16."""
     lengths = [
         sum(label != IGNORED for label in encoded[index]["labels"]) for index in range(min(len(encoded), MEASURED))
@@ -173,12 +173,12 @@ def answer_tokens(encoded: EncodedRows) -> int:
     return 16 * math.ceil((1.5 * float(np.quantile(lengths, 0.99)) + 16) / 16)
 
 
-def taken_prompts(rows: Rows, settings: DevSettings) -> list[Taken]:
+def collect_excluded_prompts(rows: Rows, settings: DevSettings) -> list[ExcludedPrompts]:
     """What no question may be among: the training examples, and what `exclude` names (DataError if that has no prompts)."""
-    taken: list[Taken] = [(placed_prompts(rows), "the training examples")]
+    taken: list[ExcludedPrompts] = [(prompts_with_location(rows), "the training examples")]
     if settings.exclude:
         what = f"the questions of {settings.exclude}"
-        if not (texts := placed_prompts(load_rows(settings.exclude))):
+        if not (texts := prompts_with_location(load_rows(settings.exclude))):
             raise DataError(
                 f"no prompts were found in {settings.exclude}, so nothing shows that the dev set is new to them; expected "
                 f"messages, or one of the columns {', '.join(PROMPTS)}"
@@ -187,7 +187,7 @@ def taken_prompts(rows: Rows, settings: DevSettings) -> list[Taken]:
     return taken
 
 
-def placed_prompts(rows: Rows) -> list[tuple[str, str]]:
+def prompts_with_location(rows: Rows) -> list[tuple[str, str]]:
     """(where it stands, text) of the user's words in every row."""
     return [(rows.where(index), text) for index, row in enumerate(rows) for text in prompts_of([row])]
 
@@ -207,7 +207,7 @@ def prompts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return texts
 
 
-def key_of(text: str) -> str:
+def normalize_question(text: str) -> str:
     """What two texts of one question have in common."""
     text = unicodedata.normalize("NFKC", text).casefold()
     text = re.sub(r"\s*([^\w\s])\s*", r"\1", text)  # "2+3" is "2 + 3"
@@ -239,7 +239,7 @@ def _require_answers(rows: Rows, source: str, name: str) -> None:
         raise DataError(f"{rows.where(missing[0])}: no answer, though other questions have one; give all of them one")
 
 
-def _different(questions: Sequence[Question]) -> list[Question]:
+def _deduplicate(questions: Sequence[Question]) -> list[Question]:
     """The first of every question; a DataError if one that repeats it has another answer.
 
     What is alike but for case and signs, with another answer, is another question: "2⁵" and "25", "US" and "us".
@@ -247,7 +247,7 @@ def _different(questions: Sequence[Question]) -> list[Question]:
     first: dict[tuple[str, str], Question] = {}
     asked: dict[str, Question] = {}
     for question in questions:
-        first.setdefault((key_of(question.prompt), question.gold), question)
+        first.setdefault((normalize_question(question.prompt), question.gold), question)
         before = asked.setdefault(question.prompt, question)
         if before.gold != question.gold:
             raise DataError(
@@ -266,7 +266,7 @@ def _why_never_right(task: Task, questions: Sequence[Question]) -> str | None:
     return None
 
 
-def shared_with(questions: Sequence[Question], others: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+def find_overlap(questions: Sequence[Question], others: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
     """{where a question stands: where others say the same}; compared are its prompt and the row's own question.
 
     Args:
@@ -274,12 +274,12 @@ def shared_with(questions: Sequence[Question], others: Sequence[tuple[str, str]]
     """
     places: dict[str, list[str]] = defaultdict(list)
     for place, text in others:
-        if key := key_of(text):
+        if key := normalize_question(text):
             places[key].append(place)
     joined, found = "\n".join(places), dict[str, list[str]]()
     for question in questions:
         there: list[str] = []
-        for key in filter(None, map(key_of, dict.fromkeys([question.prompt, *prompts_of([question.row])]))):
+        for key in filter(None, map(normalize_question, dict.fromkeys([question.prompt, *prompts_of([question.row])]))):
             there += places.get(key, [])
             if len(key) >= LONG and key in joined:
                 there += [place for known, own in places.items() if key != known and key in known for place in own]

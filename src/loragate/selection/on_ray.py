@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.selection.compare import OnTrial, Open, no_trial
+from loragate.selection.selection_run import OnTrial, Open, no_trial
 from loragate.selection.trials import Trial
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
@@ -48,7 +48,7 @@ class Resources:
     gpus: float = 0.0
 
     @classmethod
-    def found(cls, workers: int, cpus: int, gpus: float | None, device: str) -> Resources:
+    def detect(cls, workers: int, cpus: int, gpus: float | None, device: str) -> Resources:
         """What one trial takes and how many run at a time, as far as it was not said.
 
         On this machine, trials share GPUs as asked; without one, every trial needs memory for its own base, so no more than
@@ -92,10 +92,10 @@ class Worker:
 
 
 @contextmanager
-def connected(resources: Resources) -> Iterator[None]:
+def ray_session(resources: Resources) -> Iterator[None]:
     """A Ray to run on: the cluster of RAY_ADDRESS, which must answer (ConfigError), or one of our own."""
     address = os.environ.get("RAY_ADDRESS", "")
-    require_answer(address)
+    check_address_reachable(address)
     cores = max(os.cpu_count() or 1, round(max(resources.workers, 1) * resources.cpus))
     own: dict[str, Any] = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     # a node of our own that was not up within Ray's 30 s is started once more: a busy machine is slow the first time
@@ -119,7 +119,7 @@ def connected(resources: Resources) -> Iterator[None]:
         ray.shutdown()
 
 
-def require_answer(address: str) -> None:
+def check_address_reachable(address: str) -> None:
     """Refuse (ConfigError) an address at which nothing listens; Ray itself would try for minutes."""
     host, sign, port = address.removeprefix("ray://").rpartition(":")
     if not (sign and port.isdigit()):
@@ -137,10 +137,10 @@ def run_on_ray(open_run: Open, pending: Sequence[Trial], on_trial: OnTrial = no_
     """Run the pending trials on Ray; one whose worker dies is started again up to three times.
 
     Every worker calls `open_run`, which travels to it, for a model of its own. `on_trial` is told of a trial when it has ended.
-    ConfigErrors are those of `connected` and `fitting`.
+    ConfigErrors are those of `ray_session` and `count_parallel_trials`.
     """
-    with connected(resources):
-        fits = fitting(resources)
+    with ray_session(resources):
+        fits = count_parallel_trials(resources)
         actor: Any = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=-1)(Worker)
         given = (open_run, max(1, int(resources.cpus)))
         count = min(len(pending), fits, resources.workers or fits)
@@ -156,7 +156,7 @@ def run_on_ray(open_run: Open, pending: Sequence[Trial], on_trial: OnTrial = no_
                 ray.kill(idle)  # its room goes to workers that Ray could not start yet
 
 
-def fitting(resources: Resources) -> int:
+def count_parallel_trials(resources: Resources) -> int:
     """How many trials fit on the nodes at a time; a ConfigError says what one asks for that no node has."""
     wanted = {"CPU": resources.cpus, "GPU": resources.gpus}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

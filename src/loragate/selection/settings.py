@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loragate.errors import ConfigError
-from loragate.training.strategy import launch_of
-from loragate.validate import Count, Size, check
+from loragate.training.strategy import detect_launch
+from loragate.validate import NonNegativeInt, PositiveInt, check_fields
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,21 @@ class DevSettings:
     dev_task: str = ""
     dev_grader: str = "default"
     dev_pattern: str = ""
-    dev_samples: Count = 4
-    dev_max_new_tokens: Size = 0
-    dev_batch_size: Count = 64
+    dev_samples: PositiveInt = 4
+    dev_max_new_tokens: NonNegativeInt = 0
+    dev_batch_size: PositiveInt = 64
     retention_task: str = ""
     exclude: str = ""
     drop_overlap: bool = False
     sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
 
 
 def require_one_process(asked: int = 0) -> None:
     """Refuse several processes, launched or asked for, which could not choose together; raises ConfigError."""
-    if (processes := max(asked, launch_of().processes)) > 1:
+    if (processes := max(asked, detect_launch().processes)) > 1:
         raise ConfigError(
             f"variants are chosen in one process, not in {processes}; leave out --processes and any distributed launcher, or "
             "train one range on all of them with --ranges=L,U --skip-selection"

@@ -1,12 +1,12 @@
 """A grid of ranges, objectives and seeds: the path of `calibrate` with many trials, on Ray or one after the other.
 
-    <folder>/          a `SelectionRun` (`compare.py`): run.json, trials/, dev/, selection.json
+    <folder>/          a `SelectionRun` (`selection_run.py`): run.json, trials/, dev/, selection.json
     <folder>/selection.md, heatmap*.png
     <folder>/best/     the recommended variant as a gated adapter
 
 A `Sweep` can be sent to another process, because it holds names and settings, not weights. Without a dev set the trials are
-trained and nothing is chosen; `loragate eval --sweep` scores them on whole suites (`SweptCells`), by which nobody may choose: the
-best of many on a test is not known to be the best elsewhere.
+trained and nothing is chosen; `loragate eval --sweep` scores them on whole suites (`TrainedCells`), by which nobody may choose:
+the best of many on a test is not known to be the best elsewhere.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.prepared import Request
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import ModelVariant
-from loragate.files import RunFolder, require_new
+from loragate.files import RunFolder, require_empty_folder
 from loragate.gates import GateConfig
 from loragate.gates.schema import CONFIG, read_gate_config
 from loragate.models import Loaded, Loading, ModelSource, explained, load_adapter, open_base, open_tokenizer, resolve
 from loragate.selection.calibrate import read_questions, write_recommended
-from loragate.selection.compare import (
+from loragate.selection.selection_run import (
     OnEvent,
     OnTrial,
     Open,
     SelectionRun,
-    failed_in,
+    find_failures,
+    find_trained_folders,
     no_event,
     no_trial,
-    trained_in,
 )
 from loragate.selection.settings import DevSettings
 from loragate.selection.trials import Trial, TrialContext
@@ -53,7 +53,7 @@ class Sweep:
         read_examples: gives the examples to train on; like the rest it may be sent to another process.
         settings: of the training; objective and seed are the trial's.
         base: instead of the one that the adapter names.
-        how: base and adapter are loaded.
+        loading: base and adapter are loaded.
         config: of the gates; range and seed are the trial's.
         dev: how the dev set is asked and judged.
         dev_data, retention_data: files of questions; empty for none.
@@ -67,7 +67,7 @@ class Sweep:
     read_examples: Callable[[], Rows]
     settings: GateTrainingSettings
     base: str = ""
-    how: Loading = field(default_factory=Loading)
+    loading: Loading = field(default_factory=Loading)
     config: GateConfig = field(default_factory=lambda: GateConfig(0, 1))
     dev: DevSettings = field(default_factory=DevSettings)
     dev_data: str = ""
@@ -75,26 +75,26 @@ class Sweep:
     system: str = "none"
 
     def __post_init__(self) -> None:
-        found = resolve(absolute(self.adapter), absolute(self.base), expect="adapter")
-        found.contents.require_usable("gate")
-        self.adapter, self.base = found.source, str(replace(found.base, name=found.base.lasting))
-        self.how = replace(self.how, chat_template=absolute(self.how.chat_template))
+        found = resolve(absolute_if_exists(self.adapter), absolute_if_exists(self.base), expect="adapter")
+        found.adapter_contents.require_usable("gate")
+        self.adapter, self.base = found.record_name, str(replace(found.base, name=found.base.absolute_name))
+        self.loading = replace(self.loading, chat_template=absolute_if_exists(self.loading.chat_template))
         self.dev = replace(
             self.dev,
-            dev_task=absolute(self.dev.dev_task),
-            retention_task=absolute(self.dev.retention_task),
-            exclude=absolute(self.dev.exclude),
+            dev_task=absolute_if_exists(self.dev.dev_task),
+            retention_task=absolute_if_exists(self.dev.retention_task),
+            exclude=absolute_if_exists(self.dev.exclude),
         )
-        self.dev_data, self.retention_data = absolute(self.dev_data), absolute(self.retention_data)
+        self.dev_data, self.retention_data = absolute_if_exists(self.dev_data), absolute_if_exists(self.retention_data)
 
     def open(self, trials: Sequence[Trial], folder: Path, on_event: OnEvent = no_event) -> SelectionRun:
         """Load base and adapter, for all trials of one process; raises what cannot be used."""
         source = resolve(self.adapter, self.base, expect="adapter")  # as this machine has it
         with explained("base model", source.base.name):
-            base = open_base(source.base, self.how)
+            base = open_base(source.base, self.loading)
         context = TrialContext(
             load_adapter(base, source),
-            open_tokenizer(source, self.how),
+            open_tokenizer(source, self.loading),
             self.read_examples(),
             self.config,
             self.settings,
@@ -107,7 +107,7 @@ class Sweep:
         return SelectionRun(context, tuple(trials), folder, dev, retention, on_event)
 
 
-def absolute(text: str) -> str:
+def absolute_if_exists(text: str) -> str:
     """The whole path of what exists here; anything else, such as a hub id, as it is."""
     return str(Path(text).resolve()) if text and Path(text).exists() else text
 
@@ -116,7 +116,7 @@ def origin_of(source: ModelSource, base_id: str = "") -> dict[str, Any]:
     """What `save_gates` is told of base and adapter; a revision of the base that was loaded is none of another `base_id`."""
     return {
         "adapter_source": source.adapter,
-        "base_id": base_id or source.base.lasting,
+        "base_id": base_id or source.base.absolute_name,
         "base_revision": None if base_id else source.base.revision or None,
         "adapter_id": source.hub_id,
     }
@@ -160,13 +160,13 @@ def choose_runner(
                 raise
             where += '; Ray is not installed (pip install ".[sweep]" in a checkout for several at a time)'
         else:
-            resources = Resources.found(workers, cpus, gpus, device)
+            resources = Resources.detect(workers, cpus, gpus, device)
             return resources.describe(), functools.partial(run_on_ray, resources=resources)
     return where, run_in_sequence
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepResult:
     """What a sweep came to.
 
     Attributes:
@@ -189,7 +189,7 @@ def run_sweep(
     runner: Runner = run_in_sequence,
     on_trial: OnTrial = no_trial,
     on_event: OnEvent = no_event,
-) -> Swept:
+) -> SweepResult:
     """Train what is not trained, evaluate, choose, and write `selection.json` and the recommended variant.
 
     Args:
@@ -205,65 +205,65 @@ def run_sweep(
     """
     folder = Path(folder)
     if not resume and not (folder / RunFolder.RECORD).exists():
-        require_new(folder)
+        require_empty_folder(folder)
     run = sweep.open(trials, folder, on_event)
-    with run.begun(resume):
+    with run.hold_folder(resume):
         if run.dev is not None:
-            run.require_readable()
-        if pending := run.find_trained():
+            run.check_grader_reads_answers()
+        if pending := run.find_pending_trials():
             if runner is run_in_sequence:
                 run_in_sequence(lambda: run, pending, on_trial)
             else:
                 run.context.model = None  # its room is the workers'
 
                 def ended(trial: Trial, how: str, run: SelectionRun = run) -> None:
-                    run.report("training", run.name_of(trial), run.steps, how)  # a worker reports no step
+                    run.report_progress("training", run.trial_label(trial), run.steps, how)  # a worker reports no step
                     on_trial(trial, how)
 
                 runner(functools.partial(sweep.open, tuple(trials), folder.resolve()), pending, ended)
                 run = sweep.open(trials, folder, on_event)
-        if run.find_trained():
-            known = failed_in(folder, trials, diverged=False)
-            lost = {one.name: "its worker was lost, several times" for one in run.find_trained()}
-            return Swept(None, None, {**lost, **known})
+        if run.find_pending_trials():
+            known = find_failures(folder, trials, diverged=False)
+            lost = {one.name: "its worker was lost, several times" for one in run.find_pending_trials()}
+            return SweepResult(None, None, {**lost, **known})
         if not run.gated:
             raise DivergenceError(
                 "no trial's training stayed finite; lower --learning-rate or train in fp32, in a new --out"
             )
         if run.dev is None:
-            return Swept(None, None, {})
+            return SweepResult(None, None, {})
         record, best = run.choose(), folder / "best"
         if not (best / CONFIG).is_file():  # else it is of this very choice, as the folder is that of the same sweep
             write_recommended(run, record, best)
-        return Swept(record, best, {})
+        return SweepResult(record, best, {})
 
 
 @dataclass(frozen=True)
-class SweptCells:
+class TrainedCells:
     """The trained cells of a sweep, which are variants of one evaluation beside its adapter.
 
     Attributes:
         trials: {trial: its gated folder}, of those that are trained.
-        left: the others, which are not scored.
+        unfinished: the others, which are not scored.
         request: of the evaluation: its model is the adapter of the cells.
         tasks: what is asked.
         stop_token_ids: that end an answer, as the cells record them.
     """
 
     trials: dict[Trial, Path]
-    left: tuple[Trial, ...]
+    unfinished: tuple[Trial, ...]
     request: Request
     tasks: list[Task]
     stop_token_ids: tuple[int, ...]
 
     @classmethod
-    def of(cls, sweep: Path, request: Request) -> SweptCells:
+    def of(cls, sweep: Path, request: Request) -> TrainedCells:
         """Those of a sweep with a trained cell (DataError); ConfigErrors as of `Request.check`, and for retention suites."""
         begun = RunFolder(sweep, DataError).read()
         if begun.get("kind") != "selection":
             raise DataError(f"{sweep} is not the folder of a sweep; give the --out of `loragate sweep`")
         every = tuple(map(Trial.from_record, begun["trials"]))
-        trials = trained_in(sweep, every)
+        trials = find_trained_folders(sweep, every)
         if not trials:
             raise DataError(f"{sweep} has no finished cell yet; go on with the sweep first (loragate sweep … --resume)")
         first = next(iter(trials.values()))
@@ -283,14 +283,14 @@ class SweptCells:
 
     def evaluation(self, loaded: Loaded) -> Evaluation:
         """The adapter and a variant for each cell."""
-        names = ", ".join(one.name for one in self.left)
+        names = ", ".join(one.name for one in self.unfinished)
         notes = [f"trials that are not finished, and not scored: {names}"] if names else []
         rows = [ModelVariant("gated", trial.name, gates=str(place)) for trial, place in self.trials.items()]
         prepared = self.request.prepare(self.tasks, loaded)
-        return Evaluation.of(self.request, prepared, loaded, [ModelVariant("adapter"), *rows], notes=notes)
+        return Evaluation.from_request(self.request, prepared, loaded, [ModelVariant("adapter"), *rows], notes=notes)
 
 
-def raise_failures(swept: Swept, count: int) -> None:
+def raise_failures(swept: SweepResult, count: int) -> None:
     """Refuse a sweep with failed trials (LoragateError)."""
     if swept.failures:
         raise LoragateError(

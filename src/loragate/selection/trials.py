@@ -25,9 +25,9 @@ from safetensors.torch import load_file
 
 from loragate.data import EncodedRows, Rows, find_endings
 from loragate.errors import ConfigError, DivergenceError, LoragateError, StoppedError, nearest
-from loragate.files import held, read_json, write_json, write_text
+from loragate.files import file_lock, read_json, write_json, write_text
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters, save_gates
-from loragate.gates.artifact import require_readable, write_sampling
+from loragate.gates.artifact import require_readable, write_generation_config
 from loragate.gates.attach import active_adapter, gate_modules, is_gated
 from loragate.gates.card import render_card
 from loragate.gates.override import Override
@@ -91,7 +91,7 @@ class Trial:
         return cls(Range(record["lower"], record["upper"]), record["objective"], record["seed"])
 
 
-def grid(ranges: Sequence[Range], objectives: Sequence[str], seeds: Sequence[int]) -> tuple[Trial, ...]:
+def make_trials(ranges: Sequence[Range], objectives: Sequence[str], seeds: Sequence[int]) -> tuple[Trial, ...]:
     """The product; a ConfigError names what is missing, unknown, or there twice."""
     for name, values in (("range", ranges), ("objective", objectives), ("seed", seeds)):
         if not values:
@@ -164,7 +164,7 @@ class TrialContext:
         """
         place = folder / trial.slug
         gated = place / GATED
-        with held(place / "lock", WAIT_S, f"{place} is in use by another process; wait for it to end, or stop it"):
+        with file_lock(place / "lock", WAIT_S, f"{place} is in use by another process; wait for it to end, or stop it"):
             if (gated / CONFIG).is_file():
                 return gated
             before = read_json(place / FAILED)
@@ -239,7 +239,7 @@ def copy_artifact(source: Path, target: Path, selection: dict[str, Any], tempera
     record = {**read_gate_config(source), "selection": selection}
     without = shutil.ignore_patterns(CONFIG, CARD)
     shutil.copytree(source, target, ignore=without, copy_function=copy_file, dirs_exist_ok=True)
-    record |= write_sampling(target, temperature)
+    record |= write_generation_config(target, temperature)
     write_text(target / CARD, render_card(target.resolve().name, record))
     write_json(target / CONFIG, record)  # last: without it there is no artifact
     require_readable(target)
@@ -256,8 +256,8 @@ def attach_constant(model: Any, scale: float, part: str | None = None) -> None:
     bounds = range_around(scale)
     config = GateConfig(bounds.lower, bounds.upper, granularity="module")
     attach_gates(model, config, active_adapter(model))
-    laid = overrides_by_module(Override(constant=scale, part=part), gate_modules(model))
-    logits = {path: torch.tensor([config.signed_map.logit(one.limits[0])]) for path, one in laid.items()}
+    overrides = overrides_by_module(Override(constant=scale, part=part), gate_modules(model))
+    logits = {path: torch.tensor([config.signed_map.logit(one.limits[0])]) for path, one in overrides.items()}
     _set_gates(model, {f"{path}.bias": logit for path, logit in logits.items()})
 
 

@@ -22,15 +22,15 @@ from typing import Any
 
 from loragate import models
 from loragate.errors import ConfigError, LoragateError, nearest
-from loragate.gates.override import FIELDS, Override, requested_override, split_folder, split_name, split_slot
-from loragate.gates.recommended import generation_settings, recommended_temperature, warn_elsewhere
-from loragate.models.source import is_gated, sampling_of
+from loragate.gates.override import FIELDS, Override, parse_slot_override, requested_override, split_folder, split_name
+from loragate.gates.recommended import generation_settings, recommended_temperature, warn_other_temperature
+from loragate.models.source import is_gated, read_sampling_record
 
 log = logging.getLogger("loragate.requests")
 """One line for each request of a server."""
 
 
-def gated_folder(path: str) -> tuple[Path, Override | None] | None:
+def split_gated_path(path: str) -> tuple[Path, Override | None] | None:
     """(folder, override) of a request for which λ has to be computed; None for a plain adapter, and for what is not here."""
     named, override = split_folder(path)
     folder = Path(named).expanduser()
@@ -53,14 +53,14 @@ def require_unchanged(owner: Any, lora_request: Any, digest: str) -> None:
         )
 
 
-def renewed(engine: Any, lora_request: Any) -> Any:
+def assign_adapter_id(engine: Any, lora_request: Any) -> Any:
     """The adapter of a server's request under the number of what its folder holds now: one slot for all names of a folder.
 
     A folder that was written anew is another adapter: it has another number, and another name for the prefix cache.
     """
     folders = engine.__dict__.setdefault("_loragate_numbers", {})
     folder = split_folder(lora_request.lora_path)[0]
-    numbers = folders.setdefault(split_slot(lora_request.lora_path)[0], {})
+    numbers = folders.setdefault(parse_slot_override(lora_request.lora_path)[0], {})
     now = models.stamp(Path(folder).expanduser())
     if now not in numbers:
         taken = {number for known in folders.values() for number in known.values()}
@@ -74,8 +74,8 @@ def renewed(engine: Any, lora_request: Any) -> Any:
 
 
 async def add_adapter(original: Any, self: Any, lora_request: Any) -> bool:
-    """A server's `add_lora`, under the number of `renewed`."""
-    other = renewed(self, lora_request)
+    """A server's `add_lora`, under the number of `assign_adapter_id`."""
+    other = assign_adapter_id(self, lora_request)
     lora_request.lora_int_id = other.lora_int_id  # the server keeps this very object for the name
     added: bool = await original(self, other)
     self.__dict__.setdefault("_loragate_loaded", set()).add(other.lora_int_id)
@@ -111,13 +111,13 @@ def check_adapter(processor: Any, lora_request: Any) -> None:
         processor: vLLM's `InputProcessor`; what was checked is kept on it, as is whose gates are served.
     """
     # limits of λ are those of a text's tokens, and what an encoder made of a picture is kept by the adapter's name
-    if processor.lora_config.enable_tower_connector_lora and split_slot(lora_request.lora_path)[1] is not None:
+    if processor.lora_config.enable_tower_connector_lora and parse_slot_override(lora_request.lora_path)[1] is not None:
         raise ValueError(
             f"{lora_request.lora_name}: a strength, and an override of λ, reaches a text's tokens alone; with "
             "--enable-tower-connector-lora an adapter is served as it is, or by a name with a part (@lower=0.5)"
         )
     try:
-        found = gated_folder(lora_request.lora_path)
+        found = split_gated_path(lora_request.lora_path)
         if found is None or not found[0].is_dir():
             return
         folder, override = found
@@ -135,7 +135,7 @@ def check_adapter(processor: Any, lora_request: Any) -> None:
         raise ValueError(str(error)) from error
 
 
-def strengthen(lora_request: Any, fields: Mapping[str, Any] | None, where: str) -> Any:
+def apply_strength_fields(lora_request: Any, fields: Mapping[str, Any] | None, where: str) -> Any:
     """The adapter of a request with the override behind its folder that the request's fields ask for.
 
     The folder is what vLLM carries through scheduler, prefix cache and worker: it keeps two strengths of an adapter apart, and
@@ -176,14 +176,14 @@ def strengthen(lora_request: Any, fields: Mapping[str, Any] | None, where: str) 
 def _unreached(folder: Path, stamp: Any) -> tuple[str, ...]:
     """The modules of an adapter that no scale reaches, while its files have this stamp; in vLLM experts are one fused layer."""
     found = models.read_gates(folder, Override(constant=0.0))
-    return *found.unreached, *(path for path in found.biases if ".experts." in path)
+    return *found.ungated_modules, *(path for path in found.biases if ".experts." in path)
 
 
 def apply_fields(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`process_inputs`, through which every request goes, with the fields among `SamplingParams.extra_args` applied."""
     given = inspect.signature(original).bind(self, *args, **kwargs)
     fields = getattr(given.arguments["params"], "extra_args", None)
-    given.arguments["lora_request"] = strengthen(given.arguments.get("lora_request"), fields, "extra_args")
+    given.arguments["lora_request"] = apply_strength_fields(given.arguments.get("lora_request"), fields, "extra_args")
     return original(*given.args, **given.kwargs)
 
 
@@ -211,7 +211,7 @@ def find_adapter(original: Any, self: Any, request: Any, *args: Any, **kwargs: A
         lora_request = original(self, request, *args, **kwargs)
     # at the top, where OpenAI's clients put what they do not know, or where vLLM expects it; taken out, as it is applied here
     for fields in (getattr(request, "model_extra", None), getattr(request, "vllm_xargs", None)):
-        lora_request = strengthen(lora_request, fields, request.model or "base")
+        lora_request = apply_strength_fields(lora_request, fields, request.model or "base")
         for name in FIELDS:
             (fields or {}).pop(name, None)
     if lora_request is None or getattr(request, "temperature", 0.0) is not None:
@@ -243,12 +243,12 @@ def _named_override(served: Any, name: str | None) -> Any:
     return other
 
 
-async def loaded(engine: Any, lora_request: Any) -> Any:
-    """`renewed`, in the engine before its request is: what is refused is the request's error.
+async def ensure_loaded(engine: Any, lora_request: Any) -> Any:
+    """`assign_adapter_id`, in the engine before its request is: what is refused is the request's error.
 
     vLLM makes an error of the server, without the reason, of what is refused only when it takes the request.
     """
-    now = renewed(engine, lora_request)
+    now = assign_adapter_id(engine, lora_request)
     if now.lora_int_id not in engine.__dict__.setdefault("_loragate_loaded", set()):
         try:
             await engine.add_lora(copy.copy(lora_request))
@@ -271,8 +271,10 @@ async def answer(original: Any, self: Any, *args: Any, **kwargs: Any) -> AsyncGe
     name = adapter.lora_name if adapter else "none"
     if adapter:
         if sampling:
-            warn_elsewhere(name, _sampling(adapter.lora_path), sampling.temperature, logging.getLogger("loragate"))
-        adapter = given.arguments["lora_request"] = await loaded(self, adapter)
+            warn_other_temperature(
+                name, _sampling(adapter.lora_path), sampling.temperature, logging.getLogger("loragate")
+            )
+        adapter = given.arguments["lora_request"] = await ensure_loaded(self, adapter)
     began, tokens, last = time.monotonic(), 0, None
     try:
         async for last in original(*given.args, **given.kwargs):
@@ -297,7 +299,7 @@ async def answer(original: Any, self: Any, *args: Any, **kwargs: Any) -> AsyncGe
 
 
 def _sampling(path: str) -> dict[str, Any]:
-    """The record of an adapter's folder as it is served, see `sampling_of`; {} for a folder that will be refused."""
+    """The record of an adapter's folder as it is served, see `read_sampling_record`; {} for a folder that will be refused."""
     try:
         named, override = split_folder(path)
         folder = Path(named).expanduser()
@@ -308,8 +310,8 @@ def _sampling(path: str) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _sampling_of(folder: Path, stamp: Any) -> dict[str, Any]:
-    """`sampling_of` a folder, while its files have this stamp."""
-    return sampling_of(folder)
+    """`read_sampling_record` a folder, while its files have this stamp."""
+    return read_sampling_record(folder)
 
 
 def open_log() -> None:

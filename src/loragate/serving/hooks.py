@@ -18,11 +18,11 @@ from typing import Any
 
 from loragate import models
 from loragate.errors import LoragateError
-from loragate.gates.override import split_folder, split_slot
+from loragate.gates.override import parse_slot_override, split_folder
 from loragate.models.source import is_gated
 from loragate.serving import frontend
-from loragate.serving.frontend import gated_folder, require_unchanged
-from loragate.serving.layers import ANY, gated_class, head_class, score_prompts, token_limits
+from loragate.serving.frontend import require_unchanged, split_gated_path
+from loragate.serving.layers import NO_LIMITS, gated_class, head_class, score_prompts, token_limits
 from loragate.version import __version__
 
 
@@ -61,7 +61,7 @@ def load_adapter(original: Any, self: Any, lora_request: Any) -> Any:
     except LoragateError as error:
         raise ValueError(str(error)) from error
     lora = original(self, moved)
-    lora.loragate, lora.loragate_folder = placed, split_slot(lora_request.lora_path)[0]
+    lora.loragate, lora.loragate_folder = placed, parse_slot_override(lora_request.lora_path)[0]
     return lora
 
 
@@ -70,7 +70,7 @@ def add_adapter(original: Any, self: Any, lora_request: Any) -> bool:
     held = self._adapter_manager.list_adapters().get(lora_request.lora_int_id)
     if held is not None:
         before = getattr(held, "loragate_folder", None)
-        if before is not None and before != split_slot(lora_request.lora_path)[0]:
+        if before is not None and before != parse_slot_override(lora_request.lora_path)[0]:
             self._adapter_manager.remove_adapter(lora_request.lora_int_id)
     added: bool = original(self, lora_request)
     return added
@@ -79,13 +79,13 @@ def add_adapter(original: Any, self: Any, lora_request: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def limits_of(path: str) -> tuple[float, float]:
     """(least λ, most λ) that an adapter's path lays over its λ."""
-    override = split_slot(path)[1]
-    return ANY if override is None else override.limits
+    override = parse_slot_override(path)[1]
+    return NO_LIMITS if override is None else override.limits
 
 
 def fill_limits(manager: Any, lora_requests: list[Any], tokens: Any) -> None:
     """Tell the layers of a worker the limits of λ of a batch: its requests' adapters in order, and the tokens of each."""
-    limits = [ANY if one is None else limits_of(one.lora_path) for one in lora_requests]
+    limits = [NO_LIMITS if one is None else limits_of(one.lora_path) for one in lora_requests]
     for punica in manager._adapter_manager.punica_wrapper_mapping.values():
         token_limits(punica).fill(limits, tokens)
 
@@ -112,7 +112,7 @@ def set_kept_active(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, *args, **kwargs)
 
 
-def keep_seeds(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def hide_discarded_generators(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`sample_tokens` on a CPU that draws without a request's own seed where only a part of its prompt was read.
 
     The token is dropped, and vLLM 0.32 would then wind the request's generator back, which a CPU's cannot: its engine would end.
@@ -133,7 +133,7 @@ def compile_cache_key(original: Any, self: Any, *args: Any, **kwargs: Any) -> st
 
 def refuse_gates(reason: str, original: Any, self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
     """`_load_adapter` that names the reason when a gated folder comes; plain adapters are vLLM's own affair."""
-    if gated_folder(getattr(lora_request, "lora_path", "")):
+    if split_gated_path(getattr(lora_request, "lora_path", "")):
         raise ValueError(reason)
     return original(self, lora_request, *args, **kwargs)
 
@@ -176,7 +176,7 @@ REPLACED: dict[str, Callable[..., Any]] = {
 """{a method of vLLM's: what takes its place}."""
 REPLACED_ON_CPU: dict[str, Callable[..., Any]] = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": score_prompts,
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": keep_seeds,
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": hide_discarded_generators,
 }
 """The same where vLLM runs on a CPU, whose runner is a subclass of the one for GPUs; see `serving.layers`."""
 

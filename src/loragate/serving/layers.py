@@ -28,9 +28,9 @@ import torch
 
 from loragate.gates.signed_map import SignedMap
 
-ANY = (-math.inf, math.inf)
+NO_LIMITS = (-math.inf, math.inf)
 """(least λ, most λ) of a token whose request lays nothing over λ."""
-_UNGATED = (0.0, 0.0, *ANY)
+_UNGATED = (0.0, 0.0, *NO_LIMITS)
 _NO_ADAPTER = (0.0, 0.0, 0.0, 0.0)
 
 
@@ -48,7 +48,7 @@ def empty_slots(slots: int, slices: int, width: int, device: Any = None) -> tupl
 
 def slot_constants(signed_map: SignedMap) -> torch.Tensor:
     """What `constants_SN4` holds for a gate: the slopes 1−L and U−1 of the signed map, and any λ as its limits."""
-    return torch.tensor([signed_map.below, signed_map.above, *ANY], dtype=torch.float32)
+    return torch.tensor([signed_map.below, signed_map.above, *NO_LIMITS], dtype=torch.float32)
 
 
 class TokenLimits:
@@ -58,22 +58,22 @@ class TokenLimits:
     """
 
     def __init__(self, most_tokens: int, device: Any = None) -> None:
-        self.values_M2 = torch.tensor(ANY, dtype=torch.float32, device=device).repeat(most_tokens, 1)
-        self.overridden = False
+        self.values_M2 = torch.tensor(NO_LIMITS, dtype=torch.float32, device=device).repeat(most_tokens, 1)
+        self.has_limits = False
         """Whether any token has limits; only where nothing is compiled or captured may this be asked."""
         self._known: tuple[torch.Tensor, Owners] = torch.empty(0), []
         self._strengths: torch.Tensor | None = None
 
     def fill(self, limits: Sequence[tuple[float, float]], tokens: Sequence[int]) -> None:
         """Set the limits of a batch: those of each request, and how many tokens of it the batch has."""
-        before, self.overridden = self.overridden, any(each != ANY for each in limits)
+        before, self.has_limits = self.has_limits, any(each != NO_LIMITS for each in limits)
         self._strengths = None
-        if self.overridden:
+        if self.has_limits:
             rows_R2 = torch.tensor(limits, dtype=torch.float32)
             rows_T2 = rows_R2.repeat_interleave(torch.as_tensor(tokens, dtype=torch.long), dim=0)
             self.values_M2[: len(rows_T2)].copy_(rows_T2)
         elif before:
-            self.values_M2.copy_(torch.tensor(ANY))
+            self.values_M2.copy_(torch.tensor(NO_LIMITS))
 
     def strengths(self, tokens: int) -> torch.Tensor:
         """λ of each token where its slot has no gates, [T, 1] fp32: 1 within the limits of its request."""
@@ -83,9 +83,9 @@ class TokenLimits:
         return self._strengths
 
     def owners(self, slots_T: torch.Tensor) -> Owners:
-        """`owners_of` a batch, on a CPU; worked out in its first layer."""
+        """`group_rows_by_slot` a batch, on a CPU; worked out in its first layer."""
         if not torch.equal(self._known[0], slots_T):
-            self._known = slots_T.clone(), owners_of(slots_T)
+            self._known = slots_T.clone(), group_rows_by_slot(slots_T)
         return self._known[1]
 
 
@@ -135,7 +135,7 @@ Owners = Sequence[tuple[int, torch.Tensor | None]]
 """The slots in a batch, each with the rows of its tokens; None where all tokens are its own."""
 
 
-def owners_of(slots_T: torch.Tensor) -> Owners:
+def group_rows_by_slot(slots_T: torch.Tensor) -> Owners:
     """Which rows belong to which slot; rows of tokens without one (negative) belong to none."""
     used = [slot for slot in torch.unique(slots_T).tolist() if slot >= 0]
     if len(used) == 1 and bool((slots_T >= 0).all()):
@@ -246,14 +246,14 @@ class GatedPunica(PunicaProxy):
             owners = self.limits.owners(slots_T)
             shrink_slots(y, flat_TD, lora_a_stacked, scale, owners)
             if not any(slot in layer.gated_slots for slot, _ in owners):
-                if self.limits.overridden:
+                if self.limits.has_limits:
                     strengths_T1 = self.limits.strengths(len(flat_TD))
                     for slot, rows in owners:
                         if slot not in layer.fixed_slots:
                             own = slice(None) if rows is None else rows
                             y[:, own] *= strengths_T1[own]
                 return None  # else λ is exactly 1
-            if not self.limits.overridden:
+            if not self.limits.has_limits:
                 limits_T2 = None
         else:
             shrunk = self.punica.add_shrink(y, x, lora_a_stacked, scale, **kwargs)
@@ -347,7 +347,7 @@ class GateMixin:
         self.gate_bias[index, piece] = bias / tau
         self.gate_constants[index, piece].copy_(slot_constants(signed_map))
 
-    def fix_slot(self: Any, index: int) -> None:
+    def pin_slot_to_one(self: Any, index: int) -> None:
         """Hold slot `index` at λ = 1 until a gate is set: what a gated adapter leaves ungated no override reaches."""
         self.fixed_slots.add(index)
         self.gate_constants[index, :, 2:] = 1.0

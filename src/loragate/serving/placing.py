@@ -34,7 +34,7 @@ class PlacedGates:
         """Put the gates into slot `index`, which the layers have just reset; what has no gate stays at λ = 1."""
         for module in modules.values():
             if isinstance(module, GateMixin):
-                module.fix_slot(index)
+                module.pin_slot_to_one(index)
         for layer, piece, weight, bias in self.entries:
             modules[layer].set_gate(index, piece, weight, bias, self.signed_map)
 

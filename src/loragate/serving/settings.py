@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from loragate import models
 from loragate.errors import ConfigError
 from loragate.models.settings import Loading
-from loragate.validate import Amount, Count, Port, Share, Size, comma_list
+from loragate.validate import NonNegativeFloat, NonNegativeInt, Port, PositiveInt, UnitInterval, comma_list
 
 if TYPE_CHECKING:
     from loragate.models.source import ModelSource
@@ -39,10 +39,10 @@ class ServerSettings(Loading):
     port: Port = 8000
     adapters: str = ""
     dynamic: bool = False
-    max_model_len: Size = 0
+    max_model_len: NonNegativeInt = 0
     vllm_args: str = ""
-    vllm_memory: Share = 0.0
-    tensor_parallel: Count = 1
+    vllm_memory: UnitInterval = 0.0
+    tensor_parallel: PositiveInt = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,9 @@ class VerifySettings(Loading):
     served_base: str = ""
     adapters: str = ""
     strength_by: Literal["auto", "name", "lora_scale", "none"] = "auto"
-    prompts: Count = 4
-    tokens: Count = 24
-    limit: Amount = 0.0
+    prompts: PositiveInt = 4
+    tokens: PositiveInt = 24
+    limit: NonNegativeFloat = 0.0
     json: bool = False
     out: str = ""
 
@@ -95,7 +95,7 @@ def named_adapters(text: str, taken: Collection[str]) -> dict[str, ModelSource]:
     found: dict[str, ModelSource] = {}
     for part in comma_list(text):
         name, _, folder = part.partition("=")
-        source = models.resolve(folder, overrides=True, base_later=True) if name and folder else None
+        source = models.resolve(folder, allow_override=True, base_optional=True) if name and folder else None
         if source is None or source.kind == "base":
             raise ConfigError(
                 f"--adapters {part}: expected NAME=FOLDER with the folder or hub id of a gated or plain adapter, or "

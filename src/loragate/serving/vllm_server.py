@@ -30,9 +30,9 @@ from loragate.data import Chat, find_endings
 from loragate.display import console
 from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.files import write_json, write_text
-from loragate.gates.override import split_slot
+from loragate.gates.override import parse_slot_override
 from loragate.gates.recommended import sampling_note
-from loragate.generation.vllm_engine import lora_rank, on_cpu, require_gate_plugin, usual_share
+from loragate.generation.vllm_engine import default_memory_utilization, lora_rank, on_cpu, require_gate_plugin
 from loragate.models import (
     ModelSource,
     base_config,
@@ -73,8 +73,8 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
     signal.signal(signal.SIGTERM, interrupt)
     try:
         source, adapters = served_adapters(settings)
-        rank = prepare_vllm(source, adapters, settings.trust_remote_code)
-        folders = {name: adapter.text for name, adapter in adapters.items()}
+        rank = check_servable(source, adapters, settings.trust_remote_code)
+        folders = {name: adapter.path_with_override for name, adapter in adapters.items()}
         port = free_port(settings.host, settings.port)
         url = address(settings.host, port)
         tokenizer = open_tokenizer(source, settings)
@@ -121,23 +121,23 @@ def served_adapters(settings: ServerSettings) -> tuple[ModelSource, dict[str, Mo
     require_here("base model", source.base.name)
     # the recommended sampling is that of the gates
     adapters = (
-        {"gated": source, "adapter": replace(source.plain, gates=None)}
+        {"gated": source, "adapter": replace(source.as_plain_adapter, gates=None)}
         if source.kind == "gated"
         else {"adapter": source}
     )
     return source, adapters | named_adapters(settings.adapters, ("base", *adapters))
 
 
-def prepare_vllm(source: ModelSource, adapters: Mapping[str, ModelSource], trust: bool) -> int:
+def check_servable(source: ModelSource, adapters: Mapping[str, ModelSource], trust: bool) -> int:
     """Check plugin, version, folders and base before vLLM starts; returns the rank to make room for."""
     refuse_gguf(source.base, "vLLM")
     rank = 1
     for adapter in adapters.values():
         if adapter.needs_lambda:
-            require_gate_plugin(adapter.text)
+            require_gate_plugin(adapter.path_with_override)
             read_gates(adapter.folder, adapter.override)
         rank = max(rank, lora_rank(adapter.adapter))
-        adapter.contents.require_usable("serve")
+        adapter.adapter_contents.require_usable("serve")
     if on_cpu():
         with explained("base model", source.base.name):
             config = base_config(source.base, trust)
@@ -169,7 +169,9 @@ def require_served(base: str, config: Any) -> None:
 
 def server_command(base: str, adapters: Mapping[str, str], *, host: str, port: int, max_lora_rank: int) -> list[str]:
     """Command line of the server: the base as "base", each adapter folder (gated or plain) under its name."""
-    slots = len({split_slot(folder)[0] for folder in adapters.values()})  # one for all overrides of a whole adapter
+    slots = len(
+        {parse_slot_override(folder)[0] for folder in adapters.values()}
+    )  # one for all overrides of a whole adapter
     return [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", base),
         *("--served-model-name", "base", "--host", host, "--port", str(port)),
@@ -189,7 +191,7 @@ def vllm_arguments(
 ) -> list[str]:
     """What vLLM's server is told beside base, adapters and address; files that it names are written into `scratch`."""
     found = ["--dtype", settings.dtype, "--tensor-parallel-size", str(settings.tensor_parallel)]
-    found += ["--gpu-memory-utilization", f"{settings.vllm_memory or usual_share():g}"]
+    found += ["--gpu-memory-utilization", f"{settings.vllm_memory or default_memory_utilization():g}"]
     found += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
     found += ["--trust-remote-code"] if settings.trust_remote_code else []
     found += ["--revision", source.base.revision] if source.base.revision else []

@@ -103,11 +103,11 @@ class GradientCheck(TrainerCallback):
     Args:
         parameters: what trains, by name.
         gates: whether they are gates.
-        scaled: whether loss scaling (fp16) skips what is not finite; see `SkippedStepCheck`.
+        uses_loss_scaling: whether loss scaling (fp16) skips what is not finite; see `SkippedStepCheck`.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], *, gates: bool, scaled: bool) -> None:
-        self.parameters, self.gates, self.scaled = parameters, gates, scaled
+    def __init__(self, parameters: dict[str, nn.Parameter], *, gates: bool, uses_loss_scaling: bool) -> None:
+        self.parameters, self.gates, self.uses_loss_scaling = parameters, gates, uses_loss_scaling
         self.first = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -131,7 +131,7 @@ class GradientCheck(TrainerCallback):
                 "that the adapter acts at all"
             )
         self.first = False
-        if not self.scaled and not math.isfinite(largest_of_all):
+        if not self.uses_loss_scaling and not math.isfinite(largest_of_all):
             raise DivergenceError(
                 f"the gradient is not finite at step {state.global_step + 1}, though the loss is. Nothing was updated in this "
                 "step. Lower the learning rate or train in fp32; if the objective is your own, look for a slope that is infinite "
@@ -142,18 +142,19 @@ class GradientCheck(TrainerCallback):
 class SkippedStepCheck(TrainerCallback):
     """Ends an fp16 run whose steps are all skipped: loss scaling drops a gradient that is not finite without a word.
 
-    A few skipped steps at the start are the scale finding its size: from 2^16 it is halved at each. After `LONGEST` in a row it
+    A few skipped steps at the start are the scale finding its size: from 2^16 it is halved at each. After `MAX_CONSECUTIVE_SKIPS`
+        in a row it
     is below 1, and the gradient itself is at fault.
     """
 
-    LONGEST = 25
+    MAX_CONSECUTIVE_SKIPS = 25
 
     def __init__(self) -> None:
         self.skipped = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self.skipped = self.skipped + 1 if getattr(optimizer, "step_was_skipped", False) else 0
-        if self.skipped == self.LONGEST:
+        if self.skipped == self.MAX_CONSECUTIVE_SKIPS:
             raise DivergenceError(
                 f"the gradient was not finite in the last {self.skipped} steps, up to step {state.global_step}, and fp16's loss "
                 "scaling skipped them all. Train in bf16 or fp32"
@@ -170,7 +171,7 @@ class StopOnInterrupt(TrainerCallback):
     """First Ctrl-C: finish the step, write a checkpoint and stop. Second: stop at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.stop_requested = False
         self.previous: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -178,26 +179,26 @@ class StopOnInterrupt(TrainerCallback):
             self.previous = signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self.asked:
+        if self.stop_requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.stop_requested = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.world_size > 1:
             # processes get the signal at different moments, and must stop after the same step
-            flag = torch.tensor(int(self.asked), device=args.device)
+            flag = torch.tensor(int(self.stop_requested), device=args.device)
             torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-            self.asked = bool(flag)
-        if self.asked:
+            self.stop_requested = bool(flag)
+        if self.stop_requested:
             control.should_save = True
             control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.restore()
 
-    def refuse_unfinished(self, step: int, total: int, folder: Path | None) -> None:
+    def raise_if_stopped_early(self, step: int, total: int, folder: Path | None) -> None:
         """Raises StoppedError for a run that was asked to stop before its last step, with the way to go on."""
-        if self.asked and step < total:
+        if self.stop_requested and step < total:
             again = (
                 "nothing was kept"
                 if folder is None

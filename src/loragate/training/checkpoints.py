@@ -20,11 +20,16 @@ from typing import Any
 
 from loragate.errors import ConfigError, SetupError
 from loragate.files import RunFolder, file_sha256, read_json, write_json
-from loragate.training.strategy import launch_of, process_state
+from loragate.training.strategy import detect_launch, process_state
 
 logger = logging.getLogger("loragate")
 
-STATE, LOG, TRAINED, CHECKSUMS = "trainer_state.json", "metrics.jsonl", "trained.safetensors", "checksums.json"
+TRAINER_STATE_FILE, METRICS_FILE, TRAINED_WEIGHTS_FILE, CHECKSUMS = (
+    "trainer_state.json",
+    "metrics.jsonl",
+    "trained.safetensors",
+    "checksums.json",
+)
 UNFINISHED = "it was not written to its end"
 
 
@@ -34,12 +39,12 @@ class TrainingFolder:
 
     Attributes:
         path: of the run folder, or of a temporary one.
-        kept: whether it outlives the training; without it there is no record, no log and nothing to go on from.
+        is_persistent: whether it outlives the training; without it there is no record, no log and nothing to go on from.
         resume, overwrite: go on with the run that is there, or remove it and begin anew.
     """
 
     path: Path
-    kept: bool = False
+    is_persistent: bool = False
     resume: bool = False
     overwrite: bool = False
 
@@ -53,24 +58,24 @@ class TrainingFolder:
             SetupError: if the folder holds a run that is neither to be resumed nor overwritten, another run, or damaged
                 checkpoints alone.
         """
-        if not self.kept:
+        if not self.is_persistent:
             return None
         run, state = RunFolder(self.path, SetupError), process_state()
         if not self.resume:
             if self.overwrite and state.is_main_process:
                 remove_run(self.path)
             state.wait_for_everyone()
-            holds, exists = work_in(self.path), run.record.exists()
+            holds, exists = describe_existing_run(self.path), run.record_path.exists()
             # a slower process must not take this run's record for that of an earlier one
             state.wait_for_everyone()
             # a refusal is every process's, the record the first one's
             if holds or exists or state.is_main_process:
-                run.begin(identity, holds=holds)
+                run.begin(identity, existing_work=holds)
             return None
         run.begin(identity, resume=True)
         last, faults = None, []
-        for checkpoint in reversed(checkpoints(self.path)):
-            if not (fault := fault_of(checkpoint)):
+        for checkpoint in reversed(list_checkpoints(self.path)):
+            if not (fault := find_checkpoint_fault(checkpoint)):
                 last = checkpoint
                 break
             faults.append((checkpoint, fault))
@@ -110,19 +115,19 @@ def training_folder(path: str | Path | None, resume: bool, overwrite: bool = Fal
             yield TrainingFolder(Path(place))
         return
     # of several processes the first one holds the lock, for all
-    with nullcontext() if launch_of().rank else RunFolder(Path(path)).locked():
+    with nullcontext() if detect_launch().rank else RunFolder(Path(path)).locked():
         yield TrainingFolder(Path(path), True, resume, overwrite)
 
 
 def remove_run(folder: Path) -> None:
     """Remove what a training has written to its folder, and nothing else."""
-    for name in (RunFolder.RECORD, LOG):
+    for name in (RunFolder.RECORD, METRICS_FILE):
         (folder / name).unlink(missing_ok=True)
-    for checkpoint in checkpoints(folder):
+    for checkpoint in list_checkpoints(folder):
         shutil.rmtree(checkpoint)
 
 
-def work_in(folder: Path) -> str:
+def describe_existing_run(folder: Path) -> str:
     """What a run folder holds that another run must not be mixed with, in words; empty where no step was kept yet.
 
     The log of a finished run ends in the wall time, at the last step; a run that was stopped logs its wall time too, and
@@ -131,8 +136,10 @@ def work_in(folder: Path) -> str:
     last = last_checkpoint(folder)
     finished = False
     with suppress(OSError, ValueError, LookupError, TypeError):
-        end = json.loads((folder / LOG).read_text(encoding="utf-8").splitlines()[-1])
-        finished = "train_runtime" in end and (last is None or end["step"] >= read_json(last / STATE)["max_steps"])
+        end = json.loads((folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()[-1])
+        finished = "train_runtime" in end and (
+            last is None or end["step"] >= read_json(last / TRAINER_STATE_FILE)["max_steps"]
+        )
     if finished:
         return "the log of a finished run"
     return "" if last is None else f"an unfinished run ({last.name})"
@@ -140,15 +147,15 @@ def work_in(folder: Path) -> str:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint that was written to its end; a killed run may leave a torn one, which is passed over."""
-    return next((path for path in reversed(checkpoints(folder)) if not fault_of(path)), None)
+    return next((path for path in reversed(list_checkpoints(folder)) if not find_checkpoint_fault(path)), None)
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """All checkpoints in the order of their steps, torn ones too; not a folder of the user's that is called alike."""
     return sorted((path for path in folder.glob("checkpoint-*") if _step_of(path)), key=_step_of)
 
 
-def fault_of(checkpoint: Path) -> str:
+def find_checkpoint_fault(checkpoint: Path) -> str:
     """What is wrong with a checkpoint, in words: `UNFINISHED`, or which file differs; empty where it is whole.
 
     Raises:
@@ -167,9 +174,9 @@ def fault_of(checkpoint: Path) -> str:
     return ""
 
 
-def require_whole(checkpoint: Path) -> None:
+def require_intact_checkpoint(checkpoint: Path) -> None:
     """Raises SetupError for a checkpoint that was not written to its end, or has changed since."""
-    if fault := fault_of(checkpoint):
+    if fault := find_checkpoint_fault(checkpoint):
         raise SetupError(f"{checkpoint} cannot be resumed: {fault}. Choose an earlier checkpoint, or begin anew")
 
 

@@ -30,7 +30,7 @@ from loragate.gates.eligibility import keep_unpacked
 from loragate.gates.identity import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.schema import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from loragate.losses.causal_head import Reference, ReferenceRequest
-from loragate.losses.objectives import Objective, objective_of
+from loragate.losses.objectives import Objective, make_objective
 from loragate.models import Loading, ModelRef, explained, open_base, open_tokenizer, resolve
 from loragate.models.peft_loading import load_peft
 from loragate.modes import evaluation_mode
@@ -39,21 +39,21 @@ from loragate.training.checkpoints import training_folder
 from loragate.training.model_state import train_in_fp32
 from loragate.training.preflight import require_free_out
 from loragate.training.rows import (
+    check_encoded_matches_rows,
+    check_fits_model,
     encoded_fingerprint,
     read_rows,
-    require_encoded,
     require_mask_column,
-    require_short_enough,
 )
-from loragate.training.run import TrainingOutcome, require_own, run_in_folder, trainer_arguments
-from loragate.training.settings import FineTuningSettings, RowsSettings, recorded
+from loragate.training.run import TrainingOutcome, build_trainer_arguments, check_custom_objective, run_in_folder
+from loragate.training.settings import FineTuningSettings, RowsSettings, drop_unrecorded
 from loragate.training.sharding import target_device
-from loragate.training.strategy import launch_of, process_state
+from loragate.training.strategy import detect_launch, process_state
 from loragate.training.trainer import StatisticsTrainer
 
 logger = logging.getLogger("loragate")
 # what a finished adapter decides: name of the setting, and of the field in its own record
-_OF_THE_ADAPTER = {
+SETTING_TO_PEFT_FIELD = {
     "rank": "r",
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
@@ -86,12 +86,12 @@ class FineTuningResult(TrainingOutcome):
             base: where the base was loaded from.
         """
         config = self.model.peft_config["default"]
-        config.base_model_name_or_path, config.revision = base.lasting, base.commit() or None
+        config.base_model_name_or_path, config.revision = base.absolute_name, base.commit() or None
         write_adapter(self.model, "default", Path(folder))
         tokenizer.save_pretrained(str(folder))
 
 
-def adapter_settings(settings: FineTuningSettings, record: Any) -> FineTuningSettings:
+def resolve_settings_from_adapter(settings: FineTuningSettings, record: Any) -> FineTuningSettings:
     """The settings with rank, α, dropout, variant and modules of the adapter that is continued.
 
     Raises:
@@ -99,7 +99,7 @@ def adapter_settings(settings: FineTuningSettings, record: Any) -> FineTuningSet
     """
     usual = FineTuningSettings()
     # a setting that has its usual value was not asked for, and gives way to the adapter's
-    own: dict[str, Any] = {name: getattr(record, key) for name, key in _OF_THE_ADAPTER.items()}
+    own: dict[str, Any] = {name: getattr(record, key) for name, key in SETTING_TO_PEFT_FIELD.items()}
     modules = record.target_modules
     own["target_modules"] = modules if isinstance(modules, str) else ",".join(sorted(modules))
     for name, value in own.items():
@@ -187,29 +187,35 @@ def train_adapter(
     """
     settings = settings or FineTuningSettings()
     if objective is not None:
-        require_own(objective, settings)
-    worn = next((name for name, part in base_model.named_modules() if isinstance(part, BaseTunerLayer)), None)
-    if worn is not None or isinstance(base_model, PeftModel):
-        found = f"{worn} is an adapter's layer" if worn is not None else f"this is a {type(base_model).__name__}"
+        check_custom_objective(objective, settings)
+    existing_lora_layer = next(
+        (name for name, part in base_model.named_modules() if isinstance(part, BaseTunerLayer)), None
+    )
+    if existing_lora_layer is not None or isinstance(base_model, PeftModel):
+        found = (
+            f"{existing_lora_layer} is an adapter's layer"
+            if existing_lora_layer is not None
+            else f"this is a {type(base_model).__name__}"
+        )
         raise ConfigError(
             f"the base already carries an adapter ({found}), which a second one would share and overwrite: load a fresh base, or "
             "take the adapter off with base = model.unload(). To train a finished adapter on, name its folder in "
             "FineTuningSettings(adapter=...)"
         )
     if settings.adapter:
-        place = resolve(settings.adapter, expect="adapter", base_later=True)
-        settings = adapter_settings(settings, place.peft_config())
+        place = resolve(settings.adapter, expect="adapter", base_optional=True)
+        settings = resolve_settings_from_adapter(settings, place.peft_config())
     with training_folder(run_folder, resume, overwrite) as folder:
         source = load_rows(rows)
-        require_encoded(encoded, source)
+        check_encoded_matches_rows(encoded, source)
         if encoded is None:
             source = source.shuffled(settings.seed)
             encoded = encode_rows(source, tokenizer, max_length=settings.max_length)
-        settings = settings.fitted(len(encoded), launch_of().processes)
-        chosen = objective_of(settings.objective, settings.objective_options) if objective is None else objective
+        settings = settings.fitted(len(encoded), detect_launch().processes)
+        chosen = make_objective(settings.objective, settings.objective_options) if objective is None else objective
         require_mask_column(chosen, encoded, source.source)
         refers = "reference_kl" in chosen.requires  # to the base with the adapter off
-        require_short_enough(base_model, encoded, source.where)
+        check_fits_model(base_model, encoded, source.where)
         keep_unpacked(base_model)
         base = {"config": config_fingerprint(base_model), "weights": base_weight_samples(base_model)}
         identity: dict[str, Any] = {"reference": "base"} if refers else {}
@@ -228,7 +234,7 @@ def train_adapter(
             identity["start"] = weights_checksum(trained.items())
         identity |= {
             "stage": "sft",
-            "settings": {**recorded(asdict(settings)), "objective": chosen.name},
+            "settings": {**drop_unrecorded(asdict(settings)), "objective": chosen.name},
             "data": source.as_record(),
             "tokens": encoded_fingerprint(encoded),
             "base": base,
@@ -236,7 +242,7 @@ def train_adapter(
         }
         trainer = StatisticsTrainer(
             model,
-            trainer_arguments(SFTConfig, settings, folder.path, len(encoded), target_device(model).type),
+            build_trainer_arguments(SFTConfig, settings, folder.path, len(encoded), target_device(model).type),
             encoded,
             objective=chosen,
             trained=trained,
@@ -332,10 +338,12 @@ class AdapterRun:
         self.place = resolve(self.model, expect="base")
         if self.settings.adapter:
             # the base is the one that is named here, so the adapter's own is not looked for
-            adapter = resolve(self.settings.adapter, expect="adapter", base_later=True)
-            self.settings = adapter_settings(replace(self.settings, adapter=adapter.source), adapter.peft_config())
+            adapter = resolve(self.settings.adapter, expect="adapter", base_optional=True)
+            self.settings = resolve_settings_from_adapter(
+                replace(self.settings, adapter=adapter.record_name), adapter.peft_config()
+            )
         settings = self.settings
-        self.objective = objective_of(settings.objective, settings.objective_options)
+        self.objective = make_objective(settings.objective, settings.objective_options)
         self.rows = read_rows(self.asked, self.max_rows, settings.seed).shuffled(settings.seed)
         self.tokenizer = open_tokenizer(self.place, self.loading)
         self.encoded = encode_rows(
@@ -347,7 +355,7 @@ class AdapterRun:
         """The base."""
         # under a launcher that shards, the base lies in host memory and its shards go to the devices
         with explained("base model", self.place.base.name):
-            self.base = open_base(self.place.base, self.loading, host_memory=launch_of().sharded)
+            self.base = open_base(self.place.base, self.loading, host_memory=detect_launch().is_sharded)
 
     def train(self, on_step: OnStep | None = None) -> FineTuningResult:
         """Train, and write the adapter; on several processes only the main one writes."""
@@ -363,7 +371,7 @@ class AdapterRun:
             self.settings,
             run_folder=run,
             # stopped before its first step, a run has its configuration and nothing to go on with
-            resume=self.resume and RunFolder(run).record.is_file(),
+            resume=self.resume and RunFolder(run).record_path.is_file(),
             overwrite=self.overwrite,
             encoded=self.encoded,
             on_step=on_step,

@@ -47,16 +47,22 @@ from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
 from loragate.training.model_state import statistics_forward, without_dropout
 from loragate.training.rows import (
-    PassCollator,
+    TrainingCollator,
+    check_encoded_matches_rows,
+    check_fits_model,
     encoded_fingerprint,
-    require_encoded,
     require_mask_column,
-    require_short_enough,
 )
-from loragate.training.run import TrainingOutcome, refuse_unread, require_own, run_in_folder, trainer_arguments
+from loragate.training.run import (
+    TrainingOutcome,
+    build_trainer_arguments,
+    check_custom_objective,
+    reject_ignored_arguments,
+    run_in_folder,
+)
 from loragate.training.settings import GATE_OBJECTIVES, GateTrainingSettings
 from loragate.training.sharding import target_device
-from loragate.training.strategy import launch_of, process_state
+from loragate.training.strategy import detect_launch, process_state
 from loragate.training.trainer import StatisticsTrainer, Where
 
 PARITY_ROWS, PARITY_TOKENS = 4, 256
@@ -176,10 +182,10 @@ class GateTrainingArguments(SFTConfig):
             raise ConfigError(f"objective must be one of {', '.join(GATE_OBJECTIVES)}, found {self.objective!r}")
         if self.k == 1:
             raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
-        refuse_unread(self)
+        reject_ignored_arguments(self)
         if getattr(self, "activation_checkpointing", False) is None:  # the name in newer versions of transformers
             self.activation_checkpointing = self.gradient_checkpointing
-        if launch_of().strategy == "fsdp2":
+        if detect_launch().strategy == "fsdp2":
             process_state()  # before Accelerate reads the launcher's wish: the sharding is loragate's
         super().__post_init__()
 
@@ -249,10 +255,10 @@ class GateTrainer(StatisticsTrainer):
         if objective is None:
             # "ce", the paper's ablation, reads the entropy for its log alone
             ablation = replace(sft(), name="ce", k=args.k, reads=("topk_entropy",))
-            objective, self.own = ablation if args.objective == "ce" else GateEntropy(args.k), None
+            objective, self.custom_objective = ablation if args.objective == "ce" else GateEntropy(args.k), None
         else:
-            require_own(objective, args)
-            self.own = objective
+            check_custom_objective(objective, args)
+            self.custom_objective = objective
         self.trained_by = trained_by
         rows: Rows | None = None
         if not isinstance(train_dataset, EncodedRows):
@@ -268,7 +274,7 @@ class GateTrainer(StatisticsTrainer):
         require_mask_column(objective, train_dataset, self.data["source"])
         self.recorded = {name: getattr(args, name) for name in _RECORDED} | {"objective": trained_by}
         self.recorded["lr_scheduler_type"] = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-        self.k, self.fresh = args.k, gates is not None
+        self.k, self.gates_newly_attached = args.k, gates is not None
         self.result: GateTrainingResult | None = None
         self.parity: Parity | None = None
         if gates is not None:
@@ -279,7 +285,7 @@ class GateTrainer(StatisticsTrainer):
             for path, parameter in trained.items():
                 if parameter.dtype != torch.float32:
                     raise TrainingError(f"gate {path} is {parameter.dtype}; gates must train in fp32")
-            require_short_enough(model, train_dataset, where)
+            check_fits_model(model, train_dataset, where)
             self.processing_class = processing_class
             super().__init__(
                 model,
@@ -307,7 +313,7 @@ class GateTrainer(StatisticsTrainer):
         if given is not None and not isinstance(given, EncodedRows):
             given = encode_rows(load_rows(given), self.processing_class, max_length=self.max_row_tokens)
         if given is not None:
-            require_short_enough(model, given, "held-out row {}".format)
+            check_fits_model(model, given, "held-out row {}".format)
         return given
 
     def evaluate(
@@ -320,20 +326,22 @@ class GateTrainer(StatisticsTrainer):
         """
         # transformers calls this method with each set of a dict, and with the name of one that the trainer has
         if eval_dataset is not None and not isinstance(eval_dataset, str | dict):
-            eval_dataset = self.evaluation_rows(self._encoded_evaluation(eval_dataset, self.given))
+            eval_dataset = self.evaluation_rows(self._encoded_evaluation(eval_dataset, self.original_model))
         found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found
 
     @property
-    def _whole(self) -> Any:
+    def _measured_model(self) -> Any:
         """The model to measure with: under FSDP2 the twin, as the original lies in host memory."""
-        return self.model if self.sharded else self.given
+        return self.model if self.sharded else self.original_model
 
     def measure(self, rows: Sequence[dict[str, Any]]) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
         """Normalised top-k entropy over the response tokens of tokenised rows, and λ statistics there; see `measure_entropy`."""
-        return measure_entropy(self._whole, rows, PassCollator(self.processing_class), self.k, self.adapter_name or "")
+        return measure_entropy(
+            self._measured_model, rows, TrainingCollator(self.processing_class), self.k, self.adapter_name or ""
+        )
 
-    def check(self) -> None:
+    def check_initial_parity(self) -> None:
         """Measure how the gated model starts, which `train` does before its first step.
 
         Raises:
@@ -347,22 +355,24 @@ class GateTrainer(StatisticsTrainer):
             {key: row[key][:PARITY_TOKENS] for key in ("input_ids", "labels")} | {"row": row["row"]}
             for row in self.encoded[:PARITY_ROWS]
         ]
-        model, batch = self._whole, PassCollator(self.processing_class)(few)
+        model, batch = self._measured_model, TrainingCollator(self.processing_class)(few)
         device = next(model.parameters()).device
         parity = measure_parity(
             model, batch["input_ids"].to(device), batch["attention_mask"].to(device), self.adapter_name
         )
-        if self.fresh:
+        if self.gates_newly_attached:
             check_parity(parity, causal_model(model).dtype)
         else:
             parity.require_acting(parity.rounding(causal_model(model).dtype))
         self.parity = parity
         self.entropy_before, _, _ = self.measure(self.encoded[:MEASURED_ROWS])
-        self.frozen = self._frozen_checksum()
+        self.frozen_checksum = self._frozen_checksum()
 
     def _frozen_checksum(self) -> str:
         return weights_checksum(
-            (name, parameter) for name, parameter in self._whole.named_parameters() if not parameter.requires_grad
+            (name, parameter)
+            for name, parameter in self._measured_model.named_parameters()
+            if not parameter.requires_grad
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -373,18 +383,18 @@ class GateTrainer(StatisticsTrainer):
         """
         began = time.monotonic()
         if self.state.global_step and not resume_from_checkpoint:  # an earlier training has moved the gates
-            self.parity, self.fresh = None, False
+            self.parity, self.gates_newly_attached = None, False
         self.result = None
-        self.check()
+        self.check_initial_parity()
         with without_dropout(self.model):
             output = super().train(resume_from_checkpoint, **kwargs)
         # the gates are not in it, but everything that they act through: bit for bit
-        if self._frozen_checksum() != self.frozen:
+        if self._frozen_checksum() != self.frozen_checksum:
             raise TrainingError(
                 "a frozen weight of the base or the adapter changed during training; the result is not used"
             )
         after, gates, total = self.measure(self.encoded[:MEASURED_ROWS])
-        own, assured = self.own, self.parity
+        own, assured = self.custom_objective, self.parity
         assert assured is not None
         self.result = GateTrainingResult(
             history=self.history,
@@ -392,7 +402,7 @@ class GateTrainer(StatisticsTrainer):
             seconds=time.monotonic() - began,
             training_seconds=float(output.metrics.get("train_runtime", 0.0)),
             fused_head=self.fused,
-            config=attached_config(self.given, self.adapter_name),
+            config=attached_config(self.original_model, self.adapter_name),
             settings=self.recorded,
             parity=assured,
             entropy_before=self.entropy_before,
@@ -420,10 +430,10 @@ class GateTrainer(StatisticsTrainer):
         elif self.args.should_save:
             folder = Path(output_dir or self.args.output_dir)
             save_gates(
-                self.given,
+                self.original_model,
                 folder,
                 self.adapter_name,
-                stop_token_ids=find_endings(self.processing_class, self.given.generation_config).token_ids,
+                stop_token_ids=find_endings(self.processing_class, self.original_model.generation_config).token_ids,
                 evidence=None if self.result is None else self.result.evidence(),
             )
             self.processing_class.save_pretrained(str(folder / "adapter" / "tokenizer"))
@@ -478,21 +488,23 @@ def train_gates(
     """
     began, settings = time.monotonic(), settings or GateTrainingSettings()
     if objective is not None:
-        require_own(objective, settings)
+        check_custom_objective(objective, settings)
     name = active_adapter(peft_model, adapter_name)
     require_causal_model(causal_model(peft_model))
     check_start(config)
     with training_folder(run_folder, resume, overwrite) as folder:
         source = load_rows(rows)
-        require_encoded(encoded, source)
+        check_encoded_matches_rows(encoded, source)
         if encoded is None:
             source, encoded = training_rows(source, tokenizer, settings)
         if objective is not None:
             require_mask_column(objective, encoded, source.source)
-        settings = settings.fitted(len(encoded), launch_of().processes)  # run.json and the artifact get what was done
+        settings = settings.fitted(
+            len(encoded), detect_launch().processes
+        )  # run.json and the artifact get what was done
         chosen = {"k": settings.k, "objective": settings.objective}
         device = target_device(peft_model).type
-        arguments = trainer_arguments(
+        arguments = build_trainer_arguments(
             GateTrainingArguments, settings, folder.path, len(encoded), device, max_length=settings.max_length, **chosen
         )
         trainer = GateTrainer(
@@ -507,7 +519,7 @@ def train_gates(
             where=source.where,
         )
         try:
-            trainer.check()
+            trainer.check_initial_parity()
             trainer.recorded = {**settings.as_record(), "objective": trainer.trained_by}
             trainer.data = {"source": source.source, "fingerprint": source.fingerprint}
             before = math.nan if heldout is None else trainer.measure(heldout[:])[0]
@@ -517,8 +529,8 @@ def train_gates(
                 "gate": asdict(config),
                 "data": source.as_record(),
                 "tokens": encoded_fingerprint(encoded),
-                "adapter_sha256": adapter_fingerprint(trainer._whole, name),
-                "frozen_weights": trainer.frozen,  # also what tells one base, with its adapter, from another
+                "adapter_sha256": adapter_fingerprint(trainer._measured_model, name),
+                "frozen_weights": trainer.frozen_checksum,  # also what tells one base, with its adapter, from another
                 **({} if objective is None else {"constants": objective.settings}),
             }
             run_in_folder(trainer, folder, identity, on_step)

@@ -18,22 +18,22 @@ from torch.utils import _pytree as pytree
 from loragate.errors import ConfigError
 from loragate.losses import add_statistics_forward
 from loragate.losses.causal_head import causal_model
-from loragate.modes import kept_modes
+from loragate.modes import restore_training_modes
 
 _NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
 
 
 @contextmanager
-def restore_state(model: Any, checkpointing: bool) -> Iterator[None]:
+def preserve_model_state(model: Any, checkpointing: bool) -> Iterator[None]:
     """Give a model back as it came: modes, forward (autocast wraps it) and gradient checkpointing.
 
     accelerate marks a model that it has wrapped and wraps it no second time: with the mark left on it, the next training in this
     process would compute in fp32 whatever its precision is.
     """
-    added = checkpointing and not recomputes(model)
+    added = checkpointing and not is_gradient_checkpointing(model)
     kept = {name: model.__dict__.get(name) for name in ("forward", "_original_forward", "_is_accelerate_prepared")}
     try:
-        with kept_modes(model):
+        with restore_training_modes(model):
             yield
     finally:
         # in the instance's own dictionary: what was not there before must not hide the class's method afterwards
@@ -107,7 +107,7 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def dropouts(model: torch.nn.Module) -> Iterator[tuple[Any, str, float]]:
+def iter_dropouts(model: torch.nn.Module) -> Iterator[tuple[Any, str, float]]:
     """(module or its config, attribute, share) of every dropout that may act in training."""
     # the modules of transformers also keep plain numbers (hidden_dropout, resid_pdrop, layerdrop); Falcon reads its config's
     holders = (holder for module in model.modules() for holder in (module, vars(module).get("config")))
@@ -121,7 +121,7 @@ def dropouts(model: torch.nn.Module) -> Iterator[tuple[Any, str, float]]:
 @contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     """No dropout inside the context: Stage II trains on the function that will be served."""
-    changed = list(dropouts(model))
+    changed = list(iter_dropouts(model))
     for holder, name, _ in changed:
         setattr(holder, name, 0.0)
     try:
@@ -131,13 +131,13 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
             setattr(holder, name, value)
 
 
-def recomputes(model: Any) -> bool:
+def is_gradient_checkpointing(model: Any) -> bool:
     """Whether a model, or the one inside PEFT's wrapper, recomputes its activations in the backward pass."""
     name = f"is_{_NEW}" if hasattr(model, f"is_{_NEW}") else f"is_{_OLD}"
     return bool(getattr(model, name, False))
 
 
-def recomputation_argument(arguments: type, wanted: bool) -> dict[str, bool]:
+def checkpointing_argument(arguments: type, wanted: bool) -> dict[str, bool]:
     """The keyword by which a class of training arguments is told."""
     names = {field.name for field in dataclasses.fields(arguments)}
     return {_NEW if _NEW in names else _OLD: wanted}

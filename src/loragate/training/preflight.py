@@ -18,10 +18,10 @@ from typing import Any
 
 from loragate import models
 from loragate.errors import ConfigError
-from loragate.files import require_new
+from loragate.files import require_empty_folder
 from loragate.models.settings import Loading
 from loragate.training.settings import LaunchSettings, TrainSettings
-from loragate.training.strategy import ASKED, Launch, Plan, launch_of, refuse_impossible
+from loragate.training.strategy import STRATEGY_ENV_VAR, Launch, Plan, check_plan, detect_launch
 from loragate.validate import comma_list
 
 
@@ -38,12 +38,12 @@ def require_free_out(folder: Path, resume: bool, overwrite: bool = False) -> Non
     began = any((folder / "run" / name).is_file() for name in ("run.json", "config.yaml"))
     if overwrite and began:
         return
-    require_new(folder, "run")
+    require_empty_folder(folder, "run")
     if not resume and (folder / "run").is_dir():
-        from loragate.training.checkpoints import work_in
+        from loragate.training.checkpoints import describe_existing_run
 
         kept = (folder / "run" / "trials").is_dir()
-        if work := "the trials of an earlier run" if kept else work_in(folder / "run"):
+        if work := "the trials of an earlier run" if kept else describe_existing_run(folder / "run"):
             raise ConfigError(f"--out {folder} holds {work}; continue it with --resume, or choose another folder")
     if resume and not began:
         raise ConfigError(f"--resume: there is no unfinished run in {folder}; run the command without --resume")
@@ -67,13 +67,15 @@ def check_loading(how: Loading, engine: str = "") -> None:
             f"--quantization {how.quantization} has no effect with vLLM, which loads the base itself; leave it out, or use "
             "--engine transformers"
         )
-    how.require_possible()
+    how.check_supported()
     if how.quantization != "none":
         device = models.torch_device(how).partition(":")[0]
-        refuse_impossible(Plan(launch=launch_of(), device=device, quantization=how.quantization))
+        check_plan(Plan(launch=detect_launch(), device=device, quantization=how.quantization))
 
 
-def begin(settings: TrainSettings, asked: LaunchSettings, how: Loading, **more: bool) -> int | None:
+def relaunch_if_requested(
+    settings: TrainSettings, launch_settings: LaunchSettings, loading: Loading, **more: bool
+) -> int | None:
     """What a training command does first; `more` are further fields of the `Plan`, such as sampling=True.
 
     Returns:
@@ -82,29 +84,33 @@ def begin(settings: TrainSettings, asked: LaunchSettings, how: Loading, **more: 
     Raises:
         ConfigError: for a combination that cannot work, or a strategy that is not the launcher's.
     """
-    if how.device == "cpu":
+    if loading.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    launch = launch_of()
+    launch = detect_launch()
     launched = "LOCAL_RANK" in os.environ or launch.processes > 1
-    if launched and asked.strategy == "fsdp2" and launch.strategy == "ddp":
-        os.environ[ASKED] = "fsdp2"  # of a bare torchrun
-        launch = launch_of()
+    if launched and launch_settings.strategy == "fsdp2" and launch.strategy == "ddp":
+        os.environ[STRATEGY_ENV_VAR] = "fsdp2"  # of a bare torchrun
+        launch = detect_launch()
     elif launched:
-        if asked.strategy not in ("auto", launch.strategy):
+        if launch_settings.strategy not in ("auto", launch.strategy):
             raise ConfigError(
-                f"--strategy {asked.strategy}, but the launcher started this run as {launch.strategy}: leave --strategy out, or "
+                f"--strategy {launch_settings.strategy}, but the launcher started this run as {launch.strategy}: leave "
+                "--strategy out, or "
                 "start the command without a launcher"
             )
-        if asked.processes not in (0, launch.processes):
+        if launch_settings.processes not in (0, launch.processes):
             raise ConfigError(
-                f"--processes {asked.processes}, but the launcher started {launch.processes}: leave --processes out"
+                f"--processes {launch_settings.processes}, but the launcher started {launch.processes}: leave --processes out"
             )
-    elif asked.strategy != "auto" or asked.processes > 1:
-        strategy, processes = "ddp" if asked.strategy == "auto" else asked.strategy, asked.processes
+    elif launch_settings.strategy != "auto" or launch_settings.processes > 1:
+        strategy, processes = (
+            "ddp" if launch_settings.strategy == "auto" else launch_settings.strategy,
+            launch_settings.processes,
+        )
         if not processes:  # one for each GPU of this machine
             import torch
 
-            processes = torch.cuda.device_count() if how.device != "cpu" else 0
+            processes = torch.cuda.device_count() if loading.device != "cpu" else 0
             if processes < 2:
                 raise ConfigError(
                     f"--strategy {strategy} needs several processes, and this machine has {processes or 'no'} CUDA device"
@@ -112,18 +118,18 @@ def begin(settings: TrainSettings, asked: LaunchSettings, how: Loading, **more: 
                 )
         launch = Launch(strategy, processes, cpu=launch.cpu)
     # a GPU that is named is not looked at here: this process may only start the others
-    device = (models.torch_device(how) if how.device == "auto" else how.device).partition(":")[0]
-    refuse_impossible(Plan.of_settings(settings, launch, device, quantization=how.quantization, **more))
+    device = (models.torch_device(loading) if loading.device == "auto" else loading.device).partition(":")[0]
+    check_plan(Plan.of_settings(settings, launch, device, quantization=loading.quantization, **more))
     settings.accumulation(launch.processes)
     if launched or launch.processes < 2:
         return None
-    environment = {**os.environ, ASKED: launch.strategy}  # which torch's launcher does not know
+    environment = {**os.environ, STRATEGY_ENV_VAR: launch.strategy}  # which torch's launcher does not know
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.processes)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={launch.processes}"]
-    return wait_for(subprocess.Popen([*command, "-m", "loragate", *sys.argv[1:]], env=environment))
+    return wait_for_child(subprocess.Popen([*command, "-m", "loragate", *sys.argv[1:]], env=environment))
 
 
-def wait_for(process: subprocess.Popen[Any]) -> int:
+def wait_for_child(process: subprocess.Popen[Any]) -> int:
     """The exit status of a child that leads a run; returns when it has ended, whatever signal arrives meanwhile.
 
     The terminal tells the child of Ctrl-C too, and it takes its time to write a checkpoint and to end its own children; a

@@ -23,13 +23,13 @@ from loragate.data import Collator, EncodedRows, Rows, load_rows
 from loragate.effects import require_effect
 from loragate.errors import ConfigError, DataError, SetupError
 from loragate.losses.causal_head import causal_model
-from loragate.losses.head import IGNORED
+from loragate.losses.head import IGNORE_INDEX
 from loragate.losses.objectives import Objective
 from loragate.modes import evaluation_mode
 from loragate.training.settings import RowsSettings
 
 Row = dict[str, Any]
-ROWS_AT_A_TIME = 2048  # that are Python lists while a data set is made
+DATASET_CHUNK_ROWS = 2048  # that are Python lists while a data set is made
 
 
 def read_rows(asked: RowsSettings, max_rows: int, seed: int | None = None) -> Rows:
@@ -77,7 +77,7 @@ def require_mask_column(objective: Objective, encoded: EncodedRows, source: str)
         )
 
 
-def require_encoded(encoded: EncodedRows | None, rows: Rows) -> None:
+def check_encoded_matches_rows(encoded: EncodedRows | None, rows: Rows) -> None:
     """Refuse tokenised rows that are not of `rows`; None is for the stage to tokenise.
 
     Raises:
@@ -93,7 +93,7 @@ def require_encoded(encoded: EncodedRows | None, rows: Rows) -> None:
         )
 
 
-def require_short_enough(model: Any, encoded: EncodedRows, where: Callable[[int], str]) -> None:
+def check_fits_model(model: Any, encoded: EncodedRows, where: Callable[[int], str]) -> None:
     """Refuse rows that are longer than the model has positions, or that hold tokens which it does not have.
 
     Args:
@@ -129,7 +129,7 @@ def encoded_fingerprint(encoded: EncodedRows) -> str:
     digest = hashlib.sha256()
     # ids are held in four bytes each; run records hash them as eight
     ids, learned = encoded.arrays["ids"].astype(np.int64), encoded.arrays["learned"]
-    columns = [ids, np.where(learned, ids, IGNORED)]
+    columns = [ids, np.where(learned, ids, IGNORE_INDEX)]
     if "kept" in encoded.arrays:
         columns.append(encoded.arrays["kept"].astype(np.int64))
     ends = np.cumsum(encoded.arrays["lengths"])
@@ -139,7 +139,7 @@ def encoded_fingerprint(encoded: EncodedRows) -> str:
     return digest.hexdigest()
 
 
-def arranged_steps(
+def iter_step_rows(
     rows: Sequence[Row],
     batch_size: int,
     per_device: int,
@@ -148,7 +148,7 @@ def arranged_steps(
     packing: bool = False,
     group_by_length: bool = False,
 ) -> Iterator[list[Row]]:
-    """Items for the loader, in its order; with `packing` an item is a whole forward pass (see `packed`).
+    """Items for the loader, in its order; with `packing` an item is a whole forward pass (see `pack_rows`).
 
     They come one optimiser step at a time: a data set as lists of numbers is many times its size. Over several processes
     a step is filled up with rows that carry no label: each process needs equally many forward passes, and repeating real
@@ -160,27 +160,27 @@ def arranged_steps(
         step = [rows[index] for index in range(start, min(start + batch_size, len(rows)))]
         if packing:
             passes = -(-len(step) // together) * processes  # rounded up: as many as these rows make unpacked
-            yield [packed(part or [_unlabelled(step[0])]) for part in balanced(step, passes)]
+            yield [pack_rows(part or [_ignore_all_labels(step[0])]) for part in partition_by_tokens(step, passes)]
             continue
         if group_by_length:
             step = sorted(step, key=lambda row: -len(row["input_ids"]))
         if processes > 1:
-            step += [_unlabelled(step[0])] * (-len(step) % together)
+            step += [_ignore_all_labels(step[0])] * (-len(step) % together)
         yield step
 
 
 def as_dataset(steps: Iterator[list[Row]]) -> Dataset:
-    """What `arranged_steps` gives (input_ids, labels, row, optional keep_mask) as a `datasets.Dataset` in memory."""
+    """What `iter_step_rows` gives (input_ids, labels, row, optional keep_mask) as a `datasets.Dataset` in memory."""
     parts, waiting = [], []
     for step in steps:
         waiting += step
-        if len(waiting) >= ROWS_AT_A_TIME:
+        if len(waiting) >= DATASET_CHUNK_ROWS:
             parts.append(Dataset.from_list(waiting))
             waiting = []
     return concatenate_datasets([*parts, Dataset.from_list(waiting)] if waiting else parts)
 
 
-def balanced(rows: Sequence[Row], parts: int) -> list[list[Row]]:
+def partition_by_tokens(rows: Sequence[Row], parts: int) -> list[list[Row]]:
     """Rows dealt into `parts` parts of nearly equal token counts: the longest row first, to the lightest part.
 
     Within a part rows keep their order. A part may be empty if there are fewer rows than parts.
@@ -194,7 +194,7 @@ def balanced(rows: Sequence[Row], parts: int) -> list[list[Row]]:
     return [[rows[index] for index in sorted(part)] for part in members]
 
 
-def packed(rows: Sequence[Row]) -> Row:
+def pack_rows(rows: Sequence[Row]) -> Row:
     """Rows laid end to end: one item with the columns of a row, `row` now per token, and `position_ids` from 0 in each.
 
     The first label of each sequence is dropped, as the shift drops it in a padded row: it would be predicted from the
@@ -210,12 +210,12 @@ def packed(rows: Sequence[Row]) -> Row:
                 continue
             column = list(values)  # a copy: the caller's row keeps its first label
             if key == "labels":
-                column[0] = IGNORED
+                column[0] = IGNORE_INDEX
             item.setdefault(key, []).extend(column)
     return item
 
 
-class PassCollator:
+class TrainingCollator:
     """Rows, or one packed item, to the tensors of a forward pass.
 
     Rows are padded on the right; a tokenizer without a pad token pads with EOS, which the attention mask hides. A packed item has
@@ -239,7 +239,7 @@ class PassCollator:
 
 
 @torch.no_grad()
-def require_separate_sequences(model: Any, device: torch.device) -> None:
+def check_packing_isolation(model: Any, device: torch.device) -> None:
     """Two short sequences must give the same logits packed and alone, or packing would let one read the other.
 
     Flash attention reads the boundaries from `position_ids`; with SDPA, eager and flex attention transformers builds a
@@ -268,5 +268,5 @@ def require_separate_sequences(model: Any, device: torch.device) -> None:
         )
 
 
-def _unlabelled(row: Row) -> Row:
-    return {**row, "labels": [IGNORED] * len(row["labels"])}
+def _ignore_all_labels(row: Row) -> Row:
+    return {**row, "labels": [IGNORE_INDEX] * len(row["labels"])}

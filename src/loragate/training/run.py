@@ -17,10 +17,10 @@ from trl import SFTConfig
 from loragate.errors import ConfigError
 from loragate.losses.objectives import Objective
 from loragate.training.callbacks import JsonlLog, OnStep, StepReporter, StopOnInterrupt
-from loragate.training.checkpoints import LOG, TrainingFolder
-from loragate.training.model_state import recomputation_argument
+from loragate.training.checkpoints import METRICS_FILE, TrainingFolder
+from loragate.training.model_state import checkpointing_argument
 from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, FineTuningSettings, TrainSettings
-from loragate.training.strategy import launch_of, process_state
+from loragate.training.strategy import detect_launch, process_state
 from loragate.training.trainer import StatisticsTrainer
 
 
@@ -41,12 +41,12 @@ class TrainingOutcome:
     fused_head: bool
 
 
-def trainer_arguments(
+def build_trainer_arguments(
     kind: type[SFTConfig], settings: TrainSettings, folder: Path, rows: int, device: str, **more: Any
 ) -> Any:
     """The arguments of a run by its `fitted` settings; every choice of ours is set explicitly."""
     steps = settings.steps(rows)
-    if launch_of().strategy == "fsdp2":
+    if detect_launch().strategy == "fsdp2":
         process_state()  # before Accelerate reads the launcher's wish: the sharding is loragate's
     arguments = kind(
         output_dir=str(folder),
@@ -64,7 +64,7 @@ def trainer_arguments(
         data_seed=settings.seed,
         packing=settings.packing,
         train_sampling_strategy="group_by_length" if settings.group_by_length else "sequential",
-        **recomputation_argument(SFTConfig, settings.gradient_checkpointing),
+        **checkpointing_argument(SFTConfig, settings.gradient_checkpointing),
         bf16=settings.precision == "bf16",
         fp16=settings.precision == "fp16",
         tf32=None,
@@ -85,7 +85,7 @@ def trainer_arguments(
 
 
 # arguments of SFTConfig that a training of gates would pass over: why, and which values beside the default agree with it
-UNREAD: dict[str, tuple[str, tuple[Any, ...]]] = {
+IGNORED_SFT_ARGUMENTS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "chat_template_path": ("rows get the tokenizer's own template: set processing_class.chat_template", ()),
     "eos_token": ("rows end in the tokenizer's own: set processing_class.eos_token", ()),
     "loss_type": ("the loss is that of the argument objective, 'entropy' or 'ce', or of an objective of your own", ()),
@@ -98,10 +98,10 @@ UNREAD: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-def refuse_unread(arguments: SFTConfig) -> None:
-    """Raises ConfigError for an argument of `UNREAD` that was set to something the training would not do."""
+def reject_ignored_arguments(arguments: SFTConfig) -> None:
+    """Raises ConfigError for an argument of `IGNORED_SFT_ARGUMENTS` that was set to something the training would not do."""
     defaults = {field.name: field.default for field in fields(SFTConfig)}  # an older TRL may lack one
-    for name, (reason, agreeing) in UNREAD.items():
+    for name, (reason, agreeing) in IGNORED_SFT_ARGUMENTS.items():
         found = getattr(arguments, name, defaults.get(name))
         if found not in (defaults.get(name), *agreeing):
             raise ConfigError(f"{name}={found!r} would have no effect: {reason}. Leave it out")
@@ -115,24 +115,24 @@ def run_in_folder(
     Raises:
         TrainingError: non-finite loss, a resume that does not fit, or a stop by Ctrl-C (after writing a checkpoint).
     """
-    checkpoint, kept = folder.begin(identity), folder.path if folder.kept else None
+    checkpoint, kept = folder.begin(identity), folder.path if folder.is_persistent else None
     stopper = StopOnInterrupt()
     trainer.remove_callback(PrinterCallback)  # progress is the caller's, and metrics go to the log
     trainer.add_callback(stopper)
     if kept is not None:
-        trainer.add_callback(JsonlLog(kept / LOG))
+        trainer.add_callback(JsonlLog(kept / METRICS_FILE))
     if on_step is not None:
         trainer.add_callback(StepReporter(on_step))
     try:
         output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         stopper.restore()
-    stopper.refuse_unfinished(trainer.state.global_step, trainer.state.max_steps, kept)
+    stopper.raise_if_stopped_early(trainer.state.global_step, trainer.state.max_steps, kept)
     seconds = float(output.metrics.get("train_runtime", 0.0))
     return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, trainer.fused)
 
 
-def require_own(objective: Objective, settings: TrainSettings | SFTConfig) -> None:
+def check_custom_objective(objective: Objective, settings: TrainSettings | SFTConfig) -> None:
     """Refuse an objective of one's own that would train or be recorded as something else.
 
     Run records hold its name and constants, so that another one is refused on resume; a changed rule under the same name and

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from annotated_types import Ge, Len, Lt
 
 from loragate.errors import ConfigError
-from loragate.validate import Amount, Count, Positive, Size, check
+from loragate.validate import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields
 
 FineTuningObjective = Literal[
     "sft", "dft", "profit", "eaft", "talr", "mask", "eksft", "forgetting", "entropy", "interleaved"
@@ -21,14 +21,14 @@ OBJECTIVES: tuple[str, ...] = get_args(FineTuningObjective)
 GATE_OBJECTIVES: tuple[str, ...] = get_args(GateObjective)
 
 # the paper's batch, its 157 steps rounded, and the smallest batch that is taken in order to have them
-BATCH, STEPS, SMALLEST = 128, 150, 8
-PER_PASS = 8
+DEFAULT_BATCH_SIZE, TARGET_STEPS, MIN_BATCH_SIZE = 128, 150, 8
+MAX_MICRO_BATCH_SIZE = 8
 
 # they change no number, so that a resumed run may have others
 _UNRECORDED = ("save_total_limit",)
 
 
-def recorded(values: dict[str, Any]) -> dict[str, Any]:
+def drop_unrecorded(values: dict[str, Any]) -> dict[str, Any]:
     """Settings without those that no number depends on: what records hold, and what a resumed run must share."""
     return {name: value for name, value in values.items() if name not in _UNRECORDED}
 
@@ -52,7 +52,7 @@ class RowsSettings:
     select_seed: int | None = None
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class LaunchSettings:
     """
 
     strategy: Literal["auto", "ddp", "fsdp2"] = "auto"
-    processes: Size = 0
+    processes: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -99,24 +99,24 @@ class TrainSettings:
         report_to: transformers logging integrations, comma separated (tensorboard, wandb, trackio); "none" for JSONL only.
     """
 
-    MOST_EPOCHS: ClassVar[int] = 1
+    MAX_EPOCHS: ClassVar[int] = 1
 
-    learning_rate: Positive = 5e-4
-    batch_size: Size = 0
-    per_device_train_batch_size: Size = 0
-    num_train_epochs: Amount = 0.0
-    max_steps: Size = 0
-    max_length: Count = 2048
+    learning_rate: PositiveFloat = 5e-4
+    batch_size: NonNegativeInt = 0
+    per_device_train_batch_size: NonNegativeInt = 0
+    num_train_epochs: NonNegativeFloat = 0.0
+    max_steps: NonNegativeInt = 0
+    max_length: PositiveInt = 2048
     lr_scheduler_type: Schedule = "cosine"
     warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
-    weight_decay: Amount = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
-    max_grad_norm: Positive = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     seed: int = 42
-    logging_steps: Count = 10
-    save_steps: Size = 0
-    save_total_limit: Size = 2
+    logging_steps: PositiveInt = 10
+    save_steps: NonNegativeInt = 0
+    save_total_limit: NonNegativeInt = 2
     packing: bool = False
     group_by_length: bool = False
     gradient_checkpointing: bool = False
@@ -124,7 +124,7 @@ class TrainSettings:
     report_to: str = "none"
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
 
     def accumulation(self, processes: int) -> int:
         """Forward passes per optimiser step on each process.
@@ -132,7 +132,7 @@ class TrainSettings:
         Raises:
             ConfigError: if the batch cannot be split evenly.
         """
-        per_device = self._per_device(processes)
+        per_device = self._micro_batch_size(processes)
         per_pass = per_device * processes
         if self.batch_size % per_pass:
             raise ConfigError(
@@ -141,28 +141,28 @@ class TrainSettings:
             )
         return self.batch_size // per_pass
 
-    def _per_device(self, processes: int) -> int:
-        """Sequences per forward pass and process: where none were asked for, the most up to `PER_PASS` that make up the batch."""
-        fitting = (size for size in range(PER_PASS, 1, -1) if self.batch_size % (size * processes) == 0)
+    def _micro_batch_size(self, processes: int) -> int:
+        """Sequences per forward pass and process: unless asked for, the most up to `MAX_MICRO_BATCH_SIZE` that fit."""
+        fitting = (size for size in range(MAX_MICRO_BATCH_SIZE, 1, -1) if self.batch_size % (size * processes) == 0)
         return self.per_device_train_batch_size or next(fitting, 1)
 
     def fitted(self, rows: int, processes: int = 1) -> Self:
         """The settings with the batch sizes and the epochs that `rows` rows are given where they were left out (0).
 
-        Few steps hardly move anything. Smaller batches come first, down to `SMALLEST` rows; then epochs, up to MOST_EPOCHS.
+        Few steps hardly move anything. Smaller batches come first, down to `MIN_BATCH_SIZE` rows; then epochs, up to MAX_EPOCHS.
         """
         batch, num_train_epochs = self.batch_size, self.num_train_epochs or 1.0
-        per_device = self._per_device(processes)
+        per_device = self._micro_batch_size(processes)
         if not self.batch_size:
             per_pass = per_device * processes
-            batch = max(BATCH // per_pass, 1) * per_pass  # the nearest below 128 that can be dealt out
+            batch = max(DEFAULT_BATCH_SIZE // per_pass, 1) * per_pass  # the nearest below 128 that can be dealt out
             if not self.max_steps:  # else their number does not follow from the rows
                 # the largest batch, of this one halved again and again, that gives enough steps
                 half = batch
-                while half >= SMALLEST and math.ceil(rows / batch) * num_train_epochs < STEPS:
+                while half >= MIN_BATCH_SIZE and math.ceil(rows / batch) * num_train_epochs < TARGET_STEPS:
                     batch, half = half, half // 2 // per_pass * per_pass
                 if not self.num_train_epochs:
-                    num_train_epochs = float(min(self.MOST_EPOCHS, math.ceil(STEPS / math.ceil(rows / batch))))
+                    num_train_epochs = float(min(self.MAX_EPOCHS, math.ceil(TARGET_STEPS / math.ceil(rows / batch))))
         return replace(
             self, batch_size=batch, per_device_train_batch_size=per_device, num_train_epochs=num_train_epochs
         )
@@ -189,14 +189,14 @@ class FineTuningSettings(TrainSettings):
         rslora: scale by α/√r instead of α/r.
     """
 
-    MOST_EPOCHS: ClassVar[int] = 3  # rows seen more often are learned by heart
+    MAX_EPOCHS: ClassVar[int] = 3  # rows seen more often are learned by heart
 
     warmup_ratio: Annotated[float, Ge(0), Lt(1)] | None = None  # type: ignore[assignment]
-    weight_decay: Amount = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     objective: FineTuningObjective = "sft"
     objective_options: dict[str, Any] | None = None
     adapter: str = ""
-    rank: Count = 16
+    rank: PositiveInt = 16
     alpha: float = 16
     dropout: float = 0.0
     target_modules: Annotated[str, Len(1)] = "all-linear"
@@ -221,11 +221,11 @@ class GateTrainingSettings(TrainSettings):
         objective: entropy is the paper's and ce its ablation.
     """
 
-    MOST_EPOCHS: ClassVar[int] = 10
+    MAX_EPOCHS: ClassVar[int] = 10
 
-    max_length: Count = 4096
-    k: Size = 100
-    max_rows: Size = 20_000
+    max_length: PositiveInt = 4096
+    k: NonNegativeInt = 100
+    max_rows: NonNegativeInt = 20_000
     objective: GateObjective = "entropy"
 
     def __post_init__(self) -> None:
@@ -235,4 +235,4 @@ class GateTrainingSettings(TrainSettings):
 
     def as_record(self) -> dict[str, Any]:
         """The settings, for run.json and the artifact."""
-        return recorded(asdict(self))
+        return drop_unrecorded(asdict(self))

@@ -21,20 +21,20 @@ from loragate.errors import ConfigError
 from loragate.gates.gate import SignedGate
 from loragate.losses.causal_head import causal_model, verify_head
 from loragate.modes import whole_parameter
-from loragate.training.strategy import launch_of, process_state
+from loragate.training.strategy import detect_launch, process_state
 
 
 def target_device(model: nn.Module) -> torch.device:
     """Where this process computes: its own device under a launcher that shards, else where the model is."""
-    launch = launch_of()
-    if not launch.sharded:
+    launch = detect_launch()
+    if not launch.is_sharded:
         return next(model.parameters()).device
     if launch.cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", launch.local_rank)
 
 
-def training_twin(model: Any) -> Any:
+def make_sharded_copy(model: Any) -> Any:
     """The model to train: a sharded twin where the launcher asks for FSDP2, else the model itself.
 
     Every process must call this, and run the same forward passes with the twin. Gates move to the twin's device.
@@ -42,7 +42,7 @@ def training_twin(model: Any) -> Any:
     Raises:
         ConfigError: if the model has no repeated layers that FSDP2 could shard.
     """
-    if launch_of().strategy != "fsdp2":
+    if detect_launch().strategy != "fsdp2":
         return model
     process_state()
     # asked while the weights are whole: on shards the check would need a gathered head and every process
@@ -146,7 +146,7 @@ def gathered_values(parameter: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def assign(parameter: torch.Tensor, values: torch.Tensor) -> None:
+def copy_into_parameter(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Write full values into a parameter, whole or sharded by FSDP2."""
     parameter.copy_(_spread_like(parameter, values).to(parameter.dtype))
 
@@ -160,7 +160,7 @@ def _spread_like(parameter: Any, values: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
-def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimiser's state dict with full CPU tensors; every process must ask. It has no trace of the sharding left."""
     state: dict[str, Any] = optimizer.state_dict()
     whole = {
@@ -174,7 +174,7 @@ def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what `whole_state` returned, under whatever sharding the optimiser's parameters have now."""
+    """Load what `full_optimizer_state` returned, under whatever sharding the optimiser's parameters have now."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in sorted(state["state"].items()):
         parameter = parameters[index]
@@ -190,4 +190,4 @@ def write_back(twin: Any, model: Any) -> None:
     own = dict(model.named_parameters())
     for name, parameter in twin.named_parameters():
         if parameter.requires_grad and parameter is not own[name]:
-            assign(own[name], gathered_values(parameter).to(own[name].device))
+            copy_into_parameter(own[name], gathered_values(parameter).to(own[name].device))

@@ -18,7 +18,7 @@ from loragate.errors import ConfigError
 from loragate.training.settings import TrainSettings
 
 STRATEGIES = ("ddp", "fsdp2")
-ASKED = "LORAGATE_STRATEGY"
+STRATEGY_ENV_VAR = "LORAGATE_STRATEGY"
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Launch:
     offload: bool = False
 
     @property
-    def sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether no process holds the whole base while it trains."""
         return self.strategy not in ("single", "ddp")
 
 
-def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
+def detect_launch(environment: Mapping[str, str] | None = None) -> Launch:
     """The launch that an environment (by default this process's) describes."""
     known = os.environ if environment is None else environment
 
@@ -65,7 +65,7 @@ def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
         strategy = f"fsdp{number('FSDP_VERSION', 1)}"
     elif flag("ACCELERATE_USE_DEEPSPEED"):
         strategy = "deepspeed"
-    strategy = known.get(ASKED) or strategy
+    strategy = known.get(STRATEGY_ENV_VAR) or strategy
     offload = strategy.startswith("fsdp") and flag("FSDP_OFFLOAD_PARAMS")
     local = max(0, number("LOCAL_RANK", 0))
     return Launch(strategy, processes, number("RANK", 0), local, flag("ACCELERATE_USE_CPU"), offload)
@@ -79,10 +79,10 @@ def process_state() -> Any:
     import torch
     from accelerate import PartialState
 
-    launch = launch_of()
+    launch = detect_launch()
     # with FSDP2 the model is sharded by loragate, before Accelerate sees it; the wish is noted under a name of our own
     if launch.strategy == "fsdp2" and os.environ.pop("ACCELERATE_USE_FSDP", None) is not None:
-        os.environ[ASKED] = launch.strategy
+        os.environ[STRATEGY_ENV_VAR] = launch.strategy
     on_cpu = launch.cpu or not (torch.cuda.is_available() or torch.backends.mps.is_available())
     return PartialState(cpu=on_cpu and launch.processes > 1)
 
@@ -127,13 +127,13 @@ class Plan:
 
 
 # by name: whether a plan is forbidden, and what to change, with fields of the plan `p` in braces
-RULES: dict[str, tuple[Callable[[Plan], bool], str]] = {
+INCOMPATIBILITIES: dict[str, tuple[Callable[[Plan], bool], str]] = {
     "other sharding": (
         lambda p: p.launch.strategy not in ("single", *STRATEGIES),
         "{p.launch.strategy} is not supported: shard with FSDP2 (fsdp_version: 2 in the launch configuration), or launch with ddp",
     ),
     "sharding needs processes": (
-        lambda p: p.launch.sharded and p.launch.processes < 2,
+        lambda p: p.launch.is_sharded and p.launch.processes < 2,
         "{p.launch.strategy} shards over processes, and there is one: raise --num_processes, or leave it out",
     ),
     "FSDP offload": (
@@ -141,25 +141,25 @@ RULES: dict[str, tuple[Callable[[Plan], bool], str]] = {
         "fsdp_offload_params is not supported: set it to false in the launch configuration, or use more processes",
     ),
     "sharding × quantised base": (
-        lambda p: p.launch.sharded and p.quantization != "none",
+        lambda p: p.launch.is_sharded and p.quantization != "none",
         "a {p.quantization} base cannot be sharded with {p.launch.strategy}: launch with ddp (a quantised base is small enough to "
         "be whole on each GPU), or leave the quantisation out",
     ),
     "sharding × selection": (
-        lambda p: p.launch.sharded and p.sampling,
+        lambda p: p.launch.is_sharded and p.sampling,
         "under {p.launch.strategy} no process holds a model that could sample answers, so a range cannot be chosen on a dev "
         "set here: add --skip-selection and compare with the plain adapter afterwards (loragate eval), or choose in one process",
     ),
     "sharding × reference": (
-        lambda p: p.launch.sharded and (p.reference or p.objective == "eksft"),
+        lambda p: p.launch.is_sharded and (p.reference or p.objective == "eksft"),
         "an objective with a reference model is not sharded with {p.launch.strategy}: launch with ddp",
     ),
     "sharding × DoRA": (
-        lambda p: p.launch.sharded and p.dora,
+        lambda p: p.launch.is_sharded and p.dora,
         "DoRA reads whole weight matrices, which {p.launch.strategy} shards: launch with ddp, or train LoRA",
     ),
     "sharding × fp16": (
-        lambda p: p.launch.sharded and p.precision == "fp16",
+        lambda p: p.launch.is_sharded and p.precision == "fp16",
         "fp16 with its loss scaling is not combined with {p.launch.strategy}: use precision bf16, or ddp",
     ),
     "fp16 needs CUDA": (
@@ -181,12 +181,12 @@ RULES: dict[str, tuple[Callable[[Plan], bool], str]] = {
 }
 
 
-def impossible(plan: Plan) -> list[str]:
+def find_conflicts(plan: Plan) -> list[str]:
     """The sentences of all rules that forbid a plan."""
-    return [sentence.format(p=plan) for forbids, sentence in RULES.values() if forbids(plan)]
+    return [sentence.format(p=plan) for forbids, sentence in INCOMPATIBILITIES.values() if forbids(plan)]
 
 
-def refuse_impossible(plan: Plan) -> None:
+def check_plan(plan: Plan) -> None:
     """Refuse a run that cannot work: a ConfigError with everything that must change, one line each."""
-    if found := impossible(plan):
+    if found := find_conflicts(plan):
         raise ConfigError("\n".join(found))

@@ -28,7 +28,7 @@ from loragate.display import Display
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.files import RunFolder, write_atomically, write_json, write_text
 from loragate.losses import StatisticsRequest
-from loragate.losses.head import IGNORED
+from loragate.losses.head import IGNORE_INDEX
 from loragate.models import Loading, load_adapter, open_tokenizer, open_weights, resolve
 from loragate.training.model_state import statistics_forward
 
@@ -69,12 +69,12 @@ def mask_rows(
         raise ConfigError(f"--out {out}: the masked rows are written as JSONL; give a name that ends in .jsonl")
     if out.exists():
         raise ConfigError(f"--out {out} exists already; choose another name or remove it first")
-    base, other = resolve(model, expect="base"), resolve(reference, what="reference model", base_later=True)
+    base, other = resolve(model, expect="base"), resolve(reference, what="reference model", base_optional=True)
     if other.kind == "gated":
         raise ConfigError(f"--reference {reference} is gated; its plain adapter is {other.adapter}")
     if other.kind == "adapter":
         other = replace(other, base=base.base)
-    elif base.folder.exists() and other.base.lasting == base.base.lasting:
+    elif base.folder.exists() and other.base.absolute_name == base.base.absolute_name:
         raise ConfigError("--reference is the base itself, so every influence would be zero; give a finetuned model")
     rows = load_rows(data, split=split or None, revision=revision or None, limit=max_rows or None)
     if rows[0].get("keep_mask") is not None:
@@ -96,7 +96,7 @@ def mask_rows(
         raise DataError(f"{rows.source}: max_length={max_length} cuts the whole response of every row; raise it")
     identity = {
         "model": {"name": model, "files": base.fingerprint},
-        "reference": {"name": other.source, "files": other.fingerprint},
+        "reference": {"name": other.record_name, "files": other.fingerprint},
         "data": rows.fingerprint,
         "max_length": max_length,
         "system": system,
@@ -217,10 +217,10 @@ def keep_masks(influence: Scores, keep: float, scope: str = "global") -> list[np
     """
     require_share(keep, scope)
     if scope == "row":
-        return [_largest(values, keep) for values in influence]
+        return [_top_share_mask(values, keep) for values in influence]
     lengths = [len(values) for values in influence]
     joined = np.concatenate(influence) if influence else np.empty(0, dtype=np.float32)
-    return np.split(_largest(joined, keep), np.cumsum(lengths)[:-1]) if lengths else []
+    return np.split(_top_share_mask(joined, keep), np.cumsum(lengths)[:-1]) if lengths else []
 
 
 def require_share(keep: float, scope: str) -> None:
@@ -255,10 +255,10 @@ def require_same_tokens(base: Any, reference: Any, texts: Sequence[str]) -> None
 
 def response_lengths(encoded: Sequence[dict[str, Any]]) -> list[int]:
     """Response tokens of each row."""
-    return [sum(label != IGNORED for label in row["labels"]) for row in encoded]
+    return [sum(label != IGNORE_INDEX for label in row["labels"]) for row in encoded]
 
 
-def _largest(values: np.ndarray, keep: float) -> np.ndarray:
+def _top_share_mask(values: np.ndarray, keep: float) -> np.ndarray:
     mask = np.zeros(len(values), dtype=np.int8)
     mask[np.argsort(-values, kind="stable")[: int(len(values) * keep)]] = 1
     return mask

@@ -30,7 +30,7 @@ from trl import SFTConfig, SFTTrainer
 
 from loragate.data import EncodedRows
 from loragate.errors import ConfigError, DivergenceError, SetupError, TrainingError
-from loragate.files import require_same, write_atomically
+from loragate.files import require_same_identity, write_atomically
 from loragate.gates import record_gates
 from loragate.gates.attach import attached_config
 from loragate.gates.eligibility import quantization_of
@@ -42,34 +42,40 @@ from loragate.losses import (
     verify_head,
 )
 from loragate.losses.causal_head import Reference, causal_model
-from loragate.losses.head import IGNORED
+from loragate.losses.head import IGNORE_INDEX
 from loragate.losses.objectives import Objective
 from loragate.losses.objectives.base import within_batch
-from loragate.models.loading import rope_length
+from loragate.models.loading import find_longrope_length
 from loragate.modes import evaluation_mode
 from loragate.training.callbacks import GradientCheck, SkippedStepCheck
-from loragate.training.checkpoints import STATE, TRAINED, last_checkpoint, require_whole, write_checksums
-from loragate.training.model_state import dropouts, restore_state, statistics_forward
+from loragate.training.checkpoints import (
+    TRAINED_WEIGHTS_FILE,
+    TRAINER_STATE_FILE,
+    last_checkpoint,
+    require_intact_checkpoint,
+    write_checksums,
+)
+from loragate.training.model_state import iter_dropouts, preserve_model_state, statistics_forward
 from loragate.training.rows import (
-    PassCollator,
-    arranged_steps,
+    TrainingCollator,
     as_dataset,
+    check_packing_isolation,
     encoded_fingerprint,
-    require_separate_sequences,
+    iter_step_rows,
 )
 from loragate.training.sharding import (
-    assign,
     average_gradients,
+    copy_into_parameter,
+    full_optimizer_state,
     gathered_values,
     is_sharded,
     load_whole_state,
+    make_sharded_copy,
     move_gates,
     target_device,
-    training_twin,
-    whole_state,
     write_back,
 )
-from loragate.training.strategy import Plan, launch_of, refuse_impossible
+from loragate.training.strategy import Plan, check_plan, detect_launch
 
 logger = logging.getLogger("loragate")
 ReferenceOf = Callable[[Any, dict[str, Any]], Reference]
@@ -95,7 +101,7 @@ class StatisticsTrainer(SFTTrainer):
     What a training switches on in the model it takes back at the end: forward methods, modes, checkpointing.
 
     Attributes:
-        given: the model that was given; `model` is its twin under FSDP2.
+        original_model: the model that was given; `model` is its twin under FSDP2.
         trained: the parameters that train, by name.
         fused: whether the fused head serves; known once a training or an evaluation has begun.
     """
@@ -140,7 +146,7 @@ class StatisticsTrainer(SFTTrainer):
             raise ConfigError("packing lays rows end to end in a way of its own; leave out data_collator, or packing")
         batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         dataset = as_dataset(
-            arranged_steps(
+            iter_step_rows(
                 train_dataset,
                 batch_size,
                 args.per_device_train_batch_size,
@@ -154,7 +160,7 @@ class StatisticsTrainer(SFTTrainer):
             evaluated = {name: self.evaluation_rows(rows, args) for name, rows in eval_dataset.items()}
         elif eval_dataset is not None:
             evaluated = self.evaluation_rows(eval_dataset, args)
-        change, lengths = rope_length(causal_model(model)), train_dataset.arrays["lengths"]
+        change, lengths = find_longrope_length(causal_model(model)), train_dataset.arrays["lengths"]
         beyond = 0 if change is None else int((lengths > change).sum())
         if 0 < beyond < len(lengths) and (self.packing or args.per_device_train_batch_size > 1):
             logger.warning(
@@ -188,9 +194,9 @@ class StatisticsTrainer(SFTTrainer):
         self.batch_reads = tuple(getattr(objective, "batch_reads", ()))
         self.sums: dict[str, torch.Tensor] = {}
         self.gate_summary: dict[str, float] = {}
-        self.given = model
+        self.original_model = model
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        twin = training_twin(model)
+        twin = make_sharded_copy(model)
         if (
             twin is not model
         ):  # a stage names what trains in its own words; the twin knows its parameters by the model's
@@ -203,12 +209,12 @@ class StatisticsTrainer(SFTTrainer):
         kept = {name: parameter.data for name, parameter in self.trained.items()}
         own_forward = causal_model(twin).__dict__.get("forward")
         fp16 = bool(args.fp16)
-        checks: list[Any] = [GradientCheck(self.trained, gates=adapter_name is not None, scaled=fp16)]
+        checks: list[Any] = [GradientCheck(self.trained, gates=adapter_name is not None, uses_loss_scaling=fp16)]
         checks += [SkippedStepCheck()] if fp16 else []
         super().__init__(
             model=twin,
             args=args,
-            data_collator=PassCollator(processing_class) if data_collator is None else data_collator,
+            data_collator=TrainingCollator(processing_class) if data_collator is None else data_collator,
             train_dataset=dataset,
             eval_dataset=evaluated,
             processing_class=processing_class,
@@ -232,10 +238,10 @@ class StatisticsTrainer(SFTTrainer):
         self.fused = True
 
     def _refuse_impossible(self, model: Any, args: SFTConfig, grouped: bool) -> None:
-        refuse_impossible(
+        check_plan(
             Plan(
                 objective=self.objective.name,
-                launch=launch_of(),
+                launch=detect_launch(),
                 device=target_device(model).type,
                 quantization=quantization_of(causal_model(model)),
                 precision="fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
@@ -263,7 +269,7 @@ class StatisticsTrainer(SFTTrainer):
         """Tokenised rows as a data set of evaluation batches, filled up over several processes with rows that do not count."""
         args = args or self.args
         size = args.per_device_eval_batch_size
-        return as_dataset(arranged_steps(rows, size * args.world_size, size, args.world_size))
+        return as_dataset(iter_step_rows(rows, size * args.world_size, size, args.world_size))
 
     def _send_telemetry(self) -> None:
         """No telemetry."""
@@ -272,9 +278,9 @@ class StatisticsTrainer(SFTTrainer):
         """The model card is written with the finished artifact, not with checkpoints."""
 
     @contextmanager
-    def _prepared(self, recomputing: bool = False) -> Iterator[None]:
+    def _statistics_mode(self, recomputing: bool = False) -> Iterator[None]:
         """The model as a pass with statistics needs it; given back as it came."""
-        with restore_state(self.model, recomputing), statistics_forward(self.model) as self.fused:
+        with preserve_model_state(self.model, recomputing), statistics_forward(self.model) as self.fused:
             yield
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -294,31 +300,31 @@ class StatisticsTrainer(SFTTrainer):
                     f"{self.args.output_dir} holds no checkpoint to resume from; leave out resume_from_checkpoint"
                 )
         if resume_from_checkpoint:
-            require_whole(Path(resume_from_checkpoint))
-            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / STATE))
+            require_intact_checkpoint(Path(resume_from_checkpoint))
+            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_FILE))
             # of these arguments, which may have more epochs than the run had that wrote the checkpoint
             *_, steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
             # the trainer would take a step more before it looks whether it is to stop
             if state.global_step >= steps:
                 self._load_from_checkpoint(str(resume_from_checkpoint))
-                self.state, self.fused = state, verify_head(causal_model(self.given))
+                self.state, self.fused = state, verify_head(causal_model(self.original_model))
                 return TrainOutput(state.global_step, 0.0, {})
         self.sums = {}
-        with self._prepared(bool(self.args.gradient_checkpointing)):
+        with self._statistics_mode(bool(self.args.gradient_checkpointing)):
             if not self.fused:
                 logger.warning("the output head is not one frozen linear map: statistics use full logits (slower)")
             if self.packing:
-                require_separate_sequences(self.model, next(self.model.parameters()).device)
+                check_packing_isolation(self.model, next(self.model.parameters()).device)
             output = super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
-        if self.model is not self.given:
-            write_back(self.model, self.given)
+        if self.model is not self.original_model:
+            write_back(self.model, self.original_model)
         return output
 
     def close(self) -> None:
         """Under FSDP2 the gates, which the model shares with its twin, go back to where the model is; nothing otherwise."""
         if self.sharded:
-            frozen = (parameter for parameter in self.given.parameters() if not parameter.requires_grad)
-            move_gates(self.given, next(frozen).device)
+            frozen = (parameter for parameter in self.original_model.parameters() if not parameter.requires_grad)
+            move_gates(self.original_model, next(frozen).device)
 
     def evaluation_loop(
         self,
@@ -339,9 +345,9 @@ class StatisticsTrainer(SFTTrainer):
         outputs = tuple(dict.fromkeys((*self.request.outputs, *self.batch_reads)))
         request, counted = replace(self.request, outputs=outputs, gradients=()), 0
         kept: list[tuple[TokenStatistics, ObjectiveContext]] = []
-        with torch.no_grad(), self._prepared(), evaluation_mode(self.model), self.accelerator.autocast():
+        with torch.no_grad(), self._statistics_mode(), evaluation_mode(self.model), self.accelerator.autocast():
             for batch in dataloader:
-                inputs, _, context, _ = self._unpacked(self._prepare_inputs(batch))
+                inputs, _, context, _ = self._split_inputs(self._prepare_inputs(batch))
                 stats = self._statistics(self.model, inputs, request, None)
                 sums["tokens"] += stats.mask.sum()
                 if self.over_batch is None:
@@ -373,7 +379,7 @@ class StatisticsTrainer(SFTTrainer):
         """The forward passes of an optimiser step, each with what `over_batch` says of it."""
         passes, items = super().get_batch_samples(*args, **kwargs)
         if self.over_batch is not None and passes and not self._is_whole(passes):
-            measured, references = zip(*(self._measured(inputs) for inputs in passes), strict=True)
+            measured, references = zip(*(self._no_grad_statistics(inputs) for inputs in passes), strict=True)
             values = self.over_batch(measured, self._gathered)
             for inputs, value, reference in zip(passes, values, references, strict=True):
                 inputs[_BATCH] = SimpleNamespace(value=value, reference=reference)
@@ -383,14 +389,16 @@ class StatisticsTrainer(SFTTrainer):
         """Whether the training's own forward pass has what `over_batch` reads: it is the whole step, and drops nothing."""
         if len(passes) > 1 or self.accelerator.num_processes > 1:
             return False
-        return set(self.batch_reads) <= set(self.request.outputs) and not any(dropouts(self.model))
+        return set(self.batch_reads) <= set(self.request.outputs) and not any(iter_dropouts(self.model))
 
     @torch.no_grad()
-    def _measured(self, inputs: dict[str, Any]) -> tuple[tuple[TokenStatistics, ObjectiveContext], Reference | None]:
+    def _no_grad_statistics(
+        self, inputs: dict[str, Any]
+    ) -> tuple[tuple[TokenStatistics, ObjectiveContext], Reference | None]:
         """A forward pass that trains nothing, and its reference; without `batch_reads` the mask of its labels alone."""
-        inputs, _, context, _ = self._unpacked(self._prepare_inputs(inputs))
+        inputs, _, context, _ = self._split_inputs(self._prepare_inputs(inputs))
         if not self.batch_reads:
-            mask = inputs["labels"][:, 1:] != IGNORED
+            mask = inputs["labels"][:, 1:] != IGNORE_INDEX
             nothing = torch.empty(0, device=mask.device)
             return (TokenStatistics(nothing, nothing, nothing, mask, self.request.k), context), None
         with evaluation_mode(self.model_wrapped), self.compute_loss_context_manager():
@@ -409,7 +417,7 @@ class StatisticsTrainer(SFTTrainer):
         parts = whole.split(max(sizes)) if max(sizes) else [whole]
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=False)])
 
-    def _unpacked(
+    def _split_inputs(
         self, inputs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], torch.Tensor | None, ObjectiveContext, Reference | None]:
         """What the model reads, the rows, the context of the loss, and the reference's distributions if they are known."""
@@ -438,13 +446,13 @@ class StatisticsTrainer(SFTTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of one forward pass; `num_items_in_batch` are the response tokens of the optimiser step, on all processes."""
-        inputs, rows, context, reference = self._unpacked(inputs)
+        inputs, rows, context, reference = self._split_inputs(inputs)
         logged = (self.state.global_step + 1) % self.state.logging_steps == 0
         # the recording ends before the backward pass, in which a recomputed layer would be counted again
         gates = self.adapter_name if logged else None
         with nullcontext() if gates is None else record_gates(self.model, gates) as record:
             if record is not None:
-                record.token_mask = inputs["labels"].ne(IGNORED)
+                record.token_mask = inputs["labels"].ne(IGNORE_INDEX)
             stats = self._statistics(model, inputs, self.request, reference)
         if record is not None and (total := record.total()).get("tokens"):
             self.gate_summary = total
@@ -457,7 +465,8 @@ class StatisticsTrainer(SFTTrainer):
         summed = losses.sum()
         if not bool(torch.isfinite(summed)):
             raise DivergenceError(
-                f"the loss is not finite at step {self.state.global_step + 1}: {self._at_fault(losses, rows) or 'in the sum'}. "
+                f"the loss is not finite at step {self.state.global_step + 1}: "
+                f"{self._describe_nonfinite_rows(losses, rows) or 'in the sum'}. "
                 "Nothing was updated in this step. Look at these rows (empty, extremely long or repeated text?); if they are "
                 "fine, lower the learning rate or train in fp32"
             )
@@ -471,7 +480,7 @@ class StatisticsTrainer(SFTTrainer):
                     self._add(key, getattr(stats, name).detach().double().sum())
         return (loss, stats) if return_outputs else loss
 
-    def _at_fault(self, losses: torch.Tensor, rows: torch.Tensor | None) -> str:
+    def _describe_nonfinite_rows(self, losses: torch.Tensor, rows: torch.Tensor | None) -> str:
         """The rows with a loss that is not finite, by name."""
         if rows is None:
             return ""
@@ -528,7 +537,7 @@ class StatisticsTrainer(SFTTrainer):
             return
         folder = Path(output_dir or self.args.output_dir)
         run = {_RUN: json.dumps(self.identity)}
-        write_atomically(folder / TRAINED, lambda path: save_file(tensors, str(path), run))
+        write_atomically(folder / TRAINED_WEIGHTS_FILE, lambda path: save_file(tensors, str(path), run))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As in transformers; checksums are written before older checkpoints go, or a kill between the two would leave none."""
@@ -544,22 +553,22 @@ class StatisticsTrainer(SFTTrainer):
             rotate_checkpoints(folder, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        path = Path(resume_from_checkpoint) / TRAINED
+        path = Path(resume_from_checkpoint) / TRAINED_WEIGHTS_FILE
         with safe_open(str(path), "pt") as file:
             written = (file.metadata() or {}).get(_RUN)
         if written is not None:  # an earlier version kept nothing to compare
             remedy = "resume with what it was begun with, or begin anew"
-            require_same(path, json.loads(written), self.identity, remedy, SetupError)
+            require_same_identity(path, json.loads(written), self.identity, remedy, SetupError)
         tensors = load_file(str(path))
         shapes = [{name: tuple(one.shape) for name, one in held.items()} for held in (tensors, self.trained)]
         if shapes[0] != shapes[1]:
             raise SetupError(f"{path} holds other parameters than this run trains; it belongs to another run")
         for name, parameter in self.trained.items():
-            assign(parameter, tensors[name])
+            copy_into_parameter(parameter, tensors[name])
 
     def _load_best_model(self) -> None:
         """`load_best_model_at_end`: from the checkpoint of the best evaluation."""
-        require_whole(Path(str(self.state.best_model_checkpoint)))
+        require_intact_checkpoint(Path(str(self.state.best_model_checkpoint)))
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -567,7 +576,7 @@ class StatisticsTrainer(SFTTrainer):
         if not self.sharded:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        state = whole_state(self.optimizer)
+        state = full_optimizer_state(self.optimizer)
         if self.args.should_save:
             torch.save(state, Path(output_dir) / OPTIMIZER)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)

@@ -29,7 +29,7 @@ LETTERS_PER_ITEM = 4
 _SPLIT_OF_BUCKET = ("train",) * 7 + ("probe", "dev", "test")
 # Draws in a row that may bring nothing new before a split counts as exhausted; at three operations (27,000 problems in
 # a small split) the last problems may be missed, at one and two none are.
-_FRUITLESS_DRAWS = 20_000
+_MAX_REPEATED_DRAWS = 20_000
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def apply_operator(left: int, operator: str, right: int) -> int:
     return {"+": left + right, "-": left - right, "*": left * right}[operator] % 10
 
 
-def expression(prompt: str) -> tuple[int, list[tuple[str, int]]]:
+def parse_prompt(prompt: str) -> tuple[int, list[tuple[str, int]]]:
     """The first operand of an arithmetic prompt, and the (operator, operand) pairs that follow it."""
     task, *words = prompt.split()
     if task != "solve" or len(words) % 2 == 0:
@@ -80,7 +80,7 @@ def draw_problem(rng: random.Random, split: str, operations: tuple[int, int]) ->
             return Problem(prompt, DIGITS[value], "arithmetic", length)
 
 
-def problems(split: str, count: int, operations: tuple[int, int] = (4, 4), seed: int = 0) -> list[Problem]:
+def draw_problems(split: str, count: int, operations: tuple[int, int] = (4, 4), seed: int = 0) -> list[Problem]:
     """Draw `count` different arithmetic problems of one split.
 
     Raises:
@@ -94,7 +94,7 @@ def problems(split: str, count: int, operations: tuple[int, int] = (4, 4), seed:
         problem = draw_problem(rng, split, operations)
         if problem.prompt in found:
             fruitless += 1
-            if fruitless > _FRUITLESS_DRAWS:
+            if fruitless > _MAX_REPEATED_DRAWS:
                 raise DataError(
                     f"found only {len(found)} different problems of {operations[0]} to {operations[1]} operations in the split "
                     f"'{split}', expected {count}: ask for fewer, or for more operations"
@@ -135,7 +135,7 @@ def draw_retention(rng: random.Random, split: str, kind: str) -> Problem:
             return Problem(prompt, " ".join(letters[::-1] if kind == "reverse" else sorted(letters)), kind, 0)
 
 
-def retention_items(split: str, count: int, seed: int = 0) -> list[Problem]:
+def draw_retention_items(split: str, count: int, seed: int = 0) -> list[Problem]:
     """Draw `count` retention items of one split, the three kinds in turn; facts repeat only after all 60 were asked."""
     rng = random.Random(f"retention/{split}/{seed}")
     asked = rng.sample(_FACTS, len(_FACTS))
@@ -160,7 +160,7 @@ def check_split(split: str) -> None:
         raise ConfigError(f"found the split '{split}'; expected {', '.join(SPLITS)}{nearest(split, SPLITS)}")
 
 
-def verify(problem: Problem, response_text: str, finished: bool) -> bool:
+def is_correct_response(problem: Problem, response_text: str, finished: bool) -> bool:
     """True if the response is right and complete.
 
     Args:

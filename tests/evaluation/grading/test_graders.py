@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from loragate.errors import ConfigError
 from loragate.evaluation.grading import MATH_GRADERS, grade_math, last_boxed
-from loragate.evaluation.grading.default import UnjudgedError, decide, judge
+from loragate.evaluation.grading.default import UnjudgedError, judge, verify_answer
 from loragate.evaluation.grading.expression import read_expression
-from loragate.evaluation.grading.notation import name_of, normalise
+from loragate.evaluation.grading.notation import normalise, split_assignment
 from loragate.evaluation.grading.values import evaluate
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +39,7 @@ def boxed(answer):
 def quick(gold, answer):
     """The verdict in the caller's process; None where it has no say."""
     try:
-        return decide(gold, answer)
+        return verify_answer(gold, answer)
     except UnjudgedError:
         return None
 
@@ -270,8 +270,8 @@ def test_a_sentence_in_the_box_costs_no_time():
     """Read in the caller's process, where nothing can be killed: 34 letters took hours."""
     began = time.process_time()
     assert quick("8", r"The number of apples remaining in the basket is 5 + 3 = 8") is not True
-    assert name_of("a" * 900 + "+1=2") == ("", ["a" * 900 + "+1=2"])
-    assert name_of(r"f^{-1}(x)_{max} = 2") == ("f^{-1}(x)_{max}", ["2"])
+    assert split_assignment("a" * 900 + "+1=2") == ("", ["a" * 900 + "+1=2"])
+    assert split_assignment(r"f^{-1}(x)_{max} = 2") == ("f^{-1}(x)_{max}", ["2"])
     assert time.process_time() - began < 2
 
 

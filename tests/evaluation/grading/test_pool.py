@@ -110,7 +110,7 @@ def test_workers_load_no_torch():
     with GradingPool(spy, workers=1) as pool:
         assert pool.grade([(names, "")])[0].reason == ""
     code = (
-        "import sys, loragate.evaluation.grading.default, loragate.evaluation.grading.second_opinion as other\n"
+        "import sys, loragate.evaluation.grading.default, loragate.evaluation.grading.math_verify_grader as other\n"
         "other.judge('x', 'y', None)\n"
         f"print([name for name in {names.split()} if name in sys.modules])"
     )

@@ -110,7 +110,7 @@ def test_sleep_is_bounded_and_a_busy_machine_is_not_the_program_s(monkeypatch: p
     # four others share the program's core, so that what it computes takes longer than it may sleep
     core = min(os.sched_getaffinity(0))
     monkeypatch.setattr(run.Sandbox, "_send", _pinned(run.Sandbox._send, core))
-    monkeypatch.setattr(run, "WAITING", 0.4)
+    monkeypatch.setattr(run, "MAX_SLEEP_FACTOR", 0.4)
     hog = f"import os\nos.sched_setaffinity(0, [{core}])\nwhile True: pass"
     others = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range(4)]
     try:
@@ -136,7 +136,7 @@ def _pinned(send: Callable[..., None], core: int) -> Callable[..., None]:
 
 def test_a_sandbox_that_does_not_start_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     need(TOP)
-    monkeypatch.setattr(run, "bubblewrap", lambda *_: ["false"])
+    monkeypatch.setattr(run, "bubblewrap_command", lambda *_: ["false"])
     with pytest.raises(SandboxError, match="did not start"):
         run_program("pass")
 
@@ -259,7 +259,7 @@ def test_an_interrupt_kills_what_runs() -> None:
 
 def test_a_tier_that_cannot_work_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(run, "_tried", run._tried.__wrapped__)  # each time anew
+    monkeypatch.setattr(run, "_probe_tier", run._probe_tier.__wrapped__)  # each time anew
     assert "bwrap" in str(probe(TOP))
     with pytest.raises(SandboxError, match=r"apt install bubblewrap.*--sandbox rlimits"):
         run_program("pass")
@@ -270,8 +270,8 @@ def test_a_tier_that_cannot_work_says_what_to_do(monkeypatch: pytest.MonkeyPatch
 
 def test_a_tier_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = ProgramResult(False, "error", TOP, detail="the sandbox did not start: bwrap: uid map: Permission denied")
-    monkeypatch.setattr(run, "_tried", run._tried.__wrapped__)
-    monkeypatch.setattr(run, "_missing", lambda tier: None)
+    monkeypatch.setattr(run, "_probe_tier", run._probe_tier.__wrapped__)
+    monkeypatch.setattr(run, "_find_missing_requirement", lambda tier: None)
     monkeypatch.setattr(run, "_run", lambda *_: failed)
     with pytest.raises(SandboxError, match=r"uid map: Permission denied; docs/tasks.md") as refused:
         run_program("pass")

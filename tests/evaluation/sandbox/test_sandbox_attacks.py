@@ -84,7 +84,7 @@ def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     need("bubblewrap")
     if run._run("pass", None, "bubblewrap", False, Limits(), None).reason != "ok":
         pytest.skip("bubblewrap cannot make user namespaces here")
-    monkeypatch.setattr(run, "_tried", lambda tier: (None, False))
+    monkeypatch.setattr(run, "_probe_tier", lambda tier: (None, False))
     return "bubblewrap"
 
 

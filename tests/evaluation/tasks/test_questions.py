@@ -11,7 +11,7 @@ import pytest
 
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.grading import grade_math
-from loragate.evaluation.judging import judge
+from loragate.evaluation.judging import grade_samples
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, load_questions, load_task
 from loragate.generation import Sample
@@ -162,7 +162,9 @@ def test_a_tolerance_acts_only_where_the_task_names_its_column(tmp_path, jsonl):
 
     def correct(task, questions):
         samples = [Sample(place, 0, r"\boxed{2.75}", (1,), "stop", None) for place in range(len(questions))]
-        return [grade.correct for grade in judge(task, questions, samples, "default", GradingSettings(workers=1))]
+        return [
+            grade.correct for grade in grade_samples(task, questions, samples, "default", GradingSettings(workers=1))
+        ]
 
     assert correct(olympiad, questions[2:3]) == [True]
     definition = """\

@@ -134,7 +134,7 @@ MISTAKES = [
     (changed("  rows: 2", "  split: test"), "split has no effect without hub"),
     (changed("temperature: 1", "temperature: 0"), "samples is 4, but greedy samples are all the same"),
     (changed("samples: 4", "samples: 4, stop: ['\\n']"), "generation.stop is for raw: true"),
-    (changed("version: 2", "version: 2\nraw: true\nsystem: hi"), "system has no effect with raw True"),
+    (changed("version: 2", "version: 2\nraw: true\nsystem: hi"), "system has no effect with raw"),
     (
         changed("version: 2", "version: 2\nharness: {files: c, metric: b}"),
         "harness has no effect with grader default, only with lm-eval",

@@ -1,7 +1,7 @@
 r"""The default grader's decision on (gold, extracted answer).
 
-`decide` runs the same rules in two places. In the caller's process it has no arithmetic but that of the rational numbers, which
-settles most answers; what needs roots, logarithms or constants is None there and goes to a worker, where `mp` is mpmath.
+`verify_answer` runs the same rules in two places. In the caller's process it has no arithmetic but that of the rational numbers,
+which settles most answers; what needs roots, logarithms or constants is None there and goes to a worker, where `mp` is mpmath.
 Verdicts are three-valued throughout, and a list is only right when a pairing of its parts is certain.
 
 Tolerance: none, unless the gold is a rounded decimal (`0.1429`, `4.5e33`). Then an answer is right that rounds to it, i.e. is off
@@ -18,16 +18,16 @@ from typing import Any
 
 from mpmath import mp
 
-from loragate.evaluation.grading.expression import Node, UnreadError, read_expression, variables, walk
+from loragate.evaluation.grading.expression import Node, ParseError, read_expression, variables, walk
 from loragate.evaluation.grading.notation import (
     PLAIN_NUMBER,
-    Shape,
+    AnswerStructure,
+    canonical_spelling,
     is_text,
-    key,
-    name_of,
     normalise,
     read_shape,
     sides_of,
+    split_assignment,
     split_list,
     unwrap_fonts,
 )
@@ -35,10 +35,10 @@ from loragate.evaluation.grading.sets import looks_like_set, read_set, same_set
 from loragate.evaluation.grading.units import Quantity, read_mixed, read_quantity
 from loragate.evaluation.grading.values import (
     MAX_BITS,
-    NeedsAlgebraError,
+    MpmathRequiredError,
     UndecidedError,
+    are_proportional,
     evaluate,
-    proportional,
     same_function,
     same_value,
 )
@@ -46,7 +46,7 @@ from loragate.evaluation.grading.values import (
 Verdict = bool | None
 MAX_LENGTH = 1000  # characters in the box; more is a whole solution
 MAX_PARTS = 12  # of a list, as all are compared with all
-RELATIVE = Fraction(1, 10_000)
+MAX_RELATIVE_ERROR = Fraction(1, 10_000)
 _ROUNDED_DIGITS, _ROUNDED_PARTS = (
     3,
     10,
@@ -87,7 +87,7 @@ class UnjudgedError(Exception):
     """The pair holds notation that cannot be judged by value, such as an ellipsis; equal spellings were accepted."""
 
 
-def decide(gold: str, answer: str, tolerance: float | None = None, mp: Any = None) -> Verdict:
+def verify_answer(gold: str, answer: str, tolerance: float | None = None, mp: Any = None) -> Verdict:
     """Return whether `answer` is right where `gold` is, both as they stand in the box; None where `mp` is needed.
 
     Raises:
@@ -99,15 +99,15 @@ def decide(gold: str, answer: str, tolerance: float | None = None, mp: Any = Non
     if not left or not right:
         return False
     try:
-        return _Decision(tolerance, mp).same(left, right)
-    except (UnreadError, UndecidedError, ArithmeticError, ValueError) as error:
+        return _Decision(tolerance, mp).compare(left, right)
+    except (ParseError, UndecidedError, ArithmeticError, ValueError) as error:
         raise UnjudgedError from error
 
 
 def judge(gold: str, answer: str, tolerance: float | None) -> tuple[bool, str, str | None]:
     """What a worker calls: correct, reason and the answer."""
     try:
-        verdict = decide(gold, answer, tolerance, mp)
+        verdict = verify_answer(gold, answer, tolerance, mp)
     except (UnjudgedError, RecursionError, TypeError):  # of mpmath, which got a kind of number that it does not order
         verdict = None
     return bool(verdict), "unparsed" if verdict is None else "ok" if verdict else "wrong", answer
@@ -117,14 +117,14 @@ class _Decision:
     def __init__(self, tolerance: float | None, mp: Any) -> None:
         self.tolerance, self.mp = tolerance, mp
 
-    def same(self, gold: str, answer: str) -> Verdict:
+    def compare(self, gold: str, answer: str) -> Verdict:
         try:
-            return self.compare(gold, answer)
-        except NeedsAlgebraError:
+            return self._compare(gold, answer)
+        except MpmathRequiredError:
             return None
 
-    def compare(self, gold: str, answer: str) -> Verdict:
-        if key(gold) == key(answer):
+    def _compare(self, gold: str, answer: str) -> Verdict:
+        if canonical_spelling(gold) == canonical_spelling(answer):
             return True
         if PLAIN_NUMBER.fullmatch(gold) and PLAIN_NUMBER.fullmatch(answer):
             return self.same_quantity(gold, answer)
@@ -137,7 +137,7 @@ class _Decision:
         if any(conditions):  # n \in \mathbb{Z} behind a general solution
             if len({_condition_of(found) for found in conditions if found}) > 1:
                 return False
-            return self.same(
+            return self.compare(
                 *(text[: found.start()] if found else text for text, found in zip((gold, answer), conditions))
             )
         as_sets = self.same_sets(gold, answer)
@@ -164,7 +164,7 @@ class _Decision:
         except UndecidedError:
             return "unread"
 
-    def same_named(self, gold: Shape, answer: Shape) -> Verdict | str:
+    def same_named(self, gold: AnswerStructure, answer: AnswerStructure) -> Verdict | str:
         """Assignments `x=2, y=5`, against others by name, or against values without names in the order of the names."""
         pairs = [_assignments(shape) for shape in (gold, answer)]
         if any(pairs) and not all(pairs):  # (a,b)=(1,2) beside a=1, b=2
@@ -176,8 +176,10 @@ class _Decision:
             if len(left) != len(right):
                 return False
             if sorted(name for name, _ in left) == sorted(name for name, _ in right):
-                return self.pair_up(left, right, lambda one, two: one[0] == two[0] and self.same(one[1], two[1]))
-            return self.pair_up(gold.parts, answer.parts, self.same)
+                return self.match_unordered(
+                    left, right, lambda one, two: one[0] == two[0] and self.compare(one[1], two[1])
+                )
+            return self.match_unordered(gold.parts, answer.parts, self.compare)
         known, other = (left, answer) if left else (right, gold)
         assert known
         stems = {re.sub(r"_.*|'", "", name) for name, _ in known}
@@ -186,15 +188,15 @@ class _Decision:
             return False
         if len(stems) < len(known) or other.kind == "set":  # x=3 or x=-5: several values of one
             one, two = (values, other.parts) if left else (other.parts, values)
-            return other.kind != "group" and self.pair_up(one, two, self.same)
+            return other.kind != "group" and self.match_unordered(one, two, self.compare)
         values = [value for _, value in sorted(known, key=lambda pair: (pair[0].startswith("\\"), pair[0]))]
         return self.all_same(*((values, other.parts) if left else (other.parts, values)))
 
-    def same_value_named(self, gold: Shape, answer: Shape) -> Verdict | str:
+    def same_value_named(self, gold: AnswerStructure, answer: AnswerStructure) -> Verdict | str:
         """A tuple, set or matrix with a name on one side: v = (1,2)."""
         texts = []
         for shape in (gold, answer):
-            values = name_of(shape.parts[0])[1] if shape.kind == "item" else []
+            values = split_assignment(shape.parts[0])[1] if shape.kind == "item" else []
             texts.append(values[-1] if values and values[-1] != shape.parts[0] else "")
         if not any(texts):
             return "unnamed"
@@ -202,15 +204,15 @@ class _Decision:
         return False if left.kind == right.kind == "item" else self.same_shape(left, right)
 
     def same_item(self, gold: str, answer: str) -> Verdict:
-        (gold_name, gold_values), (answer_name, answer_values) = name_of(gold), name_of(answer)
+        (gold_name, gold_values), (answer_name, answer_values) = split_assignment(gold), split_assignment(answer)
         if gold_name and answer_name:
-            short, long = sorted((key(gold_name), key(answer_name)), key=len)
+            short, long = sorted((canonical_spelling(gold_name), canonical_spelling(answer_name)), key=len)
             # y is a name for any function: y=x^2 and f(x)=x^2
             if short == long or (short == "y" and re.fullmatch(r"[a-z]\([a-z]\)", long)):
-                return self.same_chain(gold_values, answer_values)
+                return self.compare_equality_chain(gold_values, answer_values)
             return self.same_equation(sides_of(gold), sides_of(answer))
         if (gold_name and len(sides_of(answer)) == 1) or (answer_name and len(sides_of(gold)) == 1):
-            return self.same_chain(gold_values, answer_values)
+            return self.compare_equality_chain(gold_values, answer_values)
         # one of `\frac{1}{3} \approx 0.333` is enough; of `5+7=12` all must be right
         sides = [side for side in map(str.strip, _APPROXIMATELY.split(answer)) if side]
         if len(sides) > 1 or sides != [answer]:
@@ -225,15 +227,15 @@ class _Decision:
             return bool(pairs) and self.all_same(*zip(*pairs))
         option = _OPTION_TEXT.fullmatch(answer)
         if option is not None and not is_text(option[1]):  # (D) 7
-            return self.same(gold, option[1])
+            return self.compare(gold, option[1])
         option = _OPTION_TEXT.fullmatch(gold)
         if option is not None and not is_text(option[1]):
-            return self.same(option[1], answer)
+            return self.compare(option[1], answer)
         return self.same_quantity(gold, answer)
 
-    def same_chain(self, gold: Sequence[str], answer: Sequence[str]) -> Verdict:
+    def compare_equality_chain(self, gold: Sequence[str], answer: Sequence[str]) -> Verdict:
         """`= 10/2 = 5`: the last is the value; what stands before it may be a formula, but no other value."""
-        verdict = self.same(gold[-1], answer[-1])
+        verdict = self.compare(gold[-1], answer[-1])
         for value in answer[:-1]:
             if re.fullmatch(
                 r"[-+]?[\d.]+(?:\s|\\text\{[^{}]*\})+(?:[A-Za-z]|\\[a-z]+)\s*", value
@@ -248,13 +250,13 @@ class _Decision:
     def is_formula(text: str) -> bool:
         try:
             return bool(variables(read_expression(unwrap_fonts(read_quantity(text).body))))
-        except UnreadError:
+        except ParseError:
             return True
 
     def same_or_unread(self, gold: str, answer: str) -> Verdict:
         try:
-            return self.same(gold, answer)
-        except (UnjudgedError, UnreadError, UndecidedError):
+            return self.compare(gold, answer)
+        except (UnjudgedError, ParseError, UndecidedError):
             return False
 
     def same_equation(self, gold: Sequence[str], answer: Sequence[str]) -> Verdict:
@@ -269,7 +271,7 @@ class _Decision:
                 all(same_value(one, two, self.mp) for one, two in zip(left, other)) for other in (right, right[::-1])
             )
         first, second = (("+", one, ("neg", two)) for one, two in (left, right))
-        verdict = proportional(first, second, self.mp)
+        verdict = are_proportional(first, second, self.mp)
         if verdict is None:
             raise UndecidedError
         return verdict
@@ -277,14 +279,14 @@ class _Decision:
     def same_quantity(self, gold: str, answer: str) -> Verdict:
         left, right = read_quantity(gold), read_quantity(answer)
         if _CODED.fullmatch(left.body) and _CODED.fullmatch(right.body):  # 2-1 is no 3-2, but 5-3 may be 2
-            one, two = (key(side.body).strip("()") for side in (left, right))
+            one, two = (canonical_spelling(side.body).strip("()") for side in (left, right))
             return one == two and (not left.unit or not right.unit or left.unit == right.unit)
         trees = [read_expression(_TEN.sub(r"\\times ", side.body)) for side in (left, right)]
         if left.unit and right.unit and left.unit.kinds != right.unit.kinds:
             kinds = {left.unit.kinds, right.unit.kinds}
             if _ANGLE not in kinds or not kinds & _WITH_DEGREES:
                 return False
-        trees = _in_radians(left, right, trees)
+        trees = _convert_degrees(left, right, trees)
         if left.unit and right.unit and left.unit.kinds == right.unit.kinds and left.unit.size != right.unit.size:
             trees[1] = ("*", trees[1], ("num", right.unit.size / left.unit.size))
         readings = [(trees[0], trees[1], Fraction(1))]
@@ -313,14 +315,16 @@ class _Decision:
             if verdict is None:
                 raise UndecidedError
             return verdict
-        slack = _slack(written)
+        slack = _rounding_tolerance(written)
         if slack is not None or self.tolerance is not None:
-            near = self.near(gold, answer, slack, scale)
+            near = self.is_within_tolerance(gold, answer, slack, scale)
             if near is not None:
                 return near
         return same_value(gold, answer, self.mp)
 
-    def near(self, gold: Node, answer: Node, slack: tuple[Fraction, int] | None, scale: Fraction) -> bool | None:
+    def is_within_tolerance(
+        self, gold: Node, answer: Node, slack: tuple[Fraction, int] | None, scale: Fraction
+    ) -> bool | None:
         """Within what a rounded gold, or the question, allows; None where one of the values is no real number."""
         wanted, found = (evaluate(node, {}, self.mp) for node in (gold, answer))
         exact = isinstance(found, Fraction)
@@ -339,22 +343,22 @@ class _Decision:
         half, digits = slack[0] * scale, slack[1]
         # a gold of few parts (0.125 is 1/8) is exact itself
         endless = (
-            _endless(found) and found.denominator <= wanted.denominator
+            _is_repeating_decimal(found) and found.denominator <= wanted.denominator
             if exact
             else wanted.denominator >= _ROUNDED_PARTS
         )
-        return error <= (half if endless and digits >= _ROUNDED_DIGITS else min(half, RELATIVE * abs(wanted)))
+        return error <= (half if endless and digits >= _ROUNDED_DIGITS else min(half, MAX_RELATIVE_ERROR * abs(wanted)))
 
     def rational(self, value: Any) -> Fraction:
         mantissa, exponent = self.mp.re(value).man_exp
         return Fraction(int(mantissa)) * Fraction(2) ** exponent if abs(exponent) < MAX_BITS else Fraction(0)
 
-    def same_shape(self, gold: Shape, answer: Shape) -> Verdict:
+    def same_shape(self, gold: AnswerStructure, answer: AnswerStructure) -> Verdict:
         kinds = {gold.kind, answer.kind}
         if kinds <= {"list", "set", "item"}:
             if kinds == {"item", "set"} and gold.kind == "set":
                 return False  # a set with one element is asked for as a set
-            return self.pair_up(gold.parts, answer.parts, self.same)
+            return self.match_unordered(gold.parts, answer.parts, self.compare)
         if kinds == {"matrix", "group"}:  # a vector
             matrix, group = (gold, answer) if gold.kind == "matrix" else (answer, gold)
             if group.marks not in ("()", "[]") or not re.fullmatch(r"\d+|1(?:,1)*", matrix.marks):
@@ -366,10 +370,12 @@ class _Decision:
     def all_same(self, gold: Sequence[str], answer: Sequence[str]) -> Verdict:
         if len(gold) != len(answer):
             return False
-        verdicts = [self.same(left, right) for left, right in zip(gold, answer)]
+        verdicts = [self.compare(left, right) for left, right in zip(gold, answer)]
         return False if False in verdicts else None if None in verdicts else True
 
-    def pair_up(self, gold: Sequence[Any], answer: Sequence[Any], same: Callable[[Any, Any], Verdict]) -> Verdict:
+    def match_unordered(
+        self, gold: Sequence[Any], answer: Sequence[Any], same: Callable[[Any, Any], Verdict]
+    ) -> Verdict:
         """Whether the parts can be paired off, in any order."""
         if len(gold) != len(answer) or len(gold) > MAX_PARTS:
             return False
@@ -377,14 +383,14 @@ class _Decision:
         def certain(left: Any, right: Any) -> Verdict:
             try:
                 return same(left, right)
-            except (UnjudgedError, UnreadError, UndecidedError):
+            except (UnjudgedError, ParseError, UndecidedError):
                 return False  # parts that cannot be compared are no pair
 
         table = [[certain(left, right) for right in answer] for left in gold]
         # right where the certain pairs do; wrong where not even the uncertain ones would; else algebra must say
-        if _perfect([[verdict is True for verdict in row] for row in table]):
+        if _has_perfect_matching([[verdict is True for verdict in row] for row in table]):
             return True
-        return None if _perfect([[verdict is not False for verdict in row] for row in table]) else False
+        return None if _has_perfect_matching([[verdict is not False for verdict in row] for row in table]) else False
 
 
 def _condition_of(found: re.Match[str]) -> tuple[str, bool]:
@@ -404,7 +410,9 @@ def _same_special(gold: str, answer: str) -> Verdict:
     words = [_is_word(text) for text in (gold, answer)]
     if all(words) and not (looks_like_set(gold) and looks_like_set(answer)):
         cased = re.search("[a-z][A-Z]", f"{plain_gold} {plain_answer}")  # AaBb is no AABB
-        return _fold(plain_gold) == _fold(plain_answer) and (not cased or key(gold) == key(answer))
+        return _fold(plain_gold) == _fold(plain_answer) and (
+            not cased or canonical_spelling(gold) == canonical_spelling(answer)
+        )
     if _ROMAN.fullmatch(plain_gold) and _ROMAN.fullmatch(plain_answer):
         return plain_gold == plain_answer
     bases = [_base(text) for text in (plain_gold, plain_answer)]
@@ -436,29 +444,29 @@ def _fold(text: str) -> str:
     return re.sub(r"[\s\-]+", " ", text).strip().casefold().removeprefix("the ")
 
 
-def _assignments(shape: Shape) -> list[tuple[str, str]] | None:
+def _assignments(shape: AnswerStructure) -> list[tuple[str, str]] | None:
     """Names and values of a list that has names: `n=7, 3, 5` gives all of them the first; None where there are none."""
     if shape.kind != "list":
         return None
     found: list[tuple[str, str]] = []
     for part in shape.parts:
-        name, values = name_of(part)
+        name, values = split_assignment(part)
         if len(split_list(part)) > 1 or (not name and (not found or "=" in part)):
             return None
-        found.append((key(name) or found[-1][0], values[-1]))
+        found.append((canonical_spelling(name) or found[-1][0], values[-1]))
     return found
 
 
-def _assigned_tuple(shape: Shape) -> list[tuple[str, str]] | None:
+def _assigned_tuple(shape: AnswerStructure) -> list[tuple[str, str]] | None:
     """Names and values of `(a,b)=(1,2)`."""
-    name, values = name_of(shape.parts[0]) if shape.kind == "item" else ("", [""])
+    name, values = split_assignment(shape.parts[0]) if shape.kind == "item" else ("", [""])
     names, inner = read_shape(name), read_shape(values[-1])
     if names.kind != "group" or inner.kind != "group" or len(names.parts) != len(inner.parts):
         return None
-    return [(key(one), value) for one, value in zip(names.parts, inner.parts)]
+    return [(canonical_spelling(one), value) for one, value in zip(names.parts, inner.parts)]
 
 
-def _in_radians(gold: Quantity, answer: Quantity, trees: list[Node]) -> list[Node]:
+def _convert_degrees(gold: Quantity, answer: Quantity, trees: list[Node]) -> list[Node]:
     """Degrees as radians where the other side is in radians, by its unit or because it has no unit and holds pi."""
     sides = (gold, answer)
     degrees = [side.unit is not None and side.unit.kinds == _ANGLE for side in sides]
@@ -467,12 +475,12 @@ def _in_radians(gold: Quantity, answer: Quantity, trees: list[Node]) -> list[Nod
     index = degrees.index(True)
     other, tree = sides[1 - index], trees[1 - index]
     radians = other.unit is not None and other.unit.kinds == (("radian", 1),)
-    if radians or (other.bare and ("const", "pi") in walk(tree)):
+    if radians or (other.is_bare_number and ("const", "pi") in walk(tree)):
         trees[index] = ("/", ("*", trees[index], ("const", "pi")), ("num", Fraction(180)))
     return trees
 
 
-def _slack(body: str) -> tuple[Fraction, int] | None:
+def _rounding_tolerance(body: str) -> tuple[Fraction, int] | None:
     """Half a unit of the last digit of a rounded decimal, and its number of digits; None for anything else."""
     match = _DECIMAL.fullmatch(body)
     if match is None:
@@ -489,7 +497,7 @@ def _slack(body: str) -> tuple[Fraction, int] | None:
     return Fraction(10) ** (power - decimals) / 2, len(mantissa.replace(".", "").lstrip("0"))
 
 
-def _endless(value: Fraction) -> bool:
+def _is_repeating_decimal(value: Fraction) -> bool:
     """Whether the decimal of a rational number never ends."""
     rest = value.denominator
     for prime in (2, 5):
@@ -498,7 +506,7 @@ def _endless(value: Fraction) -> bool:
     return rest != 1
 
 
-def _perfect(allowed: list[list[bool]]) -> bool:
+def _has_perfect_matching(allowed: list[list[bool]]) -> bool:
     """Whether every left part gets a right one of its own (augmenting paths)."""
     partner: dict[int, int] = {}  # of a right part, its left one
 

@@ -1,6 +1,6 @@
 r"""The reader of mathematical expressions: LaTeX or plain text in, a small tree out.
 
-Everything that stands in the text is in the tree, or reading fails with `UnreadError`: a letter, a Greek name, a digit or a
+Everything that stands in the text is in the tree, or reading fails with `ParseError`: a letter, a Greek name, a digit or a
 command that is not known is never passed over, as a value without it would be another one. Nothing is evaluated here.
 
 A node is a tuple whose first entry is its kind: ("num", Fraction), ("sym", name), ("const", "pi" | "e" | "i" | "inf"),
@@ -60,7 +60,7 @@ _TIMES, _OVER = {"*", r"\times", r"\cdot"}, {"/", r"\div"}
 _BRACKETS = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", r"\lvert": r"\rvert"}
 
 
-class UnreadError(Exception):
+class ParseError(Exception):
     """The text is no expression that can be read completely."""
 
 
@@ -78,11 +78,11 @@ def read_expression(text: str) -> Node:
         UnreadError: where any part of it is not understood.
     """
     if len(text) > MAX_LENGTH:
-        raise UnreadError(text)
+        raise ParseError(text)
     reader = _Reader(text)
-    node = reader.sum()
+    node = reader.parse_sum()
     if reader.at != len(reader.tokens):
-        raise UnreadError(text)
+        raise ParseError(text)
     return node
 
 
@@ -139,12 +139,12 @@ class _Reader:
 
     def expect(self, *expected: str) -> None:
         if not self.accept(*expected):
-            raise UnreadError(self.text)
+            raise ParseError(self.text)
 
-    def sum(self) -> Node:
+    def parse_sum(self) -> Node:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise UnreadError(self.text)
+            raise ParseError(self.text)
         node = self.product()
         while sign := self.accept("+", "-"):
             term = self.product()
@@ -232,21 +232,21 @@ class _Reader:
     def atom(self) -> Node:
         token = self.peek()
         if not token:
-            raise UnreadError(self.text)
+            raise ParseError(self.text)
         kind = self.tokens[self.at].kind
         if kind == "number":
             self.at += 1
             return ("num", _number(token))
         if token == "|":
             self.at, self.bars = self.at + 1, self.bars + 1
-            node = self.sum()
+            node = self.parse_sum()
             self.bars -= 1
             self.expect("|")
             return ("call", "abs", node)
         if token in _BRACKETS:
             self.at += 1
             outer, self.bars = self.bars, 0
-            node = self.sum()
+            node = self.parse_sum()
             self.expect(_BRACKETS[token])
             self.bars = outer
             function = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lvert": "abs"}.get(token)
@@ -257,7 +257,7 @@ class _Reader:
         if kind == "command":
             self.at += 1
             return self.command(token[1:])
-        raise UnreadError(self.text)
+        raise ParseError(self.text)
 
     def named(self, name: str) -> Node:
         """What a name stands for: a function with its argument, a constant, or a variable with its index and primes."""
@@ -288,11 +288,11 @@ class _Reader:
         if name in _ACCENTS:
             inner = self.raw()
             if not re.search("[A-Za-z]", inner):
-                raise UnreadError(self.text)
+                raise ParseError(self.text)
             return self.named(f"{name}{{{inner}}}")
         if name in ("sum", "prod"):
             return self.series(name)
-        raise UnreadError(self.text)
+        raise ParseError(self.text)
 
     def font(self) -> Node:
         r"""`\mathrm{e}` and `\text{sin}` are what they hold, a longer word is one name."""
@@ -304,7 +304,7 @@ class _Reader:
             return self.named(word)
         self.at = start
         if re.search("[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", word)):  # words and digits are no product of letters
-            raise UnreadError(self.text)
+            raise ParseError(self.text)
         return self.atom()
 
     def raw(self) -> str:
@@ -316,7 +316,7 @@ class _Reader:
         while depth:
             token = self.peek()
             if not token:
-                raise UnreadError(self.text)
+                raise ParseError(self.text)
             self.at += 1
             depth += (token == "{") - (token == "}")
             inner.append(token)
@@ -327,7 +327,7 @@ class _Reader:
         before, self.at = self.at, self.at + ahead
         try:
             return self.raw()
-        except UnreadError:
+        except ParseError:
             return ""
         finally:
             self.at = before
@@ -344,7 +344,7 @@ class _Reader:
         if name == "sqrt":
             degree: Node | None = None
             if self.accept("["):
-                degree = self.sum()
+                degree = self.parse_sum()
                 self.expect("]")
             inside = self.atom()
             return ("call", "root", inside, degree or ("num", Fraction(2)))
@@ -352,7 +352,7 @@ class _Reader:
         if self.accept("_"):
             base = self.argument() if self.peek() != "{" else self.atom()
             if name != "log":
-                raise UnreadError(self.text)
+                raise ParseError(self.text)
         power = self.exponent() if self.accept("^") else None
         if name in _MANY:
             node: Node = ("call", name, *self.listed())
@@ -366,11 +366,11 @@ class _Reader:
     def listed(self) -> list[Node]:
         closing = {"(": ")", "{": "}", r"\{": r"\}"}.get(self.peek())
         if closing is None:
-            raise UnreadError(self.text)
+            raise ParseError(self.text)
         self.at += 1
-        nodes = [self.sum()]
+        nodes = [self.parse_sum()]
         while self.accept(","):
-            nodes.append(self.sum())
+            nodes.append(self.parse_sum())
         self.expect(closing)
         return nodes
 
@@ -390,7 +390,7 @@ class _Reader:
         self.expect("{")
         index = self.named(self.accept(*(token.text for token in self.tokens if token.kind == "word")))
         self.expect("=")
-        low = self.sum()
+        low = self.parse_sum()
         self.expect("}")
         self.expect("^")
         high = self.exponent()
@@ -403,5 +403,5 @@ def _number(token: str) -> Fraction:
     mantissa, _, exponent = token.lower().partition("e")
     power = int(exponent.strip("{}")) if exponent else 0
     if abs(power) > MAX_EXPONENT:
-        raise UnreadError(token)
+        raise ParseError(token)
     return Fraction("0" + mantissa.removesuffix(".")) * Fraction(10) ** power

@@ -184,7 +184,7 @@ def is_text(text: str) -> bool:
     return re.fullmatch(r"[^\W\d_][^\W\d_ '’\-]*(?:[ '’\-]+[^\W\d_]+)*", unwrap_fonts(text)) is not None
 
 
-def key(text: str) -> str:
+def canonical_spelling(text: str) -> str:
     """Return the spelling under which equal answers are equal strings: no fonts, no blanks, braces only where needed."""
     if PLAIN_NUMBER.fullmatch(text):
         return text
@@ -239,7 +239,7 @@ _LEFT_SIDE = re.compile(
 
 
 @dataclass(frozen=True)
-class Shape:
+class AnswerStructure:
     """One answer taken apart.
 
     Attributes:
@@ -253,13 +253,13 @@ class Shape:
     marks: str = ""
 
 
-def read_shape(text: str) -> Shape:
+def read_shape(text: str) -> AnswerStructure:
     """Return the shape of a normalised answer."""
     text = re.sub(r"^(?:[A-Za-z]|\\theta)\s*\\in(?![A-Za-z])\s*", "", text)
     lines = _LINES.fullmatch(text)
     if lines is not None:
         rows = [row.replace("&", "").strip(" ,;") for row in _ROW.split(lines[2]) if row.strip()]
-        return Shape("list", tuple(rows)) if len(rows) > 1 else Shape("item", (text,))
+        return AnswerStructure("list", tuple(rows)) if len(rows) > 1 else AnswerStructure("item", (text,))
     bare = text
     while bare[:1] in ("(", "[") and _closes_at_end(bare) and _MATRIX.fullmatch(bare[1:-1].strip()):
         bare = bare[1:-1].strip()  # the brackets of an array
@@ -270,22 +270,22 @@ def read_shape(text: str) -> Shape:
         return _matrix([row.split("&") for row in _ROW.split(matrix[2]) if row.strip()], style)
     items = split_list(text)
     if len(items) > 1:
-        return Shape("list", tuple(items))
+        return AnswerStructure("list", tuple(items))
     if text.startswith(r"\{") and _closes_at_end(text):
-        return Shape("set", tuple(split_list(text[2:-2].strip())))
+        return AnswerStructure("set", tuple(split_list(text[2:-2].strip())))
     if text[:1] in ("(", "[") and _closes_at_end(text):
         inner = split_top(text[1:-1], ",")
         if text[0] == "[" and all(row[:1] == "[" and _closes_at_end(row) for row in inner):
             return _matrix([split_top(row[1:-1], ",") for row in inner])
         if len(inner) > 1:
-            return Shape("group", tuple(inner), text[0] + text[-1])
+            return AnswerStructure("group", tuple(inner), text[0] + text[-1])
         if text[0] == "(" and text[-1] == ")":  # brackets around one item mean nothing
             return read_shape(text[1:-1].strip())
-    return Shape("item", (text,))
+    return AnswerStructure("item", (text,))
 
 
-def _matrix(rows: list[list[str]], style: str = "") -> Shape:
-    return Shape(
+def _matrix(rows: list[list[str]], style: str = "") -> AnswerStructure:
+    return AnswerStructure(
         "matrix", tuple(cell.strip() for row in rows for cell in row), style + ",".join(str(len(row)) for row in rows)
     )
 
@@ -330,7 +330,7 @@ def sides_of(text: str) -> list[str]:
     return [side.replace("\x01", "=") for side in split_top(marked, "\x01")]
 
 
-def name_of(text: str) -> tuple[str, list[str]]:
+def split_assignment(text: str) -> tuple[str, list[str]]:
     r"""Split `x = 5`, `f(x) = 5`, `\angle ABC = 5` or `A = \pi r^2 = 9\pi` into (name, values); the name may be ""."""
     left, *rest = sides_of(text)
     if len(rest) == 1 and re.search(r"\d", left) and _LEFT_SIDE.fullmatch(rest[0]) and not _LEFT_SIDE.fullmatch(left):

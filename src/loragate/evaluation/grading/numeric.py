@@ -53,7 +53,7 @@ _PART_AFTER = re.compile(
 
 
 @dataclass(frozen=True)
-class Found:
+class NumberMatch:
     """A number as it was written, and its exact value; None where it is part of something that is not read."""
 
     text: str
@@ -61,7 +61,7 @@ class Found:
     alone: bool  # whether only punctuation stands beside it
 
 
-def numbers_in(text: str) -> Iterator[Found]:
+def numbers_in(text: str) -> Iterator[NumberMatch]:
     """The numbers of a text, in order; digits in names and exponents are none."""
     text = _FRACTION.sub(r" \1/\2 ", text.replace("{,}", ","))
     for _ in range(3):  # boxes in boxes
@@ -82,7 +82,7 @@ def numbers_in(text: str) -> Iterator[Found]:
             size = _value(match["body"])
             value = None if size is None else size * scale * (-1 if negative else 1)
         rest = before + after if start <= NEAR and len(text) - end <= NEAR else "much"
-        yield Found(match.group().strip(), value, not re.search(r"[^\W_]", _NEGATIVE.sub("", rest)))
+        yield NumberMatch(match.group().strip(), value, not re.search(r"[^\W_]", _NEGATIVE.sub("", rest)))
 
 
 def _value(body: str) -> Fraction | None:
@@ -105,7 +105,7 @@ def _value(body: str) -> Fraction | None:
     return None
 
 
-def last_number(response: str) -> Found | None:
+def last_number(response: str) -> NumberMatch | None:
     """The number that a response gives as its answer: behind the first `####`, else the last one; None where there is none."""
     for mark in _MARK.finditer(response):
         found = list(numbers_in(mark[1]))

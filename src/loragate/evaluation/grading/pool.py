@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from loragate.errors import ConfigError, LoragateError, nearest
-from loragate.evaluation.answers import Grade, boxed_parts
-from loragate.evaluation.grading.default import UnjudgedError, decide
+from loragate.evaluation.answers import Grade, extract_boxed_answers
+from loragate.evaluation.grading.default import UnjudgedError, verify_answer
 
 OnProgress = Callable[[int, int], None]
 
@@ -52,14 +52,14 @@ class MathGrader:
 
 
 def _begin_default(response: str, gold: str, tolerance: float | None) -> Grade | Job:
-    parts = boxed_parts(response)
+    parts = extract_boxed_answers(response)
     if not parts:
         return Grade(False, None, "no_box")
     answer = ", ".join(parts)
     try:
         # one value may be boxed in two notations: 15 39/40, or 639/40
-        same = len(parts) > 1 and all(decide(gold, one, tolerance) for one in parts)
-        verdict = same or decide(gold, answer, tolerance)
+        same = len(parts) > 1 and all(verify_answer(gold, one, tolerance) for one in parts)
+        verdict = same or verify_answer(gold, answer, tolerance)
     except (UnjudgedError, RecursionError):
         return Grade(False, answer, "unparsed")
     return Job(gold, answer, tolerance) if verdict is None else Grade(verdict, answer, "ok" if verdict else "wrong")
@@ -70,7 +70,7 @@ MATH_GRADERS: dict[str, MathGrader] = {
     "math_verify": MathGrader(
         "math_verify",
         lambda response, gold, tolerance: Job(gold, response),
-        "loragate.evaluation.grading.second_opinion:judge",
+        "loragate.evaluation.grading.math_verify_grader:judge",
     ),
 }
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import cmp_to_key
 from typing import Any
 
-from loragate.evaluation.grading.expression import Node, UnreadError, read_expression, variables, walk
+from loragate.evaluation.grading.expression import Node, ParseError, read_expression, variables, walk
 from loragate.evaluation.grading.notation import split_list, split_top, unwrap_fonts
 from loragate.evaluation.grading.values import UndecidedError, alike, evaluate, points
 
@@ -62,7 +62,7 @@ def read_set(text: str) -> RealSet | None:
     """Return the set that `text` (normalised) writes, or None where it is none that can be read."""
     try:
         return _read(text.strip(), frozenset())
-    except UnreadError:
+    except ParseError:
         return None
 
 
@@ -367,7 +367,7 @@ def _enclosed(text: str, named: frozenset[str]) -> RealSet | None:
 def _plain_name(name: str) -> str:
     node = read_expression(name.strip())
     if node[0] != "sym":
-        raise UnreadError(name)
+        raise ParseError(name)
     return str(node[1])
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
-from loragate.evaluation.grading.expression import FUNCTIONS, GREEK, UnreadError
+from loragate.evaluation.grading.expression import FUNCTIONS, GREEK, ParseError
 from loragate.evaluation.grading.notation import PLAIN_NUMBER, strip_outer_braces, unwrap_fonts
 
 # name: (kind, size in the kind's own unit); a kind with no common unit of measure between entries stands alone
@@ -107,13 +107,13 @@ class Quantity:
         body: the expression, words that multiply it worked in.
         unit: the unit, if it is known here.
         percent: whether a percent sign follows.
-        bare: whether neither a unit nor a word follows.
+        is_bare_number: whether neither a unit nor a word follows.
     """
 
     body: str
     unit: Unit | None = None
     percent: bool = False
-    bare: bool = True
+    is_bare_number: bool = True
 
 
 def read_quantity(text: str) -> Quantity:
@@ -129,16 +129,16 @@ def read_quantity(text: str) -> Quantity:
     if sign is not None:
         rest = read_quantity(sign[1] + text[sign.end() :])
         unit = read_unit(_CURRENCY[sign[2]])
-        return Quantity(rest.body, unit if rest.unit is None else rest.unit, rest.percent, bare=False)
+        return Quantity(rest.body, unit if rest.unit is None else rest.unit, rest.percent, is_bare_number=False)
     text = text.replace("$", "")
     mixed = read_mixed(text)
     if mixed is not None:
         return mixed
     percent = re.search(r"\s*(?:\\?%|\\text\{\s*\\?%\s*\}|(?:\\text\{)?\s*per\s?cent\s*\}?)$", text)
     if percent is not None and percent.start():
-        return Quantity(strip_outer_braces(text[: percent.start()].strip()), percent=True, bare=False)
+        return Quantity(strip_outer_braces(text[: percent.start()].strip()), percent=True, is_bare_number=False)
     body, words = _split(text)
-    spelled = _spelled(unwrap_fonts(body))
+    spelled = _parse_number_words(unwrap_fonts(body))
     if not words:
         return Quantity(strip_outer_braces(body) if spelled is None else str(spelled))
     body = f"({body})" if re.search(r"[^\d.]", body) else body
@@ -158,14 +158,14 @@ def read_quantity(text: str) -> Quantity:
         changed = True
         found.pop(0)
     if any(word.casefold().removesuffix("s") in SCALES for word in found):  # parts per million
-        raise UnreadError(text)
+        raise ParseError(text)
     if changed and found[:1] == ["of"]:
         found.pop(0)
     unit = read_unit(" ".join(found)) if found else None
-    return Quantity(strip_outer_braces(body), unit, bare=False)
+    return Quantity(strip_outer_braces(body), unit, is_bare_number=False)
 
 
-def _spelled(text: str) -> Fraction | int | None:
+def _parse_number_words(text: str) -> Fraction | int | None:
     """The number that words spell, up to 99, or a half or quarter; None for anything else."""
     words = text.casefold().removeprefix("a ").replace("-", " ").split()
     if words in (["half"], ["quarter"]):
@@ -194,7 +194,7 @@ def read_mixed(text: str) -> Quantity | None:
     return Quantity(
         "+".join(f"({value})*({unit.size / units[0].size})" for (value, _), unit in zip(found, units)),
         units[0],
-        bare=False,
+        is_bare_number=False,
     )
 
 
@@ -204,8 +204,12 @@ def _split(text: str) -> tuple[str, str]:
     Nothing is split off where no digit would remain in front.
     """
     spelled = re.fullmatch(r"(?:\\text\{)?\s*([A-Za-z-]+)\s+([A-Za-z ]+?)\s*\}?", text)
-    if spelled is not None and _spelled(spelled[1]) is not None and _spelled(f"{spelled[1]} {spelled[2]}") is None:
-        return str(_spelled(spelled[1])), spelled[2]
+    if (
+        spelled is not None
+        and _parse_number_words(spelled[1]) is not None
+        and _parse_number_words(f"{spelled[1]} {spelled[2]}") is None
+    ):
+        return str(_parse_number_words(spelled[1])), spelled[2]
     match = _TAIL.search(text)
     if match is None:
         return text, ""

@@ -1,7 +1,7 @@
 r"""The value of an expression, with bounded work, and whether two expressions are equal.
 
 Arithmetic is exact over the rationals as long as the numbers stay below `MAX_BITS`. Roots, logarithms and the like need the
-arithmetic of mpmath, which is handed in; without it they raise `NeedsAlgebraError`. Two values are the same if their
+arithmetic of mpmath, which is handed in; without it they raise `MpmathRequiredError`. Two values are the same if their
 difference vanishes as the precision rises. There is no absolute floor, so that 1/1607! and 1/1608! differ, and a term too
 small or too large for the precision is noticed. Nothing grows beyond a bound before it is worked out: a tower of powers raises
 `UndecidedError` at once.
@@ -52,7 +52,7 @@ _STEPS = 40  # whole numbers at which functions with steps are compared as well
 _NEEDED = 3  # points at which both sides have a value
 
 
-class NeedsAlgebraError(Exception):
+class MpmathRequiredError(Exception):
     """The value is no rational number, and no other arithmetic is at hand."""
 
 
@@ -96,7 +96,7 @@ def same_function(left: Node, right: Node, mp: Any = None) -> bool | None:
     return True if agreed >= _NEEDED else None
 
 
-def proportional(left: Node, right: Node, mp: Any = None) -> bool | None:
+def are_proportional(left: Node, right: Node, mp: Any = None) -> bool | None:
     """Whether one expression is a constant multiple of the other, so that both vanish together; None where too few points show it.
 
     Raises:
@@ -238,7 +238,7 @@ class _Evaluation:
 
     def need_algebra(self) -> None:
         if self.mp is None:
-            raise NeedsAlgebraError
+            raise MpmathRequiredError
 
     def exact_or(self, left: Value, right: Value, operation: Callable[[Value, Value], Value]) -> Value:
         if isinstance(left, Fraction) and isinstance(right, Fraction):

@@ -22,7 +22,7 @@ class SandboxError(ConfigError):
     """A sandbox that was asked for and cannot be had here; the message says what to install or which flag to give."""
 
 
-def interpreter() -> list[str]:
+def python_command() -> list[str]:
     """The words that start this Python with nothing but its standard library."""
     return [os.path.realpath(sys.executable), "-s", "-P", "-S", "-B"]
 
@@ -34,7 +34,7 @@ def package_folders() -> tuple[str, ...]:
     return tuple(dict.fromkeys(folder for folder in folders if folder and os.path.isdir(folder)))
 
 
-def bubblewrap(file_mb: int, drop: bool) -> list[str]:
+def bubblewrap_command(file_mb: int, drop: bool) -> list[str]:
     """The words before the interpreter's, but for `--seccomp` and the final `--`.
 
     Args:
@@ -65,7 +65,7 @@ def bubblewrap(file_mb: int, drop: bool) -> list[str]:
         words += ["--perms", "1777", "--size", str(file_mb * 1024 * 1024), "--tmpfs", path]
     # the interpreter and its packages, and nothing that lies beside them
     folders = [os.path.realpath(folder) for folder in (sys.base_prefix, sys.base_exec_prefix)]
-    folders += [str(Path(interpreter()[0]).parent), *package_folders()]
+    folders += [str(Path(python_command()[0]).parent), *package_folders()]
     bound: list[Path] = [Path("/usr")]
     for folder in map(Path, dict.fromkeys(folders)):
         if any(folder == outer or outer in folder.parents for outer in bound):
@@ -94,7 +94,7 @@ def unused_uid() -> int:
 # whatever the network namespace, and a process may make a user namespace of its own and be powerful there. The filter refuses
 # these calls, and others that a program under test has no use for and that past holes of the kernel went through. Numbers of the
 # calls, x86_64 and aarch64.
-REFUSED = {
+REFUSED_SYSCALLS = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "pidfd_getfd": (438, 438), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
     "unshare": (272, 97), "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429),
@@ -118,7 +118,7 @@ ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 
 
-def filter_program() -> bytes | None:
+def build_seccomp_filter() -> bytes | None:
     """Return the filter for this machine, or None where the numbers of its calls are not known."""
     known = ARCHITECTURES.get(platform.machine())
     if known is None:
@@ -127,7 +127,7 @@ def filter_program() -> bytes | None:
     code = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     if column == 0:  # the x32 numbering of x86_64 would name the same calls otherwise
         code += [(BITS, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]
-    for numbers in REFUSED.values():
+    for numbers in REFUSED_SYSCALLS.values():
         code += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, REFUSE | errno.EPERM)]
     # clone3 keeps its flags in memory, where a filter cannot look; the C library then falls back to clone.
     code += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]

@@ -14,13 +14,13 @@ from loragate.evaluation.sandbox.extract import extract_code, top_level_names
 from loragate.evaluation.sandbox.run import Checks, Limits, require_sandbox, run_program
 
 Row = Mapping[str, Any]
-RELEASE = (
+EVALPLUS_RELEASE_ERROR = (
     "it has the inputs of EvalPlus's own files in place of tests; give the rows of evalplus/humanevalplus or evalplus/mbppplus on "
     "the hub, which hold the tests in `test`"
 )
 
 
-def is_release(row: Row) -> bool:
+def is_evalplus_release(row: Row) -> bool:
     """Whether a row has EvalPlus's inputs; without them only the base tests would run."""
     return any(row.get(name) is not None for name in ("base_input", "plus_input"))
 
@@ -32,8 +32,8 @@ def humaneval_program(row: Row, response: str) -> tuple[str, Checks] | None:
     prompt, whose imports and helper functions it may rely on. Helpers that the checks use come from the prompt.
     """
     prompt, entry = _text(row, "prompt"), _text(row, "entry_point")
-    if is_release(row):
-        raise DataError(f"HumanEval row {row.get('task_id')!r}: {RELEASE}")
+    if is_evalplus_release(row):
+        raise DataError(f"HumanEval row {row.get('task_id')!r}: {EVALPLUS_RELEASE_ERROR}")
     test = _text(row, "test")
     code = extract_code(response, entry, prompt)
     if code is None:
@@ -61,8 +61,8 @@ def mbpp_program(row: Row, response: str) -> tuple[str, Checks] | None:
     prepared = _module(setup, row, "test_setup_code").body
     # An object of a class crosses only if the class is the program's.
     kept = "\n".join(ast.unparse(node) for node in prepared if not isinstance(node, ast.ClassDef))
-    if is_release(row):
-        raise DataError(f"MBPP row {row.get('task_id')!r}: {RELEASE}")
+    if is_evalplus_release(row):
+        raise DataError(f"MBPP row {row.get('task_id')!r}: {EVALPLUS_RELEASE_ERROR}")
     source = "\n".join([imports, kept, *([_text(row, "test")] if row.get("test") else tests)]) + "\n"
     reference = top_level_names(_module(_text(row, "code"), row, "code"))
     tests_tree = _module(source, row, "test_list")

@@ -68,11 +68,11 @@ def extract_code(
     wanted: Callable[[str], bool] = (
         (lambda code: True) if entry_point is None else (lambda code: defines(code, entry_point))
     )
-    found = next((code for block in reversed(blocks) if (code := _code_of(block, wanted)) is not None), None)
+    found = next((code for block in reversed(blocks) if (code := _extract_from_block(block, wanted)) is not None), None)
     if found is None and entry_point is not None:
         tried = re.compile(rf"^[ \t]*(?:async\s+def|def|class)\s+{re.escape(entry_point)}\b", re.M)
         aside = any(block.closed and tried.search(block.text) for block in blocks)
-        runs = ([run for run in _spans(part) if wanted(run)] for part in ([] if aside else reversed(outside)))
+        runs = ([run for run in _compilable_runs(part) if wanted(run)] for part in ([] if aside else reversed(outside)))
         found = next((_without_last_test(max(run, key=len), wanted) for run in runs if run), None)
     if found is not None:
         return _with_helpers(found, blocks, required, prompt)
@@ -82,7 +82,7 @@ def extract_code(
             if whole.startswith(prompt) and (entry_point is None or _has_body(whole, entry_point)):
                 return _with_helpers(whole, blocks, required, None)
     sound = [block.code for block in blocks if _parse(block.code) is not None]
-    spans = [] if blocks else _spans(text)
+    spans = [] if blocks else _compilable_runs(text)
     return sound[-1] if sound else max(spans, key=len) if spans else None
 
 
@@ -152,11 +152,11 @@ def _between(text: str, opening: re.Match[str], closing: re.Match[str] | None) -
     return text[opening.end() + 1 : None if closing is None else closing.start()]
 
 
-def _code_of(block: Block, wanted: Callable[[str], bool]) -> str | None:
+def _extract_from_block(block: Block, wanted: Callable[[str], bool]) -> str | None:
     """The code of a block if it is wanted; of one without its end, which may be cut off or go on in prose, the longest run."""
     if block.closed:
         return block.code if _parse(block.code) is not None and wanted(block.code) else None
-    runs = [run for run in _spans(block.code) if wanted(run)]
+    runs = [run for run in _compilable_runs(block.code) if wanted(run)]
     return _without_last_test(max(runs, key=len), wanted) if runs else None
 
 
@@ -180,7 +180,7 @@ def _sound_head(source: str) -> str:
             return source
         except SyntaxError as error:
             line, starts = 0, []
-            for piece in _pieces(source):
+            for piece in _split_statements(source):
                 if line < (error.lineno or 1):
                     starts.append(line)
                 line += piece.count("\n")
@@ -251,9 +251,9 @@ def _dedented(block: str) -> str:
     return "\n".join(line.removeprefix(margin) for line in block.split("\n"))
 
 
-def _spans(text: str) -> list[str]:
+def _compilable_runs(text: str) -> list[str]:
     """The runs of lines that compile, prose between them left out; each line is compiled a bounded number of times."""
-    pieces = list(_pieces(text))
+    pieces = list(_split_statements(text))
     spans: list[str] = []
     run: list[str] = []
     position = attempts = 0
@@ -273,7 +273,7 @@ def _spans(text: str) -> list[str]:
     return [span for span in spans if span.strip()]
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _split_statements(text: str) -> Iterator[str]:
     """Split at lines that begin at the margin, where a statement may begin."""
     piece: list[str] = []
     decorated = False

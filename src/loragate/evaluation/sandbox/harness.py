@@ -30,7 +30,7 @@ import time
 import types
 
 MAX_FRAME = 32 * 1024 * 1024  # bytes of a message
-SMALL = 2**62  # integers below it cross as JSON numbers
+MAX_JSON_INT = 2**62  # integers below it cross as JSON numbers
 FAILURES = ("wrong", "error", "syntax", "memory", "exit", "output")  # what a program may say of itself
 
 
@@ -38,7 +38,7 @@ class WireError(Exception):
     """A message that is too long, torn or not of the known forms."""
 
 
-class Closed(Exception):
+class ChannelClosedError(Exception):
     """The other side has gone."""
 
 
@@ -50,7 +50,7 @@ class CandidateError(Exception):
 
 
 def send(descriptor, message):
-    """Write one frame: four bytes of length, then JSON; raises `Closed` where nobody reads it."""
+    """Write one frame: four bytes of length, then JSON; raises `ChannelClosedError` where nobody reads it."""
     data = json.dumps(message).encode("ascii")
     if len(data) > MAX_FRAME:
         raise WireError(f"a message of {len(data)} bytes; the limit is {MAX_FRAME}")
@@ -59,11 +59,11 @@ def send(descriptor, message):
         while view:
             view = view[os.write(descriptor, view) :]
     except (BrokenPipeError, ConnectionResetError):
-        raise Closed from None
+        raise ChannelClosedError from None
 
 
 def receive(descriptor):
-    """Read one frame; raises `Closed` at the end of the stream and `WireError` for anything malformed."""
+    """Read one frame; raises `ChannelClosedError` at the end of the stream and `WireError` for anything malformed."""
     size = int.from_bytes(_read(descriptor, 4), "big")
     if size > MAX_FRAME:
         raise WireError(f"a message of {size} bytes; the limit is {MAX_FRAME}")
@@ -81,7 +81,7 @@ def _read(descriptor, size):
         except ConnectionResetError:
             part = b""
         if not part:
-            raise Closed
+            raise ChannelClosedError
         data += part
     return bytes(data)
 
@@ -112,7 +112,7 @@ TYPES: dict = {
 # {tag: what puts a value together}
 READERS = {tag: read for tag, _, read in TYPES.values()} | {"p": {name: one for one, name in NAMED.items()}.__getitem__}
 # By the base class's own methods, so that what a subclass overrides says nothing.
-PLAIN: dict = {
+TO_BUILTIN: dict = {
     dict: dict.copy,
     list: list.copy,
     tuple: lambda value: tuple.__add__(value, ()),
@@ -130,7 +130,7 @@ def encode(value, handle):
     A subclass of a built-in type crosses as the plain value that it holds.
     """
     kind = type(value)
-    if value is None or kind in (bool, str, float) or (kind is int and -SMALL < value < SMALL):
+    if value is None or kind in (bool, str, float) or (kind is int and -MAX_JSON_INT < value < MAX_JSON_INT):
         return value
     if kind is list:
         return [encode(item, handle) for item in value]
@@ -142,7 +142,7 @@ def encode(value, handle):
         return encode(value.item(), handle)
     if kind in (type, type(len)) and value in NAMED:
         return {"p": NAMED[value]}
-    for base, plain in PLAIN.items():  # bool before int is not needed: no class can be derived from it
+    for base, plain in TO_BUILTIN.items():  # bool before int is not needed: no class can be derived from it
         if isinstance(value, base):
             return encode(plain(value), handle)
     return handle(value)
@@ -173,7 +173,7 @@ def _decode(form, handle):
     return READERS[tag](_decode(content, handle))
 
 
-def describe(error):
+def format_exception(error):
     """One line on an exception; an exception that cannot be printed is named by its class."""
     try:
         text = str(error)
@@ -182,7 +182,7 @@ def describe(error):
     return f"{type(error).__name__}: {text}"[:500]
 
 
-def reason_of(error):
+def classify_exception(error):
     """The word for code that ended with `error`."""
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
         return "exit"
@@ -242,37 +242,41 @@ class Server:
         except BaseException as error:
             # built-in classes only; one of the program's own that borrows such a name is not the same object
             names = [kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind]
-            return ["raised", names, describe(error), reason_of(error)]
+            return ["raised", names, format_exception(error), classify_exception(error)]
 
 
 def serve(line, source, name, limits):
     """Run the program as module `name` under `limits`, then answer requests on the descriptor `line` until it closes."""
-    give_up(limits)
+    apply_rlimits(limits)
     module = sys.modules[name] = types.ModuleType(name)
     server, answer = Server(module), ["loaded"]
     try:
         code = compile(source, "<program>", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
-        answer = ["failed", "memory" if isinstance(error, MemoryError) else "syntax", describe(error)]
+        answer = ["failed", "memory" if isinstance(error, MemoryError) else "syntax", format_exception(error)]
     else:
         try:
             exec(code, module.__dict__)
         except BaseException as error:
-            reason = reason_of(error)
+            reason = classify_exception(error)
             # asserts of its own are the tests of a program alone, and no more than code in one that has tests
-            answer = ["failed", "error" if reason == "wrong" and name != "__main__" else reason, describe(error)]
+            answer = [
+                "failed",
+                "error" if reason == "wrong" and name != "__main__" else reason,
+                format_exception(error),
+            ]
     with contextlib.suppress(BaseException):  # so far as the program has left the means to
         sys.stdout.flush()
     while True:
         try:
             send(line, answer)
-        except Closed:
+        except ChannelClosedError:
             return
         except Exception as error:
-            send(line, ["raised", ["ValueError"], f"a result that cannot be sent: {describe(error)}", "output"])
+            send(line, ["raised", ["ValueError"], f"a result that cannot be sent: {format_exception(error)}", "output"])
         try:
             answer = server.answer(receive(line))
-        except Closed:
+        except ChannelClosedError:
             return
 
 
@@ -288,11 +292,14 @@ class Channel:
         # Kept apart from the exception itself, which a test may catch and replace.
         self.last_error = None
 
-    def ask(self, action, *parts):
+    def call_remote(self, action, *parts):
         """Do `action` there; returns its value, or raises the exception that it raised there."""
         self.last_error = None
         # a name is asked for as it is; all else is a value, and the handle first among them
-        send(self.descriptor, [action, *(part if action == "name" else encode(part, self._give) for part in parts)])
+        send(
+            self.descriptor,
+            [action, *(part if action == "name" else encode(part, self._encode_handle) for part in parts)],
+        )
         match receive(self.descriptor):
             case ["missing"]:
                 raise LookupError(parts[0])
@@ -302,7 +309,7 @@ class Channel:
                 self.last_error = (error, reason if known else "error", str(text)[:500])
                 raise error
             case ["value", value]:
-                return decode(value, self._take)
+                return decode(value, self._decode_handle)
         raise WireError("an answer of no known form")
 
     @staticmethod
@@ -318,12 +325,12 @@ class Channel:
         return CandidateError(text)
 
     @staticmethod
-    def _give(value):
+    def _encode_handle(value):
         if isinstance(value, Handle):
             return {"h": [object.__getattribute__(value, "_number")]}
         raise TypeError(f"the tests pass a {type(value).__name__}, which cannot cross to the program's process")
 
-    def _take(self, content):
+    def _decode_handle(self, content):
         number, kind = content
         if type(number) is not int or kind not in ("iterator", "callable", "object"):
             raise ValueError(number)
@@ -334,9 +341,9 @@ class Channel:
         return self.handles[number]
 
 
-def _asking(action):
+def _remote_method(action):
     """A method that does `action` there."""
-    return lambda handle, *parts: object.__getattribute__(handle, "_channel").ask(action, handle, *parts)
+    return lambda handle, *parts: object.__getattribute__(handle, "_channel").call_remote(action, handle, *parts)
 
 
 class Handle:
@@ -350,13 +357,18 @@ class Handle:
         # Python and its library look for these on any object (`__array__`, `__index__`, ...); the program must not answer them
         if name.startswith("__"):
             raise AttributeError(name)
-        return _asking("get")(self, name)
+        return _remote_method("get")(self, name)
 
-    __setattr__, __getitem__, __setitem__ = _asking("set"), _asking("item"), _asking("set item")
-    __len__, __bool__, __str__, __repr__ = _asking("length"), _asking("bool"), _asking("str"), _asking("repr")
+    __setattr__, __getitem__, __setitem__ = _remote_method("set"), _remote_method("item"), _remote_method("set item")
+    __len__, __bool__, __str__, __repr__ = (
+        _remote_method("length"),
+        _remote_method("bool"),
+        _remote_method("str"),
+        _remote_method("repr"),
+    )
 
     def __iter__(self):
-        return _asking("iter")(self)
+        return _remote_method("iter")(self)
 
     # `in` must compare here: the default over `__iter__` does.
     def __contains__(self, value):
@@ -367,7 +379,7 @@ class CallableHandle(Handle):
     """A function or class of the other process."""
 
     def __call__(self, *positional, **named):
-        return _asking("call")(self, list(positional), named)
+        return _remote_method("call")(self, list(positional), named)
 
 
 class IteratorHandle(Handle):
@@ -377,7 +389,7 @@ class IteratorHandle(Handle):
         return self
 
     def __next__(self):
-        match _asking("next")(self):
+        match _remote_method("next")(self):
             case [item]:
                 return item
             case []:
@@ -385,7 +397,7 @@ class IteratorHandle(Handle):
         raise WireError("items of no known form")
 
 
-class Names(dict):
+class ProgramBuiltins(dict):
     """Python's built-ins, and behind them the names of the program, asked for when a test first uses them.
 
     As the module's `__builtins__` it is where CPython looks last; for a subclass of dict it looks by `[]`, which calls
@@ -398,13 +410,13 @@ class Names(dict):
 
     def __missing__(self, name):
         try:
-            self[name] = self.channel.ask("name", name)
+            self[name] = self.channel.call_remote("name", name)
         except LookupError:
             raise KeyError(name) from None
         return self[name]
 
 
-def judge(channel, child, checks):
+def run_checks(channel, child, checks):
     """Run the tests of `checks` against the program behind `channel`; returns the verdict in one word, and one line on it."""
     try:
         match receive(channel.descriptor):
@@ -415,28 +427,32 @@ def judge(channel, child, checks):
             case _:
                 raise WireError("a greeting of no known form")
         module = sys.modules["__main__"] = types.ModuleType("__main__")
-        module.__dict__["__builtins__"] = Names(channel)
+        module.__dict__["__builtins__"] = ProgramBuiltins(channel)
         exec(compile(checks["before"], "<before>", "exec", dont_inherit=True), module.__dict__)
         for name in checks["required"]:
             # A name of the reference that this program lacks is no builtin by accident.
             try:
-                module.__dict__[name] = channel.ask("name", name)
+                module.__dict__[name] = channel.call_remote("name", name)
             except LookupError:
                 return "error", f"the program does not define {name}"
         exec(compile(checks["source"], "<tests>", "exec", dont_inherit=True), module.__dict__)
-    except Closed:
-        return ending(child)
+    except ChannelClosedError:
+        return explain_exit(child)
     except WireError as error:
-        return "protocol", describe(error)
+        return "protocol", format_exception(error)
     except BaseException as error:
         if channel.last_error is not None and channel.last_error[0] is error:
             return channel.last_error[1:]
-        reason = reason_of(error)
-        return ("error", f"the tests ended by {describe(error)}") if reason == "exit" else (reason, describe(error))
+        reason = classify_exception(error)
+        return (
+            ("error", f"the tests ended by {format_exception(error)}")
+            if reason == "exit"
+            else (reason, format_exception(error))
+        )
     return "ok", ""
 
 
-def ending(child):
+def explain_exit(child):
     """Why the program's process, which no longer answers, has ended."""
     for _ in range(100):
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -452,7 +468,7 @@ def ending(child):
     return "exit", "the program ended before its end"
 
 
-def give_up(limits):
+def apply_rlimits(limits):
     """Take resource limits, {"AS": bytes, ...}, which cannot be raised again."""
     for name, value in limits.items():
         which = getattr(resource, f"RLIMIT_{name}")
@@ -500,9 +516,9 @@ def main(control, uid, packages):
     checks = receive(0)
     # Only now may the program run: bubblewrap's first process has this standard input too, where it could have read them.
     send(ours.fileno(), "go")
-    give_up(checks.pop("limits"))
+    apply_rlimits(checks.pop("limits"))
     # /tmp is the program's too: nothing that it left there may be found by a test
     os.chdir("/")
     os.environ["HOME"] = "/"
-    verdict = judge(Channel(ours.fileno()), child, checks)
+    verdict = run_checks(Channel(ours.fileno()), child, checks)
     os.write(control, json.dumps(verdict).encode("ascii"))

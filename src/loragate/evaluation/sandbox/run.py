@@ -29,13 +29,13 @@ from loragate.errors import ConfigError, nearest
 from loragate.evaluation.sandbox.bubblewrap import (
     ARCHITECTURES,
     SandboxError,
-    bubblewrap,
-    filter_program,
-    interpreter,
+    bubblewrap_command,
+    build_seccomp_filter,
     package_folders,
+    python_command,
     unused_uid,
 )
-from loragate.validate import Count, Positive, check
+from loragate.validate import PositiveFloat, PositiveInt, check_fields
 
 TIERS = {
     "bubblewrap": "no network, read-only system, private /tmp, no privileges, own processes, limits",
@@ -54,13 +54,13 @@ ENVIRONMENT = {
 TESTS_MEMORY_MB = 4096
 HARNESS = Path(__file__).with_name("harness.py")
 READY = b"ready"  # the first word of the harness
-TAIL = 2000  # bytes of output that are kept
-TICK = 0.1  # seconds between two looks at time, memory and number of processes
+KEPT_OUTPUT_BYTES = 2000  # bytes of output that are kept
+POLL_INTERVAL_S = 0.1  # seconds between two looks at time, memory and number of processes
 START_UP = 300.0  # seconds for the harness to be up, on a busy machine too
 # What a program may take, in units of its processor time. A verdict must not depend on what else runs on the machine, so time in
 # which a process wants to run and cannot is no time of the program's; the last bound is for what the kernel does not show.
-WAITING = 6.0  # in which all of its processes sleep
-WALL = 60.0
+MAX_SLEEP_FACTOR = 6.0  # in which all of its processes sleep
+MAX_WALL_FACTOR = 60.0
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ class Limits:
     Raises `ConfigError` for a limit that is not positive and finite.
     """
 
-    seconds: Positive = 10.0
-    memory_mb: Count = 1024
-    processes: Count = 32
-    output_kb: Count = 1024
-    file_mb: Count = 64
+    seconds: PositiveFloat = 10.0
+    memory_mb: PositiveInt = 1024
+    processes: PositiveInt = 32
+    output_kb: PositiveInt = 1024
+    file_mb: PositiveInt = 64
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,12 @@ def probe(tier: str) -> str | None:
 
     The first call for a tier takes about a second, later ones nothing. Raises `ConfigError` for an unknown tier.
     """
-    return _tried(tier)[0]
+    return _probe_tier(tier)[0]
 
 
 def require_sandbox(tier: str) -> bool:
-    """Raise `SandboxError` where `tier` does not work; returns whether root drops its rights in it (see `bubblewrap`)."""
-    reason, drop = _tried(tier)
+    """Raise `SandboxError` where `tier` does not work; returns whether root drops its rights in it (see `bubblewrap_command`)."""
+    reason, drop = _probe_tier(tier)
     if reason is not None:
         weaker = f" Mend that, or run programs with {TIERS['rlimits']}: --sandbox rlimits." if tier != "rlimits" else ""
         raise SandboxError(f"Model-written programs cannot run in the sandbox tier '{tier}': {reason}.{weaker}")
@@ -176,8 +176,8 @@ def require_sandbox(tier: str) -> bool:
 
 
 @functools.cache
-def _tried(tier: str) -> tuple[str | None, bool]:
-    reason = _missing(tier)
+def _probe_tier(tier: str) -> tuple[str | None, bool]:
+    reason = _find_missing_requirement(tier)
     if reason is not None:
         return reason, False
     reasons = []
@@ -199,7 +199,7 @@ def _tried(tier: str) -> tuple[str | None, bool]:
     return "; ".join(dict.fromkeys(reasons)), False
 
 
-def _missing(tier: str) -> str | None:
+def _find_missing_requirement(tier: str) -> str | None:
     """Why `tier` cannot even be tried here, or None."""
     if tier not in TIERS:
         raise ConfigError(f"There is no sandbox tier {tier!r}{nearest(tier, TIERS)}; known: {', '.join(TIERS)}")
@@ -211,13 +211,13 @@ def _missing(tier: str) -> str | None:
         return f"the {tier} tier needs Linux and this is {sys.platform}"
     if not shutil.which("bwrap"):
         return "there is no `bwrap` here; install it with `apt install bubblewrap`"
-    if filter_program() is None:
+    if build_seccomp_filter() is None:
         return f"the filter over system calls is written for {' and '.join(ARCHITECTURES)}, and this is {platform.machine()}"
     return None
 
 
 def _run(
-    source: str, checks: Checks | None, tier: str, drop: bool, limits: Limits, cancel: threading.Event | None
+    source: str, checks: Checks | None, tier: str, drop_root: bool, limits: Limits, cancel: threading.Event | None
 ) -> ProgramResult:
     isolated = tier == "bubblewrap"
     # in "rlimits", the kernel's limit on processes would count those of others
@@ -236,9 +236,11 @@ def _run(
         "source": checks.source,
         "limits": {"CORE": 0, "AS": max(limits.memory_mb, TESTS_MEMORY_MB) << 20, "FSIZE": confined["FSIZE"]},
     }
-    with Sandbox(limits, isolated, drop) as sandbox:
-        reason, detail = sandbox.watch([program, tests], cancel)
-    if reason == "ok" and (found := sandbox.too_much()):  # what was printed before the end has been read by now
+    with Sandbox(limits, isolated, drop_root) as sandbox:
+        reason, detail = sandbox.wait_for_verdict([program, tests], cancel)
+    if reason == "ok" and (
+        found := sandbox.check_output_limit()
+    ):  # what was printed before the end has been read by now
         reason, detail = found
     output = sandbox.tail.decode("utf-8", "replace")
     return ProgramResult(reason == "ok", reason, tier, sandbox.seconds, detail, output)
@@ -252,12 +254,12 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     Args:
         limits: what the program may use.
         isolated: whether bubblewrap is around it.
-        drop: see `bubblewrap`.
+        drop: see `bubblewrap_command`.
     """
 
     def __init__(self, limits: Limits, isolated: bool, drop: bool) -> None:
         self.limits = limits
-        self.written, self.tail, self.seconds, self.waited = 0, b"", 0.0, 0.0
+        self.written, self.tail, self.seconds, self.asleep_seconds = 0, b"", 0.0, 0.0
         # known when the harness is up; before, nothing of the program's runs
         self.harness_pid, self.used_before = 0, 0.0
         with contextlib.ExitStack() as stack:
@@ -270,14 +272,14 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                 descriptors, words = [theirs], []
                 if isolated:
                     filtering = kept.enter_context(tempfile.TemporaryFile())
-                    filtering.write(filter_program() or b"")
+                    filtering.write(build_seccomp_filter() or b"")
                     filtering.seek(0)
                     descriptors.append(filtering.fileno())
-                    words = [*bubblewrap(limits.file_mb, drop), "--seccomp", str(filtering.fileno()), "--"]
+                    words = [*bubblewrap_command(limits.file_mb, drop), "--seccomp", str(filtering.fileno()), "--"]
                 # as a word of the command: inside, no file of this package can be read
                 call = f"main({theirs}, {unused_uid() if drop else None}, {package_folders()!a})\n"
                 self.process = subprocess.Popen(
-                    [*words, *interpreter(), "-c", HARNESS.read_text(encoding="ascii") + call],
+                    [*words, *python_command(), "-c", HARNESS.read_text(encoding="ascii") + call],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -304,10 +306,10 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         self.process.wait()
         # The processes of a PID namespace die a moment after its first; they hold the pipe until then.
         for _ in range(64):
-            if not _readable(0.5, self.output.fileno()) or not self._drain():
+            if not _readable(0.5, self.output.fileno()) or not self._read_output():
                 break
 
-    def watch(self, request: list[dict[str, Any]], cancel: threading.Event | None) -> tuple[str, str]:
+    def wait_for_verdict(self, request: list[dict[str, Any]], cancel: threading.Event | None) -> tuple[str, str]:
         """Block until there is a verdict: why the program stopped, in one word and one line; "ok" alone passes.
 
         Args:
@@ -319,11 +321,11 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         open_ends = [self.control, self.output.fileno()]
         started = looked = now = time.monotonic()
         while True:
-            ready = _readable(max(looked + TICK - now, 0), *open_ends)
+            ready = _readable(max(looked + POLL_INTERVAL_S - now, 0), *open_ends)
             if self.output.fileno() in ready:
-                if not self._drain():
+                if not self._read_output():
                     open_ends.remove(self.output.fileno())
-                if found := self.too_much():
+                if found := self.check_output_limit():
                     return found
             if self.control in ready:
                 message = os.read(self.control, 1 << 16)
@@ -334,7 +336,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                 self.harness_pid, started = pids[-1], time.monotonic()
                 self._send(request)
             now = time.monotonic()
-            if now >= looked + TICK:
+            if now >= looked + POLL_INTERVAL_S:
                 if cancel is not None and cancel.is_set():
                     return "cancelled", "the run was given up"
                 if found := self._over_limits(now - started, now - max(looked, started)):
@@ -358,7 +360,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                     return reason, detail
         if self.harness_pid:
             return "killed", "the process of the tests was ended"
-        self._drain()
+        self._read_output()
         last = self.tail.decode("utf-8", "replace").strip().splitlines()[-1:]
         raise SandboxError(f"the sandbox did not start: {last[0][:300] if last else 'no word'}")
 
@@ -371,34 +373,40 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             return None
         pids, memory, seconds, running = self._usage()
         used = seconds - self.used_before
-        self.waited += 0 if running or used > self.seconds else since
+        self.asleep_seconds += 0 if running or used > self.seconds else since
         self.seconds = max(self.seconds, used)
         if self.seconds > limits.seconds:
             return "timeout", f"still running after {limits.seconds:g} s of processor time"
-        if self.waited > WAITING * limits.seconds:
-            return "timeout", f"asleep for {WAITING * limits.seconds:g} s, {self.seconds:.1f} s of processor time"
-        if elapsed > WALL * limits.seconds:
-            return "timeout", f"still running after {WALL * limits.seconds:g} s, {self.seconds:.1f} s of processor time"
+        if self.asleep_seconds > MAX_SLEEP_FACTOR * limits.seconds:
+            return (
+                "timeout",
+                f"asleep for {MAX_SLEEP_FACTOR * limits.seconds:g} s, {self.seconds:.1f} s of processor time",
+            )
+        if elapsed > MAX_WALL_FACTOR * limits.seconds:
+            return (
+                "timeout",
+                f"still running after {MAX_WALL_FACTOR * limits.seconds:g} s, {self.seconds:.1f} s of processor time",
+            )
         if memory > limits.memory_mb + 64:  # bubblewrap's and the interpreter's own
             return "memory", f"{memory} MiB in all; the limit is {limits.memory_mb}"
         if len(pids) > limits.processes + 4:  # some for bubblewrap itself and for those that are just ending
             return "processes", f"{len(pids)} processes; the limit is {limits.processes}"
         return None
 
-    def too_much(self) -> tuple[str, str] | None:
+    def check_output_limit(self) -> tuple[str, str] | None:
         """The verdict on a program that has printed more than it may."""
         if self.written > self.limits.output_kb * 1024:
             return "output", f"more than {self.limits.output_kb} KiB of output"
         return None
 
-    def _drain(self) -> bool:
+    def _read_output(self) -> bool:
         """Read one piece of output; returns whether there may be more. Keeps the tail and the count only."""
         try:
             part = os.read(self.output.fileno(), 1 << 16)
         except BlockingIOError:
             return True
         self.written += len(part)
-        self.tail = (self.tail + part)[-TAIL:]
+        self.tail = (self.tail + part)[-KEPT_OUTPUT_BYTES:]
         return bool(part)
 
     def _usage(self) -> tuple[list[int], int, float, bool]:

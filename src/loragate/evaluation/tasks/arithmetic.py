@@ -63,20 +63,20 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
 
 def _expression(rng: random.Random, level: int) -> Draw:
     while True:
-        text, value, _ = _tree(rng, (2, 4, 7)[level - 1], (20, 50, 99)[level - 1])
+        text, value, _ = _random_expression(rng, (2, 4, 7)[level - 1], (20, 50, 99)[level - 1])
         if abs(value) <= _LARGEST_VALUE:
             hint = " Here // divides and rounds down to the next integer." if "//" in text else ""
             return f"Compute {text}.{hint}", value
 
 
-def _tree(rng: random.Random, operators: int, largest: int) -> tuple[str, int, int]:
+def _random_expression(rng: random.Random, operators: int, largest: int) -> tuple[str, int, int]:
     """(text, value, binding strength) of a random expression with exactly `operators` operators."""
     if operators == 0:
         value = rng.randint(2, largest)
         return str(value), value, 3
     before = rng.randint(0, operators - 1)  # of the operators that are left after this one
-    left, a, left_strength = _tree(rng, before, largest)
-    right, b, right_strength = _tree(rng, operators - 1 - before, largest)
+    left, a, left_strength = _random_expression(rng, before, largest)
+    right, b, right_strength = _random_expression(rng, operators - 1 - before, largest)
     # a divisor of at least 2, so that neither zero nor the rounding of negative divisors comes up
     operator = rng.choice(("+", "-", "*", "//") if b > 1 else ("+", "-", "*"))
     value = a + b if operator == "+" else a - b if operator == "-" else a * b if operator == "*" else a // b

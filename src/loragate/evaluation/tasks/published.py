@@ -12,7 +12,7 @@ from typing import Any
 
 from loragate.errors import DataError
 from loragate.evaluation.answers import last_boxed
-from loragate.evaluation.sandbox.code import RELEASE, is_release
+from loragate.evaluation.sandbox.code import EVALPLUS_RELEASE_ERROR, is_evalplus_release
 
 Row = dict[str, Any]
 
@@ -31,7 +31,7 @@ def _math(row: Row) -> Row:
 
 def _has_plus_tests(row: Row) -> bool:
     # every test of HumanEval+ and MBPP+ compares with numpy, none of HumanEval's does
-    return is_release(row) or "numpy" in str(row.get("test") or "")
+    return is_evalplus_release(row) or "numpy" in str(row.get("test") or "")
 
 
 Refusal = tuple[Callable[[Row], bool], str]
@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
     "humaneval": _HUMANEVAL,
     "humaneval_raw": _HUMANEVAL,
     "humaneval_plus": (
-        (is_release, RELEASE),
+        (is_evalplus_release, EVALPLUS_RELEASE_ERROR),
         (
             lambda row: isinstance(row.get("test"), str) and not _has_plus_tests(row),
             "it has HumanEval's own tests alone, so the score would not be HumanEval+'s; use --tasks humaneval, or give the rows "
@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
         (lambda row: "text" in row and "prompt" not in row, "it is a row of the full MBPP; use --tasks mbpp"),
     ),
     "mbpp_plus": (
-        (is_release, RELEASE),
+        (is_evalplus_release, EVALPLUS_RELEASE_ERROR),
         (
             lambda row: not row.get("test"),
             "it has no 'test', so only MBPP's base tests would run and the score would not be MBPP+'s; give the rows of "
@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
 """By task, the rows that belong elsewhere, and what to say of them."""
 
 
-def as_on_hub(task: str, row: Row) -> Row:
+def convert_to_hub_row(task: str, row: Row) -> Row:
     """The row of a built-in task as the hub has it, from the row as it was read.
 
     Raises:

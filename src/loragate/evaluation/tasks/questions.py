@@ -20,21 +20,21 @@ from loragate.data.rows import SAVED_SPLITS, is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import LETTERS
 from loragate.evaluation.tasks import arithmetic
-from loragate.evaluation.tasks.published import as_on_hub
+from loragate.evaluation.tasks.published import convert_to_hub_row
 from loragate.evaluation.tasks.task import (
     DEFINITIONS,
     Dataset,
     Task,
     check_row,
     describe_schema,
+    format_value,
     found_columns,
     is_template,
     render,
-    shown,
     variables,
 )
-from loragate.validate import Amount
-from loragate.world.problems import problems, retention_items
+from loragate.validate import NonNegativeFloat
+from loragate.world.problems import draw_problems, draw_retention_items
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -42,8 +42,10 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 GENERATORS: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {
     "arithmetic": arithmetic.rows,
     # four steps of the tiny world's arithmetic; reversing, sorting and facts
-    "tiny": lambda count, seed: [dataclasses.asdict(one) for one in problems("test", count, (4, 4), seed)],
-    "tiny_retention": lambda count, seed: [dataclasses.asdict(one) for one in retention_items("test", count, seed)],
+    "tiny": lambda count, seed: [dataclasses.asdict(one) for one in draw_problems("test", count, (4, 4), seed)],
+    "tiny_retention": lambda count, seed: [
+        dataclasses.asdict(one) for one in draw_retention_items("test", count, seed)
+    ],
 }
 """Rows from (count, seed), by name."""
 
@@ -70,7 +72,7 @@ class Question:
     place: str = field(default="", metadata={"key": False})
     subset: str = ""
     options: tuple[str, ...] = ()
-    tolerance: Amount | None = None
+    tolerance: NonNegativeFloat | None = None
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,13 @@ def load_questions(
     found: dict[str, list[Question]] = {subset: [] for subset in subsets or ("",)}
     column = task.harness.subset_column if task.harness is not None else None
     # a task of one's own may have the name of a suite
-    check = CHECKS.get(task.name) if task.harness is not None else None
+    check = ROW_CHECKS.get(task.name) if task.harness is not None else None
     for part, rows in parts:
         for index in range(len(rows)):
             where, row = rows.where(index), dict(rows[index])
             if task.path.parent == DEFINITIONS:
                 try:
-                    row = as_on_hub(task.name, row)
+                    row = convert_to_hub_row(task.name, row)
                 except DataError as error:
                     raise DataError(f"{where}: {error}") from None
             check_row(row, dataset.schema, where, task.name)
@@ -268,7 +270,9 @@ def _fill(name: str, candidates: tuple[str, ...], values: Mapping[str, Any], whe
         if isinstance(value, float):  # 27.0 is how a column of floats writes 27, and 0.1 + 0.2 is 0.30000000000000004
             value = int(value) if value.is_integer() else f"{value:.15g}"
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise DataError(f"{where}: column '{candidate}' holds {shown(value)}; '{name}' needs a text or a number")
+            raise DataError(
+                f"{where}: column '{candidate}' holds {format_value(value)}; '{name}' needs a text or a number"
+            )
         # a gold of code or a question may need its line breaks; only emptiness is refused
         if not str(value).strip():
             if name == "tolerance":
@@ -286,7 +290,9 @@ def _tolerance(stated: str | None, where: str) -> float | None:
     except ValueError:
         allowed = math.nan
     if allowed is not None and not (math.isfinite(allowed) and allowed >= 0):
-        raise DataError(f"{where}: 'tolerance' is {shown(stated)}; expected a number of at least 0, such as 1e-1")
+        raise DataError(
+            f"{where}: 'tolerance' is {format_value(stated)}; expected a number of at least 0, such as 1e-1"
+        )
     return allowed
 
 
@@ -295,7 +301,7 @@ def _refuse_repeated_ids(questions: list[Question]) -> None:
     for question in questions:
         first = seen.setdefault(question.id, question)
         if first is not question:
-            raise DataError(f"{question.place}: the id {shown(question.id)} was used at {first.place} already")
+            raise DataError(f"{question.place}: the id {format_value(question.id)} was used at {first.place} already")
 
 
 def render_questions(task: Task, questions: Sequence[Question], tokenizer: Any, system: str = "none") -> list[str]:
@@ -358,5 +364,5 @@ def _openbookqa(row: dict[str, Any], where: str, _: str) -> None:
     row["answerKey"] = _one_of(row["answerKey"].strip(), labels, "answerKey", where)
 
 
-CHECKS = {"mmlu_pro": _mmlu_pro, "bbh": _bbh, "bbh_zeroshot": _bbh, "openbookqa": _openbookqa}
+ROW_CHECKS = {"mmlu_pro": _mmlu_pro, "bbh": _bbh, "bbh_zeroshot": _bbh, "openbookqa": _openbookqa}
 """What one column of a suite implies about another, checked by (row, place, subset); blanks around an answer's key go."""

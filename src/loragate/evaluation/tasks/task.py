@@ -30,12 +30,12 @@ from annotated_types import Gt, Le, Len
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from loragate.effects import acting, require_effect
+from loragate.effects import active_settings, require_effect
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import last_boxed
 from loragate.printable import excerpt
 from loragate.strict_yaml import read_mapping
-from loragate.validate import Amount, Count, validate
+from loragate.validate import NonNegativeFloat, PositiveInt, validate
 
 
 def _is_integer(value: Any) -> bool:
@@ -80,7 +80,7 @@ def check_row(row: Mapping[str, Any], schema: Mapping[str, str], where: str, tas
                 f"{task} expects {describe_schema(schema)}"
             )
         if not any(TYPES[word](value) for word in type_name.removesuffix("?").split("|")):
-            raise DataError(f"{where}: column '{column}' holds {shown(value)}, expected {_words(type_name)}")
+            raise DataError(f"{where}: column '{column}' holds {format_value(value)}, expected {_words(type_name)}")
 
 
 def found_columns(row: Mapping[str, Any]) -> str:
@@ -90,7 +90,7 @@ def found_columns(row: Mapping[str, Any]) -> str:
     return f"Found the columns {', '.join(names[:12])}{more}" if names else "Found no columns"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A text between quotes, any other value as JSON writes it; cut and escaped for a message."""
     return excerpt(value) if isinstance(value, str) else excerpt(json.dumps(value, default=str)).strip("'")
 
@@ -193,7 +193,7 @@ class Dataset:
     revision: str | None = None
     file: str | None = None
     generator: Literal["arithmetic", "tiny", "tiny_retention"] | None = None
-    rows: Count | None = None
+    rows: PositiveInt | None = None
     license: str | None = None
     schema: dict[str, str] = field(default_factory=dict)
 
@@ -210,10 +210,10 @@ class Generation:
         stop: texts that end an answer; for raw completion and suites of the harness only.
     """
 
-    samples: Count = 1
-    temperature: Amount = 1.0
+    samples: PositiveInt = 1
+    temperature: NonNegativeFloat = 1.0
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    max_new_tokens: Count = 1024
+    max_new_tokens: PositiveInt = 1024
     stop: tuple[Annotated[str, Len(1)], ...] = ()
 
 
@@ -293,7 +293,7 @@ class Task:
         """JSON-able content, as results record it: written as YAML it is the same task again, wherever its file lies."""
         content = dataclasses.asdict(dataclasses.replace(self, path=Path()))
         # raw as if it were false: a raw task has no system message, which its record states like any other's
-        acts = acting("task", content, grader=self.grader, raw=False)
+        acts = active_settings("task", content, grader=self.grader, raw=False)
         return {name: content[name] for name in acts if name != "path"}
 
     def as_yaml(self) -> str:
@@ -335,7 +335,7 @@ def load_task(name_or_path: str | Path) -> Task:
             f"unknown task '{name_or_path}'{nearest(str(name_or_path), known) or '.'} Known: {', '.join(known)}; a task of your "
             "own is given as the path of its .yaml file"
         )
-    content = _given(read_mapping(path))
+    content = _drop_nulls(read_mapping(path))
     # one candidate may stand without a list
     columns = content.get("columns")
     if isinstance(columns, dict):
@@ -383,11 +383,11 @@ def load_task(name_or_path: str | Path) -> Task:
     return task
 
 
-def _given(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """A block without its nulls: they stand for what is left out, but for the harness, whose keys they take away."""
     if not isinstance(value, dict):
         return value
-    return {key: one if key == "override" else _given(one) for key, one in value.items() if one is not None}
+    return {key: one if key == "override" else _drop_nulls(one) for key, one in value.items() if one is not None}
 
 
 def _check_variables(source: str, known: Collection[str], place: str) -> None:

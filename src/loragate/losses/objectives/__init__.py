@@ -38,7 +38,7 @@ FACTORIES: dict[str, Callable[..., Objective]] = {
 objectives: Mapping[str, Objective] = MappingProxyType({name: make() for name, make in FACTORIES.items()})
 
 
-def objective_of(name: str, options: Mapping[str, Any] | None = None) -> Objective:
+def make_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective:
     """A named objective with its options.
 
     Raises:

@@ -86,7 +86,7 @@ class Objective(Protocol):
         ...
 
 
-class Constants:
+class DataclassSettings:
     """An objective that is a dataclass of its constants."""
 
     @property

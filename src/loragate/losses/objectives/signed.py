@@ -22,14 +22,14 @@ from annotated_types import Ge, Lt
 from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size
 from loragate.losses.head import TokenStatistics
-from loragate.losses.objectives.base import Constants, Gather, ObjectiveContext, require, within_batch
-from loragate.validate import Amount, Count, check
+from loragate.losses.objectives.base import DataclassSettings, Gather, ObjectiveContext, require, within_batch
+from loragate.validate import NonNegativeFloat, PositiveInt, check_fields
 
 Reduction = Literal["sets", "all"]
 
 
 @dataclass(frozen=True)
-class EntropyKLSelective(Constants):
+class EntropyKLSelective(DataclassSettings):
     """EKSFT: cross-entropy where the model is neither uncertain nor far from a reference, regularised where it is.
 
     With S_H the `ratio` of the batch's response tokens of the highest entropy H and S_K that of the highest
@@ -43,8 +43,8 @@ class EntropyKLSelective(Constants):
     """
 
     ratio: Annotated[float, Ge(0), Lt(1)] = 0.2  # share of the response tokens in each of S_H and S_K
-    entropy_weight: Amount = 0.05  # λ_H
-    kl_weight: Amount = 0.05  # λ_K
+    entropy_weight: NonNegativeFloat = 0.05  # λ_H
+    kl_weight: NonNegativeFloat = 0.05  # λ_K
     # which tokens lose their cross-entropy: those in either set ("union") or in both ("intersection")
     combine: Literal["union", "intersection"] = "union"
     reduction: Reduction = "sets"  # or "all", see the module text
@@ -57,7 +57,7 @@ class EntropyKLSelective(Constants):
     batch_reads = ("entropy",)
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
 
     def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
         """The loss per token, shaped like the statistics.
@@ -77,8 +77,8 @@ class EntropyKLSelective(Constants):
     def over_batch(self, parts: Sequence[tuple[TokenStatistics, ObjectiveContext]], gather: Gather) -> list[Any]:
         """For each part the token weights of the three terms, each shaped like its statistics."""
         masks = [stats.mask for stats, _ in parts]
-        high_entropy = largest_share([stats.entropy for stats, _ in parts], masks, self.ratio, gather)
-        high_kl = largest_share([stats.kl for stats, _ in parts], masks, self.ratio, gather)
+        high_entropy = top_ratio_masks([stats.entropy for stats, _ in parts], masks, self.ratio, gather)
+        high_kl = top_ratio_masks([stats.kl for stats, _ in parts], masks, self.ratio, gather)
         union = self.combine == "union"
         both = zip(masks, high_entropy, high_kl, strict=True)
         learned = [mask & ~(entropy | kl if union else entropy & kl) for mask, entropy, kl in both]
@@ -87,7 +87,7 @@ class EntropyKLSelective(Constants):
 
 
 @dataclass(frozen=True)
-class Forgetting(Constants):
+class Forgetting(DataclassSettings):
     """Forgetting: learn the tokens that were judged useful, unlearn those that were judged harmful.
 
         L = mean over kept tokens of −log p_t  −  λ · mean over the others of −log p_t
@@ -97,8 +97,8 @@ class Forgetting(Constants):
     released code; "constant" is t_max throughout. The second term has no lower bound.
     """
 
-    t_max: Amount = 0.25  # the released constants of λ
-    t_min: Amount = 1e-5
+    t_max: NonNegativeFloat = 0.25  # the released constants of λ
+    t_min: NonNegativeFloat = 1e-5
     schedule: Literal["linear", "constant"] = "linear"
     reduction: Reduction = "sets"  # or "all", see the module text
 
@@ -110,7 +110,7 @@ class Forgetting(Constants):
     batch_reads = ()
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
         if self.t_min > self.t_max:
             raise ConfigError(f"Forgetting's t_min is at most its t_max ({self.t_max!r}), found {self.t_min!r}")
 
@@ -139,7 +139,7 @@ class Forgetting(Constants):
         return list(zip(*terms, strict=True))
 
 
-def largest_share(
+def top_ratio_masks(
     values: Sequence[Any], masks: Sequence[torch.Tensor], ratio: float, gather: Gather
 ) -> list[torch.Tensor]:
     """Bool, shaped like `masks`: int(ratio · N) largest values among the N labelled tokens of the batch; no gradient.
@@ -168,7 +168,7 @@ def mean_weights(
 
 
 @dataclass(frozen=True)
-class EntropyMinimisation(Constants):
+class EntropyMinimisation(DataclassSettings):
     """Normalised top-k entropy of the next-token distribution (eq:rw-topk), on whatever trains."""
 
     k: int = 100  # support; 0 for the whole vocabulary
@@ -187,11 +187,11 @@ class EntropyMinimisation(Constants):
 
 
 @dataclass(frozen=True)
-class Interleaved(Constants):
+class Interleaved(DataclassSettings):
     """`ce_steps` optimiser steps on cross-entropy, then `entropy_steps` on entropy, and so on."""
 
-    ce_steps: Count = 1
-    entropy_steps: Count = 1
+    ce_steps: PositiveInt = 1
+    entropy_steps: PositiveInt = 1
     k: int = 100  # support of the entropy; 0 for the whole vocabulary
 
     name = "interleaved"
@@ -201,7 +201,7 @@ class Interleaved(Constants):
 
     def __post_init__(self) -> None:
         support_size(self.k, 1 << 30)
-        check(self)
+        check_fields(self)
 
     def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
         """−log p_t, or H(q_t) / log k, by the step."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from loragate.data import Chat, Endings
 from loragate.errors import DataError, LoragateError
-from loragate.evaluation.agreement import LIMITS, Served
+from loragate.evaluation.agreement import LOGPROB_TOLERANCES, ServedAnswer
 from loragate.evaluation.results import VariantAgreement
 from loragate.serving.settings import VerifySettings
 from loragate.serving.verify.served import (
@@ -28,7 +28,7 @@ from loragate.serving.verify.served import (
     Prompt,
     Runtime,
     Target,
-    difference,
+    compare_answers,
 )
 
 Verdict = Literal["passes", "FAILS", "not measured", "–"]
@@ -36,7 +36,7 @@ PASSES: Verdict = "passes"
 FAILS: Verdict = "FAILS"
 UNMEASURED: Verdict = "not measured"
 FIGURE: Verdict = "–"
-NOISE = 4.0
+BATCH_NOISE_FACTOR = 4.0
 """How many times the difference that batching alone makes is put down to it."""
 SHARED_TOKENS = 272  # of the prompt that all models share: two whole blocks of the longest that vLLM caches by default
 PROMPT_TOKENS, SEED = 40, 0
@@ -49,7 +49,7 @@ CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
     ],
     [{"role": "system", "content": "Answer in one line."}, {"role": "user", "content": "What is 7 * 8?"}],
 )
-Read = Callable[[Mapping[Target, Sequence[Served]]], Mapping[Target, VariantAgreement]]
+Read = Callable[[Mapping[Target, Sequence[ServedAnswer]]], Mapping[Target, VariantAgreement]]
 """Answers of targets read again by transformers."""
 
 
@@ -109,7 +109,7 @@ class Checks:
     def __init__(self, runtime: Runtime, prompts: Prompts, read: Read, settings: VerifySettings) -> None:
         self.runtime, self.prompts, self.read = runtime, prompts, read
         self.per_target, self.tokens = settings.prompts, settings.tokens
-        self.rounding = settings.limit or LIMITS.get(settings.dtype, LIMITS["16 bits"])
+        self.rounding = settings.limit or LOGPROB_TOLERANCES.get(settings.dtype, LOGPROB_TOLERANCES["16 bits"])
         self.batching = 0.0
 
     def chat_template(self, tokenizer: Any) -> Check:
@@ -163,7 +163,9 @@ class Checks:
     def parity(self) -> list[Check]:
         """Every model on prompts of its own, one request at a time, so that no cache and no batch plays a part."""
         answers = {
-            target: [(prompt, self._ask(target, prompt, scored=True)) for prompt in self._draw(self.per_target)]
+            target: [
+                (prompt, self._ask(target, prompt, with_prompt_logprobs=True)) for prompt in self._draw(self.per_target)
+            ]
             for target in self.runtime.targets
         }
         name, found = "parity with transformers", self._read(answers)
@@ -186,19 +188,19 @@ class Checks:
         mixed = [(target, prompt) for prompt in self._draw(self.per_target) for target in targets]
         random.Random(SEED).shuffle(mixed)
         among = self._alone_and_together(mixed)
-        batching = self._to_itself("batching alone", first.label, alike)
+        batching = self._judge_differences("batching alone", first.label, alike)
         if batching.figure is not None:
             # more is no rounding, and would excuse anything
-            self.batching = min(batching.figure, LIMITS["16 bits"])
-            rounds = batching.figure <= NOISE * LIMITS["16 bits"]
+            self.batching = min(batching.figure, LOGPROB_TOLERANCES["16 bits"])
+            rounds = batching.figure <= BATCH_NOISE_FACTOR * LOGPROB_TOLERANCES["16 bits"]
             batching = replace(batching, limit=None, verdict=FIGURE if rounds else FAILS)
-        return [batching, self._to_itself("mixed batch", f"{len(mixed)} requests", among)]
+        return [batching, self._judge_differences("mixed batch", f"{len(mixed)} requests", among)]
 
-    def strengths(self, unlike: Mapping[float, str]) -> list[Check]:
+    def strengths(self, not_applicable_reasons: Mapping[float, str]) -> list[Check]:
         """Strength 0 is the base and strength 1 the adapter, on the runtime itself.
 
         Args:
-            unlike: why the adapter at 0 is not the base, and at 1 not what is served; empty where they are.
+            not_applicable_reasons: why the adapter at 0 is not the base, and at 1 not what is served; empty where they are.
         """
         served = {*self.runtime.targets}
         checks = []
@@ -208,14 +210,14 @@ class Checks:
                 why = "no such strength is served" if target not in served else f"no {other} is served"
                 checks.append(Check(name, target.label, UNMEASURED, note=why))
                 continue
-            if unlike[strength]:
-                checks.append(Check(name, target.label, UNMEASURED, note=unlike[strength]))
+            if not_applicable_reasons[strength]:
+                checks.append(Check(name, target.label, UNMEASURED, note=not_applicable_reasons[strength]))
                 continue
             found = [
-                difference(self._ask(Target(other), prompt), self._ask(target, prompt))
+                compare_answers(self._ask(Target(other), prompt), self._ask(target, prompt))
                 for prompt in self._draw(self.per_target)
             ]
-            checks.append(self._to_itself(name, target.label, found))
+            checks.append(self._judge_differences(name, target.label, found))
         return checks
 
     def isolation(self) -> list[Check]:
@@ -223,8 +225,8 @@ class Checks:
         prompt, targets = self.prompts.draw(SHARED_TOKENS), [*self.runtime.targets]
         there = {target: self._ask(target, prompt) for target in targets}
         back = {target: self._ask(target, prompt) for target in reversed(targets)}
-        itself = {target: difference(there[target], back[target]) for target in targets}
-        checks = [self._to_itself("isolation: asked again", f"{len(targets)} models", itself.values())]
+        itself = {target: compare_answers(there[target], back[target]) for target in targets}
+        checks = [self._judge_differences("isolation: asked again", f"{len(targets)} models", itself.values())]
         if checks[0].verdict == FAILS:
             changed = [target.label for target, one in itself.items() if one and one.largest == checks[0].figure]
             why = f"{changed[0]} answers otherwise once others were asked the same"
@@ -240,30 +242,30 @@ class Checks:
     def _draw(self, count: int) -> list[Prompt]:
         return [self.prompts.draw() for _ in range(count)]
 
-    def _ask(self, target: Target, prompt: Prompt, scored: bool = False) -> Answer:
-        return self.runtime.complete(target, prompt, self.tokens, scored=scored)
+    def _ask(self, target: Target, prompt: Prompt, with_prompt_logprobs: bool = False) -> Answer:
+        return self.runtime.complete(target, prompt, self.tokens, with_prompt_logprobs=with_prompt_logprobs)
 
     def _alone_and_together(self, asked: Sequence[tuple[Target, Prompt]]) -> list[Difference | None]:
         """Each request alone against all of them at once."""
         alone = [self._ask(target, prompt) for target, prompt in asked]
         with ThreadPoolExecutor(len(asked)) as pool:
             together = [*pool.map(lambda one: self._ask(*one), asked)]
-        return [difference(*pair) for pair in zip(alone, together)]
+        return [compare_answers(*pair) for pair in zip(alone, together)]
 
-    def _to_itself(self, name: str, of: str, found: Iterable[Difference | None]) -> Check:
+    def _judge_differences(self, name: str, of: str, found: Iterable[Difference | None]) -> Check:
         seen = [*found]
         known = [one for one in seen if one is not None]
         if len(known) < len(seen):
             return Check(name, of, UNMEASURED, note=NO_LOGPROBS)
-        worst, parted = max(one.largest for one in known), sum(one.parted for one in known)
-        limit = max(self.rounding, NOISE * self.batching)
+        worst, parted = max(one.largest for one in known), sum(one.has_diverged for one in known)
+        limit = max(self.rounding, BATCH_NOISE_FACTOR * self.batching)
         fits = worst <= limit
         note = f"{parted} of {len(known)} answers part" + ", at near ties" * fits if parted else ""
         return Check(name, of, PASSES if fits else FAILS, worst, limit, note=note)
 
     def _read(self, answers: Mapping[Target, Sequence[tuple[Prompt, Answer]]]) -> Mapping[Target, VariantAgreement]:
         """Read again what has log-probs and token ids; the prompt's own tokens too, where the runtime scored them."""
-        served: dict[Target, list[Served]] = {}
+        served: dict[Target, list[ServedAnswer]] = {}
         for target, pairs in answers.items():
             for prompt, answer in pairs:
                 if not answer.token_ids:
@@ -272,7 +274,7 @@ class Checks:
                 scored = len(answer.prompt_logprobs) == len(prompt.ids) - 1
                 cut = 1 if scored else len(prompt.ids)
                 ids, values = prompt.ids[cut:] + answer.token_ids, (answer.prompt_logprobs if scored else ()) + own
-                served.setdefault(target, []).append(Served(prompt.ids[:cut], ids, (), values))
+                served.setdefault(target, []).append(ServedAnswer(prompt.ids[:cut], ids, (), values))
         return self.read(served) if served else {}
 
     def _judged(self, name: str, target: Target, found: VariantAgreement) -> Check:

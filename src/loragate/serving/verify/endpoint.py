@@ -31,14 +31,14 @@ KEY = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True)
-class Form:
+class RequestFormat:
     """What a server takes beyond the standard."""
 
     ids: bool  # prompts as token ids, and fields that vLLM and llama-server know
     echo: bool  # the prompt again, with log-probs
 
 
-FORMS = (Form(True, True), Form(True, False), Form(False, False))
+FORMS = (RequestFormat(True, True), RequestFormat(True, False), RequestFormat(False, False))
 
 
 class Endpoint:
@@ -72,28 +72,34 @@ class Endpoint:
         served = [one for one in self._ask("/v1/models").get("data", []) if isinstance(one, dict)]
         files = self._optional("/lora-adapters")
         self.label = self._label()
-        self._by: str
+        self._strength_method: str
         if isinstance(files, list):  # llama-server
-            self._by, self._names = "lora", self._adapter_ids(settings, files, others)
+            self._strength_method, self._names = "lora", self._adapter_ids(settings, files, others)
         else:
             self._names = self._served_names(settings, served, others)
-            self._by = settings.strength_by if settings.strength_by != "auto" else self._strength_by()
+            self._strength_method = settings.strength_by if settings.strength_by != "auto" else self._strength_by()
         named = sorted(self._names, key=lambda name: (name != BASE, name != ADAPTER))
-        strengths = () if self._by == "none" else STRENGTHS
+        strengths = () if self._strength_method == "none" else STRENGTHS
         self.targets = [*map(Target, named), *(Target(ADAPTER, strength) for strength in strengths)]
         self._form = self._find_form(probe)
 
     def complete(
-        self, target: Target, prompt: Prompt, tokens: int, *, forced: int | None = None, scored: bool = False
+        self,
+        target: Target,
+        prompt: Prompt,
+        tokens: int,
+        *,
+        forced: int | None = None,
+        with_prompt_logprobs: bool = False,
     ) -> Answer:
         """See `Runtime`; raises LoragateError where the server refuses."""
-        return self._complete(self._form, target, prompt, tokens, forced, scored)
+        return self._complete(self._form, target, prompt, tokens, forced, with_prompt_logprobs)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | int:
         """See `Runtime`; by `/tokenize` where there is one."""
         model = self._model(Target(ADAPTER))
         asked = {"model": model, "messages": list(messages), "add_generation_prompt": True}
-        if self._by == "lora":  # llama-server tokenizes text alone
+        if self._strength_method == "lora":  # llama-server tokenizes text alone
             text = self._optional("/apply-template", {"messages": list(messages)})
             if isinstance(text, dict) and "prompt" in text:
                 asked = {"content": text["prompt"], "add_special": True, "parse_special": True}
@@ -130,7 +136,11 @@ class Endpoint:
         names = [str(one.get("id")) for one in served]
         folder = PurePath(settings.adapter).name
         # vLLM names an adapter's folder as its root
-        likely = [str(one.get("id")) for one in served if str(one.get("root")) in (settings.adapter, self._place.text)]
+        likely = [
+            str(one.get("id"))
+            for one in served
+            if str(one.get("root")) in (settings.adapter, self._place.path_with_override)
+        ]
         candidates = [settings.served_adapter] if settings.served_adapter else [*likely, self._place.kind, folder]
         found = {ADAPTER: next((name for name in candidates if name in names), "")}
         if not found[ADAPTER]:
@@ -166,27 +176,37 @@ class Endpoint:
         return found
 
     def _model(self, target: Target) -> str:
-        if self._by == "lora":
+        if self._strength_method == "lora":
             return target.name  # llama-server has one model
         name = self._names[target.name]
-        return name if self._by != "name" or target.strength is None else f"{name}@constant={target.strength:g}"
+        return (
+            name
+            if self._strength_method != "name" or target.strength is None
+            else f"{name}@constant={target.strength:g}"
+        )
 
     def _extra_fields(self, target: Target) -> dict[str, Any]:
-        if self._by == "lora":
+        if self._strength_method == "lora":
             index, scale = self._names[target.name], 1.0 if target.strength is None else target.strength
             # an adapter that the list leaves out has strength 0, says llama-server's manual
             return {"lora": [{"id": int(index), "scale": scale}] if index else []}
-        if self._by == "lora_scale" and target.strength is not None:
+        if self._strength_method == "lora_scale" and target.strength is not None:
             return {"vllm_xargs": {"lora_scale": target.strength}}
         return {}
 
     def _complete(
-        self, form: Form, target: Target, prompt: Prompt, tokens: int, forced: int | None, scored: bool
+        self,
+        form: RequestFormat,
+        target: Target,
+        prompt: Prompt,
+        tokens: int,
+        forced: int | None,
+        with_prompt_logprobs: bool,
     ) -> Answer:
         given: Any = list(prompt.ids) if form.ids else prompt.text
         body = {"model": self._model(target), "prompt": given, "max_tokens": tokens, "temperature": 0}
         body |= {"logprobs": TOP, **self._extra_fields(target)}
-        if form.echo and scored:
+        if form.echo and with_prompt_logprobs:
             body["echo"] = True
         if forced is not None:
             body["logit_bias"] = {str(forced): BIAS}
@@ -194,7 +214,7 @@ class Endpoint:
             body |= {"return_tokens_as_token_ids": True, "ignore_eos": forced is None}
         return self._answer(self._ask("/v1/completions", body), prompt, tokens)
 
-    def _find_form(self, probe: Prompt) -> Form:
+    def _find_form(self, probe: Prompt) -> RequestFormat:
         """The first of `FORMS` that the server takes, without what it passes over."""
         said = ""
         for form in FORMS:
@@ -203,7 +223,7 @@ class Endpoint:
             except LoragateError as error:
                 said = str(error)
                 continue
-            return Form(form.ids, form.echo and bool(answer.prompt_logprobs))
+            return RequestFormat(form.ids, form.echo and bool(answer.prompt_logprobs))
         raise LoragateError(said)
 
     def _answer(self, reply: Mapping[str, Any], prompt: Prompt, tokens: int) -> Answer:

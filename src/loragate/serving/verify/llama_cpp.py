@@ -45,7 +45,13 @@ class LlamaCpp:
         self.targets = [Target(BASE), Target(ADAPTER), *(Target(ADAPTER, strength) for strength in STRENGTHS)]
 
     def complete(
-        self, target: Target, prompt: Prompt, tokens: int, *, forced: int | None = None, scored: bool = False
+        self,
+        target: Target,
+        prompt: Prompt,
+        tokens: int,
+        *,
+        forced: int | None = None,
+        with_prompt_logprobs: bool = False,
     ) -> Answer:
         """See `Runtime`; token by token, with the log-probs of all tokens of the vocabulary behind each."""
         model, ids = self._model(target), list(prompt.ids)
@@ -56,7 +62,7 @@ class LlamaCpp:
         scores: tuple[float, ...] = ()
         for token in model.generate(ids, temp=0.0, repeat_penalty=1.0):
             logprobs_V = _log_softmax(model.scores[model.n_tokens - 1])
-            if not steps and scored:
+            if not steps and with_prompt_logprobs:
                 scores = tuple(float(_log_softmax(model.scores[at])[ids[at + 1]]) for at in range(len(ids) - 1))
             best = np.argsort(logprobs_V)[-TOP:]
             top = {f"token_id:{index}": float(logprobs_V[index]) for index in best}

@@ -12,11 +12,11 @@ from typing import Any
 from loragate.display import Display, console
 from loragate.errors import DONE, FAILED, ConfigError
 from loragate.evaluation import agreement
-from loragate.evaluation.agreement import Served
+from loragate.evaluation.agreement import ServedAnswer
 from loragate.evaluation.results import VariantAgreement
 from loragate.evaluation.variants import ModelVariant
-from loragate.files import require_new, write_json
-from loragate.gates.control import why_no_base
+from loragate.files import require_empty_folder, write_json
+from loragate.gates.control import base_unavailable_reason
 from loragate.models import Loaded, open_model, resolve
 from loragate.models.source import ModelSource
 from loragate.report.table import Line, Table
@@ -37,7 +37,7 @@ class References:
         self.settings, self.others = settings, others
         self.loaded: Loaded = open_model(place, settings)
 
-    def read(self, served: Mapping[Target, Sequence[Served]]) -> dict[Target, VariantAgreement]:
+    def read(self, served: Mapping[Target, Sequence[ServedAnswer]]) -> dict[Target, VariantAgreement]:
         """How far answers lie from transformers, and which model explains them best."""
         own = {target: answers for target, answers in served.items() if target.name in (BASE, ADAPTER)}
         found = self._of(self.loaded, own)
@@ -46,10 +46,10 @@ class References:
                 found |= self._of(open_model(self.others[target.name], self.settings), {target: answers})
         return {target: found[target] for target in served}
 
-    def _of(self, loaded: Loaded, served: Mapping[Target, Sequence[Served]]) -> dict[Target, VariantAgreement]:
+    def _of(self, loaded: Loaded, served: Mapping[Target, Sequence[ServedAnswer]]) -> dict[Target, VariantAgreement]:
         variants = {_variant(target, loaded): target for target in served}
         answers = {variant: served[target] for variant, target in variants.items()}
-        found = agreement.verify(loaded, answers, self.settings.dtype)
+        found = agreement.check_logprobs(loaded, answers, self.settings.dtype)
         judged = {}
         for variant, target in variants.items():
             one = found[variant.label]
@@ -84,8 +84,8 @@ def verify(settings: VerifySettings) -> int:
             f"{idle[0]} has no effect with {'--endpoint' if settings.endpoint else '--llama-cpp'}; leave it out"
         )
     if settings.out:
-        require_new(Path(settings.out))
-    place, display = resolve(settings.adapter, settings.base, overrides=True), Display()
+        require_empty_folder(Path(settings.out))
+    place, display = resolve(settings.adapter, settings.base, allow_override=True), Display()
     if place.kind == "base":
         raise ConfigError(
             f"{settings.adapter} is no adapter, plain or gated; a server of a base alone has nothing to check here"
@@ -98,7 +98,7 @@ def verify(settings: VerifySettings) -> int:
         references = References(settings, place, others)
     loaded = references.loaded
     tokenizer = loaded.tokenizer
-    prompts = Prompts(tokenizer, loaded.positions or UNLIMITED, settings.tokens)
+    prompts = Prompts(tokenizer, loaded.max_positions or UNLIMITED, settings.tokens)
     runtime: Runtime
     if settings.endpoint:
         runtime = Endpoint(settings, place, [*others], tokenizer, prompts.draw())
@@ -107,7 +107,7 @@ def verify(settings: VerifySettings) -> int:
     with display.job(f"checking {runtime.label}"):
         checks = Checks(runtime, prompts, references.read, settings)
         has_gates = "the served adapter has gates; parity at 1 compares with the adapter beneath them"
-        unlike = {0.0: why_no_base(loaded.model), 1.0: has_gates if place.kind == "gated" else ""}
+        unlike = {0.0: base_unavailable_reason(loaded.model), 1.0: has_gates if place.kind == "gated" else ""}
         found = [checks.chat_template(tokenizer), checks.stop_tokens(loaded.endings, tokenizer)]
         found += [*checks.parity(), *checks.batches(), *checks.strengths(unlike), *checks.isolation()]
     record = _record(runtime, settings, place, found)
@@ -134,8 +134,8 @@ def _record(runtime: Runtime, settings: VerifySettings, place: ModelSource, foun
     ]
     return {
         "runtime": runtime.label,
-        "adapter": place.ref.lasting,
-        "base": place.base.lasting,
+        "adapter": place.ref.absolute_name,
+        "base": place.base.absolute_name,
         "dtype": settings.dtype,
         "compared": compared,
         "passes": compared and all(one.verdict != FAILS for one in found),

@@ -81,13 +81,19 @@ class Runtime(Protocol):
     parallel: bool
 
     def complete(
-        self, target: Target, prompt: Prompt, tokens: int, *, forced: int | None = None, scored: bool = False
+        self,
+        target: Target,
+        prompt: Prompt,
+        tokens: int,
+        *,
+        forced: int | None = None,
+        with_prompt_logprobs: bool = False,
     ) -> Answer:
         """One greedy answer of so many tokens, which goes on after tokens that end one.
 
         Args:
             forced: a token that the runtime is made to choose by a bias, and after which it may stop.
-            scored: whether the log-probs of the prompt's tokens are wanted too.
+            with_prompt_logprobs: whether the log-probs of the prompt's tokens are wanted too.
         """
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | int:
@@ -105,10 +111,10 @@ class Difference:
     """
 
     largest: float
-    parted: bool
+    has_diverged: bool
 
 
-def difference(one: Answer, other: Answer) -> Difference | None:
+def compare_answers(one: Answer, other: Answer) -> Difference | None:
     """How far two answers to one request are apart, up to where they part: behind it the contexts differ.
 
     None where an answer has no log-probs.

@@ -16,7 +16,7 @@ import torch
 
 from loragate import records
 from loragate.analysis.context import ReadsModel
-from loragate.analysis.rows import Array, Interval, Row, answer_rows, no_progress, ratio
+from loragate.analysis.rows import Array, Interval, Row, answer_rows, bootstrap_ratio, no_progress
 from loragate.data import EncodedRows, encode_rows, load_rows, prompt_ids
 from loragate.data.chat import active_template
 from loragate.data.formats import FORMATS, text_of
@@ -28,11 +28,11 @@ from loragate.evaluation.statistics import average_at_k
 from loragate.evaluation.variants import ModelVariant
 from loragate.files import RunFolder, write_json
 from loragate.gates.adapter_rules import Finding
-from loragate.gates.control import unreached, why_no_base
-from loragate.gates.strength import scaled
+from loragate.gates.control import base_unavailable_reason, find_ungated_modules
+from loragate.gates.strength import scale_adapter
 from loragate.generation import OnProgress, Sample, SamplingConfig, TransformersEngine
 from loragate.generation.engine import draw_samples, read_samples
-from loragate.losses.head import IGNORED
+from loragate.losses.head import IGNORE_INDEX
 from loragate.models import Loaded, Loading, ModelSource, open_model
 from loragate.models.source import Kind
 from loragate.selection.dev import RETENTION_TOKENS, prompts_of, read_dev
@@ -40,11 +40,11 @@ from loragate.selection.settings import DevSettings
 
 LEAST_ROWS = 8
 """That are read of a text however slow the model is, so that there is an interval."""
-SPEED = {"cpu": 7e10, "other": 3e13}
+ASSUMED_FLOPS_PER_SECOND = {"cpu": 7e10, "other": 3e13}
 """FLOP a second that texts are cut by: two CPU cores with AVX2, and a GPU. Not measured, so that the same call reads the same
 text."""
 TEXT_PASSES, TEXT_SECONDS = 16, 75.0
-"""Passes over each of `Exam.texts`, and what they may take."""
+"""Passes over each of `ExamContext.scoring_rows`, and what they may take."""
 MOST_AT_ONCE = 64
 """Answers in one batch: on a CPU the 48 of a 135M model take 42 s of processor time so, and 58 s in batches of 16."""
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
@@ -103,7 +103,7 @@ def all_plain(rows: Sequence[Row]) -> bool:
     return isinstance(rows, EncodedRows) and rows.summary.all_plain
 
 
-def is_text(row: Mapping[str, Any]) -> bool:
+def is_text_only_row(row: Mapping[str, Any]) -> bool:
     """Whether a row is one text, of which every token is a label."""
     return "text" in row and not any(form.matches(row) for form in FORMATS.values())
 
@@ -124,11 +124,11 @@ class Losses:
 
     def mean(self) -> Interval:
         """Nats per token, with its interval over rows."""
-        return ratio(self.sums, self.tokens)
+        return bootstrap_ratio(self.sums, self.tokens)
 
-    def minus(self, other: Losses) -> Interval:
+    def paired_difference(self, other: Losses) -> Interval:
         """The difference in nats per token on the same rows, paired, with its interval over rows."""
-        return ratio(self.sums - other.sums, self.tokens)
+        return bootstrap_ratio(self.sums - other.sums, self.tokens)
 
 
 def low_end(interval: Interval) -> float:
@@ -161,18 +161,18 @@ def silent_job(name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress
 
 
 @dataclass
-class Exam(ReadsModel):
+class ExamContext(ReadsModel):
     """An adapter under examination; the model is loaded when it is first asked for.
 
     Attributes:
-        place: the adapter, gated or plain, with its base.
+        model_source: the adapter, gated or plain, with its base.
         folder: where answers are kept for a resumed examination.
         measures: of the parts that are finished.
         data: examples the adapter was trained on; None where none are given.
         dev_data, retention_data: questions with answers of its task, and of abilities to keep.
     """
 
-    place: ModelSource
+    model_source: ModelSource
     folder: Path
     measures: Measures
     settings: ExamSettings = field(default_factory=ExamSettings)
@@ -189,7 +189,7 @@ class Exam(ReadsModel):
     def loaded(self) -> Loaded:
         """The model with its tokenizer, frozen, in eval mode; its plain adapter where gates are off."""
         with self.job("loading the model"):
-            return open_model(self.place, self.loading).without_idle_gates()
+            return open_model(self.model_source, self.loading).detach_inactive_gates()
 
     @property
     def model(self) -> Any:
@@ -204,23 +204,31 @@ class Exam(ReadsModel):
     @cached_property
     def has_base(self) -> bool:
         """Whether the base can be had by switching the adapter off."""
-        return not why_no_base(self.model)
+        return not base_unavailable_reason(self.model)
 
     @cached_property
-    def unreached(self) -> list[str]:
-        """The modules that one λ for the whole adapter, as it is exported and evaluated, does not scale; `scaled` does."""
-        return unreached(self.model)
+    def unscaled_modules(self) -> list[str]:
+        """The modules that one λ for the whole adapter, as it is exported and evaluated, does not scale; `scale_adapter` does."""
+        return find_ungated_modules(self.model)
 
-    def weakened(self, strength: str) -> str:
-        """How the adapter at another strength, as `scaled` measures it, is made."""
-        if self.unreached:
+    def format_rescale_command(self, strength: str) -> str:
+        """How the adapter at another strength, as `scale_adapter` measures it, is made."""
+        if self.unscaled_modules:
             keys = (
                 "lora_alpha, and what alpha_pattern holds,"
-                if self.place.contents.config.get("alpha_pattern")
+                if self.model_source.adapter_contents.config.get("alpha_pattern")
                 else "lora_alpha"
             )
-            return f"multiply its {keys} by {strength}, as one λ does not reach {self.unreached[0]}"
-        command = ["loragate", "export", self.place.source, "--base", str(self.place.base), "--constant", strength]
+            return f"multiply its {keys} by {strength}, as one λ does not reach {self.unscaled_modules[0]}"
+        command = [
+            "loragate",
+            "export",
+            self.model_source.record_name,
+            "--base",
+            str(self.model_source.base),
+            "--constant",
+            strength,
+        ]
         return f"{shlex.join(command)} --out OUT writes that adapter"
 
     @cached_property
@@ -231,33 +239,33 @@ class Exam(ReadsModel):
     @cached_property
     def rows(self) -> Sequence[Row]:
         """The examples as token ids {input_ids, labels, row}; empty where none are given."""
-        return [] if self.examples is None else self.encoded(self.examples)
+        return [] if self.examples is None else self.encode_examples(self.examples)
 
     @property
-    def raw(self) -> bool:
+    def uses_raw_prompts(self) -> bool:
         """Whether questions are text to complete, as the examples are, or for want of a chat template."""
         return active_template(self.tokenizer) is None or all_plain(self.rows)
 
-    def affordable(self, rows: Sequence[Row], passes: int, seconds: float) -> list[Row]:
+    def subsample_to_budget(self, rows: Sequence[Row], passes: int, seconds: float) -> list[Row]:
         """Rows spread evenly over all, as many as can be read so many times in about so many seconds; at least `LEAST_ROWS`."""
         if not rows:
             return []
         mean = sum(len(row["input_ids"]) for row in rows) / len(rows)
-        count = min(len(rows), max(LEAST_ROWS, int(self.tokens_in(seconds / passes) / mean)))
+        count = min(len(rows), max(LEAST_ROWS, int(self.token_budget(seconds / passes) / mean)))
         return [rows[index * len(rows) // count] for index in range(count)]
 
-    def tokens_in(self, seconds: float) -> float:
-        """Tokens that a model of this size reads in so many seconds, by `SPEED`."""
+    def token_budget(self, seconds: float) -> float:
+        """Tokens that a model of this size reads in so many seconds, by `ASSUMED_FLOPS_PER_SECOND`."""
         flops = 2 * sum(parameter.numel() for parameter in self.model.parameters())  # a token
-        return SPEED["cpu" if self.reader.device.type == "cpu" else "other"] * seconds / flops
+        return ASSUMED_FLOPS_PER_SECOND["cpu" if self.reader.device.type == "cpu" else "other"] * seconds / flops
 
-    def encoded(self, rows: Rows) -> Sequence[Row]:
+    def encode_examples(self, rows: Rows) -> Sequence[Row]:
         """Examples as token ids; `row` is the index. Of rows that are one text each, every token is a label but the first.
 
         What `max_length` leaves out or cuts is said.
         """
-        length = min(self.settings.max_length, self.loaded.positions or self.settings.max_length)
-        if is_text(rows[0]):
+        length = min(self.settings.max_length, self.loaded.max_positions or self.settings.max_length)
+        if is_text_only_row(rows[0]):
             return [row for row in self._texts(rows, length) if len(row["input_ids"]) > 1]
         encoded = encode_rows(rows, self.tokenizer, max_length=length, system=self.settings.system)
         lost = encoded.summary
@@ -271,7 +279,7 @@ class Exam(ReadsModel):
     def _texts(self, rows: Rows, length: int) -> Iterator[Row]:
         for index, row in enumerate(rows):
             ids = prompt_ids(text_of(row.get("text"), f"{rows.where(index)}: text"), self.tokenizer)[:length]
-            yield {"input_ids": ids, "labels": [IGNORED, *ids[1:]], "row": index}
+            yield {"input_ids": ids, "labels": [IGNORE_INDEX, *ids[1:]], "row": index}
 
     @cached_property
     def prompts(self) -> list[Prompt]:
@@ -282,7 +290,9 @@ class Exam(ReadsModel):
             asked = [text for row in load_rows(self.dev_data, limit=most) for text in prompts_of([row])[:1]]
             return [*shipped_prompts(), *(Prompt(text, "yours") for text in asked)]
         rows = self.rows[:most] if isinstance(self.rows, EncodedRows) else []  # texts have no question
-        begun = [row["input_ids"][: next(at for at, one in enumerate(row["labels"]) if one != IGNORED)] for row in rows]
+        begun = [
+            row["input_ids"][: next(at for at, one in enumerate(row["labels"]) if one != IGNORE_INDEX)] for row in rows
+        ]
         said = [self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in begun]
         return [*shipped_prompts(), *(Prompt(text, "yours", token_ids=tuple(ids)) for text, ids in zip(said, begun))]
 
@@ -291,18 +301,22 @@ class Exam(ReadsModel):
         """Token ids of each prompt, as the start of a conversation unless questions are `raw`."""
 
         def made(text: str) -> list[int]:
-            prompt = text if self.raw else [{"role": "user", "content": text}]
+            prompt = text if self.uses_raw_prompts else [{"role": "user", "content": text}]
             return prompt_ids(prompt, self.tokenizer, system=self.settings.system)
 
         return [list(one.token_ids) or made(one.text) for one in self.prompts]
 
-    def drawn(self, kind: Kind) -> list[Sample]:
+    def greedy_answers(self, kind: Kind) -> list[Sample]:
         """Greedy answers of base, adapter or gates to all prompts, in their order; drawn once, and kept in the folder."""
         if kind not in self._drawn:
-            self._drawn[kind] = self.draw(kind, self.prompt_ids, self.settings.max_new_tokens, f"answers-{kind}")
+            self._drawn[kind] = self.generate_greedy(
+                kind, self.prompt_ids, self.settings.max_new_tokens, f"answers-{kind}"
+            )
         return self._drawn[kind]
 
-    def draw(self, kind: Kind, prompts: Sequence[Sequence[int]], max_new_tokens: int, name: str) -> list[Sample]:
+    def generate_greedy(
+        self, kind: Kind, prompts: Sequence[Sequence[int]], max_new_tokens: int, name: str
+    ) -> list[Sample]:
         """Greedy answers to prompts of token ids; a file of this name in the folder keeps them.
 
         Short answers fit into one batch nearly everywhere; where memory is too small, it is halved.
@@ -322,29 +336,29 @@ class Exam(ReadsModel):
                 size = (size + 1) // 2
                 torch.cuda.empty_cache()
 
-    def own_rows(self, kind: Kind) -> list[Row]:
-        """The prompts with the answers of `drawn` behind them, which are the labels; `row` is the prompt's index."""
+    def greedy_answer_rows(self, kind: Kind) -> list[Row]:
+        """The prompts with the answers of `greedy_answers` behind them, which are the labels; `row` is the prompt's index."""
         # one answer to each prompt, in their order
-        rows = zip(answer_rows(self.prompt_ids, self.drawn(kind)), self.drawn(kind), strict=True)
+        rows = zip(answer_rows(self.prompt_ids, self.greedy_answers(kind)), self.greedy_answers(kind), strict=True)
         return [row for row, sample in rows if sample.token_ids]
 
     @cached_property
-    def texts(self) -> dict[str, list[Row]]:
+    def scoring_rows(self) -> dict[str, list[Row]]:
         """What strengths are tried on: "examples" where there are any, and a part of the "base" and "adapter" answers."""
         found: dict[str, Sequence[Row]] = {"examples": self.rows} if self.rows else {}
-        found["adapter"] = self.own_rows("adapter")
+        found["adapter"] = self.greedy_answer_rows("adapter")
         if self.has_base:
-            found["base"] = self.own_rows("base")
-        return {name: self.affordable(rows, TEXT_PASSES, TEXT_SECONDS) for name, rows in found.items()}
+            found["base"] = self.greedy_answer_rows("base")
+        return {name: self.subsample_to_budget(rows, TEXT_PASSES, TEXT_SECONDS) for name, rows in found.items()}
 
     @contextmanager
     def scaled(self, strengths: float | Mapping[str, float]) -> Iterator[None]:
-        """The context in which the model is its plain adapter with each module's delta scaled; see `gates.strength.scaled`."""
-        with self.acting("adapter"), scaled(self.model, strengths):
+        """The context in which the model is its plain adapter with each module's delta scaled (`scale_adapter`)."""
+        with self.acting("adapter"), scale_adapter(self.model, strengths):
             yield
 
-    def losses_as(self, text: str, label: str, acting: AbstractContextManager[None]) -> Losses:
-        """`losses` of one of `texts` inside a context; read once, and kept in the folder under the label."""
+    def cached_losses(self, text: str, label: str, acting: AbstractContextManager[None]) -> Losses:
+        """`losses` of one of `scoring_rows` inside a context; read once, and kept in the folder under the label."""
         file = self.folder / "losses.json"
         if not self._losses and file.exists():
             stored = records.read_object(file, "remove the file, and they are read again")
@@ -352,12 +366,12 @@ class Exam(ReadsModel):
         key = f"{text} as {label}"
         if key not in self._losses:
             with acting:
-                self._losses[key] = self.losses(self.texts[text])
+                self._losses[key] = self.losses(self.scoring_rows[text])
             kept = {key: one for key, one in self._losses.items() if np.isfinite(one.sums).all()}
             write_json(file, {key: [one.sums.tolist(), one.tokens.tolist()] for key, one in kept.items()})
         return self._losses[key]
 
-    def scores(self, name: Literal["dev", "retention"], strengths: Sequence[float] = ()) -> dict[str, Array]:
+    def score_questions(self, name: Literal["dev", "retention"], strengths: Sequence[float] = ()) -> dict[str, Array]:
         """Shares right [questions] of greedy answers to the first questions of the dev or retention set, by λ.
 
         Args:
@@ -370,23 +384,28 @@ class Exam(ReadsModel):
         Raises:
             DataError: for a set that cannot be read or judged.
         """
-        if strengths and self.unreached:
-            self.say(f"the {name} set is not asked: one λ for the whole adapter does not reach {self.unreached[0]}")
+        if strengths and self.unscaled_modules:
+            self.say(
+                f"the {name} set is not asked: one λ for the whole adapter does not reach {self.unscaled_modules[0]}"
+            )
             return {}
-        variants = {"1": ModelVariant("adapter").at(0), **({"0": ModelVariant("base").at(0)} if self.has_base else {})}
+        variants = {
+            "1": ModelVariant("adapter").with_temperature(0),
+            **({"0": ModelVariant("base").with_temperature(0)} if self.has_base else {}),
+        }
         for value in strengths:
             if value not in (0, 1):
-                variants[f"{value:g}"] = ModelVariant("adapter", f"λ={value:g}", scale=value).at(0)
+                variants[f"{value:g}"] = ModelVariant("adapter", f"λ={value:g}", scale=value).with_temperature(0)
         folder, settings = self.folder / name, self.settings.dev if name == "dev" else DevSettings()
         dev = read_dev(self.dev_data if name == "dev" else self.retention_data, settings, name)
-        longest = max((sum(label != IGNORED for label in row["labels"]) for row in self.rows), default=0)
-        task = dev.prepared(
+        longest = max((sum(label != IGNORE_INDEX for label in row["labels"]) for row in self.rows), default=0)
+        task = dev.prepare_task(
             self.tokenizer,
-            self.loaded.positions,
+            self.loaded.max_positions,
             0,
             system=self.settings.system,
             answer_tokens=2 * longest if longest and name == "dev" else RETENTION_TOKENS,
-            raw=self.raw,
+            raw=self.uses_raw_prompts,
         )
         task = replace(task, questions=task.questions[: self.settings.questions])
         total = len(variants) * len(task.questions)
@@ -405,7 +424,7 @@ class Exam(ReadsModel):
                     list(variants.values()),
                     folder,
                     batch_size=self.settings.batch_size,
-                    resume=RunFolder(folder).record.is_file(),
+                    resume=RunFolder(folder).record_path.is_file(),
                     on_event=on_event,
                 )
             except GateError as error:
@@ -424,5 +443,5 @@ class Exam(ReadsModel):
         return Losses(sums, counts)
 
 
-Part = Callable[[Exam], tuple[Any, list[Finding]]]
+Part = Callable[[ExamContext], tuple[Any, list[Finding]]]
 """A part of the examination: the measures that it makes (a field of `Measures`) and what it found."""

@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from loragate.display import Job, points, temperature_label
+from loragate.display import Job, format_points, temperature_label
 from loragate.errors import DataError, DivergenceError, GateError
-from loragate.evaluation.engines import in_memory
+from loragate.evaluation.engines import make_in_memory_engine
 from loragate.evaluation.evaluate import Evaluation, evaluate
 from loragate.evaluation.evaluate import OnEvent as AnswersDone
-from loragate.evaluation.prepared import Prepared
+from loragate.evaluation.prepared import PreparedTask
 from loragate.evaluation.results import TaskResult
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.statistics import average_at_k, compare
@@ -36,28 +36,28 @@ from loragate.evaluation.variants import ModelVariant
 from loragate.files import RunFolder, read_json, write_json
 from loragate.gates import adapter_fingerprint
 from loragate.gates.attach import active_adapter, is_gated
-from loragate.gates.control import why_no_base
+from loragate.gates.control import base_unavailable_reason
 from loragate.gates.eligibility import examine_adapter, require_gateable, require_trainable
 from loragate.gates.identity import base_weight_samples
 from loragate.gates.schema import CONFIG
 from loragate.gates.strength import layer_bands, lora_paths
-from loragate.selection.dev import RETENTION_TOKENS, DevSet, answer_tokens
+from loragate.selection.dev import RETENTION_TOKENS, DevSet, estimate_max_new_tokens
 from loragate.selection.select import RULE, TEMPERATURES, Selection, paired_z, select
 from loragate.selection.settings import require_one_process
 from loragate.selection.trials import FAILED, GATED, OnStep, Trial, TrialContext
 from loragate.selection_record import (
     FILE,
     DevInfo,
-    Gap,
     Kind,
-    Recommended,
-    Retained,
+    Recommendation,
     RetentionInfo,
+    RetentionScore,
     Score,
+    ScoreDifference,
     SelectionRecord,
     VariantScore,
-    reason_of,
-    unread,
+    count_unparsed_answers,
+    format_choice_reason,
 )
 from loragate.training.rows import encoded_fingerprint
 
@@ -79,7 +79,7 @@ def no_event(stage: str, what: str, done: int, total: int, note: str) -> None:
     """An `OnEvent` for nobody."""
 
 
-def counted(job: Job) -> OnEvent:
+def progress_callback(job: Job) -> OnEvent:
     """An `OnEvent` that draws one bar over trainings and answers."""
 
     def on_event(stage: str, what: str, done: int, total: int, note: str) -> None:
@@ -90,7 +90,7 @@ def counted(job: Job) -> OnEvent:
 
 
 @dataclass(frozen=True)
-class Compared:
+class VariantGroup:
     """What is compared as one: a variant, or the variants of a cell's seeds.
 
     Attributes:
@@ -103,10 +103,10 @@ class Compared:
     variants: tuple[ModelVariant, ...]
     trials: tuple[Trial, ...] = ()
 
-    def at(self, temperature: float) -> Compared:
+    def with_temperature(self, temperature: float) -> VariantGroup:
         """The same at a temperature, 0 for greedy."""
         label = f"{self.label} {temperature_label(temperature)}"
-        return Compared(label, tuple(one.at(temperature) for one in self.variants), self.trials)
+        return VariantGroup(label, tuple(one.with_temperature(temperature) for one in self.variants), self.trials)
 
     @property
     def kind(self) -> Kind:
@@ -121,19 +121,19 @@ class Compared:
         return np.mean([rows[one.label].question_scores for one in self.variants], axis=0)[:, None]
 
 
-ADAPTER = Compared("adapter", (ModelVariant("adapter"),))
-BASE = Compared("base", (ModelVariant("base"),))
-BASELINE = ADAPTER.at(0)
+ADAPTER = VariantGroup("adapter", (ModelVariant("adapter"),))
+BASE = VariantGroup("base", (ModelVariant("base"),))
+BASELINE = ADAPTER.with_temperature(0)
 
 
-def scales_of(paths: Sequence[str]) -> list[ModelVariant]:
+def constant_scale_variants(paths: Sequence[str]) -> list[ModelVariant]:
     """The adapter under one λ, for all modules or a third of the layers; with one layer there are no thirds."""
     bands = layer_bands(paths)
     found = [ModelVariant.scaled(scale) for scale in SCALES]
     return found + [ModelVariant.scaled(scale, band) for band in bands for scale in BAND_SCALES if len(bands) > 1]
 
 
-def require_adapter(context: TrialContext, trials: Sequence[Trial]) -> int:
+def count_gateable_modules(context: TrialContext, trials: Sequence[Trial]) -> int:
     """How many modules can be gated; raises GateError for an adapter that cannot be, and ConfigError for trials that cannot."""
     name = active_adapter(context.model)
     if is_gated(context.model, name):
@@ -146,7 +146,7 @@ def require_adapter(context: TrialContext, trials: Sequence[Trial]) -> int:
     return count
 
 
-def written_seed(trials: Sequence[Trial]) -> str:
+def describe_written_seed(trials: Sequence[Trial]) -> str:
     """Which seed's gates are written where a cell has several, the first as no score may choose; empty where it has one."""
     if len(trials) < 2:
         return ""
@@ -176,9 +176,9 @@ class SelectionRun:
     def __post_init__(self) -> None:
         require_one_process()
         context = self.context
-        require_adapter(context, self.trials)
-        self.base_left_out = why_no_base(context.model)
-        self.scales = scales_of(lora_paths(context.model))
+        count_gateable_modules(context, self.trials)
+        self.why_no_base_variant = base_unavailable_reason(context.model)
+        self.scales = constant_scale_variants(lora_paths(context.model))
         self.gated: dict[Trial, Path] = {}
         self.diverged: dict[str, str] = {}
         self._asked: dict[str, dict[ModelVariant, None]] = {"dev": {}, "retention": {}}  # ordered sets
@@ -186,14 +186,14 @@ class SelectionRun:
         _, encoded = context.encoded(context.settings.seed)
         self.steps = context.settings.fitted(len(encoded)).steps(len(encoded))
         how: dict[str, Any] = {"system": context.system, "raw": encoded.summary.all_plain}
-        self.tasks: dict[str, Prepared] = {}
+        self.tasks: dict[str, PreparedTask] = {}
         for name, questions, tokens in (
-            ("dev", self.dev, answer_tokens(encoded)),
+            ("dev", self.dev, estimate_max_new_tokens(encoded)),
             ("retention", self.retention, RETENTION_TOKENS),
         ):
             if questions is not None:
                 seed = context.settings.seed + 1
-                self.tasks[name] = questions.prepared(
+                self.tasks[name] = questions.prepare_task(
                     context.tokenizer, context.positions, seed, answer_tokens=tokens, **how
                 )
         self.identity = self._identity(encoded_fingerprint(encoded))
@@ -216,7 +216,7 @@ class SelectionRun:
         }
 
     @contextmanager
-    def begun(self, resume: bool) -> Iterator[None]:
+    def hold_folder(self, resume: bool) -> Iterator[None]:
         """Hold the folder, with what is being done written down."""
         run = RunFolder(self.folder)
         with run.locked():
@@ -226,11 +226,11 @@ class SelectionRun:
 
     def announce(self) -> None:
         """Report how much there is to do in all, and how much of it is done."""
-        self.report("training", "")
+        self.report_progress("training", "")
         if self.dev is not None:
-            self.report("evaluating", "")
+            self.report_progress("evaluating", "")
 
-    def report(self, stage: str, what: str, done: int = 0, note: str = "") -> None:
+    def report_progress(self, stage: str, what: str, done: int = 0, note: str = "") -> None:
         """Report that `done` steps or answers of a trial or variant are done."""
         through = self._done[stage]
         if what:
@@ -238,15 +238,15 @@ class SelectionRun:
         total = len(self.trials) * self.steps if stage == "training" else self.total_answers()
         self.on_event(stage, what, sum(through.values()), total, note)
 
-    def require_readable(self) -> None:
+    def check_grader_reads_answers(self) -> None:
         """Evaluate the adapter first, and refuse a dev set of whose answers the grader reads none: all scores would be 0.
 
         What was begun is taken back, so that the same folder serves another grader.
         """
-        reasons, task = self.results([BASELINE])[BASELINE.label].reasons, self.tasks["dev"]
-        if unread(reasons, task.task.grader) == sum(reasons.values()):
+        reasons, task = self.evaluate_groups([BASELINE])[BASELINE.label].reasons, self.tasks["dev"]
+        if count_unparsed_answers(reasons, task.task.grader) == sum(reasons.values()):
             shutil.rmtree(self.folder / "dev")
-            RunFolder(self.folder).record.unlink()
+            RunFolder(self.folder).record_path.unlink()
             raise DataError(
                 f"the grader {task.task.grader!r} reads an answer in none of the adapter's {len(task.questions)} responses to "
                 f"{task.source} ({', '.join(reasons)}): does the prompt ask for the form that it reads, or does another "
@@ -258,18 +258,20 @@ class SelectionRun:
 
         for trial in self.trials:
             with suppress(DivergenceError):
-                self.context.train(trial, self.folder / TRIALS, self.on_step(trial))
-        self.find_trained()
+                self.context.train(trial, self.folder / TRIALS, self.make_step_callback(trial))
+        self.find_pending_trials()
         if not self.gated:
             raise DivergenceError(
                 f"no range's training stayed finite ({next(iter(self.diverged.values()))}); lower --learning-rate or train in fp32"
             )
 
-    def on_step(self, trial: Trial) -> OnStep:
+    def make_step_callback(self, trial: Trial) -> OnStep:
         """Reports the steps of a trial's training."""
 
         def on_step(done: int, total: int, entropy: float | None) -> None:
-            self.report("training", self.name_of(trial), done, "" if entropy is None else f"entropy {entropy:.3f}")
+            self.report_progress(
+                "training", self.trial_label(trial), done, "" if entropy is None else f"entropy {entropy:.3f}"
+            )
 
         return on_step
 
@@ -278,48 +280,50 @@ class SelectionRun:
 
         The answers are judged by whoever evaluates all variants afterwards, so that several processes can do this at once.
         """
-        self.context.train(trial, self.folder / TRIALS, self.on_step(trial))
+        self.context.train(trial, self.folder / TRIALS, self.make_step_callback(trial))
         if self.dev is not None:
-            variant, task = self.variant_of(trial).at(0), self.tasks["dev"]
-            engines = in_memory(self.context.model, self.context.tokenizer, "adapter", self.dev.settings.dev_batch_size)
+            variant, task = self.variant_of(trial).with_temperature(0), self.tasks["dev"]
+            engines = make_in_memory_engine(
+                self.context.model, self.context.tokenizer, "adapter", self.dev.settings.dev_batch_size
+            )
             seed = task.sampling.seed
             one = Evaluation(self.folder / "dev", [task], [variant], {}, {}, seed, engine_for=engines)
-            one.sample(variant, self._on_answers("dev"))
+            one.sample(variant, self._make_answer_callback("dev"))
 
-    def find_trained(self) -> list[Trial]:
+    def find_pending_trials(self) -> list[Trial]:
         """Look up the trials that are trained or diverged; returns the others."""
         self.gated, self.diverged = (
-            trained_in(self.folder, self.trials),
-            failed_in(self.folder, self.trials, diverged=True),
+            find_trained_folders(self.folder, self.trials),
+            find_failures(self.folder, self.trials, diverged=True),
         )
         ended = [one for one in self.trials if one in self.gated or one.name in self.diverged]
-        self._done["training"] |= {self.name_of(one): self.steps for one in ended}
+        self._done["training"] |= {self.trial_label(one): self.steps for one in ended}
         return [one for one in self.trials if one not in self.gated and one.name not in self.diverged]
 
-    def name_of(self, trial: Trial) -> str:
+    def trial_label(self, trial: Trial) -> str:
         """As its variant is called: the cell, with the seed where there are several."""
         return trial.cell if len({one.seed for one in self.trials}) == 1 else trial.name
 
     def variant_of(self, trial: Trial) -> ModelVariant:
         """A trained trial as a variant."""
-        return ModelVariant("gated", self.name_of(trial), gates=str(self.folder / TRIALS / trial.slug / GATED))
+        return ModelVariant("gated", self.trial_label(trial), gates=str(self.folder / TRIALS / trial.slug / GATED))
 
-    def compared(self) -> list[Compared]:
+    def variant_groups(self) -> list[VariantGroup]:
         """Everything that is compared, the simpler first; a cell that lacks a seed is not."""
-        found = [ADAPTER] if self.base_left_out else [ADAPTER, BASE]
-        found += [Compared(one.label, (one,)) for one in self.scales]
+        found = [ADAPTER] if self.why_no_base_variant else [ADAPTER, BASE]
+        found += [VariantGroup(one.label, (one,)) for one in self.scales]
         cells: dict[str, list[Trial]] = {}
         for trial in self.trials:
             cells.setdefault(trial.cell, []).append(trial)
         for cell, trials in cells.items():
             if all(one in self.gated for one in trials):
-                found.append(Compared(f"gated {cell}", tuple(map(self.variant_of, trials)), tuple(trials)))
+                found.append(VariantGroup(f"gated {cell}", tuple(map(self.variant_of, trials)), tuple(trials)))
         return found
 
     def total_answers(self) -> int:
         """How many answers the dev set takes in all, should no training diverge, and those to the retention set so far."""
         task = self.tasks["dev"]
-        models = (2 if self.base_left_out else 3) - 1 + len(self.scales) + len(self.trials)
+        models = (2 if self.why_no_base_variant else 3) - 1 + len(self.scales) + len(self.trials)
         sampled = len(TEMPERATURES) * (1 + len({one.seed for one in self.trials})) * task.sampling.samples
         kept = sum(self._answers_of("retention", one) for one in self._asked["retention"])
         return len(task.questions) * (models + sampled) + kept
@@ -328,17 +332,17 @@ class SelectionRun:
         task = self.tasks[name]
         return len(task.questions) * variant.sampling(task.sampling).samples
 
-    def _on_answers(self, name: str) -> AnswersDone:
+    def _make_answer_callback(self, name: str) -> AnswersDone:
         """Reports the answers to the dev or retention set."""
 
         def on_event(stage: str, variant: ModelVariant, _: str, done: int, total: int) -> None:
             if stage == "sampling":
                 what = variant.label if name == "dev" else f"{variant.label} on the {name} set"
-                self.report("evaluating", what, done)
+                self.report_progress("evaluating", what, done)
 
         return on_event
 
-    def results(self, asked: Sequence[Compared], name: str = "dev") -> dict[str, TaskResult]:
+    def evaluate_groups(self, asked: Sequence[VariantGroup], name: str = "dev") -> dict[str, TaskResult]:
         """{label of a variant: result} on the dev or retention set; what is on file is not drawn again."""
         assert self.dev is not None, "there is a dev set"
         folder, task, variants = self.folder / name, self.tasks[name], self._asked[name]
@@ -354,28 +358,28 @@ class SelectionRun:
             facts={key: self.identity[key] for key in ("adapter", "base")},
             grading=GradingSettings(sandbox=self.dev.settings.sandbox),
             batch_size=self.dev.settings.dev_batch_size,
-            resume=RunFolder(folder).record.is_file(),
-            on_event=self._on_answers(name),
+            resume=RunFolder(folder).record_path.is_file(),
+            on_event=self._make_answer_callback(name),
         )
         return {row.label: row for row in record.results}
 
     def choose(self) -> SelectionRecord:
         """Evaluate in the two steps of the rule, choose, and return the record, which is also in `selection.json`."""
-        greedy = [one.at(0) for one in self.compared()]
-        rows = self.results(greedy)
+        greedy = [one.with_temperature(0) for one in self.variant_groups()]
+        rows = self.evaluate_groups(greedy)
         means = [one.scores(rows).mean() for one in greedy]
-        best = self.compared()[int(np.argmax(means))]  # of equal ones the simpler
-        sampled = [one.at(heat) for heat in TEMPERATURES for one in dict.fromkeys([ADAPTER, best])]
+        best = self.variant_groups()[int(np.argmax(means))]  # of equal ones the simpler
+        sampled = [one.with_temperature(heat) for heat in TEMPERATURES for one in dict.fromkeys([ADAPTER, best])]
         asked = [*greedy, *sampled]
-        rows = self.results(asked)
+        rows = self.evaluate_groups(asked)
         scores = {one.label: one.scores(rows) for one in asked}
-        chosen, vetoed, retained = self._guarded(scores, {one.label: one for one in asked})
+        chosen, vetoed, retained = self._select_keeping_retention(scores, {one.label: one for one in asked})
         record = self._record(chosen, asked, rows, scores, vetoed, retained)
         write_json(self.folder / FILE, record.to_json())
         return record
 
-    def _guarded(
-        self, scores: Mapping[str, np.ndarray], asked: Mapping[str, Compared]
+    def _select_keeping_retention(
+        self, scores: Mapping[str, np.ndarray], asked: Mapping[str, VariantGroup]
     ) -> tuple[Selection, dict[str, str], dict[str, np.ndarray]]:
         """The choice among what does not clearly lose on the retention set; what does, and why; and the scores there."""
         vetoed, retained = dict[str, str](), dict[str, np.ndarray]()
@@ -384,20 +388,21 @@ class SelectionRun:
             if not chosen.accepted or "retention" not in self.tasks:
                 return chosen, vetoed, retained
             both = (BASELINE, asked[chosen.label])
-            rows = self.results(both, "retention")
+            rows = self.evaluate_groups(both, "retention")
             retained |= {one.label: one.scores(rows) for one in both}
             lost = compare(retained[chosen.label], retained[BASELINE.label])
             if lost.high >= 0:
                 return chosen, vetoed, retained
             vetoed[chosen.label] = (
-                f"loses {points(-lost.mean).lstrip('+')} points on the retention set (95 % interval {points(lost.low)} to "
-                f"{points(lost.high)})"
+                f"loses {format_points(-lost.mean).lstrip('+')} points on the retention set (95 % interval "
+                f"{format_points(lost.low)} to "
+                f"{format_points(lost.high)})"
             )
 
     def _record(
         self,
         chosen: Selection,
-        asked: Sequence[Compared],
+        asked: Sequence[VariantGroup],
         rows: Mapping[str, TaskResult],
         scores: Mapping[str, np.ndarray],
         vetoed: Mapping[str, str],
@@ -421,16 +426,16 @@ class SelectionRun:
                 truncated=float(np.mean([row.truncated for row in found])),
                 no_eos=float(np.mean([row.no_eos for row in found])),
                 tokens=float(np.mean([row.tokens for row in found])),
-                retention=None if kept is None else Retained(**asdict(average_at_k(kept))),
+                retention=None if kept is None else RetentionScore(**asdict(average_at_k(kept))),
             )
         picked, row = next(one for one in asked if one.label == chosen.label), variants[chosen.label]
         trial = picked.trials[0] if picked.trials else None
         reasons = rows[BASELINE.label].reasons
         difference = variants[chosen.best].difference
-        reason = reason_of(chosen.best, BASELINE.label, difference, chosen.accepted, bool(vetoed))
+        reason = format_choice_reason(chosen.best, BASELINE.label, difference, chosen.accepted, bool(vetoed))
         return SelectionRecord(
             RULE,
-            Recommended(
+            Recommendation(
                 chosen.label,
                 picked.kind,
                 row.temperature,
@@ -438,7 +443,7 @@ class SelectionRun:
                 range=None if trial is None else (trial.range.lower, trial.range.upper),
                 trial=None if trial is None else trial.slug,
                 score=Score(row.mean, row.low, row.high),
-                reason=f"{reason} {written_seed(picked.trials)}".rstrip(),
+                reason=f"{reason} {describe_written_seed(picked.trials)}".rstrip(),
                 part=picked.variants[0].part,
             ),
             BASELINE.label,
@@ -450,7 +455,7 @@ class SelectionRun:
                 task.sampling.max_new_tokens,
                 f"{task.task.name} v{task.task.version}",
                 task.task.grader,
-                unread(reasons, task.task.grader) / len(task.questions),
+                count_unparsed_answers(reasons, task.task.grader) / len(task.questions),
                 self.dev.dropped,
                 task.warnings,
             ),
@@ -459,24 +464,24 @@ class SelectionRun:
             else RetentionInfo(
                 self.tasks["retention"].source, dict(vetoed), self.retention.dropped, self.tasks["retention"].warnings
             ),
-            {"base": self.base_left_out} if self.base_left_out else {},
+            {"base": self.why_no_base_variant} if self.why_no_base_variant else {},
             self.diverged,
         )
 
 
-def _gap(scores: np.ndarray, own: np.ndarray) -> Gap:
+def _gap(scores: np.ndarray, own: np.ndarray) -> ScoreDifference:
     """The paired difference a - b of scores [Q, K]; its z is None where it is infinite, which JSON cannot say."""
     z = paired_z(scores, own)
-    return Gap(**{**asdict(compare(scores, own)), "z": z if math.isfinite(z) else None})
+    return ScoreDifference(**{**asdict(compare(scores, own)), "z": z if math.isfinite(z) else None})
 
 
-def trained_in(folder: Path, trials: Sequence[Trial]) -> dict[Trial, Path]:
+def find_trained_folders(folder: Path, trials: Sequence[Trial]) -> dict[Trial, Path]:
     """{trial: its gated adapter} of those that are finished in a run's folder."""
     places = {one: folder / TRIALS / one.slug / GATED for one in trials}
     return {one: place for one, place in places.items() if (place / CONFIG).is_file()}
 
 
-def failed_in(folder: Path, trials: Sequence[Trial], *, diverged: bool) -> dict[str, str]:
+def find_failures(folder: Path, trials: Sequence[Trial], *, diverged: bool) -> dict[str, str]:
     """{name: why} of the trials whose training diverged, or of those whose last attempt failed for another reason."""
     notes = {one.name: read_json(folder / TRIALS / one.slug / FAILED) for one in trials}
     return {name: str(note["error"]) for name, note in notes.items() if note and note["diverged"] is diverged}

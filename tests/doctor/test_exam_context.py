@@ -5,10 +5,10 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from loragate.data import prompt_ids, render_prompt
-from loragate.doctor import exam as exam_room
-from loragate.doctor.exam import Exam, ExamSettings
+from loragate.doctor import exam_context as exam_room
+from loragate.doctor.exam_context import ExamContext, ExamSettings
 from loragate.doctor.record import Measures, Static
-from loragate.losses.head import IGNORED
+from loragate.losses.head import IGNORE_INDEX
 from loragate.models import resolve
 from tiny import logits, tiny_adapter, tiny_rows, tiny_tokenizer, write_adapter, write_base
 
@@ -24,7 +24,7 @@ def made(tmp_path):
         write_base(tmp_path / "base", tokenizer=tokenizer or tiny_tokenizer())
         write_adapter(tmp_path / "adapter", tmp_path / "base", tiny_adapter(**(lora or {})))
         given = {"settings": ExamSettings(max_new_tokens=6), **given}
-        return Exam(resolve(tmp_path / "adapter"), tmp_path, Measures(Static("a", "b")), **given)
+        return ExamContext(resolve(tmp_path / "adapter"), tmp_path, Measures(Static("a", "b")), **given)
 
     return make
 
@@ -41,7 +41,7 @@ def test_questions_are_asked_as_the_examples_are_written(made, monkeypatch, raw)
         raise exam_room.GateError("seen")
 
     monkeypatch.setattr(exam_room, "evaluate", evaluate)
-    assert exam.scores("dev") == exam.scores("retention") == {}
+    assert exam.score_questions("dev") == exam.score_questions("retention") == {}
     assert asked == 2 * [tuple(render_prompt(prompt, exam.tokenizer) for prompt in prompts)]
 
 
@@ -81,7 +81,7 @@ def test_a_text_with_its_own_bos_has_one_and_it_is_no_label(made):
     exam = made(tokenizer, data=[{"text": "<user> w1 w2"}, {"text": "w1 w2"}])
     for row in exam.rows:
         assert row["input_ids"] == [3, 6, 7]
-        assert row["labels"] == [IGNORED, 6, 7]
+        assert row["labels"] == [IGNORE_INDEX, 6, 7]
 
 
 def test_an_activated_lora_acts_from_its_invocation_tokens_on(made):
@@ -92,7 +92,7 @@ def test_an_activated_lora_acts_from_its_invocation_tokens_on(made):
         nats = []
         for row in exam.rows:
             log_p = logits(exam.model, torch.tensor([row["input_ids"]]))[0].log_softmax(-1)
-            nats.append(-sum(log_p[at - 1, one].item() for at, one in enumerate(row["labels"]) if one != IGNORED))
+            nats.append(-sum(log_p[at - 1, one].item() for at, one in enumerate(row["labels"]) if one != IGNORE_INDEX))
         return nats
 
     sums = {}
@@ -105,5 +105,5 @@ def test_an_activated_lora_acts_from_its_invocation_tokens_on(made):
 
 def test_the_export_that_is_advised_is_of_the_commit_and_the_base_that_were_measured(made):
     exam = made()
-    folder, base = exam.place.folder, exam.place.base
-    assert f"loragate export {folder} --base {base} --constant 0.5 --out OUT" in exam.weakened("0.5")
+    folder, base = exam.model_source.folder, exam.model_source.base
+    assert f"loragate export {folder} --base {base} --constant 0.5 --out OUT" in exam.format_rescale_command("0.5")

@@ -36,14 +36,14 @@ def require_harness() -> None:
         raise ConfigError('retention suites need lm-evaluation-harness; run: pip install ".[eval]" in a checkout')
 
 
-def with_prompts(task: Task, questions: Sequence[Question], chat: bool) -> list[Question]:
+def add_harness_prompts(task: Task, questions: Sequence[Question], chat: bool) -> list[Question]:
     """The questions with the harness's prompts, each begun by its task description, and the options that it compares.
 
     Args:
         chat: whether a chat template ends the prompt; without one an option begins with a blank.
     """
     found = list(questions)  # the harness goes subset by subset; places keep ours
-    for one, by_question in _requests(task, questions, chat):
+    for one, by_question in _build_requests(task, questions, chat):
         compares = one.OUTPUT_TYPE == "multiple_choice"
         for index, requests in by_question:
             options = tuple(request.args[1] for request in requests) if compares else ()
@@ -59,7 +59,7 @@ def grade_by_harness(task: Task, questions: Sequence[Question], samples: Sequenc
     """
     assert task.harness is not None
     metric, found = task.harness.metric, {}
-    for one, by_question in _requests(task, questions, chat=False):
+    for one, by_question in _build_requests(task, questions, chat=False):
         for index, requests in by_question:
             # one request is a text, several are the options of one question
             answers = [samples[index].text] if len(requests) == 1 else json.loads(samples[index].text)
@@ -82,7 +82,7 @@ def grade_by_harness(task: Task, questions: Sequence[Question], samples: Sequenc
     return [found[index] for index in range(len(questions))]
 
 
-def options_of(
+def encode_options(
     tokenizer: Any, prompts: Sequence[str], questions: Sequence[Question], positions: int | None
 ) -> tuple[tuple[tuple[Continuation, ...], ...], int]:
     """(prompt, option) as token ids, for every option of every question, and how many prompts lost their beginning to fit.
@@ -112,7 +112,7 @@ def options_of(
     return tuple(found), cut
 
 
-def draw_likelihoods(
+def write_option_likelihoods(
     engine: Engine,
     options: Sequence[Sequence[Continuation]],
     path: Path,
@@ -132,7 +132,7 @@ def draw_likelihoods(
         )
 
 
-def _requests(task: Task, questions: Sequence[Question], chat: bool) -> Requests:
+def _build_requests(task: Task, questions: Sequence[Question], chat: bool) -> Requests:
     harness = task.harness
     assert harness is not None, f"{task.name} is no task of the harness"
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -159,11 +159,11 @@ def _requests(task: Task, questions: Sequence[Question], chat: bool) -> Requests
             "test_split": "test",
             "custom_dataset": lambda held=held, **_: held,  # bound now: `held` is another one for the next subset
         }
-        one = build.ConfigurableTask(config=content)
+        harness_task = build.ConfigurableTask(config=content)
         by_question = []
-        for number, doc in enumerate(one.test_docs()):
-            context = one.fewshot_context(doc, num_fewshot=0)
+        for number, doc in enumerate(harness_task.test_docs()):
+            context = harness_task.fewshot_context(doc, num_fewshot=0)
             about = (task.name, number, 1)
-            requests = one.construct_requests(doc=doc, ctx=context, metadata=about, apply_chat_template=chat)
+            requests = harness_task.construct_requests(doc=doc, ctx=context, metadata=about, apply_chat_template=chat)
             by_question.append((doc[INDEX], requests if isinstance(requests, list) else [requests]))
-        yield one, by_question
+        yield harness_task, by_question

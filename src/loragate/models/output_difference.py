@@ -23,22 +23,26 @@ PROMPTS, PROMPT_TOKENS, SEED = 4, 40, 0
 
 
 @dataclass(frozen=True)
-class Agreement:
+class OutputDifference:
     """How far a written model is from the one that it stands for."""
 
-    nats: float  # E_p |log p − log q| per token; infinite where a log-probability is no number
+    mean_difference: float  # E_p |log p − log q| per token; infinite where a log-probability is no number
     limit: float  # the square root of the dtype's precision: 3e-4 in float32, 0.03 in float16, 0.09 in bfloat16
     tokens: int
     dtype: str
-    moved: float | None = None  # nats between the original and its base; None where not measured
+    adapter_effect: float | None = None  # nats between the original and its base; None where not measured
 
     def __str__(self) -> str:
-        apart = f"{self.nats:.2g} nats per token apart"
-        of = "" if self.moved is None else f", of {self.moved:.2g} by which the adapter moves its base,"
+        apart = f"{self.mean_difference:.2g} nats per token apart"
+        of = (
+            ""
+            if self.adapter_effect is None
+            else f", of {self.adapter_effect:.2g} by which the adapter moves its base,"
+        )
         return f"{apart}{of} on {self.tokens} tokens in {self.dtype} (up to {self.limit:.2g} is rounding)"
 
 
-def is_here(base: ModelRef) -> bool:
+def is_base_available_offline(base: ModelRef) -> bool:
     """Whether a base can be loaded without a download."""
     folder = cached_folder(base.name, base.revision)
     return bool(base.name) and (
@@ -46,7 +50,7 @@ def is_here(base: ModelRef) -> bool:
     )
 
 
-def probing_prompts(config: Any, adapter_config: Mapping[str, Any]) -> list[list[int]]:
+def make_probe_prompts(config: Any, adapter_config: Mapping[str, Any]) -> list[list[int]]:
     """Token ids, the same on every machine: random ones, and those that the adapter trained or that begin and end texts.
 
     Args:
@@ -59,27 +63,27 @@ def probing_prompts(config: Any, adapter_config: Mapping[str, Any]) -> list[list
     prompts = [[draw.randrange(text.vocab_size) for _ in range(length)] for _ in range(PROMPTS)]
     trained = adapter_config.get("trainable_token_indices") or []
     special = [getattr(text, name, None) for name in ("bos_token_id", "eos_token_id")]
-    named = [*_whole_numbers(trained), *_whole_numbers(special)]
+    named = [*_flatten_ints(trained), *_flatten_ints(special)]
     return [*prompts, *(named[at : at + length] for at in range(0, min(len(named), PROMPTS * length), length))]
 
 
-def _whole_numbers(value: Any) -> Iterable[int]:
+def _flatten_ints(value: Any) -> Iterable[int]:
     if isinstance(value, Mapping | list | tuple):
         for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _whole_numbers(inner)
+            yield from _flatten_ints(inner)
     elif isinstance(value, int):
         yield value
 
 
-def log_probs(model: Any, prompts: Iterable[list[int]]) -> list[torch.Tensor]:
+def compute_log_probs(model: Any, prompts: Iterable[list[int]]) -> list[torch.Tensor]:
     """Of the next token after every token of each prompt, [T, V] fp32 on the CPU."""
     device = next(model.parameters()).device
     with torch.no_grad():
         return [model(torch.tensor([ids], device=device)).logits[0].float().log_softmax(-1).cpu() for ids in prompts]
 
 
-def compare(expected: list[torch.Tensor], found: list[torch.Tensor], dtype: torch.dtype) -> Agreement:
-    """The agreement of `log_probs`, `expected` of the model in memory and `found` of the written one, computed in `dtype`."""
+def compare(expected: list[torch.Tensor], found: list[torch.Tensor], dtype: torch.dtype) -> OutputDifference:
+    """Compare log-probs `expected`, of the model in memory, with `found`, of the written one, computed in `dtype`."""
     apart, tokens = 0.0, 0
     for p_TV, q_TV in zip(expected, found, strict=True):
         if p_TV.shape != q_TV.shape:
@@ -90,7 +94,7 @@ def compare(expected: list[torch.Tensor], found: list[torch.Tensor], dtype: torc
         apart += float((p_TV.exp() * difference_TV).sum())
         tokens += len(p_TV)
     nats = apart / max(tokens, 1)
-    return Agreement(
+    return OutputDifference(
         nats if math.isfinite(nats) else math.inf,
         math.sqrt(torch.finfo(dtype).eps),
         tokens,
@@ -98,13 +102,13 @@ def compare(expected: list[torch.Tensor], found: list[torch.Tensor], dtype: torc
     )
 
 
-def require_agreement(found: Agreement, written: str, original: str) -> None:
+def require_agreement(found: OutputDifference, written: str, original: str) -> None:
     """Refuse a written model that computes something else.
 
     Raises:
         LoragateError: with both figures.
     """
-    if not found.nats <= found.limit:
+    if not found.mean_difference <= found.limit:
         raise LoragateError(
             f"{written} does not compute what {original} does: {found}. Nothing was kept; please report it with both "
             "adapter_config.json and the versions that `loragate env` prints"

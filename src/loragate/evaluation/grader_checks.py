@@ -15,23 +15,23 @@ from typing import NamedTuple
 from loragate.data import Rows
 from loragate.data.formats import detect_format, normalize
 from loragate.errors import DataError
-from loragate.evaluation.answers import last_boxed, letter_of
+from loragate.evaluation.answers import last_boxed, parse_gold_letter
 from loragate.evaluation.grading.numeric import last_number, numbers_in
-from loragate.evaluation.judging import CODE, MATH, judge
+from loragate.evaluation.judging import CODE_GRADERS, MATH_GRADER_NAMES, grade_samples
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, Task
 from loragate.generation import Sample
 
-TRIED = 32  # right answers that are graded
+MAX_REFERENCES = 32  # right answers that are graded
 MEASURED = 128  # training responses that are looked at
 FEWEST = 8  # training responses that show a form
-NONE = 0.05  # a share that is near none
+NEAR_ZERO_SHARE = 0.05  # a share that is near none
 SHORT = 5  # words of an answer that is nothing else
 
 
-def why_no_gold(gold: str, grader: str) -> str | None:
+def explain_unusable_gold(gold: str, grader: str) -> str | None:
     """Why no answer could ever be found right, or None."""
-    if grader == "choice" and letter_of(gold) is None:
+    if grader == "choice" and parse_gold_letter(gold) is None:
         return f"the right answer is {gold!r:.60}, and the grader choice compares letters; give the letter, such as B"
     if grader == "gsm8k":
         found, several = last_number(gold), "####" not in gold and len(list(numbers_in(gold))) > 1
@@ -40,7 +40,7 @@ def why_no_gold(gold: str, grader: str) -> str | None:
                 f"the right answer is {gold!r:.60}, and the grader gsm8k compares numbers; give one number, or a solution that "
                 "ends in #### and the number"
             )
-    elif grader not in ("exact", "tiny", *CODE) and "####" in gold:
+    elif grader not in ("exact", "tiny", *CODE_GRADERS) and "####" in gold:
         return (
             'the right answer holds "####", as GSM8K\'s solutions do: the grader gsm8k reads it; for others give only what '
             'follows (answer.split("####")[-1])'
@@ -60,22 +60,22 @@ def check_references(task: Task, questions: Sequence[Question], grader: str, set
     if grader in ("lm-eval", "tiny") or not questions:
         return []
     for question in questions:
-        if why := why_no_gold(question.gold, grader):
+        if why := explain_unusable_gold(question.gold, grader):
             raise DataError(f"{question.place}: {why}")
     if grader == "regex":  # what would be right depends on the pattern
         return []
-    tried = [questions[place] for place in _spread(len(questions), TRIED)]
-    grades = judge(task, tried, _samples(_answer(question, grader) for question in tried), grader, settings)
+    tried = [questions[place] for place in _evenly_spaced_indices(len(questions), MAX_REFERENCES)]
+    grades = grade_samples(task, tried, _samples(_answer(question, grader) for question in tried), grader, settings)
     refused = [(question, grade) for question, grade in zip(tried, grades, strict=True) if not grade.correct]
     if not refused:
         return []
     first, grade = refused[0]
-    what = "reference solutions" if grader in CODE else "right answers"
+    what = "reference solutions" if grader in CODE_GRADERS else "right answers"
     said = (
         f"{task.name}: the grader {grader} accepts {len(tried) - len(refused)} of {len(tried)} {what} that were tried "
         f"({first.place}: {first.gold!r:.80} is found {grade.reason})"
     )
-    if len(refused) >= (1 - NONE) * len(tried):
+    if len(refused) >= (1 - NEAR_ZERO_SHARE) * len(tried):
         raise DataError(f"{said}; give right answers in the form that it reads, or another grader")
     return [f"{said}; such questions cannot be answered rightly, whatever the model does"]
 
@@ -116,9 +116,9 @@ def check_responses(task: Task, questions: Sequence[Question], rows: Rows, setti
             prompt, or questions that ask for `\boxed` or `####` themselves), and another grader fits.
     """
     responses = responses_of(rows)
-    if task.grader in ("lm-eval", "tiny", *CODE) or len(responses) < FEWEST:
+    if task.grader in ("lm-eval", "tiny", *CODE_GRADERS) or len(responses) < FEWEST:
         return []
-    read = sum(_reads(task, questions, responses, settings))
+    read = sum(_has_answer(task, questions, responses, settings))
     if read >= len(responses) / 2:
         return []
     forms = Counter(form_of(response) for response in responses)
@@ -129,7 +129,7 @@ def check_responses(task: Task, questions: Sequence[Question], rows: Rows, setti
         return [f"{said}; scores are low where the dev set is answered in their form"]
     said += f", of which {count} {form.words}: use {form.flags}"
     asked = sum(bool(re.search(r"\\boxed|####", question.prompt)) for question in questions) > len(questions) / 2
-    if task.path.name or asked or read >= NONE * len(responses) or count < len(responses) / 2:
+    if task.path.name or asked or read >= NEAR_ZERO_SHARE * len(responses) or count < len(responses) / 2:
         return [said]
     raise DataError(f"{said}; or let the questions ask for the form that it reads")
 
@@ -143,7 +143,7 @@ def form_of(response: str) -> str:
 def responses_of(rows: Rows) -> list[str]:
     """The last response of some rows, spread over all; rows that training refuses are left to it."""
     found = []
-    for place in _spread(len(rows), MEASURED):
+    for place in _evenly_spaced_indices(len(rows), MEASURED):
         row = rows[place]
         try:
             turns = normalize(row, detect_format(row))
@@ -154,7 +154,7 @@ def responses_of(rows: Rows) -> list[str]:
     return found
 
 
-def _reads(
+def _has_answer(
     task: Task, questions: Sequence[Question], responses: Sequence[str], settings: GradingSettings
 ) -> list[bool]:
     """Whether the grader finds an answer in each response."""
@@ -163,9 +163,9 @@ def _reads(
         return [len(response.split()) <= 2 * longest for response in responses]
     if task.grader in ("default", "boxed"):
         return [last_boxed(response) is not None for response in responses]
-    if task.grader in MATH:  # these take what stands where there is no box
+    if task.grader in MATH_GRADER_NAMES:  # these take what stands where there is no box
         return [True] * len(responses)
-    grades = judge(task, [questions[0]] * len(responses), _samples(responses), task.grader, settings)
+    grades = grade_samples(task, [questions[0]] * len(responses), _samples(responses), task.grader, settings)
     return [grade.extracted is not None for grade in grades]
 
 
@@ -175,13 +175,13 @@ def _answer(question: Question, grader: str) -> str:
         return f"```python\n{question.row['prompt']}{question.gold}\n```"
     if grader == "mbpp":
         return f"```python\n{question.gold}\n```"
-    return rf"\boxed{{{question.gold}}}" if grader in (*MATH, "boxed") else question.gold
+    return rf"\boxed{{{question.gold}}}" if grader in (*MATH_GRADER_NAMES, "boxed") else question.gold
 
 
 def _samples(texts: Iterable[str]) -> list[Sample]:
     return [Sample(place, 0, text, (), "stop", None) for place, text in enumerate(texts)]
 
 
-def _spread(count: int, most: int) -> list[int]:
+def _evenly_spaced_indices(count: int, most: int) -> list[int]:
     """Up to `most` places of `count`, evenly apart."""
     return [place * count // min(count, most) for place in range(min(count, most))]

@@ -6,7 +6,7 @@ import pytest
 
 from loragate.data import load_rows
 from loragate.errors import DataError
-from loragate.evaluation.references import FORMS, check_references, check_responses, form_of, responses_of
+from loragate.evaluation.grader_checks import FORMS, check_references, check_responses, form_of, responses_of
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, load_task
 from loragate.selection.dev import plain_task

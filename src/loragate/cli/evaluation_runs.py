@@ -24,11 +24,11 @@ from loragate.analysis.token_traces import diagnose_tokens
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.options import EvaluationInputs
 from loragate.display import Display, console, duration
-from loragate.evaluation.engines import load, side_by_side
-from loragate.evaluation.evaluate import Evaluation, counted
-from loragate.evaluation.prepared import Request, own_temperature
+from loragate.evaluation.engines import find_available_variants, load
+from loragate.evaluation.evaluate import Evaluation, make_progress_reporter
+from loragate.evaluation.prepared import Request, common_temperature
 from loragate.evaluation.results import EvaluationRecord
-from loragate.evaluation.variants import describe
+from loragate.evaluation.variants import describe_canary
 from loragate.files import write_text
 from loragate.gates.override import constant_name
 from loragate.models import Loaded
@@ -38,7 +38,7 @@ from loragate.report.selection import write_maps
 from loragate.report.table import Table
 from loragate.serving.vllm_server import require_served
 
-LOOKS: dict[str, Callable[[DiagnosticContext, DiagnoseSettings], Any]] = {
+DIAGNOSES: dict[str, Callable[[DiagnosticContext, DiagnoseSettings], Any]] = {
     "entropy": diagnose_entropy,
     "gates": diagnose_gates,
     "interventions": diagnose_interventions,
@@ -47,7 +47,7 @@ LOOKS: dict[str, Callable[[DiagnosticContext, DiagnoseSettings], Any]] = {
 }
 
 
-def request_of(options: EvaluationInputs, model: str) -> Request:
+def make_request(options: EvaluationInputs, model: str) -> Request:
     """What an evaluation is asked for by a command's options."""
     return Request(
         model,
@@ -71,7 +71,7 @@ def load_inputs(options: EvaluationInputs, name: str, engine: str = "transformer
 
 def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float | str]) -> int:
     """`loragate eval` on one model, with these controls beside it."""
-    request = request_of(options, options.model)
+    request = make_request(options, options.model)
     tasks = request.check()
     out, display = console(), Display()
     with display.job("loading the model"):
@@ -80,35 +80,35 @@ def evaluate(options: EvaluationInputs, controls: str, constants: Sequence[float
         out.print(loaded.note)
     with display.job("reading the questions"):
         prepared = request.prepare(tasks, loaded)
-    own, recommended = own_temperature(prepared), request.recommended(prepared, loaded)
-    variants, left_out = side_by_side(loaded, controls, constants, recommended, own)
-    evaluation = Evaluation.of(request, prepared, loaded, variants, left_out=left_out)
+    own, recommended = common_temperature(prepared), request.added_temperature(prepared, loaded)
+    variants, left_out = find_available_variants(loaded, controls, constants, recommended, own)
+    evaluation = Evaluation.from_request(request, prepared, loaded, variants, left_out=left_out)
     if note := request.sampling_note(prepared, loaded):
         out.print(note)
     rows = ", ".join(variant.label for variant in evaluation.variants)
-    begin(options, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
-    record = sample(evaluation, out, display)
-    show(out, request.out / "results", record)
+    start_evaluation(options, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
+    record = run_evaluation(evaluation, out, display)
+    print_results(out, request.out / "results", record)
     out.print(next_line(request.out, record))
     return 0
 
 
 def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
     """`loragate eval --sweep`: an evaluation with the finished cells of the sweep as rows; heat maps."""
-    from loragate.selection.sweep import SweptCells  # it trains as well, and an environment of vLLM need not have TRL
+    from loragate.selection.sweep import TrainedCells  # it trains as well, and an environment of vLLM need not have TRL
 
-    cells = SweptCells.of(Path(sweep), request_of(options, ""))
+    cells = TrainedCells.of(Path(sweep), make_request(options, ""))
     out, display = console(), Display()
     # nobody names the model of a sweep: it is the adapter of the cells, and stands so in config.yaml
-    told = replace(options, model=cells.request.model, base=cells.request.base)
+    resolved_options = replace(options, model=cells.request.model, base=cells.request.base)
     with display.job("loading the model"):
-        loaded = load_inputs(told, told.model, options.engine)
+        loaded = load_inputs(resolved_options, resolved_options.model, options.engine)
         loaded.stop_token_ids = cells.stop_token_ids
     with display.job("reading the questions"):
         evaluation = cells.evaluation(loaded)
     count = f"{len(cells.trials)} cells, {evaluation.sample_count:,} answers to sample"
-    begin(told, evaluation, out, count)
-    record = sample(evaluation, out, display)
+    start_evaluation(resolved_options, evaluation, out, count)
+    record = run_evaluation(evaluation, out, display)
     folder, plain = cells.request.out, record.to_json()
     write_text(folder / "results.md", score_markdown(plain))
     out.print(advice_of(plain)[-1])
@@ -119,28 +119,28 @@ def evaluate_sweep(options: EvaluationInputs, sweep: str) -> int:
     return 0
 
 
-def begin(options: EvaluationInputs, evaluation: Evaluation, out: Console, rows: str) -> None:
+def start_evaluation(options: EvaluationInputs, evaluation: Evaluation, out: Console, rows: str) -> None:
     """Say what a reader should know, write down what is being run, and say which rows come."""
     for warning in evaluation.warnings:
         out.print(f"warning: {warning}")
-    out.print(describe(evaluation.canary))
+    out.print(describe_canary(evaluation.canary))
     evaluation.begin(options.resume)
     write_text(evaluation.folder / "config.yaml", resolved_yaml(options))
     out.print(rows)
 
 
-def sample(evaluation: Evaluation, out: Console, display: Display) -> EvaluationRecord:
+def run_evaluation(evaluation: Evaluation, out: Console, display: Display) -> EvaluationRecord:
     """Sample and judge behind one bar; Ctrl-C says how to go on."""
     try:
         with display.job("sampling and grading") as job:
-            return evaluation.run(counted(job, evaluation.sample_count))
+            return evaluation.run(make_progress_reporter(job, evaluation.sample_count))
     except KeyboardInterrupt:
         where = evaluation.folder
         out.print(f"stopped; every answer so far is in {where}. The same command with --resume goes on")
         raise
 
 
-def show(out: Console, place: Path, record: EvaluationRecord) -> None:
+def print_results(out: Console, place: Path, record: EvaluationRecord) -> None:
     """The tables of a record that stands in `place`.json, which are also written beside it."""
     plain: dict[str, Any] = record.to_json()
     write_text(place.with_name(f"{place.name}.md"), score_markdown(plain))
@@ -168,11 +168,11 @@ def next_line(folder: Path, record: EvaluationRecord) -> str:
     return f'next: loragate generate --model {shlex.quote(model)} --temperature {temperature:g} --prompt "…"'
 
 
-class Shown(DiagnosticContext):
+class TerminalContext(DiagnosticContext):
     """A context whose diagnosis is shown on the terminal while it runs."""
 
     def __init__(self, options: EvaluationInputs) -> None:
-        super().__init__(request_of(options, options.model))
+        super().__init__(make_request(options, options.model))
         self.options, self.display, self.out = options, Display(), console()
 
     def say(self, line: str) -> None:
@@ -185,21 +185,23 @@ class Shown(DiagnosticContext):
         return load_inputs(replace(self.options, base=base), model, engine)
 
     def score(self, evaluation: Evaluation) -> EvaluationRecord:
-        begin(self.options, evaluation, self.out, f"{evaluation.sample_count:,} answers to sample")
-        record = sample(evaluation, self.out, self.display)
-        show(self.out, self.folder / "results", record)
+        start_evaluation(self.options, evaluation, self.out, f"{evaluation.sample_count:,} answers to sample")
+        record = run_evaluation(evaluation, self.out, self.display)
+        print_results(self.out, self.folder / "results", record)
         return record
 
 
 def diagnose(what: str, options: EvaluationInputs, settings: DiagnoseSettings) -> None:
-    """Take one of the `LOOKS`, and print its tables and its conclusion."""
-    context, folder = Shown(options), Path(options.out)
-    record = LOOKS[what](context, settings)
+    """Take one of the `DIAGNOSES`, and print its tables and its conclusion."""
+    context, folder = TerminalContext(options), Path(options.out)
+    record = DIAGNOSES[what](context, settings)
     if what == "tokens":
         context.say(f"{len(record['questions'])} questions written to {folder / 'tokens.json'}")
     else:
         for block in diagnosis_blocks(records.to_json(record)):
-            if isinstance(block, Table) and not block.folded:  # folded away on the page, too long for a terminal
+            if (
+                isinstance(block, Table) and not block.collapsed_label
+            ):  # folded away on the page, too long for a terminal
                 context.out.print(block)
         write_text(folder / "config.yaml", resolved_yaml(options))
         for line in record.conclusion:

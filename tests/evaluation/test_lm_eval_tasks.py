@@ -15,11 +15,11 @@ import torch
 import loragate as lg
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.evaluate import Evaluation
-from loragate.evaluation.harness import draw_likelihoods, grade_by_harness
+from loragate.evaluation.lm_eval_tasks import grade_by_harness, write_option_likelihoods
 from loragate.evaluation.prepared import prepare
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.tasks import Question, load_questions, load_task
-from loragate.evaluation.tasks.questions import CHECKS
+from loragate.evaluation.tasks.questions import ROW_CHECKS
 from loragate.evaluation.variants import ModelVariant
 from loragate.generation import Sample, TransformersEngine
 from loragate.generation.engine import draw_samples, read_samples
@@ -42,8 +42,8 @@ def ask(tmp_path):
         prepared = prepare(task, questions, tokenizer, TaskSettings(**settings), positions, system)
         engine, file = TransformersEngine(model, tokenizer, batch_size), tmp_path / "samples.jsonl"
         file.unlink(missing_ok=True)
-        if prepared.compared:
-            draw_likelihoods(engine, prepared.compared, file, lambda *_: None)
+        if prepared.option_pairs:
+            write_option_likelihoods(engine, prepared.option_pairs, file, lambda *_: None)
         else:
             draw_samples(engine, prepared.prompts, prepared.sampling, file)
         samples = read_samples(file)
@@ -310,11 +310,11 @@ def test_a_prompt_with_options_is_cut_only_where_one_does_not_fit(harness, tmp_p
     path = write_rows(tmp_path / "long.jsonl", rows)
     tokenizer, limit = tiny_tokenizer(), {"limit": 1}
     whole, _, _ = ask(tiny_base(), tokenizer, "openbookqa", path, **limit)
-    longest = max(len(before) + len(after) for before, after in whole.compared[0])
+    longest = max(len(before) + len(after) for before, after in whole.option_pairs[0])
     fits, _, _ = ask(tiny_base(max_position_embeddings=longest), tokenizer, "openbookqa", path, **limit)
-    assert (fits.compared, fits.prompts, fits.warnings) == (whole.compared, whole.prompts, whole.warnings)
+    assert (fits.option_pairs, fits.prompts, fits.warnings) == (whole.option_pairs, whole.prompts, whole.warnings)
     cut, _, _ = ask(tiny_base(max_position_embeddings=longest - 1), tokenizer, "openbookqa", path, **limit)
-    assert max(len(before) + len(after) for before, after in cut.compared[0]) == longest - 1
+    assert max(len(before) + len(after) for before, after in cut.option_pairs[0]) == longest - 1
     assert any("1 prompts were cut at their beginning" in warning for warning in cut.warnings)
 
 
@@ -346,7 +346,7 @@ def test_the_strict_filter_and_the_subsets_are_still_the_harnesss_own(harness):
     tasks = Path(harness.__file__).parent / "tasks"
     pattern = load_task("mmlu_pro").harness.override["filter_list"][0]["filter"][0]["regex_pattern"]
     assert f"'{pattern}'" in (tasks / "mmlu_pro" / "_default_template_yaml").read_text(encoding="utf-8")
-    for name in CHECKS:
+    for name in ROW_CHECKS:
         suite = load_task(name).harness
         for subset in suite.subsets or ("",):
             assert (tasks / suite.files.format(subset=subset.replace(" ", "_"))).is_file()
@@ -446,7 +446,7 @@ def test_suites_are_read_at_the_commit_of_their_task(monkeypatch):
         raise DataError("no connection.")
 
     monkeypatch.setattr("loragate.evaluation.tasks.questions.load_rows", refuse)
-    for name in CHECKS:
+    for name in ROW_CHECKS:
         task = load_task(name)
         with pytest.raises(DataError, match=rf"{name}: .*--data {name}=FILE.* columns.*no connection"):
             load_questions(task)
