@@ -283,6 +283,9 @@ def test_hours_are_those_of_the_method_and_hold_the_evaluation():
     fewer = costs(read_recipe("math/qwen2.5-math-1.5b/lora", {"sft.max_rows": 1000, "eval.limit": 10}))
     assert fewer["sft"].hours == pytest.approx(at["lora"]["sft"].hours / 100)
     assert "800 answers" in fewer["eval"].memory
+    few = {"retention.suite": None, "retention.tasks": "bbh_zeroshot,mmlu_pro", "retention.limit": 2}
+    kept = costs(read_recipe("math/qwen2.5-math-1.5b/lora", few))["retention"]
+    assert f"{2 * (27 + 14)} answers" in kept.memory, "a limit is of each subset"
 
 
 def test_memory_follows_the_dtype_of_the_base():

@@ -205,7 +205,9 @@ def _generation_cost(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained
 
 def _questions(task: Task, stage: Stage) -> int:
     rows = task.dataset.rows or 0
-    return min(rows, int(stage.options.get("limit") or rows))
+    limit = int(stage.options.get("limit") or rows)
+    subsets = len(task.harness.subsets) if task.harness else 0
+    return min(rows, limit * max(1, subsets))  # a limit is of each subset
 
 
 def _samples(task: Task, stage: Stage) -> int:
