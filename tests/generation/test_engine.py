@@ -34,6 +34,8 @@ def test_a_resumed_run_draws_the_same_samples(qwen2: Any, tokenizer: Any) -> Non
     assert [len(batch) for batch in batches] == [4, 4, 4, 4, 4, 2]
     assert {s for batch in batches for s in batch} == set(rest)
     assert engine.generate(PROMPTS, CONFIG, pending=[]) == []
+    with pytest.raises(DataError, match="question 0, sample 3"):
+        engine.generate(PROMPTS, CONFIG, pending=[(0, 3)])
 
 
 def test_greedy_equals_transformers_greedy(qwen2: Any, tokenizer: Any) -> None:

@@ -93,6 +93,8 @@ def test_settings_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_engine() -> Any:
         raise AssertionError("no engine is needed")
 
+    with pytest.raises(DataError, match="question 9"):
+        ShardedEngine(no_engine, 1).generate(PROMPTS, CONFIG, pending=[(9, 0)])
     small = SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: {"CPU": 8.0, "GPU": 1.0})
     monkeypatch.setattr("loragate.generation.sharded.require_ray", lambda: small)
     with pytest.raises(ConfigError, match="2 shards with 1 GPU each do not fit into a Ray cluster of 1 GPU"):

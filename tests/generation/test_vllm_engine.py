@@ -112,6 +112,8 @@ def test_every_sample_is_a_request_with_its_own_seed(fake_vllm: Any, folders: tu
     engine.generate(PROMPTS, CONFIG, pending=[(7, 2), (3, 1)])
     assert [one["seed"] for one in engine._llm.calls[-1][1]] == [request_seed(7, 3, 1), request_seed(7, 7, 2)]
     assert engine.generate(PROMPTS, CONFIG, pending=[]) == []
+    with pytest.raises(DataError, match="question 24, sample 0"):
+        engine.generate(PROMPTS, CONFIG, pending=[(24, 0)])
 
 
 def test_answers_end_and_read_as_the_other_engine_has_it(fake_vllm: Any, folders: tuple[str, str]) -> None:

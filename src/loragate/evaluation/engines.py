@@ -130,7 +130,7 @@ class EngineProvider:
             base, adapter, override = self._vllm_names(variant)
             # adapters, gates and λ go with each request; only other weights need another engine
             if self._kept is None or self._kept[0] != base:
-                self.close()  # one model in memory at a time
+                self._end_vllm()  # one model in memory at a time
                 names = loaded.names
                 # made for an adapter also where the first variant is the base: all share its loaded weights
                 largest = adapter or (
@@ -161,15 +161,17 @@ class EngineProvider:
         )
 
     def close(self) -> None:
-        """End vLLM, where it runs, and forget what was kept."""
+        """End vLLM, where it runs, forget what was kept, and remove what was merged for it."""
         self._in_memory = None
+        self._end_vllm()
+        if self._merged:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._merged = False
+
+    def _end_vllm(self) -> None:
         if self._kept is not None:
             self._kept[1].close()
             self._kept = None
-
-    def finish(self) -> None:
-        """Remove what only an evaluation that goes on would use."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _vllm_names(self, variant: ModelVariant) -> tuple[str, str | None, str | None]:
         """(base, adapter or None, override or None) by which vLLM is the variant."""

@@ -261,8 +261,6 @@ class Evaluation:
             self.agreement = self._engine_check.compare_with_transformers()
             record = self.judge(on_event)
         write_record(record, self.folder / "results.json")
-        if isinstance(engines, EngineProvider):
-            engines.finish()  # last: a run that is stopped before goes on with what it removes
         require_logprob_agreement(self.agreement, self.folder)
         return record
 

@@ -105,9 +105,18 @@ class Engine:
 
 
 def pending_rows(questions: int, samples: int, pending: Collection[tuple[int, int]] | None) -> list[tuple[int, int]]:
-    """Return the (question, sample) pairs still to be drawn, in order; `pending` None means all of them."""
+    """Return the (question, sample) pairs still to be drawn, in order; `pending` None means all of them.
+
+    Raises `DataError` for a pair that does not exist.
+    """
     if pending is None:
         return [(question, sample) for question in range(questions) for sample in range(samples)]
+    for question, sample in pending:
+        if not (0 <= question < questions and 0 <= sample < samples):
+            raise DataError(
+                f"pending names question {question}, sample {sample}, but there are {questions} prompts with {samples} "
+                "samples each; the samples on file belong to another run."
+            )
     return sorted(set(pending))
 
 

@@ -366,15 +366,29 @@ def _download(name: str, revision: str, *kinds: str) -> Path:
 
 
 def _translate_hub_error(name: str, revision: str, kinds: tuple[str, ...], error: Exception | None) -> ArtifactError:
-    """The error of huggingface_hub in one sentence."""
+    """The error of huggingface_hub as one sentence with the way out; kinds of errors before those that they belong to."""
     called = f"{name}@{revision}" if revision else name
-    plain = f"; a plain adapter is gated with `loragate calibrate --adapter {name} --data FILE --out DIR`"
-    absent = isinstance(error, (errors.EntryNotFoundError, errors.RepositoryNotFoundError, errors.HFValidationError))
-    kind = _HubNotFoundError if absent and not isinstance(error, errors.GatedRepoError) else ArtifactError
-    files, said = " and no ".join(kinds), " ".join(str(error).split())
-    return kind(
-        f"{called} is no folder here, and the hub gave no {files} ({said}){plain if kinds == (CONFIG,) else ''}"
-    )
+    log_in = "where it is private or gated, ask for access on its page and log in with `hf auth login`"
+    match error:
+        case errors.LocalEntryNotFoundError():
+            return _HubNotFoundError(
+                f"{called} is no folder here, and the hub cache does not hold it while the hub cannot be reached; check the "
+                "connection (and HF_HUB_OFFLINE), or give a local folder"
+            )
+        case errors.EntryNotFoundError():
+            plain = f"; a plain adapter is gated with `loragate calibrate --adapter {name} --data FILE --out DIR`"
+            return _HubNotFoundError(
+                f"{called} on the hub holds no {' and no '.join(kinds)}{plain if kinds == (CONFIG,) else ''}"
+            )
+        case errors.RevisionNotFoundError():
+            return ArtifactError(f"{name} has no revision {revision!r}; its page lists branches, tags and commits")
+        case errors.RepositoryNotFoundError() if not isinstance(error, errors.GatedRepoError):
+            return _HubNotFoundError(
+                f"{called} is no folder here, and the hub has no repository of that name that you can read; {log_in}"
+            )
+    said = (str(error).splitlines() or [""])[0]
+    kind = _HubNotFoundError if isinstance(error, errors.HFValidationError) else ArtifactError
+    return kind(f"{called} could not be downloaded ({type(error).__name__}: {said}); {log_in}")
 
 
 def _resolve_base(ref: ModelRef, what: str) -> ModelSource:

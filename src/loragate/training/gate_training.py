@@ -325,7 +325,9 @@ class GateTrainer(StatisticsTrainer):
             {eval_loss, eval_topk_entropy (0 to 1), eval_response_tokens, …}.
         """
         # transformers calls this method with each set of a dict, and with the name of one that the trainer has
-        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):
+        if isinstance(eval_dataset, Mapping):
+            eval_dataset = dict(eval_dataset)
+        elif eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self.evaluation_rows(self._encoded_evaluation(eval_dataset, self.original_model))
         found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found

@@ -152,7 +152,7 @@ INCOMPATIBILITIES: dict[str, tuple[Callable[[Plan], bool], str]] = {
     ),
     "sharding × reference": (
         lambda p: p.launch.is_sharded and (p.reference or p.objective == "eksft"),
-        "an objective with a reference model is not sharded with {p.launch.strategy}: launch with ddp",
+        "an objective with a KL to a reference is not sharded with {p.launch.strategy}: launch with ddp",
     ),
     "sharding × DoRA": (
         lambda p: p.launch.is_sharded and p.dora,

@@ -149,6 +149,8 @@ def test_more_rows_that_do_not_fit(jsonl):
         load_questions(
             load_task("olympiadbench"), file=jsonl([{**rehearsal_rows("olympiadbench")[0], "final_answer": [3]}])
         )
+    with pytest.raises(DataError, match=r"rows.jsonl:2: column 'solution' holds half of a surrogate pair"):
+        load_questions(task, file=jsonl([rows[0], {**rows[1], "solution": "\ud83d"}]))
     torn = jsonl([])
     torn.write_text('{"problem": \n', encoding="utf-8")
     with pytest.raises(DataError, match=r"rows.jsonl:1: malformed JSON"):
@@ -252,7 +254,7 @@ def test_an_unreachable_hub_says_which_file_would_do(name, monkeypatch, tmp_path
 
 
 def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(DataError, match=r"holds no minerva.jsonl .*with the columns of its task file"):
+    with pytest.raises(DataError, match=r"holds no minerva.jsonl .*with the columns of .*minerva\.yaml"):
         load_questions(load_task("minerva"), file=tmp_path)
     with pytest.raises(DataError, match=r"found no file .*none.jsonl for aime24; --data aime24=FILE takes"):
         load_questions(load_task("aime24"), file=tmp_path / "none.jsonl")

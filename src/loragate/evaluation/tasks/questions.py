@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -218,6 +219,13 @@ def _stem(path: Path) -> str | None:
 
 def _question(task: Task, row: dict[str, Any], where: str, name: str) -> Question:
     """The question of a checked row; `name` is its id where the row has none."""
+    for column, value in row.items():
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:  # all columns are stored with the answers
+            raise DataError(
+                f"{where}: column '{column}' holds half of a surrogate pair, which is not valid text; mend or remove the row"
+            ) from None
     # an optional column that is absent reads as null, so that a template can ask for it
     values = {**dict.fromkeys(task.dataset.schema), **row}
     filled: dict[str, str | None] = {
@@ -254,7 +262,7 @@ def _local_file(task: Task, file: str | Path | None) -> Path | None:
 
 
 def _local_help(task: Task) -> str:
-    columns = describe_schema(task.dataset.schema) or "of its task file"
+    columns = describe_schema(task.dataset.schema) or f"of {task.path}"
     return (
         f"--data {task.name}=FILE takes a .jsonl, .json or .parquet file, or a folder that holds {task.name}.jsonl "
         f"or that `datasets` saved, with the columns {columns}"
