@@ -165,7 +165,7 @@ def describe_os_error(path: Path, error: OSError) -> str:
 
 @contextmanager
 def file_lock(path: Path, wait_s: float, busy_message: str) -> Iterator[None]:
-    """Hold a lock file; LoragateError `taken` if another process still holds it after `wait_s` seconds.
+    """Hold a lock file; LoragateError `busy_message` if another process still holds it after `wait_s` seconds.
 
     The system releases it however the process ends.
     """

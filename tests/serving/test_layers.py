@@ -167,7 +167,7 @@ class Stacked:
     gate_weight, gate_bias, gate_constants = stacks()
     gate_reduce = None
     gated_slots = frozenset({0, 1})
-    fixed_slots: frozenset[int] = frozenset()
+    pinned_slots: frozenset[int] = frozenset()
 
 
 @pytest.mark.parametrize("slots", [[0] * 6, [2] * 6, [0, 2, 1, -1, 2, 2], [2, -1, 2, 2, -1, 2]], ids=str)
@@ -191,10 +191,10 @@ def test_a_layer_on_a_cpu(slots: list[int], strengths: list[float] | None, fixed
     wanted = torch.where((at >= 0).unsqueeze(-1), y + torch.cat(deltas, dim=1), y)
     wrapper = SimpleNamespace(_token_lora_indices=torch.cat([at, torch.tensor([0, 0])]))
     layer = Stacked()
-    layer.fixed_slots = frozenset(fixed)
+    layer.pinned_slots = frozenset(fixed)
     layer.gate_constants = Stacked.gate_constants.clone()
     for slot in fixed:
-        GateMixin.pin_slot_to_one(SimpleNamespace(fixed_slots=set(), gate_constants=layer.gate_constants), slot)
+        GateMixin.pin_slot_to_one(SimpleNamespace(pinned_slots=set(), gate_constants=layer.gate_constants), slot)
     punica = GatedPunica(wrapper, layer)
     if strengths is not None:
         punica.limits.fill([(each, each) for each in strengths], [1] * len(at))

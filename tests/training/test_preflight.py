@@ -21,7 +21,7 @@ from loragate.training.settings import LaunchSettings
 def no_launcher(monkeypatch):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LORAGATE_STRATEGY", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_CPU"):
         monkeypatch.delenv(name, raising=False)
-    # `begin` may set this one; monkeypatch then takes it away again
+    # `relaunch_if_requested` may set this one; monkeypatch then takes it away again
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
 
 
@@ -62,7 +62,7 @@ def test_under_a_launcher_nothing_is_started(started, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert begin(strategy="ddp", processes=2) is None
-    monkeypatch.setenv("LORAGATE_STRATEGY", "ddp")  # so that monkeypatch takes away what `begin` writes
+    monkeypatch.setenv("LORAGATE_STRATEGY", "ddp")  # so that monkeypatch takes away what `relaunch_if_requested` writes
     monkeypatch.delenv("LORAGATE_STRATEGY")
     assert begin(strategy="fsdp2") is None
     assert preflight.detect_launch().strategy == "fsdp2"

@@ -267,7 +267,9 @@ class DiagnosticContext(ReadsModel):
         return found, f"answers of the {of} model to {tasks} stored in {folder}, {count} per question at most"
 
     def about(self, source: str, settings: DiagnoseSettings, names: str) -> About:
-        """`About` of a diagnosis, with the settings of these names (some are the tasks') as text; `keep` tells its time."""
+        """`About` of a diagnosis, with the settings of these names (some are the tasks') as text; `write_record` tells its
+        time.
+        """
         return About(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             models=dict(self.loaded.sources),

@@ -57,7 +57,7 @@ class TokenEntropies:
         rows: index of each token's row, [T].
         token_ids: the response token that is predicted there, [T].
         entropy: {"base", "adapter", and "gated" where there are gates}, nats, [T] each.
-        likeliest: ids of the tokens that are likeliest there, first one first, [T, K] likewise; `top_probs` are their
+        top_token_ids: ids of the tokens that are likeliest there, first one first, [T, K] likewise; `top_probs` are their
             probabilities.
         kl: KL(adapter‖base), nats, [T].
     """

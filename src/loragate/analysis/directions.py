@@ -366,9 +366,8 @@ def coordinate_sums(reader: Reader, case: Case, k: int, classes: TokenClasses) -
     with torch.enable_grad(), supplied_coefficients(reader.model, leaf):
         states = reader.states(reader.batch(case.row))
         grads, _ = state_gradients(reader, states, case.values, k)
-        wants, helps = vector_jacobian_products(
-            states, list(leaves.values()), grads[:2]
-        )  # of entropy, and of value on the support
+        # of entropy, and of value on the support
+        wants, helps = vector_jacobian_products(states, list(leaves.values()), grads[:2])
     # of positions 0 to S - 2 by the token that follows; the last position predicts nothing
     ids = case.row["input_ids"][1:]
     groups = np.where(np.arange(1, len(ids) + 1) < case.prompt_length, len(CLASSES), classes.indices(ids))

@@ -69,7 +69,7 @@ class Command:
         run: called with an instance of `options`; returns the exit status.
         examples: lines that work when pasted.
         positional: name of the field that is given without a flag, or None; a field of type tuple takes several.
-        needs: fields that have a default, so that a file can give them, without which the command still refuses.
+        required_at_run: fields that have a default, so that a file can give them, without which the command still refuses.
         common: names, between spaces, of the fields that `--help` shows beside the required ones; empty for all.
         config_only: names, between spaces, of the fields that only a --config file sets, as hardly anybody changes them.
         summary: one line for the overview and the help; `loragate.cli.main` has it, as it is read before this room.

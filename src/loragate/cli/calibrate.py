@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GateRunOptions(RunOptions, GateTrainingSettings, DevSettings, GateOptions):
+class AdapterOptions(RunOptions, GateTrainingSettings, DevSettings, GateOptions):
     """Settings of `calibrate` and `sweep`.
 
     Attributes:
@@ -41,7 +41,7 @@ class GateRunOptions(RunOptions, GateTrainingSettings, DevSettings, GateOptions)
 
 
 @dataclass(frozen=True)
-class CalibrateOptions(GateRunOptions):
+class CalibrateOptions(AdapterOptions):
     """Settings of `loragate calibrate`.
 
     Attributes:
@@ -60,7 +60,7 @@ class CalibrateOptions(GateRunOptions):
 def run(options: CalibrateOptions) -> int:
     """Refuse what cannot work, start further processes where they are asked for, choose, and say what to use."""
     require_files(options)
-    trials = parse_trials(options)
+    trials = trials_from_options(options)
     settings = extract_settings(options, GateTrainingSettings)
     if (status := relaunch_if_requested(settings, options, options, sampling=not options.skip_selection)) is not None:
         return status
@@ -82,7 +82,7 @@ def run(options: CalibrateOptions) -> int:
     return 0
 
 
-def parse_trials(options: CalibrateOptions) -> tuple[Trial, ...]:
+def trials_from_options(options: CalibrateOptions) -> tuple[Trial, ...]:
     """The trials that were typed."""
     from loragate.selection.calibrate import parse_trials, require_evidence
 

@@ -38,7 +38,7 @@ from loragate.report.selection import write_maps
 from loragate.report.table import Table
 from loragate.serving.vllm_server import require_served
 
-DIAGNOSES: dict[str, Callable[[DiagnosticContext, DiagnoseSettings], Any]] = {
+DIAGNOSIS_RUNNERS: dict[str, Callable[[DiagnosticContext, DiagnoseSettings], Any]] = {
     "entropy": diagnose_entropy,
     "gates": diagnose_gates,
     "interventions": diagnose_interventions,
@@ -192,16 +192,15 @@ class TerminalContext(DiagnosticContext):
 
 
 def diagnose(what: str, options: EvaluationInputs, settings: DiagnoseSettings) -> None:
-    """Take one of the `DIAGNOSES`, and print its tables and its conclusion."""
+    """Take one of the `DIAGNOSIS_RUNNERS`, and print its tables and its conclusion."""
     context, folder = TerminalContext(options), Path(options.out)
-    record = DIAGNOSES[what](context, settings)
+    record = DIAGNOSIS_RUNNERS[what](context, settings)
     if what == "tokens":
         context.say(f"{len(record['questions'])} questions written to {folder / 'tokens.json'}")
     else:
         for block in diagnosis_blocks(records.to_json(record)):
-            if (
-                isinstance(block, Table) and not block.collapsed_label
-            ):  # folded away on the page, too long for a terminal
+            # what is folded away on the page is too long for a terminal
+            if isinstance(block, Table) and not block.collapsed_label:
                 context.out.print(block)
         write_text(folder / "config.yaml", resolved_yaml(options))
         for line in record.conclusion:

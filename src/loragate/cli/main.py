@@ -130,7 +130,7 @@ def _run(name: str, arguments: list[str]) -> int:
     if {"-h", "--help", "--help-all"} & set(arguments):
         print_help(found, everything="--help-all" in arguments)
         return 0
-    # fields of `needs` may still be missing, so that --print-config shows the rest
+    # fields of `required_at_run` may still be missing, so that --print-config shows the rest
     options, given = parse(found, arguments)
     if given.get("print_config"):
         print(resolved_yaml(options), end="")

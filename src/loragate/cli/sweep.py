@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from loragate.cli.arguments import Command, resolved_yaml
-from loragate.cli.calibrate import GateRunOptions
+from loragate.cli.calibrate import AdapterOptions
 from loragate.cli.options import GATE_CONFIG_ONLY, extract_settings, require_files
 from loragate.display import Display, console, format_next_command
 from loragate.errors import ConfigError
@@ -20,7 +20,7 @@ from loragate.validate import NonNegativeFloat, NonNegativeInt, PositiveInt, com
 
 
 @dataclass(frozen=True)
-class SweepOptions(GateRunOptions):
+class SweepOptions(AdapterOptions):
     """Settings of `loragate sweep`.
 
     Attributes:

@@ -43,7 +43,7 @@ class AnswerTraits:
         prompt: that was answered.
         text, tokens: of the answer; text is without special tokens.
         is_truncated: it met the length limit.
-        loops: it ends in a loop.
+        ends_in_loop: it ends in a loop.
         has_reasoning: it begins with a block of thoughts, closed or cut by the limit.
         language: of what stands behind the thoughts; None where that shows none.
     """

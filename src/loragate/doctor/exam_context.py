@@ -208,11 +208,11 @@ class ExamContext(ReadsModel):
 
     @cached_property
     def unscaled_modules(self) -> list[str]:
-        """The modules that one λ for the whole adapter, as it is exported and evaluated, does not scale; `scale_adapter` does."""
+        """The modules that one λ for the whole adapter, as it is exported and evaluated, does not scale; `scaled` does."""
         return find_ungated_modules(self.model)
 
     def format_rescale_command(self, strength: str) -> str:
-        """How the adapter at another strength, as `scale_adapter` measures it, is made."""
+        """How the adapter at another strength, as `scaled` measures it, is made."""
         if self.unscaled_modules:
             keys = (
                 "lora_alpha, and what alpha_pattern holds,"

@@ -46,9 +46,9 @@ that moves at random almost none. It is looked at where the KL is above MOVES na
 NOTHING = 0.01
 """Nats per token: an adapter that gains less on its examples has learnt nothing there."""
 MEMORIZED_GAP_NATS, MEMORIZED_LOSS_RATIO, MIN_TRANSFERRED_GAIN = 0.2, 10.0, 0.2
-"""Learnt by heart: questions of the same kind have a loss that is higher than the examples' by GAP nats per token, and either
-TIMES as high or with less than the share CARRIED of the gain on the examples. Adapters as people train them have 1.1 to 5 times
-the loss there, and carry over 0.4 or more of the gain."""
+"""Learnt by heart: questions of the same kind have a loss that is higher than the examples' by the first, in nats per token,
+and either the second times as high or with less than the third, a share, of the gain on the examples. Adapters as people train
+them have 1.1 to 5 times the loss there, and carry over 0.4 or more of the gain."""
 SIMILAR = 2.0
 """Up to this ratio of lengths are answers of the same kind."""
 BY_HEART, ANSWER, VARIED = 0.05, 20.0, 0.9

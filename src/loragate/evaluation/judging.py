@@ -187,7 +187,7 @@ class StoredGrade(Grade):
 
 
 def write_grades(path: Path, samples: Sequence[Sample], grades: Sequence[Grade], judge: Mapping[str, Any]) -> None:
-    """A line that says who judged (`grading_fingerprint`), then one per sample; the file appears whole or not at all."""
+    """A line that says who judged (`judged_by`), then one per sample; the file appears whole or not at all."""
     lines: list[dict[str, Any]] = [{"judged_by": dict(judge)}]
     for sample, grade in zip(samples, grades, strict=True):
         lines.append({"question": sample.question, "sample": sample.sample, **asdict(grade)})

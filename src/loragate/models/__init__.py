@@ -4,7 +4,7 @@
     place = resolve("gated", base="")              # ModelSource: kind ("base" | "adapter" | "gated"), folder, base, override;
                                                    # an adapter on the hub is downloaded and pinned, records are read once
     loaded = open_model(place, Loading(dtype="auto", device="auto", quantization="none", chat_template=""))
-    loaded.model, loaded.tokenizer, loaded.place   # the same for base, adapter and gated, an override laid over λ
+    loaded.model, loaded.tokenizer, loaded.model_source   # the same for base, adapter and gated, an override laid over λ
     open_tokenizer(place, how)                     # the tokenizer alone
     open_without_weights(place, how)               # tokenizer and configuration, for vLLM, which loads the weights itself
     open_base(place.base, how); load_adapter(base, place)  # in two steps, where a caller holds the base in memory

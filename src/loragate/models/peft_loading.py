@@ -148,9 +148,8 @@ def peft_config(folder: AdapterFolder, trainable: bool = False) -> Any:
     config.task_type = config.task_type and "CAUSAL_LM"
     config.megatron_config = None
     start = config.init_lora_weights
-    if (
-        isinstance(start, str) and not base_change_reason(start) and start.lower() != "mica"
-    ):  # which is a variant of LoRA
+    # mica is a variant of LoRA
+    if isinstance(start, str) and not base_change_reason(start) and start.lower() != "mica":
         config.init_lora_weights = True
     if not trainable:
         config.lora_dropout = 0.0

@@ -239,7 +239,7 @@ def resolve(
     """The place that a text names; an adapter on the hub is downloaded.
 
     Args:
-        text: folder, "owner/name" or "owner/name@revision", with "@override" behind it where `overrides` says so.
+        text: folder, "owner/name" or "owner/name@revision", with "@override" behind it where `allow_override` says so.
         base: of --base: folder, "owner/name" or "owner/name@revision" in place of the recorded one.
         expect: the kind that is needed; "any" takes all three.
         what: the kind in words, for errors, such as "reference model".

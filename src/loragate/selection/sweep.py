@@ -193,7 +193,7 @@ def run_sweep(
     """Train what is not trained, evaluate, choose, and write `selection.json` and the recommended variant.
 
     Args:
-        trials: of `trials.grid`.
+        trials: of `trials.make_trials`.
         folder: new, or that of the sweep to go on with.
         resume: whether to go on.
         runner: runs the trials, as `choose_runner` gives it.

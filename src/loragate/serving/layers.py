@@ -61,7 +61,7 @@ class TokenLimits:
         self.values_M2 = torch.tensor(NO_LIMITS, dtype=torch.float32, device=device).repeat(most_tokens, 1)
         self.has_limits = False
         """Whether any token has limits; only where nothing is compiled or captured may this be asked."""
-        self._known: tuple[torch.Tensor, Owners] = torch.empty(0), []
+        self._known: tuple[torch.Tensor, SlotRows] = torch.empty(0), []
         self._strengths: torch.Tensor | None = None
 
     def fill(self, limits: Sequence[tuple[float, float]], tokens: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ class TokenLimits:
             self._strengths = torch.ones_like(least_T1).clamp(least_T1, most_T1)
         return self._strengths
 
-    def owners(self, slots_T: torch.Tensor) -> Owners:
+    def owners(self, slots_T: torch.Tensor) -> SlotRows:
         """`group_rows_by_slot` a batch, on a CPU; worked out in its first layer."""
         if not torch.equal(self._known[0], slots_T):
             self._known = slots_T.clone(), group_rows_by_slot(slots_T)
@@ -131,11 +131,11 @@ def slot_coefficients(
     return lam_TN.clamp(least_TN, most_TN)
 
 
-Owners = Sequence[tuple[int, torch.Tensor | None]]
+SlotRows = Sequence[tuple[int, torch.Tensor | None]]
 """The slots in a batch, each with the rows of its tokens; None where all tokens are its own."""
 
 
-def group_rows_by_slot(slots_T: torch.Tensor) -> Owners:
+def group_rows_by_slot(slots_T: torch.Tensor) -> SlotRows:
     """Which rows belong to which slot; rows of tokens without one (negative) belong to none."""
     used = [slot for slot in torch.unique(slots_T).tolist() if slot >= 0]
     if len(used) == 1 and bool((slots_T >= 0).all()):
@@ -143,7 +143,7 @@ def group_rows_by_slot(slots_T: torch.Tensor) -> Owners:
     return [(slot, (slots_T == slot).nonzero()[:, 0]) for slot in used]
 
 
-def shrink_slots(buffer_NTR: torch.Tensor, x_TD: torch.Tensor, a_NS1RD: Any, scale: float, owners: Owners) -> None:
+def shrink_slots(buffer_NTR: torch.Tensor, x_TD: torch.Tensor, a_NS1RD: Any, scale: float, owners: SlotRows) -> None:
     """scale · A x of every token under its own slot's A, written into the buffer in its dtype (fp32).
 
     Args:
@@ -170,7 +170,7 @@ def expand_slots(
     buffer_NTR: torch.Tensor,
     b_NS1OR: Any,
     output_slices: tuple[int, ...],
-    owners: Owners,
+    owners: SlotRows,
     start: int = 0,
     add: bool = True,
 ) -> None:
@@ -249,7 +249,7 @@ class GatedPunica(PunicaProxy):
                 if self.limits.has_limits:
                     strengths_T1 = self.limits.strengths(len(flat_TD))
                     for slot, rows in owners:
-                        if slot not in layer.fixed_slots:
+                        if slot not in layer.pinned_slots:
                             own = slice(None) if rows is None else rows
                             y[:, own] *= strengths_T1[own]
                 return None  # else λ is exactly 1
@@ -313,7 +313,7 @@ class GateMixin:
         self.gate_weight, self.gate_bias, self.gate_constants = empty_slots(max_loras, slices, width, device)
         self.gate_reduce = _reduction(self)
         self.gated_slots: set[int] = set()
-        self.fixed_slots: set[int] = set()
+        self.pinned_slots: set[int] = set()
 
     def set_mapping(self: Any, punica_wrapper: Any) -> None:
         super().set_mapping(GatedPunica(punica_wrapper, self))  # type: ignore[misc]
@@ -321,7 +321,7 @@ class GateMixin:
     def reset_lora(self: Any, index: int) -> None:
         super().reset_lora(index)  # type: ignore[misc]
         self.gated_slots.discard(index)
-        self.fixed_slots.discard(index)
+        self.pinned_slots.discard(index)
         self.gate_weight[index] = 0
         self.gate_bias[index] = 0
         for column, value in enumerate(_UNGATED):
@@ -338,7 +338,7 @@ class GateMixin:
         """Fill slot `index`, slice `piece`; the weight is the whole layer's."""
         tau = signed_map.tau
         self.gated_slots.add(index)
-        self.fixed_slots.discard(index)
+        self.pinned_slots.discard(index)
         if weight_D is not None:
             width = self.gate_weight.shape[-1]
             # a row-parallel layer holds the features of its rank; any other holds all of them on every rank
@@ -349,7 +349,7 @@ class GateMixin:
 
     def pin_slot_to_one(self: Any, index: int) -> None:
         """Hold slot `index` at λ = 1 until a gate is set: what a gated adapter leaves ungated no override reaches."""
-        self.fixed_slots.add(index)
+        self.pinned_slots.add(index)
         self.gate_constants[index, :, 2:] = 1.0
 
     def gate_width(self: Any) -> int:

@@ -169,9 +169,8 @@ def require_served(base: str, config: Any) -> None:
 
 def server_command(base: str, adapters: Mapping[str, str], *, host: str, port: int, max_lora_rank: int) -> list[str]:
     """Command line of the server: the base as "base", each adapter folder (gated or plain) under its name."""
-    slots = len(
-        {parse_slot_override(folder)[0] for folder in adapters.values()}
-    )  # one for all overrides of a whole adapter
+    # one for all overrides of a whole adapter
+    slots = len({parse_slot_override(folder)[0] for folder in adapters.values()})
     return [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", base),
         *("--served-model-name", "base", "--host", host, "--port", str(port)),

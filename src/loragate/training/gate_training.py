@@ -381,7 +381,8 @@ class GateTrainer(StatisticsTrainer):
         """Train the gates, without dropout: on the function that will be served. Arguments as in `StatisticsTrainer.train`.
 
         Raises:
-            GateError, TrainingError: as in `check`; also if a frozen weight changed, or a loss or gradient is not finite.
+            GateError, TrainingError: as in `check_initial_parity`; also if a frozen weight changed, or a loss or gradient is not
+                finite.
         """
         began = time.monotonic()
         if self.state.global_step and not resume_from_checkpoint:  # an earlier training has moved the gates
@@ -501,9 +502,8 @@ def train_gates(
             source, encoded = training_rows(source, tokenizer, settings)
         if objective is not None:
             require_mask_column(objective, encoded, source.source)
-        settings = settings.fitted(
-            len(encoded), detect_launch().processes
-        )  # run.json and the artifact get what was done
+        # run.json and the artifact get what was done
+        settings = settings.fitted(len(encoded), detect_launch().processes)
         chosen = {"k": settings.k, "objective": settings.objective}
         device = target_device(peft_model).type
         arguments = build_trainer_arguments(

@@ -95,8 +95,7 @@ def relaunch_if_requested(
         if launch_settings.strategy not in ("auto", launch.strategy):
             raise ConfigError(
                 f"--strategy {launch_settings.strategy}, but the launcher started this run as {launch.strategy}: leave "
-                "--strategy out, or "
-                "start the command without a launcher"
+                "--strategy out, or start the command without a launcher"
             )
         if launch_settings.processes not in (0, launch.processes):
             raise ConfigError(

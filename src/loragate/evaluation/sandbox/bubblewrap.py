@@ -34,17 +34,17 @@ def package_folders() -> tuple[str, ...]:
     return tuple(dict.fromkeys(folder for folder in folders if folder and os.path.isdir(folder)))
 
 
-def bubblewrap_command(file_mb: int, drop: bool) -> list[str]:
+def bubblewrap_command(file_mb: int, drop_root: bool) -> list[str]:
     """The words before the interpreter's, but for `--seccomp` and the final `--`.
 
     Args:
         file_mb: size of the private /tmp, MiB.
-        drop: for root: begin with the right to change to another user, which the process inside then does; otherwise a user
+        drop_root: for root: begin with the right to change to another user, which the process inside then does; otherwise a user
             namespace takes all rights.
     """
     words = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    if drop:
+    if drop_root:
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user", "--uid", "65534", "--gid", "65534"]

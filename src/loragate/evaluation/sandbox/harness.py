@@ -97,7 +97,7 @@ TYPES: dict = {
     frozenset: ("z", list, frozenset),
     dict: ("d", lambda value: [list(item) for item in value.items()], dict),
     collections.deque: ("q", lambda value: [list(value), value.maxlen], lambda parts: collections.deque(*parts)),
-    # only beyond SMALL; in base 16, as Python refuses to write thousands of decimal digits
+    # only beyond MAX_JSON_INT; in base 16, as Python refuses to write thousands of decimal digits
     int: ("i", hex, lambda text: int(text, 16)),
     complex: ("c", lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     bytes: ("b", bytes.hex, bytes.fromhex),

@@ -168,11 +168,11 @@ def probe(tier: str) -> str | None:
 
 def require_sandbox(tier: str) -> bool:
     """Raise `SandboxError` where `tier` does not work; returns whether root drops its rights in it (see `bubblewrap_command`)."""
-    reason, drop = _probe_tier(tier)
+    reason, drop_root = _probe_tier(tier)
     if reason is not None:
         weaker = f" Mend that, or run programs with {TIERS['rlimits']}: --sandbox rlimits." if tier != "rlimits" else ""
         raise SandboxError(f"Model-written programs cannot run in the sandbox tier '{tier}': {reason}.{weaker}")
-    return drop
+    return drop_root
 
 
 @functools.cache
@@ -182,9 +182,9 @@ def _probe_tier(tier: str) -> tuple[str | None, bool]:
         return reason, False
     reasons = []
     # a container's root may not change to a user of its own, and enters as other users do
-    for drop in (True, False) if tier == "bubblewrap" and os.geteuid() == 0 else (False,):
+    for drop_root in (True, False) if tier == "bubblewrap" and os.geteuid() == 0 else (False,):
         try:
-            result = _run("assert sum(range(10)) == 45", None, tier, drop, Limits(seconds=20), None)
+            result = _run("assert sum(range(10)) == 45", None, tier, drop_root, Limits(seconds=20), None)
         except OSError as error:
             reasons.append(f"it could not be started ({error.strerror or error})")
             continue
@@ -192,7 +192,7 @@ def _probe_tier(tier: str) -> tuple[str | None, bool]:
             reasons.append(str(error))
             continue
         if result.passed:
-            return None, drop
+            return None, drop_root
         reasons.append(f"a program that does nothing ended with {result.reason}: {result.detail}")
     if tier == "bubblewrap":
         reasons.append('docs/tasks.md, "Where it does not start", has the ways out')
@@ -238,9 +238,8 @@ def _run(
     }
     with Sandbox(limits, isolated, drop_root) as sandbox:
         reason, detail = sandbox.wait_for_verdict([program, tests], cancel)
-    if reason == "ok" and (
-        found := sandbox.check_output_limit()
-    ):  # what was printed before the end has been read by now
+    # what was printed before the end has been read by now
+    if reason == "ok" and (found := sandbox.check_output_limit()):
         reason, detail = found
     output = sandbox.tail.decode("utf-8", "replace")
     return ProgramResult(reason == "ok", reason, tier, sandbox.seconds, detail, output)
@@ -254,10 +253,10 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     Args:
         limits: what the program may use.
         isolated: whether bubblewrap is around it.
-        drop: see `bubblewrap_command`.
+        drop_root: see `bubblewrap_command`.
     """
 
-    def __init__(self, limits: Limits, isolated: bool, drop: bool) -> None:
+    def __init__(self, limits: Limits, isolated: bool, drop_root: bool) -> None:
         self.limits = limits
         self.written, self.tail, self.seconds, self.asleep_seconds = 0, b"", 0.0, 0.0
         # known when the harness is up; before, nothing of the program's runs
@@ -275,9 +274,9 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                     filtering.write(build_seccomp_filter() or b"")
                     filtering.seek(0)
                     descriptors.append(filtering.fileno())
-                    words = [*bubblewrap_command(limits.file_mb, drop), "--seccomp", str(filtering.fileno()), "--"]
+                    words = [*bubblewrap_command(limits.file_mb, drop_root), "--seccomp", str(filtering.fileno()), "--"]
                 # as a word of the command: inside, no file of this package can be read
-                call = f"main({theirs}, {unused_uid() if drop else None}, {package_folders()!a})\n"
+                call = f"main({theirs}, {unused_uid() if drop_root else None}, {package_folders()!a})\n"
                 self.process = subprocess.Popen(
                     [*words, *python_command(), "-c", HARNESS.read_text(encoding="ascii") + call],
                     stdin=subprocess.PIPE,

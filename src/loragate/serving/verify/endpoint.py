@@ -38,7 +38,7 @@ class RequestFormat:
     echo: bool  # the prompt again, with log-probs
 
 
-FORMS = (RequestFormat(True, True), RequestFormat(True, False), RequestFormat(False, False))
+REQUEST_FORMATS = (RequestFormat(True, True), RequestFormat(True, False), RequestFormat(False, False))
 
 
 class Endpoint:
@@ -81,7 +81,7 @@ class Endpoint:
         named = sorted(self._names, key=lambda name: (name != BASE, name != ADAPTER))
         strengths = () if self._strength_method == "none" else STRENGTHS
         self.targets = [*map(Target, named), *(Target(ADAPTER, strength) for strength in strengths)]
-        self._form = self._find_form(probe)
+        self._form = self._detect_request_format(probe)
 
     def complete(
         self,
@@ -214,10 +214,10 @@ class Endpoint:
             body |= {"return_tokens_as_token_ids": True, "ignore_eos": forced is None}
         return self._answer(self._ask("/v1/completions", body), prompt, tokens)
 
-    def _find_form(self, probe: Prompt) -> RequestFormat:
-        """The first of `FORMS` that the server takes, without what it passes over."""
+    def _detect_request_format(self, probe: Prompt) -> RequestFormat:
+        """The first of `REQUEST_FORMATS` that the server takes, without what it passes over."""
         said = ""
-        for form in FORMS:
+        for form in REQUEST_FORMATS:
             try:
                 answer = self._complete(form, Target(ADAPTER), probe, 2, None, True)
             except LoragateError as error:

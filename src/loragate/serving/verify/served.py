@@ -107,7 +107,7 @@ class Difference:
     Attributes:
         largest: difference of a log-prob, in nats, as far as both answers have the same tokens and at the token where they part;
             infinite where one lists a token that the other does not have among its most likely ones.
-        parted: whether they part at all. Where `largest` is small they part at a near tie.
+        has_diverged: whether they part at all. Where `largest` is small they part at a near tie.
     """
 
     largest: float
