@@ -267,9 +267,7 @@ class DiagnosticContext(ReadsModel):
         return found, f"answers of the {of} model to {tasks} stored in {folder}, {count} per question at most"
 
     def about(self, source: str, settings: DiagnoseSettings, names: str) -> About:
-        """`About` of a diagnosis, with the settings of these names (some are the tasks') as text; `write_record` tells its
-        time.
-        """
+        """`About` of a diagnosis, with the settings of these names as text (some are the tasks'); `write_record` adds the time."""
         return About(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             models=dict(self.loaded.sources),
