@@ -1,6 +1,6 @@
 """What a training takes of the machine's memory beside the tensors that are alive, and what another allocator changes.
 
-    python benchmarks/resident.py [--layers 6] [--jemalloc FILE] [--out FILE]
+    python benchmarks/resident.py [--stages sft calibrate] [--layers 6] [--jemalloc FILE] [--out FILE]
 
 Each case trains a random model of the width of Qwen2.5-0.5B for two steps on one CPU thread, with gradient checkpointing, in a
 process of its own under each allocator: glibc's as it is; glibc's with blocks of 4 MiB and more given back at once; jemalloc,
@@ -57,6 +57,7 @@ def child(stage: str, layers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", nargs="+", choices=("sft", "calibrate"), default=("sft", "calibrate"))
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--jemalloc", type=Path, default=JEMALLOC)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "resident.json")
@@ -70,7 +71,7 @@ def main() -> None:
     if options.jemalloc.is_file():
         allocators["jemalloc"] = {"LD_PRELOAD": str(options.jemalloc)}
     stages: dict[str, Any] = {}
-    for stage in ("sft", "calibrate"):
+    for stage in options.stages:
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in allocators}
         for _ in range(3):
             for name, changed in allocators.items():
