@@ -25,9 +25,8 @@ from rich.text import Text
 from loragate.printable import escape_for_terminal
 
 PLAIN_SECONDS = 10.0  # between two lines of a job in a log
-HEARTBEAT_SECONDS = (
-    60.0  # that nothing is silent for, not even a job that reports nothing, such as the loading of a model
-)
+HEARTBEAT_SECONDS = 60.0
+"""Seconds that nothing is silent for, not even a job that reports nothing, such as the loading of a model."""
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers shows none then, either

@@ -293,6 +293,9 @@ def test_memory_follows_the_dtype_of_the_base():
     half, full = needs(read_recipe(name)), needs(read_recipe(name, {"sft.dtype": "float32", "sft.precision": "fp32"}))
     assert full["sft"].weights == 2 * half["sft"].weights
     assert full["sft"].activations > half["sft"].activations
+    look = "math/qwen2.5-math-1.5b/delta-entropy"
+    half, full = (costs(read_recipe(look, change))["diagnose"].memory for change in ({}, {"diagnose.dtype": "float32"}))
+    assert half != full, "what answers and reads follows it too"
 
 
 def test_trainings_whose_times_are_compared_recompute_alike():

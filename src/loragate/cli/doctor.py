@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from loragate import doctor
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions, extract_settings
-from loragate.display import Display, console, duration
+from loragate.display import Display, console, duration, format_temperature
 from loragate.errors import DONE, FAILED, INTERRUPTED
-from loragate.gates.recommended import format_temperature
 from loragate.models.settings import Loading
 from loragate.printable import escape_for_terminal
 from loragate.validate import PositiveInt

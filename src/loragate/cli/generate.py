@@ -10,8 +10,9 @@ from pathlib import Path
 from loragate import models
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
+from loragate.display import format_temperature
 from loragate.errors import ConfigError
-from loragate.gates.recommended import chosen_temperature, format_temperature, sampling_note
+from loragate.gates.recommended import chosen_temperature, sampling_note
 from loragate.printable import escape_for_terminal
 from loragate.validate import PositiveInt
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from loragate.data.rows import is_saved
+from loragate.display import format_temperature
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.grader_checks import check_references
 from loragate.evaluation.judging import CODE_GRADERS, grader_version, require_graders, resolve_grader
@@ -31,7 +32,7 @@ from loragate.evaluation.tasks import (
 from loragate.evaluation.tasks.questions import files_in, render_questions
 from loragate.evaluation.variants import ModelVariant
 from loragate.files import RunFolder, require_empty_folder, write_text
-from loragate.gates.recommended import format_temperature, sampling_note
+from loragate.gates.recommended import sampling_note
 from loragate.generation import SamplingConfig
 from loragate.generation.engine import Continuation
 from loragate.generation.sharded import require_ray

@@ -12,7 +12,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from loragate.gates.recommended import dict_or_empty, format_temperature, is_number, recommended_temperature
+from loragate.display import format_temperature
+from loragate.gates.recommended import dict_or_empty, is_number, recommended_temperature
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from loragate.display import format_temperature as format_temperature
+from loragate.display import format_temperature
 
 SAMPLING = "generation_config.json"
 DEFAULT_TEMPERATURE = 1.0

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from loragate.display import format_temperature
 from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.files import atomic_folder, read_json, require_empty_folder, write_json, write_text
 from loragate.gates import GateConfig
 from loragate.gates.adapter_rules import base_change_reason
 from loragate.gates.artifact import write_generation_config
 from loragate.gates.override import Override, constant_name
-from loragate.gates.recommended import SAMPLING, exported_sampling, format_temperature, generation_settings
+from loragate.gates.recommended import SAMPLING, exported_sampling, generation_settings
 from loragate.gates.schema import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -261,7 +261,9 @@ def build_variants(
     scale = max((row for row in rows if row["weights"] == "scale"), key=lambda row: row["mean"])["label"]
     value = float(scale.split("λ=")[1].split()[0])  # "adapter λ=0.5 greedy"
     models_by_variant = {ModelVariant("adapter"): adapter, ModelVariant("base"): adapter}
-    models_by_variant |= {ModelVariant("adapter").with_temperature(heat): adapter for heat in LOWER_TEMPERATURES}
+    models_by_variant |= {
+        ModelVariant("adapter").with_temperature(temperature): adapter for temperature in LOWER_TEMPERATURES
+    }
     models_by_variant[ModelVariant("adapter", f"λ={value:g}", scale=value)] = adapter
     models_by_variant[ModelVariant("adapter", DFT)] = made.models[DFT]
     gated = ModelVariant("gated", gates=gates)
@@ -273,7 +275,10 @@ def build_variants(
             models_by_variant[ModelVariant("gated", name, random=seed, gates=str(made.gates.get(name, gates)))] = (
                 adapter
             )
-    models_by_variant |= {gated: adapter, **{gated.with_temperature(heat): adapter for heat in LOWER_TEMPERATURES}}
+    models_by_variant |= {
+        gated: adapter,
+        **{gated.with_temperature(temperature): adapter for temperature in LOWER_TEMPERATURES},
+    }
     others = [trial for trial in made.trials if trial != best]
     models_by_variant |= {
         ModelVariant("gated", trial.cell, gates=str(made.gated_folder(trial))): adapter for trial in others

@@ -74,7 +74,7 @@ def costs(recipe: Recipe) -> dict[str, Cost]:
             found[stage.name] = _training(stage, model, gpu)
             trained[stage.name] = trained["last"] = stage
         elif stage.command == "mask":
-            read = estimate(model, sequence=int(stage.options["max_length"]))
+            read = estimate(model, sequence=int(stage.options["max_length"]), base=_stored_as(stage))
             memory = f"two models of {read.weights / GIB:.1f} GiB"
             found[stage.name] = Cost(memory, _hours(2 * read.forward * _tokens(stage), gpu))
         else:
@@ -106,16 +106,14 @@ def summary(recipe: Recipe, found: dict[str, Cost]) -> str:
 def estimate_of(stage: Stage, model: Any) -> Estimate:
     """Memory and cost of a step of a training."""
     options, sft = stage.options, stage.command == "sft"
-    rows, stored = int(options["per_device_train_batch_size"]), options.get("quantization") or "none"
-    if stored == "none":
-        stored = "bfloat16" if options.get("dtype", "auto") == "auto" else options["dtype"]
+    rows = int(options["per_device_train_batch_size"])
     return estimate(
         model,
         "sft" if sft else "calibrate",
         sequence=int(options["max_length"]),
         rows=rows,
         adapter=int(options.get("rank") or 16),
-        base=stored,  # type: ignore[arg-type]
+        base=_stored_as(stage),
         autocast=options.get("precision") != "fp32",
         gradient_checkpointing=bool(options.get("gradient_checkpointing")),
         objective=make_objective(options["objective"], options.get("objective_options")) if sft else None,
@@ -123,6 +121,14 @@ def estimate_of(stage: Stage, model: Any) -> Estimate:
         k=int(options.get("k", 100)),
         passes=int(options["batch_size"]) // rows // int(options.get("processes") or 1),
     )
+
+
+def _stored_as(stage: Stage) -> Any:
+    """Dtype or quantisation of the base's weights, as `estimate` takes it; the checkpoint's is taken to be bfloat16."""
+    stored, dtype = stage.options.get("quantization") or "none", stage.options.get("dtype") or "auto"
+    if stored != "none":
+        return stored
+    return "bfloat16" if dtype == "auto" else dtype
 
 
 def _training(stage: Stage, model: Any, gpu: Gpu) -> Cost:
@@ -152,7 +158,7 @@ def _generation_cost(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained
     if "run" in options:  # a forward pass over answers that were drawn
         (source,) = (one for one in recipe.stages if options["run"] == f"{{{one.name}}}")
         tasks = select_tasks(options_of(source, source.name))
-        read = estimate(model)
+        read = estimate(model, base=_stored_as(stage))
         most = int(options.get("answers", 4))
         tokens = sum(
             _questions(task, source) * min(_samples(task, source), most) * _limit(task, source) for task in tasks
@@ -178,7 +184,7 @@ def _generation_cost(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained
         given = comma_list(str(options.get("constants", "0.5")))
         constants = [value if "=" in value else float(value) for value in given]
         variants = [one.weights for one in variants_for(kind, options.get("controls", "cheap"), constants)]
-    need = estimate(model)
+    need = estimate(model, base=_stored_as(stage))
     drawn = sum(_questions(task, stage) * _samples(task, stage) for task in tasks)
     longest = max(_limit(task, stage) for task in tasks)
     said = f"{len(variants) * drawn:,} answers of at most {longest:,} tokens"

@@ -170,8 +170,8 @@ def evaluation_statements(record: Record) -> list[str]:
             has_own_temperature = row["temperature"] is not None
             if row["variant"] != "gated" or (row["control"] is not None and not has_own_temperature):
                 continue
-            heat = row["control"] if has_own_temperature else temperature_label(task["sampling"]["temperature"])
-            where = f"On {task['name']}, {heat}"
+            temperature = row["control"] if has_own_temperature else temperature_label(task["sampling"]["temperature"])
+            where = f"On {task['name']}, {temperature}"
             versus, adapter = row["comparison"], adapters.get(row["temperature"])
             if versus is None or adapter is None:
                 statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")

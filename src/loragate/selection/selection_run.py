@@ -369,7 +369,9 @@ class SelectionRun:
         rows = self.evaluate_groups(greedy)
         means = [one.scores(rows).mean() for one in greedy]
         best = self.variant_groups()[int(np.argmax(means))]  # of equal ones the simpler
-        sampled = [one.with_temperature(heat) for heat in TEMPERATURES for one in dict.fromkeys([ADAPTER, best])]
+        sampled = [
+            one.with_temperature(temperature) for temperature in TEMPERATURES for one in dict.fromkeys([ADAPTER, best])
+        ]
         asked = [*greedy, *sampled]
         rows = self.evaluate_groups(asked)
         scores = {one.label: one.scores(rows) for one in asked}
