@@ -15,7 +15,7 @@ import json
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,8 +106,8 @@ class Budget:
         self.ends = time.monotonic() + 60 * minutes
         self.longest: dict[str, float] = {}
 
-    def fits(self, kind: str) -> bool:
-        return time.monotonic() + self.longest.get(kind, 0.0) < self.ends
+    def fits(self, kind: str, steps: int = 1) -> bool:
+        return time.monotonic() + steps * self.longest.get(kind, 0.0) < self.ends
 
     def note(self, kind: str, seconds: float) -> None:
         """A step of this kind took so long."""
@@ -293,49 +293,56 @@ class Cell(ABC):
 
     # answers
 
-    def found(self, loaded: Loaded, engine: Engine, asked: Asked) -> dict[str, Any]:
-        """What a record holds of one set of questions at one temperature: answers and verdicts."""
-        task, questions = self.task(asked.split), self.questions(asked.split)
-        first, last = asked.part or (0, len(questions))
-        chosen = questions[first:last]
-        heat = asked.temperature or 0.0
+    def found(self, loaded: Loaded, engine: Engine, asked: Sequence[Asked]) -> list[dict[str, Any]]:
+        """What a record holds of parts of one set of questions at one temperature: answers, drawn together, and verdicts."""
+        one = asked[0]
+        task, questions = self.task(one.split), self.questions(one.split)
         config = SamplingConfig(
-            temperature=heat,
-            max_new_tokens=self.max_new_tokens(asked.split),
-            samples=asked.samples,
-            seed=self.design["asked"]["seeds"][asked.split],
+            temperature=one.temperature or 0.0,
+            max_new_tokens=self.max_new_tokens(one.split),
+            samples=one.samples,
+            seed=self.design["asked"]["seeds"][one.split],
         )
         # a question's random stream is that of its place in the whole set, however the set is cut
-        pending = {(first + place, index) for place in range(len(chosen)) for index in range(asked.samples)}
+        parts = [range(*(part.part or (0, len(questions)))) for part in asked]
+        pending = {(place, index) for part in parts for place in part for index in range(one.samples)}
         drawn = engine.generate(render_questions(task, questions, loaded.tokenizer), config, pending=pending)
-        drawn = [replace(sample, question=sample.question - first) for sample in drawn]
-        texts: list[list[str]] = [[] for _ in chosen]
-        for sample in drawn:  # in the order of questions and samples
-            texts[sample.question].append(sample.text)
-        line = {
-            "questions": [question.id for question in chosen],
-            "samples": asked.samples,
-            "max_new_tokens": config.max_new_tokens,
-            "texts": texts,
-            "cut_off": "".join(str(int(sample.finish_reason == "length")) for sample in drawn),
-            "tokens": sum(len(sample.token_ids) for sample in drawn),
-        }
-        return line | judged(task, chosen, drawn)
+        lines = []
+        for part in parts:
+            own = [replace(each, question=each.question - part.start) for each in drawn if each.question in part]
+            chosen = questions[part.start : part.stop]
+            texts: list[list[str]] = [[] for _ in chosen]
+            for sample in own:  # in the order of questions and samples
+                texts[sample.question].append(sample.text)
+            line = {
+                "questions": [question.id for question in chosen],
+                "samples": one.samples,
+                "max_new_tokens": config.max_new_tokens,
+                "texts": texts,
+                "cut_off": "".join(str(int(sample.finish_reason == "length")) for sample in own),
+                "tokens": sum(len(sample.token_ids) for sample in own),
+            }
+            lines.append(line | judged(task, chosen, own))
+        return lines
 
-    def fill(self, record: Record, method: str, loaded: Loaded, engine: Engine, asked: Asked, budget: Budget) -> None:
-        """Ask a method one thing, unless its record has it.
+    def fill(
+        self, records: Mapping[Asked, Record], method: str, loaded: Loaded, engine: Engine, budget: Budget
+    ) -> None:
+        """Ask a method one thing, or parts of one set together, unless their records have them.
 
         Raises:
             OutOfTime: if it would not fit.
         """
-        if (method, asked.what) in record.lines:
+        missing = [one for one, record in records.items() if (method, one.what) not in record.lines]
+        if not missing:
             return
-        if not budget.fits(asked.kind):
+        kind = missing[0].kind
+        if not budget.fits(kind, len(missing)):
             raise OutOfTime
         began = time.monotonic()
-        with budget.spent(asked.kind):
-            found = self.found(loaded, engine, asked)
-        seconds = round(time.monotonic() - began, 1)
+        lines = self.found(loaded, engine, missing)
+        seconds = round((time.monotonic() - began) / len(missing), 1)
+        budget.note(kind, seconds)
         by = {
             "precision": self.precision,
             "engine": self.engine.engine,
@@ -343,9 +350,10 @@ class Cell(ABC):
             **gpu_of(loaded),
             **package_versions(("loragate", "torch", "transformers", "peft")),
         }
-        record.add({"method": method, "what": asked.what, **found, "seconds": seconds, "by": by})
-        score = f"{100 * found['correct'].count('1') / len(found['correct']):.1f} %" if "correct" in found else ""
-        print(f"{self.name} {method}, {asked.what}: {score} {seconds:.0f} s", flush=True)
+        for one, found in zip(missing, lines, strict=True):
+            records[one].add({"method": method, "what": one.what, **found, "seconds": seconds, "by": by})
+            score = f"{100 * found['correct'].count('1') / len(found['correct']):.1f} %" if "correct" in found else ""
+            print(f"{self.name} {method}, {one.what}: {score} {seconds:.0f} s", flush=True)
 
 
 def judged(task: Task, questions: list[Question], samples: list[Sample]) -> dict[str, Any]:

@@ -61,8 +61,17 @@ def gap_of_best(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Diffe
     return replace(gap, stderr=WIDER * (gap.stderr or 0.0), p=math.nan).at(CONFIDENCE)
 
 
-def report_command(description: str | None, records: Path, results: Path, page: Callable[[Path], str]) -> None:
-    """The command line of a report: print the page of a folder of records, write it, or tell whether it is up to date."""
+def report_command(
+    description: str | None,
+    records: Path,
+    results: Path,
+    page: Callable[[Path], str],
+    draw: Callable[[Path, Path], object] | None = None,
+) -> None:
+    """The command line of a report: print the page of a folder of records, write it, or tell whether it is up to date.
+
+    `draw` puts the page's pictures of those records into the folder of the page.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path, default=records)
     parser.add_argument("--write", action="store_true", help="write the page; without it the tables are printed")
@@ -73,5 +82,7 @@ def report_command(description: str | None, records: Path, results: Path, page: 
         sys.exit(results.read_text(encoding="utf-8") != found)
     if given.write:
         write_text(results, found)
+        if draw:
+            draw(given.records, results.parent)
     else:
         print(found)

@@ -148,20 +148,29 @@ def test_seeds_are_averaged_by_question(report: ModuleType, design: dict[str, An
 
     def cell(right: int) -> dict[tuple[str, str, float], dict[str, float]]:
         gates = {name: float(place < right) for place, name in enumerate(names)}
-        return {("LoRA", "gsm8k", 1.0): dict.fromkeys(names, 0.0), ("gates [0,1]", "gsm8k", 1.0): gates}
+        nothing = dict.fromkeys(names, 0.0)
+        asked = report.settings_of_all(design, "terse")
+        return {(who, "gsm8k", heat): gates if who == "gates [0,1]" else nothing for who, heat in asked}
 
     cells = {"terse-0": cell(375), "terse-1": cell(125), "own-0": cell(0)}
     found = report.over_seeds(cells, design)
     assert "| 2 of 3 |" in found
     assert {row.split("|")[7].strip() for row in found.splitlines() if "terse" in row} == {"", "open"}
-    found = report.over_seeds(cells | {"terse-2": cell(250)}, design)
-    rows = [line for line in found.splitlines() if "terse" in line]
-    assert [row.split("|")[2].strip() for row in rows] == [
-        *("gates [0,1]", "entropy gates", "all but entropy gates", "entropy gates against all but entropy gates")
-    ]
-    assert "+50.0 (" in rows[0].split("|")[4]  # the mean of 75 and 25 %
+    cells |= {"terse-2": cell(250)}
+    found = report.over_seeds(cells, design)
+    rows = {line.split("|")[2].strip(): line.split("|") for line in found.splitlines() if "terse" in line}
+    assert "+50.0 (" in rows["gates [0,1]"][4]  # the mean of 75, 25 and 50 %
     assert "| own |" not in found  # one seed is no mean
-    assert [row.split("|")[7].strip() for row in rows] == ["", "helps", "", "helps"]  # a single method has none
+    verdicts = {name: row[7].strip() for name, row in rows.items() if row[7].strip()}  # a single method has none
+    against = "entropy gates against all but entropy gates"
+    assert verdicts == dict.fromkeys(("entropy gates", against), "helps") | dict.fromkeys(
+        ("base", "one λ", "cross-entropy gates"), "not shown"
+    )
+    # open where a temperature that every seed runs is missing in one of them
+    del cells["terse-2"]["gates [0,1]", "gsm8k", 0.3]
+    found = report.over_seeds(cells, design)
+    rows = {line.split("|")[2].strip(): line.split("|") for line in found.splitlines() if "terse" in line}
+    assert [rows[name][7].strip() for name in ("entropy gates", against, "base")] == ["open", "open", "not shown"]
 
 
 def test_a_verdict_wants_every_seed_on_one_side(report: ModuleType) -> None:
@@ -169,11 +178,11 @@ def test_a_verdict_wants_every_seed_on_one_side(report: ModuleType) -> None:
         names = [f"q{place}" for place in range(100)]
         return {name: float(place < right) for place, name in enumerate(names)}, dict.fromkeys(names, 0.1)
 
-    assert report.verdict(report.over([pair(60), pair(40), pair(9)]), 100) == "not shown"
-    assert report.verdict(report.over([pair(60), pair(40), pair(11)]), 100) == "helps"
-    assert report.verdict(report.over([pair(60), pair(40), pair(11)]), 500) == "open"  # not all questions yet
-    assert report.verdict(report.over([pair(0), pair(2), pair(1)]), 100) == "harms"
-    assert report.verdict(None, 100) == ""
+    assert report.verdict(report.over([pair(60), pair(40), pair(9)]), True) == "not shown"
+    assert report.verdict(report.over([pair(60), pair(40), pair(11)]), True) == "helps"
+    assert report.verdict(report.over([pair(60), pair(40), pair(11)]), False) == "open"
+    assert report.verdict(report.over([pair(0), pair(2), pair(1)]), True) == "harms"
+    assert report.verdict(None, True) == ""
 
 
 def test_records_of_nothing_and_of_two_slices_give_no_verdict(

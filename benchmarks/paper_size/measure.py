@@ -18,7 +18,7 @@ import gzip
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,20 +192,31 @@ def is_answered(unit: Unit, records: Path, limit: int) -> bool:
     return line is not None
 
 
-def measure(cells: dict[str, PaperCell], units: list[Unit], budget: Budget) -> None:
+def measure(cells: dict[str, PaperCell], units: list[Unit], budget: Budget, slices: int = 1) -> None:
     """Answer the units in their order; a method that cannot be had here is left out, and why is said once.
+
+    With each unit those of so many slices, itself among them, that are missing of its method, test and temperature.
 
     Raises:
         OutOfTime: before a step that would not fit.
     """
     left_out: set[tuple[str, str]] = set()
     began, loaded_cell = time.monotonic(), None
+
+    def is_missing(unit: Unit) -> bool:
+        cell = cells[unit.cell]
+        return not is_answered(unit, cell.records, cell.max_new_tokens(unit.asked.split))
+
     for number, unit in enumerate(units, 1):
         cell = cells[unit.cell]
-        if (unit.cell, unit.method) in left_out or is_answered(
-            unit, cell.records, cell.max_new_tokens(unit.asked.split)
-        ):
+        if (unit.cell, unit.method) in left_out or not is_missing(unit):
             continue
+        alike = replace(unit, asked=replace(unit.asked, part=None))
+        mates = [
+            one
+            for one in units
+            if replace(one, asked=replace(one.asked, part=None)) == alike and (one == unit or is_missing(one))
+        ]
         if loaded_cell not in (None, cell):
             loaded_cell.close()  # a model at a time
         loaded_cell = cell
@@ -216,7 +227,8 @@ def measure(cells: dict[str, PaperCell], units: list[Unit], budget: Budget) -> N
                 cell.same_training(unit.method)
                 note_training(cell, unit.method)
                 print(f"unit {number} of {len(units)}, after {(time.monotonic() - began) / 60:.0f} min:", flush=True)
-                cell.fill(Record(unit.file(cell.records)), unit.method, loaded, engine, unit.asked, budget)
+                records = {one.asked: Record(one.file(cell.records)) for one in mates[:slices]}
+                cell.fill(records, unit.method, loaded, engine, budget)
         except NotYet as reason:
             left_out.add((unit.cell, unit.method))
             print(f"left out: {reason}", flush=True)
@@ -282,6 +294,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--device", default="cpu", help="where transformers draws the answers")
     parser.add_argument("--batch-size", type=int, default=0, help="answers decoded at a time")
+    parser.add_argument("--slices", type=int, default=1, help="drawn together: faster, and more is lost at a stop")
     parser.add_argument("--hours", type=float, default=float("inf"), help="begin nothing that would not fit")
     parser.add_argument("--train-only", action="store_true", help="make the adapters and gates and ask nothing")
     parser.add_argument("--list", action="store_true", help="what is done and what is missing, and nothing else")
@@ -320,7 +333,7 @@ def main() -> None:
     budget = Budget(60 * given.hours)
     prime(budget, records)
     try:
-        train(cells, units, budget) if given.train_only else measure(cells, units, budget)
+        train(cells, units, budget) if given.train_only else measure(cells, units, budget, given.slices)
     except OutOfTime:
         print("the next step would not fit; the same command goes on from here", flush=True)
     finally:

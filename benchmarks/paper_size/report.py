@@ -6,8 +6,8 @@ Scores are of the questions that a method has answered so far; differences are p
 Best against best: each family's setting (method and temperature) is picked on one half of the questions and scored on the other,
 and the reverse; a setting counts where it has, in all seeds that are compared, all questions that their LoRAs have. Of settings
 equal on a half the first of design.yaml counts, the hottest first. Intervals are over questions (95 %), not over trainings. A
-verdict is open until all seeds have all questions.
-`--write` writes RESULTS.md beside this file, `--check` tells whether it is that of the records.
+verdict is open until all seeds have all questions under all settings of the waves that every seed runs.
+`--write` writes RESULTS.md and a picture of each cell beside this file, `--check` tells whether it is that of the records.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import gzip
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from cells import Record, read_design
 from loragate.evaluation import average_at_k, compare
 from loragate.evaluation.statistics import Difference
+from loragate.report.figures import LINES, paired_dots
 from reading import best_by_halves, gap_of_best, interval, report_command, scores
 
 HERE = Path(__file__).parent
@@ -33,6 +34,7 @@ RECORDS, RESULTS, DESIGN = HERE / "records", HERE / "RESULTS.md", HERE / "design
 MAIN, GUARDS, VOTES = "gsm8k", ("humaneval", "mmlu_stem", "svamp", "math500"), "gsm8k_of_8"
 ADAPTER, GATES, OTHERS = "LoRA", "entropy gates", "all but entropy gates"
 HEATS = (1.0, 0.6, 0.3, 0.0)
+PICTURED = ((MAIN, 1.0), (MAIN, 0.0), ("humaneval", 0.0), ("mmlu_stem", 0.0))
 TITLE = """# Results of the study at the paper's size
 
 Made by `report.py` from `records/`; [PROTOCOL.md](PROTOCOL.md) says what was asked and what counts. Scores are percents and
@@ -187,23 +189,31 @@ def over_seeds(cells: Mapping[str, Answers], design: dict[str, Any]) -> str:
     del compared[ADAPTER]
     with gzip.open(HERE / "questions" / f"{design['tests'][MAIN]['file']}.jsonl.gz") as file:
         questions = sum(1 for _ in file)
+
+    def whole(own: list[Answers], situation: str, methods: list[str]) -> bool:
+        """Whether all seeds have all questions under all settings of these methods that every seed runs."""
+        wanted = {setting for setting in settings_of_all(design, situation) if setting[0] in methods}
+        return all(len(cell.get((who, MAIN, heat), {})) == questions for cell in own for who, heat in wanted)
+
     for situation in design["situations"]:
         own = [one for name, one in cells.items() if name.rsplit("-", 1)[0] == situation]
         if len(own) < 2:
             continue
         seeds = {cell["seed"] for cell in design["plan"] if cell["situation"] == situation}
-        whole = questions if len(own) == len(seeds) else 0
+        every = len(own) == len(seeds)
         for name, methods in compared.items():
             sides = [
                 over([(one.get((name, MAIN, heat), {}), one.get((ADAPTER, MAIN, heat), {})) for one in own])
                 for heat in (1.0, 0.0)
             ]
             bests = best_against_best(own, methods, [ADAPTER])
-            judged = verdict(bests, whole) if name in families and name != OTHERS else ""
+            done = every and whole(own, situation, [*methods, ADAPTER])
+            judged = verdict(bests, done) if name in families and name != OTHERS else ""
             rows.append([situation, name, f"{len(own)} of {len(seeds)}", *map(said, (*sides, bests)), judged])
         more = best_against_best(own, families[GATES], families[OTHERS])
         names = [situation, f"{GATES} against {OTHERS}", f"{len(own)} of {len(seeds)}"]
-        rows.append([*names, "", "", said(more), verdict(more, whole)])
+        done = every and whole(own, situation, [*families[GATES], *families[OTHERS]])
+        rows.append([*names, "", "", said(more), verdict(more, done)])
     kept = [row for row in rows if any(row[3:])]
     return table(kept) if len(kept) > 1 else "No two seeds of a situation yet."
 
@@ -228,27 +238,78 @@ def said(found: OverSeeds | None) -> str:
     return "" if found is None else f"{interval(found[0])[:-1]}; {found[2]})"
 
 
-def verdict(found: OverSeeds | None, questions: int) -> str:
-    """By the protocol: the interval leaves 0 out, and every seed is on the same side; open on other than so many questions."""
+def settings_of_all(design: dict[str, Any], situation: str) -> set[tuple[str, float]]:
+    """(method, temperature) on GSM8K that every seed of a situation runs."""
+    of_seeds: dict[int, set[tuple[str, float]]] = {}
+    for cell in design["plan"]:
+        if cell["situation"] == situation:
+            waves = (design["waves"][name] for name in cell["waves"])
+            of_seeds.setdefault(cell["seed"], set()).update(
+                (who, float(heat))
+                for wave in waves
+                if wave["test"] == MAIN
+                for who in wave["methods"]
+                for heat in wave["temperatures"]
+            )
+    return set.intersection(*of_seeds.values())
+
+
+def verdict(found: OverSeeds | None, done: bool) -> str:
+    """By the protocol: the interval leaves 0 out, and every seed is on the same side; open until all is asked."""
     if found is None:
         return ""
-    gap, means, asked = found
-    if asked != questions:
+    gap, means, _ = found
+    if not done:
         return "open"
     if gap.low > 0 and min(means) > 0:
         return "helps"
     return "harms" if gap.high < 0 and max(means) < 0 else "not shown"
 
 
+def cells_of(records: Path, design: dict[str, Any]) -> Iterator[tuple[Path, list[str]]]:
+    """The folder of each model on record, and the cells of it that were begun."""
+    names = dict.fromkeys(f"{cell['situation']}-{cell['seed']}" for cell in design["plan"])
+    for folder in sorted(path for path in records.iterdir() if path.is_dir()) if records.is_dir() else []:
+        yield folder, [name for name in names if (folder / name).is_dir()]
+
+
+def picture_name(model: str, cell: str) -> str:
+    return f"scores_{model}_{cell}.svg"
+
+
+def panels(answers: Answers) -> list[tuple[str, float]]:
+    """What a picture shows: (test, temperature) of which the base and the LoRA both have answers."""
+    return [key for key in PICTURED if all(len(answers.get((who, *key), {})) > 1 for who in ("base", ADAPTER))]
+
+
+def draw(records: Path, into: Path, design: dict[str, Any]) -> None:
+    """A picture of each cell: the scores of all methods that have what base and LoRA have."""
+    for folder, cells in cells_of(records, design):
+        for cell in cells:
+            answers, *_ = read(folder, cell)
+            if not (shown := panels(answers)):
+                continue
+            rows = []
+            for method in (ADAPTER, *(one for one in design["methods"] if one != ADAPTER)):
+                sides = [answers.get((method, *key), {}) for key in shown]
+                if all(len(side) > 1 for side in sides):
+                    found = [average_at_k(np.array(list(side.values()))[:, None]) for side in sides]
+                    colour = LINES[1] if "gates" in method else LINES[0]
+                    rows.append((method, colour, [(100 * one.mean, 100 * one.low, 100 * one.high) for one in found]))
+            labels = [f"{test}\n{f'T = {heat:g}' if heat else 'greedy'}, %" for test, heat in shown]
+            paired_dots(rows, labels, into / picture_name(folder.name, cell))
+
+
 def page(records: Path, design: dict[str, Any]) -> str:
     """RESULTS.md."""
     parts = [TITLE]
-    for folder in sorted(path for path in records.iterdir() if path.is_dir()) if records.is_dir() else []:
-        names = dict.fromkeys(f"{cell['situation']}-{cell['seed']}" for cell in design["plan"])
-        begun = {name: read(folder, name) for name in names if (folder / name).is_dir()}
+    for folder, cells in cells_of(records, design):
+        begun = {name: read(folder, name) for name in cells}
         parts.append(f"## {folder.name}")
         for name, (answers, cuts, trainings) in begun.items():
-            parts += [f"### {name}: GSM8K", main_table(answers, trainings, design)]
+            title = f"### {name}: GSM8K"
+            picture = [f"![Scores of {name}]({picture_name(folder.name, name)})"] if panels(answers) else []
+            parts += [title, main_table(answers, trainings, design), *picture]
             parts += ["Best against best, GSM8K:", family_table(answers, design)]
             parts += ["Other tests:", guard_table(answers, design)]
             parts += ["Cut off at the token limit, %:", cut_table(cuts, design)]
@@ -260,7 +321,10 @@ def page(records: Path, design: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    report_command(__doc__, RECORDS, RESULTS, lambda records: page(records, read_design(DESIGN)))
+    design = read_design(DESIGN)
+    report_command(
+        __doc__, RECORDS, RESULTS, lambda records: page(records, design), lambda *paths: draw(*paths, design)
+    )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import json
 import random
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,10 @@ class WordProblems(Cell):
     def max_new_tokens(self, split: str) -> int:
         return self.settings["max_new_tokens"]
 
-    def found(self, loaded: Loaded, engine: Engine, asked: Asked) -> dict[str, Any]:
-        return self.retention(loaded, engine) if asked.split == "retention" else super().found(loaded, engine, asked)
+    def found(self, loaded: Loaded, engine: Engine, asked: Sequence[Asked]) -> list[dict[str, Any]]:
+        if asked[0].split == "retention":
+            return [self.retention(loaded, engine)]
+        return super().found(loaded, engine, asked)
 
     def retention(self, loaded: Loaded, engine: Engine) -> dict[str, Any]:
         """How likely the base's own solutions of GSM8K's questions are, in nats; written now if there are none (by the base)."""
@@ -243,7 +246,7 @@ def run_cell(
                 record.add({"method": method, "what": "training", **cell.training(method)})
             cell.own_solutions = of_base.lines.get(("base", "retention"), {}).get("texts")
             for one in asked:
-                cell.fill(record, method, loaded, engine, one, budget)
+                cell.fill({one: record}, method, loaded, engine, budget)
 
 
 def fetched_base(out: Path, name: str | None = None) -> Path:
