@@ -20,7 +20,7 @@ torch=${TORCH:-$(grep '^torch==' constraints.txt)}
 [ -x "$venv/bin/python" ] || "${PYTHON:-$(command -v python3.11 || command -v python3)}" -m venv "$venv"
 # shellcheck disable=SC2086
 "$venv/bin/python" -m pip install -q ${TORCH_PIP_ARGS:-} "$torch"
-"$venv/bin/python" -m pip install -q -c constraints-lowest.txt -e . "$torch" pytest pytest-xdist hypothesis psutil
+"$venv/bin/python" -m pip install -q -c constraints-lowest.txt -e . "$torch" pytest pytest-xdist hypothesis
 "$venv/bin/python" -m pip freeze | grep -iE '^(torch|transformers|peft|trl|accelerate|datasets|huggingface_hub|safetensors|numpy)=='
 if [ $# -eq 0 ]; then
   set -- tests/gates tests/training tests/contract tests/losses tests/generation -m "not slow"

@@ -6,13 +6,18 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
 import loragate as lg
 from loragate.cli.main import main
 from loragate.errors import ConfigError, DataError, TrainingError
-from loragate.training import FineTuningSettings, RowsSettings
+from loragate.models.settings import Loading
+from loragate.selection.sweep import Sweep
+from loragate.training import FineTuningSettings, GateTrainingSettings, RowsSettings
+from loragate.training.fine_tuning import AdapterRun
+from loragate.training.rows import read_rows
 from tiny import tiny_base, tiny_rows, write_base
 
 SETTINGS = FineTuningSettings(
@@ -42,6 +47,25 @@ def test_the_call_and_the_command_write_the_same_folder(place):
     assert contents(place / "called") == contents(place / "typed")
     assert (place / "called" / "run" / "run.json").read_bytes() == (place / "typed" / "run" / "run.json").read_bytes()
     assert PeftModel.from_pretrained(tiny_base(), "called").peft_config["default"].base_model_name_or_path
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_base_stays_as_it_is_stored_where_products_are_in_16_bits(place, precision, dtype):
+    write_base("stored", tiny_base().bfloat16())
+    settings = replace(SETTINGS, precision=precision)
+    asked = RowsSettings(data="rows.jsonl")
+    run = AdapterRun("stored", asked, place / "adapter", settings, 0, Loading(device="cpu"), "none", False, False)
+    run.read()
+    run.load()
+    assert {weight.dtype for weight in run.base.parameters()} == {dtype}  # float32 is twice the memory
+    run.train()
+    written = load_file("adapter/adapter_model.safetensors").values()
+    assert {weight.dtype for weight in written} == {torch.float32}
+    # and where gates are trained on it
+    gates = GateTrainingSettings(precision=precision)
+    sweep = Sweep("adapter", lambda: read_rows(asked, 0, 0), gates, loading=Loading(device="cpu"))
+    model = sweep.open([], place / "gates").context.model
+    assert {weight.dtype for name, weight in model.named_parameters() if "lora_" not in name} == {dtype}
 
 
 def test_a_run_that_was_stopped_goes_on(place):

@@ -88,18 +88,19 @@ def torch_device(how: Loading) -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def torch_dtype(how: Loading) -> Any:
+def torch_dtype(how: Loading, autocast: bool = False) -> Any:
     """The dtype of the base, or of what stays unquantised, which is also what 4-bit layers compute in.
 
-    "auto" is the checkpoint's own on a GPU and float32 on the CPU. With quantised weights it is bfloat16, or float16 on
-    GPUs without it; float32 for 4 bits on a CPU.
+    "auto" is the checkpoint's own on a GPU, and on the CPU under autocast, where float32 would take twice the memory and be
+    cast anew in every product; else float32 on the CPU. With quantised weights it is bfloat16, or float16 on GPUs without
+    it; float32 for 4 bits on a CPU.
     """
     how.check_supported()
     if how.dtype != "auto":
         return getattr(torch, how.dtype)
     device = torch_device(how)
     if how.quantization == NONE:
-        return torch.float32 if device == "cpu" else "auto"
+        return torch.float32 if device == "cpu" and not autocast else "auto"
     if device == "cpu":  # where 4 bits are unpacked for a product in any dtype, and 8 bits are not multiplied in fp32
         return torch.float32 if how.quantization == FOUR_BIT else torch.bfloat16
     return torch.bfloat16 if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else torch.float16
@@ -245,18 +246,19 @@ def refuse_gguf(base: ModelRef, what: str) -> None:
         )
 
 
-def open_base(base: ModelRef, how: Loading, host_memory: bool = False) -> Any:
+def open_base(base: ModelRef, how: Loading, host_memory: bool = False, autocast: bool = False) -> Any:
     """A causal LM on its device, in eval mode, its errors those of transformers; in 8 or 4 bits where that is asked for.
 
     Quantised weights are put on their device while they are loaded and are not moved afterwards.
 
     Args:
         host_memory: load the base into host memory instead of the device, from where its shards go to the devices.
+        autocast: whether a training in 16 bits follows.
 
     Raises:
         ConfigError: if a quantisation is asked for and the checkpoint is quantised already.
     """
-    arguments: dict[str, Any] = {"dtype": torch_dtype(how), "trust_remote_code": how.trust_remote_code}
+    arguments: dict[str, Any] = {"dtype": torch_dtype(how, autocast), "trust_remote_code": how.trust_remote_code}
     device = "cpu" if host_memory else torch_device(how)
     if base.is_gguf and arguments["dtype"] == "auto":
         arguments["dtype"] = torch.bfloat16  # the file names none, and transformers would take fp32

@@ -15,7 +15,7 @@ class Loading:
     """How a model is loaded.
 
     Attributes:
-        dtype: of the base; auto takes the checkpoint's.
+        dtype: of the base; auto takes the checkpoint's, on a CPU float32 unless --precision is in 16 bits.
         device: auto, cpu, cuda, cuda:1 or mps.
         quantization: storage of the base (bitsandbytes, with the engine transformers); trained parameters stay fp32.
         trust_remote_code: run model code from the hub.

@@ -91,7 +91,7 @@ class Sweep:
         """Load base and adapter, for all trials of one process; raises what cannot be used."""
         source = resolve(self.adapter, self.base, expect="adapter")  # as this machine has it
         with explained("base model", source.base.name):
-            base = open_base(source.base, self.loading)
+            base = open_base(source.base, self.loading, autocast=self.settings.precision != "fp32")
         context = TrialContext(
             load_adapter(base, source),
             open_tokenizer(source, self.loading),

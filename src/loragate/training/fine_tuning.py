@@ -355,7 +355,8 @@ class AdapterRun:
         """The base."""
         # under a launcher that shards, the base lies in host memory and its shards go to the devices
         with explained("base model", self.place.base.name):
-            self.base = open_base(self.place.base, self.loading, host_memory=detect_launch().is_sharded)
+            sharded, autocast = detect_launch().is_sharded, self.settings.precision != "fp32"
+            self.base = open_base(self.place.base, self.loading, host_memory=sharded, autocast=autocast)
 
     def train(self, on_step: OnStep | None = None) -> FineTuningResult:
         """Train, and write the adapter; on several processes only the main one writes."""

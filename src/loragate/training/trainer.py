@@ -55,6 +55,7 @@ from loragate.training.checkpoints import (
     require_intact_checkpoint,
     write_checksums,
 )
+from loragate.training.memory import warn_where_memory_is_short
 from loragate.training.model_state import iter_dropouts, preserve_model_state, statistics_forward
 from loragate.training.rows import (
     TrainingCollator,
@@ -169,6 +170,9 @@ class StatisticsTrainer(SFTTrainer):
                 "per_device_train_batch_size to 1 and leave out packing, or limit all rows with max_length %d",
                 beyond, len(lengths), change, change,
             )  # fmt: skip
+        if not detect_launch().is_sharded:
+            gates, longest = adapter_name is not None, int(lengths.max())
+            warn_where_memory_is_short(causal, args, objective, longest, target_device(model), gates)
         if self.packing:
             args.per_device_train_batch_size, args.packing = 1, False  # an item is a whole forward pass
         # rows come prepared: tokenised, cut and in their final order
