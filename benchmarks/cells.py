@@ -203,7 +203,7 @@ class Cell(ABC):
         if (folder / DONE[kind]).is_file():
             return folder
         words = [kind, "--data", str(self.rows_file(spec.get("rows", "own"))), "--out", str(folder)]
-        common = {"precision": self.precision, "dtype": self.how.dtype, "seed": self.seed, "max_length": 512}
+        common = {"precision": self.precision, "seed": self.seed, "max_length": 512}
         if kind == "sft":
             options = {**common, **self.design["adapter"], **self.settings.get("adapter", {}), **spec["sft"]}
             words += ["--model", str(self.base)]

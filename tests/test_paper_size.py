@@ -254,6 +254,7 @@ def test_the_whole_study_on_a_tiny_model(
         "majority": {"test": "gsm8k_of_8", "temperatures": [0.6], "methods": ["LoRA"]},
     }
     small["plan"] = [{"situation": "terse", "seed": seed, "waves": ["main", "majority"]} for seed in (0, 1)]
+    small["asked"] = {**small["asked"], "slice": 2}
     monkeypatch.setattr(study, "read_design", lambda path: small)
 
     def measure(*more: str) -> str:
@@ -263,10 +264,16 @@ def test_the_whole_study_on_a_tiny_model(
         return capsys.readouterr().out
 
     assert "the next step would not fit" in measure("--hours", "0", "--cells", "terse-0")
-    assert "0 of 13 units are on record" in measure("--list", "--cells", "terse-0")
+    assert "0 of 26 units are on record" in measure("--list", "--cells", "terse-0")
     measure("--cells", "terse-0")
-    assert "13 of 13 units are on record" in measure("--list", "--cells", "terse-0")
+    assert "26 of 26 units are on record" in measure("--list", "--cells", "terse-0")
     records = tmp_path / "records" / "qwen2.5-coder-0.5b"
+    # slices that are drawn together have the answers of slices that are drawn one by one
+    measure("--cells", "terse-0", "--methods", "base", "--slices", "2", "--records", str(tmp_path / "together"))
+    for alone in (records / "base").glob("*.jsonl.gz"):
+        (one,) = study.Record(alone).lines.values()
+        (other,) = study.Record(tmp_path / "together" / records.name / "base" / alone.name).lines.values()
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
     answers, _, trainings = report.read(records, "terse-0")
     assert {method for method, _, _ in answers} == set(METHODS.split(";"))
     assert set(trainings) == {"LoRA", "gates [-6,3]"}
@@ -274,7 +281,7 @@ def test_the_whole_study_on_a_tiny_model(
     assert "LoRA, majority of 8" in page
     assert page.count("0.0 (0.0–") >= 12  # random words hold no box
     # another training of the cell is not mixed into it
-    (records / "terse-0" / "LoRA" / "gsm8k_T1_0-4.jsonl.gz").unlink()
+    (records / "terse-0" / "LoRA" / "gsm8k_T1_0-2.jsonl.gz").unlink()
     adapter = tmp_path / "out" / "qwen2.5-coder-0.5b" / "terse-0" / "LoRA" / "adapter_model.safetensors"
     adapter.write_bytes(changed(adapter.read_bytes()))
     with pytest.raises(SystemExit, match="another training of terse-0"):
