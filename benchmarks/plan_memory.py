@@ -1,4 +1,4 @@
-"""The memory that `loragate.analysis.plan` estimates against the memory that training takes, for several families and shapes.
+"""The memory that `loragate.training.plan` estimates against the memory that training takes, for several families and shapes.
 
     python benchmarks/plan_memory.py [--only NAME] [--replan] [--out FILE]
 
@@ -28,9 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # which holds the tiny models
 
 import loragate as lg
-from loragate.analysis.plan import Estimate, estimate
 from loragate.losses.objectives import objectives
 from loragate.training import FineTuningSettings, GateTrainingSettings, train_adapter
+from loragate.training.plan import Estimate, estimate
 from tiny import tiny_tokenizer
 
 SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5}

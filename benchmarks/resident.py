@@ -5,7 +5,7 @@
 Each case trains a random model of the width of Qwen2.5-0.5B for two steps on one CPU thread, with gradient checkpointing, in a
 process of its own under each allocator: glibc's as it is; glibc's with blocks of 4 MiB and more given back at once; jemalloc,
 preloaded, where it is installed. Resident is the most that the kernel counted since the first step began (VmHWM); planned is what
-`loragate.analysis.plan` counts as alive at once. CPU time is of both steps; of three runs that alternate, the median.
+`loragate.training.plan` counts as alive at once. CPU time is of both steps; of three runs that alternate, the median.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def needs(recipe):
 
 @pytest.mark.parametrize("backbone", sorted({name.split("/")[1] for name in every_name()}))
 def test_trainings_fit_the_gpu_that_they_are_made_for(backbone):
-    """By the formula of `analysis.plan`, with 4 GiB to spare for what it does not count; DoRA keeps most."""
+    """By the formula of `training.plan`, with 4 GiB to spare for what it does not count; DoRA keeps most."""
     for method in ("scale", "dora", "eksft"):
         recipe = read_recipe(f"math/{backbone}/{method}")
         found = needs(recipe)

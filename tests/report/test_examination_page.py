@@ -257,6 +257,12 @@ def test_dots_stand_beside_the_first_row(tmp_path, drawn):
     assert (left.patches[0].get_x(), left.patches[0].get_width()) == pytest.approx((0.9, 0.2))
 
 
+def test_one_measure_is_one_panel(tmp_path, drawn):
+    paired_dots([("as it is", "#000000", [(1, 0.9, 1.1)])], ["left"], tmp_path / "dots.png")
+    strength_curve([("loss", {0.0: (2, 1, 3), 1.0: (1, 0, 2)}, "nats", "#000000")], {}, tmp_path / "curve.png")
+    assert [len(figure.axes) for figure in drawn] == [1, 1]
+
+
 def test_a_report_shows_the_check_up_of_a_folder(tmp_path):
     (tmp_path / FILE).write_text(json.dumps(examination(strength=None).to_json()), encoding="utf-8")
     (source,) = find_sources(tmp_path)

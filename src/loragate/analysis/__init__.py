@@ -1,6 +1,5 @@
-"""Looking at models and gates: what they cost, what they did, what they would do.
+"""Looking at models and gates: what they did, what they would do.
 
-plan           estimate: memory, FLOPs and parameters of a training, by one formula
 settings       what a diagnosis reads and tries; light, for command lines
 
 context        a model with its folder, rows, answers and tasks; what stands in every record

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from loragate.analysis.plan import GIB, estimate
 from loragate.doctor.record import FILE, OUTPUT_NAMES, Examination, Measures, Module, Static, build_examination
 from loragate.doctor.tokens import examine_tokens
 from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
@@ -34,6 +33,7 @@ from loragate.models.loading import DEFAULT_LOADING, require_causal
 from loragate.models.peft_loading import AdapterMismatchError, check_adapter_fits, find_unknown_config_keys
 from loragate.models.settings import Loading
 from loragate.models.source import ModelRef, require_here
+from loragate.training.plan import GIB, estimate
 
 _FETCH = "fetch the folder again, or write it again with what made it"
 

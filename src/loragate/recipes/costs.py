@@ -1,6 +1,6 @@
 """What the stages of a recipe need of the GPU that it is made for, memory and hours, before anything is loaded.
 
-Hours are estimates: of a training its FLOPs (`analysis.plan`) at a share of the card's peak, of answers drawn by vLLM the bytes
+Hours are estimates: of a training its FLOPs (`training.plan`) at a share of the card's peak, of answers drawn by vLLM the bytes
 that a step of decoding reads at a share of its bandwidth, of answers drawn by transformers measured times of a layer. Rows and
 answers are taken to be as long as their limits; shorter ones cost less in proportion.
 """
@@ -16,7 +16,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from loragate.analysis.gates import PAPER
-from loragate.analysis.plan import GIB, Estimate, estimate
 from loragate.display import duration
 from loragate.evaluation.prepared import select_tasks
 from loragate.evaluation.tasks import Task
@@ -25,6 +24,7 @@ from loragate.gates.range import parse_ranges
 from loragate.losses.objectives import make_objective
 from loragate.models.source import Kind
 from loragate.recipes.recipe import TRAINS, Recipe, Stage, options_of
+from loragate.training.plan import GIB, Estimate, estimate
 from loragate.validate import comma_list
 
 

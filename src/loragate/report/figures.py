@@ -293,7 +293,7 @@ def strength_curve(
         marks: {what a strength is: strength}, vertical lines with a legend.
     """
     with open_figure(to, 4.7, 1.0 + 1.9 * len(curves) + 0.2 * len(marks)) as figure:
-        panels = figure.subplots(len(curves), 1, sharex=True)
+        panels = figure.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (heading, points, label, colour) in zip(panels, curves, strict=True):
             strengths = sorted(points)
             means, lows, highs = zip(*(points[one] for one in strengths), strict=True)
@@ -327,7 +327,8 @@ def paired_dots(rows: Sequence[tuple[str, str, Sequence[MeanInterval]]], labels:
     The first row is what the others are compared with: a line goes through its means, in the band of its intervals.
     """
     with open_figure(to, 4.9, 1.0 + 0.27 * len(rows)) as figure:
-        for number, (axes, label) in enumerate(zip(figure.subplots(1, len(labels), sharey=True), labels, strict=True)):
+        panels = figure.subplots(1, len(labels), sharey=True, squeeze=False)[0]
+        for number, (axes, label) in enumerate(zip(panels, labels, strict=True)):
             mean, low, high = rows[0][2][number]
             axes.axvspan(low, high, color="#999999", alpha=0.2, linewidth=0)
             axes.axvline(mean, color="#777777", linestyle=DASHES[1], linewidth=1.2)

@@ -12,9 +12,9 @@ import psutil
 import torch
 from peft.tuners.lora import LoraLayer
 
-from loragate.analysis.plan import GIB, Estimate, estimate
 from loragate.gates.eligibility import NONE, quantization_of
 from loragate.losses.objectives import Objective
+from loragate.training.plan import GIB, Estimate, estimate
 
 ON_CPU = 1.4
 """What a process on a CPU holds at least for each byte that is alive (1.3 to 2.1 were seen): freed blocks lie between others."""

@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 import plan_memory
-from loragate.analysis.plan import estimate
 from loragate.losses import StatisticsRequest, add_statistics_forward
 from loragate.losses.causal_head import ReferenceRequest
 from loragate.losses.objectives import objectives
+from loragate.training.plan import estimate
 from tiny import tiny_adapter, tiny_base
 
 MEASURED = json.loads((Path(plan_memory.__file__).parent / "results" / "plan_memory.json").read_text())["cases"]
