@@ -211,12 +211,7 @@ def measure(cells: dict[str, PaperCell], units: list[Unit], budget: Budget, slic
         cell = cells[unit.cell]
         if (unit.cell, unit.method) in left_out or not is_missing(unit):
             continue
-        alike = replace(unit, asked=replace(unit.asked, part=None))
-        mates = [
-            one
-            for one in units
-            if replace(one, asked=replace(one.asked, part=None)) == alike and (one == unit or is_missing(one))
-        ]
+        alike = [one for one in units if replace(one, asked=replace(one.asked, part=unit.asked.part)) == unit]
         if loaded_cell not in (None, cell):
             loaded_cell.close()  # a model at a time
         loaded_cell = cell
@@ -227,7 +222,8 @@ def measure(cells: dict[str, PaperCell], units: list[Unit], budget: Budget, slic
                 cell.same_training(unit.method)
                 note_training(cell, unit.method)
                 print(f"unit {number} of {len(units)}, after {(time.monotonic() - began) / 60:.0f} min:", flush=True)
-                records = {one.asked: Record(one.file(cell.records)) for one in mates[:slices]}
+                missing = [one for one in alike if is_missing(one)][:slices]
+                records = {one.asked: Record(one.file(cell.records)) for one in missing}
                 cell.fill(records, unit.method, loaded, engine, budget)
         except NotYet as reason:
             left_out.add((unit.cell, unit.method))

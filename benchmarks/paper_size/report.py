@@ -218,28 +218,29 @@ def over_seeds(cells: Mapping[str, Answers], design: dict[str, Any]) -> str:
         questions = sum(1 for _ in file)
 
     def whole(own: list[Answers], situation: str, methods: list[str]) -> bool:
-        """Whether all seeds have all questions under all settings of these methods that every seed runs."""
+        """Whether all seeds are there, with all questions under all settings of these methods that every seed runs."""
+        seeds = {cell["seed"] for cell in design["plan"] if cell["situation"] == situation}
         wanted = {setting for setting in settings_of_all(design, situation) if setting[0] in methods}
-        return all(len(cell.get((who, MAIN, heat), {})) == questions for cell in own for who, heat in wanted)
+        asked = (len(cell.get((who, MAIN, heat), {})) for cell in own for who, heat in wanted)
+        return len(own) == len(seeds) and all(count == questions for count in asked)
 
     for situation in design["situations"]:
         own = [one for name, one in cells.items() if name.rsplit("-", 1)[0] == situation]
         if len(own) < 2:
             continue
         seeds = {cell["seed"] for cell in design["plan"] if cell["situation"] == situation}
-        every = len(own) == len(seeds)
         for name, methods in compared.items():
             sides = [
                 over([(one.get((name, MAIN, heat), {}), one.get((ADAPTER, MAIN, heat), {})) for one in own])
                 for heat in (1.0, 0.0)
             ]
             bests = best_against_best(own, methods, [ADAPTER])
-            done = every and whole(own, situation, [*methods, ADAPTER])
+            done = whole(own, situation, [*methods, ADAPTER])
             judged = verdict(bests, done) if name in families and name != OTHERS else ""
             rows.append([situation, name, f"{len(own)} of {len(seeds)}", *map(said, (*sides, bests)), judged])
         more = best_against_best(own, families[GATES], families[OTHERS])
         names = [situation, f"{GATES} against {OTHERS}", f"{len(own)} of {len(seeds)}"]
-        done = every and whole(own, situation, [*families[GATES], *families[OTHERS]])
+        done = whole(own, situation, [*families[GATES], *families[OTHERS]])
         rows.append([*names, "", "", said(more), verdict(more, done)])
     kept = [row for row in rows if any(row[3:])]
     return table(kept) if len(kept) > 1 else "No two seeds of a situation yet."
