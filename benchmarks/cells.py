@@ -1,9 +1,9 @@
 """What the studies on real models share: cells, their methods, and the records of who answered what.
 
 A cell is one situation and one training seed. Its methods (`methods` of a study's design.yaml) are trained by the commands `sft`
-and `calibrate` when they are first asked for; constant λ, a part of the layers and random gates need no training. Answers are
-drawn and judged by the library's engines and graders. A study says which rows a cell has, what is asked, and in which order;
-everything goes on where it was stopped.
+and `calibrate` when they are first asked for; constant λ, a part of the layers, random gates and gates whose λ is limited at
+inference need no training. Answers are drawn and judged by the library's engines and graders. A study says which rows a cell has,
+what is asked, and in which order; everything goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Cell(ABC):
         spec = self.design["methods"][method]
         kind = next((kind for kind in DONE if kind in spec), None)
         if kind is None:
-            known = spec.get("random", "LoRA" if "constant" in spec else "")
+            known = spec.get("random") or spec.get("limited") or ("LoRA" if "constant" in spec else "")
             return self.made(known, budget) if known else self.base
         folder = self.folder / file_name(method)
         if (folder / DONE[kind]).is_file():
@@ -232,8 +232,8 @@ class Cell(ABC):
         spec, folder = self.design["methods"][method], self.made(method, budget)
         if "constant" in spec:
             return folder, ModelVariant.scaled(spec["constant"], spec.get("part"))
-        if "calibrate" in spec or "random" in spec:
-            variant = ModelVariant("gated", gates=str(folder))
+        if spec.keys() & {"calibrate", "random", "limited"}:
+            variant = ModelVariant("gated", gates=str(folder), override=spec.get("override"))
             return self.made("LoRA", budget), replace(variant, random=self.seed) if "random" in spec else variant
         if "sft" in spec:
             return folder, ModelVariant("adapter")
@@ -288,8 +288,8 @@ class Cell(ABC):
     def trained_in(self, method: str) -> dict[str, str]:
         """The methods that a method's adapter and gates are made by, under the names of `digests`."""
         spec = self.design["methods"][method]
-        gates = {"gates": spec.get("random", method)} if "random" in spec or "calibrate" in spec else {}
-        return {"adapter": method if "sft" in spec else "LoRA"} | gates
+        gates = spec.get("random") or spec.get("limited") or (method if "calibrate" in spec else "")
+        return {"adapter": method if "sft" in spec else "LoRA"} | ({"gates": gates} if gates else {})
 
     # answers
 
@@ -367,7 +367,7 @@ def judged(task: Task, questions: list[Question], samples: list[Sample]) -> dict
 
 def file_name(method: str) -> str:
     """A method's name in a form that a folder can have."""
-    return re.sub(r"[^\w-]+", "_", method).strip("_")
+    return re.sub(r"[^\w-]+", "_", method.replace("λ", "lambda")).strip("_")
 
 
 def as_flag(key: str, value: Any) -> str:

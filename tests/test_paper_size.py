@@ -16,7 +16,7 @@ from loragate.generation import Sample
 from tiny import scripts_of, write_base
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-METHODS = "base;LoRA;gates [-6,3];λ=0.5;lower λ=0;random gates [-6,3]"
+METHODS = "base;LoRA;gates [-6,3];λ=0.5;lower λ=0;random gates [-6,3];gates [-6,3] unit"
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,13 @@ def test_an_early_stop_has_the_main_comparison(study: ModuleType, design: dict[s
         assert unit.method in design["methods"]
         assert unit.asked.part[1] <= counts[unit.asked.split]
     assert {who for methods in design["families"].values() for who in methods} <= set(design["methods"])
+    few = study.chosen(units, "terse-0", "LoRA;λ=0.5", "gsm8k", "0.3,1", 200)
+    assert {(unit.cell, unit.method, unit.asked.what) for unit in few} == {
+        ("terse-0", who, f"gsm8k {heat} {part}")
+        for who in ("LoRA", "λ=0.5")
+        for heat in ("T=0.3", "T=1")
+        for part in ("0-100", "100-200")
+    }
 
 
 def test_every_question_is_asked_and_its_answer_read(
@@ -208,6 +215,19 @@ def test_records_of_nothing_and_of_two_slices_give_no_verdict(
     assert "No two seeds of a situation yet." in page
 
 
+def test_limited_gates_are_compared_with_the_same_gates(report: ModuleType, design: dict[str, Any]) -> None:
+    ask = {f"q{place}": float(place % 2) for place in range(40)}
+    answers = {("LoRA", "gsm8k", 1.0): ask, ("gates [-6,3]", "gsm8k", 1.0): dict.fromkeys(ask, 1.0)}
+    assert report.intervention_table(answers, design) == ""
+    answers["gates [-6,3] unit", "gsm8k", 1.0] = ask
+    *_, row = report.intervention_table(answers, design).splitlines()
+    assert row.startswith("| gates [-6,3] unit | 50.0 (") and "| -50.0 (-68.1 to -31.9; 40) | not run |" in row
+    assert report.limited(design).keys() & {who for own in design["families"].values() for who in own} == set()
+    assert report.by_temperature(answers, design) == {}
+    answers["gates [-6,3] unit", "gsm8k", 0.0] = answers["LoRA", "gsm8k", 0.0] = ask
+    assert report.by_temperature(answers, design) == {"LoRA": [1.0, 0.0]}
+
+
 def test_another_training_is_refused_whichever_method_it_answers_as(
     study: ModuleType, design: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,9 +284,9 @@ def test_the_whole_study_on_a_tiny_model(
         return capsys.readouterr().out
 
     assert "the next step would not fit" in measure("--hours", "0", "--cells", "terse-0")
-    assert "0 of 26 units are on record" in measure("--list", "--cells", "terse-0")
+    assert "0 of 30 units are on record" in measure("--list", "--cells", "terse-0")
     measure("--cells", "terse-0")
-    assert "26 of 26 units are on record" in measure("--list", "--cells", "terse-0")
+    assert "30 of 30 units are on record" in measure("--list", "--cells", "terse-0")
     records = tmp_path / "records" / "qwen2.5-coder-0.5b"
     # slices that are drawn together have the answers of slices that are drawn one by one
     measure("--cells", "terse-0", "--methods", "base", "--slices", "2", "--records", str(tmp_path / "together"))

@@ -264,14 +264,18 @@ def prime(budget: Budget, records: Path) -> None:
                 budget.note(line["what"].rsplit(" ", 1)[0], line["seconds"])
 
 
-def chosen(units: list[Unit], cells: str, methods: str, tests: str) -> list[Unit]:
-    """The units of the named cells, methods and tests; all for an empty name."""
+def chosen(
+    units: list[Unit], cells: str, methods: str, tests: str, temperatures: str = "", first: float = float("inf")
+) -> list[Unit]:
+    """The units of the named cells, methods, tests and temperatures, all for an empty name, among a test's first questions."""
     return [
         unit
         for unit in units
         if (not cells or unit.cell in cells.split(","))
         and (not methods or unit.method in methods.split(";"))
         and (not tests or unit.asked.split in tests.split(","))
+        and (not temperatures or unit.asked.temperature in map(float, temperatures.split(",")))
+        and unit.asked.part[1] <= first
     ]
 
 
@@ -287,6 +291,8 @@ def main() -> None:
     parser.add_argument("--cells", default="", help="such as terse-0,own-0; all otherwise")
     parser.add_argument("--methods", default="", help="separated by semicolons; all otherwise")
     parser.add_argument("--tests", default="", help="such as gsm8k,svamp; all otherwise (humaneval needs bubblewrap)")
+    parser.add_argument("--temperatures", default="", help="such as 0,1; all otherwise")
+    parser.add_argument("--first", type=int, default=float("inf"), help="only slices among so many questions of a test")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--device", default="cpu", help="where transformers draws the answers")
     parser.add_argument("--batch-size", type=int, default=0, help="answers decoded at a time")
@@ -300,9 +306,11 @@ def main() -> None:
         parser.error("--smoke needs --records and --out of its own")
     design, records = read_design(DESIGN), given.records / given.model
     everything = units_of(design, counts_of(design, given.smoke))
-    units = chosen(everything, given.cells, given.methods, given.tests)
+    units = chosen(everything, given.cells, given.methods, given.tests, given.temperatures, given.first)
     if not units:
-        parser.error("no unit has these --cells, --methods and --tests; design.yaml lists them")
+        parser.error(
+            "no unit is of these --cells, --methods, --tests, --temperatures and --first; design.yaml lists them"
+        )
     missing = [
         unit for unit in units if not is_answered(unit, records, token_limit(design, unit.asked.split, given.smoke))
     ]

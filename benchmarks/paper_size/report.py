@@ -7,7 +7,7 @@ Best against best: each family's setting (method and temperature) is picked on o
 and the reverse; a setting counts where it has, in all seeds that are compared, all questions that their LoRAs have. Of settings
 equal on a half the first of design.yaml counts, the hottest first. Intervals are over questions (95 %), not over trainings. A
 verdict is open until all seeds have all questions under all settings of the waves that every seed runs.
-`--write` writes RESULTS.md and a picture of each cell beside this file, `--check` tells whether it is that of the records.
+`--write` writes RESULTS.md and the pictures of each cell beside this file, `--check` tells whether it is that of the records.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from cells import Record, read_design
 from loragate.evaluation import average_at_k, compare
 from loragate.evaluation.statistics import Difference
-from loragate.report.figures import LINES, paired_dots
+from loragate.report.figures import LINES, grid, open_figure, paired_dots
 from loragate.selection.select import select
 from reading import best_by_halves, gap_of_best, interval, report_command, scores
 
@@ -183,6 +183,24 @@ def chosen_by_rule(answers: Answers, methods: Iterable[str]) -> str:
     )
 
 
+def limited(design: dict[str, Any]) -> dict[str, str]:
+    """{method: gates that it is when nothing limits their λ} of the interventions."""
+    return {name: spec["limited"] for name, spec in design["methods"].items() if "limited" in spec}
+
+
+def intervention_table(answers: Answers, design: dict[str, Any]) -> str:
+    """Gates whose λ is limited at inference, against the same gates as they are; empty where none was asked."""
+    rows = [["λ limited at inference", "T = 1", "to the gates as they are", "greedy", "to the gates as they are"]]
+    for method, gates in limited(design).items():
+        row = [method]
+        for heat in (1.0, 0.0):
+            own, whole = (answers.get((who, MAIN, heat), {}) for who in (method, gates))
+            row += [score(answers, method, MAIN, heat), difference(own, whole)]
+        if any(row[2::2]):
+            rows.append(row)
+    return table(rows) if len(rows) > 1 else ""
+
+
 def guard_table(answers: Answers, design: dict[str, Any]) -> str:
     """The other tests, greedily and at T = 1, each with the greedy difference to the LoRA."""
     rows = [["method", *(f"{test}{heat}" for test in GUARDS for heat in (", greedy", ", to the LoRA", ", T = 1"))]]
@@ -301,8 +319,8 @@ def cells_of(records: Path, design: dict[str, Any]) -> Iterator[tuple[Path, list
         yield folder, [name for name in names if (folder / name).is_dir()]
 
 
-def picture_name(model: str, cell: str) -> str:
-    return f"scores_{model}_{cell}.svg"
+def picture_name(kind: str, model: str, cell: str) -> str:
+    return f"{kind}_{model}_{cell}.svg"
 
 
 def panels(answers: Answers) -> list[tuple[str, float]]:
@@ -310,11 +328,42 @@ def panels(answers: Answers) -> list[tuple[str, float]]:
     return [key for key in PICTURED if all(len(answers.get((who, *key), {})) > 1 for who in ("base", ADAPTER))]
 
 
+def by_temperature(answers: Answers, design: dict[str, Any]) -> dict[str, list[float]]:
+    """{method: temperatures of GSM8K that it has, hottest first} of the contenders that have two or more."""
+    asked = {
+        method: [heat for heat in HEATS if len(answers.get((method, MAIN, heat), {})) > 1]
+        for method in design["methods"]
+        if method not in limited(design)
+    }
+    return {method: heats for method, heats in asked.items() if len(heats) > 1}
+
+
+def draw_temperatures(answers: Answers, design: dict[str, Any], to: Path) -> None:
+    """The score of each contender over the temperature, with whiskers, set beside each other where they would hide."""
+    shown = by_temperature(answers, design)
+    with open_figure(to, 4.9, 3.4) as figure:
+        axes = figure.subplots()
+        for place, (method, heats) in enumerate(shown.items()):
+            found = [average_at_k(np.array(list(answers[method, MAIN, heat].values()))[:, None]) for heat in heats]
+            x = [heat + 0.012 * (place - (len(shown) - 1) / 2) for heat in heats]
+            colour, dash = LINES[place % len(LINES)], "--" if place >= len(LINES) else "-"
+            axes.plot(x, [100 * one.mean for one in found], dash, color=colour, marker="o", markersize=5, label=method)
+            axes.vlines(x, [100 * one.low for one in found], [100 * one.high for one in found], color=colour)
+        axes.set_xticks(HEATS, [f"{heat:g}" if heat else "greedy" for heat in HEATS])
+        axes.set_xlabel("temperature")
+        axes.set_ylabel("right answers, %")
+        axes.set_ylim(bottom=0)
+        grid(axes, "y")
+        figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=9)
+
+
 def draw(records: Path, into: Path, design: dict[str, Any]) -> None:
-    """A picture of each cell: the scores of all methods that have what base and LoRA have."""
+    """Two pictures of each cell: scores over the temperature, and those of all methods that have what base and LoRA have."""
     for folder, cells in cells_of(records, design):
         for cell in cells:
             answers, *_ = read(folder, cell)
+            if by_temperature(answers, design):
+                draw_temperatures(answers, design, into / picture_name("temperatures", folder.name, cell))
             if not (shown := panels(answers)):
                 continue
             rows = []
@@ -325,7 +374,7 @@ def draw(records: Path, into: Path, design: dict[str, Any]) -> None:
                     colour = LINES[1] if "gates" in method else LINES[0]
                     rows.append((method, colour, [(100 * one.mean, 100 * one.low, 100 * one.high) for one in found]))
             labels = [f"{test}\n{f'T = {heat:g}' if heat else 'greedy'}, %" for test, heat in shown]
-            paired_dots(rows, labels, into / picture_name(folder.name, cell))
+            paired_dots(rows, labels, into / picture_name("scores", folder.name, cell))
 
 
 def page(records: Path, design: dict[str, Any]) -> str:
@@ -336,10 +385,15 @@ def page(records: Path, design: dict[str, Any]) -> str:
         parts.append(f"## {folder.name}")
         for name, (answers, cuts, trainings) in begun.items():
             title = f"### {name}: GSM8K"
-            picture = [f"![Scores of {name}]({picture_name(folder.name, name)})"] if panels(answers) else []
-            parts += [title, main_table(answers, trainings, design), *picture]
+            pictures = {"temperatures": by_temperature(answers, design), "scores": panels(answers)}
+            shown = [
+                f"![{kind} of {name}]({picture_name(kind, folder.name, name)})" for kind in pictures if pictures[kind]
+            ]
+            parts += [title, main_table(answers, trainings, design), *shown]
             parts += ["Best against best, GSM8K:", family_table(answers, design)]
             parts += [rule] if (rule := chosen_by_rule(answers, design["methods"])) else []
+            if limits := intervention_table(answers, design):
+                parts += ["Interventions, GSM8K:", limits]
             parts += ["Other tests:", guard_table(answers, design)]
             parts += ["Cut off at the token limit, %:", cut_table(cuts, design)]
         parts += [
