@@ -322,11 +322,19 @@ def test_list_and_show(capsys):
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert ["math/qwen3-4b-base/scale", "Table 1; Fig. 1"] in lines
     assert ["math/qwen3-4b-base/scale-auto", "beyond the paper"] in lines
-    assert main(["recipes", "list"]) == 0
+    assert main(["recipes", "list", "math/qwen2.5-math-1.5b"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (proposed,) = (line for line in lines if line.startswith(f"{lines[-1].split()[-1]} "))
-    assert "beyond the paper" in lines[0]
     assert "beyond the paper" not in proposed
+    assert main(["recipes", "list"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith("  ")] == list(KINDS)
+    named = {part for name in NAMES for part in name.split("/")}
+    assert {line.split()[0] for line in lines if line.startswith("  ")} == named
+    assert "  talr               TALR" in lines  # a row of the paper's tables
+    assert "  olmo-2-7b          OLMo-2-7B, beyond the paper" in lines
+    assert last.startswith("406 recipes, named domain/backbone/method.")
+    assert last.split()[-1] in NAMES
     assert main(["recipes", "show", LORA, "--set", "sft.rank=8", "--out", "runs/x"]) == 0
     text = capsys.readouterr().out
     assert f"# loragate recipes run {LORA} --out runs/x --set sft.rank=8\n" in text

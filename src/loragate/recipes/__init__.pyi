@@ -7,6 +7,7 @@ from .recipe import (
     Stage as Stage,
     every_name as every_name,
     find_recipes as find_recipes,
+    name_parts as name_parts,
     options_of as options_of,
     read_recipe as read_recipe,
 )

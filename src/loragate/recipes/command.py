@@ -24,8 +24,8 @@ class RecipesOptions:
     """Settings of `loragate recipes`.
 
     Attributes:
-        words: list [TEXT], show NAME or run NAME; TEXT is part of a name or a place in the paper, such as "table 6"; a NAME may be
-            the path of a YAML file of your own.
+        words: list [TEXT], show NAME or run NAME; TEXT is part of a name or a place in the paper, such as "table 6"; without
+            it the parts of names are listed; a NAME may be the path of a YAML file of your own.
         set: change a value of a stage, as in --set sft.max_rows=2000, or model, data, revision or chat_template of all; may be
             repeated.
         out: folder of the run [runs/recipes/NAME].
@@ -59,10 +59,8 @@ def run(options: RecipesOptions) -> int:
     out = console()
     if verb == "list":
         found = recipes.find_recipes(*rest)
-        for name, tables in found.items():
-            out.print(f"{name:<{max(map(len, found))}}  {tables or 'beyond the paper'}", markup=False)
-        shown = next((name for name, tables in found.items() if tables), next(iter(found)))
-        out.print(f"{len(found)} recipes; next: loragate recipes show {shown}", markup=False)
+        for line in listed(found) if rest else parts(found):
+            out.print(line, markup=False)
         return 0
     recipe = recipes.read_recipe(rest[0], parse_overrides(options.set))
     stem = recipe.name.removesuffix(".yaml").removesuffix(".yml").strip("/").replace("/", "-")
@@ -95,6 +93,31 @@ def run(options: RecipesOptions) -> int:
         out.print(table)
     out.print(f"finished; next: loragate report {folder}", markup=False)
     return 0
+
+
+def listed(found: dict[str, str]) -> list[str]:
+    """A line for each recipe with its tables, and what to do next."""
+    lines = [f"{name:<{max(map(len, found))}}  {tables or 'beyond the paper'}" for name, tables in found.items()]
+    shown = next((name for name, tables in found.items() if tables), next(iter(found)))
+    return [*lines, f"{len(found)} recipes; next: loragate recipes show {shown}"]
+
+
+def parts(found: dict[str, str]) -> list[str]:
+    """What the names of all recipes are made of, with titles: some hundred names would scroll by."""
+    in_paper = {part for name, tables in found.items() if tables for part in name.split("/")}
+    lines = []
+    for kind, titles in recipes.name_parts().items():
+        width = max(map(len, titles))
+        lines.append(kind)
+        lines += [
+            f"  {part:<{width}}  {title}{'' if part in in_paper else ', beyond the paper'}"
+            for part, title in titles.items()
+        ]
+    return [
+        *lines,
+        f"{len(found)} recipes, named domain/backbone/method. Those of a part or a table: loragate recipes list 'table 6'; "
+        f"next: loragate recipes show {EXAMPLE}",
+    ]
 
 
 def parse_overrides(texts: tuple[str, ...]) -> dict[str, Any]:

@@ -144,6 +144,11 @@ def every_name() -> Iterator[str]:
         yield "/".join(parts)
 
 
+def name_parts() -> dict[str, dict[str, str]]:
+    """{domain, backbone or method: {what a recipe's name may have there: its title}}."""
+    return {kind: {name: _shipped(HERE / kind / f"{name}.yaml")["title"] for name in _names(kind)} for kind in KINDS}
+
+
 def find_recipes(wanted: str = "") -> dict[str, str]:
     """{name: tables and figures} of the shipped recipes that have `wanted` in either, such as "table 6".
 
@@ -156,7 +161,8 @@ def find_recipes(wanted: str = "") -> dict[str, str]:
     if not found:
         raise ConfigError(
             f"no recipe has '{wanted}' in its name or among its tables (write 'Table 6', 'Fig. 3', 'App. C')"
-            f"{nearest(wanted, [*every_name(), *itertools.chain(*map(_names, KINDS))])}; loragate recipes list shows all"
+            f"{nearest(wanted, [*every_name(), *itertools.chain(*map(_names, KINDS))])}; "
+            "loragate recipes list shows what names are made of"
         )
     return found
 
@@ -181,7 +187,7 @@ def read_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     elif len(parts) != len(KINDS):
         raise ConfigError(
             f"'{name}' is no recipe{nearest(name, every_name())}; expected domain/backbone/method such as "
-            "math/qwen2.5-math-1.5b/scale, or a YAML file (loragate recipes list shows all names)"
+            "math/qwen2.5-math-1.5b/scale, or a YAML file (loragate recipes list shows what names are made of)"
         )
     for kind, part in zip(KINDS, parts, strict=True):
         if part not in _names(kind):
