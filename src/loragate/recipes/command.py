@@ -59,8 +59,8 @@ def run(options: RecipesOptions) -> int:
     out = console()
     if verb == "list":
         found = recipes.find_recipes(*rest)
-        for line in listed(found) if rest else parts(found):
-            out.print(line, markup=False)
+        for text in listed(found) if rest else parts(found):
+            out.print(text, markup=False)
         return 0
     recipe = recipes.read_recipe(rest[0], parse_overrides(options.set))
     stem = recipe.name.removesuffix(".yaml").removesuffix(".yml").strip("/").replace("/", "-")
