@@ -74,6 +74,8 @@ def test_the_evaluations_of_a_choice_are_no_test_of_it(tmp_path):
     assert [source.kind for source in all_sources([str(folder / "dev")])] == ["dev"]
     (folder / "selection.json").unlink()
     assert {source.kind for source in all_sources([str(tmp_path)])} == {"evaluation"}
+    (folder / "run.json").write_text("{}")  # the choice was killed before it was made, or this is a check-up
+    assert {source.kind for source in all_sources([str(tmp_path)])} == {"dev", "retention"}
 
 
 def test_an_existing_report_is_not_overwritten_unasked(run, tmp_path, capsys):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from loragate.errors import DataError
+from loragate.files import RunFolder
 from loragate.records import read_value
 from loragate.selection_record import FILE
 
@@ -32,7 +33,7 @@ KINDS = {
 }
 """{pattern of a file's name: what it is a record of}, in the order in which a page shows those of one kind"""
 SETS = ("dev", "retention")
-"""Folders beside a selection's record with the evaluations that it was made on; kinds of their own."""
+"""Folders inside that of a job (a choice of gates, a check-up) with the evaluations by which it recommends; kinds of their own."""
 DEPTHS = ("", "*/", "*/*/", "*/*/*/", "*/*/*/*/")  # a trial of a sweep in a recipe's run is the deepest
 KNOWN = (
     "an artifact (gate_config.json), an evaluation (results.json), a selection (selection.json), a check-up "
@@ -47,7 +48,7 @@ class Source:
 
     Attributes:
         kind: artifact, evaluation, selection, examination, training, diagnosis or traces; dev or retention for an evaluation
-            that a selection was made on, which is no test of what was chosen.
+            that a choice was made on, which is no test of what was chosen.
         path: the file it came from.
         record: its content; for a training {"run": run.json or {}, "history": [log records]}.
         name: what to call it.
@@ -137,8 +138,10 @@ def _file(file: Path, name: str) -> Source | None:
         return None
     if kind == "evaluation" and file.name != "results.json":
         name += f" ({file.stem})"
-    if kind == "evaluation" and file.parent.name in SETS and (file.absolute().parent.parent / FILE).is_file():
-        kind = file.parent.name
+    above = file.absolute().parent.parent
+    if kind == "evaluation" and file.parent.name in SETS:
+        # where the job was killed, or is a check-up, there is no record of a selection
+        kind = file.parent.name if any((above / name).is_file() for name in (FILE, RunFolder.RECORD)) else kind
     return Source(kind, file, record, name)
 
 
