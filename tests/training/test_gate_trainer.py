@@ -297,6 +297,24 @@ def test_collators_packing_grouping_and_bf16(tmp_path):
         trainer_of(tmp_path, packing=True, data_collator=own)
 
 
+def test_entropies_are_measured_in_the_precision_of_training_on_rows_of_about_one_length(tmp_path, monkeypatch):
+    rows = [{"prompt": "w1 " * (3 + 20 * (at % 2)), "response": f"w2 w{at} w{2 * at}"} for at in range(24)]
+    kept = {"eval_dataset": Dataset.from_list(rows), "bf16": True, "use_cpu": not torch.cuda.is_available()}
+    trainer = trainer_of(tmp_path, rows, max_length=64, **kept)
+    passes, forward, device = [], trainer.model.forward, trainer.args.device.type
+
+    def watch(*args, **inputs):
+        passes.append((tuple(inputs["input_ids"].shape), torch.is_autocast_enabled(device)))
+        return forward(*args, **inputs)
+
+    monkeypatch.setattr(trainer.model, "forward", watch)
+    found, _, _ = trainer.measure(trainer.encoded[:])
+    lengths = sorted(len(row["input_ids"]) for row in trainer.encoded[:])
+    assert passes[-3:] == [((8, lengths[7]), True), ((8, lengths[15]), True), ((8, lengths[23]), True)]
+    assert lengths[7] + 9 < lengths[15]
+    assert found == pytest.approx(trainer.evaluate()["eval_topk_entropy"], rel=1e-3)
+
+
 def test_what_goes_wrong_before_training_takes_the_gates_off_again(tmp_path):
     model = tiny_adapter(base=tiny_base(max_position_embeddings=8))
     with pytest.raises(TrainingError, match=r"has .* positions"):

@@ -65,7 +65,7 @@ from loragate.training.sharding import target_device
 from loragate.training.strategy import detect_launch, process_state
 from loragate.training.trainer import StatisticsTrainer, Where
 
-PARITY_ROWS, PARITY_TOKENS = 4, 256
+PARITY_ROWS, PARITY_TOKENS = 4, 64
 MEASURED_ROWS = 64
 # what is recorded of the arguments of a training
 _RECORDED = (
@@ -339,9 +339,10 @@ class GateTrainer(StatisticsTrainer):
 
     def measure(self, rows: Sequence[dict[str, Any]]) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
         """Normalised top-k entropy over the response tokens of tokenised rows, and λ statistics there; see `measure_entropy`."""
-        return measure_entropy(
-            self._measured_model, rows, TrainingCollator(self.processing_class), self.k, self.adapter_name or ""
-        )
+        with self.accelerator.autocast():
+            return measure_entropy(
+                self._measured_model, rows, TrainingCollator(self.processing_class), self.k, self.adapter_name or ""
+            )
 
     def check_initial_parity(self) -> None:
         """Measure how the gated model starts, which `train` does before its first step.
@@ -617,6 +618,7 @@ def measure_entropy(
         (mean entropy, {module: statistics}, statistics over all modules).
     """
     device = next(model.parameters()).device
+    rows = sorted(rows, key=lambda row: len(row["input_ids"]))  # rows of about one length waste no pass on padding
     total = count = 0.0
     with evaluation_mode(model), statistics_forward(model), record_gates(model, adapter_name) as recording:
         for at in range(0, len(rows), 8):
