@@ -221,7 +221,8 @@ def test_limited_gates_are_compared_with_the_same_gates(report: ModuleType, desi
     assert report.intervention_table(answers, design) == ""
     answers["gates [-6,3] unit", "gsm8k", 1.0] = ask
     *_, row = report.intervention_table(answers, design).splitlines()
-    assert row.startswith("| gates [-6,3] unit | 50.0 (") and "| -50.0 (-68.1 to -31.9; 40) | not run |" in row
+    assert row.startswith("| gates [-6,3] unit | 50.0 (")
+    assert "| -50.0 (-68.1 to -31.9; 40) | not run |" in row
     assert report.limited(design).keys() & {who for own in design["families"].values() for who in own} == set()
     assert report.by_temperature(answers, design) == {}
     answers["gates [-6,3] unit", "gsm8k", 0.0] = answers["LoRA", "gsm8k", 0.0] = ask
