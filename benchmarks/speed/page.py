@@ -203,6 +203,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "head": ("head", partial(targets_by, row=1, column=2)),
     "decode": ("decode", partial(targets_by, row=1, column=2)),
     "real size": ("real_size", real_size),
+    "paper size": ("real_size_1.5B", real_size),
 }
 
 
@@ -216,7 +217,7 @@ def filled(text: str) -> str:
             return f"{found[1]}\n{OTHERS[found[2]]()}\n\n{found[3]}"
         source, make = TABLES[found[2]]
         result = load(source)
-        made = f"Not measured yet: run `benchmarks/speed/{source}.py`." if result is None else make(result)
+        made = f"Not measured yet: `{source}` of benchmarks/speed." if result is None else make(result)
         return f"{found[1]}\n{made}\n\n{found[3]}"
 
     return MARKS.sub(fill, text)
