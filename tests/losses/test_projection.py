@@ -49,6 +49,31 @@ def test_rows_tiles_and_the_way_back(monkeypatch, dtype, scale, softcap):
         assert head.wide_rows.shape[0] <= 40, "never a widened copy of the head"
 
 
+def test_bf16_factors_are_multiplied_exactly_wherever_the_processor_has_them(monkeypatch):
+    draw, matmul = torch.Generator().manual_seed(0), getattr(torch.backends.mkldnn, "matmul", None)
+    hidden, weight = (torch.randn(count, 1024, generator=draw) for count in (300, 700))
+    before, asked = getattr(matmul, "fp32_precision", ""), []
+    multiply = torch.mm
+
+    def watch(*factors, **more):
+        asked.append(getattr(matmul, "fp32_precision", ""))
+        return multiply(*factors, **more)
+
+    for low in (hidden.bfloat16(), hidden):
+        head = Projection(Head(weight.bfloat16()))
+        monkeypatch.setattr(torch, "mm", watch)
+        z, _ = head.logits(low)
+        monkeypatch.undo()
+        exact = low.double() @ weight.bfloat16().double().T  # of size 100, of which bf16 would round away 0.5
+        torch.testing.assert_close(z.double(), exact, rtol=0, atol=5e-4)
+    native = before and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    assert asked == ["bf16" if native else before, before], "hidden states in fp32 are not rounded"
+    assert getattr(matmul, "fp32_precision", "") == before
+    with pytest.raises(RuntimeError), projection.products_of_bf16(True):
+        torch.mm(hidden, weight)
+    assert getattr(matmul, "fp32_precision", "") == before
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_the_sparse_way_back(monkeypatch, dtype, index):
