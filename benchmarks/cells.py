@@ -197,7 +197,7 @@ class Cell(ABC):
         spec = self.design["methods"][method]
         kind = next((kind for kind in DONE if kind in spec), None)
         if kind is None:
-            known = spec.get("random") or spec.get("limited") or ("LoRA" if "constant" in spec else "")
+            known = self.gates_of(method) or ("LoRA" if "constant" in spec else "")
             return self.made(known, budget) if known else self.base
         folder = self.folder / file_name(method)
         if (folder / DONE[kind]).is_file():
@@ -227,12 +227,17 @@ class Cell(ABC):
             run(words)
         return folder
 
+    def gates_of(self, method: str) -> str:
+        """The method whose training made a method's gates, or those that its own are drawn or limited by; empty without gates."""
+        spec = self.design["methods"][method]
+        return spec.get("random") or spec.get("limited") or (method if "calibrate" in spec else "")
+
     def variant(self, method: str, budget: Budget) -> tuple[Path, ModelVariant]:
         """(folder of the base or adapter to load, what it is then) of a method; gates go on their adapter as loaded."""
         spec, folder = self.design["methods"][method], self.made(method, budget)
         if "constant" in spec:
             return folder, ModelVariant.scaled(spec["constant"], spec.get("part"))
-        if spec.keys() & {"calibrate", "random", "limited"}:
+        if self.gates_of(method):
             variant = ModelVariant("gated", gates=str(folder), override=spec.get("override"))
             return self.made("LoRA", budget), replace(variant, random=self.seed) if "random" in spec else variant
         if "sft" in spec:
@@ -288,7 +293,7 @@ class Cell(ABC):
     def trained_in(self, method: str) -> dict[str, str]:
         """The methods that a method's adapter and gates are made by, under the names of `digests`."""
         spec = self.design["methods"][method]
-        gates = spec.get("random") or spec.get("limited") or (method if "calibrate" in spec else "")
+        gates = self.gates_of(method)
         return {"adapter": method if "sft" in spec else "LoRA"} | ({"gates": gates} if gates else {})
 
     # answers

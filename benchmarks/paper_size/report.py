@@ -149,12 +149,11 @@ def family_table(answers: Answers, design: dict[str, Any]) -> str:
     """Best against best: each family against the LoRA, and the entropy gates against each."""
     families = design["families"]
     rows = [["family", "settings", "best, %", "against the LoRA's best", "entropy gates against it"]]
-    each = {f"of these {method} alone": [method] for method in families[GATES]}
-    listed = [one for name, own in families.items() for one in ((name, own), *(each.items() if name == GATES else ()))]
-    for name, methods in listed:
+    alone = {f"{method} alone": [method] for method in families[GATES]}
+    for name, methods in (families | alone).items():
         if found := family([answers], methods):
             against = None if name == ADAPTER else best_against_best([answers], methods, [ADAPTER])
-            gates = None if name in (GATES, *each) else best_against_best([answers], families[GATES], methods)
+            gates = None if name in (GATES, *alone) else best_against_best([answers], families[GATES], methods)
             best = f"{100 * best_by_halves(found[0]).mean():.1f}"
             rows.append([name, str(len(found[0])), best, said(against), said(gates)])
     return table(rows) if len(rows) > 1 else "Not asked yet."

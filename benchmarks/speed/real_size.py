@@ -123,9 +123,9 @@ def measure_decoding(shape: Shape, batch: int, repeats: int, clock: Callable[[],
 def main() -> None:
     parser = options(__doc__, "real_size", repeats=3)
     parser.add_argument("--model", choices=SHAPES, default="0.5B")
+    if (model := parser.parse_known_args()[0].model) != "0.5B":
+        parser.set_defaults(name=f"real_size_{model}")
     chosen = begin(parser)
-    if chosen.model != "0.5B":
-        chosen.out = chosen.out.with_name(chosen.out.name.replace("real_size", f"real_size_{chosen.model}"))
     clock, shape = stopwatch(chosen.threads), SHAPES[chosen.model]
     if chosen.quick:
         shape = replace(shape, layers=2, rows=1, sequence=64)

@@ -138,10 +138,10 @@ def _file(file: Path, name: str) -> Source | None:
         return None
     if kind == "evaluation" and file.name != "results.json":
         name += f" ({file.stem})"
-    above = file.absolute().parent.parent
-    if kind == "evaluation" and file.parent.name in SETS:
-        # where the job was killed, or is a check-up, there is no record of a selection
-        kind = file.parent.name if any((above / name).is_file() for name in (FILE, RunFolder.RECORD)) else kind
+    # where the job was killed, or is a check-up, there is no record of a selection
+    of_job = any((file.absolute().parent.parent / record_of).is_file() for record_of in (FILE, RunFolder.RECORD))
+    if kind == "evaluation" and file.parent.name in SETS and of_job:
+        kind = file.parent.name
     return Source(kind, file, record, name)
 
 
