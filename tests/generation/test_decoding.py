@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 import loragate as lg
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.generation.transformers_engine import DROP_SHARE, GROWTH, GrowingLayer, find_supported_decoder
-from loragate.models.loading import find_longrope_length
+from loragate.models.passes import find_longrope_length
 from loragate.world.base import load_base
 from loragate.world.problems import draw_problems
 from tiny import shake, tiny_adapter

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 import loragate as lg
 from loragate.data import EncodedRows, encode_rows, load_rows
@@ -199,3 +200,24 @@ def test_rows_beyond_the_short_rope_are_named_where_they_share_a_pass(tokenizer,
     settings = FineTuningSettings(batch_size=4, max_steps=1, rank=2, **options)
     lg.train_adapter(base, tokenizer, rows, settings)
     assert ("1 of 4 rows have more than 16 tokens" in caplog.text) is warned
+
+
+def test_evaluated_rows_beyond_the_short_rope_change_no_other(tokenizer, tmp_path):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
+    rope = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 10000.0, **factors}
+    rows = [{"prompt": "w1", "completion": " ".join(["w2"] * count)} for count in (3, 30, 4, 5, 40)]
+    mean = {}
+    for size in (1, 4):
+        trainer = lg.GateTrainer(
+            tiny_adapter(base=tiny_base(max_position_embeddings=64, rope_parameters=rope)),
+            lg.GateTrainingArguments(str(tmp_path), per_device_eval_batch_size=size),
+            train_dataset=Dataset.from_list(rows),
+            eval_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            gates=lg.GateConfig(-6, 3),
+        )
+        mean[size] = trainer.evaluate()["eval_topk_entropy"]
+    assert mean[4] == pytest.approx(mean[1], abs=1e-6)
+    # which is what the gates are measured by, in passes of its own
+    encoded = encode_rows(load_rows(rows), tokenizer, max_length=64)
+    assert trainer.measure(encoded[:])[0] == pytest.approx(mean[1], abs=1e-6)

@@ -26,6 +26,7 @@ from loragate.losses import StatisticsRequest, TokenStatistics, verify_head
 from loragate.losses.causal_head import Batch, Reference, causal_model, read_head, response_mask, statistics_of_states
 from loragate.losses.head import IGNORE_INDEX
 from loragate.losses.projection import Head
+from loragate.models.passes import iter_passes
 
 if TYPE_CHECKING:
     from loragate.generation import OnProgress, Sample
@@ -76,11 +77,11 @@ class Reader:
         self, rows: Sequence[Row], size: int, on_progress: OnProgress = no_progress
     ) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
         """Batches in the order of the rows, each with (row, token id) of its counted tokens, [T] and [T]."""
-        for start in range(0, len(rows), size):
-            batch = self.batch(*rows[start : start + size])
+        for members in iter_passes(self.causal, [len(row["input_ids"]) for row in rows], size):
+            batch = self.batch(*(rows[index] for index in members))
             mask = response_mask(batch)
-            yield batch, mask.nonzero()[:, 0].cpu().numpy() + start, batch["labels"][:, 1:][mask].cpu().numpy()
-            on_progress(min(start + size, len(rows)), len(rows))
+            yield batch, mask.nonzero()[:, 0].cpu().numpy() + members[0], batch["labels"][:, 1:][mask].cpu().numpy()
+            on_progress(members[-1] + 1, len(rows))
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states (or full logits) at the positions that predict a response token, [T, D] (or [T, V])."""

@@ -36,7 +36,7 @@ from loragate.generation.engine import (
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, SeededSampler
-from loragate.models.loading import find_longrope_length
+from loragate.models.passes import iter_passes
 from loragate.modes import evaluation_mode
 
 DROP_SHARE = 1 / 8
@@ -91,7 +91,7 @@ class TransformersEngine(Engine):
         lengths = [len(prompt_ids[question]) for question, _ in rows]
         answer_limits = [limits[question] for question, _ in rows]
         with torch.no_grad(), evaluation_mode(self.model):
-            for batch in _batches(lengths, answer_limits, self.batch_size, end, find_longrope_length(self.model)):
+            for batch in iter_passes(self.model, lengths, self.batch_size, answer_limits, end):
                 yield self._generate_batch(causal, prompt_ids, [rows[index] for index in batch], config, limits)
 
     def log_likelihoods(
@@ -102,7 +102,7 @@ class TransformersEngine(Engine):
         # without the last token, as position t scores token t + 1
         scored = [[*before, *after][:-1] for before, after in (pairs[index] for index in order)]
         lengths = [len(row) for row in scored]
-        passes = _batches(lengths, [0] * len(scored), self.batch_size, rope=find_longrope_length(self.model))
+        passes = iter_passes(self.model, lengths, self.batch_size)
         found: dict[int, tuple[float, bool]] = {}
         pad_id = self._pad_token_id()
         with torch.no_grad(), evaluation_mode(self.model):
@@ -347,29 +347,6 @@ def _reader(causal: Any, cache: DynamicCache) -> Callable[[Tensor, Tensor, Tenso
         return logits
 
     return forward
-
-
-def _batches(
-    lengths: Sequence[int], limits: Sequence[int], size: int, positions: int | None = None, rope: int | None = None
-) -> Iterator[list[int]]:
-    """Cut rows, the longest prompt first, into batches of at most `size`.
-
-    With `positions` a batch ends before the first row whose answer would carry the longest prompt past that many: where a
-    row that has ended is fed on until its batch is done, it must not pass the end of a table of positions. With `rope` (see
-    `find_longrope_length`) the rows of a batch pass that many tokens at the same step: none of them, all from the beginning, or
-    those of one length. `lengths` and `limits` are the prompt and answer tokens of each row.
-    """
-    rows: list[int] = []
-    for row in range(len(lengths)):
-        first = rows[0] if rows else row
-        beyond = positions is not None and lengths[first] + limits[row] > positions
-        passes = rope is not None and lengths[first] + limits[first] > rope >= lengths[row]
-        if rows and (len(rows) == size or beyond or (passes and lengths[row] != lengths[first])):
-            yield rows
-            rows = []
-        rows.append(row)
-    if rows:
-        yield rows
 
 
 def _has_position_table(model: Any) -> bool:

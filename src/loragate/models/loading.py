@@ -532,16 +532,3 @@ def _translate_loading_error(what: str, name: str, error: Exception) -> Loragate
             "loragate.load_gates(model, FOLDER)"
         )
     return LoragateError(f"{what} {name} cannot be loaded: {type(error).__name__}: {first[:400]}")
-
-
-def find_longrope_length(model: Any) -> int | None:
-    """Tokens up to which a row's rotary angles are those of short rows; None where they do not depend on its length.
-
-    "longrope" (Phi-3 with 128k, Phi-4-mini) turns every position of a forward pass by other angles as soon as its longest row
-    passes `original_max_position_embeddings`, so what a row computes depends on the rows beside it. ("dynamic" changes
-    beyond `max_position_embeddings`, where no row reaches.)
-    """
-    given = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]  # one, or one for each type of layer
-    lengths = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
-    return min(lengths, default=None)

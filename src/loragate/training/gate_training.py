@@ -42,6 +42,7 @@ from loragate.gates.eligibility import output_head
 from loragate.losses import StatisticsRequest
 from loragate.losses.causal_head import causal_model
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
+from loragate.models.passes import iter_passes
 from loragate.modes import evaluation_mode
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
@@ -621,8 +622,8 @@ def measure_entropy(
     rows = sorted(rows, key=lambda row: len(row["input_ids"]))  # rows of about one length waste no pass on padding
     total = count = 0.0
     with evaluation_mode(model), statistics_forward(model), record_gates(model, adapter_name) as recording:
-        for at in range(0, len(rows), 8):
-            batch = {key: value.to(device) for key, value in collator(rows[at : at + 8]).items()}
+        for members in iter_passes(causal_model(model), [len(row["input_ids"]) for row in rows], 8):
+            batch = {key: value.to(device) for key, value in collator([rows[index] for index in members]).items()}
             recording.token_mask = batch["labels"].ne(-100)
             stats = model(
                 input_ids=batch["input_ids"],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,11 @@ from loragate.errors import ConfigError, DataError, SetupError
 from loragate.losses.causal_head import causal_model
 from loragate.losses.head import IGNORE_INDEX
 from loragate.losses.objectives import Objective
+from loragate.models.passes import find_longrope_length
 from loragate.modes import evaluation_mode
 from loragate.training.settings import RowsSettings
+
+logger = logging.getLogger("loragate")
 
 Row = dict[str, Any]
 DATASET_CHUNK_ROWS = 2048  # that are Python lists while a data set is made
@@ -167,6 +171,40 @@ def iter_step_rows(
         if processes > 1:
             step += [_ignore_all_labels(step[0])] * (-len(step) % together)
         yield step
+
+
+def iter_evaluated_rows(model: Any, rows: Sequence[Row], per_device: int, processes: int = 1) -> Iterator[list[Row]]:
+    """Items for the loader of an evaluation, where the order of rows changes nothing.
+
+    Rows of a longrope model that are beyond its length (see `find_longrope_length`) share no pass with shorter ones: these come
+    first, and rows that carry no label fill their last pass, as they fill that of several processes.
+    """
+    change, together = find_longrope_length(causal_model(model)), per_device * processes
+    sides: list[list[int]] = [[], []]
+    for index in range(len(rows)):
+        sides[change is not None and len(rows[index]["input_ids"]) > change].append(index)
+    for side, after in zip(sides, (bool(sides[1]), False)):
+        for start in range(0, len(side), together):
+            step = [rows[index] for index in side[start : start + together]]
+            if after or processes > 1:
+                step += [_ignore_all_labels(step[0])] * (-len(step) % together)
+            yield step
+
+
+def warn_where_rows_change_others(model: Any, rows: EncodedRows) -> None:
+    """Warn where rows to learn from, several to a pass, lie on both sides of a longrope model's length (see `find_longrope_length`).
+
+    An optimiser step keeps its rows, so they are not drawn apart here.
+    """
+    change, lengths = find_longrope_length(model), rows.arrays["lengths"]
+    beyond = 0 if change is None else int((lengths > change).sum())
+    if 0 < beyond < len(lengths):
+        logger.warning(
+            "%d of %d rows have more than %d tokens, beyond which this model (longrope) turns all positions of a forward pass "
+            "by other angles: shorter rows beside one are learned with the angles of long ones. To keep them apart set "
+            "per_device_train_batch_size to 1 and leave out packing, or limit all rows with max_length %d",
+            beyond, len(lengths), change, change,
+        )  # fmt: skip
 
 
 def as_dataset(steps: Iterator[list[Row]]) -> Dataset:

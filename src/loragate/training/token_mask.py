@@ -28,8 +28,10 @@ from loragate.display import Display
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.files import RunFolder, write_atomically, write_json, write_text
 from loragate.losses import StatisticsRequest
+from loragate.losses.causal_head import causal_model
 from loragate.losses.head import IGNORE_INDEX
 from loragate.models import Loading, load_adapter, open_tokenizer, open_weights, resolve
+from loragate.models.passes import iter_passes
 from loragate.training.model_state import statistics_forward
 
 SCOPES = ("global", "row")
@@ -194,8 +196,9 @@ def response_log_probs(
             found: Scores = [np.empty(0, dtype=np.float32)] * len(rows)
             # like lengths share a pass, which saves padding; scores go back in the order of the rows
             order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]["input_ids"]), index))
-            for at in range(0, len(order), per_device_train_batch_size):
-                members = order[at : at + per_device_train_batch_size]
+            lengths = [len(rows[index]["input_ids"]) for index in order]
+            for together in iter_passes(causal_model(model), lengths, per_device_train_batch_size):
+                members = [order[place] for place in together]
                 batch = collate([{k: v for k, v in rows[i].items() if k != "keep_mask"} for i in members])
                 chosen = {name: batch[name].to(device) for name in ("input_ids", "attention_mask", "labels")}
                 stats = model(**chosen, statistics=request)

@@ -45,7 +45,6 @@ from loragate.losses.causal_head import Reference, causal_model
 from loragate.losses.head import IGNORE_INDEX
 from loragate.losses.objectives import Objective
 from loragate.losses.objectives.base import within_batch
-from loragate.models.loading import find_longrope_length
 from loragate.modes import evaluation_mode
 from loragate.training.callbacks import GradientCheck, SkippedStepCheck
 from loragate.training.checkpoints import (
@@ -62,7 +61,9 @@ from loragate.training.rows import (
     as_dataset,
     check_packing_isolation,
     encoded_fingerprint,
+    iter_evaluated_rows,
     iter_step_rows,
+    warn_where_rows_change_others,
 )
 from loragate.training.sharding import (
     average_gradients,
@@ -140,6 +141,7 @@ class StatisticsTrainer(SFTTrainer):
                 "weight. Leave the head out of the adapter's target_modules"
             )
         self.objective, self.reference, self.adapter_name, self.where = objective, reference, adapter_name, where
+        self.original_model = model
         args = copy.copy(args)
         grouped, self.packing = args.train_sampling_strategy == "group_by_length", bool(args.packing)
         self._refuse_impossible(model, args, grouped)
@@ -156,20 +158,14 @@ class StatisticsTrainer(SFTTrainer):
                 group_by_length=grouped,
             )
         )
-        evaluated = None
+        evaluated: Any = None
         if isinstance(eval_dataset, Mapping):
             evaluated = {name: self.evaluation_rows(rows, args) for name, rows in eval_dataset.items()}
         elif eval_dataset is not None:
             evaluated = self.evaluation_rows(eval_dataset, args)
-        change, lengths = find_longrope_length(causal_model(model)), train_dataset.arrays["lengths"]
-        beyond = 0 if change is None else int((lengths > change).sum())
-        if 0 < beyond < len(lengths) and (self.packing or args.per_device_train_batch_size > 1):
-            logger.warning(
-                "%d of %d rows have more than %d tokens, beyond which this model (longrope) turns all positions of a forward pass "
-                "by other angles: shorter rows beside one are learned with the angles of long ones. To keep them apart set "
-                "per_device_train_batch_size to 1 and leave out packing, or limit all rows with max_length %d",
-                beyond, len(lengths), change, change,
-            )  # fmt: skip
+        if self.packing or args.per_device_train_batch_size > 1:
+            warn_where_rows_change_others(causal, train_dataset)
+        lengths = train_dataset.arrays["lengths"]
         if not detect_launch().is_sharded:
             gates, longest = adapter_name is not None, int(lengths.max())
             warn_where_memory_is_short(causal, args, objective, longest, target_device(model), gates)
@@ -198,7 +194,6 @@ class StatisticsTrainer(SFTTrainer):
         self.batch_reads = tuple(getattr(objective, "batch_reads", ()))
         self.sums: dict[str, torch.Tensor] = {}
         self.gate_summary: dict[str, float] = {}
-        self.original_model = model
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         twin = make_sharded_copy(model)
         if (
@@ -270,10 +265,10 @@ class StatisticsTrainer(SFTTrainer):
             )
 
     def evaluation_rows(self, rows: EncodedRows, args: SFTConfig | None = None) -> Any:
-        """Tokenised rows as a data set of evaluation batches, filled up over several processes with rows that do not count."""
+        """Tokenised rows as a data set of evaluation batches, filled up with rows that do not count."""
         args = args or self.args
-        size = args.per_device_eval_batch_size
-        return as_dataset(iter_step_rows(rows, size * args.world_size, size, args.world_size))
+        passes = iter_evaluated_rows(self.original_model, rows, args.per_device_eval_batch_size, args.world_size)
+        return as_dataset(passes)
 
     def _send_telemetry(self) -> None:
         """No telemetry."""
