@@ -163,12 +163,19 @@ class DevInfo:
 
 @dataclass(frozen=True)
 class RetentionInfo:
-    """The retention set, {variant: why it was not taken} of those that lose on it; `dropped` and `warnings` as of `DevInfo`."""
+    """The retention set, {variant: why it was not taken} of those that lose on it; the rest as of `DevInfo`.
+
+    Attributes:
+        right: share of the adapter's answers that are right; None where it was not asked.
+    """
 
     source: str
     vetoed: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    grader: str = ""
+    unread: float = 0.0
+    right: float | None = None
 
 
 @dataclass(frozen=True)
@@ -258,10 +265,15 @@ class SelectionRecord:
         said += [f"{label} was not taken: it {why}." for label, why in vetoed.items()]
         said += [f"{name} is left out: {why}." for name, why in self.left_out.items()]
         said += [f"The training of {name} diverged and takes no part: {why}." for name, why in self.diverged.items()]
-        if self.dev.unread > 0.5:
+        for name, question_set in (("dev", self.dev), ("retention", self.retention)):
+            if question_set is not None and question_set.unread > 0.5:
+                said.append(
+                    f"Warning, {name} set: the grader {question_set.grader!r} reads no answer in {percent(question_set.unread)} % "
+                    "of the adapter's responses; does the prompt ask for the form that it reads?"
+                )
+        if self.retention is not None and self.retention.right == 0:
             said.append(
-                f"Warning: the grader {self.dev.grader!r} reads no answer in {percent(self.dev.unread)} % of the adapter's "
-                "responses; does the prompt ask for the form that it reads?"
+                "Warning, retention set: the adapter answers none of it right, so that nothing can be lost there."
             )
         return [*said, f"This holds for questions like these: {DEV_SET_CAVEAT}."]
 

@@ -46,6 +46,16 @@ CHOICES = {
     "We get \\boxed{B, a dog}": "B",
     "The answer is A or B. No: the answer is B": "B",
     "The answer is C, I think": "C",
+    "B. Vitamin C": "B",
+    "B) World War I": "B",
+    "(D) Both A and B": "D",
+    " D: Both A and B": "D",
+    "B) Mitochondria\n\nThe other options (A, C, D) are wrong.": "B",
+    "B. It is C. elegans": "B",
+    "A. It is wrong. B. It floats, so I take B": "B",
+    "A) too short\nB) too long\nSo it must be C": "C",
+    "(A) is a plant, (B) a stone. My choice: B": "B",
+    "B. Vitamin C, but the answer is D": "D",
 }
 NOTHING = [
     "",

@@ -27,7 +27,7 @@ from loragate.report.page import banner_of
 from loragate.report.scores import evaluation_statements, score_tables
 from loragate.report.sources import Source
 from loragate.selection_record import read_selection_record
-from pages import HISTORY, HOSTILE, evaluation_record, gates_record, row, selection_record, traces
+from pages import HISTORY, HOSTILE, estimate, evaluation_record, gates_record, row, selection_record, traces
 
 
 class Reader(html.parser.HTMLParser):
@@ -208,6 +208,25 @@ def test_the_banner_of_an_evaluation_follows_its_verdicts():
     assert unsure.score.startswith("t: adapter 30.0")
     assert advice("worse").advice.endswith("the gates are significantly worse")
     assert banner().advice == "No scores were given to this report"
+
+
+def test_the_banner_does_not_take_gates_that_the_adapter_beats_at_its_best_temperature():
+    def found(adapter, gated, *more):
+        best = [
+            {"at_best": None if one is None else {"temperature": 0.0, "score": estimate(one)}}
+            for one in (adapter, gated)
+        ]
+        return banner(evaluation_record(row("adapter", 0.38, **best[0]), row("gated", 0.47, **best[1]), *more))
+
+    said = found(0.60, 0.46)
+    assert said.advice == (
+        "Use the plain adapter at another temperature: the gates are significantly better than it at the tasks' own alone, and at "
+        "the best of each it has 60.0 % and the gates 46.0 %"
+    )
+    assert said.score.startswith("t: adapter 38.0")
+    assert found(0.60, None).advice.endswith("it has 60.0 % and the gates 47.0 %")
+    for adapter, gated in ((0.45, 0.46), (0.45, None), (None, None)):
+        assert found(adapter, gated).advice == "Use the gates: significantly better than the adapter"
 
 
 def record_of(tasks, average=()):

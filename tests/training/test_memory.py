@@ -1,5 +1,6 @@
 """A training that will not fit is told before its first step, with what helps."""
 
+import json
 import logging
 import re
 
@@ -63,3 +64,65 @@ def test_a_model_that_tells_too_little_is_trained_without_an_estimate(caplog, mo
 
     monkeypatch.setattr("loragate.training.memory.estimate", nothing)
     assert warned(caplog, monkeypatch, 0, "sft") == ""
+
+
+def trained(folder, stage, free, monkeypatch, caplog, resume=False, **more):
+    """Where so many bytes are free: rows of a pass on record, losses of the steps, and what was said of memory."""
+    from loragate.training import memory
+
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    settings = {"batch_size": 8, "max_length": 64, "logging_steps": 1, "save_steps": 1, "seed": 0, **more}
+    caplog.clear()
+    given = tiny_tokenizer(), tiny_rows(16)
+    with caplog.at_level(logging.WARNING, "loragate"):
+        if stage == "sft":
+            asked = FineTuningSettings(**settings, rank=2)
+            found = lg.train_adapter(tiny_base(), *given, asked, run_folder=folder, resume=resume)
+        else:
+            asked = GateTrainingSettings(**settings, k=8)
+            found = lg.train_gates(
+                tiny_adapter(), *given, lg.GateConfig(-1, 2), asked, run_folder=folder, resume=resume
+            )
+    said = [record.getMessage() for record in caplog.records if "are free" in record.getMessage()]
+    rows = json.loads((folder / "run.json").read_text())["settings"]["per_device_train_batch_size"]
+    return rows, [record["loss"] for record in found.history if "loss" in record], said
+
+
+@pytest.mark.parametrize("stage", ["sft", "calibrate"])
+def test_passes_are_made_to_fit_and_change_no_step(tmp_path, monkeypatch, caplog, stage):
+    rows, losses, said = trained(tmp_path / "ample", stage, 2**40, monkeypatch, caplog)
+    assert (rows, said) == (8, [])
+    asked = {"per_device_train_batch_size": 4}
+    rows, _, (text,) = trained(tmp_path / "asked", stage, 0, monkeypatch, caplog, **asked)
+    assert (rows, "a pass of 4 rows" in text) == (4, True)  # who sets it gets it, and is told
+    rows, short_of, said = trained(tmp_path / "short", stage, 0, monkeypatch, caplog)
+    assert rows == 1
+    assert "passes of 1 of the 8 rows of a step in place of 8" in said[0]
+    assert "a pass of 1 rows" in said[1]  # and even that may not fit
+    assert "fewer rows" not in said[1]
+    assert short_of == pytest.approx(losses, abs=1e-5)
+    # a run that goes on keeps its passes, whatever is free now
+    rows, again, said = trained(tmp_path / "short", stage, 2**40, monkeypatch, caplog, resume=True)
+    assert (rows, said) == (1, [])
+    assert again[-1:] == short_of[-1:]
+
+
+def test_the_largest_pass_that_fits_is_taken(monkeypatch):
+    from loragate.training import memory
+
+    model = tiny_adapter()
+    need = {
+        rows: memory.pass_memory(
+            model.get_base_model(), rows, 64, None, autocast=False, checkpointing=False, k=8, passes=24 // rows
+        )
+        for rows in (8, 6, 4, 3)
+    }
+    monkeypatch.setattr(memory, "free_memory", lambda device: (need[6] + need[4]) / 2)
+    asked = GateTrainingSettings(batch_size=24)
+    fitted = asked.fitted(100)
+    assert fitted.per_device_train_batch_size == 8
+    given = model.get_base_model(), 64, None, 8
+    assert memory.fit_passes(asked, fitted, *given).per_device_train_batch_size == 4
+    assert memory.fit_passes(asked, fitted, *given, recorded=8).per_device_train_batch_size == 8
+    asked = GateTrainingSettings(batch_size=24, per_device_train_batch_size=8)
+    assert memory.fit_passes(asked, asked.fitted(100), *given).per_device_train_batch_size == 8

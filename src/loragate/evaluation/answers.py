@@ -112,13 +112,18 @@ def closing_braces(text: str) -> dict[int, int]:
     return pairs
 
 
+# behind a letter: what is said of an option, not the option's text
+_VERB = "(?:is|was|are|were|has|have|can(?:not)?|could|would|will|does|seems|looks|sounds|means|says)"
+
+
 def extract_choice_letter(response: str) -> str | None:
     r"""The letter that a response chooses, or None.
 
     Tried in turn: the last `\boxed{C}`, which chooses nothing where it holds several letters; "the answer is (C)",
     "Answer: **C**" and the like, small letters only where a bracket, a full stop or the end follows; "C is correct"; a
-    bold `**C**` or `**C. text**`; a line that holds only the letter; the last capital that stands alone with no small
-    word after it, as "A" and "I" are words of their own. An announcement of several ("the answer is A or B") chooses nothing.
+    bold `**C**` or `**C. text**`; a line that holds only the letter; "C. text" or "(C) text" at the very beginning, unless the
+    response goes through several options so; the last capital that stands alone with no small word after it, as "A" and "I" are
+    words of their own. An announcement of several ("the answer is A or B") chooses nothing.
     """
     allowed = f"[{LETTERS}]"
     if (boxed := last_boxed(response)) is not None:
@@ -129,12 +134,15 @@ def extract_choice_letter(response: str) -> str | None:
         found = re.fullmatch(rf"{_OPEN}{letter}(?:[)\]}}*.:,\s].*)?", boxed, re.S)
         if found:
             return found[1].upper()
+    listed = rf"(?:\A|[.;!?] |\n)[^\S\n]*\(?({allowed})[).:]+\s"
+    goes_through_options = len(set(re.findall(listed, response))) > 1
     forms = (
         rf"{_ANNOUNCED}({allowed}){_END}(?!(?<=I) +[a-z])",
         rf"{_ANNOUNCED}((?i:{allowed}))(?=[)\]*}}.]|\s*$)",
         rf"(?<![A-Za-z0-9'’\\])({allowed})[)*_]*\s+(?:is|must be)\s+(?:the\s+)?(?:correct|right|best)\b",
         rf"\*\*\s*\(?({allowed})\)?\s*(?:[.:)][^*\n]*)?\*\*",
         rf"(?m)^[^\S\n]*\(?({allowed})[).]?[^\S\n]*$",
+        r"(?!)()" if goes_through_options else rf"\A\s*\(?({allowed})[).:]+\s+(?!{_VERB}\b)",
         rf"(?<![A-Za-z0-9'’\\])({allowed}){_END}(?! +[a-z])",
     )
     for form in forms:

@@ -11,7 +11,7 @@ Shapes: U distinct prompts, B rows, b rows still in the batch, T positions, V vo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal

@@ -238,6 +238,9 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
         [where for where, said in verdicts.items() if said == verdict]
         for verdict in ("better", "worse", "no difference shown")
     )
+    # a gain at one temperature is none where the adapter alone is better at another
+    beaten = {where: best for where in helped if (best := _best_of_each(record, where)) and best[0] > best[1]}
+    helped = [where for where in helped if where not in beaten]
     cells = [(where, found) for where, rows, _ in every if (found := _cells(rows))[0]]
     if cells and not verdicts:
         advice = "; ".join([*(f"On {where}, {_cells_in_words(found)}" for where, found in cells), NO_CHOICE])
@@ -249,10 +252,19 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
         advice = f"Use the gates for {', '.join(helped)}" if unsure else f"Use the gates: {VERDICTS['better']}"
     elif hurt:
         advice = "Use the plain adapter: the gates are significantly worse"
-        advice += f" on {', '.join(hurt)}" if unsure else ""
+        advice += f" on {', '.join(hurt)}" if unsure or beaten else ""
+    elif beaten:
+        where, (adapter, gated) = next(iter(beaten.items()))
+        advice = (
+            "Use the plain adapter at another temperature: the gates are significantly better than it at the tasks' own alone, and "
+            f"at the best of each it has {percent(adapter)} % and the gates {percent(gated)} %"
+        )
+        advice += f" on {where}" if len(verdicts) > 1 else ""
     else:
         advice = "Use the plain adapter: the gates are not significantly different from it"
-    if unsure and (helped or hurt):
+    if beaten and (helped or hurt):
+        advice += f"; on {', '.join(beaten)} the gates are better at the task's own temperature alone"
+    if unsure and (helped or hurt or beaten):
         advice += f"; no difference shown on {', '.join(unsure)}"
     title, rows, key = next((one for one in every if one[0] in helped[:1]), every[0])
     names = [*(task["name"] for task in record["tasks"]), *(name for name, _ in suites_of(record))]
@@ -268,6 +280,24 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
             f"{row_name(others[0])} scores higher here; whether to use it, a dev set says (loragate calibrate)."
         )
     return advice, score, more, table
+
+
+def _best_of_each(record: Record, where: str) -> tuple[float, float] | None:
+    """What adapter and gates score at the best temperature of each, over a place's tasks; None where one alone was asked.
+
+    At several temperatures it is `at_best`, which the choice does not flatter.
+    """
+    tasks = next((rows[0].get("tasks", ()) for title, rows in suites_of(record) if title == where), (where,))
+    scores, several = {"adapter": 0.0, "gated": 0.0}, False
+    for task in tasks:
+        own = {row["variant"]: row for row in rows_of(record, task) if row["control"] is None}
+        if not scores.keys() <= own.keys():
+            return None
+        for name in scores:
+            best = own[name].get("at_best")
+            several |= best is not None
+            scores[name] += (best["score"] if best else own[name]["avg_at_k"])["mean"] / len(tasks)
+    return (scores["adapter"], scores["gated"]) if several else None
 
 
 def _verdicts(every: list[tuple[str, list[Record], str]]) -> dict[str, str]:

@@ -239,18 +239,22 @@ class SelectionRun:
         self.on_event(stage, what, sum(through.values()), total, note)
 
     def check_grader_reads_answers(self) -> None:
-        """Evaluate the adapter first, and refuse a dev set of whose answers the grader reads none: all scores would be 0.
+        """Evaluate the adapter first, and refuse a dev or retention set of whose answers the grader reads none: all would score 0.
 
         What was begun is taken back, so that the same folder serves another grader.
         """
-        reasons, task = self.evaluate_groups([BASELINE])[BASELINE.label].reasons, self.tasks["dev"]
-        if count_unparsed_answers(reasons, task.task.grader) == sum(reasons.values()):
-            shutil.rmtree(self.folder / "dev")
+        for name, task in self.tasks.items():
+            reasons = self.evaluate_groups([BASELINE], name)[BASELINE.label].reasons
+            if count_unparsed_answers(reasons, task.task.grader) < sum(reasons.values()):
+                continue
+            for begun in self.tasks:
+                shutil.rmtree(self.folder / begun, ignore_errors=True)
             RunFolder(self.folder).record_path.unlink()
+            other = "--dev-grader" if name == "dev" else "--retention-task, which names one of its own,"
             raise DataError(
                 f"the grader {task.task.grader!r} reads an answer in none of the adapter's {len(task.questions)} responses to "
-                f"{task.source} ({', '.join(reasons)}): does the prompt ask for the form that it reads, or does another "
-                "--dev-grader fit?"
+                f"the {name} set {task.source} ({', '.join(reasons)}): does the prompt ask for the form that it reads, or does "
+                f"another {other} fit?"
             )
 
     def train(self) -> None:
@@ -433,6 +437,20 @@ class SelectionRun:
         picked, row = next(one for one in asked if one.label == chosen.label), variants[chosen.label]
         trial = picked.trials[0] if picked.trials else None
         reasons = rows[BASELINE.label].reasons
+        kept_info = None
+        if self.retention is not None:
+            asked_too = self.tasks["retention"]
+            own_row = self.evaluate_groups([BASELINE], "retention")[BASELINE.label]
+            unread = count_unparsed_answers(own_row.reasons, asked_too.task.grader) / sum(own_row.reasons.values())
+            kept_info = RetentionInfo(
+                asked_too.source,
+                dict(vetoed),
+                self.retention.dropped,
+                asked_too.warnings,
+                asked_too.task.grader,
+                unread,
+                own_row.avg_at_k.mean,
+            )
         difference = variants[chosen.best].difference
         reason = format_choice_reason(chosen.best, BASELINE.label, difference, chosen.accepted, bool(vetoed))
         return SelectionRecord(
@@ -461,11 +479,7 @@ class SelectionRun:
                 self.dev.dropped,
                 task.warnings,
             ),
-            None
-            if self.retention is None
-            else RetentionInfo(
-                self.tasks["retention"].source, dict(vetoed), self.retention.dropped, self.tasks["retention"].warnings
-            ),
+            kept_info,
             {"base": self.why_no_base_variant} if self.why_no_base_variant else {},
             self.diverged,
         )

@@ -48,6 +48,14 @@ class TrainingFolder:
     resume: bool = False
     overwrite: bool = False
 
+    @property
+    def recorded_pass_rows(self) -> int:
+        """Rows of a pass of the run that is to be resumed; 0 where none is."""
+        record = read_json(self.path / RunFolder.RECORD) if self.resume else {}
+        settings = record.get("settings")
+        rows = settings.get("per_device_train_batch_size") if isinstance(settings, dict) else None
+        return rows if isinstance(rows, int) and rows > 0 else 0
+
     def begin(self, identity: Mapping[str, Any]) -> Path | None:
         """Write run.json, or on resume compare it with `identity`.
 

@@ -29,13 +29,14 @@ from loragate.gates.control import as_base
 from loragate.gates.eligibility import keep_unpacked
 from loragate.gates.identity import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.schema import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from loragate.losses.causal_head import Reference, ReferenceRequest
+from loragate.losses.causal_head import Reference, ReferenceRequest, causal_model
 from loragate.losses.objectives import Objective, make_objective
 from loragate.models import Loading, ModelRef, explained, open_base, open_tokenizer, resolve
 from loragate.models.peft_loading import load_peft
 from loragate.modes import evaluation_mode
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
+from loragate.training.memory import fit_passes
 from loragate.training.model_state import train_in_fp32
 from loragate.training.preflight import require_free_out
 from loragate.training.rows import (
@@ -211,7 +212,6 @@ def train_adapter(
         if encoded is None:
             source = source.shuffled(settings.seed)
             encoded = encode_rows(source, tokenizer, max_length=settings.max_length)
-        settings = settings.fitted(len(encoded), detect_launch().processes)
         chosen = make_objective(settings.objective, settings.objective_options) if objective is None else objective
         require_mask_column(chosen, encoded, source.source)
         refers = "reference_kl" in chosen.requires  # to the base with the adapter off
@@ -229,6 +229,9 @@ def train_adapter(
             )  # fmt: skip
         else:
             model = build_adapter(base_model, settings)
+        causal, longest = causal_model(model), int(encoded.arrays["lengths"].max())
+        fitted = settings.fitted(len(encoded), detect_launch().processes)
+        settings = fit_passes(settings, fitted, causal, longest, chosen, chosen.k, folder.recorded_pass_rows)
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if settings.adapter:
             identity["start"] = weights_checksum(trained.items())

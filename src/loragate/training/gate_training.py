@@ -46,6 +46,7 @@ from loragate.models.passes import iter_passes
 from loragate.modes import evaluation_mode
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
+from loragate.training.memory import fit_passes
 from loragate.training.model_state import statistics_forward, without_dropout
 from loragate.training.rows import (
     TrainingCollator,
@@ -505,7 +506,9 @@ def train_gates(
         if objective is not None:
             require_mask_column(objective, encoded, source.source)
         # run.json and the artifact get what was done
-        settings = settings.fitted(len(encoded), detect_launch().processes)
+        base, longest = causal_model(peft_model), int(encoded.arrays["lengths"].max())
+        fitted = settings.fitted(len(encoded), detect_launch().processes)
+        settings = fit_passes(settings, fitted, base, longest, None, settings.k, folder.recorded_pass_rows)
         chosen = {"k": settings.k, "objective": settings.objective}
         device = target_device(peft_model).type
         arguments = build_trainer_arguments(

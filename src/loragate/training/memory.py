@@ -1,4 +1,4 @@
-"""Whether the largest pass of a training fits into the memory that is free, told before its first step.
+"""Whether the largest pass of a training fits into the memory that is free: made to fit, or told before the first step.
 
 A machine without memory left ends a process without a word, often after hours.
 """
@@ -6,7 +6,8 @@ A machine without memory left ends a process without a word, often after hours.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -15,53 +16,107 @@ from peft.tuners.lora import LoraLayer
 from loragate.gates.eligibility import NONE, quantization_of
 from loragate.losses.objectives import Objective
 from loragate.training.plan import GIB, Estimate, estimate
+from loragate.training.settings import TrainSettings
+from loragate.training.strategy import detect_launch
 
 ON_CPU = 1.4
 """What a process on a CPU holds at least for each byte that is alive (1.3 to 2.1 were seen): freed blocks lie between others."""
 logger = logging.getLogger("loragate")
 
 
-def warn_where_memory_is_short(
-    base: Any, args: Any, objective: Objective, longest: int, device: torch.device, gates: bool
-) -> None:
-    """Warn if a pass of the longest rows needs more than is free on `device`, where the base is already.
+Settings = TypeVar("Settings", bound=TrainSettings)
 
-    Nothing is said of quantised and sharded bases, nor of models whose configuration says too little for an estimate.
+
+def pass_memory(
+    base: Any, rows: int, longest: int, objective: Objective | None, *, autocast: bool, checkpointing: bool, **more: Any
+) -> float | None:
+    """Bytes beside the base that a training with passes of `rows` of the longest rows needs, on the base's device.
+
+    None for quantised and sharded bases, and for models whose configuration says too little for an estimate.
+
+    Args:
+        base: the causal model, adapter in place.
+        longest: tokens of the longest row.
+        objective: of the adapter's training; None for that of gates.
+        more: further arguments of `estimate`.
+    """
+    device = next(base.parameters()).device
+    if device.type not in ("cpu", "cuda") or quantization_of(base) != NONE:
+        return None
+    layers = [module for module in base.modules() if isinstance(module, LoraLayer)]
+    try:
+        found: Estimate = estimate(
+            base,
+            "calibrate" if objective is None else "sft",
+            sequence=longest,
+            rows=rows,
+            adapter=[(one.in_features, one.out_features, max(one.r.values(), default=0)) for one in layers],
+            base=str(base.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            autocast=autocast,
+            gradient_checkpointing=checkpointing,
+            objective=objective,
+            dora=any(any(one.use_dora.values()) for one in layers),
+            **more,
+        )
+    except AttributeError:  # as of a state-space model
+        return None
+    return found.peak * (ON_CPU if device.type == "cpu" else 1.0) - found.weights
+
+
+def fit_passes(
+    asked: Settings, fitted: Settings, base: Any, longest: int, objective: Objective | None, k: int, recorded: int = 0
+) -> Settings:
+    """`fitted` with fewer rows in a pass where memory is short and `asked` leaves their number open; steps keep their rows.
+
+    The gradient of a step is the same sum over the same tokens, so only its rounding depends on the rows of a pass.
+
+    Args:
+        base, longest, objective: as in `pass_memory`.
+        recorded: of the run that is resumed, which goes on as it began; 0 for none.
+    """
+    if asked.per_device_train_batch_size or detect_launch().processes > 1:
+        return fitted
+    if recorded:
+        return replace(fitted, per_device_train_batch_size=recorded)
+    free, batch, most = (
+        free_memory(next(base.parameters()).device), fitted.batch_size, fitted.per_device_train_batch_size
+    )  # fmt: skip
+
+    def need(rows: int) -> float | None:
+        how: dict[str, Any] = {"k": k, "passes": batch // rows}
+        how |= {"autocast": fitted.precision != "fp32", "checkpointing": fitted.gradient_checkpointing}
+        return pass_memory(base, rows, longest, objective, **how)
+
+    whole = need(most)
+    if whole is None or whole <= free:
+        return fitted
+    fewer = [rows for rows in range(most - 1, 0, -1) if batch % rows == 0]
+    rows = next((rows for rows in fewer if (need(rows) or 0.0) <= free), 1)
+    if rows < most:
+        logger.warning(
+            "passes of %d of the %d rows of a step in place of %d, as one with the longest (%d tokens) needs about %.1f GiB "
+            "beside the model and %.1f are free; the steps stay the same, and per_device_train_batch_size sets it",
+            rows, batch, most, longest, whole / GIB, free / GIB,
+        )  # fmt: skip
+    return replace(fitted, per_device_train_batch_size=rows)
+
+
+def warn_where_memory_is_short(base: Any, args: Any, objective: Objective, longest: int, gates: bool) -> None:
+    """Warn if a pass of the longest rows needs more than is free where the base is.
 
     Args:
         base: the causal model, adapter and gates in place.
         args: of the trainer: rows of a pass, precision, checkpointing.
         longest: tokens of the longest row.
     """
-    if device.type not in ("cpu", "cuda") or quantization_of(base) != NONE:
-        return
-    layers = [module for module in base.modules() if isinstance(module, LoraLayer)]
-
-    def needed(gradient_checkpointing: bool) -> float:
-        """Bytes beside the base."""
-        found: Estimate = estimate(
-            base,
-            "calibrate" if gates else "sft",
-            sequence=longest,
-            rows=args.per_device_train_batch_size,
-            adapter=[(one.in_features, one.out_features, max(one.r.values(), default=0)) for one in layers],
-            base=str(base.dtype).removeprefix("torch."),  # type: ignore[arg-type]
-            autocast=args.bf16 or args.fp16,
-            gradient_checkpointing=gradient_checkpointing,
-            objective=None if gates else objective,
-            dora=any(any(one.use_dora.values()) for one in layers),
-            k=objective.k,
-            passes=args.gradient_accumulation_steps,
-        )
-        return found.peak * (ON_CPU if device.type == "cpu" else 1.0) - found.weights
-
-    try:
-        need, lighter = needed(bool(args.gradient_checkpointing)), needed(True)
-    except AttributeError:  # as of a state-space model
-        return
-    if need > (free := free_memory(device)):
+    given = base, args.per_device_train_batch_size, longest, None if gates else objective
+    how = {"autocast": args.bf16 or args.fp16, "k": objective.k, "passes": args.gradient_accumulation_steps}
+    need = pass_memory(*given, checkpointing=bool(args.gradient_checkpointing), **how)
+    if need is not None and need > (free := free_memory(next(base.parameters()).device)):
         ways = ["fewer rows in a pass (per_device_train_batch_size)", "shorter ones (max_length)"]
-        if not args.gradient_checkpointing:
+        if args.per_device_train_batch_size == 1:
+            del ways[0]
+        if not args.gradient_checkpointing and (lighter := pass_memory(*given, checkpointing=True, **how)) is not None:
             ways.insert(0, f"gradient checkpointing ({lighter / GIB:.1f} GiB)")
         logger.warning(
             "a pass of %d rows of %d tokens, the longest, needs about %.1f GiB beside the model, and %.1f are free: the "

@@ -192,7 +192,7 @@ def iter_evaluated_rows(model: Any, rows: Sequence[Row], per_device: int, proces
 
 
 def warn_where_rows_change_others(model: Any, rows: EncodedRows) -> None:
-    """Warn where rows to learn from, several to a pass, lie on both sides of a longrope model's length (see `find_longrope_length`).
+    """Warn where rows to learn from, several to a pass, lie on both sides of a longrope model's length, `find_longrope_length`.
 
     An optimiser step keeps its rows, so they are not drawn apart here.
     """

@@ -78,7 +78,7 @@ class TrainSettings:
     Attributes:
         learning_rate: peak learning rate of AdamW.
         batch_size: sequences per optimiser step; 0: 128, or fewer for about 150 steps.
-        per_device_train_batch_size: sequences per forward pass and process; 0: 8, or fewer where batch_size asks for it.
+        per_device_train_batch_size: sequences per forward pass and process; 0: 8, or fewer where batch_size or memory ask for it.
         num_train_epochs: passes over the rows; 0: one, or more for about 150 steps.
         max_steps: optimiser steps, 0 to follow from epochs.
         max_length: token limit of a row; longer rows are cut on the right.

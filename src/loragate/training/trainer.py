@@ -168,7 +168,7 @@ class StatisticsTrainer(SFTTrainer):
         lengths = train_dataset.arrays["lengths"]
         if not detect_launch().is_sharded:
             gates, longest = adapter_name is not None, int(lengths.max())
-            warn_where_memory_is_short(causal, args, objective, longest, target_device(model), gates)
+            warn_where_memory_is_short(causal, args, objective, longest, gates)
         if self.packing:
             args.per_device_train_batch_size, args.packing = 1, False  # an item is a whole forward pass
         # rows come prepared: tokenised, cut and in their final order

@@ -221,6 +221,8 @@ class _Decision:
         gold_sides, answer_sides = sides_of(gold), sides_of(answer)
         if len(gold_sides) > 1 and len(answer_sides) > 1:
             return self.same_equation(gold_sides, answer_sides)
+        if len(gold_sides) == 1 and (value := self.value_of_formula(gold, answer_sides)) is not None:
+            return self.compare(gold, value)
         if len(gold_sides) > 1 or len(answer_sides) > 1:
             filled = [[side for side in sides if side] for sides in (gold_sides, answer_sides)]
             pairs = [(left, right) for left in filled[0] for right in filled[1]]
@@ -245,6 +247,22 @@ class _Decision:
                 before = self.same_or_unread(gold[-1], value)
                 verdict = False if before is False else None if before is None else verdict
         return verdict
+
+    @staticmethod
+    def value_of_formula(gold: str, answer: Sequence[str]) -> str | None:
+        """5 of `m+n=5` and `5=m+n` where the gold is a constant: what was asked for and its value; None for another answer.
+
+        `2x=5` and `x+1=5` have one unknown, and another value of it.
+        """
+        if len(answer) != 2:
+            return None
+        try:
+            gold_names, left, right = (variables(read_expression(unwrap_fonts(one))) for one in (gold, *answer))
+        except ParseError:
+            return None
+        if gold_names or min(len(left), len(right)) > 0 or max(len(left), len(right)) < 2:
+            return None
+        return answer[0] if left == set() else answer[1]
 
     @staticmethod
     def is_formula(text: str) -> bool:

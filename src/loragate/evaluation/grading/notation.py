@@ -56,7 +56,7 @@ _REPLACEMENTS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
         ("\\", r"(?<!\\)\\[()\[\]]", " "),  # \( \) \[ \] as delimiters of the whole
         ("$", r"(?<!\\)\$", " "),
         ("$", r"\\\$", "$"),  # from here on the currency
-        ("\\!", r"(?<!\\)\\!", ""),
+        ("\\!", r"(?<!\\)\\!\s*", ""),
         ("\\", r"(?<!\\)\\[,;:> ]|\\hspace\{[^{}]*\}", " "),
         ("~", r"(?<!\\)~", " "),
         ("\\", r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?", ""),
@@ -110,16 +110,20 @@ def normalise(answer: str) -> str:
         text = re.sub(r"\\\\(?:\[\w+\])?(?=.*\S)", "; ", text)
     if "\x00" in text:  # between digits it goes, elsewhere `{,}` was a comma after all
         text = re.sub(r"(?<=\d)\x00(?=\d{3})", "", text).replace("\x00", ",")
-    text = re.sub(r"\s+", " ", text).strip()
+    text = _without_final_stop(re.sub(r"\s+", " ", text).strip())
     if not any(bracket in text for bracket in "()[]"):  # which would make 10,080 a list
         text = _THOUSANDS.sub(lambda match: match.group(1) + re.sub(r"[ ,]", "", match.group(2)), text)
     if "." in text:
         text = _REPEATING.sub(_repeating, _GOES_ON.sub(r"\1\\overline{\2}", text))
-    text = _infix(text)
-    while len(text) > 1 and text.endswith((".", ",", ";", "\\")) and not text.endswith("..."):
-        text = text[:-1].rstrip()
+    text = _without_final_stop(_infix(text))
     quoted = re.fullmatch(r"(['\"`]|\^\^)(.+)\1", text)
     return _root_braces(strip_outer_braces(quoted[2] if quoted else text))
+
+
+def _without_final_stop(text: str) -> str:
+    while len(text) > 1 and text.endswith((".", ",", ";", "\\")) and not text.endswith("..."):
+        text = text[:-1].rstrip()
+    return text
 
 
 def _from_unicode(text: str) -> str:

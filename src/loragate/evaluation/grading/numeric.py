@@ -39,11 +39,11 @@ _POWER = re.compile(rf"{_B}(?:[eE]([-+]?\d+)|(?:[xX×*]|\\times|\\cdot){_B}10{_B
 MAX_EXPONENT, MAX_DIGITS = 1000, 400
 _SCALE = re.compile(r"(?:[\s-]*(hundred|thousand|million|billion|trillion|dozen)s?|k)\b", re.I)
 NEAR = 40  # characters around a number that say what it is
-_LABEL = re.compile(r"[A-Za-z_\\]$|[\^_]\{?$")  # before digits that are no number of their own: x1, cm^2
-_NEGATIVE = re.compile(rf"(?:\b(?:minus|negative)|={_B}[-−–]){_B}$", re.I)
+_LABEL = re.compile(r"(?:[A-Za-z_\\]|[\^_]\{?)\Z")  # directly before digits that are no number of their own: x1, cm^2
+_NEGATIVE = re.compile(rf"(?:\b(?:minus|negative)|={_B}[-−–]){_B}\Z", re.I)
 # beside a number that is part of another one
 _PART_BEFORE = re.compile(
-    rf"(?:[\d)%]{_B}(?:[-−–+*/÷×^xX]|minus|plus|times)|[A-Za-z][-−–+]|\b[a-z]{_B}[-−–+*/]|[×÷{{]|\\(?:times|cdot|div)){_B}$|\d:$",
+    rf"(?:[\d)%]{_B}(?:[-−–+*/÷×^xX]|minus|plus|times)|[A-Za-z][-−–+]|\b[a-z]{_B}[-−–+*/]|[×÷{{]|\\(?:times|cdot|div)){_B}\Z|\d:\Z",
     re.I,
 )
 _PART_AFTER = re.compile(
