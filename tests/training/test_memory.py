@@ -84,7 +84,7 @@ def trained(folder, stage, free, monkeypatch, caplog, resume=False, **more):
                 tiny_adapter(), *given, lg.GateConfig(-1, 2), asked, run_folder=folder, resume=resume
             )
     said = [record.getMessage() for record in caplog.records if "are free" in record.getMessage()]
-    rows = json.loads((folder / "run.json").read_text())["settings"]["per_device_train_batch_size"]
+    rows = json.loads((folder / "run.json").read_text())["notes"]["per_device_train_batch_size"]
     return rows, [record["loss"] for record in found.history if "loss" in record], said
 
 

@@ -62,6 +62,17 @@ def test_a_chosen_batch_can_be_dealt_out(micro, processes):
         assert MIN_BATCH_SIZE <= fitted.batch_size <= max(128, micro * processes)
 
 
+@pytest.mark.parametrize("kind", [FineTuningSettings, GateTrainingSettings])
+def test_the_steps_do_not_depend_on_the_number_of_processes(kind):
+    for rows in (10, 500, 1_000, 5_000, 30_000):
+        alone = kind().fitted(rows)
+        for processes in (2, 4, 8):
+            fitted = kind().fitted(rows, processes)
+            assert (fitted.batch_size, fitted.num_train_epochs) == (alone.batch_size, alone.num_train_epochs)
+            assert fitted.batch_size % (processes * fitted.per_device_train_batch_size) == 0
+    assert kind().fitted(500, 3).batch_size == -(-kind().fitted(500).batch_size // 3) * 3  # 9 of 8 rows
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -256,8 +256,8 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     elif beaten:
         where, (adapter, gated) = next(iter(beaten.items()))
         advice = (
-            "Use the plain adapter at another temperature: the gates are significantly better than it at the tasks' own alone, and "
-            f"at the best of each it has {percent(adapter)} % and the gates {percent(gated)} %"
+            "Use the plain adapter at another temperature: the gates are significantly better than it at the tasks' own alone, "
+            f"and at the best of each it has {percent(adapter)} % and the gates {percent(gated)} %"
         )
         advice += f" on {where}" if len(verdicts) > 1 else ""
     else:
@@ -283,7 +283,7 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
 
 
 def _best_of_each(record: Record, where: str) -> tuple[float, float] | None:
-    """What adapter and gates score at the best temperature of each, over a place's tasks; None where one alone was asked.
+    """What adapter and gates score at the best temperature of each; None where one alone was asked.
 
     At several temperatures it is `at_best`, which the choice does not flatter.
     """

@@ -30,6 +30,7 @@ TRAINER_STATE_FILE, METRICS_FILE, TRAINED_WEIGHTS_FILE, CHECKSUMS = (
     "trained.safetensors",
     "checksums.json",
 )
+PASS_ROWS = "per_device_train_batch_size"
 UNFINISHED = "it was not written to its end"
 
 
@@ -50,14 +51,16 @@ class TrainingFolder:
 
     @property
     def recorded_pass_rows(self) -> int:
-        """Rows of a pass of the run that is to be resumed; 0 where none is."""
+        """Rows of a pass of the run that is to be resumed on as many processes; 0 where none is."""
         record = read_json(self.path / RunFolder.RECORD) if self.resume else {}
-        settings = record.get("settings")
-        rows = settings.get("per_device_train_batch_size") if isinstance(settings, dict) else None
+        notes = record.get(RunFolder.NOTES)
+        if not isinstance(notes, dict) or notes.get("processes") != detect_launch().processes:
+            return 0
+        rows = notes.get(PASS_ROWS)
         return rows if isinstance(rows, int) and rows > 0 else 0
 
     def begin(self, identity: Mapping[str, Any]) -> Path | None:
-        """Write run.json, or on resume compare it with `identity`.
+        """Write run.json, or on resume compare it with `identity`, but for the rows of a pass, on which only rounding depends.
 
         Returns:
             The checkpoint to go on from; None to begin.
@@ -69,6 +72,9 @@ class TrainingFolder:
         if not self.is_persistent:
             return None
         run, state = RunFolder(self.path, SetupError), process_state()
+        settings = dict(identity.get("settings", {}))
+        notes = {PASS_ROWS: settings.pop(PASS_ROWS, 0), "processes": detect_launch().processes}
+        identity = {**identity, "settings": settings}
         if not self.resume:
             if self.overwrite and state.is_main_process:
                 remove_run(self.path)
@@ -78,7 +84,7 @@ class TrainingFolder:
             state.wait_for_everyone()
             # a refusal is every process's, the record the first one's
             if holds or exists or state.is_main_process:
-                run.begin(identity, existing_work=holds)
+                run.begin(identity, existing_work=holds, notes=notes)
             return None
         run.begin(identity, resume=True)
         last, faults = None, []

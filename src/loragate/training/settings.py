@@ -152,9 +152,9 @@ class TrainSettings:
         Few steps hardly move anything. Smaller batches come first, down to `MIN_BATCH_SIZE` rows; then epochs, up to MAX_EPOCHS.
         """
         batch, num_train_epochs = self.batch_size, self.num_train_epochs or 1.0
-        per_device = self._micro_batch_size(processes)
         if not self.batch_size:
-            per_pass = per_device * processes
+            asked = self.per_device_train_batch_size * processes
+            per_pass = asked or MAX_MICRO_BATCH_SIZE
             batch = max(DEFAULT_BATCH_SIZE // per_pass, 1) * per_pass  # the nearest below 128 that can be dealt out
             if not self.max_steps:  # else their number does not follow from the rows
                 # the largest batch, of this one halved again and again, that gives enough steps
@@ -163,9 +163,9 @@ class TrainSettings:
                     batch, half = half, half // 2 // per_pass * per_pass
                 if not self.num_train_epochs:
                     num_train_epochs = float(min(self.MAX_EPOCHS, math.ceil(TARGET_STEPS / math.ceil(rows / batch))))
-        return replace(
-            self, batch_size=batch, per_device_train_batch_size=per_device, num_train_epochs=num_train_epochs
-        )
+            batch = -(-batch // processes) * processes  # several processes take the steps of one
+        fitted = replace(self, batch_size=batch, num_train_epochs=num_train_epochs)
+        return replace(fitted, per_device_train_batch_size=fitted._micro_batch_size(processes))
 
     def steps(self, rows: int) -> int:
         """Optimiser steps over `rows` rows with `fitted` settings; the last batch of an epoch may be smaller."""
