@@ -197,7 +197,7 @@ def test_programs_that_raise_were_read(tmp_path):
         task = SimpleNamespace(task=SimpleNamespace(grader=grader), questions=[0] * 32, source="dev.jsonl")
         (tmp_path / "dev").mkdir(exist_ok=True)
         (tmp_path / "run.json").touch()
-        return SimpleNamespace(evaluate_groups=lambda _: rows, tasks={"dev": task}, folder=tmp_path)
+        return SimpleNamespace(evaluate_groups=lambda *_: rows, tasks={"dev": task}, folder=tmp_path)
 
     SelectionRun.check_grader_reads_answers(asked("humaneval"))
     with pytest.raises(DataError, match="reads an answer in none"):
@@ -258,6 +258,19 @@ def test_a_dev_set_of_which_nothing_can_be_read_is_refused_before_any_training(t
     assert calibrate(tmp_path / "out", ranges=(TWO,))[1].folder == tmp_path / "out", (
         "the same folder serves another grader"
     )
+
+
+def test_a_retention_set_of_which_nothing_can_be_read_is_refused_too(tmp_path, trained, engines):
+    engines({"adapter greedy": 32}, retained={"adapter greedy": 0}, wrong="")
+    with pytest.raises(DataError, match=r"in none of the adapter's 40 responses to the retention set .*--retention-task"):
+        calibrate(tmp_path / "out", retention=True)
+    assert not trained
+    assert not [path for path in (tmp_path / "out" / "run").iterdir() if path.name != "lock"]
+    # what is read and never right guards nothing either, which the record says
+    engines({"adapter greedy": 10, GREEDY: 30}, retained={"adapter greedy": 0})
+    _, chosen = calibrate(tmp_path / "out", ranges=(ONE,), retention=True)
+    assert record_of(chosen)["retention"]["right"] == 0
+    assert any("so that nothing can be lost there" in line for line in chosen.sentences())
 
 
 def test_gates_can_be_taken_without_a_dev_set(tmp_path, engines):
