@@ -266,6 +266,17 @@ def test_retention_questions(examined, monkeypatch):
     assert "forgets" not in examined(says(SENTENCE), says(SENTENCE), retention_data=[{}])[1]
 
 
+def test_retention_questions_that_nobody_answers_say_nothing_and_it_is_said(examined, monkeypatch):
+    scores, said = {"0": np.zeros(48), "1": np.zeros(48)}, []
+    monkeypatch.setattr(ExamContext, "score_questions", lambda exam, name: scores)
+    examined(says(SENTENCE), says(SENTENCE), retention_data=[{}], say=said.append)
+    assert any("by the grader default hardly an answer of base or adapter is right" in line for line in said)
+    scores["0"] = np.ones(48)
+    said.clear()
+    examined(says(SENTENCE), says(SENTENCE), retention_data=[{}], say=said.append)
+    assert not said
+
+
 def test_with_every_retention_question_right_the_interval_has_a_width(examined, monkeypatch):
     scores = {"0": np.ones(48), "1": np.ones(48)}
     monkeypatch.setattr(ExamContext, "score_questions", lambda exam, name: scores)

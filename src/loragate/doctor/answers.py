@@ -79,6 +79,11 @@ def examine_answers(exam: ExamContext) -> tuple[Answers, list[Finding]]:
     base = extract_answer_traits(exam, "base") if exam.has_base else None
     forgetting, nats = _measure_forgetting(exam) if base else ({}, {})
     kept = {} if exam.retention_data is None else exam.score_questions("retention")
+    if len(kept) > 1 and max(kept["0"].mean(), kept["1"].mean()) <= RETENTION_LOSS:
+        exam.say(
+            "the retention set says nothing: by the grader default hardly an answer of base or adapter is right; do the questions "
+            "ask for the form that it reads?"
+        )
     findings = [
         *_check_stopping(exam, adapter, base),
         *_check_repetition(adapter, base),
