@@ -97,6 +97,22 @@ def test_a_second_training_begins_anew_where_that_is_asked_for(place):
         lg.make_adapter("base", "rows.jsonl", "mine", SETTINGS, overwrite=True)
 
 
+def test_an_adapter_that_is_trained_on_is_not_written_over(place, fails):
+    first = ["sft", "--model", "base", "--data", "rows.jsonl", *FLAGS.split(), "--out", "adapter"]
+    assert main([*first, "--save-steps", "1"]) == 0
+    (place / "alias").symlink_to("adapter")
+    before = {path: path.read_bytes() for path in place.rglob("adapter/**/*") if path.is_file()}
+    assert before
+    checkpoint = next((place / "adapter" / "run").glob("checkpoint-*"))
+    for start, told in (("adapter", "is"), ("alias", "is"), (str(checkpoint), "holds")):
+        said = fails(*first, "--adapter", start, "--overwrite")
+        assert f"--out adapter {told} the adapter that is trained on (--adapter {start})" in said
+        with pytest.raises(ConfigError, match="Choose another --out"):
+            lg.make_adapter("base", "rows.jsonl", "adapter", replace(SETTINGS, adapter=start), overwrite=True)
+    assert {path: path.read_bytes() for path in place.rglob("adapter/**/*") if path.is_file()} == before
+    assert main([*first[:-1], "longer", "--adapter", "adapter"]) == 0
+
+
 def test_what_cannot_work_is_refused_before_the_base_is_loaded(place, monkeypatch):
     monkeypatch.setattr("loragate.training.fine_tuning.open_base", None)
     (place / "taken").mkdir()

@@ -36,7 +36,7 @@ def run(options: SftOptions) -> int:
 
     folder = Path(options.out)
     settings = extract_settings(options, FineTuningSettings)
-    require_free_out(folder, options.resume, options.overwrite)
+    require_free_out(folder, options.resume, options.overwrite, settings.adapter)
     # with --processes this process only starts the others and waits
     if (status := relaunch_if_requested(settings, options, options)) is not None:
         return status

@@ -297,16 +297,17 @@ def make_adapter(
 
     Raises:
         ConfigError: for settings that cannot be used together, rows without a keep_mask that the objective needs, or a folder
-            that holds something else.
+            that holds something else, or the adapter that is trained on.
         DataError: for rows that cannot be used.
         TrainingError: as in `train_adapter`; also where rows or settings have changed since the run to resume began.
     """
-    require_free_out(Path(folder), resume, overwrite)
+    settings = settings or FineTuningSettings()
+    require_free_out(Path(folder), resume, overwrite, settings.adapter)
     run = AdapterRun(
         model,
         RowsSettings(data=data) if isinstance(data, str) else data,
         Path(folder),
-        settings or FineTuningSettings(),
+        settings,
         max_rows,
         loading or Loading(),
         system,
