@@ -11,7 +11,7 @@ from peft import PeftModel
 
 from loragate.cli.main import main
 from loragate.training import token_mask
-from tiny import run, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_base, write_rows
+from tiny import TEMPLATE, run, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_base, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +143,21 @@ def test_what_cannot_work_is_refused(place, tmp_path, fails):
     assert 0 < sum(map(sum, kept)) < 0.6 * sum(map(len, whole))
     again = [*common[:-1], tmp_path / "m.jsonl", *reference, "--out", tmp_path / "n.jsonl"]
     assert "carry a keep_mask already" in fails(*again)
+
+
+def test_a_reference_with_another_template_is_refused(place, tmp_path, fails):
+    shutil.copytree(place / "adapter", tmp_path / "own")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("<user> {{", "<user> w1 w1 {{")
+    tokenizer.save_pretrained(tmp_path / "own")
+    common = ["mask", "--model", place / "base", "--reference", tmp_path / "own", "--out", tmp_path / "m.jsonl"]
+    given = [*common, "--data", place / "rows.jsonl"]
+    said = fails(*given)
+    assert f"the chat template of the reference {tmp_path / 'own'} is not the base's. " in said
+    assert "--chat-template FILE" in said
+    assert not (tmp_path / "m.jsonl.partial").exists()
+    (tmp_path / "own.jinja").write_text(tokenizer.chat_template)
+    run(*given, "--chat-template", tmp_path / "own.jinja")
+    # no template renders plain rows
+    write_rows(tmp_path / "plain.jsonl", [{"prompt": "w1", "completion": "w2 w3"}] * 3)
+    run(*common[:-1], tmp_path / "p.jsonl", "--data", tmp_path / "plain.jsonl")

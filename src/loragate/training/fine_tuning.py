@@ -339,17 +339,19 @@ class AdapterRun:
 
     def read(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Read and check what needs no model; `on_progress` is called with the rows that are tokenised, and all rows."""
-        self.place = resolve(self.model, expect="base")
+        self.place = tokenized = resolve(self.model, expect="base")
         if self.settings.adapter:
             # the base is the one that is named here, so the adapter's own is not looked for
             adapter = resolve(self.settings.adapter, expect="adapter", base_optional=True)
             self.settings = resolve_settings_from_adapter(
                 replace(self.settings, adapter=adapter.record_name), adapter.peft_config()
             )
+            # with its own tokenizer and template, where it has them: what it was trained with
+            tokenized = replace(adapter, base=self.place.base)
         settings = self.settings
         self.objective = make_objective(settings.objective, settings.objective_options)
         self.rows = read_rows(self.asked, self.max_rows, settings.seed).shuffled(settings.seed)
-        self.tokenizer = open_tokenizer(self.place, self.loading)
+        self.tokenizer = open_tokenizer(tokenized, self.loading)
         self.encoded = encode_rows(
             self.rows, self.tokenizer, max_length=settings.max_length, system=self.system, on_progress=on_progress
         )

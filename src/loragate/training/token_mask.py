@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from loragate.data import Collator, encode_rows, load_rows
+from loragate.data import Collator, encode_rows, load_rows, template_hash
 from loragate.display import Display
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.files import RunFolder, write_atomically, write_json, write_text
@@ -62,7 +62,7 @@ def mask_rows(
     Beside the rows, OUT.record.json says what was scored; its counts and mean influences are returned.
 
     Raises:
-        ConfigError: for what cannot work, before anything is loaded, and for tokenizers that differ.
+        ConfigError: for what cannot work, before anything is loaded, and for tokenizers or chat templates that differ.
         DataError: for rows that cannot be scored, or that carry a mask already.
     """
     require_share(keep, scope)
@@ -90,7 +90,10 @@ def mask_rows(
             except TypeError as error:
                 raise DataError(f"{rows.where(item['row'])}: cannot be written as JSON ({error})") from error
         texts = [tokenizer.decode(row["input_ids"]) for row in whole[:20]]
-        require_same_tokens(tokenizer, open_tokenizer(other, how), texts)
+        reference_tokenizer = open_tokenizer(other, how)
+        require_same_tokens(tokenizer, reference_tokenizer, texts)
+        if not whole.summary.all_plain:  # which no template renders
+            require_same_template(tokenizer, reference_tokenizer, reference)
     # a mask has an entry for every response token of `whole`, scored or not
     scored = [{**row, **{key: row[key][:max_length] for key in ("input_ids", "labels")}} for row in whole]
     lengths = response_lengths(scored)
@@ -254,6 +257,21 @@ def require_same_tokens(base: Any, reference: Any, texts: Sequence[str]) -> None
                 f"the tokenizers of base and reference cut {text[:60]!r} differently; take a reference that was trained "
                 "from this base"
             )
+
+
+def require_same_template(base: Any, reference: Any, name: str) -> None:
+    """Refuse a reference whose tokenizer has another chat template: it would be scored on texts that it has never learned.
+
+    Raises:
+        ConfigError: naming the reference; one template for both, of --chat-template, never differs.
+    """
+    own, other = template_hash(base), template_hash(reference)
+    if own != other:
+        lacking = next((f" (the {who} has none)" for who, found in (("base", own), ("reference", other)) if found == "none"), "")
+        raise ConfigError(
+            f"the chat template of the reference {name} is not the base's{lacking}. Rows are rendered once, for both: give the "
+            "template that the reference was trained with by --chat-template FILE, here and to sft"
+        )
 
 
 def response_lengths(encoded: Sequence[dict[str, Any]]) -> list[int]:
