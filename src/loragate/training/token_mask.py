@@ -267,7 +267,9 @@ def require_same_template(base: Any, reference: Any, name: str) -> None:
     """
     own, other = template_hash(base), template_hash(reference)
     if own != other:
-        lacking = next((f" (the {who} has none)" for who, found in (("base", own), ("reference", other)) if found == "none"), "")
+        lacking = next(
+            (f" (the {who} has none)" for who, found in (("base", own), ("reference", other)) if found == "none"), ""
+        )
         raise ConfigError(
             f"the chat template of the reference {name} is not the base's{lacking}. Rows are rendered once, for both: give the "
             "template that the reference was trained with by --chat-template FILE, here and to sft"
