@@ -23,16 +23,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from loragate.data import Collator, encode_rows, load_rows, template_hash
+from loragate.data import Collator, EncodedRows, encode_rows, load_rows, template_hash
 from loragate.display import Display
-from loragate.errors import ConfigError, DataError, nearest
+from loragate.errors import ConfigError, DataError, LoragateError, nearest
 from loragate.files import RunFolder, write_atomically, write_json, write_text
 from loragate.losses import StatisticsRequest
 from loragate.losses.causal_head import causal_model
 from loragate.losses.head import IGNORE_INDEX
 from loragate.models import Loading, load_adapter, open_tokenizer, open_weights, resolve
 from loragate.models.passes import iter_passes
+from loragate.printable import excerpt
 from loragate.training.model_state import statistics_forward
+from loragate.training.rows import check_fits_model
 
 SCOPES = ("global", "row")
 WINDOW = 16  # forward passes whose rows are sorted by length before they are cut into passes
@@ -63,7 +65,8 @@ def mask_rows(
 
     Raises:
         ConfigError: for what cannot work, before anything is loaded, and for tokenizers or chat templates that differ.
-        DataError: for rows that cannot be scored, or that carry a mask already.
+        DataError: for rows that cannot be scored or written, or that carry a mask already.
+        SetupError: for rows that are longer than a model has positions.
     """
     require_share(keep, scope)
     out, how = Path(out), loading or Loading()
@@ -86,7 +89,13 @@ def mask_rows(
         whole = encode_rows(rows, tokenizer, max_length=None, system=system)
         for item in whole:  # scoring can take hours
             try:
-                json.dumps(rows[item["row"]])
+                json.dumps(rows[item["row"]], ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                near = excerpt(error.object[max(0, error.start - 30) : error.end])
+                raise DataError(
+                    f"{rows.where(item['row'])}: a text holds half of a surrogate pair, near {near}, and cannot be written as "
+                    "UTF-8. Mend or remove it, also where it stands in a column that nothing reads"
+                ) from None
             except TypeError as error:
                 raise DataError(f"{rows.where(item['row'])}: cannot be written as JSON ({error})") from error
         texts = [tokenizer.decode(row["input_ids"]) for row in whole[:20]]
@@ -95,7 +104,7 @@ def mask_rows(
         if not whole.summary.all_plain:  # which no template renders
             require_same_template(tokenizer, reference_tokenizer, reference)
     # a mask has an entry for every response token of `whole`, scored or not
-    scored = [{**row, **{key: row[key][:max_length] for key in ("input_ids", "labels")}} for row in whole]
+    scored = EncodedRows({**row, **{key: row[key][:max_length] for key in ("input_ids", "labels")}} for row in whole)
     lengths = response_lengths(scored)
     if not sum(lengths):
         raise DataError(f"{rows.source}: max_length={max_length} cuts the whole response of every row; raise it")
@@ -112,12 +121,21 @@ def mask_rows(
     partial = out.with_name(out.name + ".partial")
     RunFolder(partial).begin(identity, resume=resume)
 
+    def fitting(scorer: Any) -> Any:
+        try:
+            check_fits_model(scorer, scored, rows.where)
+        except LoragateError:
+            if not any(partial.glob("*.npy")):  # nothing was scored: the same call with another max_length may begin
+                shutil.rmtree(partial)
+            raise
+        return scorer
+
     def score(name: str, load: Callable[[], Any]) -> Any:
         path, found = partial / f"{name}.npy", Scores()
         if path.is_file():
             return None
         with display.job(f"scoring under the {name}", len(scored), "row") as job:
-            scorer, pad = load(), tokenizer.pad_token_id
+            scorer, pad = fitting(load()), tokenizer.pad_token_id
             for window in response_log_probs(
                 scorer, scored, pad, per_device_train_batch_size=per_device_train_batch_size
             ):
