@@ -12,6 +12,7 @@ from loragate.errors import ConfigError
 
 CLASSES = {
     "rows": ("loragate.training.settings", "RowsSettings"),
+    "training": ("loragate.training.settings", "FineTuningSettings"),
     "task": ("loragate.evaluation.tasks.task", "Task"),
     "dataset": ("loragate.evaluation.tasks.task", "Dataset"),
     "calibrate": ("loragate.cli.calibrate", "CalibrateOptions"),

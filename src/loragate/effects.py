@@ -53,6 +53,10 @@ SETTING_CONDITIONS: dict[str, tuple[SettingCondition, ...]] = {
         SettingCondition(("system",), "raw", (None,)),
     ),
     "rows": (SettingCondition(("select_seed",), "select", ("shuffled",)),),
+    # transformers' constant schedule has no warm-up
+    "training": (
+        SettingCondition(("warmup_ratio",), "lr_scheduler_type", ("cosine", "linear", "constant_with_warmup")),
+    ),
     "dataset": (SettingCondition(("config", "split", "revision"), "hub"),),
     "diagnose": (
         SettingCondition(("rows",), "what", ("entropy", "alignment")),

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, NotRequired, TypeVar
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from loragate.errors import ConfigError, LoragateError, nearest
 
@@ -27,6 +27,7 @@ NonNegativeInt = Annotated[int, Ge(0)]
 Port = Annotated[int, Ge(0), Le(65535)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
+Seed = Annotated[int, Ge(0), Lt(2**32)]  # what every generator of random numbers takes
 UnitInterval = Annotated[float, Ge(0), Le(1)]
 STRICT = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
 """What holds for a dataclass; one that sets `__pydantic_config__` to {**STRICT, "extra": "ignore"} passes over other keys."""
@@ -44,10 +45,10 @@ _EXPECTED = {
     "dict_type": "a block of keys",
     "dataclass_type": "a block of keys",
     "none_required": "null",
-    "greater_than": "above {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "below {lt:g}",
-    "less_than_equal": "at most {le:g}",
+    "greater_than": "above {gt:.12g}",
+    "greater_than_equal": "at least {ge:.12g}",
+    "less_than": "below {lt:.12g}",
+    "less_than_equal": "at most {le:.12g}",
     "string_too_short": "a text that is not empty",
     "too_short": "a list of at least {min_length}",
     "string_pattern_mismatch": "a text of the form {pattern}",

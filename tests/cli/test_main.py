@@ -165,6 +165,12 @@ def test_mistakes_on_the_command_line(fails):
     assert "unknown command 'train'; did you mean 'sft'?" in fails("train")
 
 
+@pytest.mark.parametrize("name", ["sft", "mask"])
+def test_a_negative_number_of_rows_is_refused(name, tmp_path, fails):
+    given = ["--model", tmp_path, "--data", "rows.jsonl", "--out", tmp_path / "out", "--max-rows", "-3"]
+    assert "--max-rows must be at least 0, found -3" in fails(name, *given)
+
+
 def test_values_are_read_as_they_are_meant():
     for words in (["--ranges", "-3,1"], ["--ranges=-3,1"]):
         assert parse(CALIBRATE, words)[0].ranges == "-3,1"

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 import shutil
 
 import datasets
@@ -11,7 +12,7 @@ from peft import PeftModel
 
 from loragate.cli.main import main
 from loragate.training import token_mask
-from tiny import run, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_base, write_rows
+from tiny import TEMPLATE, run, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_base, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +144,59 @@ def test_what_cannot_work_is_refused(place, tmp_path, fails):
     assert 0 < sum(map(sum, kept)) < 0.6 * sum(map(len, whole))
     again = [*common[:-1], tmp_path / "m.jsonl", *reference, "--out", tmp_path / "n.jsonl"]
     assert "carry a keep_mask already" in fails(*again)
+
+
+def test_a_reference_with_another_template_is_refused(place, tmp_path, fails):
+    shutil.copytree(place / "adapter", tmp_path / "own")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("<user> {{", "<user> w1 w1 {{")
+    tokenizer.save_pretrained(tmp_path / "own")
+    common = ["mask", "--model", place / "base", "--reference", tmp_path / "own", "--out", tmp_path / "m.jsonl"]
+    given = [*common, "--data", place / "rows.jsonl"]
+    said = fails(*given)
+    assert f"the chat template of the reference {tmp_path / 'own'} is not the base's. " in said
+    assert "--chat-template FILE" in said
+    assert not (tmp_path / "m.jsonl.partial").exists()
+    (tmp_path / "own.jinja").write_text(tokenizer.chat_template)
+    run(*given, "--chat-template", tmp_path / "own.jinja")
+    # no template renders plain rows
+    write_rows(tmp_path / "plain.jsonl", [{"prompt": "w1", "completion": "w2 w3"}] * 3)
+    run(*common[:-1], tmp_path / "p.jsonl", "--data", tmp_path / "plain.jsonl")
+
+
+def test_half_a_surrogate_is_told_before_anything_is_scored(place, tmp_path, fails):
+    rows = [{**row, "note": "cut \ud83d" if at == 3 else ""} for at, row in enumerate(tiny_rows(5))]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    common = ["mask", "--model", place / "base", "--reference", place / "adapter", "--out", tmp_path / "m.jsonl"]
+    said = fails(*common, "--data", data)
+    assert f"{data}:4: a text holds half of a surrogate pair" in said
+    assert not (tmp_path / "m.jsonl.partial").exists()
+
+
+def test_rows_longer_than_the_positions_of_a_model_are_refused(place, tmp_path, fails):
+    write_base(tmp_path / "short", max_position_embeddings=8)
+    for model, reference in (("short", place / "tuned"), (place / "base", "short")):
+        given = ["--model", tmp_path / model, "--reference", tmp_path / reference, "--data", place / "rows.jsonl"]
+        said = fails("mask", *given, "--out", tmp_path / "m.jsonl")
+        assert re.search(
+            r"rows\.jsonl:\d+ has \d+ tokens, but the model has 8 positions; set max_length to 8 or less", said
+        )
+        partial = tmp_path / "m.jsonl.partial"
+        assert partial.exists() == (reference == "short"), "what was scored is kept, and nothing else"
+        shutil.rmtree(partial, ignore_errors=True)
+    run("mask", *given, "--max-length", 8, "--out", tmp_path / "m.jsonl")
+
+
+def test_a_tilde_is_the_home_folder(place, tmp_path, fails, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(place / "rows.jsonl", tmp_path / "rows.jsonl")
+    models = ["--model", place / "base", "--reference", place / "adapter"]
+    run("mask", *models, "--data", "~/rows.jsonl", "--out=~/m.jsonl", "--max-length", 8)
+    assert (tmp_path / "m.jsonl").is_file()
+    assert not (tmp_path / "~").exists()
+    common = ["sft", "--model", place / "base", "--data", "~/m.jsonl", "--objective", "mask", "--max-steps", 1]
+    assert "was masked with max_length 8" in fails(*common, "--out", "a")
+    (tmp_path / "sft.yaml").write_text("out: ~/adapter\n")
+    run(*common, "--max-length", 8, "--batch-size", 4, "--config", "sft.yaml")
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -177,6 +179,13 @@ def test_the_context_of_a_question_is_part_of_it(row, question):
 def test_a_system_column_opens_the_conversation():
     turns = turns_of({"system_prompt": "Be brief.", "question": "2+2?", "response": None, "answer": "4"})
     assert turns.messages == ({"role": "system", "content": "Be brief."}, *PAIR)
+    row = {"system": "Be brief.", "messages": [ASK, ANSWER]}
+    assert turns_of(row).messages == turns.messages
+    assert unused(row, "messages") == []
+    own = {"role": "system", "content": "Be long."}
+    with pytest.raises(DataError, match="found system and a system turn, which say different things"):
+        turns_of({**row, "messages": [own, ASK, ANSWER]})
+    assert turns_of({"system": "Be long. ", "messages": [own, ASK, ANSWER]}).messages == (own, *PAIR)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +251,39 @@ def test_lists_as_json_text_are_read():
     turns = turns_of({**row, "tools": '[{"name": "add"}]', "chat_template_kwargs": '{"enable_thinking": false}'})
     assert (turns.messages, turns.tools) == (PAIR, ({"name": "add"},))
     assert turns.template_kwargs == {"enable_thinking": False}
+    for key in ("completion", "response"):
+        turns = turns_of({"prompt": json.dumps([ASK, ANSWER, ASK]), key: json.dumps([ANSWER])})
+        assert (turns.messages, turns.trained) == ((*PAIR, *PAIR), (3,))
+        assert turns_of({"prompt": json.dumps([ASK]), key: json.dumps([ANSWER]), "system": "S"}).messages[1:] == PAIR
+    assert (
+        unused({"prompt": json.dumps([ASK]), "completion": json.dumps([ANSWER]), "tools": "[1]"}, "prompt_completion")
+        == []
+    )
+    row = {"instruction": "2+2?", "output": "4", "history": '[["2+2?", "4"]]', "keep_mask": "[1, 0]"}
+    assert (turns_of(row).messages, turns_of(row).keep_mask) == ((*PAIR, *PAIR), (1, 0))
+    turns = turns_of({"question": "Who?", "contexts": '["Ann did.", "Bob did not."]', "answer": "Ann."})
+    assert turns.messages[0]["content"] == "Who?\n\nAnn did.\n\nBob did not."
+    with pytest.raises(DataError, match="history is text that is not JSON"):
+        turns_of({**row, "history": "none"})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [
+        (json.dumps([ASK]), "4"),
+        ("2+2?", json.dumps([ANSWER])),
+        ("Sort [3, 1]", "[1, 3]"),
+        ("[3, 1]", "[1, 3]"),
+        ("[]", "[]"),
+        ('[{"name": "a"}]', '[{"name": "b"}]'),
+        ("[[[", "[" * 100_000),
+    ],
+)
+def test_text_that_only_looks_like_a_list_of_messages_is_text(prompt, completion):
+    turns = turns_of({"prompt": prompt, "completion": completion})
+    assert (turns.prompt, turns.completion) == (prompt, completion)
+    question = turns_of({"question": "Sort it", "input": '["b", "a"]', "answer": '["a", "b"]'}).messages[0]["content"]
+    assert question == 'Sort it\n\n["b", "a"]'
 
 
 def test_unknown_keys_are_told_beside_the_known_ones():

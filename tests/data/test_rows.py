@@ -179,6 +179,11 @@ def test_limit_stops_reading(write, parquet):
         load_rows(path, limit=3)
     assert len(load_rows(parquet, limit=2)) == 2
     assert len(load_rows(ROWS, limit=1)) == 1
+    for source in (path, parquet, ROWS):
+        with pytest.raises(ConfigError, match="found limit=-2, expected a number of rows: 0 or more"):
+            load_rows(source, limit=-2)
+    with pytest.raises(ConfigError, match="found take=-1"):
+        load_rows(ROWS).take(-1)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from loragate.selection.sweep import Sweep
 from loragate.training import FineTuningSettings, GateTrainingSettings, RowsSettings
 from loragate.training.fine_tuning import AdapterRun
 from loragate.training.rows import read_rows
-from tiny import tiny_base, tiny_rows, write_base
+from tiny import TEMPLATE, tiny_base, tiny_rows, write_base
 
 SETTINGS = FineTuningSettings(
     batch_size=4, per_device_train_batch_size=2, rank=2, max_steps=3, max_length=64, logging_steps=1
@@ -95,6 +95,33 @@ def test_a_second_training_begins_anew_where_that_is_asked_for(place):
     (place / "mine" / "notes.txt").touch()
     with pytest.raises(ConfigError, match="is not empty"):
         lg.make_adapter("base", "rows.jsonl", "mine", SETTINGS, overwrite=True)
+
+
+def test_an_adapter_that_is_trained_on_is_not_written_over(place, fails):
+    first = ["sft", "--model", "base", "--data", "rows.jsonl", *FLAGS.split(), "--out", "adapter"]
+    assert main([*first, "--save-steps", "1"]) == 0
+    (place / "alias").symlink_to("adapter")
+    before = {path: path.read_bytes() for path in place.rglob("adapter/**/*") if path.is_file()}
+    assert before
+    checkpoint = next((place / "adapter" / "run").glob("checkpoint-*"))
+    for start, told in (("adapter", "is"), ("alias", "is"), (str(checkpoint), "holds")):
+        said = fails(*first, "--adapter", start, "--overwrite")
+        assert f"--out adapter {told} the adapter that is trained on (--adapter {start})" in said
+        with pytest.raises(ConfigError, match="Choose another --out"):
+            lg.make_adapter("base", "rows.jsonl", "adapter", replace(SETTINGS, adapter=start), overwrite=True)
+    assert {path: path.read_bytes() for path in place.rglob("adapter/**/*") if path.is_file()} == before
+    assert main([*first[:-1], "longer", "--adapter", "adapter"]) == 0
+
+
+def test_an_adapter_is_trained_on_with_its_own_template(place):
+    (place / "own.jinja").write_text(TEMPLATE.replace("<user> {{", "<user> w1 w1 {{"))
+    common = ["sft", "--model", "base", "--data", "rows.jsonl", *FLAGS.split()]
+    assert main([*common, "--chat-template", "own.jinja", "--out", "first"]) == 0
+    assert main([*common, "--adapter", "first", "--out", "second"]) == 0
+    assert main([*common, "--adapter", "first", "--chat-template", "own.jinja", "--out", "third"]) == 0
+    tokens = [json.loads((place / name / "run" / "run.json").read_text())["tokens"] for name in ("second", "third")]
+    assert tokens[0] == tokens[1]
+    assert (place / "second" / "chat_template.jinja").read_text() == (place / "own.jinja").read_text()
 
 
 def test_what_cannot_work_is_refused_before_the_base_is_loaded(place, monkeypatch):

@@ -110,3 +110,19 @@ def test_a_trained_bias_beside_a_frozen_weight_in_bf16_is_refused(tokenizer, row
     with pytest.raises(ConfigError, match=r"trains 'bias' of .*q_proj.* Load the base in fp32"):
         lg.train_adapter(tiny_base().to(torch.bfloat16), tokenizer, rows, chosen)
     assert lg.train_adapter(tiny_base(), tokenizer, rows, chosen).steps == 1
+
+
+def test_every_target_module_is_one_of_the_base(tokenizer, rows):
+    chosen = settings(target_modules="q_proj, qkv_proj, layers.1.mlp.gate_prj, nowhere", max_steps=1)
+    with pytest.raises(ConfigError) as caught:
+        lg.train_adapter(tiny_base(), tokenizer, rows, chosen)
+    said = str(caught.value)
+    assert "target_modules names 'qkv_proj' (perhaps '" in said
+    assert "'layers.1.mlp.gate_prj' (perhaps 'gate_proj'), 'nowhere', which matches no module of the base" in said
+    assert "its linear layers end in down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in said
+    kept = settings(target_modules="q_proj,layers.1.mlp.gate_proj", max_steps=1)
+    model = lg.train_adapter(tiny_base(), tokenizer, rows, kept).model
+    trained = {
+        name.split(".lora_")[0].split("model.")[-1] for name, value in model.named_parameters() if value.requires_grad
+    }
+    assert trained == {"layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.gate_proj"}

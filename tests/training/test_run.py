@@ -1,14 +1,18 @@
 """What is given to the two stages: mix-ups are one sentence, before anything is changed or loaded."""
 
+import datetime
 import json
 
 import pytest
+from transformers.utils import chat_template_utils
 
 import loragate as lg
 from loragate.data import encode_rows
-from loragate.errors import ConfigError, DataError
+from loragate.errors import ConfigError, DataError, SetupError
+from loragate.files import require_same_identity
 from loragate.training import FineTuningSettings, GateTrainingSettings
-from tiny import tiny_adapter, tiny_base, tiny_rows
+from loragate.training.checkpoints import dated_template_named
+from tiny import TEMPLATE, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 SHARED = {"batch_size": 8, "per_device_train_batch_size": 4, "max_length": 64, "max_steps": 1, "logging_steps": 1}
 ONE = FineTuningSettings(**SHARED, rank=2)
@@ -52,3 +56,32 @@ def test_mix_ups_of_both_stages(tokenizer, stage):
     encoded = encode_rows(tiny_rows(12), tokenizer, max_length=64)
     with pytest.raises(DataError, match="encoded holds 12 rows up to index 11, and rows has 8"):
         stage(tokenizer, encoded=encoded)
+
+
+@pytest.mark.parametrize("stage", [train, calibrate])
+def test_a_template_with_the_date_is_named_where_a_run_is_resumed_on_another_day(tmp_path, monkeypatch, stage):
+    class Clock(datetime.datetime):
+        today_is = 1
+
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.datetime(2026, 1, cls.today_is)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    dated, given = tiny_tokenizer(), {"run_folder": tmp_path / "run", "settings": ONE if stage is train else TWO}
+    dated.chat_template = TEMPLATE.replace("<user> {{", "<user> w{{ strftime_now('%d')[1] }} {{")
+    stage(dated, **given)
+    Clock.today_is = 2
+    with pytest.raises(
+        SetupError, match=r"begun with tokens = .*writes today's date.*strftime_now.*--chat-template FILE"
+    ):
+        stage(dated, **given, resume=True)
+    fixed = tiny_tokenizer()
+    with pytest.raises(SetupError, match="begun with tokens = ") as caught:
+        stage(fixed, **given, resume=True)
+    assert "today's date" not in str(caught.value)
+    fixed.chat_template = dated.chat_template.replace("{{ strftime_now('%d')[1] }}", "1")
+    stage(fixed, **given, resume=True)
+    # of calibrate, whose record holds them beside the rows
+    with pytest.raises(ConfigError, match="writes today's date"), dated_template_named(dated):
+        require_same_identity(tmp_path, {"data": {"tokens": "a"}}, {"data": {"tokens": "b"}}, "repeat the command")

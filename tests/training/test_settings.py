@@ -84,6 +84,12 @@ def test_the_steps_do_not_depend_on_the_number_of_processes(kind):
         ({"k": 1}, "k must be at least 2"),
         ({"warmup_ratio": 1.0}, "warmup_ratio must be below 1"),
         ({"save_total_limit": -1}, "save_total_limit must be at least 0"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"seed": 2**32}, "seed must be below 4294967296"),
+        (
+            {"warmup_ratio": 0.1, "lr_scheduler_type": "constant"},
+            "warmup_ratio has no effect with lr_scheduler_type constant, only with cosine and linear and constant_with_warmup",
+        ),
     ],
 )
 def test_settings_of_gates_that_cannot_be_are_refused(options, words):
@@ -97,8 +103,17 @@ def test_settings_of_gates_that_cannot_be_are_refused(options, words):
         ({"objective": "profti"}, "did you mean 'profit'"),
         ({"rank": 0}, "rank must be at least 1"),
         ({"target_modules": []}, "target_modules"),
+        ({"dropout": 1.0}, "dropout must be below 1"),
+        ({"dropout": -0.1}, "dropout must be at least 0"),
+        ({"warmup_ratio": 0.9, "lr_scheduler_type": "constant"}, "warmup_ratio has no effect"),
     ],
 )
 def test_settings_of_adapters_that_cannot_be_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         FineTuningSettings(**options)
+
+
+def test_a_constant_schedule_has_no_warm_up_of_its_own():
+    assert FineTuningSettings(lr_scheduler_type="constant").warmup_ratio == 0
+    assert FineTuningSettings(lr_scheduler_type="constant", warmup_ratio=0.0).warmup_ratio == 0
+    assert FineTuningSettings(lr_scheduler_type="constant_with_warmup").warmup_ratio == 0.1

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import json
 import math
+import os
 import re
 import shlex
 import textwrap
@@ -118,6 +119,8 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
     read = read_config(given["config"], command) if "config" in given else {}
     try:
         values = read | coerce_fields(command.options, values)  # what was typed wins
+        if isinstance(values.get("out"), str):  # a shell leaves the ~ of --out=~/run as it is
+            values["out"] = os.path.expanduser(values["out"])
         _refuse_missing(
             command, [name for name in command.required if name not in command.required_at_run and name not in values]
         )

@@ -11,7 +11,7 @@ from annotated_types import Ge
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions, OutputOptions, require_files
 from loragate.display import console, duration
-from loragate.validate import PositiveInt
+from loragate.validate import NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MaskOptions(ModelOptions, OutputOptions):
     revision: str = ""
     keep: float = 0.6
     scope: Literal["global", "row"] = "global"
-    max_rows: int = 0
+    max_rows: NonNegativeInt = 0
     max_length: Annotated[int, Ge(2)] = 2048
     per_device_train_batch_size: PositiveInt = 8
 

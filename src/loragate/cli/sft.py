@@ -11,6 +11,7 @@ from loragate.display import Display, console, duration, format_next_command
 from loragate.training.preflight import relaunch_if_requested, require_free_out, require_reporters
 from loragate.training.settings import FineTuningSettings
 from loragate.training.strategy import process_state
+from loragate.validate import NonNegativeInt
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class SftOptions(RunOptions, FineTuningSettings):
     """
 
     model: str = ""
-    max_rows: int = 0
+    max_rows: NonNegativeInt = 0
     overwrite: bool = False
 
 
@@ -36,7 +37,7 @@ def run(options: SftOptions) -> int:
 
     folder = Path(options.out)
     settings = extract_settings(options, FineTuningSettings)
-    require_free_out(folder, options.resume, options.overwrite)
+    require_free_out(folder, options.resume, options.overwrite, settings.adapter)
     # with --processes this process only starts the others and waits
     if (status := relaunch_if_requested(settings, options, options)) is not None:
         return status

@@ -298,7 +298,7 @@ def unused(row: Row, format: str) -> list[str]:
     chosen = FORMATS[format]
     groups = [group for group in chosen.columns if _has(row, *group)]
     read = {"keep_mask", *(key for group in groups for key in group)}
-    texts = all(isinstance(row[key], str) for group in groups for key in group)
+    texts = all(isinstance(value, str) for group in groups for value in _pair_values(row, group))
     if RAW_PAIR not in groups or not texts:
         read |= {*chosen.besides, "tools", "chat_template_kwargs"}
     if not texts:  # context follows a question that is text, and no list of messages
@@ -353,7 +353,7 @@ def _learned(turns: Turns) -> tuple[int, ...]:
 
 def _alpaca_row(row: Row) -> Turns:
     messages: list[Message] = []
-    history = row.get("history") or []
+    history = parse_json_column(row.get("history"), "history") or []
     if not isinstance(history, list | tuple):
         raise DataError(f"history is {kind_of(history)}, expected a list of pairs [user text, assistant text]")
     for index, pair in enumerate(history):
@@ -370,7 +370,7 @@ def _pair_row(row: Row) -> Turns:
         names = " and ".join("+".join(pair) for pair in fitting)
         raise DataError(f"found {names} in one row, so prompt and response are ambiguous. Remove the pair not meant.")
     pair = fitting[0]
-    prompt, completion = row[pair[0]], row[pair[1]]
+    prompt, completion = _pair_values(row, pair)
     if isinstance(prompt, list) and isinstance(completion, list):  # two parts of one conversation
         before = conversation(prompt, pair[0])
         after = conversation(completion, pair[1])
@@ -387,14 +387,41 @@ def _pair_row(row: Row) -> Turns:
     return Turns(_with_system(row, tuple(pair_messages(question_text(row, pair[0]), texts[1]))))
 
 
+def _pair_values(row: Row, group: tuple[str, ...]) -> tuple[Any, ...]:
+    """The values of the columns of a row; of a pair that is two lists of messages as JSON text, the lists.
+
+    Text that is anything else is text: a question may be about JSON.
+    """
+    values = tuple(row[key] for key in group)
+    if group not in PAIRS or not all(isinstance(value, str) and value.lstrip().startswith("[") for value in values):
+        return values
+    with suppress(ValueError, RecursionError):
+        lists = tuple(json.loads(value) for value in values)
+        if all(found and all(isinstance(entry, Mapping) and "role" in entry for entry in found) for found in lists):
+            return lists
+    return values
+
+
 def question_text(row: Row, key: str) -> str:
     """The text of a question's column, and behind it those of the context that the row gives."""
     parts = [text_of(row[key], key)]
     for name in CONTEXT:
         value = row.get(name)
+        if name in ("contexts", "passages", "documents") and isinstance(value, str):
+            value = _texts_of_json(value)
         texts = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
         parts += [text_of(text, name) for text in texts]
     return "\n\n".join(part for part in parts if part.strip())
+
+
+def _texts_of_json(value: str) -> str | list[str]:
+    """The texts of a list that is JSON text; any other text as it is."""
+    if value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            texts = json.loads(value)
+            if all(isinstance(text, str) for text in texts):
+                return list(texts)
+    return value
 
 
 def _has(row: Row, *keys: str) -> bool:
@@ -405,7 +432,8 @@ FORMATS: dict[str, Format] = {
     "messages": Format(
         "messages (a list of role and content)",
         (("messages",),),
-        lambda row: Turns(conversation(row["messages"], "messages")),
+        lambda row: Turns(_with_system(row, conversation(row["messages"], "messages"))),
+        SYSTEM,
     ),
     "sharegpt": Format(
         "conversations (a list of from and value)",
@@ -446,7 +474,7 @@ def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]
 
 
 def _keep_mask(row: Row) -> tuple[int, ...] | None:
-    mask = row.get("keep_mask")
+    mask = parse_json_column(row.get("keep_mask"), "keep_mask")
     if mask is None:
         return None
     if not isinstance(mask, list | tuple) or any(not isinstance(bit, int) or bit not in (0, 1) for bit in mask):

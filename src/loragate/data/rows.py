@@ -83,7 +83,8 @@ class Rows(Sequence[dict[str, Any]]):
         return self._view(order)
 
     def take(self, n: int) -> Rows:
-        """The first `n` rows, or all when there are fewer."""
+        """The first `n` rows, or all when there are fewer; ConfigError for fewer than none."""
+        _require_count("take", n)
         return self._view(self._order[:n])
 
     @property
@@ -177,8 +178,9 @@ def load_rows(
 
     Raises:
         DataError: for anything that cannot be read; the message names the file and line.
-        ConfigError: for a split or revision that would have no effect.
+        ConfigError: for a split or revision that would have no effect, or a negative limit.
     """
+    _require_count("limit", limit)
     if not isinstance(source, str | Path):
         _refuse_without_effect("rows in memory", split=split, revision=revision)
         return _from_memory(source, limit)
@@ -428,6 +430,11 @@ def _hint(error: json.JSONDecodeError, per_line: bool, last: bool) -> str:
     if unfinished and per_line:
         return " In .jsonl every row stands on one line; write the file without indentation."
     return ""
+
+
+def _require_count(name: str, number: int | None) -> None:
+    if number is not None and number < 0:
+        raise ConfigError(f"found {name}={number}, expected a number of rows: 0 or more")
 
 
 def _refuse_without_effect(what: str, **settings: str | None) -> None:

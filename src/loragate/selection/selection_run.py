@@ -59,6 +59,7 @@ from loragate.selection_record import (
     count_unparsed_answers,
     format_choice_reason,
 )
+from loragate.training.checkpoints import dated_template_named
 from loragate.training.rows import encoded_fingerprint
 
 SCALES = (0.25, 0.5, 0.75, 1.25, 1.5)
@@ -220,7 +221,8 @@ class SelectionRun:
         """Hold the folder, with what is being done written down."""
         run = RunFolder(self.folder)
         with run.locked():
-            run.begin(self.identity, resume=resume)
+            with dated_template_named(self.context.tokenizer):
+                run.begin(self.identity, resume=resume)
             self.announce()
             yield
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.errors import ConfigError, SetupError
+from loragate.data.chat import active_template
+from loragate.errors import ConfigError, LoragateError, SetupError
 from loragate.files import RunFolder, file_sha256, read_json, write_json
 from loragate.training.strategy import detect_launch, process_state
 
@@ -131,6 +133,26 @@ def training_folder(path: str | Path | None, resume: bool, overwrite: bool = Fal
     # of several processes the first one holds the lock, for all
     with nullcontext() if detect_launch().rank else RunFolder(Path(path)).locked():
         yield TrainingFolder(Path(path), True, resume, overwrite)
+
+
+@contextmanager
+def dated_template_named(tokenizer: Any) -> Iterator[None]:
+    """Say so in a refusal to resume with other tokens where the chat template writes the date into every row.
+
+    Args:
+        tokenizer: of the training; None for one without.
+    """
+    try:
+        yield
+    except LoragateError as error:
+        template = "" if tokenizer is None else active_template(tokenizer) or ""
+        if not re.search(r"begun with (data\.)?tokens = ", str(error)) or "strftime_now" not in template:
+            raise
+        raise type(error)(
+            f"{error}. The chat template writes today's date into the rows (strftime_now), so they have other tokens every day: "
+            "where the run began on another day, go on with --chat-template FILE, a copy of the template with the date of that "
+            "day in place of the call"
+        ) from None
 
 
 def remove_run(folder: Path) -> None:

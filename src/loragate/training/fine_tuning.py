@@ -8,6 +8,7 @@ folder/run/      what is trained on what (run.json), the log and checkpoints to 
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +19,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 from trl import SFTConfig
 
 from loragate.data import EncodedRows, encode_rows, load_rows
@@ -51,6 +53,7 @@ from loragate.training.settings import FineTuningSettings, RowsSettings, drop_un
 from loragate.training.sharding import target_device
 from loragate.training.strategy import detect_launch, process_state
 from loragate.training.trainer import StatisticsTrainer
+from loragate.validate import comma_list
 
 logger = logging.getLogger("loragate")
 # what a finished adapter decides: name of the setting, and of the field in its own record
@@ -119,7 +122,8 @@ def build_adapter(base_model: Any, settings: FineTuningSettings) -> Any:
     """A fresh adapter on `base_model`; the seed is set immediately before its factors are drawn."""
     targets: str | list[str] = settings.target_modules
     if targets != "all-linear":
-        targets = [name.strip() for name in settings.target_modules.split(",") if name.strip()]
+        targets = comma_list(settings.target_modules)
+        require_modules(base_model, targets)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
@@ -135,12 +139,36 @@ def build_adapter(base_model: Any, settings: FineTuningSettings) -> Any:
     except ValueError as error:
         if "arget modules" not in str(error):  # PEFT writes "Target modules ..." and "No target modules ..."
             raise
-        linear = (name for name, module in base_model.named_modules() if isinstance(module, nn.Linear))
-        names = sorted({name.rsplit(".", 1)[-1] for name in linear})
         raise ConfigError(
             f"target_modules {settings.target_modules!r} matches no module of the base; its linear layers end in "
-            + ", ".join(names)
+            + ", ".join(names_of_linear_layers(base_model))
         ) from error
+
+
+def names_of_linear_layers(base_model: Any) -> list[str]:
+    """The last parts of the paths of a base's linear layers, each once."""
+    return sorted(
+        {name.rsplit(".", 1)[-1] for name, part in base_model.named_modules() if isinstance(part, nn.Linear | Conv1D)}
+    )
+
+
+def require_modules(base_model: Any, targets: list[str]) -> None:
+    """Refuse names of modules of which the base has none: PEFT passes over them as long as another name fits.
+
+    Raises:
+        ConfigError: naming them all, and the linear layers that were probably meant.
+    """
+    paths = [path for path, _ in base_model.named_modules()]
+    unknown = [name for name in targets if not any(path == name or path.endswith("." + name) for path in paths)]
+    if unknown:
+        linear, told = names_of_linear_layers(base_model), []
+        for name in unknown:
+            like = difflib.get_close_matches(name.rsplit(".", 1)[-1], linear, n=1)
+            told.append(f"{name!r} (perhaps {like[0]!r})" if like else repr(name))
+        raise ConfigError(
+            f"target_modules names {', '.join(told)}, which matches no module of the base; its linear layers end in "
+            + ", ".join(linear)
+        )
 
 
 @torch.no_grad()
@@ -297,16 +325,17 @@ def make_adapter(
 
     Raises:
         ConfigError: for settings that cannot be used together, rows without a keep_mask that the objective needs, or a folder
-            that holds something else.
+            that holds something else, or the adapter that is trained on.
         DataError: for rows that cannot be used.
         TrainingError: as in `train_adapter`; also where rows or settings have changed since the run to resume began.
     """
-    require_free_out(Path(folder), resume, overwrite)
+    settings = settings or FineTuningSettings()
+    require_free_out(Path(folder), resume, overwrite, settings.adapter)
     run = AdapterRun(
         model,
         RowsSettings(data=data) if isinstance(data, str) else data,
         Path(folder),
-        settings or FineTuningSettings(),
+        settings,
         max_rows,
         loading or Loading(),
         system,
@@ -338,17 +367,19 @@ class AdapterRun:
 
     def read(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Read and check what needs no model; `on_progress` is called with the rows that are tokenised, and all rows."""
-        self.place = resolve(self.model, expect="base")
+        self.place = tokenized = resolve(self.model, expect="base")
         if self.settings.adapter:
             # the base is the one that is named here, so the adapter's own is not looked for
             adapter = resolve(self.settings.adapter, expect="adapter", base_optional=True)
             self.settings = resolve_settings_from_adapter(
                 replace(self.settings, adapter=adapter.record_name), adapter.peft_config()
             )
+            # with its own tokenizer and template, where it has them: what it was trained with
+            tokenized = replace(adapter, base=self.place.base)
         settings = self.settings
         self.objective = make_objective(settings.objective, settings.objective_options)
         self.rows = read_rows(self.asked, self.max_rows, settings.seed).shuffled(settings.seed)
-        self.tokenizer = open_tokenizer(self.place, self.loading)
+        self.tokenizer = open_tokenizer(tokenized, self.loading)
         self.encoded = encode_rows(
             self.rows, self.tokenizer, max_length=settings.max_length, system=self.system, on_progress=on_progress
         )

@@ -25,12 +25,22 @@ from loragate.training.strategy import STRATEGY_ENV_VAR, Launch, Plan, check_pla
 from loragate.validate import comma_list
 
 
-def require_free_out(folder: Path, resume: bool, overwrite: bool = False) -> None:
+def require_free_out(folder: Path, resume: bool, overwrite: bool = False, start: str = "") -> None:
     """Refuse an output folder that holds anything but an unfinished run of ours, unless an earlier run is to be overwritten.
+
+    Args:
+        folder, resume, overwrite: of the command.
+        start: the adapter that is trained on, which must not lie where the new one is written; empty for none.
 
     Raises:
         ConfigError: naming the folder, what is in it, and what to do.
     """
+    if start and Path(start).exists() and (own := Path(start).resolve()).is_relative_to(folder.resolve()):
+        where = "is" if own == folder.resolve() else "holds"
+        raise ConfigError(
+            f"--out {folder} {where} the adapter that is trained on (--adapter {start}), which is only read: what is written "
+            "there would take its place. Choose another --out"
+        )
     if resume and overwrite:
         raise ConfigError("--resume goes on with the run in --out and --overwrite removes it; leave one of them out")
     if (folder / "gate_config.json").is_file():

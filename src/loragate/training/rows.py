@@ -71,7 +71,7 @@ def require_mask_column(objective: Objective, encoded: EncodedRows, source: str)
             f"objective {objective.name!r} needs a keep_mask, and {source} has no such column: a list of 0 and 1, one "
             "per response token. Make one with loragate mask --model BASE --reference MODEL --data IN --out OUT"
         )
-    record, longest = Path(source + ".record.json"), int(encoded.arrays["lengths"].max())
+    record, longest = Path(source + ".record.json").expanduser(), int(encoded.arrays["lengths"].max())
     scored = json.loads(record.read_text(encoding="utf-8")).get("max_length") if record.is_file() else None
     if scored is not None and longest > scored:
         raise ConfigError(

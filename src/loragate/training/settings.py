@@ -8,8 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from annotated_types import Ge, Len, Lt
 
+from loragate.effects import require_effect
 from loragate.errors import ConfigError
-from loragate.validate import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields
+from loragate.validate import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, check_fields
 
 FineTuningObjective = Literal[
     "sft", "dft", "profit", "eaft", "talr", "mask", "eksft", "forgetting", "entropy", "interleaved"
@@ -113,7 +114,7 @@ class TrainSettings:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     max_grad_norm: PositiveFloat = 1.0
-    seed: int = 42
+    seed: Seed = 42
     logging_steps: PositiveInt = 10
     save_steps: NonNegativeInt = 0
     save_total_limit: NonNegativeInt = 2
@@ -125,6 +126,8 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.warmup_ratio:  # 0 may be said with any schedule
+            require_effect("training", self)
 
     def accumulation(self, processes: int) -> int:
         """Forward passes per optimiser step on each process.
@@ -177,7 +180,7 @@ class FineTuningSettings(TrainSettings):
     """Stage I, training a LoRA or DoRA adapter (the paper's values; cutoff, betas and decay are ours).
 
     Attributes:
-        warmup_ratio: share of the steps spent warming up; 0.1, or 0 where a finished adapter is continued.
+        warmup_ratio: share of the steps spent warming up; 0.1, or 0 for a continued adapter or a constant schedule.
         objective: of the tokens; entropy and interleaved are controls.
         objective_options: constants of the objective, e.g. {"threshold": 0.1}.
         adapter: finished adapter to train further, folder or hub id; the folder itself stays as it is.
@@ -198,14 +201,15 @@ class FineTuningSettings(TrainSettings):
     adapter: str = ""
     rank: PositiveInt = 16
     alpha: float = 16
-    dropout: float = 0.0
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     target_modules: Annotated[str, Len(1)] = "all-linear"
     dora: bool = False
     rslora: bool = False
 
     def __post_init__(self) -> None:
         if self.warmup_ratio is None:
-            object.__setattr__(self, "warmup_ratio", 0.0 if self.adapter else 0.1)
+            without = bool(self.adapter) or self.lr_scheduler_type == "constant"
+            object.__setattr__(self, "warmup_ratio", 0.0 if without else 0.1)
         if not isinstance(self.target_modules, str):  # PEFT and GateConfig take lists
             object.__setattr__(self, "target_modules", ",".join(self.target_modules))
         super().__post_init__()

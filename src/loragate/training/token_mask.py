@@ -23,16 +23,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from loragate.data import Collator, encode_rows, load_rows
+from loragate.data import Collator, EncodedRows, encode_rows, load_rows, template_hash
 from loragate.display import Display
-from loragate.errors import ConfigError, DataError, nearest
+from loragate.errors import ConfigError, DataError, LoragateError, nearest
 from loragate.files import RunFolder, write_atomically, write_json, write_text
 from loragate.losses import StatisticsRequest
 from loragate.losses.causal_head import causal_model
 from loragate.losses.head import IGNORE_INDEX
 from loragate.models import Loading, load_adapter, open_tokenizer, open_weights, resolve
 from loragate.models.passes import iter_passes
+from loragate.printable import excerpt
 from loragate.training.model_state import statistics_forward
+from loragate.training.rows import check_fits_model
 
 SCOPES = ("global", "row")
 WINDOW = 16  # forward passes whose rows are sorted by length before they are cut into passes
@@ -62,8 +64,9 @@ def mask_rows(
     Beside the rows, OUT.record.json says what was scored; its counts and mean influences are returned.
 
     Raises:
-        ConfigError: for what cannot work, before anything is loaded, and for tokenizers that differ.
-        DataError: for rows that cannot be scored, or that carry a mask already.
+        ConfigError: for what cannot work, before anything is loaded, and for tokenizers or chat templates that differ.
+        DataError: for rows that cannot be scored or written, or that carry a mask already.
+        SetupError: for rows that are longer than a model has positions.
     """
     require_share(keep, scope)
     out, how = Path(out), loading or Loading()
@@ -86,13 +89,22 @@ def mask_rows(
         whole = encode_rows(rows, tokenizer, max_length=None, system=system)
         for item in whole:  # scoring can take hours
             try:
-                json.dumps(rows[item["row"]])
+                json.dumps(rows[item["row"]], ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                near = excerpt(error.object[max(0, error.start - 30) : error.end])
+                raise DataError(
+                    f"{rows.where(item['row'])}: a text holds half of a surrogate pair, near {near}, and cannot be written as "
+                    "UTF-8. Mend or remove it, also where it stands in a column that nothing reads"
+                ) from None
             except TypeError as error:
                 raise DataError(f"{rows.where(item['row'])}: cannot be written as JSON ({error})") from error
         texts = [tokenizer.decode(row["input_ids"]) for row in whole[:20]]
-        require_same_tokens(tokenizer, open_tokenizer(other, how), texts)
+        reference_tokenizer = open_tokenizer(other, how)
+        require_same_tokens(tokenizer, reference_tokenizer, texts)
+        if not whole.summary.all_plain:  # which no template renders
+            require_same_template(tokenizer, reference_tokenizer, reference)
     # a mask has an entry for every response token of `whole`, scored or not
-    scored = [{**row, **{key: row[key][:max_length] for key in ("input_ids", "labels")}} for row in whole]
+    scored = EncodedRows({**row, **{key: row[key][:max_length] for key in ("input_ids", "labels")}} for row in whole)
     lengths = response_lengths(scored)
     if not sum(lengths):
         raise DataError(f"{rows.source}: max_length={max_length} cuts the whole response of every row; raise it")
@@ -109,12 +121,21 @@ def mask_rows(
     partial = out.with_name(out.name + ".partial")
     RunFolder(partial).begin(identity, resume=resume)
 
+    def fitting(scorer: Any) -> Any:
+        try:
+            check_fits_model(scorer, scored, rows.where)
+        except LoragateError:
+            if not any(partial.glob("*.npy")):  # nothing was scored: the same call with another max_length may begin
+                shutil.rmtree(partial)
+            raise
+        return scorer
+
     def score(name: str, load: Callable[[], Any]) -> Any:
         path, found = partial / f"{name}.npy", Scores()
         if path.is_file():
             return None
         with display.job(f"scoring under the {name}", len(scored), "row") as job:
-            scorer, pad = load(), tokenizer.pad_token_id
+            scorer, pad = fitting(load()), tokenizer.pad_token_id
             for window in response_log_probs(
                 scorer, scored, pad, per_device_train_batch_size=per_device_train_batch_size
             ):
@@ -254,6 +275,23 @@ def require_same_tokens(base: Any, reference: Any, texts: Sequence[str]) -> None
                 f"the tokenizers of base and reference cut {text[:60]!r} differently; take a reference that was trained "
                 "from this base"
             )
+
+
+def require_same_template(base: Any, reference: Any, name: str) -> None:
+    """Refuse a reference whose tokenizer has another chat template: it would be scored on texts that it has never learned.
+
+    Raises:
+        ConfigError: naming the reference; one template for both, of --chat-template, never differs.
+    """
+    own, other = template_hash(base), template_hash(reference)
+    if own != other:
+        lacking = next(
+            (f" (the {who} has none)" for who, found in (("base", own), ("reference", other)) if found == "none"), ""
+        )
+        raise ConfigError(
+            f"the chat template of the reference {name} is not the base's{lacking}. Rows are rendered once, for both: give the "
+            "template that the reference was trained with by --chat-template FILE, here and to sft"
+        )
 
 
 def response_lengths(encoded: Sequence[dict[str, Any]]) -> list[int]:
