@@ -262,9 +262,7 @@ def test_a_dev_set_of_which_nothing_can_be_read_is_refused_before_any_training(t
 
 def test_a_retention_set_of_which_nothing_can_be_read_is_refused_too(tmp_path, trained, engines):
     engines({"adapter greedy": 32}, retained={"adapter greedy": 0}, wrong="")
-    with pytest.raises(
-        DataError, match=r"in none of the adapter's 40 responses to the retention set .*--retention-task"
-    ):
+    with pytest.raises(DataError, match=r"in none of the adapter's 40 responses to the retention set .*retention_task"):
         calibrate(tmp_path / "out", retention=True)
     assert not trained
     assert not [path for path in (tmp_path / "out" / "run").iterdir() if path.name != "lock"]

@@ -252,7 +252,7 @@ class SelectionRun:
             for begun in self.tasks:
                 shutil.rmtree(self.folder / begun, ignore_errors=True)
             RunFolder(self.folder).record_path.unlink()
-            other = "--dev-grader" if name == "dev" else "--retention-task, which names one of its own,"
+            other = "--dev-grader" if name == "dev" else "retention_task (of a --config file) with a grader of its own"
             raise DataError(
                 f"the grader {task.task.grader!r} reads an answer in none of the adapter's {len(task.questions)} responses to "
                 f"the {name} set {task.source} ({', '.join(reasons)}): does the prompt ask for the form that it reads, or does "
