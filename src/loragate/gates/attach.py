@@ -42,7 +42,7 @@ from loragate.gates.eligibility import (
     require_gateable,
 )
 from loragate.gates.gate import GateConfig, SignedGate, seeded_generator
-from loragate.gates.schema import FACTORS, GLOBAL_BIAS
+from loragate.gates.schema import ADAPTER, FACTORS, GLOBAL_BIAS
 
 logger = logging.getLogger("loragate")
 
@@ -190,6 +190,7 @@ class GatedPeftModel(PeftModel):
 
         Raises:
             ConfigError: for `safe_serialization=False`; gates are never pickled.
+            GateError: for an adapter named "adapter" beside a gated "default", whose own plain adapter lies in that folder.
             GateError, ArtifactError: as `loragate.save_gates`.
         """
         from loragate.gates.artifact import save_gates  # which attaches gates, too
@@ -203,6 +204,11 @@ class GatedPeftModel(PeftModel):
             gated, plain = [], names
         elif gated and not kwargs.get("safe_serialization", True):
             raise ConfigError("safe_serialization=False would pickle the adapter; leave it out")
+        elif "default" in gated and ADAPTER in names:
+            raise GateError(
+                f"the adapter {ADAPTER!r} would be written to {folder / ADAPTER}, where the plain adapter of the gates lies; save "
+                f"them one by one (selected_adapters=['default'], then [{ADAPTER!r}] into another folder)"
+            )
         if plain:
             super().save_pretrained(str(folder), selected_adapters=plain, is_main_process=is_main_process, **kwargs)
         for name in gated if is_main_process else []:
