@@ -133,6 +133,27 @@ def test_an_adapter_folder_that_no_artifact_wrote_is_never_overwritten(tmp_path,
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("kept", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+def test_gates_are_not_put_around_a_plain_adapter(tmp_path, loaded, kept, overwrite):
+    """Which other programs would load, without a word."""
+    lg.attach_gates(loaded, CONFIG)
+    (tmp_path / kept).write_text("{}")
+    with pytest.raises(ArtifactError, match=rf"{kept} is of a plain adapter.*choose another folder"):
+        lg.save_gates(loaded, tmp_path, overwrite=overwrite)
+    with pytest.raises(ArtifactError, match="is of a plain adapter"):
+        loaded.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [kept]
+
+
+def test_a_generation_config_is_removed_with_an_artifact_alone(tmp_path, loaded):
+    lg.attach_gates(loaded, CONFIG)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7}')
+    with pytest.raises(ArtifactError, match=r"generation_config\.json would not be that of these gates"):
+        lg.save_gates(loaded, tmp_path, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["generation_config.json"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
 def test_a_link_is_not_written_through(tmp_path, folders, loaded, overwrite):
     lg.save_gates(lg.attach_gates(loaded, CONFIG), tmp_path / "gated")
     shutil.rmtree(tmp_path / "gated" / "adapter")

@@ -278,6 +278,12 @@ def require_no_artifact(folder: Path, adapter_source: str | Path | None = None) 
 
 def _require_own_files(folder: Path, adapter_source: str | Path | None) -> bool:
     """Whether the folder's `adapter` is to be removed before another is written; an ArtifactError where it is somebody else's."""
+    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLED_WEIGHTS):
+        if (folder / file).exists():
+            raise ArtifactError(
+                f"{folder / file} is of a plain adapter, which every other program would load there in place of the gated one; "
+                "choose another folder, or move the plain adapter's files out of this one"
+            )
     place = folder / ADAPTER
     if place.is_symlink():
         raise ArtifactError(
