@@ -439,6 +439,9 @@ def test_settings_that_cannot_be(folders: Path, fails: Any, tmp_path: Path, monk
         assert "does not exist" in fails("serve", tmp_path / "none")
         assert "vllm serve" in fails("serve", folders / "base"), "a base alone needs no plugin"
         assert "--vllm-args" in fails("serve", gated, "--quantization", "4bit")
+        told = fails("serve", gated, "--device", "cuda:1")
+        assert "--device cuda:1 has no effect" in told
+        assert "CUDA_VISIBLE_DEVICES=1" in told
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     told = fails("serve", gated)
     assert 'pip install ".[vllm]"' in told

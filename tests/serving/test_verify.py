@@ -187,6 +187,8 @@ def test_what_cannot_be_checked_is_refused(folders, served, fails):
     assert "does not answer" in fails("verify", adapter, "--endpoint", "http://127.0.0.1:1/v1", status=1)
     assert "--lora has no effect" in fails("verify", adapter, "--endpoint", "http://127.0.0.1:1", "--lora", "a.gguf")
     assert "--adapters has no effect" in fails("verify", adapter, "--llama-cpp", "b.gguf", "--adapters", "a=b")
+    by = ("--strength-by", "lora_scale")
+    assert "--strength-by has no effect" in fails("verify", adapter, "--llama-cpp", "b.gguf", *by)
     if importlib.util.find_spec("llama_cpp") is None:
         assert "pip install llama-cpp-python" in fails("verify", adapter, "--llama-cpp", "base.gguf")
     assert "expected a URL" in fails("verify", adapter, "--endpoint", "localhost:8000")

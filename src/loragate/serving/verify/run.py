@@ -78,8 +78,10 @@ def verify(settings: VerifySettings) -> int:
     """
     if bool(settings.endpoint) == bool(settings.llama_cpp):
         raise ConfigError("loragate verify needs a runtime: either --endpoint URL or --llama-cpp BASE.gguf")
-    other = ("lora",) if settings.endpoint else ("adapters", "served_adapter", "served_base")
-    if idle := [f"--{name.replace('_', '-')}" for name in other if getattr(settings, name)]:
+    other = ("lora",) if settings.endpoint else ("adapters", "served_adapter", "served_base", "strength_by")
+    if idle := [
+        f"--{name.replace('_', '-')}" for name in other if getattr(settings, name) != getattr(VerifySettings, name)
+    ]:
         raise ConfigError(
             f"{idle[0]} has no effect with {'--endpoint' if settings.endpoint else '--llama-cpp'}; leave it out"
         )
