@@ -59,7 +59,13 @@ from loragate.gates.identity import (
     factor_widths_and_sha256,
     require_same_adapter,
 )
-from loragate.gates.recommended import SAMPLING, dict_or_empty, generation_settings, recommended_temperature
+from loragate.gates.recommended import (
+    SAMPLING,
+    apply_sampling,
+    dict_or_empty,
+    generation_settings,
+    recommended_temperature,
+)
 from loragate.gates.recorded_base import compare_recorded_base
 from loragate.gates.schema import (
     ADAPTER,
@@ -86,9 +92,6 @@ from loragate.gates.schema import (
 from loragate.hub_names import cached_commit, cached_file, split_revision
 from loragate.validate import NonNegativeFloat, validate
 from loragate.version import __version__
-
-# what a generation config may draw by, beside the settings that a folder recommends
-_DRAWS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 # in the names of tensors that were written from a model's own state dict
 _ADAPTER_NAME = re.compile(r"(?<=\.lora_[AB])\.default(?=\.weight$)")
@@ -539,7 +542,8 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
 
     Returns:
         The model, gated. The gates are frozen; `loragate.gates.train_gates_only(model)` has them train again. Its generation
-        config stops at the tokens that the artifact records, too, and samples as the artifact recommends, if it does.
+        config stops at the tokens that the artifact records, too, and samples as the artifact recommends, if it does, until
+        the next one is loaded or `detach_gates` puts back what it was.
 
     Raises:
         GateError: if the model has no such adapter, or it carries gates already.
@@ -581,9 +585,7 @@ def _apply_generation_settings(model: Any, record: dict[str, Any]) -> None:
     before = [] if known is None else [known] if isinstance(known, int) else list(known)
     if more := sorted(set(record.get("stop_token_ids") or []) - set(before)):
         settings.eos_token_id = [*before, *more]
-    if (temperature := recommended_temperature(record)) is not None:
-        # update() leaves what it is not told; the base's own top-k, top-p or penalties are no part of what was measured
-        settings.update(**{**dict.fromkeys(_DRAWS), **generation_settings(temperature)})
+    apply_sampling(model, [one for _, one in loaded_artifacts(model).values()])
 
 
 def _check_identity(model: nn.Module, adapter_name: str, folder: Path, record: dict[str, Any]) -> None:

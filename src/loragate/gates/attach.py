@@ -42,6 +42,7 @@ from loragate.gates.eligibility import (
     require_gateable,
 )
 from loragate.gates.gate import GateConfig, SignedGate, seeded_generator
+from loragate.gates.recommended import apply_sampling
 from loragate.gates.schema import ADAPTER, FACTORS, GLOBAL_BIAS
 
 logger = logging.getLogger("loragate")
@@ -359,6 +360,8 @@ def train_gates_only(model: nn.Module, adapter_name: str | None = None) -> None:
 def detach_gates(peft_model: nn.Module, adapter_name: str | None = None) -> nn.Module:
     """Remove the gates of an adapter in place; the adapter acts at full strength again and its factors stay frozen.
 
+    The sampling that loaded gates recommended goes with them: the generation config gets its own settings back.
+
     Args:
         peft_model: the gated model.
         adapter_name: the adapter to take them off; None for the active one.
@@ -382,7 +385,9 @@ def detach_gates(peft_model: nn.Module, adapter_name: str | None = None) -> nn.M
             restore_input_cast(layer)
     for config in adapter_configs(peft_model, name):
         vars(config).pop("save_pretrained", None)
-    loaded_artifacts(peft_model).pop(name, None)
+    artifacts = loaded_artifacts(peft_model)
+    if artifacts.pop(name, None) is not None:
+        apply_sampling(peft_model, [record for _, record in artifacts.values()])
     if not any(getattr(module, "lora_gate", None) for module in peft_model.modules()):
         for module in peft_model.modules():
             before: Any = next((kind for kind in type(module).__mro__ if not issubclass(kind, GatedPeftModel)), None)
