@@ -45,3 +45,13 @@ def test_a_line_of_a_file_is_one_prompt_whatever_it_holds(fed, tmp_path):
     (tmp_path / "prompts.txt").write_text("\r\n".join([*lines, "", " "]), encoding="utf-8", newline="")
     assert main(["generate", "--model", "x", "--prompts", str(tmp_path / "prompts.txt")]) == 0
     assert fed[1] == lines
+
+
+def test_a_mark_of_the_encoding_is_no_part_of_a_prompt_and_another_encoding_is_refused(fed, fails, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\ntwo\n", encoding="utf-8-sig")
+    assert main(["generate", "--model", "x", "--prompts", str(file)]) == 0
+    assert fed[1] == ["one", "two"]
+    file.write_bytes("one\nWie heißt er?\n".encode("latin-1"))
+    told = fails("generate", "--model", "x", "--prompts", file)
+    assert f"--prompts {file}: line 2 is not UTF-8 text; save the file as UTF-8" in told

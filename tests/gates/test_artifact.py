@@ -113,6 +113,85 @@ def test_a_readme_of_the_users_is_kept_and_a_card_of_an_interrupted_write_is_not
     assert (tmp_path / "gated" / "gate_config.json").exists()
 
 
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_adapter_folder_that_no_artifact_wrote_is_never_overwritten(tmp_path, folders, loaded, overwrite):
+    lg.attach_gates(loaded, CONFIG)
+    own = tmp_path / "project" / "adapter"  # a training's own folder
+    shutil.copytree(folders[1], own / "checkpoint-100")
+    (own / "notes.txt").write_text("mine")
+    before = contents(tmp_path)
+    for more in ({}, {"adapter_source": folders[1]}, {"adapter_source": own / "checkpoint-100"}):
+        with pytest.raises(ArtifactError, match=r"adapter exists, and no gated adapter wrote it.*another folder"):
+            lg.save_gates(loaded, tmp_path / "project", overwrite=overwrite, **more)
+    with pytest.raises(ArtifactError, match="no gated adapter wrote it"):
+        loaded.save_pretrained(tmp_path / "project")
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("kept", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+def test_gates_are_not_put_around_a_plain_adapter(tmp_path, loaded, kept, overwrite):
+    """Which other programs would load, without a word."""
+    lg.attach_gates(loaded, CONFIG)
+    (tmp_path / kept).write_text("{}")
+    with pytest.raises(ArtifactError, match=rf"{kept} is of a plain adapter.*choose another folder"):
+        lg.save_gates(loaded, tmp_path, overwrite=overwrite)
+    with pytest.raises(ArtifactError, match="is of a plain adapter"):
+        loaded.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [kept]
+
+
+def test_a_generation_config_is_removed_with_an_artifact_alone(tmp_path, loaded):
+    lg.attach_gates(loaded, CONFIG)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7}')
+    with pytest.raises(ArtifactError, match=r"generation_config\.json would not be that of these gates"):
+        lg.save_gates(loaded, tmp_path, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["generation_config.json"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_link_is_not_written_through(tmp_path, folders, loaded, overwrite):
+    lg.save_gates(lg.attach_gates(loaded, CONFIG), tmp_path / "gated")
+    shutil.rmtree(tmp_path / "gated" / "adapter")
+    shutil.copytree(folders[1], tmp_path / "shared")
+    (tmp_path / "gated" / "adapter").symlink_to(tmp_path / "shared")
+    before = contents(tmp_path)
+    if not overwrite:
+        (tmp_path / "gated" / "gate_config.json").unlink()
+        before = contents(tmp_path)
+    with pytest.raises(ArtifactError, match=r"adapter is a link to .*shared"):
+        lg.save_gates(loaded, tmp_path / "gated", overwrite=overwrite)
+    assert contents(tmp_path) == before
+
+
+def test_a_source_inside_the_adapter_that_is_replaced_is_refused(tmp_path, folders, loaded):
+    gated = lg.save_gates(lg.attach_gates(loaded, CONFIG), tmp_path / "gated")
+    source = shutil.copytree(folders[1], gated / "adapter" / "checkpoint-100")
+    before = contents(tmp_path)
+    with pytest.raises(ArtifactError, match=r"checkpoint-100, the adapter's source, lies in .*adapter"):
+        lg.save_gates(loaded, gated, adapter_source=source, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_gates_may_be_put_beside_their_own_adapter_which_stays_as_it_is(tmp_path, folders, loaded):
+    shutil.copytree(folders[1], tmp_path / "adapter")
+    (tmp_path / "adapter" / "optimizer.pt").write_bytes(b"state")
+    before = contents(tmp_path / "adapter")
+    lg.attach_gates(loaded, CONFIG)
+    for overwrite in (False, True):
+        lg.save_gates(loaded, tmp_path, adapter_source=tmp_path / "adapter", overwrite=overwrite)
+        assert contents(tmp_path / "adapter") == before
+    shutil.copytree(tmp_path / "adapter", tmp_path / "other" / "adapter")
+    other = lg.attach_gates(tiny_adapter(seed=5), CONFIG)  # than the folder holds
+    with pytest.raises(ArtifactError, match="does not hold the adapter as it is loaded, so it would be overwritten"):
+        lg.save_gates(other, tmp_path / "other", adapter_source=tmp_path / "other" / "adapter")
+    assert contents(tmp_path / "other" / "adapter") == before
+
+
 def test_a_gate_that_is_not_finite_is_not_written(tmp_path, loaded):
     lg.attach_gates(loaded, CONFIG)
     with torch.no_grad():

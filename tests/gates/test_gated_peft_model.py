@@ -164,6 +164,17 @@ def test_several_adapters_are_laid_out_as_peft_does_it(tmp_path, token_ids, told
     assert files(tmp_path / "none") == [] or not (tmp_path / "none").exists()
 
 
+def test_a_second_adapter_is_not_put_where_the_plain_one_of_the_gates_lies(tmp_path):
+    model = tiny_adapter()
+    model.add_adapter("adapter", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    lg.attach_gates(model, CONFIG)
+    with pytest.raises(GateError, match=r"the adapter 'adapter' would be written to .*selected_adapters"):
+        model.save_pretrained(tmp_path / "two", base_id="someone/base")
+    assert not (tmp_path / "two").exists()
+    model.save_pretrained(tmp_path / "two", selected_adapters=["default"], base_id="someone/base")
+    assert "gate_config.json" in files(tmp_path / "two")
+
+
 def test_the_checkpoint_of_a_trainer_keeps_pefts_form_and_names_the_way_out(adapter, tmp_path, told):
     """From which transformers' Trainer resumes."""
     lg.attach_gates(adapter, CONFIG)

@@ -58,6 +58,24 @@ def test_greedy_decoding_can_be_recommended(tmp_path, base):
     assert model.generate(prompt, **more).equal(model.generate(prompt, do_sample=False, repetition_penalty=1.0, **more))
 
 
+def test_a_recommendation_goes_with_its_gates(folder, tmp_path, base):
+    model = lg.load_gated(folder)
+    lg.detach_gates(model)
+    own, told = GenerationConfig.from_pretrained(base), model.generation_config
+    for key in ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        assert getattr(told, key) == getattr(own, key), key
+    lg.load_gates(model, folder)
+    told.top_k = 5  # by the user, who is left in peace
+    model.load_adapter(folder / "adapter", "second")
+    quiet = lg.save_gates(gated(), tmp_path / "quiet", base_id=str(base))
+    lg.load_gates(model, quiet, "second")
+    assert (told.temperature, told.top_p, told.top_k) == (0.7, 0.8, 5), "which recommends nothing"
+    lg.detach_gates(model, "second")
+    assert (told.temperature, told.top_p) == (0.3, 1.0), "what is left recommends it"
+    lg.detach_gates(model)
+    assert (told.temperature, told.top_p, told.top_k) == (0.7, 0.8, 5)
+
+
 def test_without_a_recommendation_nothing_is_written(tmp_path, base):
     folder = lg.save_gates(gated(), tmp_path / "gated", base_id=str(base))
     assert not (folder / SAMPLING).exists()

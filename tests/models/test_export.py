@@ -48,6 +48,22 @@ def export(model: Any, place: Path, *more: str) -> Path:
     return place / "out"
 
 
+def test_fused_experts_keep_full_strength_and_are_not_made_uniform(tmp_path: Path) -> None:
+    """PEFT nests the second adapted parameter of a module below the first."""
+    torch.manual_seed(0)
+    base = tf.AutoModelForCausalLM.from_config(FAMILIES["qwen2_moe"]()).eval()
+    write_base(tmp_path / "base", base)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = {"target_modules": ["q_proj"], "target_parameters": names, "lora_dropout": 0.0}
+    write_adapter(tmp_path / "adapter", tmp_path / "base", tiny_adapter(base=base, **lora))
+    done = export_adapter(str(tmp_path / "adapter"), tmp_path / "out", constant=0.5)
+    assert done.agreement is not None
+    assert all(path.endswith("q_proj") for path in done.coefficients)
+    with pytest.raises(ArtifactError, match=r"adapter_config\.json: target_parameters is set.*without --uniform"):
+        export_adapter(str(tmp_path / "adapter"), tmp_path / "uniform", constant=0.5, uniform=True)
+    assert not (tmp_path / "uniform").exists()
+
+
 def require_constant(model: Any, folder: Path, **override: float) -> None:
     """The adapter in the folder computes what the model does under an override of λ."""
     with lg.gate_override(model, **override):

@@ -30,8 +30,26 @@ from loragate.data import Chat
 from loragate.errors import ConfigError
 from loragate.gates.override import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.serving.vllm_server import free_port, served_adapters, server_command, template_for_vllm
-from tiny import chatml_tokenizer, ending_base, shake, tiny_adapter, tiny_base, tiny_tokenizer, write_base
+from loragate.models import open_tokenizer
+from loragate.serving.vllm_server import (
+    free_port,
+    further_endings,
+    served_adapters,
+    server_command,
+    template_for_vllm,
+    vllm_arguments,
+)
+from tiny import (
+    TURN_END,
+    chatml_tokenizer,
+    ending_base,
+    shake,
+    tiny_adapter,
+    tiny_base,
+    tiny_tokenizer,
+    write_adapter,
+    write_base,
+)
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 128, "initializer_range": 0.1}
 SEEDS = {"gated": 1, "second": 2}
@@ -421,6 +439,9 @@ def test_settings_that_cannot_be(folders: Path, fails: Any, tmp_path: Path, monk
         assert "does not exist" in fails("serve", tmp_path / "none")
         assert "vllm serve" in fails("serve", folders / "base"), "a base alone needs no plugin"
         assert "--vllm-args" in fails("serve", gated, "--quantization", "4bit")
+        told = fails("serve", gated, "--device", "cuda:1")
+        assert "--device cuda:1 has no effect" in told
+        assert "CUDA_VISIBLE_DEVICES=1" in told
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     told = fails("serve", gated)
     assert 'pip install ".[vllm]"' in told
@@ -446,6 +467,37 @@ def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, fails: 
     ):
         with pytest.raises(ConfigError, match=message):
             served_adapters(ServeOptions(model=str(gated), **wrong))
+
+
+def test_a_further_adapter_for_another_base_template_or_end_is_told(tmp_path: Path, capsys: Any) -> None:
+    """One server has one base and renders by one template."""
+    served = chatml_tokenizer()
+    served.chat_template = tiny_tokenizer().chat_template  # which ends no turn with <|im_end|>
+    for name in ("base", "moved"):
+        write_base(tmp_path / name, tokenizer=served, **SHAPE)
+    write_adapter(tmp_path / "same", tmp_path / "base", tiny_adapter(base=tiny_base(**SHAPE)))
+    write_adapter(tmp_path / "style", tmp_path / "moved", tiny_adapter(base=tiny_base(**SHAPE)))
+    chatml_tokenizer().save_pretrained(tmp_path / "style")
+
+    def told(**given: Any) -> tuple[str, list[str]]:
+        options = ServeOptions(model=str(tmp_path / "same"), vllm_memory=0.5, **given)
+        source, adapters = served_adapters(options)
+        scratch = tmp_path / "scratch"
+        scratch.mkdir(exist_ok=True)
+        arguments = vllm_arguments(options, "none", source, adapters, open_tokenizer(source, options), scratch)
+        return " ".join(capsys.readouterr().out.split()), arguments
+
+    assert "warning" not in told(adapters=f"again={tmp_path / 'same'}")[0]
+    text, arguments = told(adapters=f"style={tmp_path / 'style'},half={tmp_path / 'style'}@constant=0.5")
+    assert "--adapters style" in text
+    assert f"was made for the base {tmp_path / 'moved'}, and is served on {tmp_path / 'base'}" in text
+    assert text.count("its chat template is not the one of") == 1, "once for each tokenizer"
+    told_to_stop = Path(arguments[arguments.index("--generation-config") + 1]) / "generation_config.json"
+    assert TURN_END in json.loads(told_to_stop.read_text())["eos_token_id"]
+    assert "was made for the base" not in told(adapters=f"style={tmp_path / 'style'}", base=str(tmp_path / "base"))[0]
+    # a served tokenizer in which that id is another word
+    assert further_endings("style", chatml_tokenizer(), tiny_tokenizer(), None) == set()
+    assert "its answers end with '<|im_end|>'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_template_for_vllm() -> None:

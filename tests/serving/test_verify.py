@@ -145,6 +145,26 @@ def test_a_gated_adapter_and_its_override(served, capsys):
     assert verdicts["parity with transformers"] == "FAILS"
 
 
+def test_zero_is_not_the_base_where_no_strength_reaches(served, tmp_path, capsys):
+    """An adapted head, and what a gated adapter leaves ungated, keep full strength, as the documentation says."""
+    head = tiny_adapter(
+        base=tiny_base(num_hidden_layers=1, tie_word_embeddings=False), target_modules=["q_proj", "lm_head"]
+    )
+    write_base(tmp_path / "base", tiny_base(num_hidden_layers=1, tie_word_embeddings=False))
+    write_adapter(tmp_path / "head", tmp_path / "base", head)
+    partly = write_adapter(tmp_path / "plain", served / "base", tiny_adapter(base=tiny_base(num_hidden_layers=1)))
+    lg.attach_gates(partly, lg.GateConfig(-3, 2, target_modules=["q_proj"]))
+    lg.save_gates(shake(partly), tmp_path / "partly", base_id=str(served / "base"))
+    for name, module in (("head", "lm_head"), ("partly", "self_attn.k_proj")):
+        with running(FakeServer(tmp_path / name)) as url:
+            status, verdicts, checks = verify(capsys, url, tmp_path / name, "--served-adapter", "adapter")
+        assert verdicts["zero is the base"] == "not measured", checks
+        (zero,) = [one for one in checks if one["name"] == "zero is the base"]
+        assert "no strength reaches" in zero["note"]
+        assert module in zero["note"]
+        assert status == 0, checks
+
+
 def test_table_and_record(folders, capsys, tmp_path):
     adapter, _ = folders
     with running(FakeServer(adapter, fault="does not stop")) as url:
@@ -167,6 +187,8 @@ def test_what_cannot_be_checked_is_refused(folders, served, fails):
     assert "does not answer" in fails("verify", adapter, "--endpoint", "http://127.0.0.1:1/v1", status=1)
     assert "--lora has no effect" in fails("verify", adapter, "--endpoint", "http://127.0.0.1:1", "--lora", "a.gguf")
     assert "--adapters has no effect" in fails("verify", adapter, "--llama-cpp", "b.gguf", "--adapters", "a=b")
+    by = ("--strength-by", "lora_scale")
+    assert "--strength-by has no effect" in fails("verify", adapter, "--llama-cpp", "b.gguf", *by)
     if importlib.util.find_spec("llama_cpp") is None:
         assert "pip install llama-cpp-python" in fails("verify", adapter, "--llama-cpp", "base.gguf")
     assert "expected a URL" in fails("verify", adapter, "--endpoint", "localhost:8000")

@@ -59,7 +59,8 @@ def run(options: ExportOptions) -> int:
         print(f"its outputs were not compared: the base {done.base or '(unnamed)'} is not here; name it with --base")
     if exported_sampling(read_json(Path(options.out) / SAMPLING)):
         print(f"{SAMPLING} holds the recommended sampling")
-    if options.to == "peft" and (more := find_non_uniform_keys(done.config)):
+    more = [] if done.config.get("target_parameters") else find_non_uniform_keys(done.config)
+    if options.to == "peft" and more:
         print(f"its adapter_config.json has {', '.join(more)}, which SGLang does not read: add --uniform for it")
     print(f"next: {done.usage}")
     return 0

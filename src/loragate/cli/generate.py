@@ -114,9 +114,15 @@ def read_prompts(options: GenerateOptions) -> list[str]:
     if options.prompt:
         return [sys.stdin.read().strip() if options.prompt == "-" else options.prompt]
     try:
-        lines = Path(options.prompts).read_text(encoding="utf-8").split("\n")  # a prompt may hold U+2028
+        # some editors begin a file with a mark of its encoding (BOM); a prompt may hold U+2028
+        lines = Path(options.prompts).read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ConfigError(f"--prompts {options.prompts}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"--prompts {options.prompts}: line {line} is not UTF-8 text; save the file as UTF-8"
+        ) from error
     prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise ConfigError(f"--prompts {options.prompts}: the file holds no prompt")

@@ -25,6 +25,12 @@ def run(options: ServeOptions) -> int:
             f"--quantization {options.quantization} has no effect: vLLM loads the base itself; give its own flag, as in "
             '--vllm-args "--quantization bitsandbytes"'
         )
+    if options.device != "auto":
+        number = options.device.rpartition(":")[2] if ":" in options.device else "0"
+        raise ConfigError(
+            f"--device {options.device} has no effect: vLLM takes the devices that it sees; leave it out, and say which with the "
+            f"environment variable CUDA_VISIBLE_DEVICES, as in CUDA_VISIBLE_DEVICES={number} loragate serve {options.model}"
+        )
     from loragate.serving.vllm_server import serve
 
     return serve(options, options.system)

@@ -59,7 +59,13 @@ from loragate.gates.identity import (
     factor_widths_and_sha256,
     require_same_adapter,
 )
-from loragate.gates.recommended import SAMPLING, dict_or_empty, generation_settings, recommended_temperature
+from loragate.gates.recommended import (
+    SAMPLING,
+    apply_sampling,
+    dict_or_empty,
+    generation_settings,
+    recommended_temperature,
+)
 from loragate.gates.recorded_base import compare_recorded_base
 from loragate.gates.schema import (
     ADAPTER,
@@ -86,9 +92,6 @@ from loragate.gates.schema import (
 from loragate.hub_names import cached_commit, cached_file, split_revision
 from loragate.validate import NonNegativeFloat, validate
 from loragate.version import __version__
-
-# what a generation config may draw by, beside the settings that a folder recommends
-_DRAWS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 # in the names of tensors that were written from a model's own state dict
 _ADAPTER_NAME = re.compile(r"(?<=\.lora_[AB])\.default(?=\.weight$)")
@@ -134,14 +137,16 @@ def save_gates(
         temperature: the recommended sampling, 0 for greedy decoding: at which the gates were shown to help. It is written as
             `generation_config.json`, too, and is what every reader of the folder samples at unless told otherwise. None
             recommends nothing.
-        overwrite: replace an artifact in the folder. A README.md that is no card of ours stays as it is.
+        overwrite: replace an artifact in the folder, or what an interrupted write left of one; an `adapter` folder of anybody
+            else's is never removed. A README.md that is no card of ours stays as it is.
 
     Returns:
         The folder. `gate_config.json` is written last, so an interrupted write leaves no readable artifact.
 
     Raises:
         GateError: if the adapter carries no gates or a gate is not finite.
-        ArtifactError: if the folder already holds an artifact, another README.md, or without `temperature` a generation config.
+        ArtifactError: if the folder already holds an artifact, another README.md, or without `temperature` a generation config;
+            with `overwrite`, too, if it holds a plain adapter at its top, or an `adapter` folder (or link) that no artifact wrote.
         ConfigError: for a `k` that is no support size or not that of the training, evidence under another key or not
             JSON-able, or a temperature that is none. Nothing is written then.
     """
@@ -181,10 +186,16 @@ def save_gates(
         temperature = validate(NonNegativeFloat, temperature, "temperature")
     k = _resolve_entropy_k(peft_model, k, evidence or {})
     if not overwrite:
-        require_no_artifact(folder)
-        if temperature is None and (folder / SAMPLING).exists():
+        require_no_artifact(folder, adapter_source)
+    replaced = _require_own_files(folder, adapter_source)
+    if temperature is None and (folder / SAMPLING).exists() and not (folder / CONFIG).exists():
+        raise ArtifactError(f"{folder / SAMPLING} would not be that of these gates; choose another folder or remove it")
+    # somebody's own adapter folder, which is left as it is
+    if (folder / ADAPTER).exists() and _is_adapter_of(folder, adapter_source) and not _holds_artifact(folder):
+        state = _adapter_state(peft_model, name)
+        if not _load_if_same_adapter(folder / ADAPTER, peft_model, name, state):
             raise ArtifactError(
-                f"{folder / SAMPLING} would not be that of these gates; choose another folder or remove it"
+                f"{folder / ADAPTER} does not hold the adapter as it is loaded, so it would be overwritten; choose another folder"
             )
     peft_config: Any = getattr(peft_model, "peft_config", {}).get(name)
     record = {
@@ -207,14 +218,13 @@ def save_gates(
         **(evidence or {}),
     }
     (folder / CONFIG).unlink(missing_ok=True)  # of the artifact that is replaced: from here on it is none
-    if adapter_source is None or Path(adapter_source).resolve() != (folder / ADAPTER).resolve():
-        shutil.rmtree(
-            folder / ADAPTER, ignore_errors=True
-        )  # of the artifact that is replaced, perhaps with another tokenizer
+    # first: by them an interrupted write is known again, and with it the adapter's folder as ours
+    write_atomically(folder / GATES, lambda path: path.write_bytes(data))
+    if replaced:  # perhaps with another tokenizer
+        shutil.rmtree(folder / ADAPTER, ignore_errors=True)
     base = record["base"]
     write_adapter(peft_model, name, folder / ADAPTER, adapter_source, base=base["id"], revision=base["revision"] or "")
     record |= write_generation_config(folder, temperature)
-    write_atomically(folder / GATES, lambda path: path.write_bytes(data))
     record["gates_sha256"] = gates_sha256
     if not _foreign_card(folder):
         write_text(folder / CARD, render_card(folder.resolve().name, record))
@@ -249,14 +259,61 @@ def require_readable(folder: Path) -> None:
         raise
 
 
-def require_no_artifact(folder: Path) -> None:
-    """Refuse a folder that holds a gated adapter, or a README.md that is no model card of this package (ArtifactError)."""
+def require_no_artifact(folder: Path, adapter_source: str | Path | None = None) -> None:
+    """Refuse a folder that no artifact can be written to without a loss.
+
+    Args:
+        folder: of the artifact to come.
+        adapter_source: of the plain adapter; it may be the folder's own `adapter`.
+
+    Raises:
+        ArtifactError: for a folder with a gated adapter, a README.md that is no model card of this package, a plain adapter, or
+            an `adapter` folder that no artifact wrote.
+    """
     if (folder / CONFIG).exists():
         raise ArtifactError(f"{folder} already holds a gated adapter; choose another folder or remove it first")
     if _foreign_card(folder):
         raise ArtifactError(
             f"{folder / CARD} would be overwritten by the model card; choose another folder or move it away"
         )
+    _require_own_files(folder, adapter_source)
+
+
+def _require_own_files(folder: Path, adapter_source: str | Path | None) -> bool:
+    """Whether the folder's `adapter` is to be removed before another is written; an ArtifactError where it is somebody else's."""
+    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLED_WEIGHTS):
+        if (folder / file).exists():
+            raise ArtifactError(
+                f"{folder / file} is of a plain adapter, which every other program would load there in place of the gated one; "
+                "choose another folder, or move the plain adapter's files out of this one"
+            )
+    place = folder / ADAPTER
+    if place.is_symlink():
+        raise ArtifactError(
+            f"{place} is a link to {place.resolve()}, which would be overwritten; remove the link or choose another folder"
+        )
+    if not place.exists() or _is_adapter_of(folder, adapter_source):
+        return False
+    if not _holds_artifact(folder):
+        raise ArtifactError(
+            f"{place} exists, and no gated adapter wrote it, so it is not overwritten; choose another folder, move it away, or "
+            "give it as the adapter's source where it is that"
+        )
+    if adapter_source is not None and place.resolve() in Path(adapter_source).resolve().parents:
+        raise ArtifactError(
+            f"{adapter_source}, the adapter's source, lies in {place}, which is replaced; choose another folder"
+        )
+    return True
+
+
+def _is_adapter_of(folder: Path, adapter_source: str | Path | None) -> bool:
+    """Whether an adapter's source is the folder's own `adapter`."""
+    return adapter_source is not None and Path(adapter_source).resolve() == (folder / ADAPTER).resolve()
+
+
+def _holds_artifact(folder: Path) -> bool:
+    """Whether a folder holds an artifact, or what an interrupted write left of one, which begins with the gates."""
+    return any((folder / name).is_file() for name in (CONFIG, GATES))
 
 
 def _foreign_card(folder: Path) -> bool:
@@ -367,16 +424,7 @@ def write_adapter(
     Raises:
         ArtifactError: where the written folder does not hold the tensors that were to be written.
     """
-    # a wrapper around single layers may take its name out of state_dict, where PEFT then finds no factors
-    wrapped = any(strip_wrapper_names(name) != name for name, _ in model.named_modules())
-    given = dict(model.named_parameters(remove_duplicate=False)) if wrapped else None
-    state = get_peft_model_state_dict(model, state_dict=given, adapter_name=adapter_name)
-    # a natively loaded adapter has the base model's own names; PEFT reads them under its wrapper's prefix
-    state = {
-        PREFIX + strip_wrapper_names(key).removeprefix(PREFIX): value.detach().cpu()
-        for key, value in state.items()
-        if ".lora_gate." not in key
-    }
+    state = _adapter_state(model, adapter_name)
     stored = {} if source is None else _load_if_same_adapter(Path(source), model, adapter_name, state)
     if source is not None and stored:
         if Path(source).resolve() != folder.resolve():
@@ -400,6 +448,20 @@ def write_adapter(
         type(peft_config).save_pretrained(peft_config, str(folder))  # its own, which does not warn of lost gates
     finally:
         peft_config.inference_mode = before
+
+
+def _adapter_state(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:
+    """{PEFT's name: tensor on the CPU} of what PEFT knows to be the adapter's, gates left out."""
+    # a wrapper around single layers may take its name out of state_dict, where PEFT then finds no factors
+    wrapped = any(strip_wrapper_names(name) != name for name, _ in model.named_modules())
+    given = dict(model.named_parameters(remove_duplicate=False)) if wrapped else None
+    state = get_peft_model_state_dict(model, state_dict=given, adapter_name=adapter_name)
+    # a natively loaded adapter has the base model's own names; PEFT reads them under its wrapper's prefix
+    return {
+        PREFIX + strip_wrapper_names(key).removeprefix(PREFIX): value.detach().cpu()
+        for key, value in state.items()
+        if ".lora_gate." not in key
+    }
 
 
 def _find_changed_base_weights(model: nn.Module, base: str, revision: str) -> dict[str, torch.Tensor]:
@@ -480,7 +542,8 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
 
     Returns:
         The model, gated. The gates are frozen; `loragate.gates.train_gates_only(model)` has them train again. Its generation
-        config stops at the tokens that the artifact records, too, and samples as the artifact recommends, if it does.
+        config stops at the tokens that the artifact records, too, and samples as the artifact recommends, if it does, until
+        the next one is loaded or `detach_gates` puts back what it was.
 
     Raises:
         GateError: if the model has no such adapter, or it carries gates already.
@@ -522,9 +585,7 @@ def _apply_generation_settings(model: Any, record: dict[str, Any]) -> None:
     before = [] if known is None else [known] if isinstance(known, int) else list(known)
     if more := sorted(set(record.get("stop_token_ids") or []) - set(before)):
         settings.eos_token_id = [*before, *more]
-    if (temperature := recommended_temperature(record)) is not None:
-        # update() leaves what it is not told; the base's own top-k, top-p or penalties are no part of what was measured
-        settings.update(**{**dict.fromkeys(_DRAWS), **generation_settings(temperature)})
+    apply_sampling(model, [one for _, one in loaded_artifacts(model).values()])
 
 
 def _check_identity(model: nn.Module, adapter_name: str, folder: Path, record: dict[str, Any]) -> None:

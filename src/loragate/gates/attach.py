@@ -42,7 +42,8 @@ from loragate.gates.eligibility import (
     require_gateable,
 )
 from loragate.gates.gate import GateConfig, SignedGate, seeded_generator
-from loragate.gates.schema import FACTORS, GLOBAL_BIAS
+from loragate.gates.recommended import apply_sampling
+from loragate.gates.schema import ADAPTER, FACTORS, GLOBAL_BIAS
 
 logger = logging.getLogger("loragate")
 
@@ -190,6 +191,7 @@ class GatedPeftModel(PeftModel):
 
         Raises:
             ConfigError: for `safe_serialization=False`; gates are never pickled.
+            GateError: for an adapter named "adapter" beside a gated "default", whose own plain adapter lies in that folder.
             GateError, ArtifactError: as `loragate.save_gates`.
         """
         from loragate.gates.artifact import save_gates  # which attaches gates, too
@@ -203,6 +205,11 @@ class GatedPeftModel(PeftModel):
             gated, plain = [], names
         elif gated and not kwargs.get("safe_serialization", True):
             raise ConfigError("safe_serialization=False would pickle the adapter; leave it out")
+        elif "default" in gated and ADAPTER in names:
+            raise GateError(
+                f"the adapter {ADAPTER!r} would be written to {folder / ADAPTER}, where the plain adapter of the gates lies; save "
+                f"them one by one (selected_adapters=['default'], then [{ADAPTER!r}] into another folder)"
+            )
         if plain:
             super().save_pretrained(str(folder), selected_adapters=plain, is_main_process=is_main_process, **kwargs)
         for name in gated if is_main_process else []:
@@ -353,6 +360,8 @@ def train_gates_only(model: nn.Module, adapter_name: str | None = None) -> None:
 def detach_gates(peft_model: nn.Module, adapter_name: str | None = None) -> nn.Module:
     """Remove the gates of an adapter in place; the adapter acts at full strength again and its factors stay frozen.
 
+    The sampling that loaded gates recommended goes with them: the generation config gets its own settings back.
+
     Args:
         peft_model: the gated model.
         adapter_name: the adapter to take them off; None for the active one.
@@ -376,7 +385,9 @@ def detach_gates(peft_model: nn.Module, adapter_name: str | None = None) -> nn.M
             restore_input_cast(layer)
     for config in adapter_configs(peft_model, name):
         vars(config).pop("save_pretrained", None)
-    loaded_artifacts(peft_model).pop(name, None)
+    artifacts = loaded_artifacts(peft_model)
+    if artifacts.pop(name, None) is not None:
+        apply_sampling(peft_model, [record for _, record in artifacts.values()])
     if not any(getattr(module, "lora_gate", None) for module in peft_model.modules()):
         for module in peft_model.modules():
             before: Any = next((kind for kind in type(module).__mro__ if not issubclass(kind, GatedPeftModel)), None)

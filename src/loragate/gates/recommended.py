@@ -2,13 +2,14 @@
 
 Gates that help at one temperature may harm at another. `gate_config.json` holds the temperature, and `generation_config.json`
 beside it says the same to programs that know transformers' own file. Whoever samples from the folder takes this temperature
-unless told another one, and says which. Records go in, numbers and sentences come out; nothing here reads a file.
+unless told another one, and says which. Records go in; numbers, sentences and the settings of a model in memory come out; nothing
+here reads a file.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loragate.display import format_temperature
@@ -17,6 +18,9 @@ SAMPLING = "generation_config.json"
 DEFAULT_TEMPERATURE = 1.0
 """The temperature where nobody asks for one and no folder recommends one."""
 
+# what a generation config may draw by, beside the settings that a folder recommends
+_DRAWS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
 _warned: set[str] = set()
 
 
@@ -24,6 +28,30 @@ def generation_settings(temperature: float) -> dict[str, Any]:
     """Settings of `transformers.GenerationConfig` that draw from all tokens, with no penalty, as gates are chosen; 0 is greedy."""
     settings: dict[str, Any] = {"do_sample": temperature > 0, "repetition_penalty": 1.0}
     return {**settings, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else settings
+
+
+def apply_sampling(model: Any, records: Sequence[Mapping[str, Any]]) -> None:
+    """Have `model.generate` sample as the last record recommends; as the model did before, where it recommends nothing.
+
+    Args:
+        model: its generation config is changed. What is replaced is kept on the model, and put back by the next call, except
+            where somebody changed it meanwhile.
+        records: the gate_config.json of all gates that were loaded onto the model; none where there are none any more.
+    """
+    settings = getattr(model, "generation_config", None)
+    if settings is None:
+        return
+    replaced: dict[str, tuple[Any, Any]] = vars(model).setdefault("_replaced_sampling", {})
+    for key, (own, recommended) in replaced.items():
+        if getattr(settings, key) == recommended:
+            setattr(settings, key, own)
+    replaced.clear()
+    temperature = recommended_temperature(records[-1]) if records else None
+    if temperature is not None:
+        # update() leaves what it is not told; the base's own top-k, top-p or penalties are no part of what was measured
+        told = {**dict.fromkeys(_DRAWS), **generation_settings(temperature)}
+        replaced.update({key: (getattr(settings, key), value) for key, value in told.items() if hasattr(settings, key)})
+        settings.update(**told)
 
 
 def recommended_temperature(record: Mapping[str, Any] | None) -> float | None:

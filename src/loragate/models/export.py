@@ -265,7 +265,7 @@ def fold_adapter(
 
     Raises:
         ArtifactError: for a file that cannot be read, a module that the adapter does not have, or one whose delta is more than
-            B·A·x.
+            B·A·x, and with `uniform` for adapted parameters (fused experts).
     """
     config, state = read_adapter(Path(adapter))
     if unknown := sorted(set(coefficients) - {factor_of(key)[0] for key in state}):
@@ -282,6 +282,11 @@ def fold_adapter(
         # a product in 16 bits would be rounded anew; what λ = 1 leaves alone keeps bits and dtype
         folded[key] = tensor if lam == 1.0 else tensor.float() * lam
     if uniform:
+        if config.get("target_parameters"):  # A has the rows of all experts, from which no rank can be read
+            raise ArtifactError(
+                f"{Path(adapter) / ADAPTER_CONFIG}: target_parameters is set; the factors of fused experts cannot be "
+                "brought to one rank and one scale. Export it without --uniform, or as a merged model (--to merged)"
+            )
         config, folded = _unify_rank_and_scale(config, folded)
     out = Path(out)
     write_factors(out, folded)

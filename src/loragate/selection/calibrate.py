@@ -154,7 +154,7 @@ def calibrate(
 
 def run_calibration(run: SelectionRun, out: Path, resume: bool = False) -> Calibrated:
     """Do what is not done yet of a run, and write the recommended variant to `out`."""
-    require_no_artifact(out)
+    require_no_artifact(out, run.context.origin.get("adapter_source"))
     with run.hold_folder(resume):
         run.check_grader_reads_answers()
         run.train()
@@ -226,7 +226,7 @@ def train_without_selection(
     context: TrialContext, trial: Trial, out: Path, *, resume: bool = False, on_event: OnEvent = no_event
 ) -> Calibrated:
     """Train one range and write it without evidence; on several processes only the main one writes."""
-    require_no_artifact(out)
+    require_no_artifact(out, context.origin.get("adapter_source"))
     count_gateable_modules(context, [trial])
 
     def on_step(done: int, total: int, entropy: float | None) -> None:

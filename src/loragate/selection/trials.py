@@ -237,6 +237,7 @@ def save_artifact(
 def copy_artifact(source: Path, target: Path, selection: dict[str, Any], temperature: float) -> None:
     """Copy a trial's gated adapter, with the record of how it was chosen, and the sampling that it is recommended at."""
     record = {**read_gate_config(source), "selection": selection}
+    copy_file(source / GATES, target / GATES)  # first, as by `save_gates`
     without = shutil.ignore_patterns(CONFIG, CARD)
     shutil.copytree(source, target, ignore=without, copy_function=copy_file, dirs_exist_ok=True)
     record |= write_generation_config(target, temperature)

@@ -109,6 +109,8 @@ def serve(settings: ServerSettings, system: str = "none") -> int:
 def served_adapters(settings: ServerSettings) -> tuple[ModelSource, dict[str, ModelSource]]:
     """Where the model is, whose base is served as "base", and each adapter by its served name.
 
+    Warns of an adapter that was made for another base, where --base does not say which one is meant.
+
     Raises:
         ConfigError: for a folder that holds no adapter, a name that is taken, or an override that is not known.
     """
@@ -125,7 +127,26 @@ def served_adapters(settings: ServerSettings) -> tuple[ModelSource, dict[str, Mo
         if source.kind == "gated"
         else {"adapter": source}
     )
-    return source, adapters | named_adapters(settings.adapters, ("base", *adapters))
+    further = named_adapters(settings.adapters, ("base", *adapters))
+    if not settings.base:
+        for name, adapter in further.items():
+            warn_other_base(name, adapter, source)
+    return source, adapters | further
+
+
+def warn_other_base(name: str, adapter: ModelSource, source: ModelSource) -> None:
+    """Warn where a further adapter records another base than the one that is served."""
+    own, served = adapter.base, source.base
+    samples = [(one.gates or {}).get("base", {}).get("weights") for one in (adapter, source)]
+    other_commit = own.revision and served.revision and own.revision != served.revision
+    same = own.absolute_name == served.absolute_name and not other_commit
+    # a base may have moved; two gated folders hold samples of its weights
+    if own.name and not same and (samples[0] is None or samples[0] != samples[1]):
+        console().print(
+            f"warning: --adapters {name}: {adapter.ref.name} was made for the base {own}, and is served on {served}; serve it by "
+            "itself, or say with --base which base all of them are for",
+            markup=False,
+        )
 
 
 def check_servable(source: ModelSource, adapters: Mapping[str, ModelSource], trust: bool) -> int:
@@ -201,7 +222,30 @@ def vllm_arguments(
         template = str(scratch / "chat_template.jinja")
         write_text(Path(template), wrapped)
     found += ["--chat-template", template] if template else []
-    return [*found, *stopping_arguments(tokenizer, source, adapters, scratch, settings.trust_remote_code)]
+    tokenizers = further_tokenizers(settings, source, adapters)
+    if not settings.chat_template:
+        for name, own in tokenizers.items():
+            if own.chat_template != tokenizer.chat_template:
+                console().print(
+                    f"warning: --adapters {name}: its chat template is not the one of {source.tokenizer}, by which the server "
+                    "renders the conversations of all adapters; send it rendered prompts (/v1/completions), or serve it by itself",
+                    markup=False,
+                )
+    return [*found, *stopping_arguments(tokenizer, source, adapters, scratch, settings.trust_remote_code, tokenizers)]
+
+
+def further_tokenizers(
+    settings: ServerSettings, source: ModelSource, adapters: Mapping[str, ModelSource]
+) -> dict[str, Any]:
+    """{served name: its own tokenizer} of adapters that have another one than is served; one name for each tokenizer."""
+    found: dict[str, tuple[str, Any]] = {}
+    for name, adapter in adapters.items():
+        place = replace(
+            adapter, base=source.base
+        )  # one without a tokenizer of its own was trained with that of the base
+        if place.tokenizer not in {source.tokenizer, *(where for where, _ in found.values())}:
+            found[name] = (place.tokenizer, open_tokenizer(place, replace(settings, chat_template="")))
+    return {name: tokenizer for name, (_, tokenizer) in found.items()}
 
 
 def template_for_vllm(tokenizer: Any) -> str | None:
@@ -253,15 +297,25 @@ def _render(chat: Any, messages: list[dict[str, str]]) -> str | None:
 
 
 def stopping_arguments(
-    tokenizer: Any, source: ModelSource, adapters: Mapping[str, ModelSource], scratch: Path, trust: bool = False
+    tokenizer: Any,
+    source: ModelSource,
+    adapters: Mapping[str, ModelSource],
+    scratch: Path,
+    trust: bool = False,
+    further: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Arguments that have vLLM's server stop where our engines do; none where it does so by itself.
 
     It knows the tokenizer's EOS and a generation config's. `--override-generation-config` sets the defaults of sampling
     alone, so the base's generation config is copied into `scratch` with all stop tokens, those that gated folders record too.
+
+    Args:
+        further: {served name: tokenizer} of adapters with another one than is served, whose ends of a turn are added.
     """
     recorded = {token for adapter in adapters.values() for token in adapter.stop_token_ids}
     defaults = generation_config(source.base, trust)
+    for name, own in (further or {}).items():
+        recorded |= further_endings(name, own, tokenizer, defaults)
     endings = find_endings(tokenizer, defaults, recorded)
     if endings.texts:
         console().print(
@@ -274,6 +328,22 @@ def stopping_arguments(
     told = {**defaults.to_diff_dict(), "eos_token_id": sorted(endings.token_ids)}
     write_json(scratch / "generation_config.json", told)
     return ["--generation-config", str(scratch)]
+
+
+def further_endings(name: str, own: Any, served: Any, defaults: Any) -> set[int]:
+    """Tokens that end the answers of an adapter with a tokenizer of its own; warns of what the server cannot stop at."""
+    known = find_endings(served, defaults)
+    ends = find_endings(own, defaults, known.token_ids)
+    new = ends.token_ids - known.token_ids
+    same = {token for token in new if own.convert_ids_to_tokens(token) == served.convert_ids_to_tokens(token)}
+    lost = [str(own.convert_ids_to_tokens(token)) for token in sorted(new - same)]
+    if lost := [*lost, *(text for text in ends.texts if text not in known.texts)]:
+        console().print(
+            f"warning: --adapters {name}: its answers end with {lost[0]!r}, at which vLLM's server does not stop by itself; "
+            "clients give it as stop",
+            markup=False,
+        )
+    return same
 
 
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:

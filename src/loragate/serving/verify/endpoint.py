@@ -80,6 +80,7 @@ class Endpoint:
             self._strength_method = settings.strength_by if settings.strength_by != "auto" else self._strength_by()
         named = sorted(self._names, key=lambda name: (name != BASE, name != ADAPTER))
         strengths = () if self._strength_method == "none" else STRENGTHS
+        self.scales_all_modules = self._strength_method == "lora"  # as llama.cpp does it
         self.targets = [*map(Target, named), *(Target(ADAPTER, strength) for strength in strengths)]
         self._form = self._detect_request_format(probe)
 

@@ -29,6 +29,7 @@ class LlamaCpp:
     """
 
     parallel = False
+    scales_all_modules = True
 
     def __init__(self, settings: VerifySettings, prompt_tokens: int = SHARED_TOKENS) -> None:
         if importlib.util.find_spec("llama_cpp") is None:

@@ -16,7 +16,7 @@ from loragate.evaluation.agreement import ServedAnswer
 from loragate.evaluation.results import VariantAgreement
 from loragate.evaluation.variants import ModelVariant
 from loragate.files import require_empty_folder, write_json
-from loragate.gates.control import base_unavailable_reason
+from loragate.gates.control import base_unavailable_reason, find_ungated_modules
 from loragate.models import Loaded, open_model, resolve
 from loragate.models.source import ModelSource
 from loragate.report.table import Line, Table
@@ -78,8 +78,10 @@ def verify(settings: VerifySettings) -> int:
     """
     if bool(settings.endpoint) == bool(settings.llama_cpp):
         raise ConfigError("loragate verify needs a runtime: either --endpoint URL or --llama-cpp BASE.gguf")
-    other = ("lora",) if settings.endpoint else ("adapters", "served_adapter", "served_base")
-    if idle := [f"--{name.replace('_', '-')}" for name in other if getattr(settings, name)]:
+    other = ("lora",) if settings.endpoint else ("adapters", "served_adapter", "served_base", "strength_by")
+    if idle := [
+        f"--{name.replace('_', '-')}" for name in other if getattr(settings, name) != getattr(VerifySettings, name)
+    ]:
         raise ConfigError(
             f"{idle[0]} has no effect with {'--endpoint' if settings.endpoint else '--llama-cpp'}; leave it out"
         )
@@ -107,7 +109,7 @@ def verify(settings: VerifySettings) -> int:
     with display.job(f"checking {runtime.label}"):
         checks = Checks(runtime, prompts, references.read, settings)
         has_gates = "the served adapter has gates; parity at 1 compares with the adapter beneath them"
-        unlike = {0.0: base_unavailable_reason(loaded.model), 1.0: has_gates if place.kind == "gated" else ""}
+        unlike = {0.0: _why_zero_is_not_base(loaded.model, runtime), 1.0: has_gates if place.kind == "gated" else ""}
         found = [checks.chat_template(tokenizer), checks.stop_tokens(loaded.endings, tokenizer)]
         found += [*checks.parity(), *checks.batches(), *checks.strengths(unlike), *checks.isolation()]
     record = _record(runtime, settings, place, found)
@@ -121,6 +123,19 @@ def verify(settings: VerifySettings) -> int:
         if not record["compared"]:
             console().print(f"the adapter was not compared: {NO_LOGPROBS}", soft_wrap=True)
     return DONE if record["passes"] else FAILED
+
+
+def _why_zero_is_not_base(model: Any, runtime: Runtime) -> str:
+    """Why strength 0 of an adapter that is served is not its base; empty where it is."""
+    if reason := base_unavailable_reason(model):
+        return reason
+    ungated = [] if runtime.scales_all_modules else find_ungated_modules(model)
+    if not ungated:
+        return ""
+    more = f" and {len(ungated) - 1} more" if len(ungated) > 1 else ""
+    return (
+        f"no strength reaches {ungated[0]}{more}, so the adapter at 0 keeps its full strength there and is not the base"
+    )
 
 
 def _record(runtime: Runtime, settings: VerifySettings, place: ModelSource, found: Sequence[Check]) -> dict[str, Any]:

@@ -74,11 +74,13 @@ class Runtime(Protocol):
         label: name and version, such as "vLLM 0.32.0".
         targets: what it serves: "base" where it does, "adapter", others, and strengths of "adapter".
         parallel: whether it takes several requests at once.
+        scales_all_modules: whether a strength reaches all that the adapter adapts, modules that are never gated, too.
     """
 
     label: str
     targets: list[Target]
     parallel: bool
+    scales_all_modules: bool
 
     def complete(
         self,
