@@ -1,5 +1,7 @@
 """Dev sets: what is read, what is refused with file and line, and how they are put to a model."""
 
+import json
+
 import pytest
 from selection_kit import write_jsonl
 
@@ -111,9 +113,12 @@ def test_a_right_answer_that_nobody_could_give_is_refused(grader, gold, why, tmp
 )
 def test_a_question_among_the_examples_is_found_in_every_form_of_theirs(turns, tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl", rows())
-    taken = prompts_with_location(load_rows([{"messages": [*turns, {"role": "assistant", "content": "3"}]}]))
-    with pytest.raises(DataError, match=r"p\.jsonl:4: 1 of 32 dev questions are also among the examples"):
-        read_dev(path, EXACT, "dev", [(taken, "the examples")])
+    whole, last = [*turns, {"role": "assistant", "content": "3"}], [{"role": "assistant", "content": "3"}]
+    as_text = [{"messages": json.dumps(whole)}, {"prompt": json.dumps(turns), "completion": json.dumps(last)}]
+    for row in ({"messages": whole}, *as_text):
+        taken = prompts_with_location(load_rows([row]))
+        with pytest.raises(DataError, match=r"p\.jsonl:4: 1 of 32 dev questions are also among the examples"):
+            read_dev(path, EXACT, "dev", [(taken, "the examples")])
 
 
 def test_what_is_reported_on_is_excluded(tmp_path):

@@ -388,18 +388,20 @@ def _pair_row(row: Row) -> Turns:
 
 
 def _pair_values(row: Row, group: tuple[str, ...]) -> tuple[Any, ...]:
-    """The values of the columns of a row; of a pair that is two lists of messages as JSON text, the lists.
-
-    Text that is anything else is text: a question may be about JSON.
-    """
+    """The values of the columns of a row; of a pair that is two lists of messages as JSON text, the lists."""
     values = tuple(row[key] for key in group)
-    if group not in PAIRS or not all(isinstance(value, str) and value.lstrip().startswith("[") for value in values):
-        return values
-    with suppress(ValueError, RecursionError):
-        lists = tuple(json.loads(value) for value in values)
-        if all(found and all(isinstance(entry, Mapping) and "role" in entry for entry in found) for found in lists):
-            return lists
-    return values
+    lists = tuple(map(messages_of_json, values)) if group in PAIRS else values
+    return lists if all(isinstance(value, list) for value in lists) else values
+
+
+def messages_of_json(value: Any) -> Any:
+    """A list of messages that is JSON text, read; anything else as it is, as a question may be about JSON."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            if found and all(isinstance(entry, Mapping) and {"role", "from"} & entry.keys() for entry in found):
+                return found
+    return value
 
 
 def question_text(row: Row, key: str) -> str:

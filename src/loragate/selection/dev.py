@@ -21,7 +21,7 @@ import numpy as np
 
 from loragate.data import EncodedRows, Rows, load_rows
 from loragate.data.encoding import IGNORED
-from loragate.data.formats import CONTEXT, conversation, question_text
+from loragate.data.formats import CONTEXT, conversation, messages_of_json, question_text
 from loragate.data.rows import RowsGiven, is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.grader_checks import check_references
@@ -197,7 +197,7 @@ def prompts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     texts = []
     for row in rows:
         for name in ("messages", "conversations", *PROMPTS):
-            value = row.get(name)
+            value = messages_of_json(row.get(name))
             if isinstance(value, str):
                 with suppress(DataError):
                     texts.append(question_text(row, name))
