@@ -149,6 +149,8 @@ def test_a_generation_config_is_removed_with_an_artifact_alone(tmp_path, loaded)
     lg.attach_gates(loaded, CONFIG)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.7}')
     with pytest.raises(ArtifactError, match=r"generation_config\.json would not be that of these gates"):
+        lg.save_gates(loaded, tmp_path, temperature=0, overwrite=True)
+    with pytest.raises(ArtifactError, match=r"generation_config\.json would not be that of these gates"):
         lg.save_gates(loaded, tmp_path, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["generation_config.json"]
 

@@ -145,7 +145,7 @@ def save_gates(
 
     Raises:
         GateError: if the adapter carries no gates or a gate is not finite.
-        ArtifactError: if the folder already holds an artifact, another README.md, or without `temperature` a generation config;
+        ArtifactError: if the folder already holds an artifact, another README.md, or a generation config of its own;
             with `overwrite`, too, if it holds a plain adapter at its top, or an `adapter` folder (or link) that no artifact wrote.
         ConfigError: for a `k` that is no support size or not that of the training, evidence under another key or not
             JSON-able, or a temperature that is none. Nothing is written then.
@@ -188,7 +188,9 @@ def save_gates(
     if not overwrite:
         require_no_artifact(folder, adapter_source)
     replaced = _require_own_files(folder, adapter_source)
-    if temperature is None and (folder / SAMPLING).exists() and not (folder / CONFIG).exists():
+    # with a temperature, an interrupted write may have left it
+    own = (folder / CONFIG).exists() or (temperature is not None and _holds_artifact(folder))
+    if (folder / SAMPLING).exists() and not own:
         raise ArtifactError(f"{folder / SAMPLING} would not be that of these gates; choose another folder or remove it")
     # somebody's own adapter folder, which is left as it is
     if (folder / ADAPTER).exists() and _is_adapter_of(folder, adapter_source) and not _holds_artifact(folder):
