@@ -66,7 +66,7 @@ def test_a_finished_adapter_is_continued_and_only_read(place, tmp_path, capsys, 
     assert record["start"]
     assert "rank is 8, but the adapter" in fails(*sft(place, tmp_path / "x", *adapter, "--rank", "8"))
     assert "holds no adapter_config.json" in fails(*sft(place, tmp_path / "x", "--adapter", place / "base"))
-    assert "is not empty" in fails(*sft(place, place / "adapter", *adapter))
+    assert "is the adapter that is trained on" in fails(*sft(place, place / "adapter", *adapter))
 
 
 def test_dora_says_what_can_be_done_with_it(place, tmp_path, capsys, fails):

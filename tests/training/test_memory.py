@@ -107,6 +107,21 @@ def test_passes_are_made_to_fit_and_change_no_step(tmp_path, monkeypatch, caplog
     assert again[-1:] == short_of[-1:]
 
 
+def test_where_nothing_is_known_of_memory_passes_stay(monkeypatch):
+    from loragate.training import memory
+
+    def unknown(device):
+        raise AssertionError("of a device that tells nothing")
+
+    monkeypatch.setattr(memory, "free_memory", unknown)
+    asked = GateTrainingSettings(batch_size=24)
+    fitted, base = asked.fitted(100), tiny_adapter().get_base_model().to("meta")
+    assert memory.fit_passes(asked, fitted, base, 64, None, 8) == fitted
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # the model is sharded later
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert memory.fit_passes(asked, fitted, tiny_adapter().get_base_model(), 64, None, 8) == fitted
+
+
 def test_the_largest_pass_that_fits_is_taken(monkeypatch):
     from loragate.training import memory
 

@@ -74,13 +74,11 @@ def fit_passes(
         base, longest, objective: as in `pass_memory`.
         recorded: of the run that is resumed, which goes on as it began; 0 for none.
     """
-    if asked.per_device_train_batch_size or detect_launch().processes > 1:
+    launch, batch, most = detect_launch(), fitted.batch_size, fitted.per_device_train_batch_size
+    if asked.per_device_train_batch_size or launch.processes > 1 or launch.is_sharded:
         return fitted
     if recorded:
         return replace(fitted, per_device_train_batch_size=recorded)
-    free, batch, most = (
-        free_memory(next(base.parameters()).device), fitted.batch_size, fitted.per_device_train_batch_size
-    )  # fmt: skip
 
     def need(rows: int) -> float | None:
         how: dict[str, Any] = {"k": k, "passes": batch // rows}
@@ -88,7 +86,7 @@ def fit_passes(
         return pass_memory(base, rows, longest, objective, **how)
 
     whole = need(most)
-    if whole is None or whole <= free:
+    if whole is None or whole <= (free := free_memory(next(base.parameters()).device)):
         return fitted
     fewer = [rows for rows in range(most - 1, 0, -1) if batch % rows == 0]
     rows = next((rows for rows in fewer if (need(rows) or 0.0) <= free), 1)
