@@ -272,6 +272,10 @@ def test_lists_as_json_text_are_read():
     [
         (json.dumps([ASK]), "4"),
         ("2+2?", json.dumps([ANSWER])),
+        (
+            json.dumps([{"from": "ann@example.org", "subject": "x"}]),
+            json.dumps([{"from": "bob@example.org", "subject": "y"}]),
+        ),
         ("Sort [3, 1]", "[1, 3]"),
         ("[3, 1]", "[1, 3]"),
         ("[]", "[]"),

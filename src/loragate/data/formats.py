@@ -399,7 +399,8 @@ def messages_of_json(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
             found = json.loads(value)
-            if found and all(isinstance(entry, Mapping) and {"role", "from"} & entry.keys() for entry in found):
+            entries = [entry.keys() if isinstance(entry, Mapping) else set() for entry in found]
+            if found and all("role" in keys or {"from", "value"} <= keys for keys in entries):
                 return found
     return value
 
