@@ -230,6 +230,7 @@ class RunFolder:
         resume: bool = False,
         existing_work: str = "",
         notes: Mapping[str, Any] | None = None,
+        hints: Mapping[str, str] | None = None,
     ) -> None:
         """Write down what is begun, or on resume check that it is the same job.
 
@@ -238,6 +239,7 @@ class RunFolder:
             existing_work: in words, the work in the folder that a new job must not be mixed with; by default a record is such
                 work.
             notes: JSON-able; for readers of the folder.
+            hints: {dotted key: why it may differ though the job is the same, and what to do}, for the refusal.
 
         Raises `error` for work that would be overwritten, nothing to resume, another version, or the first key that differs.
         """
@@ -260,7 +262,7 @@ class RunFolder:
                 "begin again in another --out"
             )
         remedy = "repeat the command with the same settings, weights and data, or choose another --out"
-        require_same_identity(self.record_path, stored, dict(identity), remedy, self.error)
+        require_same_identity(self.record_path, stored, dict(identity), remedy, self.error, hints)
 
     def read(self) -> dict[str, Any]:
         """The record of what was begun; raises `error` where there is none, or none that can be read."""
@@ -272,15 +274,21 @@ class RunFolder:
 
 
 def require_same_identity(
-    record: Path, old: Any, new: Any, remedy: str, error: type[LoragateError] = ConfigError
+    record: Path,
+    old: Any,
+    new: Any,
+    remedy: str,
+    error: type[LoragateError] = ConfigError,
+    hints: Mapping[str, str] | None = None,
 ) -> None:
     """Refuse to go on with another work than was begun: `record_path` is the file of what was begun, `old`, and `new` is asked for
-    now, both JSON-able. Raises `error` with the first key that differs and the `remedy`.
+    now, both JSON-able. Raises `error` with the first key that differs, the `remedy`, and its hint where there is one.
     """
     # through JSON, as what was begun has been: tuples are lists by then, and keys texts
     if (found := first_difference(old, json.loads(json.dumps(new)))) is not None:
         key, before, now = (found[0], *("none" if value is None else f"{value!r:.160}" for value in found[1:]))
-        raise error(f"{record} was begun with {key} = {before}, now it is {now}; {remedy}")
+        hint = f". {hints[key]}" if hints and key in hints else ""
+        raise error(f"{record} was begun with {key} = {before}, now it is {now}; {remedy}{hint}")
 
 
 def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:

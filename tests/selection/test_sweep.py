@@ -123,6 +123,7 @@ def test_another_sweep_is_not_resumed(place, swept):
         (["--ranges=1,0"], "wrong way round"),
         (["--seeds", "0,x"], "whole numbers"),
         (["--seeds", "3,3"], "seed 3 is given twice"),
+        (["--seeds", "3,-1"], "seed: it must be at least 0, found -1"),
         (["--dev-data", "nowhere.jsonl"], "found no file"),
         (["--runner", "sequential", "--workers", "4"], "--workers has no effect with runner sequential"),
         (["--granularity", "tokens"], "--granularity"),

@@ -11,7 +11,7 @@ from loragate.data import encode_rows
 from loragate.errors import ConfigError, DataError, SetupError
 from loragate.files import require_same_identity
 from loragate.training import FineTuningSettings, GateTrainingSettings
-from loragate.training.checkpoints import dated_template_named
+from loragate.training.checkpoints import template_hints
 from tiny import TEMPLATE, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 SHARED = {"batch_size": 8, "per_device_train_batch_size": 4, "max_length": 64, "max_steps": 1, "logging_steps": 1}
@@ -83,5 +83,6 @@ def test_a_template_with_the_date_is_named_where_a_run_is_resumed_on_another_day
     fixed.chat_template = dated.chat_template.replace("{{ strftime_now('%d')[1] }}", "1")
     stage(fixed, **given, resume=True)
     # of calibrate, whose record holds them beside the rows
-    with pytest.raises(ConfigError, match="writes today's date"), dated_template_named(dated):
-        require_same_identity(tmp_path, {"data": {"tokens": "a"}}, {"data": {"tokens": "b"}}, "repeat the command")
+    both = {"data": {"tokens": "a"}}, {"data": {"tokens": "b"}}
+    with pytest.raises(ConfigError, match="writes today's date"):
+        require_same_identity(tmp_path, *both, "repeat the command", hints=template_hints(dated))

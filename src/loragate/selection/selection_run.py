@@ -59,7 +59,7 @@ from loragate.selection_record import (
     count_unparsed_answers,
     format_choice_reason,
 )
-from loragate.training.checkpoints import dated_template_named
+from loragate.training.checkpoints import template_hints
 from loragate.training.rows import encoded_fingerprint
 
 SCALES = (0.25, 0.5, 0.75, 1.25, 1.5)
@@ -221,8 +221,7 @@ class SelectionRun:
         """Hold the folder, with what is being done written down."""
         run = RunFolder(self.folder)
         with run.locked():
-            with dated_template_named(self.context.tokenizer):
-                run.begin(self.identity, resume=resume)
+            run.begin(self.identity, resume=resume, hints=template_hints(self.context.tokenizer))
             self.announce()
             yield
 

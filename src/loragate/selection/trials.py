@@ -39,6 +39,7 @@ from loragate.training import GateTrainingSettings, train_gates, training_rows
 from loragate.training.callbacks import StepReport
 from loragate.training.gate_training import check_start
 from loragate.training.settings import GATE_OBJECTIVES
+from loragate.validate import Seed, validate
 
 GATED, RUN, FAILED = "gated", "run", "failed.json"
 WAIT_S = 60.0  # for a worker that died to let go of a trial
@@ -98,6 +99,8 @@ def make_trials(ranges: Sequence[Range], objectives: Sequence[str], seeds: Seque
             raise ConfigError(f"no {name} to try; give at least one")
         if repeated := [value for value in values if list(values).count(value) > 1]:
             raise ConfigError(f"the {name} {repeated[0]} is given twice; each trial runs once")
+    for seed in seeds:
+        validate(Seed, seed, "seed")  # all of them, before the first is trained
     for objective in objectives:
         if objective not in GATE_OBJECTIVES:
             raise ConfigError(f"unknown objective {objective!r}{nearest(objective, GATE_OBJECTIVES)}")

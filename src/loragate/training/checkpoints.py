@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.data.chat import active_template
-from loragate.errors import ConfigError, LoragateError, SetupError
+from loragate.errors import ConfigError, SetupError
 from loragate.files import RunFolder, file_sha256, read_json, write_json
 from loragate.training.strategy import detect_launch, process_state
 
@@ -61,7 +60,7 @@ class TrainingFolder:
         rows = notes.get(PASS_ROWS)
         return rows if isinstance(rows, int) and rows > 0 else 0
 
-    def begin(self, identity: Mapping[str, Any]) -> Path | None:
+    def begin(self, identity: Mapping[str, Any], hints: Mapping[str, str] | None = None) -> Path | None:
         """Write run.json, or on resume compare it with `identity`, but for the rows of a pass, on which only rounding depends.
 
         Returns:
@@ -88,7 +87,7 @@ class TrainingFolder:
             if holds or exists or state.is_main_process:
                 run.begin(identity, existing_work=holds, notes=notes)
             return None
-        run.begin(identity, resume=True)
+        run.begin(identity, resume=True, hints=hints)
         last, faults = None, []
         for checkpoint in reversed(list_checkpoints(self.path)):
             if not (fault := find_checkpoint_fault(checkpoint)):
@@ -135,24 +134,20 @@ def training_folder(path: str | Path | None, resume: bool, overwrite: bool = Fal
         yield TrainingFolder(Path(path), True, resume, overwrite)
 
 
-@contextmanager
-def dated_template_named(tokenizer: Any) -> Iterator[None]:
-    """Say so in a refusal to resume with other tokens where the chat template writes the date into every row.
+def template_hints(tokenizer: Any) -> dict[str, str]:
+    """What a refusal to resume with other tokens should say where the chat template writes the date into every row.
 
     Args:
         tokenizer: of the training; None for one without.
     """
-    try:
-        yield
-    except LoragateError as error:
-        template = "" if tokenizer is None else active_template(tokenizer) or ""
-        if not re.search(r"begun with (data\.)?tokens = ", str(error)) or "strftime_now" not in template:
-            raise
-        raise type(error)(
-            f"{error}. The chat template writes today's date into the rows (strftime_now), so they have other tokens every day: "
-            "where the run began on another day, go on with --chat-template FILE, a copy of the template with the date of that "
-            "day in place of the call"
-        ) from None
+    if tokenizer is None or "strftime_now" not in (active_template(tokenizer) or ""):
+        return {}
+    hint = (
+        "The chat template writes today's date into the rows (strftime_now), so they have other tokens every day: where the "
+        "run began on another day, go on with --chat-template FILE, a copy of the template with the date of that day in place of "
+        "the call"
+    )
+    return dict.fromkeys(("tokens", "data.tokens"), hint)
 
 
 def remove_run(folder: Path) -> None:

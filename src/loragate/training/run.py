@@ -17,7 +17,7 @@ from trl import SFTConfig
 from loragate.errors import ConfigError
 from loragate.losses.objectives import Objective
 from loragate.training.callbacks import JsonlLog, OnStep, StepReporter, StopOnInterrupt
-from loragate.training.checkpoints import METRICS_FILE, TrainingFolder, dated_template_named
+from loragate.training.checkpoints import METRICS_FILE, TrainingFolder, template_hints
 from loragate.training.model_state import checkpointing_argument
 from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, FineTuningSettings, TrainSettings
 from loragate.training.strategy import detect_launch, process_state
@@ -115,8 +115,7 @@ def run_in_folder(
     Raises:
         TrainingError: non-finite loss, a resume that does not fit, or a stop by Ctrl-C (after writing a checkpoint).
     """
-    with dated_template_named(trainer.processing_class):
-        checkpoint = folder.begin(identity)
+    checkpoint = folder.begin(identity, template_hints(trainer.processing_class))
     kept = folder.path if folder.is_persistent else None
     stopper = StopOnInterrupt()
     trainer.remove_callback(PrinterCallback)  # progress is the caller's, and metrics go to the log
