@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
 import time
@@ -95,6 +96,17 @@ def test_between_two_jobs_the_command_speaks_and_within_one_the_job_alone(monkey
             wait_for(lambda: "loading the model: running for" in out.getvalue())
             assert "loragate calibrate" not in out.getvalue()
     assert not display._open_heartbeats
+
+
+def test_a_heartbeat_names_the_part_that_has_no_count_of_its_own(monkeypatch):
+    monkeypatch.setattr(display, "HEARTBEAT_SECONDS", 0.06)
+    out = io.StringIO()
+    with Display(out=Console(file=out, width=80)).job("calibrating"):
+        with display.phase("measuring entropy on 64 examples"):
+            wait_for(lambda: re.search("^calibrating: running for .+, measuring entropy on 64 examples$", out.getvalue(), re.M))
+        out.truncate(0)
+        wait_for(lambda: "calibrating: running for" in out.getvalue())
+        assert "measuring" not in out.getvalue().splitlines()[-1]
 
 
 def test_what_is_printed_breaks_the_silence(monkeypatch):

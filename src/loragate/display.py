@@ -42,6 +42,7 @@ FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe: room for
 
 _open_heartbeats: list[threading.Event] = []
 """What `heartbeat` watches, the innermost last."""
+_open_phases: list[str] = []
 _last_print_time = [time.monotonic()]
 """When anything was last printed."""
 
@@ -190,7 +191,8 @@ def heartbeat(name: str, out: Console | None = None) -> Iterator[None]:
         while not ended.wait(HEARTBEAT_SECONDS / 12):
             now = time.monotonic()
             if _open_heartbeats[-1:] == [ended] and now - _last_print_time[0] >= HEARTBEAT_SECONDS * 5 / 6:
-                out.print(f"{name}: running for {duration(now - began)}", markup=False, soft_wrap=True)
+                said = ", ".join([f"{name}: running for {duration(now - began)}", *_open_phases[-1:]])
+                out.print(said, markup=False, soft_wrap=True)
 
     _open_heartbeats.append(ended)
     _last_print_time[0] = began
@@ -200,6 +202,16 @@ def heartbeat(name: str, out: Console | None = None) -> Iterator[None]:
     finally:
         ended.set()
         _open_heartbeats.remove(ended)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """While it lasts, a heartbeat says `name` too: a part of a job that has no count of its own. Prints nothing by itself."""
+    _open_phases.append(name)
+    try:
+        yield
+    finally:
+        _open_phases.remove(name)
 
 
 @dataclass

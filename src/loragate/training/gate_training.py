@@ -22,6 +22,7 @@ from trl import SFTConfig
 
 from loragate.data import EncodedRows, Rows, encode_rows, find_endings, load_rows
 from loragate.data.rows import RowsGiven
+from loragate.display import phase
 from loragate.errors import ConfigError, SetupError, TrainingError
 from loragate.gates import (
     GateConfig,
@@ -341,7 +342,7 @@ class GateTrainer(StatisticsTrainer):
 
     def measure(self, rows: Sequence[dict[str, Any]]) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
         """Normalised top-k entropy over the response tokens of tokenised rows, and λ statistics there; see `measure_entropy`."""
-        with self.accelerator.autocast():
+        with phase(f"measuring entropy on {len(rows)} examples"), self.accelerator.autocast():
             return measure_entropy(
                 self._measured_model, rows, TrainingCollator(self.processing_class), self.k, self.adapter_name or ""
             )
