@@ -181,8 +181,6 @@ def _row(command: Any, field: Any, kind: Any, text: str) -> str:
     flag = "--" + field.name.replace("_", "-")
     if field.name == command.positional:
         shown = f"`{field.name.upper()}`"
-    elif field.name in command.config_only.split():
-        shown = f"`{field.name}:` in a `--config` file"
     else:
         shown = f"`{flag}`, `--no-{flag[2:]}`" if kind is bool else f"`{flag}`"
     return f"| {shown} | {_kind(kind)} | {_default(command, field, kind)} | {_cell(text)} |"

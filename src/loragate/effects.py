@@ -30,10 +30,13 @@ class SettingCondition:
         return found in self.values or (None in self.values and not found)
 
 
-_DEV_SET_CONDITIONS = (
-    SettingCondition(("dev_samples", "dev_max_new_tokens", "retention_data", "exclude"), "dev_data"),
+_DEV_GRADER_CONDITIONS = (
     SettingCondition(("dev_grader",), "dev_task", (None,)),  # a task has a grader of its own
     SettingCondition(("dev_pattern",), "dev_grader", ("regex",)),
+)
+_DEV_SET_CONDITIONS = (
+    SettingCondition(("dev_samples", "dev_max_new_tokens", "retention_data", "exclude"), "dev_data"),
+    *_DEV_GRADER_CONDITIONS,
 )
 _GRADERS = ("default", "math_verify", "gsm8k", "regex", "choice", "exact", "boxed", "humaneval", "mbpp", "tiny")
 
@@ -42,7 +45,7 @@ SETTING_CONDITIONS: dict[str, tuple[SettingCondition, ...]] = {
     "doctor": (
         SettingCondition(("data", "dev_data", "retention_data", "resume"), "quick", (None,)),  # which reads files alone
         SettingCondition(("dev_task", "dev_grader"), "dev_data"),
-        SettingCondition(("dev_grader",), "dev_task", (None,)),
+        *_DEV_GRADER_CONDITIONS,
     ),
     "sweep": (*_DEV_SET_CONDITIONS, SettingCondition(("workers", "gpus_per_trial"), "runner", ("auto", "ray"))),
     # a task file; the harness asks and judges in its own way

@@ -56,7 +56,7 @@ class SetupError(TrainingError):
 
 
 class StoppedError(TrainingError):
-    """A training that was asked to stop by Ctrl-C before its last step."""
+    """A training that was asked to stop by Ctrl-C or SIGTERM before its last step."""
 
 
 class DivergenceError(TrainingError):

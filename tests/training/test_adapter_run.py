@@ -68,14 +68,19 @@ def test_a_base_stays_as_it_is_stored_where_products_are_in_16_bits(place, preci
     assert {weight.dtype for name, weight in model.named_parameters() if "lora_" not in name} == {dtype}
 
 
-def test_a_run_that_was_stopped_goes_on(place):
+@pytest.mark.parametrize("number, name", [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_run_that_was_stopped_goes_on(place, number, name):
+    """Batch systems send SIGTERM before they kill."""
+    before = signal.getsignal(number)
+
     def interrupt(report):
         if report.step == 1 and not report.values:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     lg.make_adapter("base", "rows.jsonl", "whole", SETTINGS)
-    with pytest.raises(TrainingError, match=r"stopped by Ctrl-C.*resume=True"):
+    with pytest.raises(TrainingError, match=rf"stopped by {name} at step 1 .*resume=True"):
         lg.make_adapter("base", "rows.jsonl", "adapter", SETTINGS, on_step=interrupt)
+    assert signal.getsignal(number) is before
     with pytest.raises(ConfigError, match="holds an unfinished run"):
         lg.make_adapter("base", "rows.jsonl", "adapter", SETTINGS)
     lg.make_adapter("base", "rows.jsonl", "adapter", SETTINGS, resume=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import math
 import os
 import re
@@ -72,7 +71,7 @@ class Command:
         positional: name of the field that is given without a flag, or None; a field of type tuple takes several.
         required_at_run: fields that have a default, so that a file can give them, without which the command still refuses.
         common: names, between spaces, of the fields that `--help` shows beside the required ones; empty for all.
-        config_only: names, between spaces, of the fields that only a --config file sets, as hardly anybody changes them.
+        rare: names, between spaces, of the fields that hardly anybody changes: --help-all names them last, in a line each.
         summary: one line for the overview and the help; `loragate.cli.main` has it, as it is read before this room.
     """
 
@@ -83,7 +82,7 @@ class Command:
     positional: str | None = None
     required_at_run: tuple[str, ...] = ()
     common: str = ""
-    config_only: str = ""
+    rare: str = ""
     summary: str = ""
 
     @property
@@ -132,11 +131,9 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
 
 
 def _suggest_flag(command: Command, flag: str, argv: list[str]) -> str:
-    """What to say to a flag that is a key of a file here, has another name or is none; empty for any other."""
+    """What to say to a flag that has another name here or is given without one; empty for any other."""
     typed, _, value = flag.partition("=")
     name = typed.removeprefix("--").replace("-", "_")
-    if name in command.config_only.split():
-        return f"{flag_of(name)} is a setting for a --config file alone, as in {name}: VALUE"
     other = name if name == command.positional else find_alias(command, name)
     if other and other == command.positional:
         value = value or next((word for word in argv[argv.index(flag) + 1 :][:1] if not word.startswith("-")), "")
@@ -175,12 +172,13 @@ def print_help(command: Command, everything: bool = False) -> None:
     console = Console(highlight=False)
     console.width = min(console.width, WIDTH)
     build_app(command, hidden=not everything, for_help=True).help_print([command.name], console=console)
-    if everything and command.config_only:
-        print("settings for a --config FILE.yaml alone, with their defaults:")
+    if everything and command.rare:
+        print("rare settings, with their defaults:")
         texts, defaults = help_texts(command.options), _defaults(command.options)
-        for name in (name for name in field_types(command.options) if name in command.config_only.split()):
-            line = f"{name}: {json.dumps(defaults[name])}  # {texts[name]}"
-            print(textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    # "))
+        for name in (name for name in field_types(command.options) if name in command.rare.split()):
+            shown = _format_default(defaults[name])
+            line = f"{flag_of(name)}: {texts[name]}" + f" [default: {shown}]" * bool(shown)
+            print(textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    "))
     print("\n".join(["examples:", *(f"  {line}" for line in command.examples)]))
     if not everything:
         hidden = len(field_types(command.options)) - sum(
@@ -214,6 +212,7 @@ def _parameters(command: Command, hidden: bool, shown: bool) -> Iterator[inspect
     texts, hints, found = help_texts(command.options), field_types(command.options), headings(command)
     defaults, named = _defaults(command.options), {int: "INT", float: "NUMBER", dict: "JSON"}
     read_later = {name: named[kind] for name, hint in hints.items() if (kind := _kind(hint)) in named}
+    found |= dict.fromkeys(command.rare.split(), "rare")
     order = ["required", "options", *dict.fromkeys(found.values()), "every command"]
     look = DefaultFormatter(column_specs=_columns)
     groups = {heading: Group(heading, sort_key=order.index(heading), help_formatter=look) for heading in order}
@@ -223,7 +222,7 @@ def _parameters(command: Command, hidden: bool, shown: bool) -> Iterator[inspect
         about = Parameter(
             help=texts.get(name, ""),
             group=groups[found[name]],
-            show=not (hidden and found[name].startswith("advanced")),
+            show=found[name] != "rare" and not (hidden and found[name].startswith("advanced")),
             show_default=_format_default if _format_default(default) else False,
             required=False,  # a file may give it
             allow_leading_hyphen=not without_flag,  # --ranges -3,1
@@ -256,7 +255,7 @@ def _columns(console: Console, options: Any, entries: Any) -> tuple[ColumnSpec, 
 def headings(command: Command) -> dict[str, str]:
     """{flag's field: heading of the help under which it stands}; an advanced one is named after the class that has the field."""
     found = {}
-    for name in (name for name in field_types(command.options) if name not in command.config_only.split()):
+    for name in (name for name in field_types(command.options) if name not in command.rare.split()):
         if name in command.required:
             found[name] = "required"
         elif not command.common or name in command.common.split() or name == command.positional:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from loragate import models
 from loragate.cli.arguments import Command
-from loragate.cli.options import GATE_CONFIG_ONLY, GateOptions, RunOptions, extract_settings, require_files
+from loragate.cli.options import RARE_WITH_GATES, GateOptions, RunOptions, extract_settings, require_files
 from loragate.display import Display, console, format_next_command
 from loragate.selection.settings import DevSettings, require_one_process
 from loragate.selection_record import DEV_SET_CAVEAT
@@ -179,5 +179,5 @@ COMMAND = Command(
         "base ranges dev_data dev_task dev_grader retention_data skip_selection learning_rate num_train_epochs "
         "batch_size max_rows resume"
     ),
-    config_only=f"{GATE_CONFIG_ONLY} base_id eval_data eval_split report_to split",
+    rare=f"{RARE_WITH_GATES} base_id eval_data eval_split report_to split",
 )

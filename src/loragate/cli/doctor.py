@@ -40,6 +40,7 @@ class DoctorOptions(ModelOptions):
         dev_data: questions with answers of its task: how strong it should be.
         dev_task: task (name or file) whose prompt, columns and grader the dev set has.
         dev_grader: grader of the dev set without a task, as calibrate takes it.
+        dev_pattern: regular expression of the grader regex; its one group is the answer.
         retention_data: questions with answers of abilities to keep.
         quick: only what takes seconds and needs no weights of the base.
         json: print doctor.json alone to standard output.
@@ -55,6 +56,7 @@ class DoctorOptions(ModelOptions):
     dev_data: str = ""
     dev_task: str = ""
     dev_grader: str = "default"
+    dev_pattern: str = ""
     retention_data: str = ""
     quick: bool = False
     json: bool = False
@@ -89,6 +91,7 @@ def run(options: DoctorOptions) -> int:
                     system=options.system,
                     dev_task=options.dev_task,
                     dev_grader=options.dev_grader,
+                    dev_pattern=options.dev_pattern,
                 ),
                 loading=loading,
                 on_job=Display().job,
@@ -237,6 +240,7 @@ def _next(found: Examination, options: DoctorOptions, stopped: bool) -> str:
     dev = ["--dev-data", options.dev_data or "FILE"]
     dev += ["--dev-task", options.dev_task] if options.dev_task else []
     dev += ["--dev-grader", options.dev_grader] if options.dev_grader != "default" else []
+    dev += ["--dev-pattern", options.dev_pattern] if options.dev_pattern else []
     return _command("calibrate", "--adapter", options.adapter, *base, *data, *dev, "--out", "gated")
 
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 Settings = TypeVar("Settings", bound="DataclassInstance")
 
-# what every training leaves to a --config file: recipes state it, people hardly ever change it
-CONFIG_ONLY = "adam_beta1 adam_beta2 max_grad_norm save_total_limit select_seed system"
+# of every training: recipes state it, people hardly ever change it
+RARE = "adam_beta1 adam_beta2 max_grad_norm save_total_limit select_seed system"
 # the same of calibrate and sweep
-GATE_CONFIG_ONLY = (
-    f"{CONFIG_ONLY} weight_decay lr_scheduler_type warmup_ratio logging_steps packing group_by_length select revision tau "
+RARE_WITH_GATES = (
+    f"{RARE} weight_decay lr_scheduler_type warmup_ratio logging_steps packing group_by_length select revision tau "
     "init_scale detach_input gate_modules dev_batch_size retention_task sandbox trust_remote_code"
 )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loragate.cli.arguments import Command
-from loragate.cli.options import CONFIG_ONLY, RunOptions, extract_settings, require_files
+from loragate.cli.options import RARE, RunOptions, extract_settings, require_files
 from loragate.display import Display, console, duration, format_next_command
 from loragate.training.preflight import relaunch_if_requested, require_free_out, require_reporters
 from loragate.training.settings import FineTuningSettings
@@ -113,5 +113,5 @@ COMMAND = Command(
         "objective adapter target_modules rank alpha learning_rate num_train_epochs batch_size max_rows "
         "max_length precision seed resume"
     ),
-    config_only=CONFIG_ONLY,
+    rare=RARE,
 )

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from loragate.cli.arguments import Command, resolved_yaml
 from loragate.cli.calibrate import AdapterOptions
-from loragate.cli.options import GATE_CONFIG_ONLY, extract_settings, require_files
+from loragate.cli.options import RARE_WITH_GATES, extract_settings, require_files
 from loragate.display import Display, console, format_next_command
 from loragate.errors import ConfigError
 from loragate.files import write_text
@@ -31,7 +31,6 @@ class SweepOptions(AdapterOptions):
         workers: parallel trials on this machine; 0 takes as many as fit, on a cluster on the nodes that it has at the start.
         gpus_per_trial: GPUs of one trial on Ray; 0.5 lets two trials share one. By default 1 if there is a GPU.
         cpus_per_trial: CPUs, and threads, of one trial on Ray.
-        save_steps: number of steps between two checkpoints; a killed trial resumes from the last one.
     """
 
     WITHHELD: ClassVar[frozenset[str]] = frozenset(
@@ -45,7 +44,6 @@ class SweepOptions(AdapterOptions):
     workers: NonNegativeInt = 0
     gpus_per_trial: NonNegativeFloat | None = None
     cpus_per_trial: PositiveInt = 1
-    save_steps: NonNegativeInt = 25
 
 
 def run(options: SweepOptions) -> int:
@@ -121,5 +119,5 @@ COMMAND = Command(
         "loragate sweep --config grid.yaml --seeds 0,1,2 --gpus-per-trial 0.5 --resume",
     ),
     common=("ranges seeds objectives dev_data dev_task retention_data learning_rate batch_size runner workers resume"),
-    config_only=GATE_CONFIG_ONLY,
+    rare=RARE_WITH_GATES,
 )

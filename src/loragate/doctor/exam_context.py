@@ -63,7 +63,7 @@ class ExamSettings:
         max_new_tokens: of an answer to a prompt.
         batch_size: rows and prompts at a time.
         system: "none" leaves out a default system message that the chat template injects, "keep" keeps it.
-        dev_task, dev_grader: how the dev set is asked and judged; see `DevSettings`.
+        dev_task, dev_grader, dev_pattern: how the dev set is asked and judged; see `DevSettings`.
     """
 
     max_rows: int = 64
@@ -75,11 +75,12 @@ class ExamSettings:
     system: str = "none"
     dev_task: str = ""
     dev_grader: str = "default"
+    dev_pattern: str = ""
 
     @property
     def dev(self) -> DevSettings:
         """How the dev set is asked and judged."""
-        return DevSettings(dev_task=self.dev_task, dev_grader=self.dev_grader)
+        return DevSettings(dev_task=self.dev_task, dev_grader=self.dev_grader, dev_pattern=self.dev_pattern)
 
 
 @dataclass(frozen=True)

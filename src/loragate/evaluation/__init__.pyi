@@ -15,5 +15,10 @@ from .statistics import (
     Estimate as Estimate,
     average_at_k as average_at_k,
     compare as compare,
+    compare_suites as compare_suites,
+    dft_rounded_mean as dft_rounded_mean,
     holm as holm,
+    majority_at_k as majority_at_k,
+    pass_at_k as pass_at_k,
+    suite_average as suite_average,
 )

@@ -16,7 +16,7 @@ all run an `Evaluation`. `evaluate` makes one of a model in memory; `Evaluation.
     request = Request("gated", Path("runs/math"), TaskSettings(suite="math"))
     tasks = request.check()                                # refuses what could not be judged, before anything is loaded
     loaded = load("gated")
-    variants, left_out = side_by_side(loaded, "cheap")
+    variants, left_out = find_available_variants(loaded, "cheap")
     evaluation = Evaluation.from_request(request, request.prepare(tasks, loaded), loaded, variants, left_out=left_out)
     evaluation.begin()
     record = evaluation.run()

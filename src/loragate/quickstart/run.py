@@ -37,6 +37,7 @@ from loragate.evaluation.variants import LOWER_TEMPERATURES, ModelVariant, activ
 from loragate.files import write_text
 from loragate.gates import GateConfig, save_gates
 from loragate.gates.range import Range, parse_ranges
+from loragate.gates.strength import lora_paths
 from loragate.generation import TransformersEngine
 from loragate.models.source import Kind
 from loragate.quickstart import QuickstartSettings
@@ -44,7 +45,7 @@ from loragate.report.page import page
 from loragate.report.scores import caption, evaluation_statements, score_markdown, score_tables
 from loragate.report.sources import all_sources
 from loragate.selection.calibrate import Calibrated, calibrate
-from loragate.selection.selection_run import TRIALS
+from loragate.selection.selection_run import TRIALS, constant_scale_variants
 from loragate.selection.selection_run import progress_callback as selection_counted
 from loragate.selection.settings import DevSettings
 from loragate.selection.trials import GATED, Trial
@@ -258,13 +259,13 @@ def build_variants(
     """{variant: the model that it acts on}, the adapter first, as others refer to it."""
     adapter, gates = made.models["adapter"], str(made.gated_folder(best))
     rows = calibrated.evidence["selection"]["variants"]
-    scale = max((row for row in rows if row["weights"] == "scale"), key=lambda row: row["mean"])["label"]
-    value = float(scale.split("λ=")[1].split()[0])  # "adapter λ=0.5 greedy"
+    scales = {variant.label: variant for variant in constant_scale_variants(lora_paths(adapter))}
+    best_scale = max((row for row in rows if row["weights"] == "scale"), key=lambda row: row["mean"])
     models_by_variant = {ModelVariant("adapter"): adapter, ModelVariant("base"): adapter}
     models_by_variant |= {
         ModelVariant("adapter").with_temperature(temperature): adapter for temperature in LOWER_TEMPERATURES
     }
-    models_by_variant[ModelVariant("adapter", f"λ={value:g}", scale=value)] = adapter
+    models_by_variant[scales[best_scale["label"].rpartition(" ")[0]]] = adapter  # without " greedy" or " T=0.3"
     models_by_variant[ModelVariant("adapter", DFT)] = made.models[DFT]
     gated = ModelVariant("gated", gates=gates)
     for name in wanted:

@@ -96,7 +96,10 @@ def calibrate(
     skip_selection: bool = False,
     resume: bool = False,
     on_event: OnEvent = no_event,
-    **origin: Any,
+    adapter_source: str | Path | None = None,
+    base_id: str | None = None,
+    base_revision: str | None = None,
+    adapter_id: str | None = None,
 ) -> Calibrated:
     """Find the best way to use an adapter: as it is, with gates, under one λ, or not at all; and at which temperature.
 
@@ -122,7 +125,7 @@ def calibrate(
         skip_selection: take the gates of the one range as they come.
         resume: go on with what an interrupted call left in `out`.
         on_event: progress, see `OnEvent`.
-        origin: `adapter_source`, `base_id`, `base_revision` and `adapter_id` of `loragate.save_gates`.
+        adapter_source, base_id, base_revision, adapter_id: where base and adapter come from, as in `loragate.save_gates`.
 
     Raises:
         ConfigError: for settings that cannot be used together, work in `out` that is not to be resumed, resuming with other
@@ -134,6 +137,12 @@ def calibrate(
     """
     settings = settings or GateTrainingSettings()
     trials = parse_trials(ranges, settings) if isinstance(ranges, str) else tuple(ranges)
+    origin = {
+        "adapter_source": adapter_source,
+        "base_id": base_id,
+        "base_revision": base_revision,
+        "adapter_id": adapter_id,
+    }
     context = TrialContext(
         model,
         tokenizer,

@@ -1,4 +1,4 @@
-"""What happens around the training loop: the JSONL log, progress reports, checks of the gradient, stopping on Ctrl-C.
+"""What happens around the training loop: the JSONL log, progress reports, checks of the gradient, stopping when asked to.
 
 All through the transformers callback contract; nothing here computes a loss.
 """
@@ -167,21 +167,26 @@ class SkippedStepCheck(TrainerCallback):
             )
 
 
-class StopOnInterrupt(TrainerCallback):
-    """First Ctrl-C: finish the step, write a checkpoint and stop. Second: stop at once."""
+STOP_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+"""What asks a training to stop; batch systems and service managers send the second before they kill."""
+
+
+class StopOnSignal(TrainerCallback):
+    """First Ctrl-C or SIGTERM: finish the step, write a checkpoint and stop. Second: stop at once."""
 
     def __init__(self) -> None:
         self.stop_requested = False
-        self.previous: Any = None
+        self.asked_by = STOP_SIGNALS[signal.SIGINT]
+        self.previous: dict[signal.Signals, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self.previous = signal.signal(signal.SIGINT, self._handle)
+        if threading.current_thread() is threading.main_thread() and not self.previous:
+            self.previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
 
     def _handle(self, number: int, frame: Any) -> None:
         if self.stop_requested:
             raise KeyboardInterrupt
-        self.stop_requested = True
+        self.stop_requested, self.asked_by = True, STOP_SIGNALS[signal.Signals(number)]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.world_size > 1:
@@ -204,10 +209,11 @@ class StopOnInterrupt(TrainerCallback):
                 if folder is None
                 else f"run the same command with --resume (resume=True) to go on from {folder}"
             )
-            raise StoppedError(f"stopped by Ctrl-C at step {step} of {total}; {again}")
+            raise StoppedError(f"stopped by {self.asked_by} at step {step} of {total}; {again}")
 
     def restore(self) -> None:
-        """Give the signal back to its former handler."""
-        if self.previous is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self.previous)
-            self.previous = None
+        """Give the signals back to their former handlers."""
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self.previous.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            self.previous = {}

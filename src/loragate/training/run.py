@@ -1,4 +1,4 @@
-"""A training by settings and into a run folder, as both stages make it: arguments, record, log, checkpoints, Ctrl-C.
+"""A training by settings and into a run folder, as both stages make it: arguments, record, log, checkpoints, a stop by signal.
 
 The run folder holds `run.json` (what is being trained on what), `metrics.jsonl` (every log record) and checkpoints. A
 resumed run must be the same run: `run.json` is compared before anything is continued.
@@ -16,7 +16,7 @@ from trl import SFTConfig
 
 from loragate.errors import ConfigError
 from loragate.losses.objectives import Objective
-from loragate.training.callbacks import JsonlLog, OnStep, StepReporter, StopOnInterrupt
+from loragate.training.callbacks import JsonlLog, OnStep, StepReporter, StopOnSignal
 from loragate.training.checkpoints import METRICS_FILE, TrainingFolder, template_hints
 from loragate.training.model_state import checkpointing_argument
 from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, FineTuningSettings, TrainSettings
@@ -113,11 +113,11 @@ def run_in_folder(
     """Train, with the record (`identity`, which a resumed run must share), the log and the checkpoints of a run folder.
 
     Raises:
-        TrainingError: non-finite loss, a resume that does not fit, or a stop by Ctrl-C (after writing a checkpoint).
+        TrainingError: non-finite loss, a resume that does not fit, or a stop by Ctrl-C or SIGTERM (after writing a checkpoint).
     """
     checkpoint = folder.begin(identity, template_hints(trainer.processing_class))
     kept = folder.path if folder.is_persistent else None
-    stopper = StopOnInterrupt()
+    stopper = StopOnSignal()
     trainer.remove_callback(PrinterCallback)  # progress is the caller's, and metrics go to the log
     trainer.add_callback(stopper)
     if kept is not None:

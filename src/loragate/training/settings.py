@@ -26,7 +26,7 @@ DEFAULT_BATCH_SIZE, TARGET_STEPS, MIN_BATCH_SIZE = 128, 150, 8
 MAX_MICRO_BATCH_SIZE = 8
 
 # they change no number, so that a resumed run may have others
-_UNRECORDED = ("save_total_limit",)
+_UNRECORDED = ("save_steps", "save_total_limit")
 
 
 def drop_unrecorded(values: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class TrainSettings:
         max_grad_norm: gradients are clipped to this norm.
         seed: seed of the data order and of the initialisation.
         logging_steps: number of steps between two log lines.
-        save_steps: number of steps between two checkpoints (0: only on Ctrl-C).
+        save_steps: number of steps between two checkpoints (0: only on Ctrl-C or SIGTERM).
         save_total_limit: number of newest checkpoints to keep (0: all, to inspect the training afterwards).
         packing: join the rows of a forward pass end to end instead of padding them; each step keeps its rows.
         group_by_length: sort the rows of a step by length before they are cut into forward passes; less padding.
@@ -116,7 +116,7 @@ class TrainSettings:
     max_grad_norm: PositiveFloat = 1.0
     seed: Seed = 42
     logging_steps: PositiveInt = 10
-    save_steps: NonNegativeInt = 0
+    save_steps: NonNegativeInt = 50
     save_total_limit: NonNegativeInt = 2
     packing: bool = False
     group_by_length: bool = False
@@ -231,6 +231,7 @@ class GateTrainingSettings(TrainSettings):
     k: NonNegativeInt = 100
     max_rows: NonNegativeInt = 20_000
     objective: GateObjective = "entropy"
+    save_steps: NonNegativeInt = 25
 
     def __post_init__(self) -> None:
         super().__post_init__()

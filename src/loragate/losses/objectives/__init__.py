@@ -5,7 +5,7 @@ signed     eksft, forgetting: with terms that no nonnegative weight gives; entro
            on entropy, as controls
 
 The names are fixed and `objectives` is read-only. An objective of one's own is given to the training itself:
-`train_adapter(..., objective=WeightedCrossEntropy("mine", rule))`, and likewise to `calibrate`.
+`train_adapter(..., objective=WeightedCrossEntropy("mine", rule))`, and likewise to `train_gates` and `GateTrainer`.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class ObjectiveContext:
 class Objective(Protocol):
     """A per-token training objective.
 
-    Any object that has these will do, such as a class of your own; it is given to `train_adapter` or `calibrate` as
-    `objective=`. Its name is then none of the built-in ones.
+    Any object that has these will do, such as a class of your own; it is given to `train_adapter`, `train_gates` or
+    `GateTrainer` as `objective=`. Its name is then none of the built-in ones.
 
     Attributes:
         name: what records call it.
