@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from loragate.errors import ArtifactError
-from loragate.gates.schema import ADAPTER_CONFIG, PREFIX, factor_of, lora_scaling
+from loragate.gates.schema import ADAPTER_CONFIG, PREFIX, factor_of, lora_scaling, without_adapter_name
 
 Severity = Literal["error", "warning", "note"]
 Purpose = Literal["load", "gate", "serve"]
@@ -56,8 +56,6 @@ _VARIANTS = {
 # heads of models that do not write text, by the names that transformers gives them
 _OTHER_HEADS = ("score", "classifier", "qa_outputs", "pooler", "v_head", "pre_classifier")
 _OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
-# an adapter's name among its factors, which PEFT leaves out of its files and takes from those of others
-_NAMED = re.compile(r"(?<=\.)(lora_[A-Za-z_]+)\.(?!bias$)[A-Za-z0-9_-]+(?=\.weight$|$)")
 _OF_LORA = re.compile(r"\.lora_[A-Za-z_]+(?:\.|$)")
 
 
@@ -93,7 +91,28 @@ class Finding:
 
 def split_factor_key(key: str) -> tuple[str, str]:
     """(module path without PEFT's prefix, "lora_A" or another factor) of a tensor's name; two empty texts for any other."""
-    return factor_of(key if factor_of(key)[1] else _NAMED.sub(r"\1", key))
+    return factor_of(without_adapter_name(key))
+
+
+def find_adapted_parameters(config: Mapping[str, Any], path: str) -> list[str]:
+    """The parameters (fused experts, a router) that the factors of a module may belong to, by their whole names: those of its
+    target_parameters; none for a module that is adapted itself.
+
+    Its keys name the module alone: which of the parameters a key belongs to, only the base's code tells.
+    """
+    parameters = read_name_list(config, "target_parameters")
+    # PEFT nests the layers of several parameters of one module: the second is at experts.base_layer
+    own = [f"{path.replace('.base_layer', '')}.{name.rpartition('.')[2]}" for name in parameters]
+    return [name for name in own if f".{name}".endswith(tuple(f".{one}" for one in parameters))]
+
+
+def find_variants(config: Mapping[str, Any]) -> list[str]:
+    """The settings under which the adapter computes another delta than B·A·x, each in a sentence without its end."""
+    return [
+        f"{key} is set: the adapter is {what}, which computes its delta in another way than B·A·x"
+        for key, what in _VARIANTS.items()
+        if config.get(key)
+    ]
 
 
 def base_change_reason(init_lora_weights: Any) -> str:
@@ -278,12 +297,9 @@ def _check_rank_and_scaling(folder: Path, config: Mapping[str, Any], tensors: Te
         if factor and 0 not in shape:
             shapes.setdefault(path, {})[factor] = shape
     wrong, scales = [], set[float]()
-    # fused experts share one factor, whose rank is a multiple. Their patterns name parameters (experts.down_proj), their keys
-    # the module alone: which of its parameters a key belongs to, only the base's code tells
-    parameters = read_name_list(config, "target_parameters")
     for path, pair in shapes.items():
-        own = [f"{path.replace('.base_layer', '')}.{name.rpartition('.')[2]}" for name in parameters]
-        fused = [name for name in own if f".{name}".endswith(tuple(f".{one}" for one in parameters))]
+        # fused experts share one factor, whose rank is a multiple, and their patterns name parameters (experts.down_proj)
+        fused = find_adapted_parameters(config, path)
         try:
             strengths = [lora_scaling(config, name) for name in (path, *fused)]
         except ArtifactError:
@@ -364,10 +380,8 @@ def _check_gating_and_serving(
     if config.get("lora_bias"):
         message = f"{path}: lora_bias=True adds a term outside B·A·x that λ would not scale"
         yield Finding("not-gateable", "note", message, "retrain without it, if it is to have gates")
-    for key, what in _VARIANTS.items():
-        if config.get(key):
-            message = f"{path}: {key} is set: the adapter is {what}, which computes its delta in another way than B·A·x"
-            yield Finding("not-gateable", "note", message, "gate a plain LoRA adapter")
+    for said in find_variants(config):
+        yield Finding("not-gateable", "note", f"{path}: {said}", "gate a plain LoRA adapter")
     if beside:
         yield Finding(
             "base-changed-beside",
