@@ -7,7 +7,6 @@ and chat templates.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.files import require_empty_folder, write_json
 from loragate.gates import examine_adapter
 from loragate.gates.adapter_folder import AdapterFolder, UnusableAdapterError, read_adapter_folder
-from loragate.gates.adapter_rules import Finding, config_errors
+from loragate.gates.adapter_rules import Finding, config_errors, find_adapted_parameters
 from loragate.gates.eligibility import Verdict, require_trainable
 from loragate.gates.schema import factor_of, lora_scaling, read_adapter, read_tensors
 from loragate.gates.strength import kind_of, layer_of
@@ -156,13 +155,14 @@ def _of_files(adapter: str, base: str, contents: AdapterFolder) -> Static:
 def _modules(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> tuple[Module, ...]:
     pairs: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for key, value in tensors.items():
-        path, factor = factor_of(_without_name(key))
-        if path and value.dim() == 2 and value.is_floating_point():
+        path, factor = factor_of(key)
+        # fused experts share one factor, whose rows are no ranks of one delta
+        fused = find_adapted_parameters(config, path)
+        if path and not fused and value.dim() == 2 and value.is_floating_point():
             pairs[path][factor[-1]] = value
     found = []
     for path, pair in pairs.items():
         try:
-            # fused experts share one factor, whose rows are no ranks of one delta
             scale = lora_scaling(config, path)[2] if len(pair) == 2 and len(pair["A"]) == pair["B"].shape[1] else None
         except ArtifactError:
             scale = None
@@ -175,11 +175,6 @@ def _modules(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
             )
     whole = sum(one.norm**2 for one in found)
     return tuple(replace(one, share=one.norm**2 / whole) if whole else one for one in found)
-
-
-def _without_name(key: str) -> str:
-    """A key without an adapter's name among its factors, which some tools write: lora_A.default.weight."""
-    return re.sub(r"(\.lora_(?:embedding_)?[AB])\.[A-Za-z0-9_-]+(?=\.weight$)", r"\1", key)
 
 
 def delta_norm_and_effective_rank(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
