@@ -40,8 +40,9 @@ _IGNORED_CONFIG_KEYS = re.compile(
 )
 _LAYER = re.compile(r"\.(\d+)\.")
 RESIZE_HINT = (
-    "make that base once, base.resize_token_embeddings(SIZE) with the first number of the checkpoint's shape as SIZE, save it and "
-    'its tokenizer in a folder, base.save_pretrained("FOLDER") and tokenizer.save_pretrained("FOLDER"), and name it with --base '
+    "make that base once, base.resize_token_embeddings(SIZE) with the first number of the checkpoint's shape (or, where none is "
+    "named, the length of its tokenizer) as SIZE, save it and its tokenizer in a folder, "
+    'base.save_pretrained("FOLDER") and tokenizer.save_pretrained("FOLDER"), and name it with --base '
     "FOLDER; or resize it in memory, then PeftModel.from_pretrained and, for gates, loragate.load_gates"
 )
 """What to do with an adapter of a base to which tokens were added."""
@@ -62,6 +63,26 @@ def _warn(message: str) -> None:
     logger.warning(message)
 
 
+def _require_token_rows(base: Any, folder: AdapterFolder) -> None:
+    """Refuse a base without embeddings for the tokens that the adapter trained, which PEFT would look up."""
+    trained = folder.config.get("trainable_token_indices") or []
+    lists = trained.values() if isinstance(trained, dict) else [trained]
+    highest = max((int(index) for one in lists for index in one), default=-1)
+    rows = int(base.get_input_embeddings().weight.shape[0])
+    if highest >= rows:
+        message = (
+            f"{folder.path} was not trained on {_name_of(base)}: trainable_token_indices has the token {highest}, and this base "
+            f"has embeddings for {rows} tokens"
+        )
+        remedy = f"tokens were added to its base: {RESIZE_HINT}"
+        evidence = {"token": highest, "rows": rows}
+        raise AdapterMismatchError(Finding("shape-mismatch", "error", message, remedy, evidence))
+
+
+def _name_of(base: Any) -> str:
+    return getattr(base.config, "_name_or_path", "") or "this base"
+
+
 def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     """A base in memory under the adapter of a folder, called "default": a PeftModel, frozen and in eval mode unless `trainable`.
 
@@ -73,6 +94,7 @@ def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     """
     folder = read_adapter_folder(path)
     folder.require_usable()
+    _require_token_rows(base, folder)
     for finding in folder.findings:
         if finding.code in _WARNED_CODES and finding.severity == "warning":
             _warn(str(finding))
@@ -106,9 +128,10 @@ def check_adapter_fits(base: Any, path: str | Path) -> Any:
     """
     folder = read_adapter_folder(path)
     folder.require_usable()
+    _require_token_rows(base, folder)
     config, mapping = peft_config(folder), _key_mapping(base)
     start, config.init_lora_weights = config.init_lora_weights, True  # others read the weights of the base
-    named = getattr(base.config, "_name_or_path", "") or "this base"
+    named = _name_of(base)
     with torch.device("meta"):
         try:
             model: Any = get_peft_model(base, config)
