@@ -159,6 +159,9 @@ def config_errors(config: Mapping[str, Any]) -> Iterator[str]:
     for key in ("modules_to_save", "target_parameters"):
         if not (config.get(key) is None or _is_texts(config[key])):
             yield f"key {key!r} must be a list of names, found {config[key]!r:.200}"
+    layers = config.get("layers_to_transform")
+    if not (layers is None or _is_integer(layers) or (isinstance(layers, list) and all(map(_is_integer, layers)))):
+        yield f"key 'layers_to_transform' must be a layer's number or a list of them, found {layers!r:.200}; null is all layers"
     if config.get("bias", "none") not in ("none", "all", "lora_only"):
         yield f"key 'bias' must be 'none', 'all' or 'lora_only', found {config['bias']!r}"
     for key in ("base_model_name_or_path", "revision", "task_type"):

@@ -497,7 +497,8 @@ def explained(what: str, name: str) -> Iterator[None]:
         yield
     except LoragateError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    # PEFT and transformers raise anything for a record that they cannot follow
+    except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError, ImportError) as error:
         raise _translate_loading_error(what, name, error) from error
 
 

@@ -10,6 +10,7 @@ with the adapter; the weights that it displaces are kept, so that `gates.control
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import warnings
@@ -166,10 +167,14 @@ def check_adapter_fits(base: Any, path: str | Path) -> Any:
 
 def peft_config(folder: AdapterFolder, trainable: bool = False) -> Any:
     """PEFT's configuration of an adapter, without what only its making, or layers of another library, used."""
-    config: Any = PeftConfig.from_pretrained(str(folder.path))
+    # whatever the label says (`adapter_rules` tells whose model it is not): without one, an aLoRA would do nothing
+    given = {**copy.deepcopy(folder.config), "task_type": "CAUSAL_LM", "megatron_config": None}
+    for key in ("rank_pattern", "alpha_pattern"):  # null, as other programs write them
+        given[key] = given.get(key) or {}
+    given["trainable_token_indices"] = given.get("trainable_token_indices") or None  # an empty list trains nothing
+    given.pop("runtime_config", None)
+    config: Any = PeftConfig.from_peft_type(**given)
     config.inference_mode = not trainable
-    config.task_type = config.task_type and "CAUSAL_LM"
-    config.megatron_config = None
     start = config.init_lora_weights
     # mica is a variant of LoRA
     if isinstance(start, str) and not base_change_reason(start) and start.lower() != "mica":

@@ -188,12 +188,6 @@ class ModelSource:
         """What the files of the plain adapter hold."""
         return read_adapter_folder(self.adapter)
 
-    def peft_config(self) -> Any:
-        """The configuration of the plain adapter as PEFT reads it."""
-        from peft import PeftConfig
-
-        return PeftConfig.from_pretrained(str(self.adapter))
-
     @property
     def tokenizer(self) -> str:
         """Where the tokenizer is: the adapter's own folder of it, or the base, which may be on the hub."""
