@@ -202,7 +202,8 @@ def tensor_kind(key: str, copies: tuple[str, ...]) -> str:
         return "factor"
     if "trainable_tokens" in name or ".token_adapter." in name:
         return "token"
-    if ".modules_to_save." in name or any(f".{copy}." in f".{name}" for copy in copies):
+    # the end of a module's name, as PEFT takes it
+    if ".modules_to_save." in name or any(f"{copy}." in name for copy in copies):
         return "copy"
     module, _, leaf = name.replace(".base_layer", "").rpartition(".")
     last = module.rpartition(".")[2]
@@ -348,18 +349,17 @@ def _of_keys(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -> I
         if factor:
             pairs.setdefault(path, set()).add(factor[-1])
     lone = sorted(path for path, held in pairs.items() if len(held) == 1)
-    promised = [
-        f"{name} (modules_to_save)"
-        for name in read_name_list(config, "modules_to_save")
-        if name not in _OTHER_HEADS and not any(f".{name}." in f".{key}" for key in tensors)
-    ]
+    copies = tuple(name for name in read_name_list(config, "modules_to_save") if name not in _OTHER_HEADS)
+    # a name that is no module's has no effect where another has; what is missing of a module, the base tells
+    held = any(tensor_kind(key, copies) == "copy" for key in tensors)
+    promised = [] if held else [f"{name} (modules_to_save)" for name in copies]
     if config.get("trainable_token_indices") and not any("trainable_tokens" in key for key in tensors):
         promised.append("the trained token embeddings (trainable_token_indices)")
     again = "the file was written in part, or by another tool; fetch or write the adapter again"
     if lone:
-        held = pairs[lone[0]].copy().pop()
+        only = pairs[lone[0]].copy().pop()
         message = (
-            f"{folder}: {len(lone)} of {len(pairs)} modules have one factor alone, such as {lone[0]} (only {held})"
+            f"{folder}: {len(lone)} of {len(pairs)} modules have one factor alone, such as {lone[0]} (only {only})"
         )
         yield Finding("keys-missing", "error", message, again, {"modules": lone[:8], "count": len(lone)})
     if promised:
