@@ -234,7 +234,9 @@ def require_fully_loaded(model: Any, folder: AdapterFolder, unexpected: list[str
         "missing_count": len(absent),
     }
     code = "keys-unknown" if unexpected else "keys-missing"
-    raise AdapterMismatchError(Finding(code, "error", message, _explain_mismatch(model, unexpected, absent), evidence))
+    raise AdapterMismatchError(
+        Finding(code, "error", message, _explain_mismatch(model, folder, unexpected, absent), evidence)
+    )
 
 
 def _key_mapping(base: Any) -> dict[str, str]:
@@ -249,7 +251,7 @@ def _mapped(key: str, mapping: dict[str, str]) -> str:
     return key if pattern is None else PREFIX + re.sub(pattern, mapping[pattern], name)
 
 
-def _explain_mismatch(model: Any, unexpected: list[str], absent: list[str]) -> str:
+def _explain_mismatch(model: Any, folder: AdapterFolder, unexpected: list[str], absent: list[str]) -> str:
     """What most likely happened, and what to do."""
     layers, found = (
         _highest(key for key in model.state_dict() if not _ADAPTER_STATE_KEY.search(key)),
@@ -276,6 +278,12 @@ def _explain_mismatch(model: Any, unexpected: list[str], absent: list[str]) -> s
     if all(not key.startswith(PREFIX) for key in unexpected):
         return f"Its keys do not begin with {PREFIX!r}, as PEFT's do: rename the prefix of its keys"
     if outside := next((path for path in paths if path in modules), ""):
+        if any(re.search(r"\.experts\.\d+\.", key) for key in folder.tensors):
+            return (
+                "It has factors of single experts, as transformers 4 had them. PEFT fuses these when it loads the adapter, and "
+                f"leaves out {outside}, as it takes all that target_modules names for experts: dense layers and shared experts "
+                "of the same names are not covered. Merge it with transformers 4 and the PEFT of its training"
+            )
         return (
             f"{outside} is a module of this base that target_modules does not name: adapter_config.json and the weights are of "
             "two trainings, or the list was changed; take both files of one folder"
