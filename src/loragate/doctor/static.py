@@ -29,7 +29,12 @@ from loragate.gates.schema import factor_of, lora_scaling, read_adapter, read_te
 from loragate.gates.strength import kind_of, layer_of
 from loragate.models import ModelSource, base_config, explained, is_adapter, is_gated, plain_adapter, resolve
 from loragate.models.loading import DEFAULT_LOADING, require_causal
-from loragate.models.peft_loading import AdapterMismatchError, check_adapter_fits, find_unknown_config_keys
+from loragate.models.peft_loading import (
+    AdapterMismatchError,
+    check_adapter_fits,
+    find_unknown_config_keys,
+    find_unmatched_patterns,
+)
 from loragate.models.settings import Loading
 from loragate.models.source import ModelRef, require_here
 from loragate.training.plan import GIB, estimate
@@ -241,8 +246,9 @@ def _on_base(
         gateable=dict(Counter(verdict.status for verdict in verdicts)),
         reasons=tuple(sorted({verdict.reason for verdict in verdicts if verdict.reason})),
     )
-    found = find_unknown_config_keys(place.adapter_contents)
-    told = any(one.forbids("gate") for one in place.adapter_contents.findings)
+    contents = place.adapter_contents
+    found = [*find_unknown_config_keys(contents), *find_unmatched_patterns(model, contents)]
+    told = any(one.forbids("gate") for one in contents.findings)
     if not told and (reason := _not_gateable(verdicts)):
         found.append(
             Finding("not-gateable", "note", f"{place.folder} cannot be given gates: {reason}", "use it without them")

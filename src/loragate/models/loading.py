@@ -51,7 +51,7 @@ from loragate.gates.eligibility import (
 )
 from loragate.gates.strength import overrides_by_module
 from loragate.hub_names import hub_source, split_file
-from loragate.models.peft_loading import RESIZE_HINT, load_peft
+from loragate.models.peft_loading import RESIZE_HINT, TARGETS_HINT, load_peft
 from loragate.models.settings import Loading
 from loragate.models.source import Kind, ModelRef, ModelSource, resolve
 
@@ -509,8 +509,10 @@ _NO_CLASS = "Unrecognized configuration class "
 def _translate_loading_error(what: str, name: str, error: Exception) -> LoragateError:
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__
-    if "size mismatch" in text or "Target modules" in text:
-        detail = next((line.strip() for line in text.splitlines() if "size mismatch" in line), first)
+    if "Target modules" in text:
+        return ArtifactError(f"{what} {name} does not fit this base model ({first[:300]}): {TARGETS_HINT}")
+    if "size mismatch" in text:
+        detail = next(line.strip() for line in text.splitlines() if "size mismatch" in line)
         return ArtifactError(
             f"{what} {name} does not fit this base model ({detail[:300]}): it was made for another one, or --base is wrong, or "
             f"tokens were added to the base before it was trained. Then {RESIZE_HINT}"

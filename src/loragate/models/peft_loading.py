@@ -28,7 +28,7 @@ from loragate.errors import ArtifactError
 from loragate.gates.adapter_folder import AdapterFolder, read_adapter_folder
 from loragate.gates.adapter_rules import Finding, base_change_reason, read_name_list, split_factor_key, tensor_kind
 from loragate.gates.control import store_displaced_weights
-from loragate.gates.eligibility import base_module_name
+from loragate.gates.eligibility import base_module_name, lora_layers
 from loragate.gates.schema import ADAPTER_CONFIG, PREFIX
 
 # what of a model's state belongs to an adapter that is called "default", and comes from its file
@@ -47,6 +47,13 @@ RESIZE_HINT = (
     "FOLDER; or resize it in memory, then PeftModel.from_pretrained and, for gates, loragate.load_gates"
 )
 """What to do with an adapter of a base to which tokens were added."""
+
+TARGETS_HINT = (
+    "name its own base with --base; or, where transformers has since renamed the modules of this base (language_model.model of a "
+    "vision-language model is model.language_model now), correct target_modules in adapter_config.json, to a list of the last "
+    "parts of the names (q_proj, v_proj) for instance"
+)
+"""What to do with an adapter whose target_modules match nothing."""
 
 logger = logging.getLogger("loragate")
 
@@ -114,6 +121,8 @@ def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     # loads the same values again, as PEFT tells only here what it left out
     told = set_peft_model_state_dict(model, load_peft_weights(str(folder.path), device="cpu", key_mapping=mapping))
     require_fully_loaded(model, folder, told.unexpected_keys, told.missing_keys)
+    for finding in find_unmatched_patterns(model, folder):
+        _warn(str(finding))
     store_displaced_weights(
         model, {name: old for name, old in before.items() if not torch.equal(old, own[name].to(old.device))}
     )
@@ -140,9 +149,7 @@ def check_adapter_fits(base: Any, path: str | Path) -> Any:
             if "Target modules" not in str(error):
                 raise
             message = f"{folder.path} was not trained on {named}: {str(error).splitlines()[0]:.300}"
-            raise AdapterMismatchError(
-                Finding("keys-unknown", "error", message, "name its own base with --base")
-            ) from error
+            raise AdapterMismatchError(Finding("keys-unknown", "error", message, TARGETS_HINT)) from error
         state = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (dtype, shape) in folder.tensors.items()}
     config.init_lora_weights = start
     own = {name.replace(".default.", "."): list(value.shape) for name, value in model.named_parameters()}
@@ -200,6 +207,29 @@ def find_unknown_config_keys(folder: AdapterFolder) -> list[Finding]:
     )
     remedy = "upgrade peft, as it may be another function there; delete the key where it is of another program"
     return [Finding("config-invalid", "warning", message, remedy, {"keys": unknown[:8]})]
+
+
+def find_unmatched_patterns(model: Any, folder: AdapterFolder) -> list[Finding]:
+    """A finding where rank_pattern or alpha_pattern of a loaded adapter, "default", has a key that no adapted module matches."""
+    names = [
+        f"{path}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else path
+        for path, layer in lora_layers(model, "default")
+    ]
+    # as the file has them: PEFT adds some of its own for fused experts
+    found = [
+        f"{key}: {pattern!r}"
+        for key in ("rank_pattern", "alpha_pattern")
+        for pattern in folder.config.get(key) or {}
+        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
+    ]
+    if not found:
+        return []
+    message = (
+        f"{folder.path / ADAPTER_CONFIG}: no adapted module of this base is called as in {', '.join(found[:4])}, so that r and "
+        "lora_alpha hold there"
+    )
+    remedy = "correct the pattern where transformers has renamed the modules since the training, or delete it"
+    return [Finding("config-invalid", "warning", message, remedy, {"patterns": found[:8]})]
 
 
 def require_fully_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], missing: list[str]) -> None:
