@@ -53,6 +53,16 @@ _VARIANTS = {
     "velora_config": "a VeLoRA variant of LoRA",
     "monteclora_config": "a MonteCLoRA variant of LoRA",
 }
+# what vLLM takes for a start that leaves the base as it is (vllm/lora/peft_helper.py)
+_SERVED_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_PLAIN_START = (
+    "convert it to plain LoRA (PEFT's save_pretrained with path_initial_model_for_weight_conversion), or, where it is plain "
+    "already, set init_lora_weights to true"
+)
+_PEFTS_NAMES = "`loragate export ADAPTER --constant 1 --out DIR` writes it with PEFT's names"
+_WITHOUT_VLLM = (
+    "generate and evaluate with transformers, or merge it into its base (loragate export --to merged), where PEFT can"
+)
 # heads of models that do not write text, by the names that transformers gives them
 _OTHER_HEADS = ("score", "classifier", "qa_outputs", "pooler", "v_head", "pre_classifier")
 _OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
@@ -402,6 +412,14 @@ def _check_gating_and_serving(
         for key in tensors
         if tensor_kind(key, copies) != "factor" and not re.search(r"\.(embed_tokens|lm_head)\.base_layer\.weight$", key)
     ]
+    unserved = [(f"{path}: {said}", _WITHOUT_VLLM) for said in find_variants(config)]
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower() not in _SERVED_STARTS:
+        unserved.append((f"{path}: vLLM takes init_lora_weights={start!r} for a change of the base", _PLAIN_START))
+    if named := next((key for key in tensors if without_adapter_name(key) != key), ""):
+        unserved.append((f"{folder}: {named} has an adapter's name in it, which vLLM does not read", _PEFTS_NAMES))
+    for message, remedy in unserved:
+        yield Finding("not-servable", "note", message, remedy)
     rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
     if rank > LORA_RANKS[-1]:
         message = f"{path}: rank {rank} is above {LORA_RANKS[-1]}, the highest that vLLM serves"
