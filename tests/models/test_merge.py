@@ -74,7 +74,7 @@ def test_what_peft_does_not_merge_is_refused_in_a_sentence(tmp_path: Path) -> No
     tiny_base().save_pretrained(tmp_path / "base")
     model = tiny_adapter(lora_bias=True, target_modules=["o_proj"])  # which has no bias
     write_adapter(tmp_path / "adapter", tmp_path / "base", model)
-    with pytest.raises(LoragateError, match=r"cannot be merged into .*bias.*Serve the adapter unmerged"):
+    with pytest.raises(LoragateError, match=r"cannot be merged into .*bias.*evaluate with the adapter unmerged"):
         merge.merge_and_save(ModelRef(str(tmp_path / "base")), tmp_path / "adapter", tmp_path / "out")
 
 

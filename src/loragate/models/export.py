@@ -150,7 +150,7 @@ def export_adapter(
         agreement = None
         if to == "merged":
             open_tokenizer(place, loading).save_pretrained(str(folder))
-            agreement = merge_and_save(place.base, plain, folder, loading)
+            agreement = merge_and_save(place.base, plain, folder, loading, called=str(place.ref))
             if temperature is not None:  # beside what ends an answer
                 write_json(folder / SAMPLING, read_json(folder / SAMPLING) | generation_settings(temperature))
         elif to in RUNTIMES:
