@@ -53,9 +53,10 @@ from loragate.gates.strength import overrides_by_module
 from loragate.hub_names import hub_source, split_file
 from loragate.models.peft_loading import RESIZE_HINT, TARGETS_HINT, load_peft
 from loragate.models.settings import Loading
-from loragate.models.source import Kind, ModelRef, ModelSource, resolve
+from loragate.models.source import Kind, ModelRef, ModelSource, is_adapter, resolve
 
 DEFAULT_LOADING = Loading()
+_MODEL_FILES = ("model*.safetensors", "pytorch_model*.bin")  # as transformers calls the weights of a whole model
 logger = logging.getLogger("loragate")
 # how the names of classes end whose models read a whole text, or judge it
 _NON_CAUSAL_SUFFIXES = (
@@ -110,10 +111,19 @@ def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
     """What `from_pretrained` of transformers is given for a base: its name, and what stands beside it.
 
     Raises:
-        ConfigError: where the package gguf is not installed.
+        ConfigError: where the package gguf is not installed, and for a folder that holds an adapter alone.
         ArtifactError: for a GGUF file that cannot be fetched from the hub.
     """
     if not base.is_gguf:
+        folder = Path(base.name)
+        if is_adapter(folder):
+            if not any(path for pattern in _MODEL_FILES for path in folder.glob(pattern)):
+                raise ConfigError(
+                    f"the base {folder} is itself an adapter; merge it into its own base first, loragate export {folder} --to "
+                    "merged --out FOLDER, and name that with --base FOLDER"
+                )
+            # transformers would put the adapter on the base by itself
+            return _link_without_adapter(folder.absolute()).name, {}
         return base.name, {"revision": base.revision} if base.revision else {}
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(
@@ -137,6 +147,15 @@ def _link_in_temporary_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="loragate-gguf-")
     (Path(folder.name) / path.name).symlink_to(path)
     return folder
+
+
+@cache
+def _link_without_adapter(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    linked = tempfile.TemporaryDirectory(prefix="loragate-base-")
+    for path in folder.iterdir():
+        if not path.name.startswith("adapter_"):
+            (Path(linked.name) / path.name).symlink_to(path)
+    return linked
 
 
 def base_config(base: ModelRef, trust: bool = False) -> Any:
@@ -194,6 +213,7 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
                 f"{name} does not hold {missing[0]} ({len(missing)} of {len(own)} weights are missing): it is no causal language "
                 "model, or its files are incomplete"
             )
+        model.name_or_path = model.config._name_or_path = base.name  # and not a folder of links
         return model
     if arguments.get("quantization_config") is not None:
         refuse_gguf(base, "another quantisation")

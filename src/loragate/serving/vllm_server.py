@@ -159,10 +159,9 @@ def check_servable(source: ModelSource, adapters: Mapping[str, ModelSource], tru
             read_gates(adapter.folder, adapter.override)
         rank = max(rank, lora_rank(adapter.adapter))
         adapter.adapter_contents.require_usable("serve")
-    if on_cpu():
-        with explained("base model", source.base.name):
-            config = base_config(source.base, trust)
-        require_served(source.base.name, config)
+    with explained("base model", source.base.name):
+        config = base_config(source.base, trust)
+    require_served(source.base.name, config)
     return rank
 
 
