@@ -207,7 +207,7 @@ def _with_base(place: ModelSource, adapter: str, base: str) -> ModelSource:
     if not place.base.name:
         raise ConfigError(f"{adapter} names no base model")
     try:
-        require_here("base model", place.base.name)
+        require_here("base model", place.base.name, of_adapter=True)
     except ConfigError as error:
         raise ConfigError(
             f"the base model that {adapter} names is not here: {error}" if not base else str(error)

@@ -294,8 +294,12 @@ def read_sampling_record(folder: Path) -> dict[str, Any]:
     return exported_sampling(read_json(folder / SAMPLING))
 
 
-def require_here(what: str, name: str) -> None:
+def require_here(what: str, name: str, *, of_adapter: bool = False) -> None:
     """Refuse a name that is neither a folder here nor a hub id, before anything is asked of the network.
+
+    Args:
+        what, name: of the model.
+        of_adapter: it is the base of an adapter, which may have one of the hub's old names without an owner (gpt2).
 
     Raises:
         ConfigError: naming what was looked for, and the folder that was probably meant.
@@ -303,7 +307,9 @@ def require_here(what: str, name: str) -> None:
     if Path(name).is_file() and not name.lower().endswith(".gguf"):
         raise ConfigError(f"{what} {name} is a file, expected the folder that holds it ({Path(name).parent})")
     if not Path(name).exists() and parse_hub_name(name) is None:
-        raise ConfigError(f"{what} {name} does not exist (a hub id is written owner/name){_suggest_sibling(name)}")
+        meant = _suggest_sibling(name)
+        if not (of_adapter and is_hub_id(name) and not meant):
+            raise ConfigError(f"{what} {name} does not exist (a hub id is written owner/name){meant}")
 
 
 def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Path | None:
@@ -454,7 +460,7 @@ def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_opt
         if not base.name:
             raise ConfigError(f"{ref.name} does not name its base model; say which with --base")
         try:
-            require_here("base model", base.name)
+            require_here("base model", base.name, of_adapter=True)
         except ConfigError as error:
             if given is not None:
                 raise
