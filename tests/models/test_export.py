@@ -82,13 +82,15 @@ def test_experts_of_earlier_transformers_and_an_adapted_router_keep_full_strengt
     file, config = (tmp_path / "experts" / name for name in ("adapter_model.safetensors", "adapter_config.json"))
     state = load_file(file)
     for layer in range(shape.num_hidden_layers):
+        path = f"base_model.model.model.layers.{layer}.block_sparse_moe.gate"
+        state |= {f"{path}.lora_A.weight": torch.randn(4, width), f"{path}.lora_B.weight": torch.randn(2, 4)}
         for expert in range(shape.num_local_experts):
             for name in ("w1", "w2", "w3"):
                 path = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
                 d_in, d_out = (inner, width) if name == "w2" else (width, inner)
                 state |= {f"{path}.lora_A.weight": torch.randn(4, d_in), f"{path}.lora_B.weight": torch.randn(d_out, 4)}
     save_file(state, file)
-    targets = ["q_proj", "w1", "w2", "w3"]
+    targets = ["q_proj", "gate", "w1", "w2", "w3"]
     config.write_text(json.dumps({**json.loads(config.read_text()), "target_modules": targets}))
     done = export_adapter(str(tmp_path / "experts"), tmp_path / "folded", constant=0.25)
     assert done.agreement is not None

@@ -304,7 +304,7 @@ def test_dense_layers_beside_experts_of_earlier_transformers(place):
     record(folder, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
     (found,) = [one for one in examine_static(str(folder))[1] if one.severity == "error"]
     assert "single experts, as transformers 4 had them" in str(found)
-    assert "leaves out model.layers.0.mlp.gate_proj" in str(found)
+    assert "not covered (here model.layers.0.mlp.gate_proj)" in str(found)
     assert "two trainings" not in str(found)
 
 

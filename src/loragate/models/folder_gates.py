@@ -41,11 +41,11 @@ from loragate.gates.signed_map import CONSTANT_RANGE, range_around
 from loragate.gates.strength import overrides_by_module
 from loragate.models.source import is_gated, plain_adapter
 
-# PEFT nests the layers of several parameters of one module: the second is at experts.base_layer. Single experts (experts.0.w1),
-# as transformers 4 had them, are fused when their adapter is loaded.
+# PEFT nests the layers of several parameters of one module: the second is at experts.base_layer. Single experts (experts.0.w1)
+# and routers that are linear layers, as transformers 4 had them, are parameters when their adapter is loaded.
 # From the second line on, whole paths: inside a layer, such names are not those of heads (tests/contract/test_heads.py)
 _NEVER_GATED = re.compile(
-    r"(?:.*\.)?(?:lm_head|embed_tokens|wte|experts(?:\.base_layer)*|experts\.\d+\..*)|"
+    r"(?:.*\.)?(?:lm_head|embed_tokens|wte|experts(?:\.base_layer)*|experts\.\d+\..*|(?:mlp|block_sparse_moe)\.gate)|"
     r"head|output|output_projection|decoder|proj_out|embed_out|lm_loss|generator_lm_head|"
     r"cls\.predictions\.decoder|lm_head\.decoder|pred_layer\.proj"
 )

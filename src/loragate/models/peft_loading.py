@@ -311,8 +311,8 @@ def _explain_mismatch(model: Any, folder: AdapterFolder, unexpected: list[str], 
         if any(re.search(r"\.experts\.\d+\.", key) for key in folder.tensors):
             return (
                 "It has factors of single experts, as transformers 4 had them. PEFT fuses these when it loads the adapter, and "
-                f"leaves out {outside}, as it takes all that target_modules names for experts: dense layers and shared experts "
-                "of the same names are not covered. Merge it with transformers 4 and the PEFT of its training"
+                "takes all that target_modules names for experts: dense layers and shared experts of the same names are not "
+                f"covered (here {outside}). Merge it with transformers 4 and the PEFT of its training"
             )
         return (
             f"{outside} is a module of this base that target_modules does not name: adapter_config.json and the weights are of "
