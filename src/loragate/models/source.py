@@ -306,10 +306,9 @@ def require_here(what: str, name: str, *, of_adapter: bool = False) -> None:
     """
     if Path(name).is_file() and not name.lower().endswith(".gguf"):
         raise ConfigError(f"{what} {name} is a file, expected the folder that holds it ({Path(name).parent})")
-    if not Path(name).exists() and parse_hub_name(name) is None:
-        meant = _suggest_sibling(name)
-        if not (of_adapter and is_hub_id(name) and not meant):
-            raise ConfigError(f"{what} {name} does not exist (a hub id is written owner/name){meant}")
+    on_hub = is_hub_id(name) if of_adapter else parse_hub_name(name) is not None
+    if not Path(name).exists() and not on_hub:
+        raise ConfigError(f"{what} {name} does not exist (a hub id is written owner/name){_suggest_sibling(name)}")
 
 
 def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Path | None:
