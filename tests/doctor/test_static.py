@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import loragate as lg
 from loragate.doctor.static import delta_norm_and_effective_rank, examine_static, prevents_loading
@@ -73,6 +73,19 @@ def test_a_whole_adapter_has_no_finding_and_its_deltas_are_measured(folder):
     assert module.norm == pytest.approx(float(torch.linalg.norm(values)), rel=1e-5)
     entropy = torch.special.entr(shares[shares > 0]).sum()
     assert module.effective_rank == pytest.approx(float(entropy.exp()), rel=1e-4)
+
+
+def test_deltas_of_fused_experts_are_not_measured(tmp_path):
+    sizes = {"vocab_size": 160, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    moe = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=2)).eval()
+    write_base(tmp_path / "base", moe)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+    model = tiny_adapter(base=moe, target_modules=["q_proj"], target_parameters=names)
+    write_adapter(tmp_path / "adapter", tmp_path / "base", model)
+    static, _ = examine_static(str(tmp_path / "adapter"))
+    assert [one.path for one in static.modules] == ["model.layers.0.self_attn.q_proj"]
+    assert static.gateable == {"gate": 1, "leave": 3}
 
 
 def test_the_spectrum_of_known_deltas():

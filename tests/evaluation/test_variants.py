@@ -57,6 +57,27 @@ def test_a_constant_may_hold_for_a_part_of_the_model(tmp_path, token_ids):
     assert [engines._vllm_names(one)[2] for one in (half, lower)] == ["constant=0.5", "lower=0.0"]
 
 
+@pytest.mark.parametrize(
+    ("lora", "why"),
+    [
+        ({"target_modules": ["v_proj"], "lora_bias": True}, "lora_bias=True adds a term"),
+        ({"target_modules": ["v_proj"], "init_lora_weights": "olora"}, "λ = 0"),
+        ({"target_modules": ["v_proj"], "alora_invocation_tokens": [4]}, "ALora variant"),
+        ({"target_modules": ["embed_tokens", "lm_head"]}, "keeps full strength"),
+    ],
+    ids=["lora_bias", "OLoRA", "aLoRA", "embedding and head"],
+)
+def test_a_constant_that_an_adapter_cannot_have_is_left_out_with_the_reason(tmp_path, lora, why):
+    write_base(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", tmp_path / "base", **lora)
+    loaded = open_model(resolve(tmp_path / "adapter"), CPU)
+    variants, left_out = find_available_variants(loaded)
+    assert why in left_out["adapter λ=0.5"]
+    for variant in variants:  # each can be, before the first answer is drawn
+        with activate_variant(loaded.model, variant, "adapter"):
+            pass
+
+
 @pytest.mark.parametrize("text", ["lower=1", "lowwer=0.5", "clip=0:1", "lower=nan"])
 def test_a_constant_that_is_none_or_without_effect_is_refused(text):
     with pytest.raises(ConfigError, match=f"--constants {text}: "):

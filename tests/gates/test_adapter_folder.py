@@ -217,7 +217,16 @@ def test_some_uses_alone_are_refused(tmp_path):
 
     assert refused("plain") == []
     assert refused("untrained", init_lora_weights=True) == ["gate"]
-    assert refused("dora", use_dora=True) == ["gate"]
+    assert refused("dora", use_dora=True) == ["gate", "serve"]
+    assert refused("alora", alora_invocation_tokens=[4]) == ["gate", "serve"]
+    assert refused("pissa", init_lora_weights="pissa") == ["gate", "serve"]
+    place = Place(tmp_path / "unknown")
+    for start, forbidden in (("from data", True), ("gaussian", False), (True, False)):
+        place.config(init_lora_weights=start)
+        assert any(one.forbids("serve") for one in place.read().findings) == forbidden
+    place.tensors(renamed(".weight", ".default.weight"))
+    with pytest.raises(ArtifactError, match=r"an adapter's name in it.*loragate export .* --constant 1"):
+        place.read().require_usable("serve")
     assert refused("high", r=600) == ["serve"]
     assert refused("copies", modules_to_save=["lm_head"]) == ["serve"]
     assert refused("tokens", trainable_token_indices=[3, 4]) == ["serve"]

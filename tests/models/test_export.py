@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as tf
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import loragate as lg
 from beside import BESIDE, make
@@ -22,7 +22,7 @@ from loragate.gates.override import Override
 from loragate.models import export as export_room
 from loragate.models import open_tokenizer, resolve
 from loragate.models.export import constant_coefficients, export_adapter, find_non_uniform_keys, fold_adapter
-from test_families import FAMILIES
+from test_families import FAMILIES, GROUPED
 from tiny import chatml_tokenizer, run, same, shake, tiny_adapter, tiny_base, write_adapter, write_base
 from tiny import logits as logits_of
 
@@ -62,6 +62,39 @@ def test_fused_experts_keep_full_strength_and_are_not_made_uniform(tmp_path: Pat
     with pytest.raises(ArtifactError, match=r"adapter_config\.json: target_parameters is set.*without --uniform"):
         export_adapter(str(tmp_path / "adapter"), tmp_path / "uniform", constant=0.5, uniform=True)
     assert not (tmp_path / "uniform").exists()
+
+
+def test_experts_of_earlier_transformers_and_an_adapted_router_keep_full_strength(tmp_path: Path) -> None:
+    """They are parameters of one module when the adapter is loaded, whose deltas no λ reaches."""
+    torch.manual_seed(0)
+    base = tf.AutoModelForCausalLM.from_config(FAMILIES["qwen2_moe"]()).eval()
+    write_base(tmp_path / "routed", base)
+    model = tiny_adapter(base=base, target_modules=["q_proj"], target_parameters=["mlp.gate.weight"], lora_dropout=0.0)
+    write_adapter(tmp_path / "router", tmp_path / "routed", model)
+    done = export_adapter(str(tmp_path / "router"), tmp_path / "out", constant=0.25)
+    assert all(path.endswith("q_proj") for path in done.coefficients)
+
+    shape = tf.MixtralConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=1)
+    base = tf.AutoModelForCausalLM.from_config(shape).eval()
+    write_base(tmp_path / "base", base)
+    write_adapter(tmp_path / "experts", tmp_path / "base", tiny_adapter(base=base, target_modules=["q_proj"]))
+    width, inner = shape.hidden_size, shape.intermediate_size
+    file, config = (tmp_path / "experts" / name for name in ("adapter_model.safetensors", "adapter_config.json"))
+    state = load_file(file)
+    for layer in range(shape.num_hidden_layers):
+        path = f"base_model.model.model.layers.{layer}.block_sparse_moe.gate"
+        state |= {f"{path}.lora_A.weight": torch.randn(4, width), f"{path}.lora_B.weight": torch.randn(2, 4)}
+        for expert in range(shape.num_local_experts):
+            for name in ("w1", "w2", "w3"):
+                path = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
+                d_in, d_out = (inner, width) if name == "w2" else (width, inner)
+                state |= {f"{path}.lora_A.weight": torch.randn(4, d_in), f"{path}.lora_B.weight": torch.randn(d_out, 4)}
+    save_file(state, file)
+    targets = ["q_proj", "gate", "w1", "w2", "w3"]
+    config.write_text(json.dumps({**json.loads(config.read_text()), "target_modules": targets}))
+    done = export_adapter(str(tmp_path / "experts"), tmp_path / "folded", constant=0.25)
+    assert done.agreement is not None
+    assert all(path.endswith("q_proj") for path in done.coefficients)
 
 
 def require_constant(model: Any, folder: Path, **override: float) -> None:
@@ -159,6 +192,35 @@ def test_a_plain_adapter_is_scaled(tmp_path: Path, fails: Any) -> None:
     assert "a plain PEFT adapter without gates" in fails(*line)
     run(*line, "--constant", "0.25")
     require_constant(lg.attach_gates(model, lg.GateConfig(-1, 2)), tmp_path / "out", constant=0.25)
+
+
+@pytest.mark.parametrize("to", ["peft", "gguf", "mlx"])
+def test_names_that_keep_the_adapters_own_name_are_folded(tmp_path: Path, to: str) -> None:
+    write_base(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", tmp_path / "base", target_modules=["q_proj", "v_proj"])
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({key.replace(".weight", ".default.weight"): value for key, value in tensors.items()}, file)
+    done = export_adapter(str(tmp_path / "adapter"), tmp_path / "compared", to=to, constant=0.5)
+    assert done.agreement is not None
+    assert len(done.coefficients) == 4
+    export_adapter(str(tmp_path / "adapter"), tmp_path / "out", to=to, constant=0.5, compare_outputs=False)
+    if to == "peft":
+        found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[key], tensors[key] * (0.5 if "lora_B" in key else 1)) for key in found)
+
+
+def test_a_constant_that_reaches_no_module_is_refused(tmp_path: Path, fails: Any) -> None:
+    write_base(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", tmp_path / "base", target_modules=["embed_tokens", "lm_head"])
+    line = ("export", tmp_path / "adapter", "--constant", "0.5", "--out", tmp_path / "out")
+    for more in ([], ["--skip-comparison"]):
+        said = fails(*line, *more)
+        assert "λ = 0.5 would reach no module" in said
+        assert "lm_head, model.embed_tokens" in said
+        assert "--skip-comparison" not in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_head_keeps_its_strength_whatever_it_is_called(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from beside import BESIDE, loaded, make
+from loragate.doctor.static import examine_static
 from loragate.errors import LoragateError
-from loragate.models import Loading, ModelRef, merge, open_base
-from tiny import chatml_tokenizer, logits, run, tiny_adapter, tiny_base, write_adapter
+from loragate.models import Loading, ModelRef, merge, open_base, open_model, resolve
+from tiny import chatml_tokenizer, logits, run, tiny_adapter, tiny_base, write_adapter, write_base
 
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 IDS = torch.tensor([[5, 9, 20, 33, 7, 100, 4, 8]])
@@ -74,8 +75,36 @@ def test_what_peft_does_not_merge_is_refused_in_a_sentence(tmp_path: Path) -> No
     tiny_base().save_pretrained(tmp_path / "base")
     model = tiny_adapter(lora_bias=True, target_modules=["o_proj"])  # which has no bias
     write_adapter(tmp_path / "adapter", tmp_path / "base", model)
-    with pytest.raises(LoragateError, match=r"cannot be merged into .*bias.*Serve the adapter unmerged"):
+    with pytest.raises(LoragateError, match=r"cannot be merged into .*bias.*evaluate with the adapter unmerged"):
         merge.merge_and_save(ModelRef(str(tmp_path / "base")), tmp_path / "adapter", tmp_path / "out")
+
+
+def test_an_error_names_the_adapter_that_was_given(tmp_path: Path, fails: Any) -> None:
+    write_base(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", tmp_path / "base", alora_invocation_tokens=[9, 20])
+    said = fails("export", tmp_path / "adapter", "--to", "merged", "--out", tmp_path / "out", status=1)
+    assert f"{tmp_path / 'adapter'} cannot be merged into" in said
+    assert "loragate-export-" not in said
+
+
+def test_a_base_that_is_an_adapter_and_one_beside_an_adapter(tmp_path: Path, fails: Any) -> None:
+    ids = torch.tensor([[5, 9, 20, 33]])
+    write_base(tmp_path / "base")
+    write_adapter(tmp_path / "first", tmp_path / "base")
+    write_adapter(tmp_path / "second", tmp_path / "first", seed=5)
+    said = fails("export", tmp_path / "second", "--to", "merged", "--out", tmp_path / "out")
+    assert f"loragate export {tmp_path / 'first'} --to merged --out FOLDER" in said
+    assert "itself an adapter" in fails("doctor", tmp_path / "first", "--quick", "--base", tmp_path / "first")
+    (found,) = examine_static(str(tmp_path / "second"))[1]
+    assert (found.code, "itself an adapter; merge it" in found.message) == ("base-unreachable", True)
+    # weights and adapter in one folder, as some trainers leave them
+    write_base(tmp_path / "both")
+    write_adapter(tmp_path / "both", tmp_path / "both", target_modules=["q_proj"])
+    other = write_adapter(tmp_path / "other", tmp_path / "both", seed=5, target_modules=["v_proj"])
+    found = open_model(resolve(tmp_path / "other")).model
+    assert torch.equal(logits(found, ids), logits(other, ids))
+    assert found.config._name_or_path == str(tmp_path / "both")
+    assert merge.merge_and_save(ModelRef(str(tmp_path / "both")), tmp_path / "both", tmp_path / "merged") is not None
 
 
 def test_a_base_in_four_bits_is_unpacked(tmp_path: Path, fails: Any) -> None:

@@ -11,7 +11,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 
 import loragate as lg
 from loragate.doctor.static import examine_static
-from loragate.errors import ArtifactError
+from loragate.errors import ArtifactError, LoragateError
 from loragate.gates.control import as_base, base_unavailable_reason
 from loragate.models import load_adapter, resolve
 from loragate.models.peft_loading import load_peft
@@ -126,6 +126,13 @@ RIGHT = {
     "a label of another task": ({}, dict, {"task_type": "SEQ_2_SEQ_LM"}),
     "a label of classifiers": ({}, dict, {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}),
     "no label": ({}, dict, {"task_type": None}),
+    "an empty label": ({}, dict, {"task_type": ""}),
+    "a label in small letters": ({}, dict, {"task_type": "causal_lm"}),
+    "a label as Python prints it": ({}, dict, {"task_type": "TaskType.CAUSAL_LM"}),
+    "patterns of null": ({}, dict, {"rank_pattern": None, "alpha_pattern": None}),
+    "a list of no tokens": ({}, dict, {"trainable_token_indices": []}),
+    "copies by the end of their names": ({"modules_to_save": ["layernorm"]}, dict, {}),
+    "copies of which one is no module": ({"modules_to_save": ["norm", "embed"]}, dict, {}),
     "dropout": ({}, dict, {"lora_dropout": 0.5}),
     "Megatron's settings": ({}, dict, {"megatron_config": {"hidden_size": 32}}),
     "an initialisation that PEFT does not know": ({}, dict, {"init_lora_weights": "from data"}),
@@ -230,6 +237,75 @@ def test_a_key_that_this_peft_does_not_know_is_told(place, caplog):
         "warning",
         ["some_future_variant"],
     )
+
+
+def test_an_adapter_without_a_label_acts_on_the_invocation_of_an_alora(place, token_ids):
+    folder, model = adapter(place, alora_invocation_tokens=token_ids[0, 1:3].tolist())
+    record(folder, task_type=None)
+    loaded = load_peft(tiny_base(), folder)
+    assert not torch.equal(logits(loaded, token_ids), logits(tiny_base(), token_ids))
+    assert torch.equal(logits(loaded, token_ids), logits(model, token_ids))
+
+
+def test_trained_tokens_beyond_the_vocabulary_of_the_base(place):
+    big = tiny_base()
+    big.resize_token_embeddings(168)
+    folder, _ = adapter(place, without("base_layer"), base=big, trainable_token_indices=[161, 162])
+    words = "has the token 162, and this base has embeddings for 160 tokens.*resize_token_embeddings"
+    with pytest.raises(ArtifactError, match=words):
+        load_adapter(tiny_base(), resolve(folder))
+    (found,) = [one for one in examine_static(str(folder))[1] if one.severity == "error"]
+    assert found.code == "shape-mismatch"
+    assert re.search(words, str(found))
+
+
+def test_what_peft_cannot_follow_is_one_sentence(place):
+    folder, _ = adapter(place)
+    record(folder, layers_to_transform="all")
+    with pytest.raises(ArtifactError, match="'layers_to_transform' must be a layer's number"):
+        resolve(folder)
+    record(folder, layers_to_transform=None, arrow_config={})
+    with pytest.raises(LoragateError, match=r"adapter .* cannot be loaded: AttributeError"):
+        load_adapter(tiny_base(), resolve(folder))
+
+
+def test_targets_and_patterns_of_other_names_are_told(place, caplog):
+    folder, _ = adapter(place, alpha_pattern={"layers.0.self_attn.q_proj": 3})
+    with caplog.at_level("WARNING", "loragate"):
+        load_peft(tiny_base(), folder)
+    assert caplog.text == ""
+    record(folder, alpha_pattern={"language_model.layers.0.self_attn.q_proj": 3})
+    with caplog.at_level("WARNING", "loragate"):
+        load_peft(tiny_base(), folder)
+    words = "no adapted module of this base is called as in alpha_pattern: 'language_model.layers.0"
+    assert words in caplog.text
+    assert [one.code for one in examine_static(str(folder))[1] if words in str(one)] == ["config-invalid"]
+    record(folder, target_modules=r"^language_model\..*q_proj$", alpha_pattern={})
+    renamed = "Target modules .*language_model.model of a vision-language model is model.language_model now"
+    with pytest.raises(ArtifactError, match=renamed) as refused:
+        load_adapter(tiny_base(), resolve(folder))
+    assert "resize_token_embeddings" not in str(refused.value)
+    assert any(re.search(renamed, str(one)) for one in examine_static(str(folder))[1])
+
+
+def test_dense_layers_beside_experts_of_earlier_transformers(place):
+    sizes = {"vocab_size": 160, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "mlp_only_layers": [0]}
+    shape = Qwen3MoeConfig(**sizes, **heads, intermediate_size=48, num_experts=2, num_experts_per_tok=1)
+    Qwen3MoeForCausalLM(shape).save_pretrained(place / "base")
+    paths = {"0.self_attn.q_proj": (32, 32), "1.self_attn.q_proj": (32, 32)}
+    for mlp, inner in {"0.mlp": 48, "1.mlp.experts.0": 16, "1.mlp.experts.1": 16}.items():
+        paths |= {f"{mlp}.gate_proj": (32, inner), f"{mlp}.up_proj": (32, inner), f"{mlp}.down_proj": (inner, 32)}
+    state = {}
+    for path, (width, height) in paths.items():
+        state[f"base_model.model.model.layers.{path}.lora_A.weight"] = torch.randn(4, width)
+        state[f"base_model.model.model.layers.{path}.lora_B.weight"] = torch.randn(height, 4)
+    folder, _ = adapter(place, lambda _: state)
+    record(folder, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    (found,) = [one for one in examine_static(str(folder))[1] if one.severity == "error"]
+    assert "single experts, as transformers 4 had them" in str(found)
+    assert "not covered (here model.layers.0.mlp.gate_proj)" in str(found)
+    assert "two trainings" not in str(found)
 
 
 def test_experts_of_earlier_transformers_load_whatever_their_dropout(place, token_ids):

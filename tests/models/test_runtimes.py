@@ -165,6 +165,15 @@ def test_what_a_form_cannot_hold_is_refused(
 
 
 @pytest.mark.parametrize("to", ["gguf", "mlx"])
+def test_an_alora_does_not_become_a_plain_adapter(to: str, tmp_path: Path, fails: Any) -> None:
+    _, adapter = saved(tmp_path, tiny_base(), alora_invocation_tokens=[9, 20])
+    text = fails("export", adapter, "--to", to, "--out", tmp_path / "out", "--skip-comparison")
+    assert "alora_invocation_tokens is set" in text
+    assert "would run it as plain LoRA" in text
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["gguf", "mlx"])
 def test_a_head_of_its_own(to: str, tmp_path: Path, fails: Any) -> None:
     base = tiny_base(tie_word_embeddings=False)
     _, adapter = saved(tmp_path, base, target_modules=["q_proj", "lm_head"])

@@ -54,6 +54,7 @@ def test_a_base_that_moved_is_traced_to_the_adapter(tmp_path):
     assert resolve(mine, "other/base").base.name == "other/base"
     assert resolve(mine, base_optional=True).kind == "adapter"
     assert resolve(named("owner/name")).base.name == "owner/name"
+    assert resolve(named("gpt2")).base.name == resolve(mine, "gpt2").base.name == "gpt2"
     with pytest.raises(ConfigError, match="does not name its base model"):
         resolve(named(None))
 

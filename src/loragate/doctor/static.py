@@ -7,7 +7,6 @@ and chat templates.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,13 +23,18 @@ from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.files import require_empty_folder, write_json
 from loragate.gates import examine_adapter
 from loragate.gates.adapter_folder import AdapterFolder, UnusableAdapterError, read_adapter_folder
-from loragate.gates.adapter_rules import Finding, config_errors
+from loragate.gates.adapter_rules import Finding, config_errors, find_adapted_parameters
 from loragate.gates.eligibility import Verdict, require_trainable
 from loragate.gates.schema import factor_of, lora_scaling, read_adapter, read_tensors
 from loragate.gates.strength import kind_of, layer_of
 from loragate.models import ModelSource, base_config, explained, is_adapter, is_gated, plain_adapter, resolve
 from loragate.models.loading import DEFAULT_LOADING, require_causal
-from loragate.models.peft_loading import AdapterMismatchError, check_adapter_fits, find_unknown_config_keys
+from loragate.models.peft_loading import (
+    AdapterMismatchError,
+    check_adapter_fits,
+    find_unknown_config_keys,
+    find_unmatched_patterns,
+)
 from loragate.models.settings import Loading
 from loragate.models.source import ModelRef, require_here
 from loragate.training.plan import GIB, estimate
@@ -156,13 +160,14 @@ def _of_files(adapter: str, base: str, contents: AdapterFolder) -> Static:
 def _modules(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> tuple[Module, ...]:
     pairs: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for key, value in tensors.items():
-        path, factor = factor_of(_without_name(key))
-        if path and value.dim() == 2 and value.is_floating_point():
+        path, factor = factor_of(key)
+        # fused experts share one factor, whose rows are no ranks of one delta
+        fused = find_adapted_parameters(config, path)
+        if path and not fused and value.dim() == 2 and value.is_floating_point():
             pairs[path][factor[-1]] = value
     found = []
     for path, pair in pairs.items():
         try:
-            # fused experts share one factor, whose rows are no ranks of one delta
             scale = lora_scaling(config, path)[2] if len(pair) == 2 and len(pair["A"]) == pair["B"].shape[1] else None
         except ArtifactError:
             scale = None
@@ -175,11 +180,6 @@ def _modules(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
             )
     whole = sum(one.norm**2 for one in found)
     return tuple(replace(one, share=one.norm**2 / whole) if whole else one for one in found)
-
-
-def _without_name(key: str) -> str:
-    """A key without an adapter's name among its factors, which some tools write: lora_A.default.weight."""
-    return re.sub(r"(\.lora_(?:embedding_)?[AB])\.[A-Za-z0-9_-]+(?=\.weight$)", r"\1", key)
 
 
 def delta_norm_and_effective_rank(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
@@ -207,7 +207,7 @@ def _with_base(place: ModelSource, adapter: str, base: str) -> ModelSource:
     if not place.base.name:
         raise ConfigError(f"{adapter} names no base model")
     try:
-        require_here("base model", place.base.name)
+        require_here("base model", place.base.name, of_adapter=True)
     except ConfigError as error:
         raise ConfigError(
             f"the base model that {adapter} names is not here: {error}" if not base else str(error)
@@ -246,8 +246,9 @@ def _on_base(
         gateable=dict(Counter(verdict.status for verdict in verdicts)),
         reasons=tuple(sorted({verdict.reason for verdict in verdicts if verdict.reason})),
     )
-    found = find_unknown_config_keys(place.adapter_contents)
-    told = any(one.forbids("gate") for one in place.adapter_contents.findings)
+    contents = place.adapter_contents
+    found = [*find_unknown_config_keys(contents), *find_unmatched_patterns(model, contents)]
+    told = any(one.forbids("gate") for one in contents.findings)
     if not told and (reason := _not_gateable(verdicts)):
         found.append(
             Finding("not-gateable", "note", f"{place.folder} cannot be given gates: {reason}", "use it without them")

@@ -14,15 +14,18 @@ from typing import Any
 import torch
 import transformers
 
-from loragate.errors import ConfigError, GateError
+from loragate.errors import ArtifactError, ConfigError, GateError
 from loragate.evaluation.settings import EngineSettings
 from loragate.evaluation.variants import ModelVariant, activate_variant, variants_for
+from loragate.gates.attach import gate_modules
 from loragate.gates.control import base_unavailable_reason
-from loragate.gates.override import constant_name
-from loragate.gates.strength import lora_paths, modules_of_part
+from loragate.gates.eligibility import examine_adapter, require_gateable
+from loragate.gates.override import Override, constant_name
+from loragate.gates.strength import overrides_by_module
 from loragate.generation import Engine, ShardedEngine, TransformersEngine, VllmEngine
 from loragate.generation.vllm_engine import require_gate_plugin
 from loragate.models import Loaded, Loading, open_model, open_without_weights, resolve
+from loragate.models.folder_gates import read_gates
 from loragate.models.loading import DEFAULT_LOADING
 from loragate.models.merge import merge_and_save
 from loragate.models.source import Kind, ModelRef
@@ -52,21 +55,24 @@ def unavailable_reason(loaded: Loaded, variant: ModelVariant) -> str:
         return base_unavailable_reason(loaded.model)  # vLLM loads the base by itself
     if variant.scale is None and variant.random is None:
         return ""
-    if loaded.model_source.is_dora:
+    place = loaded.model_source
+    if place.is_dora:
         return "DoRA"
-    if loaded.model is not None:
-        try:
-            if variant.part is not None:
-                modules_of_part(variant.part, lora_paths(loaded.model))
-            return ""
-        except GateError as error:
-            return str(error)
     if variant.random is not None:
-        return "vLLM serves no random gates"
+        return "" if loaded.model is not None else "vLLM serves no random gates"
+    override = Override(constant=variant.scale, part=variant.part)
     try:
-        require_gate_plugin(loaded.names["adapter"])
+        if loaded.model is None:
+            require_gate_plugin(loaded.names["adapter"])
+            read_gates(place.folder, override)
+        elif loaded.kind == "gated":
+            overrides_by_module(override, gate_modules(loaded.model))
+        else:
+            overrides_by_module(override, [one.path for one in require_gateable(examine_adapter(loaded.model))])
     except ConfigError:
         return "this vLLM serves no gates"
+    except (ArtifactError, GateError) as error:
+        return " ".join(str(error).split())
     return ""
 
 

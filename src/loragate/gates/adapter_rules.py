@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from loragate.errors import ArtifactError
-from loragate.gates.schema import ADAPTER_CONFIG, PREFIX, factor_of, lora_scaling
+from loragate.gates.schema import ADAPTER_CONFIG, PREFIX, factor_of, lora_scaling, without_adapter_name
 
 Severity = Literal["error", "warning", "note"]
 Purpose = Literal["load", "gate", "serve"]
@@ -53,11 +53,19 @@ _VARIANTS = {
     "velora_config": "a VeLoRA variant of LoRA",
     "monteclora_config": "a MonteCLoRA variant of LoRA",
 }
+# what vLLM takes for a start that leaves the base as it is (vllm/lora/peft_helper.py)
+_SERVED_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_PLAIN_START = (
+    "convert it to plain LoRA (PEFT's save_pretrained with path_initial_model_for_weight_conversion), or, where it is plain "
+    "already, set init_lora_weights to true"
+)
+_PEFTS_NAMES = "`loragate export ADAPTER --constant 1 --out DIR` writes it with PEFT's names"
+_WITHOUT_VLLM = (
+    "generate and evaluate with transformers, or merge it into its base (loragate export --to merged), where PEFT can"
+)
 # heads of models that do not write text, by the names that transformers gives them
 _OTHER_HEADS = ("score", "classifier", "qa_outputs", "pooler", "v_head", "pre_classifier")
 _OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
-# an adapter's name among its factors, which PEFT leaves out of its files and takes from those of others
-_NAMED = re.compile(r"(?<=\.)(lora_[A-Za-z_]+)\.(?!bias$)[A-Za-z0-9_-]+(?=\.weight$|$)")
 _OF_LORA = re.compile(r"\.lora_[A-Za-z_]+(?:\.|$)")
 
 
@@ -93,7 +101,28 @@ class Finding:
 
 def split_factor_key(key: str) -> tuple[str, str]:
     """(module path without PEFT's prefix, "lora_A" or another factor) of a tensor's name; two empty texts for any other."""
-    return factor_of(key if factor_of(key)[1] else _NAMED.sub(r"\1", key))
+    return factor_of(without_adapter_name(key))
+
+
+def find_adapted_parameters(config: Mapping[str, Any], path: str) -> list[str]:
+    """The parameters (fused experts, a router) that the factors of a module may belong to, by their whole names: those of its
+    target_parameters; none for a module that is adapted itself.
+
+    Its keys name the module alone: which of the parameters a key belongs to, only the base's code tells.
+    """
+    parameters = read_name_list(config, "target_parameters")
+    # PEFT nests the layers of several parameters of one module: the second is at experts.base_layer
+    own = [f"{path.replace('.base_layer', '')}.{name.rpartition('.')[2]}" for name in parameters]
+    return [name for name in own if f".{name}".endswith(tuple(f".{one}" for one in parameters))]
+
+
+def find_variants(config: Mapping[str, Any]) -> list[str]:
+    """The settings under which the adapter computes another delta than B·A·x, each in a sentence without its end."""
+    return [
+        f"{key} is set: the adapter is {what}, which computes its delta in another way than B·A·x"
+        for key, what in _VARIANTS.items()
+        if config.get(key)
+    ]
 
 
 def base_change_reason(init_lora_weights: Any) -> str:
@@ -140,6 +169,9 @@ def config_errors(config: Mapping[str, Any]) -> Iterator[str]:
     for key in ("modules_to_save", "target_parameters"):
         if not (config.get(key) is None or _is_texts(config[key])):
             yield f"key {key!r} must be a list of names, found {config[key]!r:.200}"
+    layers = config.get("layers_to_transform")
+    if not (layers is None or _is_integer(layers) or (isinstance(layers, list) and all(map(_is_integer, layers)))):
+        yield f"key 'layers_to_transform' must be a layer's number or a list of them, found {layers!r:.200}; null is all layers"
     if config.get("bias", "none") not in ("none", "all", "lora_only"):
         yield f"key 'bias' must be 'none', 'all' or 'lora_only', found {config['bias']!r}"
     for key in ("base_model_name_or_path", "revision", "task_type"):
@@ -180,7 +212,8 @@ def tensor_kind(key: str, copies: tuple[str, ...]) -> str:
         return "factor"
     if "trainable_tokens" in name or ".token_adapter." in name:
         return "token"
-    if ".modules_to_save." in name or any(f".{copy}." in f".{name}" for copy in copies):
+    # the end of a module's name, as PEFT takes it
+    if ".modules_to_save." in name or any(f"{copy}." in name for copy in copies):
         return "copy"
     module, _, leaf = name.replace(".base_layer", "").rpartition(".")
     last = module.rpartition(".")[2]
@@ -278,12 +311,9 @@ def _check_rank_and_scaling(folder: Path, config: Mapping[str, Any], tensors: Te
         if factor and 0 not in shape:
             shapes.setdefault(path, {})[factor] = shape
     wrong, scales = [], set[float]()
-    # fused experts share one factor, whose rank is a multiple. Their patterns name parameters (experts.down_proj), their keys
-    # the module alone: which of its parameters a key belongs to, only the base's code tells
-    parameters = read_name_list(config, "target_parameters")
     for path, pair in shapes.items():
-        own = [f"{path.replace('.base_layer', '')}.{name.rpartition('.')[2]}" for name in parameters]
-        fused = [name for name in own if f".{name}".endswith(tuple(f".{one}" for one in parameters))]
+        # fused experts share one factor, whose rank is a multiple, and their patterns name parameters (experts.down_proj)
+        fused = find_adapted_parameters(config, path)
         try:
             strengths = [lora_scaling(config, name) for name in (path, *fused)]
         except ArtifactError:
@@ -329,18 +359,17 @@ def _of_keys(folder: Path, config: Mapping[str, Any], tensors: TensorSpecs) -> I
         if factor:
             pairs.setdefault(path, set()).add(factor[-1])
     lone = sorted(path for path, held in pairs.items() if len(held) == 1)
-    promised = [
-        f"{name} (modules_to_save)"
-        for name in read_name_list(config, "modules_to_save")
-        if name not in _OTHER_HEADS and not any(f".{name}." in f".{key}" for key in tensors)
-    ]
+    copies = tuple(name for name in read_name_list(config, "modules_to_save") if name not in _OTHER_HEADS)
+    # a name that is no module's has no effect where another has; what is missing of a module, the base tells
+    held = any(tensor_kind(key, copies) == "copy" for key in tensors)
+    promised = [] if held else [f"{name} (modules_to_save)" for name in copies]
     if config.get("trainable_token_indices") and not any("trainable_tokens" in key for key in tensors):
         promised.append("the trained token embeddings (trainable_token_indices)")
     again = "the file was written in part, or by another tool; fetch or write the adapter again"
     if lone:
-        held = pairs[lone[0]].copy().pop()
+        only = pairs[lone[0]].copy().pop()
         message = (
-            f"{folder}: {len(lone)} of {len(pairs)} modules have one factor alone, such as {lone[0]} (only {held})"
+            f"{folder}: {len(lone)} of {len(pairs)} modules have one factor alone, such as {lone[0]} (only {only})"
         )
         yield Finding("keys-missing", "error", message, again, {"modules": lone[:8], "count": len(lone)})
     if promised:
@@ -364,10 +393,8 @@ def _check_gating_and_serving(
     if config.get("lora_bias"):
         message = f"{path}: lora_bias=True adds a term outside B·A·x that λ would not scale"
         yield Finding("not-gateable", "note", message, "retrain without it, if it is to have gates")
-    for key, what in _VARIANTS.items():
-        if config.get(key):
-            message = f"{path}: {key} is set: the adapter is {what}, which computes its delta in another way than B·A·x"
-            yield Finding("not-gateable", "note", message, "gate a plain LoRA adapter")
+    for said in find_variants(config):
+        yield Finding("not-gateable", "note", f"{path}: {said}", "gate a plain LoRA adapter")
     if beside:
         yield Finding(
             "base-changed-beside",
@@ -385,6 +412,14 @@ def _check_gating_and_serving(
         for key in tensors
         if tensor_kind(key, copies) != "factor" and not re.search(r"\.(embed_tokens|lm_head)\.base_layer\.weight$", key)
     ]
+    unserved = [(f"{path}: {said}", _WITHOUT_VLLM) for said in find_variants(config)]
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower() not in _SERVED_STARTS:
+        unserved.append((f"{path}: vLLM takes init_lora_weights={start!r} for a change of the base", _PLAIN_START))
+    if named := next((key for key in tensors if without_adapter_name(key) != key), ""):
+        unserved.append((f"{folder}: {named} has an adapter's name in it, which vLLM does not read", _PEFTS_NAMES))
+    for message, remedy in unserved:
+        yield Finding("not-servable", "note", message, remedy)
     rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
     if rank > LORA_RANKS[-1]:
         message = f"{path}: rank {rank} is above {LORA_RANKS[-1]}, the highest that vLLM serves"

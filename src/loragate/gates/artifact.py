@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import shutil
 from collections.abc import Collection
 from dataclasses import asdict
@@ -30,6 +29,7 @@ from transformers import GenerationConfig
 
 from loragate.errors import ArtifactError, ConfigError, GateError, nearest
 from loragate.files import file_sha256, write_atomically, write_json, write_text
+from loragate.gates.adapter_folder import read_adapter_folder
 from loragate.gates.attach import (
     attach_gates,
     attached_config,
@@ -92,9 +92,6 @@ from loragate.gates.schema import (
 from loragate.hub_names import cached_commit, cached_file, split_revision
 from loragate.validate import NonNegativeFloat, validate
 from loragate.version import __version__
-
-# in the names of tensors that were written from a model's own state dict
-_ADAPTER_NAME = re.compile(r"(?<=\.lora_[AB])\.default(?=\.weight$)")
 
 logger = logging.getLogger("loragate")
 
@@ -431,7 +428,8 @@ def write_adapter(
     if source is not None and stored:
         if Path(source).resolve() != folder.resolve():
             there = read_adapter(Path(source))[1]
-            as_it_is = there.keys() == stored.keys() and all(is_bitwise_equal(there[key], stored[key]) for key in there)
+            named = read_adapter_folder(source).tensors.keys()  # as the file has them
+            as_it_is = named == stored.keys() and all(is_bitwise_equal(there[key], stored[key]) for key in there)
             pickled = not (Path(source) / ADAPTER_WEIGHTS).is_file()
             copy_adapter(Path(source), folder, stored if pickled or not as_it_is else None)
         return
@@ -507,8 +505,7 @@ def _load_if_same_adapter(
         lora_scaling(config, path) != lora_scaling(loaded_config, path) for path, _ in lora_layers(model, adapter_name)
     ):
         return {}
-    # by PEFT's names: some programs leave its prefix out, or the adapter's name in
-    stored = {PREFIX + _ADAPTER_NAME.sub("", key.removeprefix(PREFIX)): value for key, value in tensors.items()}
+    stored = {PREFIX + key.removeprefix(PREFIX): value for key, value in tensors.items()}  # some programs leave it out
     of_base = {
         PREFIX + strip_wrapper_names(name).removeprefix(PREFIX): value
         for name, value in model.named_parameters(remove_duplicate=False)

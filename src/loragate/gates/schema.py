@@ -50,6 +50,8 @@ KEYS_NEEDING_MODEL = ("modules_to_save", "target_parameters", "trainable_token_i
 """Keys of adapter_config.json with which an adapter is known again in memory alone."""
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """What PEFT calls the factors of a LoRA layer."""
+# an adapter's name among its factors, which PEFT leaves out of its files and takes from those of others
+_NAMED = re.compile(r"(?<=\.)(lora_[A-Za-z_]+)\.(?!(?:weight|bias)$)[A-Za-z0-9_-]+(?=\.weight$|$)")
 _FAULTY = "the disk or its file system may be faulty: write to another one"
 
 
@@ -285,7 +287,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(configuration, tensors by their names in the file) of a LoRA adapter.
+    """(configuration, tensors by PEFT's names, as of `without_adapter_name`) of a LoRA adapter.
 
     Raises:
         ArtifactError: for a file that cannot be read, or a configuration without rank or alpha.
@@ -298,9 +300,10 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
             )
     path = folder / ADAPTER_WEIGHTS
     if (folder / PICKLED_WEIGHTS).is_file() and not path.is_file():  # PEFT's own order
-        return config, _read_pickled(folder / PICKLED_WEIGHTS)
+        state = _read_pickled(folder / PICKLED_WEIGHTS)
+        return config, {without_adapter_name(key): tensor for key, tensor in state.items()}
     try:
-        return config, load_file(str(path))
+        return config, {without_adapter_name(key): tensor for key, tensor in load_file(str(path)).items()}
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise ArtifactError(f"{path}: not a readable safetensors file ({error})") from error
 
@@ -389,6 +392,11 @@ def copy_file(source: str | Path, target: str | Path) -> None:
     write_atomically(Path(target), partial(shutil.copyfile, source))
     if not filecmp.cmp(source, target, shallow=False):
         _fail(Path(target), f"is not what {source} holds; {_FAULTY}")
+
+
+def without_adapter_name(key: str) -> str:
+    """A tensor's name as PEFT writes it: without an adapter's own name, as in lora_A.default.weight of other programs."""
+    return _NAMED.sub(r"\1", key)
 
 
 def factor_of(key: str) -> tuple[str, str]:

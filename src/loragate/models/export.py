@@ -150,7 +150,7 @@ def export_adapter(
         agreement = None
         if to == "merged":
             open_tokenizer(place, loading).save_pretrained(str(folder))
-            agreement = merge_and_save(place.base, plain, folder, loading)
+            agreement = merge_and_save(place.base, plain, folder, loading, called=str(place.ref))
             if temperature is not None:  # beside what ends an answer
                 write_json(folder / SAMPLING, read_json(folder / SAMPLING) | generation_settings(temperature))
         elif to in RUNTIMES:
@@ -196,6 +196,8 @@ def _compare(place: ModelSource, folder: Path, loading: Loading) -> OutputDiffer
     """The written adapter against the model of a place, each on a base of its own: an adapter may change the base's tensors."""
     try:
         model = open_weights(place, loading)
+    except GateError:  # the constant has no meaning for this adapter, compared or not
+        raise
     except LoragateError as error:
         raise type(error)(f"{error}. --skip-comparison exports without loading the base") from error
     prompts, dtype = make_probe_prompts(model.config, place.adapter_config or {}), model.dtype

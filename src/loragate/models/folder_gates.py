@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from loragate.errors import ArtifactError, GateError
+from loragate.gates.adapter_rules import find_adapted_parameters
 from loragate.gates.eligibility import base_change_reason
 from loragate.gates.gate import GateConfig
 from loragate.gates.identity import factor_widths_and_sha256, require_same_adapter
@@ -40,10 +41,11 @@ from loragate.gates.signed_map import CONSTANT_RANGE, range_around
 from loragate.gates.strength import overrides_by_module
 from loragate.models.source import is_gated, plain_adapter
 
-# PEFT nests the layers of several parameters of one module: the second is at experts.base_layer.
+# PEFT nests the layers of several parameters of one module: the second is at experts.base_layer. Single experts (experts.0.w1)
+# and routers that are linear layers, as transformers 4 had them, are parameters when their adapter is loaded.
 # From the second line on, whole paths: inside a layer, such names are not those of heads (tests/contract/test_heads.py)
 _NEVER_GATED = re.compile(
-    r"(?:.*\.)?(?:lm_head|embed_tokens|wte|experts(?:\.base_layer)*)|"
+    r"(?:.*\.)?(?:lm_head|embed_tokens|wte|experts(?:\.base_layer)*|experts\.\d+\..*|(?:mlp|block_sparse_moe)\.gate)|"
     r"head|output|output_projection|decoder|proj_out|embed_out|lm_loss|generator_lm_head|"
     r"cls\.predictions\.decoder|lm_head\.decoder|pred_layer\.proj"
 )
@@ -88,11 +90,11 @@ def read_gates(
     record = read_gate_config(folder)
     config = GateConfig(**record["gate"])
     tensors = read_tensors(folder, record)
-    widths, sha256, adapted = _read_factors(folder / ADAPTER, allow_extra_tensors)
+    widths, sha256, adapted, gateable = _read_factors(folder / ADAPTER, allow_extra_tensors)
     require_same_adapter(folder, record, tensors, widths, sha256)
     modules = record["modules"]
     if config.target_modules is None:
-        left = [path for path in widths if path not in modules and not is_never_gated(path)]
+        left = [path for path in gateable if path not in modules]
         if left:
             _fail(folder / CONFIG, f"no gate for module {left[0]}, which the adapter adapts")
     for path in modules:
@@ -130,9 +132,9 @@ def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple(known)
 
 
-def _read_factors(folder: Path, beside: bool) -> tuple[dict[str, int], str | None, list[str]]:
-    """`factor_widths_and_sha256` of an adapter, without the hash where the files do not tell it, and all modules that it adapts,
-    embeddings and convolutions too; refused where λ = 0 is not the base.
+def _read_factors(folder: Path, beside: bool) -> tuple[dict[str, int], str | None, list[str], list[str]]:
+    """`factor_widths_and_sha256` of an adapter, without the hash where the files do not tell it, all modules that it adapts,
+    embeddings and convolutions too, and those that λ can reach; refused where λ = 0 is not the base.
 
     Without `allow_extra_tensors`, an adapter that has other tensors than A and B is refused as well.
     """
@@ -141,9 +143,10 @@ def _read_factors(folder: Path, beside: bool) -> tuple[dict[str, int], str | Non
         _fail(folder / ADAPTER_CONFIG, changed)
     widths, sha256 = factor_widths_and_sha256(config, state)
     adapted = list(dict.fromkeys(path for key in state if (path := factor_of(key)[0])))
+    gateable = [path for path in widths if not (is_never_gated(path) or find_adapted_parameters(config, path))]
     needing = [key for key in KEYS_NEEDING_MODEL if config.get(key)]
     if beside:
-        return widths, None if needing else sha256, adapted
+        return widths, None if needing else sha256, adapted, gateable
     if needing:
         _fail(folder / ADAPTER_CONFIG, f"{needing[0]} is set; such adapters are not served with gates")
     for key in state:
@@ -152,7 +155,7 @@ def _read_factors(folder: Path, beside: bool) -> tuple[dict[str, int], str | Non
             (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
         ):
             _fail(folder / ADAPTER_WEIGHTS, f"{key} is not a tensor of a plain LoRA adapter")
-    return widths, sha256, adapted
+    return widths, sha256, adapted, gateable
 
 
 def _make_constant_gates(folder: Path, override: Override, beside: bool) -> FolderGates:
@@ -162,8 +165,13 @@ def _make_constant_gates(folder: Path, override: Override, beside: bool) -> Fold
             folder,
             "a plain adapter has no gates whose λ could be clipped; it takes @constant=C alone, or @lower=C for a part of it",
         )
-    widths, _, adapted = _read_factors(folder, beside)
-    reached = [path for path in widths if not is_never_gated(path)]
+    _, _, adapted, reached = _read_factors(folder, beside)
+    if not reached:
+        _fail(
+            folder / ADAPTER_WEIGHTS,
+            f"λ = {override.constant:g} would reach no module: embeddings, output heads, convolutions and experts keep full "
+            f"strength, and the adapter has {', '.join(adapted[:3]) or 'no factors'}; use it as it is",
+        )
     return FolderGates(
         folder=folder,
         adapter=folder,

@@ -51,11 +51,12 @@ from loragate.gates.eligibility import (
 )
 from loragate.gates.strength import overrides_by_module
 from loragate.hub_names import hub_source, split_file
-from loragate.models.peft_loading import RESIZE_HINT, load_peft
+from loragate.models.peft_loading import RESIZE_HINT, TARGETS_HINT, load_peft
 from loragate.models.settings import Loading
-from loragate.models.source import Kind, ModelRef, ModelSource, resolve
+from loragate.models.source import Kind, ModelRef, ModelSource, is_adapter, resolve
 
 DEFAULT_LOADING = Loading()
+_MODEL_FILES = ("model*.safetensors", "pytorch_model*.bin")  # as transformers calls the weights of a whole model
 logger = logging.getLogger("loragate")
 # how the names of classes end whose models read a whole text, or judge it
 _NON_CAUSAL_SUFFIXES = (
@@ -110,10 +111,19 @@ def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
     """What `from_pretrained` of transformers is given for a base: its name, and what stands beside it.
 
     Raises:
-        ConfigError: where the package gguf is not installed.
+        ConfigError: where the package gguf is not installed, and for a folder that holds an adapter alone.
         ArtifactError: for a GGUF file that cannot be fetched from the hub.
     """
     if not base.is_gguf:
+        folder = Path(base.name)
+        if is_adapter(folder):
+            if not any(path for pattern in _MODEL_FILES for path in folder.glob(pattern)):
+                raise ConfigError(
+                    f"the base {folder} is itself an adapter; merge it into its own base first, loragate export {folder} --to "
+                    "merged --out FOLDER, and name that with --base FOLDER"
+                )
+            # transformers would put the adapter on the base by itself
+            return _link_without_adapter(folder.absolute()).name, {}
         return base.name, {"revision": base.revision} if base.revision else {}
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(
@@ -137,6 +147,15 @@ def _link_in_temporary_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="loragate-gguf-")
     (Path(folder.name) / path.name).symlink_to(path)
     return folder
+
+
+@cache
+def _link_without_adapter(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    linked = tempfile.TemporaryDirectory(prefix="loragate-base-")
+    for path in folder.iterdir():
+        if not path.name.startswith("adapter_"):
+            (Path(linked.name) / path.name).symlink_to(path)
+    return linked
 
 
 def base_config(base: ModelRef, trust: bool = False) -> Any:
@@ -194,6 +213,7 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
                 f"{name} does not hold {missing[0]} ({len(missing)} of {len(own)} weights are missing): it is no causal language "
                 "model, or its files are incomplete"
             )
+        model.name_or_path = model.config._name_or_path = base.name  # and not a folder of links
         return model
     if arguments.get("quantization_config") is not None:
         refuse_gguf(base, "another quantisation")
@@ -497,7 +517,8 @@ def explained(what: str, name: str) -> Iterator[None]:
         yield
     except LoragateError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    # PEFT and transformers raise anything for a record that they cannot follow
+    except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError, ImportError) as error:
         raise _translate_loading_error(what, name, error) from error
 
 
@@ -508,8 +529,10 @@ _NO_CLASS = "Unrecognized configuration class "
 def _translate_loading_error(what: str, name: str, error: Exception) -> LoragateError:
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__
-    if "size mismatch" in text or "Target modules" in text:
-        detail = next((line.strip() for line in text.splitlines() if "size mismatch" in line), first)
+    if "Target modules" in text:
+        return ArtifactError(f"{what} {name} does not fit this base model ({first[:300]}): {TARGETS_HINT}")
+    if "size mismatch" in text:
+        detail = next(line.strip() for line in text.splitlines() if "size mismatch" in line)
         return ArtifactError(
             f"{what} {name} does not fit this base model ({detail[:300]}): it was made for another one, or --base is wrong, or "
             f"tokens were added to the base before it was trained. Then {RESIZE_HINT}"

@@ -31,7 +31,9 @@ from loragate.models.settings import Loading
 from loragate.models.source import ModelRef
 
 
-def merge_and_save(base: ModelRef, adapter: Path, folder: Path, how: Loading = DEFAULT_LOADING) -> OutputDifference:
+def merge_and_save(
+    base: ModelRef, adapter: Path, folder: Path, how: Loading = DEFAULT_LOADING, *, called: str = ""
+) -> OutputDifference:
     """Write base and adapter as one model, load it again, and compare it with the adapter on its base.
 
     A base that is stored in 8 or 4 bits is unpacked, as packed weights would round the adapter away.
@@ -39,13 +41,14 @@ def merge_and_save(base: ModelRef, adapter: Path, folder: Path, how: Loading = D
     Args:
         folder: new or empty.
         how: dtype of the written weights ("auto" is the base's own) and trust.
+        called: name of the adapter in errors, where `adapter` is a temporary folder.
 
     Raises:
         ConfigError: for a packed base without a dtype of 16 bits or more.
         LoragateError: where the written model does not compute what the adapter does on its base, or loses most of it by
             rounding, or the disk has no room for it, naming both sizes.
     """
-    trust = how.trust_remote_code
+    trust, named = how.trust_remote_code, called or str(adapter)
     stored = quantization_of_config(base_config(base, trust))
     if stored not in (NONE, EIGHT_BIT, FOUR_BIT):
         raise ConfigError(
@@ -71,7 +74,9 @@ def merge_and_save(base: ModelRef, adapter: Path, folder: Path, how: Loading = D
     try:
         merged = adapted.merge_and_unload(safe_merge=True).to(output_dtype)
     except (RuntimeError, ValueError) as error:  # such as a bias of B where the base has none
-        raise LoragateError(f"{adapter} cannot be merged into {base}: {error}. Serve the adapter unmerged") from error
+        raise LoragateError(
+            f"{named} cannot be merged into {base}: {error}. Generate and evaluate with the adapter unmerged"
+        ) from error
     inputs, head = merged.get_input_embeddings(), merged.get_output_embeddings()
     if head is not None and head.weight is not inputs.weight:  # or the head would be saved, and read, as the embedding
         merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = False
@@ -81,7 +86,7 @@ def merge_and_save(base: ModelRef, adapter: Path, folder: Path, how: Loading = D
     free = shutil.disk_usage(there).free
     if free < size * 1.02:  # a fiftieth more than the weights
         raise LoragateError(
-            f"{folder}: {adapter} merged into {base} takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; make room, or "
+            f"{folder}: {named} merged into {base} takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; make room, or "
             "choose an --out on a larger disk"
         )
     # unpacked weights have no way back to the names of packed ones
@@ -92,11 +97,11 @@ def merge_and_save(base: ModelRef, adapter: Path, folder: Path, how: Loading = D
     written = base_weights(ModelRef(str(folder)), dtype=torch.float32, trust_remote_code=trust).eval()
     moved = compare(expected, unadapted, output_dtype).mean_difference
     found = replace(compare(expected, compute_log_probs(written, prompts), output_dtype), adapter_effect=moved)
-    require_agreement(found, f"{adapter} merged into {base}", "the adapter on its base")
+    require_agreement(found, f"{named} merged into {base}", "the adapter on its base")
     # what fp32 rounds is nothing, even of an adapter that moves nothing
     if found.mean_difference > max(moved / 2, math.sqrt(torch.finfo(torch.float32).eps)):
         raise LoragateError(
-            f"{adapter} merged into {base} loses half of what the adapter does or more, as its deltas are smaller than the steps "
+            f"{named} merged into {base} loses half of what the adapter does or more, as its deltas are smaller than the steps "
             f"of {found.dtype}: {found}. Nothing was kept; merge with --dtype float32, or serve the adapter unmerged"
         )
     return found

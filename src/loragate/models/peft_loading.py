@@ -10,6 +10,7 @@ with the adapter; the weights that it displaces are kept, so that `gates.control
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import warnings
@@ -27,7 +28,7 @@ from loragate.errors import ArtifactError
 from loragate.gates.adapter_folder import AdapterFolder, read_adapter_folder
 from loragate.gates.adapter_rules import Finding, base_change_reason, read_name_list, split_factor_key, tensor_kind
 from loragate.gates.control import store_displaced_weights
-from loragate.gates.eligibility import base_module_name
+from loragate.gates.eligibility import base_module_name, lora_layers
 from loragate.gates.schema import ADAPTER_CONFIG, PREFIX
 
 # what of a model's state belongs to an adapter that is called "default", and comes from its file
@@ -40,11 +41,19 @@ _IGNORED_CONFIG_KEYS = re.compile(
 )
 _LAYER = re.compile(r"\.(\d+)\.")
 RESIZE_HINT = (
-    "make that base once, base.resize_token_embeddings(SIZE) with the first number of the checkpoint's shape as SIZE, save it and "
-    'its tokenizer in a folder, base.save_pretrained("FOLDER") and tokenizer.save_pretrained("FOLDER"), and name it with --base '
+    "make that base once, base.resize_token_embeddings(SIZE) with the first number of the checkpoint's shape (or, where none is "
+    "named, the length of its tokenizer) as SIZE, save it and its tokenizer in a folder, "
+    'base.save_pretrained("FOLDER") and tokenizer.save_pretrained("FOLDER"), and name it with --base '
     "FOLDER; or resize it in memory, then PeftModel.from_pretrained and, for gates, loragate.load_gates"
 )
 """What to do with an adapter of a base to which tokens were added."""
+
+TARGETS_HINT = (
+    "name its own base with --base; or, where transformers has since renamed the modules of this base (language_model.model of a "
+    "vision-language model is model.language_model now), correct target_modules in adapter_config.json, to a list of the last "
+    "parts of the names (q_proj, v_proj) for instance"
+)
+"""What to do with an adapter whose target_modules match nothing."""
 
 logger = logging.getLogger("loragate")
 
@@ -62,6 +71,26 @@ def _warn(message: str) -> None:
     logger.warning(message)
 
 
+def _require_token_rows(base: Any, folder: AdapterFolder) -> None:
+    """Refuse a base without embeddings for the tokens that the adapter trained, which PEFT would look up."""
+    trained = folder.config.get("trainable_token_indices") or []
+    lists = trained.values() if isinstance(trained, dict) else [trained]
+    highest = max((int(index) for one in lists for index in one), default=-1)
+    rows = int(base.get_input_embeddings().weight.shape[0])
+    if highest >= rows:
+        message = (
+            f"{folder.path} was not trained on {_name_of(base)}: trainable_token_indices has the token {highest}, and this base "
+            f"has embeddings for {rows} tokens"
+        )
+        remedy = f"tokens were added to its base: {RESIZE_HINT}"
+        evidence = {"token": highest, "rows": rows}
+        raise AdapterMismatchError(Finding("shape-mismatch", "error", message, remedy, evidence))
+
+
+def _name_of(base: Any) -> str:
+    return getattr(base.config, "_name_or_path", "") or "this base"
+
+
 def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     """A base in memory under the adapter of a folder, called "default": a PeftModel, frozen and in eval mode unless `trainable`.
 
@@ -73,6 +102,7 @@ def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     """
     folder = read_adapter_folder(path)
     folder.require_usable()
+    _require_token_rows(base, folder)
     for finding in folder.findings:
         if finding.code in _WARNED_CODES and finding.severity == "warning":
             _warn(str(finding))
@@ -91,6 +121,8 @@ def load_peft(base: Any, path: str | Path, *, trainable: bool = False) -> Any:
     # loads the same values again, as PEFT tells only here what it left out
     told = set_peft_model_state_dict(model, load_peft_weights(str(folder.path), device="cpu", key_mapping=mapping))
     require_fully_loaded(model, folder, told.unexpected_keys, told.missing_keys)
+    for finding in find_unmatched_patterns(model, folder):
+        _warn(str(finding))
     store_displaced_weights(
         model, {name: old for name, old in before.items() if not torch.equal(old, own[name].to(old.device))}
     )
@@ -106,9 +138,10 @@ def check_adapter_fits(base: Any, path: str | Path) -> Any:
     """
     folder = read_adapter_folder(path)
     folder.require_usable()
+    _require_token_rows(base, folder)
     config, mapping = peft_config(folder), _key_mapping(base)
     start, config.init_lora_weights = config.init_lora_weights, True  # others read the weights of the base
-    named = getattr(base.config, "_name_or_path", "") or "this base"
+    named = _name_of(base)
     with torch.device("meta"):
         try:
             model: Any = get_peft_model(base, config)
@@ -116,9 +149,7 @@ def check_adapter_fits(base: Any, path: str | Path) -> Any:
             if "Target modules" not in str(error):
                 raise
             message = f"{folder.path} was not trained on {named}: {str(error).splitlines()[0]:.300}"
-            raise AdapterMismatchError(
-                Finding("keys-unknown", "error", message, "name its own base with --base")
-            ) from error
+            raise AdapterMismatchError(Finding("keys-unknown", "error", message, TARGETS_HINT)) from error
         state = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (dtype, shape) in folder.tensors.items()}
     config.init_lora_weights = start
     own = {name.replace(".default.", "."): list(value.shape) for name, value in model.named_parameters()}
@@ -143,10 +174,14 @@ def check_adapter_fits(base: Any, path: str | Path) -> Any:
 
 def peft_config(folder: AdapterFolder, trainable: bool = False) -> Any:
     """PEFT's configuration of an adapter, without what only its making, or layers of another library, used."""
-    config: Any = PeftConfig.from_pretrained(str(folder.path))
+    # whatever the label says (`adapter_rules` tells whose model it is not): without one, an aLoRA would do nothing
+    given = {**copy.deepcopy(folder.config), "task_type": "CAUSAL_LM", "megatron_config": None}
+    for key in ("rank_pattern", "alpha_pattern"):  # null, as other programs write them
+        given[key] = given.get(key) or {}
+    given["trainable_token_indices"] = given.get("trainable_token_indices") or None  # an empty list trains nothing
+    given.pop("runtime_config", None)
+    config: Any = PeftConfig.from_peft_type(**given)
     config.inference_mode = not trainable
-    config.task_type = config.task_type and "CAUSAL_LM"
-    config.megatron_config = None
     start = config.init_lora_weights
     # mica is a variant of LoRA
     if isinstance(start, str) and not base_change_reason(start) and start.lower() != "mica":
@@ -172,6 +207,29 @@ def find_unknown_config_keys(folder: AdapterFolder) -> list[Finding]:
     )
     remedy = "upgrade peft, as it may be another function there; delete the key where it is of another program"
     return [Finding("config-invalid", "warning", message, remedy, {"keys": unknown[:8]})]
+
+
+def find_unmatched_patterns(model: Any, folder: AdapterFolder) -> list[Finding]:
+    """A finding where rank_pattern or alpha_pattern of a loaded adapter, "default", has a key that no adapted module matches."""
+    names = [
+        f"{path}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else path
+        for path, layer in lora_layers(model, "default")
+    ]
+    # as the file has them: PEFT adds some of its own for fused experts
+    found = [
+        f"{key}: {pattern!r}"
+        for key in ("rank_pattern", "alpha_pattern")
+        for pattern in folder.config.get(key) or {}
+        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
+    ]
+    if not found:
+        return []
+    message = (
+        f"{folder.path / ADAPTER_CONFIG}: no adapted module of this base is called as in {', '.join(found[:4])}, so that r and "
+        "lora_alpha hold there"
+    )
+    remedy = "correct the pattern where transformers has renamed the modules since the training, or delete it"
+    return [Finding("config-invalid", "warning", message, remedy, {"patterns": found[:8]})]
 
 
 def require_fully_loaded(model: Any, folder: AdapterFolder, unexpected: list[str], missing: list[str]) -> None:
@@ -206,7 +264,9 @@ def require_fully_loaded(model: Any, folder: AdapterFolder, unexpected: list[str
         "missing_count": len(absent),
     }
     code = "keys-unknown" if unexpected else "keys-missing"
-    raise AdapterMismatchError(Finding(code, "error", message, _explain_mismatch(model, unexpected, absent), evidence))
+    raise AdapterMismatchError(
+        Finding(code, "error", message, _explain_mismatch(model, folder, unexpected, absent), evidence)
+    )
 
 
 def _key_mapping(base: Any) -> dict[str, str]:
@@ -221,7 +281,7 @@ def _mapped(key: str, mapping: dict[str, str]) -> str:
     return key if pattern is None else PREFIX + re.sub(pattern, mapping[pattern], name)
 
 
-def _explain_mismatch(model: Any, unexpected: list[str], absent: list[str]) -> str:
+def _explain_mismatch(model: Any, folder: AdapterFolder, unexpected: list[str], absent: list[str]) -> str:
     """What most likely happened, and what to do."""
     layers, found = (
         _highest(key for key in model.state_dict() if not _ADAPTER_STATE_KEY.search(key)),
@@ -248,6 +308,12 @@ def _explain_mismatch(model: Any, unexpected: list[str], absent: list[str]) -> s
     if all(not key.startswith(PREFIX) for key in unexpected):
         return f"Its keys do not begin with {PREFIX!r}, as PEFT's do: rename the prefix of its keys"
     if outside := next((path for path in paths if path in modules), ""):
+        if any(re.search(r"\.experts\.\d+\.", key) for key in folder.tensors):
+            return (
+                "It has factors of single experts, as transformers 4 had them. PEFT fuses these when it loads the adapter, and "
+                "takes all that target_modules names for experts: dense layers and shared experts of the same names are not "
+                f"covered (here {outside}). Merge it with transformers 4 and the PEFT of its training"
+            )
         return (
             f"{outside} is a module of this base that target_modules does not name: adapter_config.json and the weights are of "
             "two trainings, or the list was changed; take both files of one folder"

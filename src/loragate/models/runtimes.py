@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from loragate.errors import ArtifactError, ConfigError, nearest
 from loragate.files import write_atomically, write_json
+from loragate.gates.adapter_rules import find_variants
 from loragate.gates.schema import ADAPTER_CONFIG, PREFIX, factor_of, lora_scaling, read_adapter, write_factors
 from loragate.gates.strength import kind_of
 
@@ -230,6 +231,8 @@ def _read_factors(adapter: Path, names: Mapping[str, str], runtime: str) -> tupl
         if module not in names:
             raise ArtifactError(f"{module} is no matrix that an adapter of {runtime} can change; {INSTEAD}")
         halves.setdefault(module, {})[group] = tensor
+    if variants := find_variants(config):
+        raise ArtifactError(f"{variants[0]}, and {runtime} would run it as plain LoRA; load it with PEFT")
     factors = {module: (pair["lora_A"], pair["lora_B"]) for module, pair in halves.items()}
     return factors, lora_scaling(config, "")[2]
 

@@ -188,12 +188,6 @@ class ModelSource:
         """What the files of the plain adapter hold."""
         return read_adapter_folder(self.adapter)
 
-    def peft_config(self) -> Any:
-        """The configuration of the plain adapter as PEFT reads it."""
-        from peft import PeftConfig
-
-        return PeftConfig.from_pretrained(str(self.adapter))
-
     @property
     def tokenizer(self) -> str:
         """Where the tokenizer is: the adapter's own folder of it, or the base, which may be on the hub."""
@@ -300,15 +294,20 @@ def read_sampling_record(folder: Path) -> dict[str, Any]:
     return exported_sampling(read_json(folder / SAMPLING))
 
 
-def require_here(what: str, name: str) -> None:
+def require_here(what: str, name: str, *, of_adapter: bool = False) -> None:
     """Refuse a name that is neither a folder here nor a hub id, before anything is asked of the network.
+
+    Args:
+        what, name: of the model.
+        of_adapter: it is the base of an adapter, which may have one of the hub's old names without an owner (gpt2).
 
     Raises:
         ConfigError: naming what was looked for, and the folder that was probably meant.
     """
     if Path(name).is_file() and not name.lower().endswith(".gguf"):
         raise ConfigError(f"{what} {name} is a file, expected the folder that holds it ({Path(name).parent})")
-    if not Path(name).exists() and parse_hub_name(name) is None:
+    on_hub = is_hub_id(name) if of_adapter else parse_hub_name(name) is not None
+    if not Path(name).exists() and not on_hub:
         raise ConfigError(f"{what} {name} does not exist (a hub id is written owner/name){_suggest_sibling(name)}")
 
 
@@ -460,7 +459,7 @@ def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_opt
         if not base.name:
             raise ConfigError(f"{ref.name} does not name its base model; say which with --base")
         try:
-            require_here("base model", base.name)
+            require_here("base model", base.name, of_adapter=True)
         except ConfigError as error:
             if given is not None:
                 raise

@@ -120,7 +120,7 @@ def served_adapters(settings: ServerSettings) -> tuple[ModelSource, dict[str, Mo
             f"{settings.model} is no gated or plain adapter, which is what loragate serve is for; vLLM serves a base by itself: "
             f"vllm serve {settings.model}"
         )
-    require_here("base model", source.base.name)
+    require_here("base model", source.base.name, of_adapter=True)
     # the recommended sampling is that of the gates
     adapters = (
         {"gated": source, "adapter": replace(source.as_plain_adapter, gates=None)}
@@ -159,10 +159,9 @@ def check_servable(source: ModelSource, adapters: Mapping[str, ModelSource], tru
             read_gates(adapter.folder, adapter.override)
         rank = max(rank, lora_rank(adapter.adapter))
         adapter.adapter_contents.require_usable("serve")
-    if on_cpu():
-        with explained("base model", source.base.name):
-            config = base_config(source.base, trust)
-        require_served(source.base.name, config)
+    with explained("base model", source.base.name):
+        config = base_config(source.base, trust)
+    require_served(source.base.name, config)
     return rank
 
 

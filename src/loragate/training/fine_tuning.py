@@ -34,7 +34,7 @@ from loragate.gates.schema import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from loragate.losses.causal_head import Reference, ReferenceRequest, causal_model
 from loragate.losses.objectives import Objective, make_objective
 from loragate.models import Loading, ModelRef, explained, open_base, open_tokenizer, resolve
-from loragate.models.peft_loading import load_peft
+from loragate.models.peft_loading import load_peft, peft_config
 from loragate.modes import evaluation_mode
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
@@ -233,7 +233,7 @@ def train_adapter(
         )
     if settings.adapter:
         place = resolve(settings.adapter, expect="adapter", base_optional=True)
-        settings = resolve_settings_from_adapter(settings, place.peft_config())
+        settings = resolve_settings_from_adapter(settings, peft_config(place.adapter_contents, trainable=True))
     with training_folder(run_folder, resume, overwrite) as folder:
         source = load_rows(rows)
         check_encoded_matches_rows(encoded, source)
@@ -372,7 +372,8 @@ class AdapterRun:
             # the base is the one that is named here, so the adapter's own is not looked for
             adapter = resolve(self.settings.adapter, expect="adapter", base_optional=True)
             self.settings = resolve_settings_from_adapter(
-                replace(self.settings, adapter=adapter.record_name), adapter.peft_config()
+                replace(self.settings, adapter=adapter.record_name),
+                peft_config(adapter.adapter_contents, trainable=True),
             )
             # with its own tokenizer and template, where it has them: what it was trained with
             tokenized = replace(adapter, base=self.place.base)
