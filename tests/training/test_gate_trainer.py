@@ -11,9 +11,9 @@ from transformers import TrainerCallback
 import loragate as lg
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, TrainingError
+from loragate.training.arguments import IGNORED_SFT_ARGUMENTS
 from loragate.training.gate_training import measure_entropy
 from loragate.training.rows import TrainingCollator
-from loragate.training.run import IGNORED_SFT_ARGUMENTS
 from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_adapter, write_base
 
 GATES = lg.GateConfig(-3, 2)
@@ -82,6 +82,14 @@ def test_the_papers_values_are_the_defaults():
     assert not any((args.bf16, args.fp16, args.gradient_checkpointing))
     with pytest.raises(ConfigError, match="objective must be one of entropy, ce, found 'sft'"):
         lg.GateTrainingArguments("run", objective="sft")
+
+
+def test_the_best_checkpoint_is_that_of_the_smallest_value(tmp_path):
+    for name in ("loss", "nll", "eval_entropy", "topk_entropy", "eval_topk_entropy", "eval_other_topk_entropy"):
+        assert arguments(tmp_path, metric_for_best_model=name).greater_is_better is False, name
+    more = {"metric_for_best_model": "eval_topk_entropy"}
+    assert arguments(tmp_path, **more, greater_is_better=True).greater_is_better
+    assert arguments(tmp_path, metric_for_best_model="eval_accuracy").greater_is_better
 
 
 IGNORED = {

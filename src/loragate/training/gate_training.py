@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 from transformers.trainer_utils import TrainOutput
-from trl import SFTConfig
 
 from loragate.data import EncodedRows, Rows, encode_rows, find_endings, load_rows
 from loragate.data.rows import RowsGiven
@@ -45,6 +44,7 @@ from loragate.losses.causal_head import causal_model
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
 from loragate.models.passes import iter_passes
 from loragate.modes import evaluation_mode
+from loragate.training.arguments import GateTrainingArguments, build_trainer_arguments, recorded_arguments
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
 from loragate.training.memory import fit_passes
@@ -58,24 +58,16 @@ from loragate.training.rows import (
 )
 from loragate.training.run import (
     TrainingOutcome,
-    build_trainer_arguments,
     check_custom_objective,
-    reject_ignored_arguments,
     run_in_folder,
 )
 from loragate.training.settings import GATE_OBJECTIVES, GateTrainingSettings
 from loragate.training.sharding import target_device
-from loragate.training.strategy import detect_launch, process_state
+from loragate.training.strategy import detect_launch
 from loragate.training.trainer import StatisticsTrainer, Where
 
 PARITY_ROWS, PARITY_TOKENS = 4, 64
 MEASURED_ROWS = 64
-# what is recorded of the arguments of a training
-_RECORDED = (
-    "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "max_length",
-    "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "seed", "packing", "bf16",
-    "fp16", "k",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,49 +140,6 @@ class GateEntropy(EntropyMinimisation):
     """
 
     outputs = ("topk_entropy",)
-
-
-@dataclass
-class GateTrainingArguments(SFTConfig):
-    """Arguments of a `GateTrainer`: those of TRL's SFTConfig and transformers' TrainingArguments, with the paper's values.
-
-    The paper trains for one epoch with a cosine schedule and no warm-up, with 128 sequences a step (here 8 × 16 on one device);
-    betas, weight decay and clipping are ours. Gates train in fp32 whatever the model's dtype is; load the model in bf16 to save
-    memory. `train_sampling_strategy` may be "group_by_length" or `packing` True: every step keeps its rows. Rows come in one
-    order, shuffled by `data_seed` (or `seed`). What this trainer would pass over (`loss_type`, `eos_token`, …) is refused.
-
-    Attributes:
-        k: support of the top-k entropy; 0, or at least the vocabulary size, means the full entropy.
-        objective: "entropy" is the paper's, "ce" its ablation.
-    """
-
-    learning_rate: float = 5e-4
-    lr_scheduler_type: str = "cosine"
-    optim: str = "adamw_torch"
-    weight_decay: float = 0.0
-    adam_beta2: float = 0.95
-    num_train_epochs: float = 1.0
-    per_device_train_batch_size: int = 8
-    gradient_accumulation_steps: int = 16
-    max_length: int | None = 4096
-    gradient_checkpointing: bool = False
-    bf16: bool | None = False
-    logging_first_step: bool = True
-    train_sampling_strategy: str = "sequential"
-    k: int = field(default=100, metadata={"help": "Support of the top-k entropy; 0 is the whole vocabulary."})
-    objective: str = field(default="entropy", metadata={"help": f"One of {', '.join(GATE_OBJECTIVES)}."})
-
-    def __post_init__(self) -> None:
-        if self.objective not in GATE_OBJECTIVES:
-            raise ConfigError(f"objective must be one of {', '.join(GATE_OBJECTIVES)}, found {self.objective!r}")
-        if self.k == 1:
-            raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
-        reject_ignored_arguments(self)
-        if getattr(self, "activation_checkpointing", False) is None:  # the name in newer versions of transformers
-            self.activation_checkpointing = self.gradient_checkpointing
-        if detect_launch().strategy == "fsdp2":
-            process_state()  # before Accelerate reads the launcher's wish: the sharding is loragate's
-        super().__post_init__()
 
 
 class GateTrainer(StatisticsTrainer):
@@ -275,8 +224,7 @@ class GateTrainer(StatisticsTrainer):
             "fingerprint": encoded_fingerprint(train_dataset) if rows is None else rows.fingerprint,
         }
         require_mask_column(objective, train_dataset, self.data["source"])
-        self.recorded = {name: getattr(args, name) for name in _RECORDED} | {"objective": trained_by}
-        self.recorded["lr_scheduler_type"] = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        self.recorded = recorded_arguments(args) | {"objective": trained_by}
         self.k, self.gates_newly_attached = args.k, gates is not None
         self.result: GateTrainingResult | None = None
         self.parity: Parity | None = None
