@@ -13,8 +13,9 @@ from trl import SFTConfig
 
 from loragate.errors import ConfigError
 from loragate.training.model_state import checkpointing_argument
-from loragate.training.settings import GATE_OBJECTIVES, TrainSettings
+from loragate.training.settings import GATE_OBJECTIVES, Decay, TrainSettings
 from loragate.training.strategy import detect_launch, process_state
+from loragate.validate import NonNegativeInt, validate
 
 # what is recorded of the arguments of a training
 _RECORDED = (
@@ -22,6 +23,12 @@ _RECORDED = (
     "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "seed", "packing", "bf16",
     "fp16", "k",
 )  # fmt: skip
+# and where it is not the usual value
+_RECORDED_IF_UNUSUAL = (
+    "optim", "optim_args", "adam_epsilon", "lr_scheduler_kwargs", "data_seed", "neftune_noise_alpha", "dataloader_drop_last",
+    "train_sampling_strategy", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "tf32", "torch_compile",
+)  # fmt: skip
+_LIMITS: dict[str, Any] = {"k": NonNegativeInt, "adam_beta1": Decay, "adam_beta2": Decay}
 # what an evaluation of this trainer gives beside the loss, with or without eval_ and the name of a data set
 _SMALLER_IS_BETTER = ("loss", "nll", "entropy")
 
@@ -32,7 +39,7 @@ class GateTrainingArguments(SFTConfig):
 
     The paper trains for one epoch with a cosine schedule and no warm-up, with 128 sequences a step (here 8 × 16 on one device);
     betas, weight decay and clipping are ours. Gates train in fp32 whatever the model's dtype is; load the model in bf16 to save
-    memory. `train_sampling_strategy` may be "group_by_length" or `packing` True: every step keeps its rows. Rows come in one
+    memory. `train_sampling_strategy` may be "group_by_length", or `packing` True: every step keeps its rows. Rows come in one
     order, shuffled by `data_seed` (or `seed`). What this trainer would pass over (`loss_type`, `eos_token`, …) is refused.
 
     Attributes:
@@ -62,6 +69,8 @@ class GateTrainingArguments(SFTConfig):
             self.greater_is_better = False
         if self.objective not in GATE_OBJECTIVES:
             raise ConfigError(f"objective must be one of {', '.join(GATE_OBJECTIVES)}, found {self.objective!r}")
+        for name, limits in _LIMITS.items():
+            validate(limits, getattr(self, name), name)
         if self.k == 1:
             raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
         reject_ignored_arguments(self)
@@ -74,7 +83,11 @@ class GateTrainingArguments(SFTConfig):
 
 def recorded_arguments(arguments: GateTrainingArguments) -> dict[str, Any]:
     """What the record of a training says of its arguments; JSON-able."""
+    usual = {one.name: one.default for one in fields(arguments)}
     values = {name: getattr(arguments, name) for name in _RECORDED}
+    for name in _RECORDED_IF_UNUSUAL:
+        if (value := getattr(arguments, name)) not in (usual[name], {}):
+            values[name] = value
     return {name: getattr(value, "value", value) for name, value in values.items()}
 
 
@@ -89,12 +102,25 @@ IGNORED_SFT_ARGUMENTS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "packing_strategy": ("packing lays the rows of a forward pass end to end, and cuts none", ()),
     "eval_packing": ("rows are packed for the training alone", (False,)),
     "router_aux_loss_coef": ("the loss is that of the response tokens, without a router's", (0,)),
+    "train_sampling_strategy": (
+        "rows come in one order, shuffled by data_seed (or seed), and in the same in every epoch",
+        ("group_by_length",),
+    ),
+    "shuffle_dataset": ("rows are shuffled by data_seed (or seed)", ()),
+    "dataset_text_field": ("rows are read in the formats of loragate.data: prompt and completion, messages, …", ()),
+    "dataset_kwargs": ("rows are read and tokenised by loragate.data", ({}, {"skip_prepare_dataset": True})),
+    "assistant_only_loss": ("gates train on the assistant's turns of every row", ()),
+    "padding_free": ("packing=True lays the rows of a forward pass end to end, without padding", ()),
+    "pad_to_multiple_of": ("rows are padded to the longest of their forward pass", (None,)),
+    "pad_token": ("rows are padded with the tokenizer's own: set processing_class.pad_token", ()),
+    "model_init_kwargs": ("the model is loaded already: give them to from_pretrained", ({},)),
+    "average_tokens_across_devices": ("every response token of a step counts alike, on all devices", ()),
 }
 
 
 def reject_ignored_arguments(arguments: SFTConfig) -> None:
     """Raises ConfigError for an argument of `IGNORED_SFT_ARGUMENTS` that was set to something the training would not do."""
-    defaults = {field.name: field.default for field in fields(SFTConfig)}  # an older TRL may lack one
+    defaults = {field.name: field.default for field in fields(arguments)}  # an older TRL may lack one
     for name, (reason, agreeing) in IGNORED_SFT_ARGUMENTS.items():
         found = getattr(arguments, name, defaults.get(name))
         if found not in (defaults.get(name), *agreeing):
