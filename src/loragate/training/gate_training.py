@@ -90,6 +90,7 @@ class GateTrainingResult(TrainingOutcome):
         objective: what trained the gates: `settings.objective`, or the name of an objective of one's own.
         constants: those of an objective of one's own.
         own_k: its support of the top-k entropy; None where it reads none.
+        best_step: of the checkpoint that `load_best_model_at_end` took the gates from; None for those of the last step.
     """
 
     config: GateConfig
@@ -108,6 +109,7 @@ class GateTrainingResult(TrainingOutcome):
     heldout: dict[str, float] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     own_k: int | None = None
+    best_step: int | None = None
 
     def evidence(self) -> dict[str, Any]:
         """The JSON-able record that goes into the artifact."""
@@ -121,6 +123,7 @@ class GateTrainingResult(TrainingOutcome):
                 "entropy_after": self.entropy_after,
                 "gates": self.gates_total,
                 "steps": self.steps,
+                **({} if self.best_step is None else {"best_step": self.best_step}),
                 "seconds": round(self.seconds, 1),
                 "training_seconds": round(self.training_seconds, 1),
                 "parameters": self.parameters,
@@ -199,7 +202,6 @@ class GateTrainer(StatisticsTrainer):
         require_causal_model(causal_model(model))
         if processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(causal_model(model).config.name_or_path)
-        trained_by = args.objective if objective is None else objective.name
         if gates is not None:
             check_start(gates)
         elif not is_gated(model, name):
@@ -211,7 +213,7 @@ class GateTrainer(StatisticsTrainer):
         else:
             check_custom_objective(objective, args)
             self.custom_objective = objective
-        self.trained_by = trained_by
+        self.trained_by = objective.name
         rows: Rows | None = None
         if not isinstance(train_dataset, EncodedRows):
             if train_dataset is None:
@@ -224,7 +226,7 @@ class GateTrainer(StatisticsTrainer):
             "fingerprint": encoded_fingerprint(train_dataset) if rows is None else rows.fingerprint,
         }
         require_mask_column(objective, train_dataset, self.data["source"])
-        self.recorded = recorded_arguments(args) | {"objective": trained_by}
+        self.recorded = recorded_arguments(args) | {"objective": self.trained_by}
         self.k, self.gates_newly_attached = args.k, gates is not None
         self.result: GateTrainingResult | None = None
         self.parity: Parity | None = None
@@ -246,7 +248,7 @@ class GateTrainer(StatisticsTrainer):
                 trained=trained,
                 processing_class=processing_class,
                 where=where,
-                eval_dataset=self._encoded_evaluation(eval_dataset, model),
+                eval_dataset=self._encoded_evaluation(eval_dataset, model, objective),
                 data_collator=data_collator,
                 adapter_name=name,
                 callbacks=callbacks or (),
@@ -257,13 +259,17 @@ class GateTrainer(StatisticsTrainer):
                 detach_gates(model, name)
             raise
 
-    def _encoded_evaluation(self, given: Any, model: Any) -> Any:
-        """Evaluation rows tokenised, by name where they have names; None for none."""
+    def _encoded_evaluation(self, given: Any, model: Any, objective: Objective) -> Any:
+        """Evaluation rows tokenised, by name where they have names; None for none. Raises as for rows to train on."""
         if isinstance(given, Mapping):
-            return {name: self._encoded_evaluation(rows, model) for name, rows in given.items()}
+            return {name: self._encoded_evaluation(rows, model, objective) for name, rows in given.items()}
+        source = "eval_dataset"
         if given is not None and not isinstance(given, EncodedRows):
-            given = encode_rows(load_rows(given), self.processing_class, max_length=self.max_row_tokens)
+            rows = load_rows(given)
+            source = rows.source
+            given = encode_rows(rows, self.processing_class, max_length=self.max_row_tokens)
         if given is not None:
+            require_mask_column(objective, given, source)
             check_fits_model(model, given, "held-out row {}".format)
         return given
 
@@ -279,7 +285,8 @@ class GateTrainer(StatisticsTrainer):
         if isinstance(eval_dataset, Mapping):
             eval_dataset = dict(eval_dataset)
         elif eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self.evaluation_rows(self._encoded_evaluation(eval_dataset, self.original_model))
+            encoded = self._encoded_evaluation(eval_dataset, self.original_model, self.objective)
+            eval_dataset = self.evaluation_rows(encoded)
         found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found
 
@@ -371,6 +378,7 @@ class GateTrainer(StatisticsTrainer):
             objective=self.trained_by,
             constants={} if own is None else dict(own.settings),
             own_k=own.k if own is not None and "topk_entropy" in own.outputs else None,
+            best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
         )
         return output
 

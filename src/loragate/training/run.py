@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback
@@ -16,6 +15,7 @@ from trl import SFTConfig
 
 from loragate.errors import ConfigError
 from loragate.losses.objectives import Objective
+from loragate.losses.objectives.base import check_objective
 from loragate.training.callbacks import JsonlLog, OnStep, StepReporter, StopOnSignal
 from loragate.training.checkpoints import METRICS_FILE, TrainingFolder, template_hints
 from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, FineTuningSettings, TrainSettings
@@ -77,6 +77,7 @@ def check_custom_objective(objective: Objective, settings: TrainSettings | SFTCo
     Raises:
         ConfigError: naming the objective and the setting.
     """
+    check_objective(objective)
     name, chosen = objective.name, settings.objective  # type: ignore[union-attr]
     wrong = {
         f"{name!r} is the name of a built-in objective: choose that one by the setting objective, or give yours another name": (
@@ -91,8 +92,6 @@ def check_custom_objective(objective: Objective, settings: TrainSettings | SFTCo
         f"objective {name!r} requires 'reference_kl', and Stage II has no reference model": (
             "reference_kl" in objective.requires and not isinstance(settings, FineTuningSettings)
         ),
-        f"objective {name!r} requires 'sequence_ids', which only packed rows have: set packing=True, or take each row of the "
-        "statistics as a sequence where they are None": "sequence_ids" in objective.requires and not settings.packing,
     }
     for sentence, holds in wrong.items():
         if holds:
