@@ -103,7 +103,11 @@ def test_a_heartbeat_names_the_part_that_has_no_count_of_its_own(monkeypatch):
     out = io.StringIO()
     with Display(out=Console(file=out, width=80)).job("calibrating"):
         with display.phase("measuring entropy on 64 examples"):
-            wait_for(lambda: re.search("^calibrating: running for .+, measuring entropy on 64 examples$", out.getvalue(), re.M))
+            wait_for(
+                lambda: re.search(
+                    "^calibrating: running for .+, measuring entropy on 64 examples$", out.getvalue(), re.M
+                )
+            )
         out.truncate(0)
         wait_for(lambda: "calibrating: running for" in out.getvalue())
         assert "measuring" not in out.getvalue().splitlines()[-1]

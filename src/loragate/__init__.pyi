@@ -1,3 +1,18 @@
+from . import (
+    analysis as analysis,
+    data as data,
+    doctor as doctor,
+    errors as errors,
+    evaluation as evaluation,
+    gates as gates,
+    generation as generation,
+    losses as losses,
+    models as models,
+    recipes as recipes,
+    selection as selection,
+    serving as serving,
+    training as training,
+)
 from .doctor.examination import examine as examine
 from .errors import LoragateError as LoragateError
 from .gates import (

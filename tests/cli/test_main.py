@@ -72,7 +72,7 @@ def test_calibrate_shows_fewer_than_forty_flags_and_takes_all_settings(tmp_path)
     options = CalibrateOptions(adapter="a", tau=0.5, adam_beta1=0.8, detach_input=False, eval_split="test")
     (tmp_path / "all.yaml").write_text(resolved_yaml(options))
     assert parse(CALIBRATE, ["--config", str(tmp_path / "all.yaml")])[0] == options
-    typed = "--adapter a --tau 0.5 --adam-beta1 0.8 --no-detach-input --eval-split test".split()
+    typed = ["--adapter", "a", "--tau", "0.5", "--adam-beta1", "0.8", "--no-detach-input", "--eval-split", "test"]
     assert parse(CALIBRATE, typed)[0] == options, "each is a flag too"
 
 

@@ -68,7 +68,7 @@ def test_a_base_stays_as_it_is_stored_where_products_are_in_16_bits(place, preci
     assert {weight.dtype for name, weight in model.named_parameters() if "lora_" not in name} == {dtype}
 
 
-@pytest.mark.parametrize("number, name", [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
 def test_a_run_that_was_stopped_goes_on(place, number, name):
     """Batch systems send SIGTERM before they kill."""
     before = signal.getsignal(number)

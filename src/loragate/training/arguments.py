@@ -6,12 +6,12 @@ Both are TRL's SFTConfig, and with it transformers' TrainingArguments. Nothing h
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from trl import SFTConfig
 
 from loragate.errors import ConfigError
+from loragate.training.checkpoints import TrainingFolder
 from loragate.training.model_state import checkpointing_argument
 from loragate.training.settings import GATE_OBJECTIVES, Decay, TrainSettings
 from loragate.training.strategy import detect_launch, process_state
@@ -128,14 +128,14 @@ def reject_ignored_arguments(arguments: SFTConfig) -> None:
 
 
 def build_trainer_arguments(
-    kind: type[SFTConfig], settings: TrainSettings, folder: Path, rows: int, device: str, **more: Any
+    kind: type[SFTConfig], settings: TrainSettings, folder: TrainingFolder, rows: int, device: str, **more: Any
 ) -> Any:
     """The arguments of a run by its `fitted` settings; every choice of ours is set explicitly."""
     steps = settings.steps(rows)
     if detect_launch().strategy == "fsdp2":
         process_state()  # before Accelerate reads the launcher's wish: the sharding is loragate's
     arguments = kind(
-        output_dir=str(folder),
+        output_dir=str(folder.path),
         per_device_train_batch_size=settings.per_device_train_batch_size,
         learning_rate=settings.learning_rate,
         lr_scheduler_type=settings.lr_scheduler_type,
@@ -159,7 +159,7 @@ def build_trainer_arguments(
         logging_strategy="steps",
         logging_steps=settings.logging_steps,
         logging_first_step=True,
-        save_strategy="steps" if settings.save_steps else "no",
+        save_strategy="steps" if settings.save_steps and folder.is_persistent else "no",
         save_steps=settings.save_steps or 500,
         save_total_limit=settings.save_total_limit or None,
         report_to=[name.strip() for name in settings.report_to.split(",") if name.strip()] or "none",

@@ -274,7 +274,7 @@ def train_adapter(
         }
         trainer = StatisticsTrainer(
             model,
-            build_trainer_arguments(SFTConfig, settings, folder.path, len(encoded), target_device(model).type),
+            build_trainer_arguments(SFTConfig, settings, folder, len(encoded), target_device(model).type),
             encoded,
             objective=chosen,
             trained=trained,

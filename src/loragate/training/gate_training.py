@@ -469,7 +469,7 @@ def train_gates(
         chosen = {"k": settings.k, "objective": settings.objective}
         device = target_device(peft_model).type
         arguments = build_trainer_arguments(
-            GateTrainingArguments, settings, folder.path, len(encoded), device, max_length=settings.max_length, **chosen
+            GateTrainingArguments, settings, folder, len(encoded), device, max_length=settings.max_length, **chosen
         )
         trainer = GateTrainer(
             peft_model,
