@@ -103,7 +103,7 @@ IGNORED_SFT_ARGUMENTS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "eval_packing": ("rows are packed for the training alone", (False,)),
     "router_aux_loss_coef": ("the loss is that of the response tokens, without a router's", (0,)),
     "train_sampling_strategy": (
-        "rows come in one order, shuffled by data_seed (or seed), and in the same in every epoch",
+        "rows come in one order, shuffled by data_seed (or seed), the same in every epoch",
         ("group_by_length",),
     ),
     "shuffle_dataset": ("rows are shuffled by data_seed (or seed)", ()),
