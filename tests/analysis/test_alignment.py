@@ -9,7 +9,9 @@ import torch
 import loragate as lg
 from loragate.analysis.alignment import terms
 from loragate.analysis.directions import (
+    GROUPS,
     NAMES,
+    PROMPT,
     Case,
     agreements,
     by_group,
@@ -21,9 +23,9 @@ from loragate.analysis.directions import (
     reward_values,
     row_directions,
 )
-from loragate.analysis.rows import Reader, TokenClasses, answer_rows
+from loragate.analysis.rows import CLASSES, Reader, TokenClasses, answer_rows
 from loragate.data import encode_rows
-from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from tiny import tiny_gated, tiny_rows, tiny_tokenizer
 
 K = 20
@@ -35,7 +37,7 @@ def gated_reader():
 
 
 def case_of(row, values, group=0):
-    return Case(row, values, group, next(at for at, label in enumerate(row["labels"]) if label >= 0))
+    return Case(row, values, group)
 
 
 def material(count, groups=None):
@@ -142,3 +144,23 @@ def test_reward_values_give_the_policy_gradient():
     expected = gradient(reader.model, 0.75 * log_p.gather(-1, torch.tensor(sample.token_ids)[:, None]).sum())
     assert torch.allclose(direction(found, "value"), expected, rtol=5e-3, atol=5e-5)
     assert leave_one_out([0, 0, 0, 1], [1.0, 0.0, 0.0, 1.0]) == [0.0, 0.5, 0.5, 0.5]
+
+
+def test_what_lies_between_two_answers_is_prompt():
+    reader, tokenizer = gated_reader()
+    said = [("user", "w1 w2"), ("assistant", "w3 w4"), ("user", "w5 w6 w7"), ("assistant", "w8")]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in said]}]
+    (row,) = encode_rows(rows, tokenizer, max_length=64)
+    with reader.model.disable_adapter():
+        case = case_of(row, reference_values(reader, row))
+    counts = coordinate_sums(reader, case, K, TokenClasses(tokenizer, {tokenizer.eos_token_id}))[:, 0]
+    learned = sum(label >= 0 for label in row["labels"][1:])
+    # at most one λ of each module at every position
+    assert counts[GROUPS.index(PROMPT)] > 0
+    assert counts[: len(CLASSES)].sum() <= len(parameter_slices(reader.model)) * learned
+
+
+def test_answers_are_cut_to_max_length():
+    sample = Sample(0, 0, "", tuple(range(10, 30)), "stop", None)
+    (row,) = answer_rows([[7, 8]], [sample], 16)
+    assert (row["input_ids"], row["labels"]) == ([7, 8, *range(10, 26)], [-100, -100, *range(10, 26)])

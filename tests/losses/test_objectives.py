@@ -16,9 +16,11 @@ from loragate.losses.objectives import (
     EntropyMinimisation,
     Forgetting,
     Interleaved,
+    WeightedCrossEntropy,
     eaft,
     talr,
 )
+from loragate.losses.objectives.base import check_objective, token_losses
 from loragate.losses.objectives.signed import top_ratio_masks
 
 
@@ -240,12 +242,73 @@ def test_entropy_and_interleaved(stats):
         ("forgetting", {"t_max": float("nan")}, "t_max must be a finite number"),
         ("forgetting", {"t_max": 0.1, "t_min": 0.2}, "t_min"),
         ("entropy", {"k": 1}, "at least 2, or 0"),
+        ("entropy", {"k": 50.5}, "integer of at least 2, or 0"),
+        ("eaft", {"k": 20.5}, "integer of at least 2, or 0"),
+        ("eaft", {"power": float("nan")}, "power: it must be a finite number"),
+        ("eaft", {"normalizer": 0.0}, "normalizer: it must be above 0"),
+        ("talr", {"tau": float("nan")}, "tau: it must be a finite number"),
+        ("talr", {"floor": 2.0}, "floor, a weight: it must be at most 1"),
         ("interleaved", {"ce_steps": 0}, "at least 1"),
         ("profit", {"threshold": 1.5}, "probability"),
         ("talr", {"tau": "mean"}, "'median'"),
-        ("talr", {"tau": 0.0}, "positive"),
+        ("talr", {"tau": 0.0}, "above 0"),
     ],
 )
 def test_wrong_constants_are_refused(name, options, told):
     with pytest.raises(ConfigError, match=told):
         FACTORIES[name](**options)
+
+
+class Own:
+    name, k, requires, outputs, gradients = "own", 20, frozenset(), ("log_prob", "topk_entropy"), ("log_prob",)
+
+    def __init__(self, **changed):
+        self.settings = {"share": 0.5}
+        vars(self).update(changed)
+
+    def loss(self, stats, context=None):
+        return -stats.log_prob
+
+
+def nobody(parts, gather):
+    return [None] * len(parts)
+
+
+def test_a_whole_objective_of_ones_own_is_taken():
+    check_objective(Own())
+    check_objective(Own(gradients=None, requires={"keep_mask", "sequence_ids"}, over_batch=nobody, batch_reads=()))
+    check_objective(WeightedCrossEntropy("own", lambda stats, _: stats.entropy, reads=("entropy",)))
+
+
+@pytest.mark.parametrize(
+    ("objective", "told"),
+    [
+        (Own, r"the class Own: give an instance of it, Own\(\)"),
+        ("dft", "has no name, k, .* chosen by the setting objective"),
+        (lambda stats, context: stats.log_prob, "has no name, k, requires"),
+        (Own(outputs="log_prob"), r"outputs must be names in a tuple, such as \('log_prob',\), found 'log_prob'"),
+        (Own(outputs=("nll",)), "outputs names 'nll'"),
+        (Own(gradients=("entropy",)), "gradients names 'entropy'.* known are log_prob, topk_entropy"),
+        (Own(gradients=()), "gradients is empty"),
+        (Own(requires=frozenset({"keepmask"})), "requires names 'keepmask'.*'keep_mask'"),
+        (Own(k=2.5), "k must be an integer"),
+        (Own(settings=None), "settings must be a dictionary"),
+        (Own(settings={"share": torch.ones(1)}), "settings go into the record of the run as JSON"),
+        (Own(over_batch=nobody), "has over_batch and no batch_reads"),
+        (Own(over_batch=nobody, batch_reads=("kl",)), "batch_reads names 'kl'"),
+        (WeightedCrossEntropy("own", nobody, reads="entropy"), "reads must be names in a tuple"),
+    ],
+)
+def test_what_an_objective_of_ones_own_lacks_is_said(objective, told):
+    with pytest.raises(ConfigError, match=told):
+        check_objective(objective)
+
+
+def test_a_loss_that_reads_what_it_does_not_name_is_told_so(stats):
+    given = stats.only(("log_prob",))
+    reader = WeightedCrossEntropy("own", lambda stats, _: stats.topk_entropy)
+    with pytest.raises(ConfigError, match=r"'own': .* It is given log_prob: .* in reads= of a WeightedCrossEntropy"):
+        token_losses(reader, given, ObjectiveContext())
+    nothing = Own(loss=lambda stats, context: None)
+    with pytest.raises(ConfigError, match="loss returned NoneType, expected one value per token"):
+        token_losses(nothing, given, ObjectiveContext())

@@ -1,16 +1,20 @@
 """A recipe over training seeds: what each run is given, and mean and deviation as the paper's Table 7 has them."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from loragate.cli.main import main
 from loragate.errors import ConfigError
 from loragate.evaluation.answers import Grade
-from loragate.evaluation.results import EvaluationRecord, TaskInfo, task_result, write_record
+from loragate.evaluation.results import EvaluationRecord, SuiteResult, TaskInfo, task_result, write_record
+from loragate.evaluation.statistics import suite_average
 from loragate.files import read_json
 from loragate.generation import Sample, SamplingConfig
 from loragate.recipes import read_recipe, read_seeds, run, with_seed
+from loragate.recipes.seeds import _scores as scores_of
 
 SCALE = "math/qwen2.5-math-1.5b/scale"
 
@@ -38,6 +42,17 @@ def record_of(right):
     info = TaskInfo("sums", "1", "f", "a", "sums.jsonl", None, "default", "1", SamplingConfig())
     result = task_result("sums", "gated", list(map(str, range(10))), samples, grades)
     return EvaluationRecord("2025-01-31T12:00:00+00:00", {"base": "tiny"}, (info,), (result,), 0, None, {}, 1.0, {})
+
+
+def test_every_suite_has_its_mean():
+    scores = {"math": [1.0, 0.8], "code": [0.1, 0.3]}
+    means = tuple(
+        SuiteResult("gated", suite_average([np.array([[value]] * 10) for value in values]), suite)
+        for suite, values in scores.items()
+    )
+    found = scores_of(replace(record_of(4), suites=means))
+    assert found["gated", "sums"] == pytest.approx(0.4)
+    assert (found["gated", "mean of math"], found["gated", "mean of code"]) == pytest.approx((0.9, 0.2))
 
 
 def test_one_command_runs_all_seeds_and_shows_mean_and_deviation(tmp_path, monkeypatch, capsys):

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 import loragate as lg
 from loragate.data import Collator, encode_rows, load_rows
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, TrainingError
 from loragate.models.peft_loading import load_peft
 from loragate.training import FineTuningSettings
 from loragate.training.settings import OBJECTIVES
@@ -70,7 +70,8 @@ def test_the_mask_objective_reads_the_keep_mask(tokenizer):
     dropped = [{**row, "keep_mask": [0] * count} for row, count in zip(rows, tokens, strict=True)]
     run = lambda data: lg.train_adapter(tiny_base(), tokenizer, data, settings(objective="mask", max_steps=1))  # noqa: E731
     assert run(kept).history[0]["loss"] == pytest.approx(plain, rel=1e-6)
-    assert run(dropped).history[0]["loss"] == 0
+    with pytest.raises(TrainingError, match=r"exactly zero up to step 1, .* objective 'mask' gives any token"):
+        run(dropped)
     with pytest.raises(ConfigError, match="keep_mask"):
         run(rows)
 

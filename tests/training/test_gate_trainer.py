@@ -1,6 +1,7 @@
 """`GateTrainer` for those who know TRL: the example that the README shows, and what works as in transformers."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from transformers import TrainerCallback
 import loragate as lg
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, TrainingError
+from loragate.training.arguments import IGNORED_SFT_ARGUMENTS, recorded_arguments
 from loragate.training.gate_training import measure_entropy
 from loragate.training.rows import TrainingCollator
-from loragate.training.run import IGNORED_SFT_ARGUMENTS
+from loragate.training.trainer import pooled
 from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_adapter, write_base
 
 GATES = lg.GateConfig(-3, 2)
@@ -84,6 +86,14 @@ def test_the_papers_values_are_the_defaults():
         lg.GateTrainingArguments("run", objective="sft")
 
 
+def test_the_best_checkpoint_is_that_of_the_smallest_value(tmp_path):
+    for name in ("loss", "nll", "eval_entropy", "topk_entropy", "eval_topk_entropy", "eval_other_topk_entropy"):
+        assert arguments(tmp_path, metric_for_best_model=name).greater_is_better is False, name
+    more = {"metric_for_best_model": "eval_topk_entropy"}
+    assert arguments(tmp_path, **more, greater_is_better=True).greater_is_better
+    assert arguments(tmp_path, metric_for_best_model="eval_accuracy").greater_is_better
+
+
 IGNORED = {
     "chat_template_path": "other.jinja",
     "eos_token": "<|im_end|>",
@@ -94,6 +104,16 @@ IGNORED = {
     "packing_strategy": "wrapped",
     "eval_packing": True,
     "router_aux_loss_coef": 0.01,
+    "train_sampling_strategy": "random",
+    "shuffle_dataset": True,
+    "dataset_text_field": "prompt",
+    "dataset_kwargs": {"add_special_tokens": False},
+    "assistant_only_loss": True,
+    "padding_free": True,
+    "pad_to_multiple_of": 8,
+    "pad_token": "<pad>",
+    "model_init_kwargs": {"dtype": "bfloat16"},
+    "average_tokens_across_devices": False,
 }
 
 
@@ -107,6 +127,44 @@ def test_an_argument_that_says_what_is_done_anyway_is_taken(tmp_path):
     assert IGNORED.keys() == IGNORED_SFT_ARGUMENTS.keys()
     args = arguments(tmp_path, completion_only_loss=True, eval_packing=False, router_aux_loss_coef=0.0, loss_type="nll")
     assert args.completion_only_loss
+    prepared = {"dataset_kwargs": {"skip_prepare_dataset": True}, "pad_to_multiple_of": None}
+    assert arguments(tmp_path, train_sampling_strategy="group_by_length", **prepared).pad_to_multiple_of is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [("k", 2.5, "whole number"), ("k", "20", "whole number"), ("k", 1, "at least 2"), ("adam_beta1", 1.5, "below 1")],
+)
+def test_an_argument_out_of_its_range_is_refused(tmp_path, name, value, told):
+    with pytest.raises(ConfigError, match=rf"^{name}.*{told}, "):
+        arguments(tmp_path, **{name: value})
+
+
+def test_the_record_holds_what_decides_numbers(tmp_path):
+    usual = recorded_arguments(arguments(tmp_path))
+    assert usual.keys().isdisjoint(
+        {"optim", "data_seed", "adam_epsilon", "lr_scheduler_kwargs", "dataloader_drop_last"}
+    )
+    changed = {"optim": "adafactor", "data_seed": 3, "adam_epsilon": 1e-6, "neftune_noise_alpha": 5.0}
+    found = recorded_arguments(arguments(tmp_path, **changed, lr_scheduler_kwargs={"num_cycles": 2}))
+    assert json.loads(json.dumps(found)) == {**usual, **changed, "lr_scheduler_kwargs": {"num_cycles": 2}}
+
+
+@pytest.mark.parametrize("granularity", ["token", "module", "global"])
+def test_weight_decay_acts_on_every_gate_as_in_the_reference(tmp_path, granularity):
+    trainer = trainer_of(tmp_path, rows=tiny_rows(8), gates=replace(GATES, granularity=granularity), weight_decay=0.5)
+    decayed, others = trainer.create_optimizer().param_groups
+    gates = lg.gate_parameters(trainer.model).values()
+    assert {id(parameter) for parameter in decayed["params"]} == {id(parameter) for parameter in gates}
+    assert (decayed["weight_decay"], others["params"]) == (0.5, [])
+
+
+def test_lambda_of_several_passes_is_that_of_all_their_tokens():
+    values = torch.tensor([0.5, -1.0, 1.5, 2.0, 0.0])
+    parts = [{"tokens": len(part), "modules": 2, "mean": float(part.mean()), "std": float(part.std(correction=0))}
+             for part in (values[:2], values[2:])]  # fmt: skip
+    whole = {"mean": float(values.mean()), "std": float(values.std(correction=0))}
+    assert pooled(parts) == pytest.approx(whole, rel=1e-6)
 
 
 def test_it_is_the_training_of_train_gates(tmp_path):
@@ -190,9 +248,13 @@ def test_checkpoints_resume_and_the_best_one_is_loaded_as_in_transformers(tmp_pa
     trainer = trainer_of(tmp_path / "best", eval_dataset=tiny_rows(8), greater_is_better=True, **best)
     trainer.train()
     assert trainer.state.best_global_step == 1, "the highest entropy is the first"
+    assert trainer.result.evidence()["training"]["best_step"] == 1
     first = trainer_of(tmp_path / "best")
     first._load_from_checkpoint(str(tmp_path / "best" / "checkpoint-1"))
     assert same(gate_values(trainer.model), gate_values(first.model))
+    ended = trainer_of(tmp_path / "best", eval_dataset=tiny_rows(8), greater_is_better=True, **best)
+    ended.train(resume_from_checkpoint=True)
+    assert same(gate_values(ended.model), gate_values(first.model)), "a finished run gives its best, too"
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def skipping(monkeypatch):
         monkeypatch.setattr(AcceleratedOptimizer, "step", sometimes)
         monkeypatch.setattr(callbacks.SkippedStepCheck, "MAX_CONSECUTIVE_SKIPS", longest)
         monkeypatch.setattr(
-            trainer, "GradientCheck", lambda trained, gates, uses_loss_scaling: callbacks.SkippedStepCheck()
+            trainer, "GradientCheck", lambda trained, objective, uses_loss_scaling: callbacks.SkippedStepCheck()
         )
         return replace(SETTINGS, per_device_train_batch_size=8, max_steps=len(skipped), save_steps=2)
 

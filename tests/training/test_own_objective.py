@@ -121,6 +121,73 @@ def test_an_evaluation_takes_its_data_for_the_whole_batch(tmp_path, reads):
     assert found == pytest.approx([found[0]] * 3, rel=1e-6)
 
 
+def trainer_of(folder, objective, **more):
+    usual = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 1, "k": 20}
+    data = {name: more.pop(name) for name in ("train_dataset", "eval_dataset") if name in more}
+    return lg.GateTrainer(
+        tiny_adapter(),
+        lg.GateTrainingArguments(str(folder), report_to="none", **{**usual, **more}),
+        processing_class=tiny_tokenizer(),
+        gates=CONFIG,
+        objective=objective,
+        **{"train_dataset": tiny_rows(8), **data},
+    )
+
+
+def test_what_it_says_of_a_batch_comes_from_what_it_names(tmp_path):
+    """Also where one pass is the whole step, which has more."""
+    seen = []
+
+    def mean(parts, gather):
+        seen.extend((stats.log_prob.numel() > 0, stats.entropy.numel()) for stats, _ in parts)
+        return [1.0] * len(parts)
+
+    rule = lambda stats, context: stats.entropy * context.batch  # noqa: E731
+    own = mine(rule=rule, reads=("entropy",), over_batch=mean, batch_reads=("log_prob",))
+    trainer = trainer_of(tmp_path, own, eval_dataset=tiny_rows(4))
+    trainer.train()
+    trainer.evaluate()
+    assert seen == [(True, 0)] * 2
+    with pytest.raises(ConfigError, match="'mine' has over_batch and no batch_reads: name the statistics"):
+        trainer_of(tmp_path, replace(own, batch_reads=None))
+    wrong = replace(own, over_batch=lambda parts, gather: [1.0, 2.0])
+    with pytest.raises(ConfigError, match="over_batch returned 2 values for 1 forward passes"):
+        trainer_of(tmp_path, wrong).train()
+
+
+def test_rows_to_evaluate_on_have_what_it_requires(tmp_path):
+    rule = lambda stats, context: context.keep_mask.float()  # noqa: E731
+    masked = mine(rule=rule, requires=frozenset({"keep_mask"}))
+    data = {"train_dataset": masked_rows(), "eval_dataset": {"held": tiny_rows(4)}}
+    with pytest.raises(ConfigError, match="'mine' needs a keep_mask, and rows in memory has no such column"):
+        trainer_of(tmp_path, masked, **data)
+    seen = []
+
+    def by_sequence(stats, context):
+        seen.append(sorted(context.sequence_ids[stats.mask].unique().tolist()))
+        return stats.log_prob.exp()
+
+    trainer = trainer_of(
+        tmp_path,
+        mine(rule=by_sequence, requires=frozenset({"sequence_ids"})),
+        packing=True,
+        per_device_eval_batch_size=4,
+        eval_dataset=tiny_rows(4),
+    )
+    trainer.train()
+    trainer.evaluate()
+    assert [len(ids) for ids in seen] == [4, 4]
+
+
+def test_an_objective_may_begin_at_zero_and_not_stay_there(tmp_path):
+    ramp = mine(rule=lambda stats, context: torch.full_like(stats.log_prob, context.progress))
+    assert len(losses(two(TWO, objective=ramp))) == 2
+    nothing = mine(rule=lambda stats, _: torch.zeros_like(stats.log_prob))
+    for train, settings in ((one, ONE), (two, TWO)):
+        with pytest.raises(TrainingError, match=r"exactly zero up to step 2, .* objective 'mine' gives any token"):
+            train(settings, objective=nothing)
+
+
 def test_masks_and_references_reach_it():
     rows = masked_rows()
     rule = lambda stats, context: context.keep_mask.float()  # noqa: E731
@@ -162,7 +229,7 @@ WHOLE = {
     [
         ({"name": "dft"}, "'dft' is the name of a built-in objective"),
         ({"name": "entropy"}, "built-in"),
-        ({"requires": frozenset({"sequence_ids"})}, "set packing=True"),
+        ({"requires": frozenset({"labels"})}, "requires names 'labels'"),
     ],
 )
 def test_what_it_holds_is_checked(changed, told):
@@ -177,6 +244,7 @@ def test_what_it_holds_is_checked(changed, told):
         (mine(), "ce", "'mine' is given, and the setting objective is 'ce'"),
         (replace(mine(), name="entropy"), "entropy", "'entropy' is the name of a built-in objective"),
         (mine(requires=frozenset({"reference_kl"})), "entropy", "Stage II has no reference model"),
+        (probability, "entropy", "has no name, k, .*give WeightedCrossEntropy"),
     ],
 )
 def test_the_trainer_checks_it_as_the_functions_do(tmp_path, own, named, told):

@@ -82,6 +82,7 @@ def test_the_steps_do_not_depend_on_the_number_of_processes(kind):
         ({"lr_scheduler_type": "cosinus"}, "lr_scheduler_type must be one of"),
         ({"precision": "fp8"}, "precision must be one of"),
         ({"k": 1}, "k must be at least 2"),
+        ({"adam_beta1": 1.5}, "adam_beta1 must be below 1"),
         ({"warmup_ratio": 1.0}, "warmup_ratio must be below 1"),
         ({"save_total_limit": -1}, "save_total_limit must be at least 0"),
         ({"seed": -1}, "seed must be at least 0"),
@@ -102,6 +103,7 @@ def test_settings_of_gates_that_cannot_be_are_refused(options, words):
     [
         ({"objective": "profti"}, "did you mean 'profit'"),
         ({"rank": 0}, "rank must be at least 1"),
+        ({"alpha": 0}, "alpha must be above 0"),
         ({"target_modules": []}, "target_modules"),
         ({"dropout": 1.0}, "dropout must be below 1"),
         ({"dropout": -0.1}, "dropout must be at least 0"),

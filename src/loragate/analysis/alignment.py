@@ -212,7 +212,7 @@ def diagnose_alignment(context: DiagnosticContext, settings: DiagnoseSettings) -
     tokens = sum(row.tokens for row in rows)
     slices = parameter_slices(model).items()
     record = AlignmentRecord(
-        about=context.about(source, settings, "value reference max_rows"),
+        about=context.about(source, settings, "value reference max_rows max_length"),
         value_of=value_of,
         rows=len(cases),
         tokens=tokens,

@@ -92,9 +92,10 @@ class Answers:
     def grades(self) -> list[Grade | None]:
         return [grade for _, grade in self.graded]
 
-    def rows(self, tokenizer: Any) -> list[Row]:
-        """The answers behind their prompts."""
-        return answer_rows(tokenizer(self.prepared.prompts, add_special_tokens=False)["input_ids"], self.samples)
+    def rows(self, tokenizer: Any, max_length: int | None = None) -> list[Row]:
+        """The answers behind their prompts, of each answer its first `max_length` tokens."""
+        prompts = tokenizer(self.prepared.prompts, add_special_tokens=False)["input_ids"]
+        return answer_rows(prompts, self.samples, max_length)
 
 
 def stored_answers(

@@ -77,13 +77,11 @@ class Case:
         row: of token ids.
         values: of the actions at its counted positions.
         group: what is drawn together for intervals, as the answers to one question are.
-        prompt_length: tokens before its response.
     """
 
     row: Row
     values: ActionValues
     group: int
-    prompt_length: int
 
 
 def gather(context: DiagnosticContext, settings: DiagnoseSettings) -> tuple[list[Case], str, str]:
@@ -104,15 +102,17 @@ def gather(context: DiagnosticContext, settings: DiagnoseSettings) -> tuple[list
         # one answer of every question before the second of any, so that a limit cuts answers and not questions
         graded = sorted(found[0].graded, key=lambda pair: (pair[0].sample, pair[0].question))
         one = Answers(found[0].prepared, graded[:most])
-        rows, groups = one.rows(context.loaded.tokenizer), [sample.question for sample in one.samples]
-    lengths = [next(at for at, label in enumerate(row["labels"]) if label != IGNORED) for row in rows]
+        rows, groups = (
+            one.rows(context.loaded.tokenizer, settings.max_length),
+            [sample.question for sample in one.samples],
+        )
     if settings.value == "reference":
         values, what = _reference(context, settings.reference, rows)
     elif None in one.grades:
         raise DataError(f"the answers of the {of} model are not graded; finish the evaluation first")
     else:
         values, what = _reward(context, one, rows, of)
-    return list(map(Case, rows, values, groups, lengths)), source, what
+    return list(map(Case, rows, values, groups)), source, what
 
 
 def _reference(context: DiagnosticContext, name: str, rows: Sequence[Row]) -> tuple[list[ActionValues], str]:
@@ -329,7 +329,7 @@ def state_gradients(reader: Reader, states: Tensor, values: ActionValues, k: int
 
 PROMPT = "prompt"
 GROUPS = (*CLASSES, PROMPT)
-"""Class of the token that a position predicts; positions whose next token belongs to the prompt are "prompt"."""
+"""Class of the token that a position predicts; "prompt" where the next token is not learned, in the prompt and between answers."""
 AGREEMENT = ("count", "agree", "|h|", "|h| where they agree", "raised", "value raised")
 
 
@@ -369,8 +369,8 @@ def coordinate_sums(reader: Reader, case: Case, k: int, classes: TokenClasses) -
         # of entropy, and of value on the support
         wants, helps = vector_jacobian_products(states, list(leaves.values()), grads[:2])
     # of positions 0 to S - 2 by the token that follows; the last position predicts nothing
-    ids = case.row["input_ids"][1:]
-    groups = np.where(np.arange(1, len(ids) + 1) < case.prompt_length, len(CLASSES), classes.indices(ids))
+    ids, labels = case.row["input_ids"][1:], np.asarray(case.row["labels"][1:])
+    groups = np.where(labels == IGNORED, len(CLASSES), classes.indices(ids))
     found = np.zeros((len(GROUPS), len(AGREEMENT)))
     for want, help_ in zip(wants, helps, strict=True):  # of one module, [1, S] each
         w, h = (tensor[0, :-1].double().cpu().numpy() for tensor in (want, help_))

@@ -42,11 +42,14 @@ def no_progress(done: int, of: int) -> None:
     """An `OnProgress` for nobody."""
 
 
-def answer_rows(prompt_ids: Sequence[Sequence[int]], samples: Sequence[Sample]) -> list[Row]:
-    """Rows {input_ids, labels, row} of answers behind their prompts; `row` is the index of the sample."""
+def answer_rows(
+    prompt_ids: Sequence[Sequence[int]], samples: Sequence[Sample], max_length: int | None = None
+) -> list[Row]:
+    """Rows {input_ids, labels, row} of answers behind their prompts, of each answer its first `max_length` tokens (None: all);
+    `row` is the index of the sample."""
     rows = []
     for index, sample in enumerate(samples):
-        head, answer = list(prompt_ids[sample.question]), list(sample.token_ids)
+        head, answer = list(prompt_ids[sample.question]), list(sample.token_ids)[:max_length]
         rows.append({"input_ids": [*head, *answer], "labels": [*[IGNORE_INDEX] * len(head), *answer], "row": index})
     return rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 
 import torch
 
@@ -13,9 +14,9 @@ def support_size(k: int, vocabulary: int) -> int:
     """k limited to the vocabulary; 0 stands for the whole vocabulary.
 
     Raises:
-        ConfigError: for k = 1, whose entropy is identically zero, and for a negative one.
+        ConfigError: for k = 1, whose entropy is identically zero, for a negative one and for what is no whole number.
     """
-    if k < 0 or k == 1:
+    if not isinstance(k, Integral) or k < 0 or k == 1:
         raise ConfigError(
             f"k must be an integer of at least 2, or 0 for the whole vocabulary, found {k!r}; the paper uses 100, EAFT 20"
         )

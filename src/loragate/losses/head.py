@@ -14,6 +14,7 @@ Shapes: T tokens, D hidden, V vocabulary, K support, C tokens of one chunk.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,6 +58,11 @@ class TokenStatistics(NamedTuple):
     mask: torch.Tensor
     k: int
     kl: torch.Tensor | None = None
+
+    def only(self, names: Collection[str]) -> TokenStatistics:
+        """These statistics without those that are not named, as if they had not been asked for; the KL stays."""
+        nothing = self.log_prob.new_empty(0)
+        return self._replace(**{name: nothing for name in STATISTICS if name not in names})
 
     def spread(self, shape: torch.Size, mask: torch.Tensor) -> TokenStatistics:
         """Statistics of the labelled positions, each [T], laid out over `shape` with zeros elsewhere."""

@@ -19,8 +19,6 @@ from loragate.files import write_json, write_text
 from loragate.recipes.recipe import TRAINS, Recipe
 from loragate.report.table import ABSENT, Line, Table
 
-AVERAGE = "mean over tasks"
-
 
 @dataclass(frozen=True)
 class SeedScore:
@@ -28,7 +26,7 @@ class SeedScore:
 
     Attributes:
         stage: that evaluated it.
-        task: its name, or `AVERAGE` for the mean of the stage's suite.
+        task: its name, or "mean of math" for the mean over the tasks of the suite math.
         deviation: of the sample, over n − 1; it says nothing of the questions, whose intervals stand in each seed's results.
     """
 
@@ -93,13 +91,13 @@ def compare_seeds(recipe: Recipe, out: Path, seeds: Sequence[int]) -> list[Table
 
 
 def _scores(record: EvaluationRecord) -> dict[tuple[str, str], float]:
-    """{(variant, task): score}, and the averages of a suite where the record has one."""
+    """{(variant, task): score}, and the averages of the suites that the record has."""
     found = {(one.label, one.task): one.avg_at_k.mean for one in record.results}
     suites = [one for one in record.suites if "/" not in one.suite]  # others are the averages over a task's subsets
     averages: dict[tuple[str, str], float] = {}
     for one in suites:
         label = one.variant if one.control is None else f"{one.variant} {one.control}"
-        averages[label, AVERAGE] = one.average.mean
+        averages[label, f"mean of {one.suite}"] = one.average.mean
     return found | averages
 
 

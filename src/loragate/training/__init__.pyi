@@ -1,3 +1,6 @@
+from .arguments import (
+    GateTrainingArguments as GateTrainingArguments,
+)
 from .callbacks import (
     StepReport as StepReport,
 )
@@ -14,7 +17,6 @@ from .fine_tuning import (
 )
 from .gate_training import (
     GateTrainer as GateTrainer,
-    GateTrainingArguments as GateTrainingArguments,
     GateTrainingResult as GateTrainingResult,
     train_gates as train_gates,
     training_rows as training_rows,

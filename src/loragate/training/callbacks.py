@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from loragate.errors import DivergenceError, StoppedError, TrainingError
 from loragate.files import describe_os_error, write_text
+from loragate.training.settings import GATE_OBJECTIVES
 
 
 @dataclass(frozen=True)
@@ -98,20 +99,24 @@ class StepReporter(TrainerCallback):
 class GradientCheck(TrainerCallback):
     """Refuses a gradient that is not finite before it is applied: after it, every weight that trains would be NaN.
 
-    Also refuses gates whose first gradient is exactly zero everywhere: they could never move.
+    Also refuses a training whose gradients are exactly zero everywhere from its beginning on, as nothing would ever move: at the
+    first step of the objectives of gates, which act on every token; at step `MOST_ZERO_STEPS`, or the last, of others, which may
+    begin at zero or wait for tokens of a kind.
 
     Args:
         parameters: what trains, by name.
-        gates: whether they are gates.
+        objective: its name.
         uses_loss_scaling: whether loss scaling (fp16) skips what is not finite; see `SkippedStepCheck`.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], *, gates: bool, uses_loss_scaling: bool) -> None:
-        self.parameters, self.gates, self.uses_loss_scaling = parameters, gates, uses_loss_scaling
-        self.first = False
+    MOST_ZERO_STEPS = 10
+
+    def __init__(self, parameters: dict[str, nn.Parameter], objective: str, *, uses_loss_scaling: bool) -> None:
+        self.parameters, self.objective, self.uses_loss_scaling = parameters, objective, uses_loss_scaling
+        self.moved = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.first = self.gates and state.global_step == 0  # gates that go on from a checkpoint have moved
+        self.moved = state.global_step > 0  # what goes on from a checkpoint has moved
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         found: list[torch.Tensor] = []
@@ -124,13 +129,15 @@ class GradientCheck(TrainerCallback):
                 found.append(largest.to(found[0].device if found else largest.device))
         # the device is waited for once, not for each of hundreds of gates; NaN is the largest
         largest_of_all = float(torch.stack(found).max()) if found else 0.0
-        if self.first and largest_of_all == 0:
+        self.moved = self.moved or largest_of_all != 0
+        step, allowed = state.global_step + 1, 1 if self.objective in GATE_OBJECTIVES else self.MOST_ZERO_STEPS
+        if not self.moved and step >= min(allowed, state.max_steps):
             raise TrainingError(
-                "the first gradient of every gate is exactly zero, so training would change nothing. With an upper bound "
-                "of 1 a gate with a positive logit has no slope; start it below zero, or widen the range. Otherwise check "
-                "that the adapter acts at all"
+                f"the gradient of all that trains is exactly zero up to step {step}, so training would change nothing. See "
+                f"whether the objective {self.objective!r} gives any token of these rows a weight. Of gates: check that the "
+                "adapter acts at all; with an upper bound of 1 a gate with a positive logit has no slope, so start it below zero, "
+                "or widen the range"
             )
-        self.first = False
         if not self.uses_loss_scaling and not math.isfinite(largest_of_all):
             raise DivergenceError(
                 f"the gradient is not finite at step {state.global_step + 1}, though the loss is. Nothing was updated in this "

@@ -36,6 +36,7 @@ from loragate.losses.objectives import Objective, make_objective
 from loragate.models import Loading, ModelRef, explained, open_base, open_tokenizer, resolve
 from loragate.models.peft_loading import load_peft, peft_config
 from loragate.modes import evaluation_mode
+from loragate.training.arguments import build_trainer_arguments
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
 from loragate.training.memory import fit_passes
@@ -48,7 +49,7 @@ from loragate.training.rows import (
     read_rows,
     require_mask_column,
 )
-from loragate.training.run import TrainingOutcome, build_trainer_arguments, check_custom_objective, run_in_folder
+from loragate.training.run import TrainingOutcome, check_custom_objective, run_in_folder
 from loragate.training.settings import FineTuningSettings, RowsSettings, drop_unrecorded
 from loragate.training.sharding import target_device
 from loragate.training.strategy import detect_launch, process_state

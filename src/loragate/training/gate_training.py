@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 from transformers.trainer_utils import TrainOutput
-from trl import SFTConfig
 
 from loragate.data import EncodedRows, Rows, encode_rows, find_endings, load_rows
 from loragate.data.rows import RowsGiven
@@ -45,6 +44,7 @@ from loragate.losses.causal_head import causal_model
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
 from loragate.models.passes import iter_passes
 from loragate.modes import evaluation_mode
+from loragate.training.arguments import GateTrainingArguments, build_trainer_arguments, recorded_arguments
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
 from loragate.training.memory import fit_passes
@@ -58,24 +58,16 @@ from loragate.training.rows import (
 )
 from loragate.training.run import (
     TrainingOutcome,
-    build_trainer_arguments,
     check_custom_objective,
-    reject_ignored_arguments,
     run_in_folder,
 )
 from loragate.training.settings import GATE_OBJECTIVES, GateTrainingSettings
 from loragate.training.sharding import target_device
-from loragate.training.strategy import detect_launch, process_state
+from loragate.training.strategy import detect_launch
 from loragate.training.trainer import StatisticsTrainer, Where
 
 PARITY_ROWS, PARITY_TOKENS = 4, 64
 MEASURED_ROWS = 64
-# what is recorded of the arguments of a training
-_RECORDED = (
-    "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "max_length",
-    "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "seed", "packing", "bf16",
-    "fp16", "k",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +90,7 @@ class GateTrainingResult(TrainingOutcome):
         objective: what trained the gates: `settings.objective`, or the name of an objective of one's own.
         constants: those of an objective of one's own.
         own_k: its support of the top-k entropy; None where it reads none.
+        best_step: of the checkpoint that `load_best_model_at_end` took the gates from; None for those of the last step.
     """
 
     config: GateConfig
@@ -116,6 +109,7 @@ class GateTrainingResult(TrainingOutcome):
     heldout: dict[str, float] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     own_k: int | None = None
+    best_step: int | None = None
 
     def evidence(self) -> dict[str, Any]:
         """The JSON-able record that goes into the artifact."""
@@ -129,6 +123,7 @@ class GateTrainingResult(TrainingOutcome):
                 "entropy_after": self.entropy_after,
                 "gates": self.gates_total,
                 "steps": self.steps,
+                **({} if self.best_step is None else {"best_step": self.best_step}),
                 "seconds": round(self.seconds, 1),
                 "training_seconds": round(self.training_seconds, 1),
                 "parameters": self.parameters,
@@ -148,49 +143,6 @@ class GateEntropy(EntropyMinimisation):
     """
 
     outputs = ("topk_entropy",)
-
-
-@dataclass
-class GateTrainingArguments(SFTConfig):
-    """Arguments of a `GateTrainer`: those of TRL's SFTConfig and transformers' TrainingArguments, with the paper's values.
-
-    The paper trains for one epoch with a cosine schedule and no warm-up, with 128 sequences a step (here 8 × 16 on one device);
-    betas, weight decay and clipping are ours. Gates train in fp32 whatever the model's dtype is; load the model in bf16 to save
-    memory. `train_sampling_strategy` may be "group_by_length" or `packing` True: every step keeps its rows. Rows come in one
-    order, shuffled by `data_seed` (or `seed`). What this trainer would pass over (`loss_type`, `eos_token`, …) is refused.
-
-    Attributes:
-        k: support of the top-k entropy; 0, or at least the vocabulary size, means the full entropy.
-        objective: "entropy" is the paper's, "ce" its ablation.
-    """
-
-    learning_rate: float = 5e-4
-    lr_scheduler_type: str = "cosine"
-    optim: str = "adamw_torch"
-    weight_decay: float = 0.0
-    adam_beta2: float = 0.95
-    num_train_epochs: float = 1.0
-    per_device_train_batch_size: int = 8
-    gradient_accumulation_steps: int = 16
-    max_length: int | None = 4096
-    gradient_checkpointing: bool = False
-    bf16: bool | None = False
-    logging_first_step: bool = True
-    train_sampling_strategy: str = "sequential"
-    k: int = field(default=100, metadata={"help": "Support of the top-k entropy; 0 is the whole vocabulary."})
-    objective: str = field(default="entropy", metadata={"help": f"One of {', '.join(GATE_OBJECTIVES)}."})
-
-    def __post_init__(self) -> None:
-        if self.objective not in GATE_OBJECTIVES:
-            raise ConfigError(f"objective must be one of {', '.join(GATE_OBJECTIVES)}, found {self.objective!r}")
-        if self.k == 1:
-            raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
-        reject_ignored_arguments(self)
-        if getattr(self, "activation_checkpointing", False) is None:  # the name in newer versions of transformers
-            self.activation_checkpointing = self.gradient_checkpointing
-        if detect_launch().strategy == "fsdp2":
-            process_state()  # before Accelerate reads the launcher's wish: the sharding is loragate's
-        super().__post_init__()
 
 
 class GateTrainer(StatisticsTrainer):
@@ -250,7 +202,6 @@ class GateTrainer(StatisticsTrainer):
         require_causal_model(causal_model(model))
         if processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(causal_model(model).config.name_or_path)
-        trained_by = args.objective if objective is None else objective.name
         if gates is not None:
             check_start(gates)
         elif not is_gated(model, name):
@@ -262,7 +213,7 @@ class GateTrainer(StatisticsTrainer):
         else:
             check_custom_objective(objective, args)
             self.custom_objective = objective
-        self.trained_by = trained_by
+        self.trained_by = objective.name
         rows: Rows | None = None
         if not isinstance(train_dataset, EncodedRows):
             if train_dataset is None:
@@ -275,8 +226,7 @@ class GateTrainer(StatisticsTrainer):
             "fingerprint": encoded_fingerprint(train_dataset) if rows is None else rows.fingerprint,
         }
         require_mask_column(objective, train_dataset, self.data["source"])
-        self.recorded = {name: getattr(args, name) for name in _RECORDED} | {"objective": trained_by}
-        self.recorded["lr_scheduler_type"] = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        self.recorded = recorded_arguments(args) | {"objective": self.trained_by}
         self.k, self.gates_newly_attached = args.k, gates is not None
         self.result: GateTrainingResult | None = None
         self.parity: Parity | None = None
@@ -298,7 +248,7 @@ class GateTrainer(StatisticsTrainer):
                 trained=trained,
                 processing_class=processing_class,
                 where=where,
-                eval_dataset=self._encoded_evaluation(eval_dataset, model),
+                eval_dataset=self._encoded_evaluation(eval_dataset, model, objective),
                 data_collator=data_collator,
                 adapter_name=name,
                 callbacks=callbacks or (),
@@ -309,13 +259,17 @@ class GateTrainer(StatisticsTrainer):
                 detach_gates(model, name)
             raise
 
-    def _encoded_evaluation(self, given: Any, model: Any) -> Any:
-        """Evaluation rows tokenised, by name where they have names; None for none."""
+    def _encoded_evaluation(self, given: Any, model: Any, objective: Objective) -> Any:
+        """Evaluation rows tokenised, by name where they have names; None for none. Raises as for rows to train on."""
         if isinstance(given, Mapping):
-            return {name: self._encoded_evaluation(rows, model) for name, rows in given.items()}
+            return {name: self._encoded_evaluation(rows, model, objective) for name, rows in given.items()}
+        source = "eval_dataset"
         if given is not None and not isinstance(given, EncodedRows):
-            given = encode_rows(load_rows(given), self.processing_class, max_length=self.max_row_tokens)
+            rows = load_rows(given)
+            source = rows.source
+            given = encode_rows(rows, self.processing_class, max_length=self.max_row_tokens)
         if given is not None:
+            require_mask_column(objective, given, source)
             check_fits_model(model, given, "held-out row {}".format)
         return given
 
@@ -331,7 +285,8 @@ class GateTrainer(StatisticsTrainer):
         if isinstance(eval_dataset, Mapping):
             eval_dataset = dict(eval_dataset)
         elif eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self.evaluation_rows(self._encoded_evaluation(eval_dataset, self.original_model))
+            encoded = self._encoded_evaluation(eval_dataset, self.original_model, self.objective)
+            eval_dataset = self.evaluation_rows(encoded)
         found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found
 
@@ -423,6 +378,7 @@ class GateTrainer(StatisticsTrainer):
             objective=self.trained_by,
             constants={} if own is None else dict(own.settings),
             own_k=own.k if own is not None and "topk_entropy" in own.outputs else None,
+            best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
         )
         return output
 

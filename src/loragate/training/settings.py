@@ -18,6 +18,7 @@ FineTuningObjective = Literal[
 GateObjective = Literal["entropy", "ce"]
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 Precision = Literal["fp32", "bf16", "fp16"]
+Decay = Annotated[float, Ge(0), Lt(1)]  # of one of AdamW's moments
 OBJECTIVES: tuple[str, ...] = get_args(FineTuningObjective)
 GATE_OBJECTIVES: tuple[str, ...] = get_args(GateObjective)
 
@@ -111,8 +112,8 @@ class TrainSettings:
     lr_scheduler_type: Schedule = "cosine"
     warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
     weight_decay: NonNegativeFloat = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
+    adam_beta1: Decay = 0.9
+    adam_beta2: Decay = 0.95
     max_grad_norm: PositiveFloat = 1.0
     seed: Seed = 42
     logging_steps: PositiveInt = 10
@@ -200,7 +201,7 @@ class FineTuningSettings(TrainSettings):
     objective_options: dict[str, Any] | None = None
     adapter: str = ""
     rank: PositiveInt = 16
-    alpha: float = 16
+    alpha: PositiveFloat = 16
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     target_modules: Annotated[str, Len(1)] = "all-linear"
     dora: bool = False

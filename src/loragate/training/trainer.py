@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -38,13 +39,12 @@ from loragate.losses import (
     ObjectiveContext,
     StatisticsRequest,
     TokenStatistics,
-    WeightedCrossEntropy,
     verify_head,
 )
 from loragate.losses.causal_head import Reference, causal_model
 from loragate.losses.head import IGNORE_INDEX
 from loragate.losses.objectives import Objective
-from loragate.losses.objectives.base import within_batch
+from loragate.losses.objectives.base import Gather, token_losses
 from loragate.modes import evaluation_mode
 from loragate.training.callbacks import GradientCheck, SkippedStepCheck
 from loragate.training.checkpoints import (
@@ -191,9 +191,9 @@ class StatisticsTrainer(SFTTrainer):
             "tokens": encoded_fingerprint(train_dataset),
         }
         self.over_batch = getattr(objective, "over_batch", None)
-        self.batch_reads = tuple(getattr(objective, "batch_reads", ()))
+        self.batch_reads = tuple(getattr(objective, "batch_reads", None) or ())
         self.sums: dict[str, torch.Tensor] = {}
-        self.gate_summary: dict[str, float] = {}
+        self.gate_summaries: list[dict[str, float]] = []
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         twin = make_sharded_copy(model)
         if (
@@ -208,7 +208,7 @@ class StatisticsTrainer(SFTTrainer):
         kept = {name: parameter.data for name, parameter in self.trained.items()}
         own_forward = causal_model(twin).__dict__.get("forward")
         fp16 = bool(args.fp16)
-        checks: list[Any] = [GradientCheck(self.trained, gates=adapter_name is not None, uses_loss_scaling=fp16)]
+        checks: list[Any] = [GradientCheck(self.trained, objective.name, uses_loss_scaling=fp16)]
         checks += [SkippedStepCheck()] if fp16 else []
         super().__init__(
             model=twin,
@@ -264,6 +264,13 @@ class StatisticsTrainer(SFTTrainer):
                 "call attach_gates first, build the optimizer from gate_parameters(model).values(), and leave out gates="
             )
 
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """What weight decay acts on: of gates all that trains, where transformers would leave out every bias."""
+        if self.adapter_name is None:
+            found: list[str] = super().get_decay_parameter_names(model)
+            return found
+        return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
     def evaluation_rows(self, rows: EncodedRows, args: SFTConfig | None = None) -> Any:
         """Tokenised rows as a data set of evaluation batches, filled up with rows that do not count."""
         args = args or self.args
@@ -305,10 +312,13 @@ class StatisticsTrainer(SFTTrainer):
             *_, steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
             # the trainer would take a step more before it looks whether it is to stop
             if state.global_step >= steps:
-                self._load_from_checkpoint(str(resume_from_checkpoint))
                 self.state, self.fused = state, verify_head(causal_model(self.original_model))
+                if self.args.load_best_model_at_end and state.best_model_checkpoint:
+                    self._load_best_model()
+                else:
+                    self._load_from_checkpoint(str(resume_from_checkpoint))
                 return TrainOutput(state.global_step, 0.0, {})
-        self.sums = {}
+        self.sums, self.gate_summaries = {}, []
         with self._statistics_mode(bool(self.args.gradient_checkpointing)):
             if not self.fused:
                 logger.warning("the output head is not one frozen linear map: statistics use full logits (slower)")
@@ -358,7 +368,7 @@ class StatisticsTrainer(SFTTrainer):
                         sums[key] += getattr(stats, name).double().sum()
                 counted += int(stats.mask.any(-1).sum())
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-            values = self.over_batch(kept, self._gathered) if self.over_batch is not None else ()
+            values = self._batch_values(kept, self._gathered) if self.over_batch is not None else ()
             for (stats, context), value in zip(kept, values, strict=True):
                 losses = token_losses(self.objective, stats, replace(context, batch=value))
                 sums["loss"] += losses.double().sum()
@@ -379,10 +389,21 @@ class StatisticsTrainer(SFTTrainer):
         passes, items = super().get_batch_samples(*args, **kwargs)
         if self.over_batch is not None and passes and not self._is_whole(passes):
             measured, references = zip(*(self._no_grad_statistics(inputs) for inputs in passes), strict=True)
-            values = self.over_batch(measured, self._gathered)
+            values = self._batch_values(measured, self._gathered)
             for inputs, value, reference in zip(passes, values, references, strict=True):
                 inputs[_BATCH] = SimpleNamespace(value=value, reference=reference)
         return passes, items
+
+    def _batch_values(self, parts: Sequence[tuple[TokenStatistics, ObjectiveContext]], gather: Gather) -> Sequence[Any]:
+        """What `over_batch` says of each part: from `batch_reads` alone, which is all that a first pass makes."""
+        assert self.over_batch is not None
+        values = self.over_batch([(stats.only(self.batch_reads), context) for stats, context in parts], gather)
+        if len(values) != len(parts):
+            raise ConfigError(
+                f"objective {self.objective.name!r}: over_batch returned {len(values)} values for {len(parts)} forward passes; it "
+                "gives one value for each of its parts, in their order"
+            )
+        return values
 
     def _is_whole(self, passes: Sequence[Any]) -> bool:
         """Whether the training's own forward pass has what `over_batch` reads: it is the whole step, and drops nothing."""
@@ -424,9 +445,12 @@ class StatisticsTrainer(SFTTrainer):
         rows = inputs.pop("row", None)  # a collator of the user's own may drop it
         keep = inputs.pop("keep_mask", None)
         known = inputs.pop(_BATCH, None)
+        ids = rows
+        if rows is not None and rows.dim() == 1:  # not packed: a row is a sequence, and few objectives must be told
+            ids = rows[:, None].expand_as(inputs["labels"]) if "sequence_ids" in self.objective.requires else None
         context = ObjectiveContext(
             keep_mask=None if keep is None else keep[:, 1:],
-            sequence_ids=rows[:, 1:] if rows is not None and rows.dim() == 2 else None,
+            sequence_ids=None if ids is None else ids[:, 1:],
             step=self.state.global_step,
             total_steps=self.state.max_steps,
             batch=None if known is None else known.value,
@@ -454,10 +478,10 @@ class StatisticsTrainer(SFTTrainer):
                 record.token_mask = inputs["labels"].ne(IGNORE_INDEX)
             stats = self._statistics(model, inputs, self.request, reference)
         if record is not None and (total := record.total()).get("tokens"):
-            self.gate_summary = total
-        if self.over_batch is not None:
+            self.gate_summaries.append(total)
+        if self.over_batch is not None and context.batch is None:
             with torch.no_grad():  # nobody has said what the batch says where this pass is the whole step
-                context = within_batch(self.over_batch, stats, context)
+                context = replace(context, batch=self._batch_values([(stats, context)], lambda rows: rows)[0])
         losses = token_losses(self.objective, stats, context)
         if num_items_in_batch is None:  # outside a training step
             num_items_in_batch = stats.mask.sum()
@@ -510,19 +534,15 @@ class StatisticsTrainer(SFTTrainer):
         self.sums[name] = value if name not in self.sums else self.sums[name] + value
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the means over the response tokens since the last line, and λ statistics, to a line about training."""
+        """Add to a line about training: means over the response tokens since the last line; λ statistics of the step that it is
+        about, gate_*, over the tokens of its forward passes on this process.
+        """
         if self.sums and "loss" in logs:
             logs.update(self._means(self.sums))
             self.sums = {}
-        if self.gate_summary and "loss" in logs:
-            logs.update(
-                {
-                    f"gate_{name}": value
-                    for name, value in self.gate_summary.items()
-                    if name not in ("tokens", "modules")
-                }
-            )
-            self.gate_summary = {}
+        if self.gate_summaries and "loss" in logs:
+            logs.update({f"gate_{name}": value for name, value in pooled(self.gate_summaries).items()})
+            self.gate_summaries = []
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -600,22 +620,10 @@ class StatisticsTrainer(SFTTrainer):
         return [{name: value for name, value in record.items() if name != "epoch"} for record in self.state.log_history]
 
 
-def token_losses(objective: Objective, stats: TokenStatistics, context: ObjectiveContext) -> torch.Tensor:
-    """The objective's loss, shaped like the statistics; what it says of positions without a label does not count.
-
-    Raises:
-        ConfigError: for another shape, and for a negative weight of a `WeightedCrossEntropy`.
-    """
-    losses = objective.loss(stats, context)
-    if losses.shape != stats.mask.shape:
-        raise ConfigError(
-            f"objective {objective.name!r}: loss returned {list(losses.shape)}, expected one value per token, "
-            f"{list(stats.mask.shape)} like the statistics, neither summed nor averaged"
-        )
-    # the trainer waits for the device at this point in any case, to see whether the loss is finite
-    if isinstance(objective, WeightedCrossEntropy) and bool(((losses < 0) & (stats.log_prob < 0)).any()):
-        raise ConfigError(
-            f"objective {objective.name!r}: its rule gave a negative weight. A weighted cross-entropy has weights of at "
-            "least 0; write an objective of your own kind for signed terms"
-        )
-    return torch.where(stats.mask, losses, losses.new_zeros(()))
+def pooled(summaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """λ statistics of several forward passes (`Recording.total`) as those of all their tokens, without the counts."""
+    tokens = sum(one["tokens"] for one in summaries)
+    names = [name for name in summaries[0] if name not in ("tokens", "modules", "std")]
+    means = {name: sum(one["tokens"] * one[name] for one in summaries) / tokens for name in names}
+    square = sum(one["tokens"] * (one["std"] ** 2 + one["mean"] ** 2) for one in summaries) / tokens
+    return means | {"std": math.sqrt(max(0.0, square - means["mean"] ** 2))}

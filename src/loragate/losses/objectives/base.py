@@ -7,14 +7,16 @@ baseline).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
-from loragate.errors import ConfigError
-from loragate.losses.head import TokenStatistics
+from loragate.errors import ConfigError, nearest
+from loragate.losses.entropy import support_size
+from loragate.losses.head import STATISTICS, TokenStatistics
 
 LACKING = {
     "keep_mask": "give the data a column 'keep_mask' (0/1 per response token), for example with loragate mask",
@@ -56,14 +58,16 @@ class Objective(Protocol):
     Attributes:
         name: what records call it.
         k: support of the top-k entropy it reads; 0 for the whole vocabulary, 2 where it reads none.
-        requires: what the context or the statistics must hold: "keep_mask", "reference_kl" (Stage I only), "sequence_ids".
+        requires: what the context or the statistics must hold: "keep_mask", "reference_kl" (Stage I only), "sequence_ids"
+            (of rows that are not packed the same throughout a row).
         outputs: the statistics it reads, of "log_prob", "entropy" (in full) and "topk_entropy".
         gradients: those it differentiates, the others come detached; None for all, recomputed in the backward as they are
             needed.
         settings: its constants, for run records; JSON-able.
 
     An objective whose loss depends on the whole batch (a median, a set of tokens) also has `over_batch`, an `OverBatch`, and
-    `batch_reads`, the statistics that it needs of every forward pass (a tuple; empty where labels and masks will do). The
+    `batch_reads`, the statistics that it needs of every forward pass (a tuple; empty where labels and masks will do), beside a
+    KL where there is a reference. `over_batch` is given no others, so that what it says does not depend on the passes. The
     trainer then makes these in a first pass without gradient over all rows of an optimiser step, so that the loss depends
     neither on the size of a forward pass nor on the number of processes; where one pass is the whole step, it is made once.
     """
@@ -148,7 +152,7 @@ class WeightedCrossEntropy:
     reads: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     over_batch: OverBatch | None = None
-    batch_reads: tuple[str, ...] = ()
+    batch_reads: tuple[str, ...] | None = None
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -177,3 +181,92 @@ class WeightedCrossEntropy:
     def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
         """−w_t · log p_t."""
         return -self.weights(stats, context) * stats.log_prob
+
+
+def token_losses(objective: Objective, stats: TokenStatistics, context: ObjectiveContext) -> torch.Tensor:
+    """The objective's loss, shaped like the statistics; what it says of positions without a label does not count.
+
+    Raises:
+        ConfigError: for another shape, a statistic that is read and not named, and a negative weight of a
+            `WeightedCrossEntropy`.
+    """
+    try:
+        losses = objective.loss(stats, context)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # a statistic that was not asked for is empty, and fails on its shape
+        raise ConfigError(
+            f"objective {objective.name!r}: {error}. It is given {', '.join(objective.outputs)}: whatever else its loss reads "
+            "must be named, in outputs, or in reads= of a WeightedCrossEntropy"
+        ) from error
+    found = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+    if found != list(stats.mask.shape):
+        raise ConfigError(
+            f"objective {objective.name!r}: loss returned {found}, expected one value per token, "
+            f"{list(stats.mask.shape)} like the statistics, neither summed nor averaged"
+        )
+    # the trainer waits for the device at this point in any case, to see whether the loss is finite
+    if isinstance(objective, WeightedCrossEntropy) and bool(((losses < 0) & (stats.log_prob < 0)).any()):
+        raise ConfigError(
+            f"objective {objective.name!r}: its rule gave a negative weight. A weighted cross-entropy has weights of at "
+            "least 0; write an objective of your own kind for signed terms"
+        )
+    return torch.where(stats.mask, losses, losses.new_zeros(()))
+
+
+def check_objective(objective: Any) -> None:
+    """Refuse an objective of one's own that lacks something, or holds what no training could follow.
+
+    Raises:
+        ConfigError: naming what was found, and what is expected there.
+    """
+    needed = ("name", "k", "requires", "outputs", "gradients", "settings", "loss")
+    if isinstance(objective, type):
+        raise ConfigError(
+            f"objective is the class {objective.__name__}: give an instance of it, {objective.__name__}()"
+        )
+    if lacking := [name for name in needed if not hasattr(objective, name)]:
+        named = " A built-in objective is chosen by the setting objective" if isinstance(objective, str) else ""
+        raise ConfigError(
+            f"objective {objective!r:.80} has no {', '.join(lacking)}: give WeightedCrossEntropy(name, rule), or an object with "
+            f"{', '.join(needed)} (loragate.losses.objectives.Objective).{named}"
+        )
+    what = f"objective {objective.name!r}"
+    _require_names(what, objective, "reads", STATISTICS)
+    _require_names(what, objective, "outputs", STATISTICS)
+    _require_names(what, objective, "requires", (*LACKING, "sequence_ids"))
+    _require_names(what, objective, "batch_reads", STATISTICS)
+    if not isinstance(objective.name, str) or not objective.name or not objective.outputs:
+        raise ConfigError(f"{what} needs a name, a text, and outputs, the statistics that it reads")
+    if objective.gradients is not None:
+        _require_names(what, objective, "gradients", tuple(objective.outputs))
+        if not objective.gradients:
+            raise ConfigError(
+                f"{what}: gradients is empty, so nothing would train; name what the loss differentiates, or None for all"
+            )
+    support_size(objective.k, 1 << 30)
+    if not isinstance(objective.settings, Mapping):
+        raise ConfigError(f"{what}: settings must be a dictionary of its constants, found {objective.settings!r:.80}")
+    try:
+        json.dumps(dict(objective.settings))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what}: settings go into the record of the run as JSON; {error}") from error
+    if getattr(objective, "over_batch", None) is not None and getattr(objective, "batch_reads", None) is None:
+        raise ConfigError(
+            f"{what} has over_batch and no batch_reads: name the statistics that over_batch reads of every forward pass, of "
+            f"{', '.join(STATISTICS)}; () where labels and masks will do"
+        )
+
+
+def _require_names(what: str, objective: Any, attribute: str, known: Sequence[str]) -> None:
+    """Refuse an attribute that is no list of known names; one that is missing or None says nothing."""
+    found = getattr(objective, attribute, None)
+    if found is None:
+        return
+    if not isinstance(found, tuple | list | set | frozenset):
+        raise ConfigError(f"{what}: {attribute} must be names in a tuple, such as ({known[0]!r},), found {found!r:.80}")
+    for name in found:
+        if name not in known:
+            raise ConfigError(
+                f"{what}: {attribute} names {name!r}{nearest(str(name), known) or ';'} known are {', '.join(known)}"
+            )

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Lt
 
 from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size
 from loragate.losses.head import TokenStatistics
 from loragate.losses.objectives.base import Gather, ObjectiveContext, WeightedCrossEntropy
+from loragate.validate import PositiveFloat, UnitInterval, validate
+
+# what constants may be
+_POSITIVE: Any = PositiveFloat
+_BELOW_ONE: Any = Annotated[float, Ge(0), Lt(1)]
+_TAU: Any = PositiveFloat | Literal["median"]
 
 
 def sft() -> WeightedCrossEntropy:
@@ -25,8 +33,7 @@ def dft() -> WeightedCrossEntropy:
 
 def profit(threshold: float = 0.1) -> WeightedCrossEntropy:
     """ProFit, w = 1[p_t > threshold]; the released code's default threshold 0.1 (unstated in the paper)."""
-    if not 0 <= threshold < 1:
-        raise ConfigError(f"ProFit's threshold is a probability in [0, 1), found {threshold!r}")
+    validate(_BELOW_ONE, threshold, "ProFit's threshold, a probability")
     return WeightedCrossEntropy(
         "profit",
         lambda stats, _: (stats.log_prob.exp() > threshold).to(stats.log_prob.dtype),
@@ -45,8 +52,8 @@ def eaft(k: int = 20, power: float = 1.0, normalizer: float | None = None) -> We
     support_size(k, 1 << 30)
     if k == 0:
         raise ConfigError("EAFT's k is a number of tokens, at least 2; its authors use 20")
-    if power <= 0 or (normalizer is not None and normalizer <= 0):
-        raise ConfigError(f"EAFT's power and normalizer are positive, found {power!r} and {normalizer!r}")
+    validate(_POSITIVE, power, "EAFT's power")
+    validate(_POSITIVE, 1.0 if normalizer is None else normalizer, "EAFT's normalizer")
     factor = 1.0 if normalizer is None else math.log(k) / normalizer
 
     def rule(stats: TokenStatistics, _: ObjectiveContext) -> torch.Tensor:
@@ -67,12 +74,8 @@ def talr(tau: float | str = "median", floor: float = 0.01) -> WeightedCrossEntro
             per-sequence mean loss, anew at each step. A number fixes it, and saves the pass that measures the losses.
         floor: smallest weight. Both defaults rest on third-party evidence; the paper states neither.
     """
-    if isinstance(tau, str) and tau != "median":
-        raise ConfigError(f"TALR's tau is a positive number or 'median', found {tau!r}")
-    if not isinstance(tau, str) and tau <= 0:
-        raise ConfigError(f"TALR's tau must be positive, found {tau!r}")
-    if not 0 <= floor <= 1:
-        raise ConfigError(f"TALR's floor is a weight in [0, 1], found {floor!r}")
+    validate(_TAU, tau, "TALR's tau")
+    validate(UnitInterval, floor, "TALR's floor, a weight")
     fixed = None if isinstance(tau, str) else torch.as_tensor(tau)
 
     def rule(stats: TokenStatistics, context: ObjectiveContext) -> torch.Tensor:
