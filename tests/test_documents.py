@@ -5,6 +5,7 @@ A Python snippet that cannot run has `<!-- not run: reason -->` on the line befo
 """
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import json
@@ -331,6 +332,9 @@ def test_every_name_that_is_public_or_taught_has_its_place_in_the_reference():
         for name in names.split(", ")
     }
     assert len(taught) > 15
+    for name in taught:
+        module, _, last = f"loragate.{name}".rpartition(".")
+        assert hasattr(importlib.import_module(module), last), name
     # a class may be taught under a shorter path than it is listed under
     listed |= {f"{path.split('.')[0]}.{path.split('.')[-1]}" for path in listed}
     assert taught <= listed

@@ -91,12 +91,15 @@ def masked_rows(count):
 
 @pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name not in ("entropy", "interleaved")])
 def test_stage_one_does_not_depend_on_how_a_batch_is_cut(tokenizer, objective):
-    whole = stage_one(tokenizer, objective, 8)
+    options = (
+        {"objective_options": {"threshold": 1e-3}} if objective == "profit" else {}
+    )  # an untrained base is never sure
+    whole = stage_one(tokenizer, objective, 8, **options)
     assert len(whole[0]) == 2
     reads_the_batch = objective in ("talr", "eksft", "forgetting")
     for micro in (1, 2) if reads_the_batch else (2,):
-        assert_same(stage_one(tokenizer, objective, micro), whole)
-    assert_same(stage_one(tokenizer, objective, 4, packing=True), whole)
+        assert_same(stage_one(tokenizer, objective, micro, **options), whole)
+    assert_same(stage_one(tokenizer, objective, 4, packing=True, **options), whole)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_eksft_in_the_trainer_equals_full_logits(folder):
     ("options", "told"),
     [
         ({"objective": "eksft", "objective_options": {"ratoi": 1}}, "no option 'ratoi'; did you mean 'ratio'"),
-        ({"objective": "profit", "objective_options": {"threshold": "x"}}, "wrong type"),
+        ({"objective": "profit", "objective_options": {"threshold": "x"}}, "must be a number, found 'x'"),
         ({"objective": "forgetting"}, r"no such column.*loragate mask"),
     ],
 )

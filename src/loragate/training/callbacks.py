@@ -129,7 +129,7 @@ class GradientCheck(TrainerCallback):
                 found.append(largest.to(found[0].device if found else largest.device))
         # the device is waited for once, not for each of hundreds of gates; NaN is the largest
         largest_of_all = float(torch.stack(found).max()) if found else 0.0
-        self.moved = self.moved or largest_of_all != 0
+        self.moved = self.moved or not found or largest_of_all != 0  # a process may hold no shard
         step, allowed = state.global_step + 1, 1 if self.objective in GATE_OBJECTIVES else self.MOST_ZERO_STEPS
         if not self.moved and step >= min(allowed, state.max_steps):
             raise TrainingError(
