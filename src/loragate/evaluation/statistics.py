@@ -364,7 +364,7 @@ def majority_at_k(answers: Sequence[Sequence[Hashable | None]], scores: ArrayLik
     """Return majority@K: how often the most frequent answer of a question's K samples is right.
 
     Args:
-        answers: the extracted answers, [Q][K]; equal answers vote together and None, no answer found, does not vote.
+        answers: the extracted answers, [Q, K]; equal answers vote together and None, no answer found, does not vote.
         scores: verdicts 0 or 1 on the same samples, [Q, K].
 
     Where several answers are equally frequent, the question scores the chance that one of them, picked at random, is
