@@ -61,8 +61,8 @@ class TokenStatistics(NamedTuple):
 
     def only(self, names: Collection[str]) -> TokenStatistics:
         """These statistics without those that are not named, as if they had not been asked for; the KL stays."""
-        nothing = self.log_prob.new_empty(0)
-        return self._replace(**{name: nothing for name in STATISTICS if name not in names})
+        nothing: dict[str, Any] = dict.fromkeys(STATISTICS, self.log_prob.new_empty(0))
+        return self._replace(**{name: empty for name, empty in nothing.items() if name not in names})
 
     def spread(self, shape: torch.Size, mask: torch.Tensor) -> TokenStatistics:
         """Statistics of the labelled positions, each [T], laid out over `shape` with zeros elsewhere."""
