@@ -192,9 +192,10 @@ def token_losses(objective: Objective, stats: TokenStatistics, context: Objectiv
     """
     try:
         losses = objective.loss(stats, context)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # a statistic that was not asked for is empty, and fails on its shape
+    except RuntimeError as error:
+        if "must match" not in str(error):  # what a device lacks, say
+            raise
+        # a statistic that was not asked for is empty, and fails on its shape
         raise ConfigError(
             f"objective {objective.name!r}: {error}. It is given {', '.join(objective.outputs)}: whatever else its loss reads "
             "must be named, in outputs, or in reads= of a WeightedCrossEntropy"
