@@ -320,7 +320,7 @@ def main() -> None:
             print(f"{unit.cell} {unit.method}, {unit.asked.what}")
         return
     base = given.base or model_folder(given.model, given.models)
-    precision = "bf16" if real_model.has_bf16() else "fp32"
+    precision = "bf16" if given.device != "cpu" or real_model.has_bf16() else "fp32"
     cells = {}
     for unit in units:
         if unit.cell not in cells:
