@@ -31,7 +31,7 @@ LIMITS = {  # seconds of each part, by priority
     "parity": 150,
     "step": 360,
     "decode": 300,
-    "token": 120,
+    "token": 240,
     "serving": 60,
     "compile": 240,
     "fsdp2": 90,

@@ -188,31 +188,38 @@ def captured(run: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
 
 
 def token(task: Task) -> None:
-    """One forward pass for one new token per row, eager and as a CUDA graph: merged, adapter and gated, alternated.
+    """One forward pass for one new token per row: merged, adapter and gated, alternated; eager, as a CUDA graph, and compiled.
 
-    Without the cache's attention, which costs the three the same.
+    Without the cache's attention, which costs the three the same. Compiled comes last, as each model and width compiles anew.
     """
     shape = TINY if task.rehearsal else replace(SHAPES["Qwen2.5-1.5B"], dtype="bfloat16")
     with on(task.device):
         models = {"adapter": adapter(shape).eval(), "gated": shaken(mild(adapter(shape))).eval()}
         models["merged"] = adapter(shape).merge_and_unload().eval()
-    for rows in (2,) if task.rehearsal else (1, 32):
-        draw = torch.Generator().manual_seed(rows)
-        ids = torch.randint(0, shape.vocabulary, (rows, 1), generator=draw).to(task.device)
-
-        @torch.no_grad()
-        def eager(model: Any, ids: torch.Tensor = ids) -> torch.Tensor:
-            return model(input_ids=ids, use_cache=False).logits
-
-        sides = {f"{name}, eager": lambda model=model: eager(model) for name, model in models.items()}
-        if task.device == "cuda":
-            for name, model in models.items():
-                sides[f"{name}, graph"] = captured(lambda model=model: eager(model))[0].replay
-        seconds = alternate(sides, 2 if task.rehearsal else 30, clock(task))
-        row: dict[str, Any] = {"seconds": {side: spread(values) for side, values in seconds.items()}}
-        for how in ("eager", "graph")[: len(sides) // 3]:
+    widths = (2,) if task.rehearsal else (1, 32)
+    for how in ("eager", "graph", "compiled"):
+        if how == "graph" and task.device != "cuda":
+            continue
+        for rows in widths:
+            draw = torch.Generator().manual_seed(rows)
+            ids = torch.randint(0, shape.vocabulary, (rows, 1), generator=draw).to(task.device)
+            sides = {f"{name}, {how}": one_pass(model, ids, how) for name, model in models.items()}
+            seconds = alternate(sides, 2 if task.rehearsal else 30, clock(task))
+            row = task.found.get(f"batch {rows}", {"seconds": {}})
+            row["seconds"] |= {side: spread(values) for side, values in seconds.items()}
             row[f"gated to adapter, {how}"] = ratios(seconds, f"gated, {how}", f"adapter, {how}")
-        task.keep(f"batch {rows}", row)
+            task.keep(f"batch {rows}", row)
+
+
+def one_pass(model: Any, ids: torch.Tensor, how: str) -> Callable[[], Any]:
+    """A forward pass without a gradient: eager, replayed from a CUDA graph, or compiled (on a GPU with CUDA graphs)."""
+    forward = torch.compile(model, mode="reduce-overhead" if ids.is_cuda else "default") if how == "compiled" else model
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        return forward(input_ids=ids, use_cache=False).logits
+
+    return captured(run)[0].replay if how == "graph" else run
 
 
 def serving(task: Task) -> None:

@@ -169,6 +169,7 @@ def gpu_steps(found: dict[str, Any]) -> str:
                 f"{lora['seconds']['median'] * 1000:.0f}",
                 f"{ours['seconds']['median'] * 1000:.0f}",
                 f"{ours['time_to_lora']['median']:.2f} ({low:.2f}–{high:.2f})",
+                f"{ours['seconds']['median'] / trl['seconds']['median']:.2f}" if trl else "",
                 f"{ours['peak_bytes'] / lora['peak_bytes']:.2f}",
                 f"{ours['peak_bytes'] / trl['peak_bytes']:.2f}" if trl else "",
             ]
@@ -178,6 +179,7 @@ def gpu_steps(found: dict[str, Any]) -> str:
         "LoRA step, ms",
         "gate step, ms",
         "time, gates ÷ LoRA",
+        "÷ LoRA with TRL's head",
         "peak memory, gates ÷ LoRA",
         "÷ LoRA with TRL's head",
     ]
@@ -187,7 +189,9 @@ def gpu_steps(found: dict[str, Any]) -> str:
 def one_token(found: dict[str, Any]) -> str:
     rows = []
     for name, row in found.items():
-        for how in ("eager", "graph"):
+        for how in ("eager", "graph", "compiled"):
+            if f"gated, {how}" not in row["seconds"]:
+                continue
             spent = [
                 f"{row['seconds'][f'{side}, {how}']['median'] * 1000:.1f}" for side in ("merged", "adapter", "gated")
             ]
