@@ -322,7 +322,10 @@ def test_an_export_that_computes_something_else_is_refused(tmp_path: Path, fails
         assert not (tmp_path / "out").exists()
     run(*line)
     (base / "config.json").rename(base / "elsewhere.json")
-    assert "--skip-comparison" in fails(*line[:-1], tmp_path / "again", status=1)
+    said = fails(*line[:-1], tmp_path / "again", status=1)
+    assert ". Name another copy of the base with --base, the unquantised one where a package" in said
+    assert ".. " not in said
+    assert "--skip-comparison exports without" in said
     run(*line[:-1], tmp_path / "again", "--skip-comparison")
 
 

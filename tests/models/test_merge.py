@@ -13,6 +13,7 @@ from beside import BESIDE, loaded, make
 from loragate.doctor.static import examine_static
 from loragate.errors import LoragateError
 from loragate.models import Loading, ModelRef, merge, open_base, open_model, resolve
+from loragate.models.output_difference import compare, compute_log_probs, make_probe_prompts
 from tiny import chatml_tokenizer, logits, run, tiny_adapter, tiny_base, write_adapter, write_base
 
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
@@ -120,3 +121,39 @@ def test_a_base_in_four_bits_is_unpacked(tmp_path: Path, fails: Any) -> None:
     run(*line, tmp_path / "packed", "--out", tmp_path / "out", "--dtype", "float32")
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert not hasattr(written.config, "quantization_config")
+
+
+@pytest.mark.parametrize("stored", ["8bit", "4bit"])
+@pytest.mark.parametrize("merged_into", ["packed", "plain"])
+def test_the_distance_from_the_adapter_on_a_packed_base_is_said(
+    tmp_path: Path, stored: Any, merged_into: str, fails: Any, capsys: Any
+) -> None:
+    """Of a packed base that is unpacked, and of the plain one where the adapter was trained on a packed one."""
+    pytest.importorskip("bitsandbytes")
+    base, adapter = make(tmp_path, "factors alone")
+    chatml_tokenizer().save_pretrained(base)
+    how = Loading(device="cpu", quantization=stored)
+    line = ["export", adapter, "--to", "merged", "--dtype", "float32", "--out", tmp_path / "out"]
+    if merged_into == "packed":
+        half = Loading(device="cpu", quantization=stored, dtype="bfloat16")  # which 4-bit layers compute in ever after
+        open_base(ModelRef(str(base)), half).save_pretrained(tmp_path / "packed")
+        chatml_tokenizer().save_pretrained(tmp_path / "packed")
+        line, how = [*line, "--base", tmp_path / "packed"], Loading(device="cpu")
+        assert f"is {'an' if stored == '8bit' else 'a'} {stored} base already" in fails(*line, "--quantization", "4bit")
+    else:
+        line += ["--quantization", stored]
+    run(*line)
+    beside = open_model(resolve(adapter, tmp_path / merged_into if merged_into == "packed" else base), how).model
+    prompts = make_probe_prompts(beside.config, {})
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    apart = compare(*(compute_log_probs(model, prompts) for model in (beside, written)), torch.float32).mean_difference
+    assert apart > 1e-3  # a limit of rounding, which the written model is far below
+    said = f"with the base unpacked; {apart:.2g} from the adapter on the {stored} base"
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert said in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_quantisation_is_of_a_merged_model_alone(tmp_path: Path, fails: Any) -> None:
+    _, adapter = make(tmp_path, "factors alone")
+    said = fails("export", adapter, "--constant", "0.5", "--out", tmp_path / "out", "--quantization", "4bit")
+    assert "--quantization measures a merged model and has no effect with --to peft" in said

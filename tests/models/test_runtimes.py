@@ -20,7 +20,7 @@ from loragate.models import open_model, resolve, runtimes
 from loragate.models.runtimes import FAMILIES as KNOWN
 from loragate.models.runtimes import GGUF_FILE, read_gguf, read_mlx
 from test_families import FAMILIES
-from tiny import logits, run, shake, tiny_adapter, tiny_base, tiny_tokenizer
+from tiny import logits, run, shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (pip install loragate[gguf])")
 IDS = torch.tensor([[5, 9, 20, 33, 7, 100, 101, 8]])
@@ -97,6 +97,30 @@ def test_another_reader_of_gguf_finds_the_adapter_there(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(found, IDS), expected, rtol=1e-3, atol=1e-3)
     with model.disable_adapter():
         assert (logits(model, IDS) - expected).abs().max() > 0.1
+
+
+def test_a_base_that_is_a_folder_or_a_cached_file_is_found(tmp_path: Path, monkeypatch: Any, fails: Any) -> None:
+    """As training finds it: a folder that holds one GGUF file, and such a file in the hub's cache."""
+    repository, commit = tmp_path / "hub" / "models--me--tiny", "a" * 40
+    snapshot = repository / "snapshots" / commit
+    for folder in (snapshot, repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model = tiny_adapter(base=open_model(resolve(str(write_gguf(snapshot / "base.gguf", stored="F32")))).model)
+    for name, base in (("of-folder", snapshot), ("of-file", "me/tiny/base.gguf")):
+        write_adapter(tmp_path / name, base, model)
+        for to in ("gguf", "merged"):
+            run("export", tmp_path / name, "--to", to, "--out", tmp_path / f"{name}-{to}")
+    (snapshot / "other.gguf").touch()
+    line = ("export", tmp_path / "of-folder", "--constant", "0.5", "--out", tmp_path / "out")
+    assert "holds several GGUF files (base.gguf, other.gguf); name one" in fails(*line)
+    run(*line, "--skip-comparison")  # which needs no base
+    for path in snapshot.iterdir():
+        path.unlink()
+    said = fails("export", tmp_path / "of-folder", "--to", "gguf", "--out", tmp_path / "none", status=1)
+    assert f"{snapshot} cannot be loaded: ValueError: Unrecognized model" in said
 
 
 @pytest.mark.parametrize("to", ["gguf", "mlx"])

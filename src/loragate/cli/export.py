@@ -26,6 +26,7 @@ class ExportOptions:
         base: where the base is, if it is not where the folder says.
         skip_comparison: load no model to compare what was written with the model that it stands for.
         dtype: of a merged model; auto is the base's own. A base stored in 8 or 4 bits needs one.
+        quantization: of the base that the adapter was trained on; says how far a merged model is from the adapter on such a base.
     """
 
     model: str
@@ -36,6 +37,7 @@ class ExportOptions:
     base: str = ""
     skip_comparison: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["none", "8bit", "4bit"] = "none"
 
 
 def run(options: ExportOptions) -> int:
@@ -50,7 +52,7 @@ def run(options: ExportOptions) -> int:
         uniform=options.uniform,
         base=options.base,
         compare_outputs=not options.skip_comparison,
-        loading=Loading(dtype=options.dtype),
+        loading=Loading(dtype=options.dtype, quantization=options.quantization),
     )
     print(f"{options.out}: {done.title}, {describe_folded(done.coefficients)}")
     if done.agreement is not None:

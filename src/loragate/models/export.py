@@ -41,7 +41,7 @@ from loragate.gates.schema import (
 )
 from loragate.gates.strength import overrides_by_module
 from loragate.models.folder_gates import read_gates
-from loragate.models.loading import DEFAULT_LOADING, base_config, open_tokenizer, open_weights
+from loragate.models.loading import DEFAULT_LOADING, base_config, explained, open_tokenizer, open_weights
 from loragate.models.merge import merge_and_save
 from loragate.models.output_difference import (
     OutputDifference,
@@ -53,7 +53,7 @@ from loragate.models.output_difference import (
 )
 from loragate.models.runtimes import RUNTIMES
 from loragate.models.settings import Loading
-from loragate.models.source import ModelSource, resolve
+from loragate.models.source import ModelSource, find_gguf_in_folder, resolve
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def export_adapter(
             also a plain adapter.
         to, constant, uniform, base: as `loragate export` has them.
         compare_outputs: False compares nothing and loads no model.
-        loading: how the models of the comparison are loaded; its dtype is that of a merged model.
+        loading: how the models of the comparison are loaded; its dtype is that of a merged model, its quantization that of
+            the base on which a merged model's adapter is run beside it.
 
     Raises:
         ConfigError: for a setting without effect on this form, or a place or base that the form cannot be made of.
@@ -109,6 +110,8 @@ def export_adapter(
         )
     if to != "merged" and loading.dtype != DEFAULT_LOADING.dtype:
         raise ConfigError(f"--dtype is that of a merged model and has no effect with --to {to}; leave it out")
+    if to != "merged" and loading.quantization != DEFAULT_LOADING.quantization:
+        raise ConfigError(f"--quantization measures a merged model and has no effect with --to {to}; leave it out")
     place = resolve(model, base, allow_override=True, base_optional=not base)
     override = place.override
     if constant is not None:
@@ -125,6 +128,8 @@ def export_adapter(
         named = f"the base {place.base.name} is not here" if place.base.name else "the adapter names no base"
         raise ConfigError(f"--to {to} needs the base, and {named}; say where it is with --base")
     compared = compare_outputs and here
+    if compared or to != "peft":
+        place = replace(place, base=find_gguf_in_folder(place.base))
     adapter, coefficients, recorded = place.adapter, dict[str, float](), ""
     # every other form loads the adapter with PEFT, which changes the base as its training did, or is refused by `read_gates`
     if to in RUNTIMES and (why := base_change_reason(read_adapter_config(adapter).get("init_lora_weights"))):
@@ -154,7 +159,8 @@ def export_adapter(
             if temperature is not None:  # beside what ends an answer
                 write_json(folder / SAMPLING, read_json(folder / SAMPLING) | generation_settings(temperature))
         elif to in RUNTIMES:
-            of_base = base_config(place.base, loading.trust_remote_code)
+            with explained("base model", place.base.name):
+                of_base = base_config(place.base, loading.trust_remote_code)
             try:
                 RUNTIMES[to].write(plain, folder, of_base)
             except ArtifactError as error:
@@ -168,7 +174,8 @@ def export_adapter(
                 write_generation_config(folder, temperature)
         # a merged model was compared with the folded adapter, which is compared here if anything was folded
         if compared and (to != "merged" or coefficients):
-            folded = _compare(place, plain, replace(loading, dtype=DEFAULT_LOADING.dtype))
+            own = replace(loading, dtype=DEFAULT_LOADING.dtype, quantization=DEFAULT_LOADING.quantization)
+            folded = _compare(place, plain, own)
             agreement = agreement or folded
         named = str(place.base.name or config.get("base_model_name_or_path") or "")
         recorded = recorded or str(config.get("base_model_name_or_path") or "")
@@ -199,7 +206,10 @@ def _compare(place: ModelSource, folder: Path, loading: Loading) -> OutputDiffer
     except GateError:  # the constant has no meaning for this adapter, compared or not
         raise
     except LoragateError as error:
-        raise type(error)(f"{error}. --skip-comparison exports without loading the base") from error
+        raise type(error)(
+            f"{str(error).rstrip('.')}. Name another copy of the base with --base, the unquantised one where a package for this "
+            "one is missing; or --skip-comparison exports without loading it"
+        ) from error
     prompts, dtype = make_probe_prompts(model.config, place.adapter_config or {}), model.dtype
     expected = compute_log_probs(model, prompts)
     del model

@@ -18,7 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from loragate.errors import ConfigError, LoragateError
 from loragate.gates.eligibility import EIGHT_BIT, FOUR_BIT, NONE, describe_storage, quantization_of_config
 from loragate.gates.schema import read_adapter_config
-from loragate.models.loading import DEFAULT_LOADING, base_config, base_weights
+from loragate.models.loading import DEFAULT_LOADING, base_config, base_weights, explained, open_base
 from loragate.models.output_difference import (
     OutputDifference,
     compare,
@@ -36,11 +36,13 @@ def merge_and_save(
 ) -> OutputDifference:
     """Write base and adapter as one model, load it again, and compare it with the adapter on its base.
 
-    A base that is stored in 8 or 4 bits is unpacked, as packed weights would round the adapter away.
+    A base that is stored in 8 or 4 bits is unpacked, as packed weights would round the adapter away. The limit holds against the
+    adapter on the unpacked base; how far the written model is from the adapter on the packed one is a figure beside it.
 
     Args:
         folder: new or empty.
-        how: dtype of the written weights ("auto" is the base's own) and trust.
+        how: dtype of the written weights ("auto" is the base's own) and trust; with a quantization, the plain base is also loaded
+            in 8 or 4 bits for that figure.
         called: name of the adapter in errors, where `adapter` is a temporary folder.
 
     Raises:
@@ -49,7 +51,8 @@ def merge_and_save(
             rounding, or the disk has no room for it, naming both sizes.
     """
     trust, named = how.trust_remote_code, called or str(adapter)
-    stored = quantization_of_config(base_config(base, trust))
+    with explained("base model", base.name):
+        stored = quantization_of_config(base_config(base, trust))
     if stored not in (NONE, EIGHT_BIT, FOUR_BIT):
         raise ConfigError(
             f"{base} is {describe_storage(stored)}, which is not unpacked here; name the plain one with --base"
@@ -59,13 +62,25 @@ def merge_and_save(
             f"{base} is {describe_storage(stored)}, whose packed weights would round a merged adapter away in part: say in which "
             "dtype the merged model is written, --dtype bfloat16"
         )
-    model = base_weights(base, dtype="auto", trust_remote_code=trust)
+    packed = how.quantization if stored == NONE else stored
+    on_packed = None
+    if packed != NONE:  # a model of its own, as an adapter may change the base's tensors
+        with explained("base model", base.name):
+            reference = open_base(base, replace(how, dtype="auto"))
+        with explained("adapter", named):
+            reference = load_peft(reference, adapter)
+        on_packed = compute_log_probs(reference, make_probe_prompts(reference.config, read_adapter_config(adapter)))
+        del reference
+        gc.collect()
+    with explained("base model", base.name):
+        model = base_weights(base, dtype="auto", trust_remote_code=trust)
     if stored != NONE:
         model = model.dequantize()
     output_dtype = model.dtype if how.dtype == "auto" else getattr(torch, how.dtype)
     prompts = make_probe_prompts(model.config, read_adapter_config(adapter))
     unadapted = compute_log_probs(model.float(), prompts)
-    adapted = load_peft(model, adapter)
+    with explained("adapter", named):
+        adapted = load_peft(model, adapter)
     expected = compute_log_probs(adapted, prompts)
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(layer, BaseTunerLayer):  # its delta must not reach the layer that it is tied to
@@ -96,7 +111,11 @@ def merge_and_save(
     # in fp32, so that what is compared is the weights as they were rounded once
     written = base_weights(ModelRef(str(folder)), dtype=torch.float32, trust_remote_code=trust).eval()
     moved = compare(expected, unadapted, output_dtype).mean_difference
-    found = replace(compare(expected, compute_log_probs(written, prompts), output_dtype), adapter_effect=moved)
+    found_log_probs = compute_log_probs(written, prompts)
+    found = replace(compare(expected, found_log_probs, output_dtype), adapter_effect=moved)
+    if on_packed is not None:
+        apart = compare(on_packed, found_log_probs, output_dtype).mean_difference
+        found = replace(found, storage=packed, packed_difference=apart)
     require_agreement(found, f"{named} merged into {base}", "the adapter on its base")
     # what fp32 rounds is nothing, even of an adapter that moves nothing
     if found.mean_difference > max(moved / 2, math.sqrt(torch.finfo(torch.float32).eps)):

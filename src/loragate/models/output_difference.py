@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from loragate.errors import LoragateError
-from loragate.hub_names import cached_folder
+from loragate.hub_names import cached_file, cached_folder
 from loragate.models.source import ModelRef
 
 PROMPTS, PROMPT_TOKENS, SEED = 4, 40, 0
@@ -31,6 +31,8 @@ class OutputDifference:
     tokens: int
     dtype: str
     adapter_effect: float | None = None  # nats between the original and its base; None where not measured
+    storage: str = ""  # "8bit" or "4bit": of the base of `packed_difference`
+    packed_difference: float | None = None  # nats from the adapter on a packed base, which no limit bounds
 
     def __str__(self) -> str:
         apart = f"{self.mean_difference:.2g} nats per token apart"
@@ -39,15 +41,21 @@ class OutputDifference:
             if self.adapter_effect is None
             else f", of {self.adapter_effect:.2g} by which the adapter moves its base,"
         )
-        return f"{apart}{of} on {self.tokens} tokens in {self.dtype} (up to {self.limit:.2g} is rounding)"
+        text = f"{apart}{of} on {self.tokens} tokens in {self.dtype} (up to {self.limit:.2g} is rounding)"
+        if self.packed_difference is None:
+            return text
+        packed = f"{self.packed_difference:.2g} from the adapter on the {self.storage} base as it runs here"
+        return f"{text}, with the base unpacked; {packed}"
 
 
 def is_base_available_offline(base: ModelRef) -> bool:
     """Whether a base can be loaded without a download."""
+    if not base.name:
+        return False
+    if Path(base.name).exists() or cached_file(base.name, base.revision) is not None:
+        return True
     folder = cached_folder(base.name, base.revision)
-    return bool(base.name) and (
-        Path(base.name).exists() or (folder is not None and any((*folder.glob("*.safetensors"), *folder.glob("*.bin"))))
-    )
+    return folder is not None and any((*folder.glob("*.safetensors"), *folder.glob("*.bin")))
 
 
 def make_probe_prompts(config: Any, adapter_config: Mapping[str, Any]) -> list[list[int]]:

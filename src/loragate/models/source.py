@@ -399,7 +399,7 @@ def _resolve_base(ref: ModelRef, what: str) -> ModelSource:
     if (folder / "run" / "run.json").is_file() and not (folder / "config.json").is_file():
         raise ConfigError(f"{ref.name} holds an unfinished run; finish it by repeating its command with --resume")
     _refuse_override(ref, what)
-    ref = _find_gguf_in_folder(ref)
+    ref = find_gguf_in_folder(ref)
     return ModelSource(ref, "base", Path(ref.name), ref)
 
 
@@ -408,7 +408,7 @@ def _refuse_override(ref: ModelRef, what: str) -> None:
         raise ConfigError(f"{what} {ref.name}: an override of λ (@{ref.override}) has no effect here; leave it out")
 
 
-def _find_gguf_in_folder(base: ModelRef) -> ModelRef:
+def find_gguf_in_folder(base: ModelRef) -> ModelRef:
     """The GGUF file where the base is a folder with no other form of a model; any other base as it is.
 
     Raises:
@@ -437,7 +437,7 @@ def _gated_place(
     if not base_optional and given is None and Path(recorded).is_absolute() and not Path(recorded).exists():
         raise ArtifactError(f"{folder / CONFIG}: the base {recorded} is not here; say where it is with base=… (--base)")
     if not base_optional:
-        base = _find_gguf_in_folder(base)
+        base = find_gguf_in_folder(base)
     return ModelSource(ref, "gated", folder, base, record, _usable(folder / ADAPTER))
 
 
@@ -467,7 +467,7 @@ def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_opt
                 f"the adapter {ref.name} names as its base model {base.name}, which does not exist here; say where it is with "
                 "--base"
             ) from error
-        base = _find_gguf_in_folder(base)
+        base = find_gguf_in_folder(base)
     return ModelSource(ref, "adapter", folder, base, None, config)
 
 
