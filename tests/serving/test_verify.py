@@ -14,9 +14,11 @@ from served_fake import FakeServer, running
 
 import loragate as lg
 from loragate.cli.main import main
+from loragate.errors import LoragateError
 from loragate.serving.settings import VerifySettings
 from loragate.serving.verify.checks import Checks, Prompts
-from loragate.serving.verify.served import Answer, Step, Target, compare_answers
+from loragate.serving.verify.llama_cpp import LlamaCpp
+from loragate.serving.verify.served import Answer, Prompt, Step, Target, compare_answers
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
 
 ENOUGH = ("--prompts", "1", "--tokens", "4", "--dtype", "float32", "--json")
@@ -227,6 +229,14 @@ def test_noise_of_a_batch_that_is_no_rounding_excuses_nothing():
     assert [one.verdict for one in checks.batches()] == ["FAILS", "FAILS"]
 
 
+def fake_library(llama):
+    """llama-cpp-python with this class of models."""
+    library = ModuleType("llama_cpp")
+    library.Llama, library.__version__ = llama, "0.0-fake"
+    library.__spec__ = importlib.util.spec_from_loader("llama_cpp", loader=None)
+    return library
+
+
 @pytest.mark.parametrize("fault", ["", "scale ignored"])
 def test_llama_cpp_in_this_process(fault, served, monkeypatch, tmp_path, capsys):
     models = FakeServer(served / "adapter")
@@ -236,11 +246,12 @@ def test_llama_cpp_in_this_process(fault, served, monkeypatch, tmp_path, capsys)
 
         def __init__(self, model_path, *, n_ctx, logits_all, verbose, lora_path=None, lora_scale=1.0):
             assert logits_all
-            assert n_ctx > 272
+            self.n_ctx = n_ctx
             self.target = (None, None) if lora_path is None else ("adapter", None if fault else lora_scale)
 
         def generate(self, tokens, temp, repeat_penalty):
             own = list(tokens)
+            assert len(own) + 4 <= self.n_ctx
             while True:
                 with models.acting(*self.target) as model:
                     self.scores = model(torch.tensor([own])).logits[0].numpy()
@@ -255,10 +266,7 @@ def test_llama_cpp_in_this_process(fault, served, monkeypatch, tmp_path, capsys)
         def create_chat_completion(self, messages, max_tokens, temperature):
             return {"usage": {"prompt_tokens": len(models.chat_ids(messages))}}
 
-    library = ModuleType("llama_cpp")
-    library.Llama, library.__version__ = Llama, "0.0-fake"
-    library.__spec__ = importlib.util.spec_from_loader("llama_cpp", loader=None)
-    monkeypatch.setitem(sys.modules, "llama_cpp", library)
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake_library(Llama))
     files = [tmp_path / "base.gguf", tmp_path / "adapter.gguf"]
     call = ["verify", str(served / "adapter"), *ENOUGH, "--llama-cpp", str(files[0]), "--lora", str(files[1])]
     assert main(call) == 2
@@ -271,3 +279,52 @@ def test_llama_cpp_in_this_process(fault, served, monkeypatch, tmp_path, capsys)
     parity = {("parity with transformers", f"adapter at {strength}") for strength in ("0", "0.5")}
     assert failed >= parity if fault else not failed
     assert ("zero is the base", "adapter at 0") in failed or not fault
+    other_base = [one["name"] for one in checks if "if it holds that base in fewer bits" in one["note"]]
+    assert other_base == ["parity with transformers"] * bool(fault)
+
+
+class Pieces:
+    """A tokenizer that reads back more tokens than it was asked to write: each token is a piece of several characters."""
+
+    all_special_ids = ()
+
+    def __init__(self, piece):
+        self.piece = piece
+
+    def __len__(self):
+        return 1000
+
+    def decode(self, ids):
+        return "".join(self.piece for _ in ids)
+
+    def __call__(self, text):
+        return {"input_ids": [ord(character) for character in text]}
+
+
+@pytest.mark.parametrize("piece", [" ab", "ab"])
+def test_a_prompt_is_read_back_as_no_more_tokens_than_were_asked_for(piece):
+    tokenizer = Pieces(piece)
+    for tokens in (40, 272):
+        prompt = Prompts(tokenizer, 1 << 20, 24).draw(tokens)
+        assert tokens - 3 <= len(prompt.ids) <= tokens
+        assert tokenizer(prompt.text)["input_ids"] == list(prompt.ids)
+
+
+def test_what_llama_cpp_refuses_while_it_generates_is_an_error_in_a_sentence(monkeypatch, tmp_path):
+    class Llama:
+        def __init__(self, path, **how):
+            pass
+
+        def generate(self, ids, **how):
+            raise RuntimeError("llama_decode returned 1")
+
+        def create_completion(self, ids, **how):
+            raise ValueError("Requested tokens (305) exceed context window of 304")
+
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake_library(Llama))
+    for name in ("base.gguf", "adapter.gguf"):
+        (tmp_path / name).touch()
+    runtime = LlamaCpp(VerifySettings(adapter="x", llama_cpp=f"{tmp_path}/base.gguf", lora=f"{tmp_path}/adapter.gguf"))
+    for how, said in (({}, "llama_decode returned 1"), ({"forced": 3}, "exceed context window")):
+        with pytest.raises(LoragateError, match=rf"base\.gguf on a prompt of 2 tokens \(.*{said}"):
+            runtime.complete(Target("base"), Prompt((5, 6), "a b"), 4, **how)

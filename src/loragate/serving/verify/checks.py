@@ -85,15 +85,16 @@ class Prompts:
         self._ids = [index for index in range(len(tokenizer)) if index not in special]
 
     def draw(self, tokens: int = PROMPT_TOKENS) -> Prompt:
-        """About so many tokens, fewer where the model has no room for them."""
+        """About so many tokens and never more; fewer where the model has no room for them."""
         length = min(tokens, self._room)
         text = self._tokenizer.decode(self._draw.sample(self._ids, min(length, len(self._ids)))).replace("\ufffd", "")
         while True:
             text = " ".join(text.split())
             ids = self._tokenizer(text)["input_ids"]
-            if len(ids) <= self._room or " " not in text:
+            # the text of so many drawn tokens may be read as more of them
+            if len(ids) <= length or len(text) < 2:
                 return Prompt(tuple(ids[: self._room]), text)
-            text = text.rpartition(" ")[0]
+            text = text[:-1]
 
 
 class Checks:

@@ -20,6 +20,8 @@ from loragate.serving.verify.checks import SHARED_TOKENS
 from loragate.serving.verify.endpoint import BIAS, STRENGTHS, TOP
 from loragate.serving.verify.served import ADAPTER, BASE, Answer, Prompt, Step, Target
 
+TEMPLATE_TOKENS = 512  # of what a chat template adds to a short conversation
+
 
 class LlamaCpp:
     """See `Runtime`.
@@ -40,7 +42,7 @@ class LlamaCpp:
             if not Path(path).is_file():
                 raise ConfigError(f"{flag} {path or '(missing)'}: expected a GGUF file, of the base and of the adapter")
         self._library = importlib.import_module("llama_cpp")
-        self._settings, self._room = settings, prompt_tokens + settings.tokens + 8
+        self._settings, self._room = settings, prompt_tokens + settings.tokens + TEMPLATE_TOKENS
         self._models: dict[float | None, Any] = {}
         self.label = f"llama-cpp-python {self._library.__version__}"
         self.targets = [Target(BASE), Target(ADAPTER), *(Target(ADAPTER, strength) for strength in STRENGTHS)]
@@ -55,6 +57,17 @@ class LlamaCpp:
         with_prompt_logprobs: bool = False,
     ) -> Answer:
         """See `Runtime`; token by token, with the log-probs of all tokens of the vocabulary behind each."""
+        try:
+            return self._complete(target, prompt, tokens, forced, with_prompt_logprobs)
+        except (RuntimeError, ValueError, IndexError) as error:  # of llama.cpp, and of the library's buffers
+            raise LoragateError(
+                f"llama.cpp fails with {self._settings.llama_cpp} on a prompt of {len(prompt.ids)} tokens ({error}); --tokens "
+                "asks for shorter answers"
+            ) from error
+
+    def _complete(
+        self, target: Target, prompt: Prompt, tokens: int, forced: int | None, with_prompt_logprobs: bool
+    ) -> Answer:
         model, ids = self._model(target), list(prompt.ids)
         if forced is not None:
             reply = model.create_completion(ids, max_tokens=tokens, temperature=0.0, logit_bias={forced: BIAS})

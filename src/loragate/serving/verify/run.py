@@ -112,6 +112,8 @@ def verify(settings: VerifySettings) -> int:
         unlike = {0.0: _why_zero_is_not_base(loaded.model, runtime), 1.0: has_gates if place.kind == "gated" else ""}
         found = [checks.chat_template(tokenizer), checks.stop_tokens(loaded.endings, tokenizer)]
         found += [*checks.parity(), *checks.batches(), *checks.strengths(unlike), *checks.isolation()]
+    if settings.llama_cpp and not place.base.is_gguf:
+        found = _explain_other_base(found, settings.llama_cpp, place.base.name)
     record = _record(runtime, settings, place, found)
     if settings.out:
         Path(settings.out).mkdir(parents=True, exist_ok=True)
@@ -123,6 +125,16 @@ def verify(settings: VerifySettings) -> int:
         if not record["compared"]:
             console().print(f"the adapter was not compared: {NO_LOGPROBS}", soft_wrap=True)
     return DONE if record["passes"] else FAILED
+
+
+def _explain_other_base(found: Sequence[Check], file: str, base: str) -> list[Check]:
+    """The first failed comparison with transformers gets another cause that it may have: a file in fewer bits than the base."""
+    failed = next((one for one in found if one.verdict == FAILS and "with transformers" in one.name), None)
+    why = (
+        f"{file} was compared with {base}; if it holds that base in fewer bits, this may be its rounding: compare a plain adapter "
+        f"on the file itself, with --base {file}"
+    )
+    return [replace(one, note="; ".join(filter(None, (one.note, why)))) if one is failed else one for one in found]
 
 
 def _why_zero_is_not_base(model: Any, runtime: Runtime) -> str:
