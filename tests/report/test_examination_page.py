@@ -147,6 +147,41 @@ def test_the_banner_says_the_verdict_and_what_to_do():
     assert (faulty.advice, faulty.tone) == (found.advice, "warning")
 
 
+def test_without_examples_the_page_says_its_own_answers():
+    own = replace(strength_part(), least="0.75", best="0.5", decided_by="kept", target="kept")
+    record = examination(strength=own)
+    unsaid = "(without examples, --data, nothing says how right they are): see “How strongly it should act”."
+    assert examination_banner(record.to_json()).more[1:] == [
+        f"At 0.5 times its strength it predicts its own answers better {unsaid}",
+        f"At 0.75 times its strength it keeps its own answers {unsaid}",
+    ]
+    blocks = sections_of(record)["strength"]
+    assert "whole × 0.75 (least that keeps its own answers)" in next(iter(tables(blocks).values()))
+    assert "picture shows its own answers beside what the base could do before" in blocks[0].data[0]
+    assert "hat it is for" not in str([drawn_block(block) for block in blocks])
+
+
+@pytest.mark.parametrize(
+    ("gain", "told"),
+    [
+        (
+            (0.01, -0.02, 0.04),
+            "0.010 (−0.020 to 0.040) nats per token less than the base's; 0 is in the interval, so a difference is not shown.",
+        ),
+        (
+            (-0.03, -0.1, 0.04),
+            "0.030 (−0.040 to 0.100) nats per token more than the base's; 0 is in the interval, so a difference is not shown.",
+        ),
+        ((-0.3, -0.4, -0.2), "0.300 (0.200 to 0.400) nats per token more than the base's."),
+        ((0.3, 0.2, 0.4), "0.300 (0.200 to 0.400) nats per token less than the base's."),
+        ((0.3, None, None), "0.300 nats per token less than the base's."),
+    ],
+)
+def test_what_was_learned_has_its_signed_interval(gain, told):
+    learned = replace(learned_part(), gain=Interval(*gain))
+    assert sections_of(examination(learned=learned))["learned"][0].data[1] == f"The adapter's loss is {told}"
+
+
 def test_strengths_are_named_and_marked():
     (numbers,) = tables(sections_of(examination())["strength"]).values()
     assert list(numbers)[:5] == [

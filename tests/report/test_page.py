@@ -147,6 +147,37 @@ def test_the_summary_names_the_verdict_and_what_else_may_have_done_it():
     assert "not significantly different" in unsure
 
 
+def test_without_gates_the_adapter_is_compared_with_its_base():
+    def found(verdict, *more):
+        record = evaluation_record(row("adapter", 0.3), row("base", 0.4, verdict=verdict), *more)
+        return banner(record), evaluation_statements(record)
+
+    opening, said = found("better")
+    assert opening.advice == "Use the base without the adapter: it is significantly better than the adapter"
+    assert opening.score.startswith("t: base 40.0")
+    assert said == [
+        "On t, T=1, the base is significantly better than the adapter: 40.0 % against 30.0 % of the adapter (+10.0 points, "
+        "interval +5.0 to +15.0)."
+    ]
+    opening, said = found("worse")
+    assert opening.advice == "Use the adapter: it is significantly better than its base"
+    assert "the base is significantly worse" in said[0]
+    assert found("no difference shown")[0].advice == "The adapter is not significantly different from its base"
+    assert banner(evaluation_record(row("base", 0.4, comparison=None, verdict=None))).advice.endswith("with its base")
+    opening, said = found("better", row("gated", 0.5))
+    assert opening.advice == (
+        "Use the gates: significantly better than the adapter; the base without any adapter is significantly better than the "
+        "adapter"
+    )
+    assert "the base is significantly better" in said[-1]
+    assert "the base is" not in " ".join(found("worse", row("gated", 0.5))[1])
+    both = banner(
+        selection_record(),
+        evaluation_record(row("adapter", 0.3), row("gated", 0.5), row("base", 0.4, verdict="better")),
+    )
+    assert "the base is significantly better" in both.more[-1]
+
+
 def test_gates_of_a_cell_at_a_temperature_are_told_against_the_adapter_there():
     greedy = {"temperature": 0.0}
     rows = [row("adapter", 0.9, "greedy", **greedy), row("gated", 0.1, "[-3,1] greedy", verdict="worse", **greedy)]
@@ -272,6 +303,35 @@ def test_the_cells_of_a_sweep_are_counted_and_none_is_chosen():
     said = "On t, 1 of 2 cells significantly better than the adapter, 1 significantly worse; a test may not choose among them"
     assert banner(record).advice == said
     assert evaluation_statements(record) == [f"{said}."]
+    changed = [row("gated", 0.4, f"[-6,3] {name}") for name in ("noreverse", "noextrapolate", "unit", "clip=-1:2")]
+    ablated = {**record, "results": [*record["results"], *changed]}
+    assert banner(ablated).advice == said, "gates that were changed after training are no cells"
+    assert evaluation_statements(ablated) == [f"{said}."]
+    assert (
+        banner(evaluation_record(row("adapter", 0.3), *changed)).advice
+        == "The gates were not compared with the adapter"
+    )
+
+
+def test_gates_of_a_trial_are_named_with_its_range():
+    record = {**evaluation_record(), "models": {"gated": "q/run/trials/entropy_0_1_seed0/gated"}}
+    assert evaluation_statements(record)[0].startswith("On t, T=1, gated [0,1] is significantly better")
+
+
+def test_the_banner_of_a_choice_says_what_broke():
+    kept = {**estimate(0.9), "stderr": 0.02, "questions": 40, "samples": 1}
+    record = selection_record()
+    variants = [{**one, "retention": kept} for one in record["variants"]]
+    lost = {f"gated [-{n},1] greedy": "loses 85.0 points on the retention set" for n in range(1, 5)}
+    retention = {"source": "r.jsonl", "vetoed": lost, "right": 0.9, "warnings": ["it is small"]}
+    dev = {**record["dev"], "warnings": ["the grader reads nothing"]}
+    more = banner({**record, "variants": variants, "dev": dev, "retention": retention}).more
+    assert "On the retention set it has 90.0 % (85.0–95.0), adapter greedy 90.0 % (85.0–95.0)." in more
+    assert [line for line in more if "not taken" in line] == [
+        *(f"gated [-{n},1] greedy was not taken: it loses 85.0 points on the retention set." for n in (1, 2, 3)),
+        "1 more were not taken for what they lose there.",
+    ]
+    assert more[-2:] == ["Warning, dev set: the grader reads nothing.", "Warning, retention set: it is small."]
 
 
 def test_a_program_that_raises_is_an_answer():

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from loragate.cli.main import main
-from loragate.report.page import page
-from loragate.report.sources import all_sources
-from pages import evaluation_record, gates_record, selection_record, traces
+from loragate.report.page import banner_of, page, statements
+from loragate.report.sources import all_sources, find_sources
+from pages import evaluation_record, gates_record, row, selection_record, traces
 
 
 @pytest.fixture
@@ -76,6 +76,63 @@ def test_the_evaluations_of_a_choice_are_no_test_of_it(tmp_path):
     assert {source.kind for source in all_sources([str(tmp_path)])} == {"evaluation"}
     (folder / "run.json").write_text("{}")  # the choice was killed before it was made, or this is a check-up
     assert {source.kind for source in all_sources([str(tmp_path)])} == {"dev", "retention"}
+
+
+def test_a_choice_that_was_stopped_is_not_finished(tmp_path):
+    folder = tmp_path / "gated" / "run"
+    (folder / "dev").mkdir(parents=True)
+    (folder / "dev" / "results.json").write_text(json.dumps(evaluation_record(warnings=())))
+    (folder / "run.json").write_text("{}")
+    found = banner_of(all_sources([str(tmp_path)]))
+    assert found.advice == "The choice or check-up is not finished: nothing is recommended yet"
+    assert "--resume" in found.more[0]
+    (folder / "selection.json").write_text(json.dumps(selection_record()))
+    assert banner_of(all_sources([str(folder / "dev")])).advice.startswith("No scores"), "its record lies beside it"
+
+
+def test_of_several_records_of_a_kind_the_sentences_carry_the_names(tmp_path):
+    worse = evaluation_record(row("adapter", 0.3), row("gated", 0.2, verdict="worse"))
+    for file, record in (("results-math_verify.json", worse), ("results.json", evaluation_record())):
+        (tmp_path / file).write_text(json.dumps(record))
+    for name in ("first", "gates"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "gates.json").write_text(json.dumps(gates_record()))
+    sources = find_sources(tmp_path, "r")
+    assert [source.name for source in sources[:2]] == ["r", "r (results-math_verify)"], "results.json is the first"
+    said = statements(sources)
+    assert any(line.startswith("r: On t, T=1, gated is significantly better") for line in said)
+    assert any(line.startswith("r (results-math_verify): On t, T=1, gated is significantly worse") for line in said)
+    assert [line.split(":")[0] for line in said[-2:]] == ["r/first", "r/gates"]
+    found = banner_of(sources)
+    assert found.advice.startswith("Use the gates")
+    assert found.more[-1] == "This goes by results.json of r, the first of 2; all are below."
+    (tmp_path / "selection.json").write_text(json.dumps(selection_record()))
+    assert banner_of(find_sources(tmp_path, "r")).more[-1].startswith("r: On t, T=1, gated is significantly better")
+    alone = statements([source for source in sources if source.name == "r"])
+    assert alone[0].startswith("On t")
+
+
+def test_two_choices_are_told_apart_in_the_banner(tmp_path):
+    other = {**selection_record(), "rule": "another"}
+    for name, record in (("a", selection_record()), ("b", other)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "selection.json").write_text(json.dumps(record))
+    found = banner_of(all_sources([str(tmp_path / "a"), str(tmp_path / "b")]))
+    assert found.more[-1] == "This goes by selection.json of a, the first of 2; all are below."
+
+
+def test_the_range_of_gates_that_are_not_recommended_is_not_named(run):
+    path = run / "gated" / "gate_config.json"
+    record, selection = json.loads(path.read_text()), selection_record()
+
+    def said(label, weights):
+        found = {**selection["recommendation"], "label": label, "weights": weights}
+        path.write_text(json.dumps({**record, "selection": {**selection, "recommendation": found}}))
+        return next(line for line in statements(find_sources(run)) if "recommended" in line)
+
+    assert said("gated [-6,3] greedy", "gates") == "run/gated: range [-6, 3]; recommended: gated [-6,3] greedy."
+    assert said("adapter greedy", "adapter") == "run/gated: gates are off; recommended: adapter greedy."
+    assert said("base greedy", "base") == "run/gated: λ is the same at every token; recommended: base greedy."
 
 
 def test_an_existing_report_is_not_overwritten_unasked(run, tmp_path, capsys):

@@ -73,6 +73,10 @@ def test_an_evaluation_of_several_ranges_has_a_map_for_each_task_or_suite(tmp_pa
     assert write_maps(record, tmp_path) == ["heatmap_t"]
     assert [text.get_text() for text in drawn[0].axes[0].texts] == ["50.0", "45.0–55.0", "10.0", "5.0–15.0"]
     assert write_maps(evaluation_record(), tmp_path) == []
+    best = {**evaluation_record(row("adapter", 0.3), row("gated", 0.7), row("gated", 0.5, "[-3,1]")), "suites": []}
+    assert heat_maps(best) == {}, "nothing says the range of gates that are alone in their folder"
+    (one,) = heat_maps({**best, "models": {"gated": "run/trials/entropy_0_1_seed0/gated"}}).values()
+    assert set(one.args[2]) == {(0, 1), (-3, 1)}
 
 
 def test_equal_data_give_equal_files_and_a_table_of_all(tmp_path: Path) -> None:

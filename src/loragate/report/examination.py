@@ -69,9 +69,11 @@ MODULE_ROLES = {
 """{kinds of modules: what they do}, for readers who meet the names here first."""
 GROUPS = {"scale": LINES[0], "band": LINES[2], "kind": LINES[3], "gates": LINES[1]}
 PER_TOKEN = "nats per token"
-LEAST, BEST = "least that keeps what it is for", "better by more than chance"
-TARGETS = {"loss": "loss on the examples", "kept": "loss on its own answers"}
-COLOURS = {"What it is for": LINES[0], "What the base could": LINES[1]}
+BEST = "better by more than chance"
+OWN = "its own answers"
+"""What stands for "what it is for" where no examples say that."""
+TARGETS = {"loss": ("What it is for", "loss on the examples"), "kept": (OWN.capitalize(), f"loss on {OWN}")}
+COLOURS = {"What it is for": LINES[0], OWN.capitalize(): LINES[0], "What the base could": LINES[1]}
 MEASURES = {
     "accuracy": ("What it is for", "right on the dev set", "%", "higher"),
     "target": ("What it is for", "", PER_TOKEN, "lower"),
@@ -109,10 +111,11 @@ def examination_banner(examination: Record) -> Banner:
     first = next((one for one in findings if one["severity"] != "note" and one["remedy"]), None)
     more = [f"What to do first: {_sentence(first['remedy'])}"] if first else []
     if verdict != "broken" and strength is not None:
-        for label, gain in (
-            (strength["best"], "does better what it is for"),
-            (strength["least"], "keeps what it is for"),
-        ):
+        gains = ("does better what it is for", "keeps what it is for")
+        if strength["decided_by"] == "kept":
+            unsaid = "(without examples, --data, nothing says how right they are)"
+            gains = (f"predicts {OWN} better {unsaid}", f"keeps {OWN} {unsaid}")
+        for label, gain in zip((strength["best"], strength["least"]), gains, strict=True):
             if label is not None:
                 more.append(f"At {label} times its strength it {gain}: see “How strongly it should act”.")
     if examination["unfinished"]:
@@ -176,15 +179,17 @@ def _sentence(words: str) -> str:
 def _strength(record: Record) -> Blocks:
     points = record["points"]
     curve = [one for one in points if one["group"] == "scale"]
+    least = f"least that keeps {OWN if record['decided_by'] == 'kept' else 'what it is for'}"
     marks = {}
-    for what, label in (("as it is", "1"), (LEAST, record["least"]), (BEST, record["best"])):
+    for what, label in (("as it is", "1"), (least, record["least"]), (BEST, record["best"])):
         if found := [one["strength"] for one in curve if one["label"] == label]:
             marks[f"{found[0]:g}: {what}"] = found[0]
     measures = {
-        key: (of, what or TARGETS[record["target"]], unit, better)
+        key: (*((of, what) if what else TARGETS[record["target"]]), unit, better)
         for key, (of, what, unit, better) in MEASURES.items()
         if any(one[key] is not None for one in points)
     }
+    shown = dict.fromkeys(of for of, *_ in measures.values() if of != "What the base could")
     curves = [
         (
             f"{of}: {what}, {better} is better",
@@ -198,9 +203,7 @@ def _strength(record: Record) -> Blocks:
     parts = [one for one in points if one["group"] != "scale"]
     whole = [one for label in ("1", "0.5") for one in curve if one["label"] == label]
     if parts and whole:
-        both = [
-            (key, MEASURES[key][0], unit) for key, (_, _, unit, _) in measures.items() if key in ("target", "retention")
-        ]
+        both = [(key, of, unit) for key, (of, _, unit, _) in measures.items() if key in ("target", "retention")]
         dots = [
             (_setting_label(one), GROUPS[one["group"]], [_scaled_interval(one[key], unit) for key, _, unit in both])
             for one in (*whole, *parts)
@@ -209,7 +212,7 @@ def _strength(record: Record) -> Blocks:
         gated = any(one["group"] == "gates" for one in parts)
         title = "Weaker in one part, or with gates" if gated else "Weaker in one part"
         pictures.append(chart(partial(paired_dots, dots, labels), title))
-    said = {"1": "", record["least"]: f" ({LEAST})", record["best"]: f" ({BEST})"}
+    said = {"1": "", record["least"]: f" ({least})", record["best"]: f" ({BEST})"}
     lines = [
         Line(
             _setting_label(one) + said.get(one["label"], ""),
@@ -224,7 +227,7 @@ def _strength(record: Record) -> Blocks:
     return [
         text(
             "All that an adapter adds to its base can be multiplied by a strength: 0 is the base, 1 the adapter as it is. Each "
-            "picture shows what it is for beside what the base could do before."
+            f"picture shows {' and '.join(of.lower() for of in shown)} beside what the base could do before."
         ),
         *([Block("list", record["sentences"])] if record["sentences"] else []),
         row(*pictures),
@@ -453,7 +456,9 @@ def _learned(record: Record) -> Blocks:
     if record["gain"] is not None:
         gain = record["gain"]
         less = "less" if gain["mean"] >= 0 else "more"
-        told = f"The adapter's loss is {_ends_text(gain)} nats per token {less} than the base's."
+        unsure = gain["low"] is not None and gain["low"] <= 0 <= gain["high"]
+        shown = "; 0 is in the interval, so a difference is not shown" if unsure else ""
+        told = f"The adapter's loss is {_gain_text(gain)} nats per token {less} than the base's{shown}."
     named = {
         "base": "base, on the examples",
         "adapter": "adapter, on the examples",
@@ -468,10 +473,11 @@ def _learned(record: Record) -> Blocks:
     return blocks
 
 
-def _ends_text(value: Record) -> str:
-    """An interval's absolute figures on one line."""
-    ends = sorted(abs(value[end]) for end in ("low", "high")) if value["low"] is not None else []
-    return format_cell((f"{abs(value['mean']):.3f}", " to ".join(f"{end:.3f}" for end in ends)))
+def _gain_text(value: Record) -> str:
+    """A difference and its interval on one line, both turned so that the difference is above 0."""
+    sign = 1 if value["mean"] >= 0 else -1
+    ends = sorted(sign * value[end] for end in ("low", "high")) if value["low"] is not None else []
+    return format_cell((_format_3_decimals(abs(value["mean"])), " to ".join(map(_format_3_decimals, ends))))
 
 
 def _static(record: Record) -> Blocks:

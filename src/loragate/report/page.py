@@ -8,6 +8,7 @@ text in it can end the block.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -37,12 +38,13 @@ from loragate.report.scores import VERDICTS, advice_of, evaluation_statements, s
 from loragate.report.selection import heat_maps, read_selection, selection_table
 from loragate.report.sources import SETS, Source
 from loragate.report.table import Line, Table
-from loragate.selection_record import SelectionRecord
+from loragate.selection_record import FILE, SelectionRecord
 from loragate.version import __version__
 
 Record = Mapping[str, Any]
 Make = Callable[[Any], Sequence[Block | Table]]
 BARS = 8  # of the banner's chart
+VETOES = 3  # that the banner names
 SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Make], ...] = (
     ("evaluation", "scores", "Scores", evaluation_blocks),
     ("selection", "selection", "How it was selected", selection_blocks),
@@ -105,26 +107,66 @@ def _drawn(make: Make, record: Any) -> list[Block | Table]:
 def banner_of(sources: Sequence[Source]) -> Banner:
     """From the one selection among the sources, else the first evaluation, else the first selection or check-up."""
     found: list[SelectionRecord] = []
+    chosen: list[Source] = []
     for source in sources:
         selection = source.convert(lambda record: read_selection(_selection(record)))
-        found += [selection] if selection and selection not in found else []
+        if selection and selection not in found:
+            found.append(selection)
+            chosen.append(source)
     evaluations = [source for source in sources if source.kind == "evaluation"]
     if found and (len(found) == 1 or not evaluations):
         record, table = found[0], selection_table(found[0], BARS)
-        # of a test the first line, and each that says worse
-        lines = [line for one in evaluations[:1] for line in one.convert(evaluation_statements)]
-        tested = [line for line in lines if line == lines[0] or VERDICTS["worse"] in line]
+        # of a test the first line, and each that says worse or that the base is better
+        lines = [line for one in evaluations[:1] for line in _said(one, sources, evaluation_statements)]
+        notable = (VERDICTS["worse"], f"the base is {VERDICTS['better']}")
+        tested = [line for line in lines if line == lines[0] or any(words in line for words in notable)]
         why = f"Why: {record.recommendation.reason}."
-        more = [line for line in (record.alternatives(), record.beside_base(), why, *tested) if line]
+        more = [line for line in (record.alternatives(), record.beside_base(), why, *_cautions(record)) if line]
+        more += [*_which(chosen), *tested]
         bars = chart(partial(accuracy_bars, table.lines), table.title)
         return Banner(record.recommendation.format_advice(), record.format_score(), more, render_chart(bars))
     for source in evaluations[:1]:
         advice, score, more, table = source.convert(advice_of)
         bars = chart(partial(accuracy_bars, table.lines[:BARS]), table.title)
-        return Banner(advice, score, more, render_chart(bars))
-    for source in (one for one in sources if one.kind == "examination"):
-        return source.convert(examination_banner)
+        return Banner(advice, score, [*more, *_which(evaluations)], render_chart(bars))
+    examined = [source for source in sources if source.kind == "examination"]
+    for source in examined[:1]:
+        banner = source.convert(examination_banner)
+        return replace(banner, more=[*banner.more, *_which(examined)])
+    if any(source.kind in SETS and not _is_finished(source) for source in sources):
+        return Banner(
+            "The choice or check-up is not finished: nothing is recommended yet",
+            more=["The same command with --resume goes on with it; what was scored so far is below."],
+        )
     return Banner("No scores were given to this report", more=["It shows what was trained, not whether it helps."])
+
+
+def _which(alike: Sequence[Source]) -> list[str]:
+    """Which of several sources of one kind a banner goes by."""
+    if len(alike) < 2:
+        return []
+    return [f"This goes by {alike[0].path.name} of {alike[0].name}, the first of {len(alike)}; all are below."]
+
+
+def _cautions(record: SelectionRecord) -> list[str]:
+    """What the recommended variant keeps, the vetoes, of the best ones first, and the warnings."""
+    means = {one.label: one.mean for one in record.variants}
+    kept = {one.label: one.retention for one in record.variants if one.retention is not None}
+    own, adapter = kept.get(record.recommendation.label), kept.get(record.baseline)
+    beside = f", {record.baseline} {adapter}" if adapter and record.recommendation.label != record.baseline else ""
+    lines = [f"On the retention set it has {own}{beside}."] if own else []
+    sentences = record.sentences()
+    vetoed = sorted(record.retention.vetoed if record.retention else (), key=lambda label: -means.get(label, 0.0))
+    lines += [line for label in vetoed[:VETOES] for line in sentences if line.startswith(f"{label} was not taken")]
+    if len(vetoed) > VETOES:
+        lines.append(f"{len(vetoed) - VETOES} more were not taken for what they lose there.")
+    return [*lines, *(line for line in sentences if line.startswith("Warning, "))]
+
+
+def _is_finished(source: Source) -> bool:
+    """Whether the job that an evaluation belongs to, a choice or a check-up, has left its record."""
+    job = source.path.absolute().parent.parent
+    return (job / FILE).is_file() or (job.parent / "doctor.json").is_file()
 
 
 def _selection(record: Any) -> Any:
@@ -141,19 +183,30 @@ def statements(sources: Sequence[Source]) -> list[str]:
         ("diagnosis", lambda record: record["conclusion"][:1]),
     ):
         for source in (one for one in sources if one.kind == kind):
-            name = "" if kind in ("evaluation", "diagnosis") else f"{source.name}: "
-            lines += [name + line for line in source.convert(said)]
+            lines += _said(source, sources, said)
     return lines
 
 
+def _said(source: Source, sources: Sequence[Source], make: Callable[[Any], Sequence[str]]) -> list[str]:
+    """The sentences of a source, with its name before each where others say the like, and before those of an artifact."""
+
+    def subject(one: Source) -> tuple[str, Any]:
+        return one.kind, one.record.get("kind") if one.kind == "diagnosis" else None
+
+    alone = source.kind != "artifact" and [subject(one) for one in sources].count(subject(source)) == 1
+    return [line if alone else f"{source.name}: {line}" for line in source.convert(make)]
+
+
 def _artifact(record: Record) -> list[str]:
-    """Range, choice and what training did, of one artifact."""
+    """Range, choice and what training did, of one artifact; the range is of no account where gates are not recommended."""
     gate, selection, training = record["gate"], record.get("selection") or {}, record.get("training") or {}
     range_ = f"range [{gate['lower']:g}, {gate['upper']:g}]"
     if not selection:
         lines = [f"{range_}; how it was selected is not recorded."]
     elif found := read_selection(selection):
-        lines = [f"{range_}; recommended: {found.recommendation.label}."]
+        acts = {"gates": range_, "adapter": "gates are off"}
+        how = acts.get(found.recommendation.weights, "λ is the same at every token")
+        lines = [f"{how}; recommended: {found.recommendation.label}."]
     else:
         lines = [f"{range_}: {selection.get('reason', 'how it was selected is not recorded')}."]
     if {"entropy_before", "entropy_after"} <= set(training):

@@ -40,6 +40,10 @@ COLUMNS = (
 SUITE_COLUMNS = ("Model", "Mean over tasks %", "vs adapter, points")
 RANGE = re.compile(r"\[(-?[\d.]+), ?(-?[\d.]+)\]")
 """In the label of gates that are one of several; it begins that of a sweep's cell."""
+CELL = re.compile(rf"{RANGE.pattern}( ce)?(, seed \d+)?( greedy| T=[\d.]+)?")
+"""The whole label of a sweep's cell; one with more behind it, such as "[-6,3] noreverse", is trained gates changed afterwards."""
+TRIAL = re.compile(r"_(-?[\d.]+)_(-?[\d.]+)_seed\d+(?:/|$)")
+"""In the path of gates that were trained as one of several: their range."""
 NO_CHOICE = "a test may not choose among them"
 VERDICTS = {"better": "significantly better than the adapter", "worse": "significantly worse than the adapter"}
 
@@ -149,7 +153,7 @@ def compared_rows(record: Record) -> list[tuple[str, list[Record], str]]:
 
 def _cells(rows: list[Record]) -> tuple[int, int, int]:
     """(number of gated rows that are a cell of a sweep, of those significantly better, significantly worse)."""
-    said = [row["verdict"] for row in rows if row["variant"] == "gated" and RANGE.match(row["control"] or "")]
+    said = [row["verdict"] for row in rows if row["variant"] == "gated" and CELL.fullmatch(row["control"] or "")]
     return len(said), said.count("better"), said.count("worse")
 
 
@@ -159,8 +163,12 @@ def _cells_in_words(cells: tuple[int, int, int]) -> str:
 
 
 def evaluation_statements(record: Record) -> list[str]:
-    """What the record's own verdicts say of the gated model, task by task, and what stands beside it."""
+    """What the record's own verdicts say of the gated model, task by task, and what stands beside it.
+
+    Of the base it is said where it is better than the adapter, and always where there are no gates.
+    """
     statements, is_entropy_lower = [], False
+    gates = " ".join(filter(None, ("gated", own_range(record))))
     for task in record["tasks"]:
         rows = rows_of(record, task["name"])
         # the plain adapter, by its temperature
@@ -176,12 +184,8 @@ def evaluation_statements(record: Record) -> list[str]:
             if versus is None or adapter is None:
                 statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")
                 continue
-            size = (
-                f"{percent(row['avg_at_k']['mean'])} % against {percent(adapter['avg_at_k']['mean'])} % of the adapter "
-                f"({format_points(versus['mean'])} points, interval {ends_of(versus)})"
-            )
-            says = VERDICTS.get(row["verdict"], "not significantly different from the adapter")
-            statements.append(f"{where}, gated is {says}: {size}.")
+            name = "gated" if RANGE.match(row["control"] or "") else gates
+            statements.append(f"{where}, {_verdict_in_words(name, row, adapter)}.")
             if not has_own_temperature:
                 statements += [f"{where}, {line}" for line in _confounder_lines(row, adapter, rows)]
                 is_entropy_lower |= (
@@ -189,9 +193,32 @@ def evaluation_statements(record: Record) -> list[str]:
                 )
         if (cells := _cells([row for row in rows if row["temperature"] is None]))[0]:
             statements.append(f"On {task['name']}, {_cells_in_words(cells)}; {NO_CHOICE}.")
+        base = next((row for row in rows if row["variant"] == "base" and row["control"] is None), None)
+        if base and base["comparison"] and None in adapters and (base["verdict"] == "better" or not _has_gates(record)):
+            where = f"On {task['name']}, {temperature_label(task['sampling']['temperature'])}"
+            statements.append(f"{where}, {_verdict_in_words('the base', base, adapters[None])}.")
     if is_entropy_lower:
         statements.append("Gates are trained for low entropy, which does not show that answers are right.")
     return statements
+
+
+def _verdict_in_words(name: str, row: Record, adapter: Record) -> str:
+    versus = row["comparison"]
+    says = VERDICTS.get(row["verdict"], "not significantly different from the adapter")
+    return (
+        f"{name} is {says}: {percent(row['avg_at_k']['mean'])} % against {percent(adapter['avg_at_k']['mean'])} % of the adapter "
+        f"({format_points(versus['mean'])} points, interval {ends_of(versus)})"
+    )
+
+
+def _has_gates(record: Record) -> bool:
+    return any(row["variant"] == "gated" for row in record["results"])
+
+
+def own_range(record: Record) -> str:
+    """The range of the gates that are called "gated" alone, "[0,1]", where the path of their folder says it; else empty."""
+    found = TRIAL.search(record["models"].get("gated") or "")
+    return f"[{found[1]},{found[2]}]" if found else ""
 
 
 def _is_plain(row: Record) -> bool:
@@ -224,7 +251,10 @@ def _confounder_lines(gated: Record, adapter: Record, rows: list[Record]) -> lis
 
 
 def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
-    """(what to do about the gates, what they score, what the alternatives score, the table of these scores) of an evaluation.
+    """(what to do, what that scores, what the alternatives score, the table of these scores) of an evaluation.
+
+    It is about the gates; without any, about the adapter and its base. A base that is significantly better than the adapter is
+    always said.
 
     It follows the verdicts on the averages of suites and on the tasks that are in none; a task on which the gates are worse is
     named even where its average is not. The rest is named and not recommended: what was found the best on a test is not known
@@ -242,8 +272,12 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
     beaten = {where: best for where in helped if (best := _best_of_each(record, where)) and best[0] > best[1]}
     helped = [where for where in helped if where not in beaten]
     cells = [(where, found) for where, rows, _ in every if (found := _cells(rows))[0]]
+    bases = _verdicts(every, "base")
+    lost = [where for where, said in bases.items() if said == "better"]
     if cells and not verdicts:
         advice = "; ".join([*(f"On {where}, {_cells_in_words(found)}" for where, found in cells), NO_CHOICE])
+    elif not verdicts and not _has_gates(record):
+        advice = _advice_without_gates(bases)
     elif not verdicts:
         advice = "The gates were not compared with the adapter"
     elif helped and hurt:
@@ -266,11 +300,15 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
         advice += f"; on {', '.join(beaten)} the gates are better at the task's own temperature alone"
     if unsure and (helped or hurt or beaten):
         advice += f"; no difference shown on {', '.join(unsure)}"
+    if lost and _has_gates(record):
+        advice += f"; the base without any adapter is {VERDICTS['better']}"
+        advice += f" on {', '.join(lost)}" if len(bases) > len(lost) else ""
     title, rows, key = next((one for one in every if one[0] in helped[:1]), every[0])
     names = [*(task["name"] for task in record["tasks"]), *(name for name, _ in suites_of(record))]
     table = dict(zip(names, score_tables(record), strict=True))[title]
     own = {row["variant"]: row for row in rows if row["control"] is None}
-    first = own.get("gated" if helped else "adapter") or rows[0]
+    use_base = lost and not _has_gates(record) and title in lost
+    first = own.get("gated" if helped else "base" if use_base else "adapter") or rows[0]
     score = f"{title}: {row_name(first)} {format_cell(share_cell(first[key]))} %"
     others = sorted((row for row in rows if row is not first), key=lambda row: -row[key]["mean"])
     listed = ", ".join(f"{row_name(row)} {percent(row[key]['mean'])} %" for row in others[:5])
@@ -280,6 +318,27 @@ def advice_of(record: Record) -> tuple[str, str, list[str], Table]:
             f"{row_name(others[0])} scores higher here; whether to use it, a dev set says (loragate calibrate)."
         )
     return advice, score, more, table
+
+
+def _advice_without_gates(bases: Mapping[str, str]) -> str:
+    """What to do about the adapter, from {what was scored: the verdict on the base}."""
+    if not bases:
+        return "The adapter was not compared with its base"
+    better, worse = ([where for where, said in bases.items() if said == verdict] for verdict in ("better", "worse"))
+    unsure = [where for where in bases if where not in (*better, *worse)]
+    left = f"; no difference shown on {', '.join(unsure)}" if unsure else ""
+    if better and worse:
+        return (
+            f"Use the base without the adapter for {', '.join(better)}, where it is {VERDICTS['better']}, and the adapter for "
+            f"{', '.join(worse)}{left}"
+        )
+    if better:
+        on = f" on {', '.join(better)}" if unsure else ""
+        return f"Use the base without the adapter: it is {VERDICTS['better']}{on}{left}"
+    if worse:
+        on = f" on {', '.join(worse)}" if unsure else ""
+        return f"Use the adapter: it is significantly better than its base{on}{left}"
+    return "The adapter is not significantly different from its base"
 
 
 def _best_of_each(record: Record, where: str) -> tuple[float, float] | None:
@@ -300,11 +359,11 @@ def _best_of_each(record: Record, where: str) -> tuple[float, float] | None:
     return (scores["adapter"], scores["gated"]) if several else None
 
 
-def _verdicts(every: list[tuple[str, list[Record], str]]) -> dict[str, str]:
-    """{what was scored: the verdict on the gates themselves}, where there is one."""
+def _verdicts(every: list[tuple[str, list[Record], str]], variant: str = "gated") -> dict[str, str]:
+    """{what was scored: the verdict on the gates themselves, or on the base}, where there is one."""
     return {
         where: row["verdict"]
         for where, rows, _ in every
         for row in rows
-        if row["variant"] == "gated" and row["control"] is None and row["verdict"]
+        if row["variant"] == variant and row["control"] is None and row["verdict"]
     }

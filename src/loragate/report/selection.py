@@ -20,7 +20,7 @@ import numpy as np
 from loragate.display import format_points, percent
 from loragate.files import write_text
 from loragate.report.figures import Draw, Target, open_figure
-from loragate.report.scores import RANGE, compared_rows, row_name
+from loragate.report.scores import RANGE, compared_rows, own_range, row_name
 from loragate.report.table import ABSENT, Cell, Line, Table, format_cell, format_optional, share_cell
 from loragate.selection_record import SelectionRecord, VariantScore, is_selection, read_selection_record
 
@@ -103,8 +103,10 @@ def heat_maps(record: Record | None) -> dict[str, Draw]:
     if record and "suites" in record:
         for where, rows, key in compared_rows(record):
             asked = [row for row in rows if row.get("temperature") is None]
+            labels = {"gated": f"gated {own_range(record)}".rstrip()}
             variants: list[Record] = [
-                {**row[key], "label": row_name(row), "difference": row["comparison"]} for row in asked
+                {**row[key], "label": labels.get(row_name(row), row_name(row)), "difference": row["comparison"]}
+                for row in asked
             ]
             groups.append((rows[0].get("suite") or rows[0]["task"], where, "", variants))
     elif selection := read_selection(record):

@@ -108,12 +108,19 @@ def find_sources(place: Path, name: str = "") -> list[Source]:
         found = [_file(place, name or place.stem)]
     else:
         name = name or place.resolve().name
-        files = [file for pattern in KINDS for depth in DEPTHS for file in sorted(place.glob(depth + pattern))]
+        files = [
+            file for pattern in KINDS for depth in DEPTHS for file in sorted(place.glob(depth + pattern), key=_order)
+        ]
         inside = [file.parent.relative_to(place) for file in files]
         found = [_file(file, name if at == Path() else f"{name}/{at}") for file, at in zip(files, inside, strict=True)]
     if not any(found):
         raise DataError(f"{place} holds nothing that a report can show; looked for {KNOWN}")
     return [source for source in found if source is not None]
+
+
+def _order(file: Path) -> tuple[Path, str]:
+    """By folder; results.json before the other grades of the same answers."""
+    return file.parent, file.stem
 
 
 def _file(file: Path, name: str) -> Source | None:
