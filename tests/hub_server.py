@@ -138,7 +138,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self.missing("RevisionNotFound")
         files = self.hub.commits[repository][commit]
         if rest[0] == "revision":
-            more = {"siblings": [{"rfilename": name} for name in files], "tags": [], "private": False}
+            more = {
+                "siblings": [{"rfilename": name} for name in files],
+                "tags": [],
+                "private": repository in self.hub.private,
+            }
             return self.answer(200, {"id": repository, "sha": commit, **more})
         if rest[0] == "tree":
             return self.answer(200, [self.entry(name, data) for name, data in sorted(files.items())])

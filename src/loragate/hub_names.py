@@ -78,6 +78,14 @@ def _cached(repository: str, revision: str | None, usual: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None  # an object of its own says "known not to exist"
 
 
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What huggingface_hub raises where the hub refuses or cannot be reached: OSError, and what its HTTP client raises."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # the client is another package in each of its versions; the error of its own is one of the client's too
+    return tuple(kind for kind in HfHubHTTPError.__mro__ if issubclass(kind, Exception) and kind is not Exception)
+
+
 def hub_source(folder: str | Path) -> str:
     """ "owner/name@commit" for a folder in the hub cache, with what lies inside it; any other path as it is."""
     found = _SNAPSHOT.search(Path(folder).as_posix())

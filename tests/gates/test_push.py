@@ -207,6 +207,74 @@ def test_no_folder_of_this_machine_is_sent(place, tmp_path):
     assert shown["data"] == {"source": "rows.jsonl", "names": ["c.txt", "modules .*/layers/.*"]}
 
 
+PRIVATE = (
+    "train.jsonl",
+    "running_log.txt",
+    "llamaboard_config.yaml",
+    "trainer_log.jsonl",
+    "all_results.json",
+    "notes.md",
+)
+
+
+def test_only_what_a_reader_needs_is_sent_and_the_rest_is_named(place, hub, tmp_path, capsys):
+    folder = shutil.copytree(place / "gated", tmp_path / "gated")
+    for name in PRIVATE:
+        (folder / "adapter" / name).write_text("hf_secret")
+    (folder / "adapter" / "tokenizer" / "rows.txt").write_text("hf_secret")
+    for name in ("LICENSE", "adapter/NOTICE.txt", "adapter/vocab.json", "adapter/merges.txt", "adapter/spiece.model"):
+        (folder / name).write_text("{}")
+    assert main(["push", str(folder), "user/repo", "--base-id", "someone/base"]) == 0
+    files = hub.files("user/repo")
+    more = ["LICENSE", "adapter/NOTICE.txt", "adapter/vocab.json", "adapter/merges.txt", "adapter/spiece.model"]
+    assert {*files} == {".gitattributes", *SENT, *more}
+    assert b"hf_secret" not in b"".join(files.values())
+    out = " ".join(capsys.readouterr().out.split())
+    left = sorted([*(f"adapter/{name}" for name in PRIVATE), "adapter/tokenizer/rows.txt", "run"])
+    assert f"stays here: {', '.join(left)}" in out
+    assert "user/repo (public):" in out
+
+
+def test_private_files_are_not_published_in_a_repository_that_exists(place, hub, capsys):
+    arguments = ["push", str(place / "gated"), "user/repo", "--base-id", "someone/base", "--private"]
+    hub.create("user/repo")
+    assert main(arguments) == 2
+    assert "user/repo exists and is public, but was to be private" in " ".join(capsys.readouterr().err.split())
+    assert [*hub.files("user/repo")] == [".gitattributes"]
+    hub.private.add("user/repo")
+    assert main(arguments) == 0
+    assert "user/repo (private):" in capsys.readouterr().out
+    hub.private.clear()
+    with pytest.raises(ConfigError, match="is public"):
+        push_gated(place / "gated", "user/repo", base_id="someone/base", private=True, revision="next")
+    assert [*hub.refs["user/repo"]] == ["main"]
+
+
+def test_another_model_is_not_written_over(place, hub):
+    hub.create("user/base")
+    theirs = hub.files("user/base")
+    theirs |= {"README.md": b"theirs", "config.json": b"{}", "generation_config.json": b"{}"}
+    before = dict(theirs)
+    with pytest.raises(
+        ConfigError, match=r"user/base holds something else \(config\.json, generation_config\.json, no "
+    ):
+        push_gated(place / "gated", "user/base", base_id="someone/base")
+    assert hub.files("user/base") == before
+    push_gated(place / "gated", "user/base", base_id="someone/base", revision="gated")
+    assert hub.files("user/base") == before
+    hub.create("user/card")
+    hub.files("user/card").update({"README.md": b"---\nlicense: mit\n---\n", "LICENSE": b"MIT"})
+    push_gated(place / "gated", "user/card", base_id="someone/base")
+    assert "gates.safetensors" in hub.files("user/card")
+
+
+def test_a_hub_that_cannot_be_reached_is_told(place, hub, capsys):
+    hub.close()
+    assert main(["push", str(place / "gated"), "user/repo", "--base-id", "someone/base"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "user/repo was not written (ConnectError" in said
+
+
 def test_a_gated_model_pushes_itself(place, hub, token_ids):
     model = lg.load_gated(place / "gated")
     with pytest.raises(ConfigError, match="is no hub id"):

@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 from places import COMMAND_LINE, arguments, numbers, stamps, sweep, work
 
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, LoragateError
 
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -131,6 +132,43 @@ def test_a_node_that_is_not_up_in_time_is_started_once_more(monkeypatch):
     ):
         ray_session(Resources(workers=2)).__enter__()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("error", [ConfigError("base model /data/base: no such folder"), OSError("no room left")])
+def test_what_goes_wrong_where_a_worker_opens_the_run_is_told(place, tmp_path, monkeypatch, capsys, error):
+    """The driver's own opening goes well: a worker elsewhere lacks the base, or its GPU is full."""
+    from loragate.selection import on_ray
+    from loragate.selection.sweep import Sweep
+
+    models, emptied, real = [], [], Sweep.open
+
+    def fail(*_):
+        raise error
+
+    def opened(self, *args):
+        run = real(self, *args)
+        models.append(weakref.ref(run.context.model))
+        return run
+
+    def without_ray(open_run, pending, on_trial, *, resources):
+        assert models[0]() is None, "the driver holds the base no longer"
+        assert emptied == [True], "nor does its allocator on a GPU"
+        worker = on_ray.Worker(open_run)
+        with monkeypatch.context() as patched:
+            patched.setattr(Sweep, "open", fail)
+            patched.setattr(os, "_exit", sys.exit)
+            for trial in pending:
+                with contextlib.suppress(SystemExit):
+                    assert worker.run(trial) == (trial, False)
+
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: emptied.append(models[0]() is None))
+    monkeypatch.setattr(Sweep, "open", opened)
+    monkeypatch.setattr(on_ray, "run_on_ray", without_ray)
+    with pytest.raises(LoragateError, match="4 of 4 trials are not finished"):
+        sweep(arguments(place, tmp_path / "out", "--runner", "ray", "--workers", "1"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert str(error) in said
+    assert "its worker was lost" not in said
 
 
 @pytest.mark.slow("kills")

@@ -17,8 +17,8 @@ class PushOptions:
         places: gated folder, as `loragate calibrate --out` wrote it, and repository on the hub, owner/name; a missing
             repository is created.
         base_id: hub id of the base model, if the folder names a local one.
-        private: make a new repository private; an existing one stays as it is.
-        revision: branch to write to, created if missing; by default the default branch.
+        private: make a new repository private; one that exists and is public is refused.
+        revision: branch to write to, created if missing; by default the default branch, unless that holds another model.
         message: message of the commit.
         card: upload README.md too; --no-card keeps the README.md on the hub.
         dry_run: check the folder, say what would be sent, and send nothing.
@@ -52,18 +52,21 @@ def run(options: PushOptions) -> int:
         folder,
         repository,
         base_id=options.base_id,
-        private=options.private or None,  # None: an existing repository stays as it is
+        private=options.private or None,  # None: as the owner's account makes new ones
         revision=options.revision or None,
         message=options.message,
         card=options.card,
         dry_run=options.dry_run,
     )
+    if done.left:
+        print(f"stays here: {', '.join(done.left)}")
     if options.dry_run:
         for path, size in done.files.items():
             print(f"  {size:>12,} bytes  {path}")
         print(f"would be sent to {repository}, on the base {done.base}; nothing was sent")
         return 0
-    print(f"{done.url}: {len(done.files)} files, {sum(done.files.values()) / 1024:,.0f} KiB, on the base {done.base}")
+    seen_by, size = "private" if done.private else "public", sum(done.files.values()) / 1024
+    print(f"{done.url} ({seen_by}): {len(done.files)} files, {size:,.0f} KiB, on the base {done.base}")
     print(f"commit {done.commit}")
     print(f'load it: loragate.load_gated("{done.repository}", revision="{done.commit}")')
     print(f"next: loragate generate --model {done.repository}@{done.commit} --prompt TEXT")

@@ -1,4 +1,4 @@
-"""Sending a gated folder to the hub: checked as a reader checks it, only the artifact's own files, in one commit.
+"""Sending a gated folder to the hub: checked as a reader checks it, only files that a reader needs, in one commit.
 
 The folder itself is never changed. In the copy that is sent a local base is named by its hub id, and a value that is an absolute
 path of this machine, in the evidence and the adapter's configuration, is cut to its last part. Files that are on
@@ -7,14 +7,14 @@ the hub already are not sent again, so a broken upload is taken up by repeating 
 
 from __future__ import annotations
 
-import re
 import tempfile
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.errors import HFValidationError
 
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import write_json, write_text
@@ -36,11 +36,19 @@ from loragate.gates.schema import (
     read_gate_config,
     read_tensors,
 )
-from loragate.hub_names import is_hub_id
+from loragate.hub_names import hub_errors, is_hub_id
 from loragate.version import __version__
 
-# a trainer's records beside the adapter: for whoever trained it
-_OF_A_TRAINING = re.compile(r"trainer_state\.json|trainer_log\.jsonl|training_args\.\w+|\w+_results\.json")
+# what is published, by the file's own name; all else that lies there stays: data, logs and settings of a training among it
+_LICENSES = ("LICEN[CS]E*", "NOTICE*")
+_SENT = (
+    *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD, SAMPLING, *_LICENSES, "*.jinja", "chat_template.json"),
+    *("tokenizer*.json", "tokenizer.model*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "tokenization_*.py"),
+    *("vocab*.json", "vocab*.txt", "vocab.bpe", "merges*.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("normalizer.json", "processor_config.json", "preprocessor_config.json"),
+)
+# what the hub's own page puts into a new repository
+_OF_A_NEW_REPOSITORY = (".gitattributes", ".gitignore", CARD, *_LICENSES)
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,8 @@ class Pushed:
     commit: str  # full hash of the commit that holds the artifact; empty where nothing was sent
     files: dict[str, int]  # bytes of each path in the repository
     base: str  # hub id of the base, as the uploaded files name it
+    left: tuple[str, ...]  # paths in the folder that are not sent; a whole folder is one
+    private: bool | None  # whether the repository is; None where it was not asked
 
 
 def push_gated(
@@ -72,8 +82,8 @@ def push_gated(
         folder: what `loragate calibrate --out` or `save_pretrained` of a gated model wrote.
         repository: "owner/name", or "name" for the account that is logged in.
         base_id: hub id of the base, where the folder names a local one.
-        private: make a new repository private; an existing one stays as it is.
-        revision: branch to write to; the default branch otherwise.
+        private: make a new repository private; an existing one stays as it is, and one that is public is then refused.
+        revision: branch to write to; the default branch otherwise, unless that holds another model.
         message: of the commit.
         card: send the model card too; without it the one on the hub stays.
         dry_run: check all that can be checked here, and send nothing.
@@ -81,19 +91,25 @@ def push_gated(
 
     Raises:
         ArtifactError: for a folder that could not be loaded again, or if the hub refuses.
-        ConfigError: for a base that is no hub id, or a repository that cannot be called so.
+        ConfigError: for a base that is no hub id, a repository that cannot be called so, is public against `private`, or holds
+            another model.
     """
     with tempfile.TemporaryDirectory(prefix="loragate-push-") as staged:
-        base = prepare_upload(
-            Path(folder), Path(staged), name=repository.rpartition("/")[2], base_id=base_id, card=card
-        )
+        source, into = Path(folder), Path(staged)
+        base = prepare_upload(source, into, name=repository.rpartition("/")[2], base_id=base_id, card=card)
+        inside = [path.relative_to(source) for path in sorted(source.rglob("*"))]
+        left = tuple(path.as_posix() for path in inside if (into / path.parent).exists() and not (into / path).exists())
         sent = sorted(path for path in Path(staged).rglob("*") if path.is_file())
         files = {path.relative_to(staged).as_posix(): path.stat().st_size for path in sent}
         if dry_run:
-            return Pushed(repository, "", "", files, base)
+            return Pushed(repository, "", "", files, base, left, None)
         api = HfApi(token=token, library_name="loragate", library_version=__version__)
         try:
             url = api.create_repo(repository, private=private, exist_ok=True)
+            found = api.repo_info(url.repo_id)
+            _require_fit(
+                url.repo_id, {file.rfilename for file in found.siblings or ()}, found.private, private, revision
+            )
             if revision:
                 api.create_branch(url.repo_id, branch=revision, exist_ok=True)
             done = api.upload_folder(
@@ -105,14 +121,32 @@ def push_gated(
             )
         except HFValidationError as error:
             raise ConfigError(f"{repository} cannot be the name of a repository: {error}") from None
-        except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError, RuntimeError) as error:
+        except (*hub_errors(), ValueError, RuntimeError) as error:
             said = next(iter(str(error).splitlines()), "")
             raise ArtifactError(
                 f"{repository} was not written ({type(error).__name__}: {said}). Check the owner's name, that you are logged in "
                 "with a token that may write (`hf auth login`) and HF_HUB_OFFLINE; then run again: files that arrived are not "
                 "sent twice"
             ) from error
-        return Pushed(url.repo_id, str(url), done.oid, files, base)
+        return Pushed(url.repo_id, str(url), done.oid, files, base, left, found.private)
+
+
+def _require_fit(
+    repository: str, files: set[str], is_private: bool | None, private: bool | None, revision: str | None
+) -> None:
+    """Refuse (ConfigError) a public repository where a private one was asked for, and one whose main branch is another model."""
+    if private and not is_private:
+        raise ConfigError(
+            f"{repository} exists and is public, but was to be private (--private), so nothing was sent; make it private on its "
+            "page (Settings), name another repository, or leave --private out to publish there"
+        )
+    others = sorted(file for file in files if not _is_one(file, _OF_A_NEW_REPOSITORY))
+    if others and CONFIG not in files and not revision:  # a branch that is named is asked for
+        few = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        raise ConfigError(
+            f"{repository} holds something else ({few}, no {CONFIG}), so nothing was sent; name another repository, which is "
+            "created where it is missing, or a branch of this one with --revision"
+        )
 
 
 def prepare_upload(folder: Path, into: Path, *, name: str, base_id: str = "", card: bool = True) -> str:
@@ -143,8 +177,9 @@ def prepare_upload(folder: Path, into: Path, *, name: str, base_id: str = "", ca
     if base != recorded:  # a commit of the other base means nothing here
         shown["base"] = {**record["base"], "id": base, "revision": None}
     # a list of what is sent, so that run folders and checkpoints beside it stay here
-    kept = [file for file in adapter_files(folder / ADAPTER) if not _OF_A_TRAINING.fullmatch(file)]
-    for file in [GATES, *([SAMPLING] if record.get("sampling") else []), *(f"{ADAPTER}/{name}" for name in kept)]:
+    kept = [f"{ADAPTER}/{file}" for file in adapter_files(folder / ADAPTER) if _is_one(file, _SENT)]
+    kept += [path.name for path in folder.iterdir() if path.is_file() and _is_one(path.name, _LICENSES)]
+    for file in [GATES, *([SAMPLING] if record.get("sampling") else []), *kept]:
         copy_file(folder / file, into / file)
     write_json(into / CONFIG, shown)
     named = adapter.get("base_model_name_or_path")  # by which plain PEFT looks for the base
@@ -168,6 +203,10 @@ def prepare_upload(folder: Path, into: Path, *, name: str, base_id: str = "", ca
         write_text(into / CARD, text)
     read_tensors(into, read_gate_config(into))  # what is sent is what a reader takes
     return base
+
+
+def _is_one(file: str, names: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(PurePosixPath(file).name, name) for name in names)
 
 
 def _shortened(text: str, private: dict[str, str]) -> str:

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
@@ -50,7 +49,7 @@ from loragate.gates.eligibility import (
     quantization_of_config,
 )
 from loragate.gates.strength import overrides_by_module
-from loragate.hub_names import hub_source, split_file
+from loragate.hub_names import hub_errors, hub_source, split_file
 from loragate.models.peft_loading import RESIZE_HINT, TARGETS_HINT, load_peft
 from loragate.models.settings import Loading
 from loragate.models.source import Kind, ModelRef, ModelSource, is_adapter, resolve
@@ -134,7 +133,7 @@ def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
         repository, file = split_file(base.name)
         try:
             path = Path(hf_hub_download(repository, file, revision=base.revision or None))
-        except (HfHubHTTPError, OSError) as error:
+        except hub_errors() as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             raise ArtifactError(f"{base}: the file could not be fetched from the hub ({said})") from error
     # from a folder that holds another form of a model too, transformers takes that one's tokenizer, whatever file is named

@@ -37,7 +37,7 @@ from loragate.gates.schema import (
 from loragate.gates.schema import (
     read_adapter_config as read_adapter_config,
 )
-from loragate.hub_names import cached_commit, hub_source, is_hub_id, parse_hub_name, split_revision
+from loragate.hub_names import cached_commit, hub_errors, hub_source, is_hub_id, parse_hub_name, split_revision
 
 Kind = Literal["base", "adapter", "gated"]
 _WHAT = {"any": "model", "base": "base model", "adapter": "adapter", "gated": "gated adapter"}
@@ -358,7 +358,7 @@ def _download(name: str, revision: str, *kinds: str) -> Path:
             return Path(snapshot_download(name, revision=commit, allow_patterns=[*_FILES[first]]))
         except errors.EntryNotFoundError as error:  # the repository is there, perhaps with the next kind
             failed = failed or error
-        except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+        except (errors.HFValidationError, *hub_errors()) as error:
             failed = error
             break
     raise _translate_hub_error(name, revision, kinds, failed) from failed

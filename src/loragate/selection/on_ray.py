@@ -6,7 +6,6 @@ machine, Ray's processes are tied to ours by the kernel and end with it, however
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import socket
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.selection.selection_run import OnTrial, Open, no_trial
+from loragate.selection.selection_run import OnTrial, Open, SelectionRun, no_trial
 from loragate.selection.trials import Trial
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
@@ -78,12 +77,14 @@ class Worker:
 
     def __init__(self, open_run: Open, threads: int = 1) -> None:
         torch.set_num_threads(threads)
-        self.open_run = functools.cache(open_run)
+        self.open_run = open_run
+        self.opened: SelectionRun | None = None
 
     def run(self, trial: Trial) -> tuple[Trial, bool]:
         """Run a whole trial; whether it is finished. What goes wrong is noted in its folder."""
         try:
-            self.open_run().run_trial(trial)
+            self.opened = self.opened or self.open_run(trial)
+            self.opened.run_trial(trial)
         except LoragateError:
             return trial, False  # another attempt would fail alike
         except Exception:

@@ -504,8 +504,8 @@ def find_failures(folder: Path, trials: Sequence[Trial], *, diverged: bool) -> d
     return {name: str(note["error"]) for name, note in notes.items() if note and note["diverged"] is diverged}
 
 
-Open = Callable[[], SelectionRun]
-"""Opens a run in a process of its own; it can be sent there."""
+Open = Callable[[Trial], SelectionRun]
+"""Opens a run, for a first trial, in a process of its own; it can be sent there."""
 OnTrial = Callable[[Trial, str], None]
 """Called with (trial, "finished" or "failed") when a trial has ended."""
 

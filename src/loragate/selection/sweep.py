@@ -12,10 +12,13 @@ the best of many on a test is not known to be the best elsewhere.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from loragate.data import Rows
 from loragate.errors import ConfigError, DataError, DivergenceError, LoragateError
@@ -29,6 +32,7 @@ from loragate.gates.schema import CONFIG, read_gate_config
 from loragate.models import Loaded, Loading, ModelSource, explained, load_adapter, open_base, open_tokenizer, resolve
 from loragate.selection.calibrate import read_questions, write_recommended
 from loragate.selection.selection_run import (
+    TRIALS,
     OnEvent,
     OnTrial,
     Open,
@@ -39,7 +43,7 @@ from loragate.selection.selection_run import (
     no_trial,
 )
 from loragate.selection.settings import DevSettings
-from loragate.selection.trials import Trial, TrialContext
+from loragate.selection.trials import Trial, TrialContext, note_failure
 from loragate.selection_record import SelectionRecord
 from loragate.training import GateTrainingSettings
 
@@ -106,6 +110,14 @@ class Sweep:
             dev, retention = read_questions(context, self.dev, self.dev_data, self.retention_data or None)
         return SelectionRun(context, tuple(trials), folder, dev, retention, on_event)
 
+    def open_for(self, trials: Sequence[Trial], folder: Path, trial: Trial) -> SelectionRun:
+        """`open` in a worker, for one of the trials; what goes wrong is noted in its folder, where the driver finds it."""
+        try:
+            return self.open(trials, folder)
+        except Exception as error:
+            note_failure(folder / TRIALS / trial.slug, error)
+            raise
+
 
 def absolute_if_exists(text: str) -> str:
     """The whole path of what exists here; anything else, such as a hub id, as it is."""
@@ -131,7 +143,7 @@ def run_in_sequence(open_run: Open, pending: Sequence[Trial], on_trial: OnTrial 
     """Run trials one after the other in this process."""
     for trial in pending:
         try:
-            open_run().run_trial(trial)
+            open_run(trial).run_trial(trial)
         except Exception:  # noted by the trial, reported by whoever reads the folder
             on_trial(trial, "failed")
         else:
@@ -212,15 +224,17 @@ def run_sweep(
             run.check_grader_reads_answers()
         if pending := run.find_pending_trials():
             if runner is run_in_sequence:
-                run_in_sequence(lambda: run, pending, on_trial)
+                run_in_sequence(lambda _: run, pending, on_trial)
             else:
-                run.context.model = None  # its room is the workers'
+                run.context.model = None  # its room is the workers', on a GPU too
+                gc.collect()
+                torch.cuda.empty_cache()
 
                 def ended(trial: Trial, how: str, run: SelectionRun = run) -> None:
                     run.report_progress("training", run.trial_label(trial), run.steps, how)  # a worker reports no step
                     on_trial(trial, how)
 
-                runner(functools.partial(sweep.open, tuple(trials), folder.resolve()), pending, ended)
+                runner(functools.partial(sweep.open_for, tuple(trials), folder.resolve()), pending, ended)
                 run = sweep.open(trials, folder, on_event)
         if run.find_pending_trials():
             known = find_failures(folder, trials, diverged=False)

@@ -182,9 +182,7 @@ class TrialContext:
             except StoppedError as error:
                 raise KeyboardInterrupt(str(error)) from error
             except Exception as error:
-                text = str(error) if isinstance(error, LoragateError) else f"{type(error).__name__}: {error}"
-                with suppress(LoragateError):  # the failure itself matters more than its note
-                    write_json(place / FAILED, {"error": text[:2000], "diverged": isinstance(error, DivergenceError)})
+                note_failure(place, error)
                 raise
             finally:
                 if is_gated(self.model, active_adapter(self.model)):  # a training that failed has taken them off
@@ -274,6 +272,13 @@ def _set_gates(model: Any, values: Mapping[str, torch.Tensor]) -> None:
             else:
                 parameter.zero_()
             parameter.requires_grad_(False)
+
+
+def note_failure(place: Path, error: Exception) -> None:
+    """Note in a trial's folder why its last attempt failed."""
+    text = str(error) if isinstance(error, LoragateError) else f"{type(error).__name__}: {error}"
+    with suppress(LoragateError):  # the failure itself matters more than its note
+        write_json(place / FAILED, {"error": text[:2000], "diverged": isinstance(error, DivergenceError)})
 
 
 def share_files(folder: Path, common: Path) -> None:
