@@ -83,7 +83,9 @@ class Session:
         """The same answers with λ held to other bounds."""
         question = record["questions"][0]
         answers = [
-            Answer(name, Sample(0, 0, "", tuple(ids), "stop", None)) for name, ids in record["token_ids"].items()
+            Answer(one["variant"], Sample(0, 0, "", tuple(ids), one["finish_reason"], None))
+            for one in question["answers"]
+            for ids in (record["token_ids"][one["variant"]],)
         ]
         with self.lock:
             return self._trace(Question("0", question["prompt"], "", answers), minimum, maximum)
@@ -114,16 +116,20 @@ def build_explorer(
             'the explorer needs gradio; install it with: pip install ".[explore]" in a checkout'
         ) from error
 
-    def compare(text: str, temperature: float, limit: float, seed: float, low: float, high: float) -> Any:
-        if not text.strip():
-            raise gradio.Error("Type a prompt first.")
+    def check(low: float, high: float) -> None:
         if low > high:
             raise gradio.Error(f"The lower bound {low:g} is above the upper bound {high:g}.")
-        record = session.respond(text, temperature, int(limit), int(seed), low, high)
+
+    def compare(text: str, temperature: float, limit: float, seed: float | None, low: float, high: float) -> Any:
+        if not text.strip():
+            raise gradio.Error("Type a prompt first.")
+        check(low, high)
+        record = session.respond(text, temperature, int(limit), int(seed or 0), low, high)
         return record, answers(record)
 
     def bounds(record: dict[str, Any] | None, low: float, high: float) -> Any:
-        if not record or low > high:
+        check(low, high)
+        if not record:
             return record, gradio.skip()
         record = session.reread(record, low, high)
         return record, answers(record)

@@ -164,6 +164,7 @@
       stream.addEventListener("keydown", (event) => move(event, answer, spans));
       box.append(title, stream);
       if (answer.finish_reason && answer.finish_reason !== "stop") box.append(element("p", "ended by: " + answer.finish_reason, "note"));
+      if (answer.cut) box.append(element("p", answer.cut + " further tokens are not shown", "note"));
       return box;
     }));
   }
