@@ -29,7 +29,7 @@ TEMPLATE = (
 HIDDEN, MLP, LAYERS, HEADS = 64, 96, 2, 2
 
 
-def write_gguf(path, *, architecture="llama", stored="Q8_0", parts=0):
+def write_gguf(path, *, architecture="llama", stored="Q8_0", parts=0, more=lambda writer: None):
     """A tiny random Llama with a byte-level tokenizer, its matrices stored in blocks of `stored`."""
     kind, random = gguf_writer.GGMLQuantizationType[stored], np.random.default_rng(0)
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "he"]
@@ -44,6 +44,7 @@ def write_gguf(path, *, architecture="llama", stored="Q8_0", parts=0):
         getattr(writer, f"add_{name}")(value)
     if parts:
         writer.add_uint16("split.count", parts)
+    more(writer)
 
     def matrix(name, rows, columns):
         values = random.standard_normal((rows, columns)).astype(np.float32) * 0.2
@@ -152,3 +153,24 @@ def test_a_file_that_was_cut_off_is_refused(file, tmp_path):
         cut.write_bytes(content)
         with pytest.raises(LoragateError, match=r"cannot be (loaded|read)"):
             open_model(resolve(str(cut)))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(16, np.float32)), "rope_freqs.weight"),
+        (lambda writer: writer.add_string("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type = yarn"),
+        (lambda writer: writer.add_tensor("blk.0.attn_q.bias", np.ones(HIDDEN, np.float32)), "holds 1 biases"),
+    ],
+)
+def test_file_of_which_transformers_would_make_another_model_is_refused(tmp_path, more, said):
+    path = tmp_path / "base.gguf"
+    write_gguf(path, more=more)
+    with pytest.raises(LoragateError, match=said.replace(".", r"\.")):
+        open_model(resolve(str(path)))
+
+
+def test_file_whose_positions_are_not_scaled_is_read(tmp_path):
+    path = tmp_path / "base.gguf"
+    write_gguf(path, more=lambda writer: writer.add_string("llama.rope.scaling.type", "none"))
+    assert open_model(resolve(str(path))).model is not None

@@ -171,9 +171,36 @@ def base_config(base: ModelRef, trust: bool = False) -> Any:
 def _gguf_config(name: str, file: str, trust: bool, _changed: int) -> Any:
     """Kept, as transformers reads all of a GGUF file's header for it, which takes seconds."""
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust, gguf_file=file)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust, gguf_file=file)
+        scaled = _scaled_positions(Path(name, file))
     except (struct.error, OSError, ValueError, LookupError) as error:
         raise ArtifactError(f"{file} cannot be read ({error}); if it was cut off, fetch it again") from error
+    kind = (getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
+    if scaled and kind == "default":
+        raise ArtifactError(
+            f"{file} scales its rotary positions ({scaled}), as Llama 3.1 and later do, and transformers reads that from no GGUF "
+            "file: it would be another model. Take the base as a plain folder of safetensors"
+        )
+    return config
+
+
+def _scaled_positions(path: Path) -> str:
+    """What of a GGUF file says that its rotary positions are scaled; empty where nothing does."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    found = [tensor.name for tensor in reader.tensors if tensor.name.startswith(("rope_freqs", "rope_factors"))]
+    for key, field in reader.fields.items():
+        if key.endswith(".rope.scaling.type") and (kind := field.contents()) != "none":
+            found.append(f"{key} = {kind}")
+    return ", ".join(found)
+
+
+def _tensor_names(path: Path) -> list[str]:
+    """Of a GGUF file."""
+    from gguf import GGUFReader
+
+    return [tensor.name for tensor in GGUFReader(path).tensors]
 
 
 def generation_config(base: ModelRef, trust: bool = False) -> Any:
@@ -224,6 +251,14 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
         raise ArtifactError(
             f"{base.name} does not hold {missing[0]} ({len(missing)} weights are missing); it may be one of several parts, which "
             "llama.cpp joins: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
+        )
+    # transformers passes over what its model has no place for, as the biases of a Llama's attention
+    held = sum(key.endswith("bias") for key in _tensor_names(Path(name, beside["gguf_file"])))
+    taken = sum(key.endswith("bias") for key in model.state_dict())
+    if held > taken:
+        raise ArtifactError(
+            f"{base.name} holds {held} biases, and the model that transformers makes of it has {taken}: it would be another model. "
+            "Take the base as a plain folder of safetensors"
         )
     # transformers would record the folder of the file, or a temporary one
     model.name_or_path = model.config._name_or_path = base.absolute_name
@@ -286,6 +321,10 @@ def open_base(base: ModelRef, how: Loading, host_memory: bool = False, autocast:
     stored = quantization_of_config(config)
     if stored != NONE and how.quantization != NONE:
         raise ConfigError(f"{base.name} is {describe_storage(stored)} already; leave --quantization out")
+    if stored == EIGHT_BIT and how.dtype == "float32":
+        raise ConfigError(
+            f"{base.name} is stored in 8 bits, whose layers multiply in float16: --dtype float32 would be a false promise; leave it out"
+        )
     if how.quantization != NONE:
         arguments["quantization_config"] = _bitsandbytes(how)
     is_quantized = stored != NONE or how.quantization != NONE  # packed weights cannot be moved once they are loaded
