@@ -337,3 +337,18 @@ def test_an_adapter_that_is_not_shown_to_beat_its_base_is_said(tmp_path, engines
     engines({"adapter greedy": 20, "base greedy": 3, GREEDY: 21})
     _, chosen = calibrate(tmp_path / "far")
     assert not any("beat its base" in line for line in chosen.sentences())
+
+
+@pytest.mark.parametrize(
+    ("more", "kept"),
+    [
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, "norm"),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [3]}}, "embed_tokens"),
+    ],
+)
+def test_where_no_lambda_reaches_all_that_was_trained_the_base_is_no_choice(tmp_path, engines, more, kept):
+    engines({"adapter greedy": 20})
+    found = record_of(calibrate(tmp_path / "out", model=tiny_adapter(**more), ranges=(TWO,))[1])
+    assert not any(row["label"].startswith("base") for row in found["variants"])
+    assert kept in found["left_out"]["base"]

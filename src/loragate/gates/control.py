@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from loragate.errors import GateError
@@ -343,6 +344,21 @@ def base_unavailable_reason(model: nn.Module, adapter_name: str | None = None) -
             "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off; a model that "
             "loragate.models.load_adapter puts together keeps the base's own"
         )
+    return ""
+
+
+def zero_unavailable_reason(model: nn.Module, adapter_name: str | None = None) -> str:
+    """Why λ = 0 in all modules would not be the base, and so no folder that says so either; empty where it is."""
+    name = active_adapter(model, adapter_name)
+    if reason := base_unavailable_reason(model, name):
+        return reason
+    whole = [
+        base_module_name(path)
+        for path, module in model.named_modules()
+        if isinstance(module, AuxiliaryTrainingWrapper) and name in module._adapters
+    ]
+    if kept := [*find_ungated_modules(model, name), *whole, *vars(model).get("_displaced_weights", {})]:
+        return f"λ = 0 would not be the base: {kept[0]} is trained too, and no λ reaches it"
     return ""
 
 

@@ -36,7 +36,7 @@ from loragate.evaluation.variants import ModelVariant
 from loragate.files import RunFolder, read_json, write_json
 from loragate.gates import adapter_fingerprint
 from loragate.gates.attach import active_adapter, is_gated
-from loragate.gates.control import base_unavailable_reason
+from loragate.gates.control import zero_unavailable_reason
 from loragate.gates.eligibility import examine_adapter, require_gateable, require_trainable
 from loragate.gates.identity import base_weight_samples
 from loragate.gates.schema import CONFIG
@@ -178,7 +178,7 @@ class SelectionRun:
         require_one_process()
         context = self.context
         count_gateable_modules(context, self.trials)
-        self.why_no_base_variant = base_unavailable_reason(context.model)
+        self.why_no_base_variant = zero_unavailable_reason(context.model)
         self.scales = constant_scale_variants(lora_paths(context.model))
         self.gated: dict[Trial, Path] = {}
         self.diverged: dict[str, str] = {}
