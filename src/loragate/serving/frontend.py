@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import inspect
 import logging
 import time
@@ -60,12 +61,13 @@ def assign_adapter_id(engine: Any, lora_request: Any) -> Any:
     """
     folders = engine.__dict__.setdefault("_loragate_numbers", {})
     folder = split_folder(lora_request.lora_path)[0]
-    numbers = folders.setdefault(parse_slot_override(lora_request.lora_path)[0], {})
+    slot = parse_slot_override(lora_request.lora_path)[0]
+    numbers = folders.setdefault(slot, {})
     now = models.stamp(Path(folder).expanduser())
     if now not in numbers:
-        taken = {number for known in folders.values() for number in known.values()}
-        own = lora_request.lora_int_id
-        numbers[now] = own if own not in taken else max(taken) + 1
+        # of every API server the same; the lower half is vLLM's, which counts from 1, and the workers hold 32 bits
+        digest = hashlib.sha256(repr((slot, now)).encode()).digest()
+        numbers[now] = 2**30 + int.from_bytes(digest[:8], "big") % 2**30
     other = copy.copy(lora_request)  # a msgspec struct
     other.lora_int_id = numbers[now]
     if other.lora_int_id != next(iter(numbers.values())):
