@@ -211,6 +211,15 @@ def test_a_folder_written_anew_has_another_number_and_name(saved: Path, tmp_path
     assert number("other", str(saved / "adapter"), 2) == other
 
 
+def test_a_new_strength_by_name_reads_no_folder_again(saved: Path) -> None:
+    processor, place = SimpleNamespace(lora_config=SimpleNamespace(enable_tower_connector_lora=False)), saved / "gated"
+    for strength in ("0.5", "0.51", "0.52"):
+        name = f"gated@constant={strength}"
+        frontend.check_adapter(processor, adapter(name, f"{place}@constant={strength}"))
+    assert [key[0] for key in processor._loragate_checked] == ["gated"]
+    assert list(processor._loragate_digests) == [("gated", str(place))]
+
+
 class Engine:
     """What `answer` takes of vLLM's AsyncLLM."""
 

@@ -126,10 +126,13 @@ def check_adapter(processor: Any, lora_request: Any) -> None:
         checked = processor.__dict__.setdefault("_loragate_checked", {})
         # of all overrides, a plain adapter takes some and not others
         kind = None if override is None else (override.constant is None, override.part)
-        now, key = models.stamp(folder), (lora_request.lora_name, str(folder), kind)
+        name, (slot, over) = lora_request.lora_name, parse_slot_override(lora_request.lora_path)
+        if over is not None:  # asked for by name: the files are the same at every strength
+            name = name.replace(lora_request.lora_path[len(slot) :], "")
+        now, key = models.stamp(folder), (name, str(folder), kind)
         if checked.get(key) != now:
             moved = copy.copy(lora_request)
-            moved.lora_path = str(folder)
+            moved.lora_name, moved.lora_path = name, str(folder)
             gates = models.read_gates(folder, override)
             require_unchanged(processor, moved, gates.digest)
             checked[key] = now
