@@ -314,3 +314,5 @@ def test_what_an_engine_refuses_to_load_is_the_client_s_error() -> None:
         served = SimpleNamespace(engine_client=SimpleNamespace(errored=errored))
         error = finished(frontend.load_adapter(loaded, served, None)).error
         assert (error.code, error.type, error.message) == told
+    message = "Call to add_lora method failed: Worker failed with error 'no 'x'', please check the stack trace above for the cause"
+    assert frontend._reason(message) == "no 'x'"

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Mapping
 from http import HTTPStatus
@@ -96,7 +97,9 @@ async def load_adapter(original: Any, self: Any, request: Any, *args: Any, **kwa
 
 def _reason(message: str) -> str:
     """What an engine's process says, without which of its calls said it."""
-    return message.removeprefix("Call to add_lora method failed: ")
+    message = message.removeprefix("Call to add_lora method failed: ")
+    inner = re.fullmatch(r"Worker failed with error '(.*)', please check the\s*stack trace.*", message, re.DOTALL)
+    return inner[1] if inner else message
 
 
 def validate_request(original: Any, self: Any, lora_request: Any) -> None:
