@@ -114,7 +114,15 @@ def test_all_strengths_of_a_folder_have_one_number() -> None:
     for number, path in enumerate(("/g", "/p", "/g@unit", "/g@constant=0.5", "/p@constant=2.0", "/p@lower=0.5"), 1):
         request = SimpleNamespace(lora_name=path, lora_int_id=number, lora_path=path)
         assert finished(frontend.add_adapter(add, engine, request))
-    assert numbers == [1, 2, 1, 1, 2, 6], "a constant for a part is in the slot, and not laid over it"
+    assert [numbers.index(one) for one in numbers] == [0, 1, 0, 0, 1, 5], (
+        "a constant for a part is in the slot, and not laid over it"
+    )
+    other = SimpleNamespace()  # an API server that saw them in another order
+    again = [
+        frontend.assign_adapter_id(other, adapter(path, path)).lora_int_id for path in ("/p@lower=0.5", "/p", "/g")
+    ]
+    assert again == [numbers[5], numbers[1], numbers[0]]
+    assert all(2**30 <= one < 2**31 for one in numbers)
 
 
 def test_a_scale_that_does_not_reach_the_whole_adapter_is_refused(tmp_path: Path) -> None:
@@ -189,16 +197,27 @@ def test_a_folder_written_anew_has_another_number_and_name(saved: Path, tmp_path
         found = frontend.assign_adapter_id(engine, SimpleNamespace(lora_name=name, lora_int_id=own, lora_path=path))
         return found.lora_name, found.lora_int_id
 
-    assert number("moving", str(place), 1) == ("moving", 1)
-    assert number("other", str(saved / "adapter"), 2) == ("other", 2)
-    for round_ in (3, 4):
+    first, other = number("moving", str(place), 1), number("other", str(saved / "adapter"), 2)
+    assert (first[0], other[0]) == ("moving", "other")
+    seen = {first[1], other[1]}
+    for _ in range(2):
         record = place / "gate_config.json"
         record.write_text(record.read_text() + "\n")
-        assert number("moving", str(place), 1) == (f"moving#{round_}", round_)
-        assert number("moving", f"{place}@unit", 1) == (f"moving#{round_}", round_), (
-            "and for all that is laid over its λ"
-        )
-    assert number("other", str(saved / "adapter"), 2) == ("other", 2)
+        name, anew = number("moving", str(place), 1)
+        assert name == f"moving#{anew}"
+        assert anew not in seen
+        assert number("moving", f"{place}@unit", 1) == (name, anew), "and for all that is laid over its λ"
+        seen.add(anew)
+    assert number("other", str(saved / "adapter"), 2) == other
+
+
+def test_a_new_strength_by_name_reads_no_folder_again(saved: Path) -> None:
+    processor, place = SimpleNamespace(lora_config=SimpleNamespace(enable_tower_connector_lora=False)), saved / "gated"
+    for strength in ("0.5", "0.51", "0.52"):
+        name = f"gated@constant={strength}"
+        frontend.check_adapter(processor, adapter(name, f"{place}@constant={strength}"))
+    assert [key[0] for key in processor._loragate_checked] == ["gated"]
+    assert list(processor._loragate_digests) == [("gated", str(place))]
 
 
 class Engine:
@@ -247,7 +266,7 @@ def test_the_log_has_a_line_for_each_request(kind: str, monkeypatch: pytest.Monk
         f"request r1: model base, adapter math, strength as it is, {told}",
         f"request r1: model base, adapter none, strength none, {told}",
     ]
-    assert [one.lora_int_id for one in engine.added] == [1], "loaded once, before its first request"
+    assert len(engine.added) == 1, "loaded once, before its first request"
     with pytest.raises(ValueError, match=r"^another base$"):
         finished(
             collect(frontend.answer(answer, Engine(True), "p", sampling, "r2", lora_request=adapter("m", "/m")), [])
@@ -263,8 +282,9 @@ def test_what_is_embedded_is_loaded_as_what_is_generated() -> None:
     engine, numbers = Engine(), list[Any]()
     for one in (adapter("p", "/p"), adapter("p@mlp=0.0", "/p@mlp=0.0"), adapter("p", "/p@constant=0.5"), None):
         finished(collect(frontend.answer(answer, engine, "p", None, "r1", lora_request=one), numbers))
-    assert numbers == [1, 2, 1, None]
-    assert [one.lora_int_id for one in engine.added] == [1, 2]
+    assert numbers[0] == numbers[2] != numbers[1]
+    assert numbers[3] is None
+    assert [one.lora_int_id for one in engine.added] == numbers[:2]
 
 
 def test_a_clip_of_a_plain_adapter_is_refused_before_vllm_takes_the_request(saved: Path) -> None:
@@ -294,3 +314,5 @@ def test_what_an_engine_refuses_to_load_is_the_client_s_error() -> None:
         served = SimpleNamespace(engine_client=SimpleNamespace(errored=errored))
         error = finished(frontend.load_adapter(loaded, served, None)).error
         assert (error.code, error.type, error.message) == told
+    message = "Call to add_lora method failed: Worker failed with error 'no 'x'', please check the stack trace above for the cause"
+    assert frontend._reason(message) == "no 'x'"

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import inspect
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Mapping
 from http import HTTPStatus
@@ -60,12 +62,13 @@ def assign_adapter_id(engine: Any, lora_request: Any) -> Any:
     """
     folders = engine.__dict__.setdefault("_loragate_numbers", {})
     folder = split_folder(lora_request.lora_path)[0]
-    numbers = folders.setdefault(parse_slot_override(lora_request.lora_path)[0], {})
+    slot = parse_slot_override(lora_request.lora_path)[0]
+    numbers = folders.setdefault(slot, {})
     now = models.stamp(Path(folder).expanduser())
     if now not in numbers:
-        taken = {number for known in folders.values() for number in known.values()}
-        own = lora_request.lora_int_id
-        numbers[now] = own if own not in taken else max(taken) + 1
+        # of every API server the same; the lower half is vLLM's, which counts from 1, and the workers hold 32 bits
+        digest = hashlib.sha256(repr((slot, now)).encode()).digest()
+        numbers[now] = 2**30 + int.from_bytes(digest[:8], "big") % 2**30
     other = copy.copy(lora_request)  # a msgspec struct
     other.lora_int_id = numbers[now]
     if other.lora_int_id != next(iter(numbers.values())):
@@ -94,7 +97,9 @@ async def load_adapter(original: Any, self: Any, request: Any, *args: Any, **kwa
 
 def _reason(message: str) -> str:
     """What an engine's process says, without which of its calls said it."""
-    return message.removeprefix("Call to add_lora method failed: ")
+    message = message.removeprefix("Call to add_lora method failed: ")
+    inner = re.fullmatch(r"Worker failed with error '(.*)', please check the\s*stack trace.*", message, re.DOTALL)
+    return inner[1] if inner else message
 
 
 def validate_request(original: Any, self: Any, lora_request: Any) -> None:
@@ -124,10 +129,13 @@ def check_adapter(processor: Any, lora_request: Any) -> None:
         checked = processor.__dict__.setdefault("_loragate_checked", {})
         # of all overrides, a plain adapter takes some and not others
         kind = None if override is None else (override.constant is None, override.part)
-        now, key = models.stamp(folder), (lora_request.lora_name, str(folder), kind)
+        name, (slot, over) = lora_request.lora_name, parse_slot_override(lora_request.lora_path)
+        if over is not None:  # asked for by name: the files are the same at every strength
+            name = name.replace(lora_request.lora_path[len(slot) :], "")
+        now, key = models.stamp(folder), (name, str(folder), kind)
         if checked.get(key) != now:
             moved = copy.copy(lora_request)
-            moved.lora_path = str(folder)
+            moved.lora_name, moved.lora_path = name, str(folder)
             gates = models.read_gates(folder, override)
             require_unchanged(processor, moved, gates.digest)
             checked[key] = now
