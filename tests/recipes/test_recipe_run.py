@@ -78,7 +78,7 @@ def test_a_stage_that_was_not_finished_goes_on_with_what_it_has(recipe, tmp_path
         run_recipe(changed(recipe, 0, rank=8), out, resume=True, say=quiet)
     assert "--resume" not in started.commands[-1], "nothing to resume from yet, so it may also change"
     (out / "sft" / "run" / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"1-sft\.yaml was begun with rank = 8, now it is 4"):
+    with pytest.raises(ConfigError, match=r"1-sft\.yaml was begun with rank = 8, now it is 4.*or remove .*run/sft to begin"):
         run_recipe(recipe, out, resume=True, say=quiet)
     started.failing.clear()
     (out / "sft" / "half.safetensors").touch()
@@ -86,6 +86,22 @@ def test_a_stage_that_was_not_finished_goes_on_with_what_it_has(recipe, tmp_path
     assert started.commands[-2][-1] == "--resume"
     assert not (out / "sft" / "half.safetensors").exists(), "half a result is written again"
     assert (out / "sft" / "run" / "run.json").exists()
+
+
+def test_a_failed_stage_begins_again_with_other_options_where_it_was_removed(recipe, tmp_path, started):
+    out, quiet, other = tmp_path / "run", lambda text: None, changed(recipe, 1, batch_size=2)
+    started.failing[:] = ["look"]
+    with pytest.raises(LoragateError, match="ended with status 1"):
+        run_recipe(recipe, out, say=quiet)
+    (out / "look" / "run" / "run.json").write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        run_recipe(other, out, resume=True, say=quiet)
+    assert str(caught.value).endswith(f"or remove {out}/look to begin this stage again; earlier stages stay")
+    shutil.rmtree(out / "look")
+    started.failing.clear()
+    run_recipe(other, out, resume=True, say=quiet)
+    assert [command[3] for command in started.commands] == ["sft", "diagnose", "diagnose"]
+    assert "--resume" not in started.commands[-1]
 
 
 def test_other_folders_are_left_alone(recipe, tmp_path, started):

@@ -1,6 +1,7 @@
 """A recipe over training seeds: what each run is given, and mean and deviation as the paper's Table 7 has them."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -80,3 +81,8 @@ def test_one_command_runs_all_seeds_and_shows_mean_and_deviation(tmp_path, monke
     assert "over the seeds 42, 3407, 2025" in (out / "seeds.md").read_text()
     assert json.loads((out / "seed-42" / "stages.json").read_text()).keys() == {"sft", "calibrate", "eval", "retention"}
     assert main([*words, "--resume"]) == 0, "nothing runs again"
+    for item in (out / "seed-2025").iterdir():
+        if item.name != "tiny-base":
+            shutil.rmtree(item) if item.is_dir() else item.unlink()
+    assert main([*words, "--resume"]) == 0, "a seed that stopped before its record was written begins"
+    assert (out / "seed-2025" / "recipe.json").is_file()

@@ -12,6 +12,7 @@ from .recipe import (
     read_recipe as read_recipe,
 )
 from .run import (
+    RecipeFolder as RecipeFolder,
     run_recipe as run_recipe,
 )
 from .seeds import (

@@ -85,7 +85,7 @@ def run(options: RecipesOptions) -> int:
             only=comma_list(options.stages),
             launcher=options.launcher,
             # of several runs the later ones may not have been begun
-            resume=options.resume and (not seeds or place.exists()),
+            resume=options.resume and (not seeds or recipes.RecipeFolder(place).record_path.exists()),
             offline=options.tiny,
             say=lambda text: out.print(text, markup=False),
         )
