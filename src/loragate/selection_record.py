@@ -244,6 +244,20 @@ class SelectionRecord:
         limit = f"met the limit of {self.dev.max_new_tokens} tokens and were cut off"
         return [f"{', '.join(cut)} {limit}; a larger --dev-max-new-tokens lets them end."] if cut else []
 
+    def _kept(self) -> list[str]:
+        """How what is recommended does on the retention set beside the adapter, which no veto says where the loss is not clear."""
+        kept = {row.label: row.retention for row in self.variants if row.retention is not None}
+        own, other = kept.get(self.recommendation.label), kept.get(self.baseline)
+        if own is None or other is None or self.recommendation.label == self.baseline:
+            return []
+        scores = f"{self.recommendation.label} has {percent(own.mean)} %, {self.baseline} {percent(other.mean)} %"
+        if own.mean >= other.mean:
+            return [f"On the {own.questions} questions of the retention set {scores}."]
+        return [
+            f"Warning, retention set: {scores}; on {own.questions} questions that is no clear loss, and no proof that there "
+            "is none."
+        ]
+
     def sentences(self) -> list[str]:
         """What to use and why, what the alternatives scored, and what the choice does not say."""
         found = self.recommendation
@@ -271,6 +285,7 @@ class SelectionRecord:
                     f"Warning, {name} set: the grader {question_set.grader!r} reads no answer in {percent(question_set.unread)} % "
                     "of the adapter's responses; does the prompt ask for the form that it reads?"
                 )
+        said += self._kept()
         if self.retention is not None and self.retention.right == 0:
             said.append(
                 "Warning, retention set: the adapter answers none of it right, so that nothing can be lost there."

@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 import loragate as lg
 from loragate.errors import ArtifactError, ConfigError
-from loragate.gates.recommended import SAMPLING
+from loragate.gates.recommended import SAMPLING, with_recommended
 from loragate.gates.schema import read_gate_config
 from loragate.models import resolve
 from tiny import tiny_adapter, tiny_base
@@ -137,3 +137,16 @@ def test_a_record_that_says_something_else_is_refused(folder):
     (folder / SAMPLING).unlink()
     with pytest.raises(ArtifactError, match=r"generation_config\.json: is missing"):
         resolve(folder)
+
+
+def test_a_merged_model_draws_as_recommended_and_not_as_its_base():
+    of_base = {"eos_token_id": 7, "do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert with_recommended(of_base, 0.0) == {"eos_token_id": 7, "do_sample": False, "repetition_penalty": 1.0}
+    assert with_recommended(of_base, 0.5) == {
+        "eos_token_id": 7,
+        "do_sample": True,
+        "repetition_penalty": 1.0,
+        "temperature": 0.5,
+        "top_k": 0,
+        "top_p": 1.0,
+    }

@@ -78,7 +78,9 @@ def test_a_stage_that_was_not_finished_goes_on_with_what_it_has(recipe, tmp_path
         run_recipe(changed(recipe, 0, rank=8), out, resume=True, say=quiet)
     assert "--resume" not in started.commands[-1], "nothing to resume from yet, so it may also change"
     (out / "sft" / "run" / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"1-sft\.yaml was begun with rank = 8, now it is 4.*or remove .*run/sft to begin"):
+    with pytest.raises(
+        ConfigError, match=r"1-sft\.yaml was begun with rank = 8, now it is 4.*or remove .*run/sft to begin"
+    ):
         run_recipe(recipe, out, resume=True, say=quiet)
     started.failing.clear()
     (out / "sft" / "half.safetensors").touch()

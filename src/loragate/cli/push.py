@@ -65,8 +65,8 @@ def run(options: PushOptions) -> int:
             print(f"  {size:>12,} bytes  {path}")
         print(f"would be sent to {repository}, on the base {done.base}; nothing was sent")
         return 0
-    seen_by, size = "private" if done.private else "public", sum(done.files.values()) / 1024
-    print(f"{done.url} ({seen_by}): {len(done.files)} files, {size:,.0f} KiB, on the base {done.base}")
+    seen_by, kib = "private" if done.private else "public", sum(done.files.values()) / 1024
+    print(f"{done.url} ({seen_by}): {len(done.files)} files, {kib:,.0f} KiB, on the base {done.base}")
     print(f"commit {done.commit}")
     print(f'load it: loragate.load_gated("{done.repository}", revision="{done.commit}")')
     print(f"next: loragate generate --model {done.repository}@{done.commit} --prompt TEXT")

@@ -103,10 +103,11 @@ def push_gated(
         files = {path.relative_to(staged).as_posix(): path.stat().st_size for path in sent}
         if dry_run:
             return Pushed(repository, "", "", files, base, left, None)
+        refused: tuple[type[Exception], ...] = (*hub_errors(), ValueError, RuntimeError)
         api = HfApi(token=token, library_name="loragate", library_version=__version__)
         try:
             url = api.create_repo(repository, private=private, exist_ok=True)
-            found = api.repo_info(url.repo_id)
+            found = api.model_info(url.repo_id)
             _require_fit(
                 url.repo_id, {file.rfilename for file in found.siblings or ()}, found.private, private, revision
             )
@@ -121,7 +122,7 @@ def push_gated(
             )
         except HFValidationError as error:
             raise ConfigError(f"{repository} cannot be the name of a repository: {error}") from None
-        except (*hub_errors(), ValueError, RuntimeError) as error:
+        except refused as error:
             said = next(iter(str(error).splitlines()), "")
             raise ArtifactError(
                 f"{repository} was not written ({type(error).__name__}: {said}). Check the owner's name, that you are logged in "

@@ -30,6 +30,11 @@ def generation_settings(temperature: float) -> dict[str, Any]:
     return {**settings, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else settings
 
 
+def with_recommended(settings: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+    """A base's generation_config.json that draws as a folder recommends: without the base's own temperature, top-p and so on."""
+    return {key: value for key, value in settings.items() if key not in _DRAWS} | generation_settings(temperature)
+
+
 def apply_sampling(model: Any, records: Sequence[Mapping[str, Any]]) -> None:
     """Have `model.generate` sample as the last record recommends; as the model did before, where it recommends nothing.
 

@@ -23,7 +23,7 @@ from loragate.gates import GateConfig
 from loragate.gates.adapter_rules import base_change_reason
 from loragate.gates.artifact import write_generation_config
 from loragate.gates.override import Override, constant_name
-from loragate.gates.recommended import SAMPLING, exported_sampling, generation_settings
+from loragate.gates.recommended import SAMPLING, exported_sampling, with_recommended
 from loragate.gates.schema import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -157,7 +157,7 @@ def export_adapter(
             open_tokenizer(place, loading).save_pretrained(str(folder))
             agreement = merge_and_save(place.base, plain, folder, loading, called=str(place.ref))
             if temperature is not None:  # beside what ends an answer
-                write_json(folder / SAMPLING, read_json(folder / SAMPLING) | generation_settings(temperature))
+                write_json(folder / SAMPLING, with_recommended(read_json(folder / SAMPLING), temperature))
         elif to in RUNTIMES:
             with explained("base model", place.base.name):
                 of_base = base_config(place.base, loading.trust_remote_code)
@@ -184,6 +184,8 @@ def export_adapter(
         write_text(folder / CARD, card)
     title = {"peft": "a plain LoRA adapter", "merged": "the base with the adapter merged into it"}.get(to)
     usage = f"loragate generate --model {out} --prompt TEXT"
+    if to == "merged" and temperature is not None:  # which nothing reads from the folder of a whole model
+        usage += f" --temperature {temperature:g}"
     if to in RUNTIMES:
         title, usage = f"a LoRA adapter for {RUNTIMES[to].title}", RUNTIMES[to].usage.format(folder=out)
     return ExportResult(title or to, usage, config, coefficients, named, agreement)

@@ -257,8 +257,8 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
     taken = sum(key.endswith("bias") for key in model.state_dict())
     if held > taken:
         raise ArtifactError(
-            f"{base.name} holds {held} biases, and the model that transformers makes of it has {taken}: it would be another model. "
-            "Take the base as a plain folder of safetensors"
+            f"{base.name} holds {held} biases, and the model that transformers makes of it has {taken}: it would be another "
+            "model. Take the base as a plain folder of safetensors"
         )
     # transformers would record the folder of the file, or a temporary one
     model.name_or_path = model.config._name_or_path = base.absolute_name
@@ -323,7 +323,8 @@ def open_base(base: ModelRef, how: Loading, host_memory: bool = False, autocast:
         raise ConfigError(f"{base.name} is {describe_storage(stored)} already; leave --quantization out")
     if stored == EIGHT_BIT and how.dtype == "float32":
         raise ConfigError(
-            f"{base.name} is stored in 8 bits, whose layers multiply in float16: --dtype float32 would be a false promise; leave it out"
+            f"{base.name} is stored in 8 bits, whose layers multiply in float16: --dtype float32 would be a false promise; "
+            "leave it out"
         )
     if how.quantization != NONE:
         arguments["quantization_config"] = _bitsandbytes(how)

@@ -351,6 +351,7 @@ def _download(name: str, revision: str, *kinds: str) -> Path:
             there, or the download failed.
     """
     failed: Exception | None = None
+    unreachable: tuple[type[Exception], ...] = (errors.HFValidationError, *hub_errors())
     for first in kinds:
         try:
             # the cache's layout is …/snapshots/COMMIT/FILE: what follows is of one commit, whatever the branch does meanwhile
@@ -358,7 +359,7 @@ def _download(name: str, revision: str, *kinds: str) -> Path:
             return Path(snapshot_download(name, revision=commit, allow_patterns=[*_FILES[first]]))
         except errors.EntryNotFoundError as error:  # the repository is there, perhaps with the next kind
             failed = failed or error
-        except (errors.HFValidationError, *hub_errors()) as error:
+        except unreachable as error:
             failed = error
             break
     raise _translate_hub_error(name, revision, kinds, failed) from failed

@@ -177,7 +177,9 @@ def prepare(stage: Stage, config: Path, options: dict[str, Any]) -> bool:
     part = out.with_name(f"{out.name}.partial")  # of a mask
     go_on = part.is_dir() or next(out.rglob(RunFolder.RECORD), None) is not None  # what a command writes first
     if go_on:
-        remove = f"repeat it with the same options, or remove {part if part.is_dir() else out} to begin this stage again"
+        remove = (
+            f"repeat it with the same options, or remove {part if part.is_dir() else out} to begin this stage again"
+        )
         require_same_identity(config, read_mapping(config), options, f"{remove}; earlier stages stay")
     if out.is_file():
         out.unlink()
