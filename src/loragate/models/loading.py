@@ -253,7 +253,8 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
             "llama.cpp joins: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
         )
     # transformers passes over what its model has no place for, as the biases of a Llama's attention
-    held = sum(key.endswith("bias") for key in _tensor_names(Path(name, beside["gguf_file"])))
+    names = _tensor_names(Path(name, beside["gguf_file"]))
+    held = sum(key.endswith("bias") and "_exps." not in key for key in names)  # experts' are put together on the way
     taken = sum(key.endswith("bias") for key in model.state_dict())
     if held > taken:
         raise ArtifactError(
