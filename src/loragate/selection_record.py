@@ -244,19 +244,21 @@ class SelectionRecord:
         limit = f"met the limit of {self.dev.max_new_tokens} tokens and were cut off"
         return [f"{', '.join(cut)} {limit}; a larger --dev-max-new-tokens lets them end."] if cut else []
 
-    def _kept(self) -> list[str]:
-        """How what is recommended does on the retention set beside the adapter, which no veto says where the loss is not clear."""
-        kept = {row.label: row.retention for row in self.variants if row.retention is not None}
-        own, other = kept.get(self.recommendation.label), kept.get(self.baseline)
-        if own is None or other is None or self.recommendation.label == self.baseline:
+    def kept(self) -> list[str]:
+        """What is recommended on the retention set beside the adapter; a warning where it loses there, if not clearly."""
+        scores = {row.label: row.retention for row in self.variants if row.retention is not None}
+        chosen, own, other = self.recommendation.label, scores.get(self.recommendation.label), scores.get(self.baseline)
+        if own is None:
             return []
-        scores = f"{self.recommendation.label} has {percent(own.mean)} %, {self.baseline} {percent(other.mean)} %"
-        if own.mean >= other.mean:
-            return [f"On the {own.questions} questions of the retention set {scores}."]
-        return [
-            f"Warning, retention set: {scores}; on {own.questions} questions that is no clear loss, and no proof that there "
-            "is none."
-        ]
+        if other is None or chosen == self.baseline:
+            return [f"On the retention set it has {own}."]
+        said = [f"On the retention set it has {own}, {self.baseline} {other}."]
+        if own.mean < other.mean:
+            said.append(
+                f"Warning, retention set: {chosen} scores below {self.baseline} there; on {own.questions} questions that is no "
+                "clear loss, and no proof that there is none."
+            )
+        return said
 
     def sentences(self) -> list[str]:
         """What to use and why, what the alternatives scored, and what the choice does not say."""
@@ -285,7 +287,7 @@ class SelectionRecord:
                     f"Warning, {name} set: the grader {question_set.grader!r} reads no answer in {percent(question_set.unread)} % "
                     "of the adapter's responses; does the prompt ask for the form that it reads?"
                 )
-        said += self._kept()
+        said += self.kept()
         if self.retention is not None and self.retention.right == 0:
             said.append(
                 "Warning, retention set: the adapter answers none of it right, so that nothing can be lost there."

@@ -124,6 +124,11 @@ def test_the_artifact_names_the_file_and_loads_from_it(gated, file):
     assert not torch.equal(logits(model), logits(open_model(resolve(str(file))).model))
 
 
+def test_a_merged_model_is_written_in_16_bits(gated, tmp_path):
+    assert main(["export", str(gated.parent / "adapter"), "--to", "merged", "--out", str(tmp_path / "merged")]) == 0
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_gates_made_on_the_file_act_on_the_plain_folder(gated, file, tmp_path):
     """Which is made as the refusal of vLLM says."""
     with pytest.raises(LoragateError, match=r"vLLM needs .*found\.model\.save_pretrained\(\"FOLDER\"\)"):

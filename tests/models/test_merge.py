@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from beside import BESIDE, loaded, make
 from loragate.doctor.static import examine_static
-from loragate.errors import LoragateError
+from loragate.errors import ConfigError, LoragateError
 from loragate.models import Loading, ModelRef, merge, open_base, open_model, resolve
 from loragate.models.output_difference import compare, compute_log_probs, make_probe_prompts
 from tiny import chatml_tokenizer, logits, run, tiny_adapter, tiny_base, write_adapter, write_base
@@ -140,6 +140,11 @@ def test_the_distance_from_the_adapter_on_a_packed_base_is_said(
         chatml_tokenizer().save_pretrained(tmp_path / "packed")
         line, how = [*line, "--base", tmp_path / "packed"], Loading(device="cpu")
         assert f"is {'an' if stored == '8bit' else 'a'} {stored} base already" in fails(*line, "--quantization", "4bit")
+        if stored == "8bit":  # whose layers do not multiply in fp32, asked for or not
+            place = ModelRef(str(tmp_path / "packed"))
+            with pytest.raises(ConfigError, match="stored in 8 bits"):
+                open_base(place, Loading(device="cpu", dtype="float32"))
+            assert open_base(place, how).dtype == torch.bfloat16
     else:
         line += ["--quantization", stored]
     run(*line)

@@ -357,9 +357,11 @@ def zero_unavailable_reason(model: nn.Module, adapter_name: str | None = None) -
         for path, module in model.named_modules()
         if isinstance(module, AuxiliaryTrainingWrapper) and name in module._adapters
     ]
-    if kept := [*find_ungated_modules(model, name), *whole, *vars(model).get("_displaced_weights", {})]:
-        return f"λ = 0 would not be the base: {kept[0]} is trained too, and no λ reaches it"
-    return ""
+    kept = [*find_ungated_modules(model, name), *whole, *vars(model).get("_displaced_weights", {})]
+    if not kept:
+        return ""
+    more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+    return f"no strength reaches {kept[0]}{more}, so the adapter at 0 keeps its full strength there and is not the base"
 
 
 @contextmanager

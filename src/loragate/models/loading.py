@@ -16,7 +16,7 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -170,9 +170,11 @@ def base_config(base: ModelRef, trust: bool = False) -> Any:
 @cache
 def _gguf_config(name: str, file: str, trust: bool, _changed: int) -> Any:
     """Kept, as transformers reads all of a GGUF file's header for it, which takes seconds."""
+    from gguf import GGUFReader
+
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust, gguf_file=file)
-        scaled = _scaled_positions(Path(name, file))
+        scaled = _scaled_positions(GGUFReader(Path(name, file)))
     except (struct.error, OSError, ValueError, LookupError) as error:
         raise ArtifactError(f"{file} cannot be read ({error}); if it was cut off, fetch it again") from error
     kind = (getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
@@ -184,23 +186,13 @@ def _gguf_config(name: str, file: str, trust: bool, _changed: int) -> Any:
     return config
 
 
-def _scaled_positions(path: Path) -> str:
+def _scaled_positions(reader: Any) -> str:
     """What of a GGUF file says that its rotary positions are scaled; empty where nothing does."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(path)
     found = [tensor.name for tensor in reader.tensors if tensor.name.startswith(("rope_freqs", "rope_factors"))]
     for key, field in reader.fields.items():
         if key.endswith(".rope.scaling.type") and (kind := field.contents()) != "none":
             found.append(f"{key} = {kind}")
     return ", ".join(found)
-
-
-def _tensor_names(path: Path) -> list[str]:
-    """Of a GGUF file."""
-    from gguf import GGUFReader
-
-    return [tensor.name for tensor in GGUFReader(path).tensors]
 
 
 def generation_config(base: ModelRef, trust: bool = False) -> Any:
@@ -241,8 +233,12 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
             )
         model.name_or_path = model.config._name_or_path = base.name  # and not a folder of links
         return model
+    from gguf import GGUFReader
+
     if arguments.get("quantization_config") is not None:
         refuse_gguf(base, "another quantisation")
+    if arguments.get("dtype") == "auto":
+        arguments["dtype"] = torch.bfloat16  # the file names none, and transformers would take fp32
     # weights that stayed in GGUF's blocks could not be fingerprinted as those of another file of the same model
     arguments["quantization_config"] = GgufConfig(dequantize=True)
     arguments.setdefault("config", base_config(base, bool(arguments.get("trust_remote_code"))))
@@ -253,7 +249,7 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
             "llama.cpp joins: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
         )
     # transformers passes over what its model has no place for, as the biases of a Llama's attention
-    names = _tensor_names(Path(name, beside["gguf_file"]))
+    names = [tensor.name for tensor in GGUFReader(Path(name, beside["gguf_file"])).tensors]
     held = sum(key.endswith("bias") and "_exps." not in key for key in names)  # experts' are put together on the way
     taken = sum(key.endswith("bias") for key in model.state_dict())
     if held > taken:
@@ -315,18 +311,18 @@ def open_base(base: ModelRef, how: Loading, host_memory: bool = False, autocast:
     """
     arguments: dict[str, Any] = {"dtype": torch_dtype(how, autocast), "trust_remote_code": how.trust_remote_code}
     device = "cpu" if host_memory else torch_device(how)
-    if base.is_gguf and arguments["dtype"] == "auto":
-        arguments["dtype"] = torch.bfloat16  # the file names none, and transformers would take fp32
     config = base_config(base, how.trust_remote_code)
     require_causal(config, base.name)
     stored = quantization_of_config(config)
     if stored != NONE and how.quantization != NONE:
         raise ConfigError(f"{base.name} is {describe_storage(stored)} already; leave --quantization out")
-    if stored == EIGHT_BIT and how.dtype == "float32":
-        raise ConfigError(
-            f"{base.name} is stored in 8 bits, whose layers multiply in float16: --dtype float32 would be a false promise; "
-            "leave it out"
-        )
+    if stored == EIGHT_BIT:
+        if how.dtype == "float32":
+            raise ConfigError(
+                f"{base.name} is stored in 8 bits, whose layers multiply in float16: --dtype float32 would be a false promise; "
+                "leave it out"
+            )
+        arguments["dtype"] = torch_dtype(replace(how, quantization="8bit"))
     if how.quantization != NONE:
         arguments["quantization_config"] = _bitsandbytes(how)
     is_quantized = stored != NONE or how.quantization != NONE  # packed weights cannot be moved once they are loaded

@@ -151,11 +151,7 @@ def _which(alike: Sequence[Source]) -> list[str]:
 def _cautions(record: SelectionRecord) -> list[str]:
     """What the recommended variant keeps, the vetoes, of the best ones first, and the warnings."""
     means = {one.label: one.mean for one in record.variants}
-    kept = {one.label: one.retention for one in record.variants if one.retention is not None}
-    own, adapter = kept.get(record.recommendation.label), kept.get(record.baseline)
-    beside = f", {record.baseline} {adapter}" if adapter and record.recommendation.label != record.baseline else ""
-    lines = [f"On the retention set it has {own}{beside}."] if own else []
-    sentences = record.sentences()
+    lines, sentences = record.kept()[:1], record.sentences()
     vetoed = sorted(record.retention.vetoed if record.retention else (), key=lambda label: -means.get(label, 0.0))
     lines += [line for label in vetoed[:VETOES] for line in sentences if line.startswith(f"{label} was not taken")]
     if len(vetoed) > VETOES:

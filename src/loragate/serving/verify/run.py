@@ -16,7 +16,7 @@ from loragate.evaluation.agreement import ServedAnswer
 from loragate.evaluation.results import VariantAgreement
 from loragate.evaluation.variants import ModelVariant
 from loragate.files import require_empty_folder, write_json
-from loragate.gates.control import base_unavailable_reason, find_ungated_modules
+from loragate.gates.control import base_unavailable_reason, zero_unavailable_reason
 from loragate.models import Loaded, open_model, resolve
 from loragate.models.source import ModelSource
 from loragate.report.table import Line, Table
@@ -109,7 +109,8 @@ def verify(settings: VerifySettings) -> int:
     with display.job(f"checking {runtime.label}"):
         checks = Checks(runtime, prompts, references.read, settings)
         has_gates = "the served adapter has gates; parity at 1 compares with the adapter beneath them"
-        unlike = {0.0: _why_zero_is_not_base(loaded.model, runtime), 1.0: has_gates if place.kind == "gated" else ""}
+        why_unlike_base = base_unavailable_reason if runtime.scales_all_modules else zero_unavailable_reason
+        unlike = {0.0: why_unlike_base(loaded.model), 1.0: has_gates if place.kind == "gated" else ""}
         found = [checks.chat_template(tokenizer), checks.stop_tokens(loaded.endings, tokenizer)]
         found += [*checks.parity(), *checks.batches(), *checks.strengths(unlike), *checks.isolation()]
     if settings.llama_cpp and not place.base.is_gguf:
@@ -135,19 +136,6 @@ def _explain_other_base(found: Sequence[Check], file: str, base: str) -> list[Ch
         f"on the file itself, with --base {file}"
     )
     return [replace(one, note="; ".join(filter(None, (one.note, why)))) if one is failed else one for one in found]
-
-
-def _why_zero_is_not_base(model: Any, runtime: Runtime) -> str:
-    """Why strength 0 of an adapter that is served is not its base; empty where it is."""
-    if reason := base_unavailable_reason(model):
-        return reason
-    ungated = [] if runtime.scales_all_modules else find_ungated_modules(model)
-    if not ungated:
-        return ""
-    more = f" and {len(ungated) - 1} more" if len(ungated) > 1 else ""
-    return (
-        f"no strength reaches {ungated[0]}{more}, so the adapter at 0 keeps its full strength there and is not the base"
-    )
 
 
 def _record(runtime: Runtime, settings: VerifySettings, place: ModelSource, found: Sequence[Check]) -> dict[str, Any]:
