@@ -1,13 +1,14 @@
 """Dev sets: what is read, what is refused with file and line, and how they are put to a model."""
 
 import json
+import sys
 
 import pytest
 from selection_kit import write_jsonl
 
 from loragate.data import load_rows
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.tasks import load_task
+from loragate.evaluation.tasks import Question, load_task
 from loragate.selection.dev import (
     collect_excluded_prompts,
     estimate_max_new_tokens,
@@ -196,3 +197,44 @@ def test_a_long_question_inside_a_prompt_is_shared(tmp_path):
     questions = read_dev(path, EXACT).questions.questions
     others = [("t:1", "What is"), ("t:2", f"Think. {long} Answer briefly"), ("t:3", long)]
     assert find_overlap(questions, others) == {f"{path}:40": ["t:3", "t:2"]}
+
+
+APPLES = "Tom has {} apples and buys seven more at the market. How many apples does Tom have now?"
+
+
+@pytest.mark.parametrize("asked", ["{}\nAnswer with a number.", "Solve: {}", "{} Put the answer into \\boxed{{}}."])
+def test_a_long_training_question_inside_a_dev_question_is_shared(asked, tmp_path):
+    given = [{"prompt": asked.format(APPLES.format(i)), "answer": i + 7} for i in range(40)]
+    path = write_jsonl(tmp_path / "dev.jsonl", given)
+    with pytest.raises(DataError, match=r"dev\.jsonl:6: 1 of 40 dev questions are also among the training examples"):
+        read_dev(path, EXACT, "dev", train_rows(tmp_path, "new", APPLES.format(5)))
+    beside = (APPLES.format(50), "Tom has 5 apples", f"{APPLES.format(5)[:-5]}nothing", f"a{APPLES.format(5)}")
+    assert read_dev(path, EXACT, "dev", train_rows(tmp_path, *beside)).dropped == {}
+
+
+def test_an_instruction_of_many_dev_questions_is_no_question(tmp_path):
+    told = "Think about the problem step by step, and put the final answer alone into the last line."
+    path = write_jsonl(tmp_path / "dev.jsonl", [{"prompt": f"{told} {i} + 1?", "answer": i + 1} for i in range(40)])
+    assert read_dev(path, EXACT, "dev", train_rows(tmp_path, told)).dropped == {}
+
+
+def test_the_comparison_takes_time_in_proportion_to_the_texts():
+    def calls(count):
+        def question(i, told=""):
+            prompt = f"Below is an instruction that describes a task. {APPLES.format(i)}{told}"
+            return Question(str(i), prompt, "1", {}, place=f"d:{i}")
+
+        asked = [question(i, " Be brief." * (i % 2)) for i in range(count)]
+        others = [(f"t:{i}", question(i).prompt + " Think." * (i % 2)) for i in range(10 * count)]
+        counted, before = [0], sys.getprofile()
+
+        def on_event(*_):
+            counted[0] += 1
+
+        sys.setprofile(on_event)
+        found = find_overlap(asked, others)
+        sys.setprofile(before)
+        assert len(found) == count // 2, "those without an addition"
+        return counted[0]
+
+    assert calls(80) < 2.3 * calls(40)

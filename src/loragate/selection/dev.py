@@ -2,7 +2,7 @@
 
 Neither may share a question with the training examples, nor with those that a result is reported on. Texts are compared without
 case, surplus white space and closing punctuation; signs inside stay, because "2 + 3" and "2 - 3" are different questions. A long
-question also counts as shared where it stands inside a longer prompt.
+question also counts as shared where it stands inside a longer prompt, or where a long prompt stands inside it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -43,8 +43,12 @@ MIN_QUESTIONS = 32
 LONG = 60
 """Characters from which a question is looked for inside other prompts; shorter ones occur by accident."""
 SHARED, SAME = 20, 3  # shared questions in a message, and places of each
+INSTRUCTION = 3
+"""Dev questions that may hold one text of the examples; what more of them hold is an instruction, not a question."""
 RETENTION_TOKENS = 512  # of an answer to a plain file of retention questions
 MEASURED = 2_000  # training examples whose answers are measured
+_STARTS = re.compile(r"\b\w|[^\w\s]")
+_INSIDE_WORD = re.compile(r"\w\w")
 
 
 @dataclass(frozen=True)
@@ -276,16 +280,58 @@ def find_overlap(questions: Sequence[Question], others: Sequence[tuple[str, str]
     for place, text in others:
         if key := normalize_question(text):
             places[key].append(place)
-    joined, found = "\n".join(places), dict[str, list[str]]()
-    for question in questions:
+    asked = {
+        question.place: [
+            key
+            for text in dict.fromkeys([question.prompt, *prompts_of([question.row])])
+            if (key := normalize_question(text))
+        ]
+        for question in questions
+    }
+    different = {key for own in asked.values() for key in own}
+    holding: dict[str, list[str]] = defaultdict(list)  # {question: the other texts that hold it}
+    lengths = _lengths_by_beginning(different)
+    for known in places:
+        for key in _texts_inside(known, lengths) & different:
+            holding[key].append(known)
+    lengths, held = _lengths_by_beginning(places), dict[str, set[str]]()
+    for key in different:
+        held[key] = _texts_inside(key, lengths) & places.keys()
+    often = Counter(known for inside in held.values() for known in inside)
+    found: dict[str, list[str]] = {}
+    for place, own in asked.items():
         there: list[str] = []
-        for key in filter(None, map(normalize_question, dict.fromkeys([question.prompt, *prompts_of([question.row])]))):
-            there += places.get(key, [])
-            if len(key) >= LONG and key in joined:
-                there += [place for known, own in places.items() if key != known and key in known for place in own]
+        for key in own:
+            # what many questions hold is an instruction that they share
+            inside = sorted(known for known in held[key] if often[known] <= INSTRUCTION)
+            for known in (key, *holding[key], *inside):
+                there += places.get(known, [])
         if there:
-            found[question.place] = list(dict.fromkeys(there))
+            found[place] = list(dict.fromkeys(there))
     return found
+
+
+def _lengths_by_beginning(texts: Iterable[str]) -> dict[str, set[int]]:
+    """{the first `LONG` characters: lengths of the texts that begin so}, of texts that are that long."""
+    lengths: dict[str, set[int]] = defaultdict(set)
+    for text in texts:
+        if len(text) >= LONG:
+            lengths[text[:LONG]].add(len(text))
+    return lengths
+
+
+def _texts_inside(text: str, lengths: Mapping[str, set[int]]) -> set[str]:
+    """Pieces of a text, from one word's beginning to another's end, that begin like known texts and have their length.
+
+    Which of them are known is for the caller to say. The time is that of reading the text, however many are known.
+    """
+    found = set()
+    for start in _STARTS.finditer(text, 0, max(len(text) - LONG + 1, 0)):
+        at = start.start()
+        for length in lengths.get(text[at : at + LONG], ()):
+            if not _INSIDE_WORD.fullmatch(text, at + length - 1, at + length + 1):
+                found.add(text[at : at + length])
+    return found - {text}
 
 
 def _overlap(shared: Mapping[str, Sequence[str]], what: str, name: str, count: int) -> str:
