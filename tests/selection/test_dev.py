@@ -238,3 +238,16 @@ def test_the_comparison_takes_time_in_proportion_to_the_texts():
         return counted[0]
 
     assert calls(80) < 2.3 * calls(40)
+
+
+def test_right_answers_that_stand_for_a_missing_one_are_named(tmp_path):
+    given = [
+        {**row, "answer": gold} for row, gold in zip(rows(36), [*["1"] * 30, "?", "N/A", "None", "-", "null", "TODO"])
+    ]
+    path = write_jsonl(tmp_path / "p.jsonl", given)
+    (said,) = read_dev(path, EXACT).questions.warnings
+    assert said.startswith("6 of 36 right answers look like placeholders ('?', 'N/A', 'None')")
+    assert f"{path}:31, {path}:32, {path}:33, …" in said
+    none = write_jsonl(tmp_path / "none.jsonl", [{**row, "answer": "TBD"} for row in rows()])
+    with pytest.raises(DataError, match=r"none\.jsonl:1, .*all answers of the dev set .* are placeholders \('TBD'\)"):
+        read_dev(none, EXACT)

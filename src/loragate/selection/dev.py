@@ -39,6 +39,10 @@ PROMPTS = ("prompt", "question", "problem", "instruction")
 ANSWERS = ("answer", "gold", "target")
 GRADERS = (*ANSWER_GRADERS, "tiny")
 TINY_COLUMNS = ("prompt", "kind", "operations")  # that the grader of the tiny world reads
+PLACEHOLDERS = frozenset(
+    ("?", "??", "???", "-", "--", "–", "—", ".", "...", "…", "n/a", "na", "nan", "nil", "none", "null", "tbd", "todo")
+)
+"""Right answers, in small letters, that people and programs write where none is known; "none" may also be one."""
 MIN_QUESTIONS = 32
 LONG = 60
 """Characters from which a question is looked for inside other prompts; shorter ones occur by accident."""
@@ -140,7 +144,10 @@ def read_dev(
         )
     if why := _why_never_right(task, questions):
         raise DataError(why)
-    warnings = check_references(task, questions, task.grader, GradingSettings(sandbox=settings.sandbox))
+    warnings = [
+        *_warn_of_placeholders(questions, source, name),
+        *check_references(task, questions, task.grader, GradingSettings(sandbox=settings.sandbox)),
+    ]
     found = replace(found, questions=questions, source=source, warnings=(*found.warnings, *warnings))
     return DevSet(task, found, settings, dropped)
 
@@ -268,6 +275,23 @@ def _why_never_right(task: Task, questions: Sequence[Question]) -> str | None:
         if missing:
             return f"{question.place}: the grader tiny reads the column {missing[0]!r}, which this row has not"
     return None
+
+
+def _warn_of_placeholders(questions: Sequence[Question], source: str, name: str) -> list[str]:
+    """A warning for right answers that only say that there is none; a DataError where all do."""
+    empty = [question for question in questions if question.gold.strip().casefold() in PLACEHOLDERS]
+    if not empty:
+        return []
+    golds = ", ".join(repr(gold) for gold in list(dict.fromkeys(question.gold for question in empty))[:SAME])
+    lines = ", ".join(question.place for question in empty[:SAME]) + (", …" if len(empty) > SAME else "")
+    if len(empty) == len(questions):
+        raise DataError(
+            f"{lines}: all answers of the {name} set {source} are placeholders ({golds}); write the right ones"
+        )
+    return [
+        f"{len(empty)} of {len(questions)} right answers look like placeholders ({golds}): {lines}; unless that is what should "
+        "be answered, write the right answer there, or remove these questions"
+    ]
 
 
 def find_overlap(questions: Sequence[Question], others: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
