@@ -148,6 +148,7 @@ class DevInfo:
         unread: share of the adapter's answers that the grader could not read.
         dropped: {what they are also among: number of questions left out for it}.
         warnings: what speaks against relying on the scores, sentences.
+        form: how the questions were put to the model, after "were asked"; empty in records of earlier versions.
     """
 
     source: str
@@ -159,6 +160,7 @@ class DevInfo:
     unread: float
     dropped: dict[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -291,6 +293,10 @@ class SelectionRecord:
         if self.retention is not None and self.retention.right == 0:
             said.append(
                 "Warning, retention set: the adapter answers none of it right, so that nothing can be lost there."
+            )
+        if self.dev.form:
+            said.append(
+                f"The dev questions were asked {self.dev.form}; asked in another way, other variants may be better."
             )
         return [*said, f"This holds for questions like these: {DEV_SET_CAVEAT}."]
 

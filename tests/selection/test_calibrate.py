@@ -359,3 +359,15 @@ def test_where_no_lambda_reaches_all_that_was_trained_the_base_is_no_choice(tmp_
     found = record_of(calibrate(tmp_path / "out", model=tiny_adapter(**more), ranges=(TWO,))[1])
     assert not any(row["label"].startswith("base") for row in found["variants"])
     assert kept in found["left_out"]["base"]
+
+
+@pytest.mark.parametrize(
+    ("system", "said"), [("none", "without the system message that a template may add"), ("keep", "system=keep")]
+)
+def test_the_form_of_the_questions_is_recorded_and_said(tmp_path, engines, system, said):
+    engines({"adapter greedy": 20})
+    _, chosen = calibrate(tmp_path / "out", system=system)
+    form = record_of(chosen)["dev"]["form"]
+    assert form.startswith("through the chat template")
+    assert said in form
+    assert any(line.startswith(f"The dev questions were asked {form};") for line in chosen.sentences())
