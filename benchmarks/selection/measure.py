@@ -4,6 +4,7 @@
 
 No model is loaded. In every cell a dev set is dealt, each rule picks by its scores, and the pick is judged by other questions:
 
+- *alike*: nothing is better than the adapter, and everything that is taken is taken by chance.
 - *simulated*: worlds with a known truth. Questions differ in difficulty, models in what they are good at, cooler sampling helps
   or does not; 40 labels (adapter, base, three scales, five gates, at T = 1, 0.6, 0.3 and greedily), 4 samples a question.
 - *real*: the cells of benchmarks/real with gates, 128 of 428 questions as dev set, 200 times. One kind of questions.
@@ -32,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.special import expit, ndtr
+from scipy.special import expit, ndtr, ndtri
 
-from loragate.selection.select import TEMPERATURES, select
+from loragate.selection.select import TEMPERATURES, THRESHOLD, select
 
 Label = tuple[str, float]
 """(variant, temperature); 0.0 is greedy."""
@@ -56,10 +57,11 @@ Found = dict[str, list[tuple[Label, float, float, float]]]
 # rules: scores of everything to the pick and what had to be evaluated for it
 
 
-def picked(scores: Scores, asked: Iterable[Label], baseline: Label = COOL) -> Label:
+def picked(scores: Scores, asked: Iterable[Label], baseline: Label = COOL, threshold: float = THRESHOLD) -> Label:
     """What the package's `select` takes by the scores of what was asked."""
     by_name = {shown(label): label for label in asked}
-    return by_name[select({name: scores[label] for name, label in by_name.items()}, shown(baseline)).label]
+    given = {name: scores[label] for name, label in by_name.items()}
+    return by_name[select(given, shown(baseline), threshold=threshold).label]
 
 
 def staged(scores: Scores) -> tuple[Label, list[Label]]:
@@ -69,6 +71,16 @@ def staged(scores: Scores) -> tuple[Label, list[Label]]:
     later = [(name, heat) for name in (best, ADAPTER) for heat in TEMPERATURES if (name, heat) in scores]
     asked = list(dict.fromkeys([*coolest.items(), *later]))
     return picked(scores, asked), asked
+
+
+def staged_bonferroni(scores: Scores) -> tuple[Label, list[Label]]:
+    """The same with 1.28, the z of 10 %, replaced by that of 10 % divided by the number of comparisons."""
+    asked = staged(scores)[1]
+    return picked(scores, asked, threshold=bonferroni(len(asked) - 1)), asked
+
+
+def bonferroni(comparisons: int) -> float:
+    return max(THRESHOLD, float(-ndtri(0.1 / max(comparisons, 1))))
 
 
 def greedy_only(scores: Scores) -> tuple[Label, list[Label]]:
@@ -96,6 +108,7 @@ def adapter_cooled(scores: Scores) -> tuple[Label, list[Label]]:
 
 RULES: dict[str, Callable[[Scores], tuple[Label, list[Label]]]] = {
     "staged (the rule)": staged,
+    "staged, z by Bonferroni": staged_bonferroni,
     "greedy answers only, z ≥ 1.28": greedy_only,
     "everything evaluated, z ≥ 1.28": everything,
     "adapter, greedily": lambda scores: (COOL, []),
@@ -149,17 +162,17 @@ def kind_of(name: str) -> str:
     return name if name in (ADAPTER, "base") else "scale" if name.startswith("λ") else "gates"
 
 
-def dealt(count: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def dealt(count: int, seed: int, size: int = DEV) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(dev set, other questions) of `count` questions, `DEALS` times."""
     generator = np.random.default_rng((seed, count))
     for order in [generator.permutation(count) for _ in range(DEALS)]:
-        yield order[:DEV], order[DEV:]
+        yield order[:size], order[size:]
 
 
-def of_split(scores: Scores, seed: int, truth: Scores | None = None) -> dict[str, Any]:
+def of_split(scores: Scores, seed: int, truth: Scores | None = None, size: int = DEV) -> dict[str, Any]:
     """One cell: dev sets dealt from `scores`; the truth is the other questions, or `truth`."""
     found: Found = {}
-    for dev, test in dealt(len(scores[COOL]), seed):
+    for dev, test in dealt(len(scores[COOL]), seed, size):
         others = {label: scores[label][test] for label in scores} if truth is None else truth
         judged(
             found,
@@ -232,6 +245,28 @@ def simulated(worlds: int, questions: int, seed: int) -> dict[str, Any]:
     return result
 
 
+def alike(seed: int, worlds: int = 1_000) -> dict[str, Any]:
+    """How often something else than the adapter is taken where nothing is better: variants whose greedy answers are the adapter's,
+    but for a share of the questions that is answered anew, as often right as the adapter on average. In percent."""
+    result: dict[str, Any] = {}
+    for questions in (32, 64, 128):
+        for variants in (12, 20):
+            for anew in (0.05, 0.15):
+                generator, taken = np.random.default_rng((seed, questions, variants, round(100 * anew))), Counter[str]()
+                for _ in range(worlds):
+                    right = generator.random(questions) < generator.beta(1.2, 1.2, questions)
+                    scores = {COOL: right.astype(float)[:, None]}
+                    for number in range(variants):
+                        other, drawn = right.copy(), generator.random(questions) < anew
+                        other[drawn] = generator.random(drawn.sum()) < right.mean()
+                        scores[f"variant {number}", 0.0] = other.astype(float)[:, None]
+                    taken["z >= 1.28"] += picked(scores, scores) != COOL
+                    taken["Bonferroni"] += picked(scores, scores, threshold=bonferroni(variants)) != COOL
+                about = f"{questions} questions, {variants} variants, {anew:.0%} answered anew"
+                result[about] = {rule: round(100 * count / worlds, 1) for rule, count in taken.items()}
+    return result
+
+
 # committed answers
 
 
@@ -275,8 +310,8 @@ def real_cells() -> dict[str, dict[str, Scores]]:
     return cells
 
 
-def real(cells: Mapping[str, Mapping[str, Scores]], seed: int) -> dict[str, Any]:
-    return {name: of_split(both(cell), seed) for name, cell in cells.items()}
+def real(cells: Mapping[str, Mapping[str, Scores]], seed: int, size: int = DEV) -> dict[str, Any]:
+    return {name: of_split(both(cell), seed, size=size) for name, cell in cells.items()}
 
 
 def both(cell: Mapping[str, Scores]) -> Scores:
@@ -523,6 +558,7 @@ def main() -> None:
         "deals": DEALS,
         "dev_questions": DEV,
         "simulated": {str(count): simulated(given.worlds, count, given.seed) for count in (64, 128, 256)},
+        "alike": alike(given.seed),
         "real": real(cells, given.seed),
         "own_dev": own_dev(cells),
         "other_kind": other_kind(cells, given.seed),
@@ -536,6 +572,9 @@ def main() -> None:
     result["means"] = {
         **{f"simulated, {count}": averaged(found) for count, found in result["simulated"].items()},
         "real": averaged(nine),
+        **{
+            f"real, {size}": averaged(real({name: cells[name] for name in nine}, given.seed, size)) for size in (32, 64)
+        },
         "small": averaged(result["small"]),
         "objectives": averaged(result["objectives"]),
         "hot": averaged(result["hot"]),

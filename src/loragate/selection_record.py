@@ -266,6 +266,10 @@ class SelectionRecord:
         """What to use and why, what the alternatives scored, and what the choice does not say."""
         found = self.recommendation
         said = [f"{found.format_advice()}: {self.format_score()}; {found.reason}."]
+        if found.label == self.baseline and found.score.mean == 1:
+            said.append(
+                "All of them are right, so no variant could score above it; harder questions tell variants apart."
+            )
         said += filter(None, (self.alternatives(), self.beside_base()))
         if found.label != self.baseline:
             said.append("The score of what was chosen is flattered by the choice; measure it on other questions.")

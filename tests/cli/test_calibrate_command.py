@@ -107,6 +107,7 @@ def test_gates_are_recommended_where_they_answer_better(place, tmp_path, capsys)
     assert record["recommendation"]["label"] == "gated [-3,1] greedy"
     assert [line.startswith("Use the gates [-3,1], greedily: 100.0 %") for line in lines if "Use " in line] == [True]
     assert any("every kind of question" in line for line in lines)
+    assert any("fewer than 128: differences of several points may be chance" in line for line in lines)
     assert json.loads((out / "generation_config.json").read_text())["do_sample"] is False
     trained = load_file(out / "run" / "trials" / "entropy_-3_1_seed42" / "gated" / "gates.safetensors")
     gates = load_file(out / "gates.safetensors")

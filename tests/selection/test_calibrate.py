@@ -371,3 +371,12 @@ def test_the_form_of_the_questions_is_recorded_and_said(tmp_path, engines, syste
     assert form.startswith("through the chat template")
     assert said in form
     assert any(line.startswith(f"The dev questions were asked {form};") for line in chosen.sentences())
+
+
+def test_questions_that_are_all_answered_right_are_said_to_be_too_easy(tmp_path, engines):
+    engines({"adapter greedy": 32}, other=20)
+    _, chosen = calibrate(tmp_path / "easy")
+    assert "harder questions" in chosen.sentences()[1]
+    engines({"adapter greedy": 31}, other=20)
+    _, chosen = calibrate(tmp_path / "hard")
+    assert not any("harder questions" in line for line in chosen.sentences())

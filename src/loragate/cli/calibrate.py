@@ -103,7 +103,7 @@ def run_selection(
     """What `loragate.calibrate` does, with what is read shown before the model is loaded, and progress after."""
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
     from loragate.selection.calibrate import encode_heldout, read_questions, run_calibration, train_without_selection
-    from loragate.selection.dev import read_dev
+    from loragate.selection.dev import ADVISED, read_dev
     from loragate.selection.selection_run import SelectionRun, count_gateable_modules, progress_callback
     from loragate.selection.sweep import origin_of
     from loragate.selection.trials import TrialContext
@@ -149,7 +149,8 @@ def run_selection(
                 context, trials[0], folder, resume=options.resume, on_event=progress_callback(shown)
             )
     questions = len(dev_set.questions.questions)
-    out.print(f"choosing on {questions} dev questions; {DEV_SET_CAVEAT}")
+    few = f" (fewer than {ADVISED}: differences of several points may be chance)" if questions < ADVISED else ""
+    out.print(f"choosing on {questions} dev questions{few}; {DEV_SET_CAVEAT}")
     run = SelectionRun(context, trials, folder / "run", dev_set, retention)
     for name, asked in run.tasks.items():
         for warning in asked.warnings:
@@ -157,7 +158,7 @@ def run_selection(
     task = run.tasks["dev"]
     if not options.dev_max_new_tokens:
         out.print(
-            f"a dev answer may take {task.sampling.max_new_tokens} tokens, half more than the longest training answers; "
+            f"a dev answer may take {task.sampling.max_new_tokens} tokens, well above what 99 % of the training answers take; "
             "--dev-max-new-tokens sets it"
         )
     with display.job("calibrating") as shown:

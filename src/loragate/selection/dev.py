@@ -43,7 +43,7 @@ PLACEHOLDERS = frozenset(
     ("?", "??", "???", "-", "--", "–", "—", ".", "...", "…", "n/a", "na", "nan", "nil", "none", "null", "tbd", "todo")
 )
 """Right answers, in small letters, that people and programs write where none is known; "none" may also be one."""
-MIN_QUESTIONS = 32
+MIN_QUESTIONS, ADVISED = 32, 128
 LONG = 60
 """Characters from which a question is looked for inside other prompts; shorter ones occur by accident."""
 SHARED, SAME = 20, 3  # shared questions in a message, and places of each
