@@ -272,7 +272,10 @@ class SelectionRecord:
             )
         said += filter(None, (self.alternatives(), self.beside_base()))
         if found.label != self.baseline:
-            said.append("The score of what was chosen is flattered by the choice; measure it on other questions.")
+            said.append(
+                f"It was picked from {len(self.variants)} settings, and the interval is that of one comparison: its score is "
+                "flattered by the choice; measure it on other questions."
+            )
         for name, question_set in (("dev", self.dev), ("retention", self.retention)):
             said += [
                 f"{count} {name} questions were left out, as they are also among {what}."

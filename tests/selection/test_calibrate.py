@@ -113,6 +113,8 @@ def test_gates_that_win_at_a_temperature_are_written_with_it(tmp_path, engines):
     assert rows["adapter greedy"]["difference"] is None
     said = chosen.sentences()
     assert said[0].startswith("Use the gates [-3,1], at temperature 0.3: 93.8 %")
+    picked = f"It was picked from {len(rows)} settings, and the interval is that of one comparison"
+    assert picked in " ".join(said)
     assert "flattered by the choice" in " ".join(said)
     card = (tmp_path / "out" / "README.md").read_text()
     assert COOL in card

@@ -4,9 +4,10 @@
 2. The best of them and the plain adapter are also sampled at T = 1, 0.6 and 0.3 (`TEMPERATURES`).
 3. The highest mean is taken if it beats the greedily decoded adapter with a paired z of at least 1.28; else the adapter stays.
 
-A z of 1.28 is a probability of about 0.9, one-sided, that a gain of this size is no accident of the questions. What the rule
-costs and gains on committed answers stands in `benchmarks/selection`. It holds for questions like the dev set's, and for no
-others: a dev set that lacks a kind of question says nothing about it, which is what a retention set is for.
+For one comparison a z of 1.28 is an error of 10 %, one-sided; the best of many variants passes by chance more often. A threshold
+that knows their number was measured: it missed more gains than it avoided losses. What the rule costs and gains on committed
+answers stands in `benchmarks/selection`. It holds for questions like the dev set's, and for no others: a dev set that lacks a
+kind of question says nothing about it, which is what a retention set is for.
 """
 
 from __future__ import annotations
