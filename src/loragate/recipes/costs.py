@@ -8,8 +8,9 @@ answers are taken to be as long as their limits; shorter ones cost less in propo
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,27 +18,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from loragate.analysis.gates import PAPER
 from loragate.display import duration
+from loragate.errors import ConfigError, LoragateError
 from loragate.evaluation.prepared import select_tasks
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import variants_for
 from loragate.gates.range import parse_ranges
 from loragate.losses.objectives import make_objective
-from loragate.models.source import Kind
-from loragate.recipes.recipe import TRAINS, Recipe, Stage, options_of
+from loragate.models.loading import base_config
+from loragate.models.source import Kind, ModelRef
+from loragate.recipes.recipe import GPUS, TRAINS, Gpu, Recipe, Stage, drop_unset, options_of
 from loragate.training.plan import GIB, Estimate, estimate
+from loragate.training.settings import DEFAULT_BATCH_SIZE, MAX_MICRO_BATCH_SIZE
 from loragate.validate import comma_list
 
-
-@dataclass(frozen=True)
-class Gpu:
-    """A card: FLOP/s of 16-bit products, and bytes/s of its memory, both at most."""
-
-    flops: float
-    bandwidth: float
-
-
-GPUS = {"h100": Gpu(989e12, 3.35e12)}
-"""By the `machine` of a recipe; NVIDIA's data sheet of the H100 SXM, without sparsity."""
 ASSUMED_MFU, OF_BANDWIDTH = 0.4, 0.5
 """Shares that are reached; assumed, and printed beside every estimate."""
 SEQUENCES = 256
@@ -64,12 +57,11 @@ def costs(recipe: Recipe) -> dict[str, Cost]:
 
     Several processes each need as much memory, less what FSDP2 shards.
     """
-    if not recipe.architecture:
+    if (model := _model_of(recipe)) is None:
         return {}
-    model = build_meta_model(json.dumps(recipe.architecture))
     gpu, found = GPUS[recipe.machine], dict[str, Cost]()
     trained: dict[str, Stage] = {}
-    for stage in recipe.stages:
+    for stage in map(_with_defaults, recipe.stages):
         if stage.command in TRAINS:
             found[stage.name] = _training(stage, model, gpu)
             trained[stage.name] = trained["last"] = stage
@@ -82,6 +74,26 @@ def costs(recipe: Recipe) -> dict[str, Cost]:
     return found
 
 
+def _with_defaults(stage: Stage) -> Stage:
+    """The stage with what it leaves to the command."""
+    return replace(stage, options=drop_unset(vars(options_of(stage, stage.name))) | stage.options)
+
+
+def _model_of(recipe: Recipe) -> Any:
+    """The backbone on the meta device: that of the files, or that in the folder that is named in its place; else None."""
+    folder = Path(str(recipe.stages[0].options.get("model", "")))
+    try:
+        if recipe.architecture:
+            return build_meta_model(json.dumps(recipe.architecture))
+        if (folder / "config.json").is_file():
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(base_config(ModelRef(str(folder))))
+    except (LoragateError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        if recipe.architecture:
+            raise ConfigError(f"{recipe.name}: architecture is none that transformers knows ({error})") from error
+    return None
+
+
 @cache
 def build_meta_model(architecture: str) -> Any:
     """A model of this architecture, in the words of transformers as JSON, on the meta device."""
@@ -91,9 +103,9 @@ def build_meta_model(architecture: str) -> Any:
 
 
 def summary(recipe: Recipe, found: dict[str, Cost]) -> str:
-    """The hours of all stages, and what they rest upon; empty where nothing was estimated."""
+    """The hours of all stages, and what they rest upon; or that nothing was estimated."""
     if not found:
-        return ""
+        return "memory and hours unknown: the recipe has no architecture of this model, and it is no folder with a config.json"
     hours = sum(cost.hours or 0.0 for cost in found.values())
     cards = max(int(stage.options.get("processes") or 1) for stage in recipe.stages)
     return (
@@ -106,7 +118,10 @@ def summary(recipe: Recipe, found: dict[str, Cost]) -> str:
 def estimate_of(stage: Stage, model: Any) -> Estimate:
     """Memory and cost of a step of a training."""
     options, sft = stage.options, stage.command == "sft"
-    rows = int(options["per_device_train_batch_size"])
+    rows, processes = (
+        int(options["per_device_train_batch_size"]) or MAX_MICRO_BATCH_SIZE,
+        int(options.get("processes") or 1),
+    )
     return estimate(
         model,
         "sft" if sft else "calibrate",
@@ -119,7 +134,7 @@ def estimate_of(stage: Stage, model: Any) -> Estimate:
         objective=make_objective(options["objective"], options.get("objective_options")) if sft else None,
         dora=bool(options.get("dora")),
         k=int(options.get("k", 100)),
-        passes=int(options["batch_size"]) // rows // int(options.get("processes") or 1),
+        passes=(int(options["batch_size"]) or DEFAULT_BATCH_SIZE) // rows // processes,
     )
 
 
@@ -144,7 +159,7 @@ def _tokens(stage: Stage) -> float:
     options = stage.options
     rows = int(options.get("max_rows") or 0) * float(options.get("num_train_epochs") or 1)
     if steps := int(options.get("max_steps") or 0):
-        rows = steps * int(options["batch_size"])
+        rows = steps * (int(options["batch_size"]) or DEFAULT_BATCH_SIZE)
     return rows * int(options["max_length"])
 
 
@@ -156,7 +171,10 @@ def _generation_cost(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained
     """Of an evaluation or a diagnosis that draws answers, or reads those of one."""
     options, what = stage.options, stage.options.get("what")
     if "run" in options:  # a forward pass over answers that were drawn
-        (source,) = (one for one in recipe.stages if options["run"] == f"{{{one.name}}}")
+        sources = [_with_defaults(one) for one in recipe.stages if options["run"] == f"{{{one.name}}}"]
+        if not sources:
+            return Cost("memory unknown, as its answers are not of this recipe", None)
+        (source,) = sources
         tasks = select_tasks(options_of(source, source.name))
         read = estimate(model, base=_stored_as(stage))
         most = int(options.get("answers", 4))
@@ -170,6 +188,8 @@ def _generation_cost(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained
     last = trained.get(name)
     kind: Kind = "base" if last is None else "adapter" if last.command == "sft" else "gated"
     # each variant as the times that its answers take: suppression by ΔH asks base and adapter beside itself
+    if "sweep" in options and str(options["sweep"]).strip("{}") not in trained:
+        return Cost("memory unknown, as its sweep is not of this recipe", None)
     if "sweep" in options:
         cells = trained[str(options["sweep"]).strip("{}")].options
         variants = ["adapter"] + ["gated"] * len(parse_ranges(cells["ranges"])) * len(comma_list(str(cells["seeds"])))
