@@ -23,5 +23,6 @@ from .seeds import (
 )
 from .tiny import (
     QUESTIONS as QUESTIONS,
+    describe_overruled as describe_overruled,
     tiny_recipe as tiny_recipe,
 )

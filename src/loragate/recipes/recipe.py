@@ -93,6 +93,7 @@ class Recipe:
         stages: at least one.
         title, about: for people.
         tables: the paper's tables and figures that it belongs to; empty for what the paper does not have.
+        domain: whose rows and questions it takes.
         machine: the GPU that its settings are made for.
         architecture: the backbone's configuration, in the words of transformers.
         files: what it was merged from; a comment there says where each number comes from.
@@ -103,6 +104,7 @@ class Recipe:
     title: str = ""
     about: str = ""
     tables: str = ""
+    domain: str = ""
     machine: str = ""
     architecture: dict[str, Any] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
@@ -242,6 +244,7 @@ def read_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
         title=own.get("title") or ", ".join(layer["title"] for layer in layers[1:]),
         about=merged.get("about", ""),
         tables=tables.get(place) or (tables.get(domain, "") if merged["paper"] else ""),
+        domain=domain,
         machine=merged["machine"],
         architecture=merged.get("architecture", {}),
         files=(*files, *([Path(name)] if own else [])),
