@@ -11,7 +11,7 @@ from loragate.cli.arguments import field_types
 from loragate.cli.main import load_command, main
 from loragate.errors import ConfigError
 from loragate.evaluation.tasks import suite
-from loragate.recipes import costs, every_name, find_recipes, options_of, read_recipe, summary
+from loragate.recipes import costs, every_name, find_recipes, memory_warnings, options_of, read_recipe, summary
 from loragate.recipes.costs import build_meta_model, estimate_of
 from loragate.recipes.recipe import HERE, KINDS, TOP, TRAINS
 from loragate.recipes.tiny import write_base
@@ -305,6 +305,33 @@ def test_trainings_fit_the_gpu_that_they_are_made_for(backbone):
         assert list(found) == ["sft", "calibrate"][: 1 + (method == "scale")]
         assert recipe.machine == "h100"
         assert all(need.complete and need.peak < 76 * 2**30 for need in found.values())
+
+
+@pytest.mark.parametrize("method", ["delta-entropy", "realised-gates", "mask"])
+def test_stages_that_read_and_answer_fit_or_say_what_to_set(method):
+    for name in NAMES:
+        if name.endswith(f"/{method}"):
+            said = list(memory_warnings(read_recipe(name)))
+            if method == "mask" and "32b" in name:  # two models of 61 GiB
+                assert re.search(
+                    r"mask may need 123 GiB .* h100 has 79: --set mask.quantization=4bit needs less", said[0]
+                )
+            else:
+                assert said == [], name
+
+
+def test_what_does_not_fit_is_warned_of_with_a_size_that_would():
+    changes = {"diagnose.batch_size": 128, "sft.per_device_train_batch_size": 128}
+    recipe = read_recipe("math/qwen2.5-math-7b/delta-entropy", changes)
+    sft, look = memory_warnings(recipe)
+    assert look == (
+        "warning: diagnose may need 99 GiB of GPU memory, of which one h100 has 79: "
+        "--set diagnose.batch_size=64 would fit, in more batches"
+    )
+    assert sft.endswith("the steps stay the same")
+    assert list(memory_warnings(recipe, ["diagnose"])) == [look]
+    size = int(re.search("per_device_train_batch_size=([0-9]+) would fit", sft)[1])
+    assert list(memory_warnings(read_recipe(LORA, {"sft.per_device_train_batch_size": size}))) == []
 
 
 def test_hours_are_those_of_the_method_and_hold_the_evaluation():

@@ -1,5 +1,6 @@
 from .costs import (
     costs as costs,
+    memory_warnings as memory_warnings,
     summary as summary,
 )
 from .recipe import (

@@ -72,6 +72,7 @@ def run(options: RecipesOptions) -> int:
         line += [word for text in options.set for word in ("--set", text)]
         needed = recipes.costs(recipe)
         lines = [f"{stage}: {cost.sentence()}" for stage, cost in needed.items()] + [recipes.summary(recipe, needed)]
+        lines += recipes.memory_warnings(recipe)
         needs = "".join(f"# {text}\n" for text in lines if text)
         print(f"# {shlex.join(line)}\n{needs}{escape_for_terminal(recipe.as_yaml())}", end="")
         return 0

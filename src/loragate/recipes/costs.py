@@ -8,6 +8,7 @@ answers are taken to be as long as their limits; shorter ones cost less in propo
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,7 @@ class Cost:
 
     memory: str
     hours: float | None
+    needed: float = 0.0  # bytes on one card; 0 where unknown, or where vLLM takes what there is
 
     def sentence(self) -> str:
         """ "about 8.2 GiB of GPU memory (…), about 1 h 12 min"."""
@@ -57,21 +59,46 @@ def costs(recipe: Recipe) -> dict[str, Cost]:
 
     Several processes each need as much memory, less what FSDP2 shards.
     """
-    if (model := _model_of(recipe)) is None:
-        return {}
-    gpu, found = GPUS[recipe.machine], dict[str, Cost]()
-    trained: dict[str, Stage] = {}
-    for stage in map(_with_defaults, recipe.stages):
-        if stage.command in TRAINS:
-            found[stage.name] = _training(stage, model, gpu)
-            trained[stage.name] = trained["last"] = stage
-        elif stage.command == "mask":
-            read = estimate(model, sequence=int(stage.options["max_length"]), base=_stored_as(stage))
-            memory = f"two models of {read.weights / GIB:.1f} GiB"
-            found[stage.name] = Cost(memory, _hours(2 * read.forward * _tokens(stage), gpu))
-        else:
-            found[stage.name] = _generation_cost(stage, recipe, model, gpu, trained)
+    model, found, stages = _model_of(recipe), dict[str, Cost](), list(map(_with_defaults, recipe.stages))
+    for number, stage in enumerate(stages if model is not None else ()):
+        found[stage.name] = _cost(stage, stages[:number], model, GPUS[recipe.machine])
     return found
+
+
+def memory_warnings(recipe: Recipe, names: Collection[str] = ()) -> Iterator[str]:
+    """A line for each stage that needs more memory than the machine has, and what to set; of the stages `names`, or of all."""
+    if (gpu := GPUS.get(recipe.machine)) is None or (model := _model_of(recipe)) is None:
+        return
+    stages = list(map(_with_defaults, recipe.stages))
+    for number, stage in enumerate(stages):
+        cost = _cost(stage, stages[:number], model, gpu)
+        if (names and stage.name not in names) or cost.needed <= gpu.memory:
+            continue
+        size = "per_device_train_batch_size" if stage.command in TRAINS else "batch_size"
+        rows, remedy = int(stage.options.get(size) or 0), ""
+        while rows > 1 and not remedy:
+            rows //= 2
+            smaller = replace(stage, options=stage.options | {size: rows})
+            if _cost(smaller, stages[:number], model, gpu).needed <= gpu.memory:
+                same = "the steps stay the same" if stage.command in TRAINS else "in more batches"
+                remedy = f"--set {stage.name}.{size}={rows} would fit, {same}"
+        if not remedy:
+            shorter = f" or --set {stage.name}.max_length=N" if stage.command in TRAINS else ""
+            given = f"--set {stage.name}.quantization=4bit{shorter}"
+            remedy = f"{given} needs less, with other results; or take a larger card"
+        sizes = f"{cost.needed / GIB:.0f} GiB of GPU memory, of which one {recipe.machine} has {gpu.memory / GIB:.0f}"
+        yield f"warning: {stage.name} may need {sizes}: {remedy}"
+
+
+def _cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu) -> Cost:
+    """What a stage needs that follows those `before`, all of them with what is left to the command."""
+    if stage.command in TRAINS:
+        return _training(stage, model, gpu)
+    if stage.command == "mask":
+        read = estimate(model, sequence=int(stage.options["max_length"]), base=_stored_as(stage))
+        memory = f"two models of {read.weights / GIB:.1f} GiB"
+        return Cost(memory, _hours(2 * read.forward * _tokens(stage), gpu), 2 * read.weights + GIB)
+    return _generation_cost(stage, before, model, gpu)
 
 
 def _with_defaults(stage: Stage) -> Stage:
@@ -151,7 +178,9 @@ def _training(stage: Stage, model: Any, gpu: Gpu) -> Cost:
     runs = len(parse_ranges(options["ranges"])) if "ranges" in options else 1
     runs *= len(comma_list(str(options.get("seeds", "")))) or 1
     processes = int(options.get("processes") or 1)
-    return Cost(need.sentence(), _hours(runs * need.flops * _tokens(stage) / processes, gpu))
+    sharded = need.weights * (1 - 1 / processes) if options.get("strategy") == "fsdp2" else 0.0
+    hours = _hours(runs * need.flops * _tokens(stage) / processes, gpu)
+    return Cost(need.sentence(), hours, need.peak - sharded + GIB)
 
 
 def _tokens(stage: Stage) -> float:
@@ -167,22 +196,26 @@ def _hours(flops: float, gpu: Gpu) -> float | None:
     return flops / (gpu.flops * ASSUMED_MFU) / 3600 if flops else None
 
 
-def _generation_cost(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained: dict[str, Stage]) -> Cost:
+def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu) -> Cost:
     """Of an evaluation or a diagnosis that draws answers, or reads those of one."""
     options, what = stage.options, stage.options.get("what")
+    trained = {name: one for one in before if one.command in TRAINS for name in (one.name, "last")}
     if "run" in options:  # a forward pass over answers that were drawn
-        sources = [_with_defaults(one) for one in recipe.stages if options["run"] == f"{{{one.name}}}"]
+        sources = [one for one in before if options["run"] == f"{{{one.name}}}"]
         if not sources:
             return Cost("memory unknown, as its answers are not of this recipe", None)
         (source,) = sources
         tasks = select_tasks(options_of(source, source.name))
-        read = estimate(model, base=_stored_as(stage))
+        # nothing is kept for a way back: one layer at a time, as where a training recomputes them
+        rows, longest = int(options.get("batch_size") or 1), max(_limit(task, source) for task in tasks)
+        passes = {"sequence": longest, "rows": rows, "gradient_checkpointing": True}
+        read = estimate(model, base=_stored_as(stage), **passes)
         most = int(options.get("answers", 4))
         tokens = sum(
             _questions(task, source) * min(_samples(task, source), most) * _limit(task, source) for task in tasks
         )
-        memory = f"about {(read.weights + read.activations) / GIB + 1:.1f} GiB of GPU memory"
-        return Cost(memory, _hours(read.forward * tokens, gpu))
+        needed = read.weights + read.activations + GIB
+        return Cost(f"about {needed / GIB:.1f} GiB of GPU memory", _hours(read.forward * tokens, gpu), needed)
     tasks = select_tasks(options_of(stage, stage.name))
     name = str(options.get("model") or "").strip("{}")
     last = trained.get(name)
@@ -220,13 +253,13 @@ def _generation_cost(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained
             passes = {**LAYER_S, "suppressed": LAYER_S["base"] + 2 * LAYER_S["adapter"]}
             batches = -(-answers // int(options.get("batch_size", 64)))
             seconds += sum(passes[one] for one in variants) * layers * batches * limit
-    if options.get("engine") == "vllm":
-        memory = "vLLM fills 0.9 of the GPU"
-    else:
+    memory, needed = "vLLM fills 0.9 of the GPU", 0.0
+    if options.get("engine") != "vllm":
         streams = 3 if what == "entropy" else 1
         cache = streams * int(options.get("batch_size", 64)) * longest * need.cache
-        memory = f"about {(need.weights + cache) / GIB + 1:.1f} GiB of GPU memory on transformers"
-    return Cost(f"{memory}; {said}", seconds / 3600)
+        needed = need.weights + cache + GIB
+        memory = f"about {needed / GIB:.1f} GiB of GPU memory on transformers"
+    return Cost(f"{memory}; {said}", seconds / 3600, needed)
 
 
 def _questions(task: Task, stage: Stage) -> int:

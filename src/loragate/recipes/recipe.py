@@ -55,13 +55,14 @@ REFERENCE = re.compile(r"\{([A-Za-z][\w.-]*)\}")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card: FLOP/s of 16-bit products, and bytes/s of its memory, both at most."""
+    """A card: FLOP/s of 16-bit products and bytes/s of its memory, both at most, and the bytes that a program finds there."""
 
     flops: float
     bandwidth: float
+    memory: float
 
 
-GPUS = {"h100": Gpu(989e12, 3.35e12)}
+GPUS = {"h100": Gpu(989e12, 3.35e12, 79 * 2**30)}
 """By the `machine` of a recipe; NVIDIA's data sheet of the H100 SXM, without sparsity."""
 
 
