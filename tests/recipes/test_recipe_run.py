@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from loragate.cli.main import main
 from loragate.errors import ConfigError, LoragateError
 from loragate.files import read_json
 from loragate.recipes import Recipe, Stage, read_recipe, run, run_recipe
+from loragate.recipes.recipe import GPUS
 from tiny import write_adapter, write_base, write_rows
 
 SCALE = "math/qwen2.5-math-1.5b/scale"
@@ -67,6 +69,14 @@ def test_finished_stages_are_left_alone(recipe, tmp_path, started):
     run_recipe(recipe, out, resume=True, say=said.append)
     assert len(started.commands) == 2
     assert said[-1] == "[2/2] look: finished before"
+
+
+def test_what_needs_more_memory_than_there_is_is_said_before_anything_starts(recipe, tmp_path, started, monkeypatch):
+    monkeypatch.setitem(GPUS, "h100", replace(GPUS["h100"], memory=2**20))
+    said = []
+    run_recipe(replace(recipe, machine="h100"), tmp_path / "run", only=["sft"], say=said.append)
+    assert said[0].startswith("warning: sft may need ")
+    assert said[1] == "[1/2] sft"
 
 
 def test_a_stage_that_was_not_finished_goes_on_with_what_it_has(recipe, tmp_path, started):

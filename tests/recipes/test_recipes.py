@@ -11,9 +11,10 @@ from loragate.cli.arguments import field_types
 from loragate.cli.main import load_command, main
 from loragate.errors import ConfigError
 from loragate.evaluation.tasks import suite
-from loragate.recipes import costs, every_name, find_recipes, options_of, read_recipe
+from loragate.recipes import costs, every_name, find_recipes, memory_warnings, options_of, read_recipe, summary
 from loragate.recipes.costs import build_meta_model, estimate_of
 from loragate.recipes.recipe import HERE, KINDS, TOP, TRAINS
+from loragate.recipes.tiny import write_base
 
 NAMES = list(every_name())
 SCALE = "math/qwen2.5-math-1.5b/scale"
@@ -169,6 +170,46 @@ def test_changed_values(tmp_path):
     assert not {"split", "revision"} & local.keys(), "of the hub"
 
 
+def test_what_belongs_to_a_changed_model_or_data_set_goes_with_it(tmp_path):
+    name, path = "math/llama-3.1-8b/scale", tmp_path / "own.yaml"
+    path.write_text("domain: math\nbackbone: llama-3.1-8b\nmethod: scale\ndata: me/rows\nmodel: me/mine\n")
+    for recipe in (read_recipe(name, {"data": "me/rows", "model": "me/mine"}), read_recipe(str(path))):
+        assert not [one for one in recipe.stages if {"revision", "eval_split", "chat_template"} & one.options.keys()]
+        assert recipe.architecture == costs(recipe) == {}
+        assert "unknown" in summary(recipe, {})
+    kept = read_recipe(name, {"data": "me/rows", "revision": "v1", "calibrate.eval_split": "dev"}).stages[1].options
+    assert (kept["revision"], kept["eval_split"]) == ("v1", "dev")
+
+
+def test_the_estimate_is_that_of_the_model_in_a_folder(tmp_path):
+    write_base(tmp_path, {}, None)
+    large, small = (costs(read_recipe("math/qwen2.5-32b/scale", one)) for one in ({}, {"model": str(tmp_path)}))
+    assert list(small) == list(large)
+    assert small["sft"].hours < large["sft"].hours / 1000
+    path = tmp_path / "own.yaml"
+    path.write_text(f"{OWN}architecture: {{model_type: qwen9}}\n")
+    with pytest.raises(ConfigError, match=r"own\.yaml: architecture is none that transformers knows"):
+        costs(read_recipe(str(path)))
+
+
+def test_costs_read_what_is_left_to_the_command():
+    changes = {
+        "sft.max_length": None,
+        "sft.per_device_train_batch_size": None,
+        "sft.batch_size": None,
+        "sft.objective": None,
+    }
+    assert list(costs(read_recipe(SCALE, changes))) == ["sft", "calibrate", "eval", "retention"]
+    elsewhere = costs(read_recipe("math/qwen2.5-math-1.5b/grid", {"eval.sweep": "runs/sweep"}))["eval"]
+    assert (elsewhere.hours, "unknown" in elsewhere.memory) == (None, True)
+
+
+@pytest.mark.parametrize(("key", "value"), [("model", None), ("data", None), ("data", [1]), ("model", 5)])
+def test_a_value_for_all_stages_is_a_text(key, value):
+    with pytest.raises(ConfigError, match=f"--set {key} is .*, expected text"):
+        read_recipe(SCALE, {key: value})
+
+
 @pytest.mark.parametrize(
     ("key", "message"),
     [
@@ -213,7 +254,12 @@ def test_a_recipe_of_ones_own(tmp_path):
     ("text", "message"),
     [
         ("sft: {a: 1}\nsft: {b: 2}\n", "'sft' appears twice"),
+        ("machine: h10\n", "machine is 'h10'; did you mean 'h100'"),
         ("stages: sft\n", "stages is 'sft', expected a list"),
+        ("stages: null\n", "stages is empty, expected a list"),
+        ("machine: [h100]\n", r"machine is \['h100'\], expected text"),
+        ("revision: 12345678\n", r"revision is 12345678, expected text \(in quotes"),
+        ("for: math\n", "for is 'math', expected a block of keys"),
         ("stagse: [sft]\n", "'stagse' is no stage and no key of a recipe; did you mean 'stages'"),
         ("stages: [sft, sft]\n", "'sft' cannot be the name of a stage"),
         ("stages: [{x/../../../y: sft}]\n", "cannot be the name of a stage"),
@@ -259,6 +305,33 @@ def test_trainings_fit_the_gpu_that_they_are_made_for(backbone):
         assert list(found) == ["sft", "calibrate"][: 1 + (method == "scale")]
         assert recipe.machine == "h100"
         assert all(need.complete and need.peak < 76 * 2**30 for need in found.values())
+
+
+@pytest.mark.parametrize("method", ["delta-entropy", "realised-gates", "mask"])
+def test_stages_that_read_and_answer_fit_or_say_what_to_set(method):
+    for name in NAMES:
+        if name.endswith(f"/{method}"):
+            said = list(memory_warnings(read_recipe(name)))
+            if method == "mask" and "32b" in name:  # two models of 61 GiB
+                assert re.search(
+                    r"mask may need 123 GiB .* h100 has 79: --set mask.quantization=4bit needs less", said[0]
+                )
+            else:
+                assert said == [], name
+
+
+def test_what_does_not_fit_is_warned_of_with_a_size_that_would():
+    changes = {"diagnose.batch_size": 128, "sft.per_device_train_batch_size": 128}
+    recipe = read_recipe("math/qwen2.5-math-7b/delta-entropy", changes)
+    sft, look = memory_warnings(recipe)
+    assert look == (
+        "warning: diagnose may need 99 GiB of GPU memory, of which one h100 has 79: "
+        "--set diagnose.batch_size=64 would fit, in more batches"
+    )
+    assert sft.endswith("the steps stay the same")
+    assert list(memory_warnings(recipe, ["diagnose"])) == [look]
+    size = int(re.search("per_device_train_batch_size=([0-9]+) would fit", sft)[1])
+    assert list(memory_warnings(read_recipe(LORA, {"sft.per_device_train_batch_size": size}))) == []
 
 
 def test_hours_are_those_of_the_method_and_hold_the_evaluation():

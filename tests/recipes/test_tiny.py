@@ -11,7 +11,7 @@ from loragate.data import encode_rows, ending_health, load_rows
 from loragate.evaluation.sandbox import probe as probe_sandbox
 from loragate.evaluation.tasks import load_questions, suite
 from loragate.files import read_json
-from loragate.recipes import QUESTIONS, read_recipe, run, tiny_recipe
+from loragate.recipes import QUESTIONS, describe_overruled, read_recipe, run, tiny_recipe
 from loragate.recipes.recipe import HERE
 
 BACKBONE = "qwen2.5-math-1.5b"
@@ -61,6 +61,22 @@ def test_a_grid_has_two_cells_and_questions_where_the_recipe_has(tmp_path):
     recipe = read_recipe(f"math/{BACKBONE}/grid")
     assert "dev_data" not in tiny_recipe(recipe, tmp_path).stages[1].options
     assert len(tiny_recipe(recipe, tmp_path).stages[1].options["ranges"].split(";")) == 2
+
+
+@pytest.mark.parametrize("name", ["code/qwen2.5-math-7b/interventions", f"code/{BACKBONE}/five-ranges"])
+def test_a_code_recipe_rehearses_on_code_rows_whatever_it_asks(name, tmp_path):
+    assert Path(tiny_recipe(read_recipe(name), tmp_path).stages[0].options["data"]).name == "code.jsonl"
+
+
+def test_what_a_rehearsal_overrules_is_said(tmp_path):
+    changes = {"sft.max-rows": 2000, "sft.rank": 4, "eval.engine": "transformers", "data": "me/rows"}
+    recipe = read_recipe(f"math/{BACKBONE}/lora", changes)
+    said = list(describe_overruled(recipe, tiny_recipe(recipe, tmp_path), changes))
+    assert [line.partition(";")[2] for line in said] == [
+        " --set sft.max-rows=2000 holds without --tiny",
+        " --set data=me/rows holds without --tiny",
+    ]
+    assert said[0].startswith("--tiny rehearses with its own sft.max_rows, 32;")
 
 
 @pytest.mark.slow("rehearsals")

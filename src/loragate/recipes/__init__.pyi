@@ -1,5 +1,6 @@
 from .costs import (
     costs as costs,
+    memory_warnings as memory_warnings,
     summary as summary,
 )
 from .recipe import (
@@ -23,5 +24,6 @@ from .seeds import (
 )
 from .tiny import (
     QUESTIONS as QUESTIONS,
+    describe_overruled as describe_overruled,
     tiny_recipe as tiny_recipe,
 )

@@ -62,7 +62,8 @@ def run(options: RecipesOptions) -> int:
         for text in listed(found) if rest else parts(found):
             out.print(text, markup=False)
         return 0
-    recipe = recipes.read_recipe(rest[0], parse_overrides(options.set))
+    changes = parse_overrides(options.set)
+    recipe = recipes.read_recipe(rest[0], changes)
     stem = recipe.name.removesuffix(".yaml").removesuffix(".yml").strip("/").replace("/", "-")
     folder = Path(options.out or f"runs/recipes/{stem}{'-tiny' * options.tiny}")
     if verb == "show":
@@ -71,6 +72,7 @@ def run(options: RecipesOptions) -> int:
         line += [word for text in options.set for word in ("--set", text)]
         needed = recipes.costs(recipe)
         lines = [f"{stage}: {cost.sentence()}" for stage, cost in needed.items()] + [recipes.summary(recipe, needed)]
+        lines += recipes.memory_warnings(recipe)
         needs = "".join(f"# {text}\n" for text in lines if text)
         print(f"# {shlex.join(line)}\n{needs}{escape_for_terminal(recipe.as_yaml())}", end="")
         return 0
@@ -79,8 +81,11 @@ def run(options: RecipesOptions) -> int:
     for place, one in runs.items():
         if seeds:
             out.print(f"{place}", markup=False)
+        started = recipes.tiny_recipe(one, place) if options.tiny else one
+        for text in recipes.describe_overruled(one, started, changes) if options.tiny else ():
+            out.print(text, markup=False)
         recipes.run_recipe(
-            recipes.tiny_recipe(one, place) if options.tiny else one,
+            started,
             place,
             only=comma_list(options.stages),
             launcher=options.launcher,

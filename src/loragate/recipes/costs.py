@@ -8,8 +8,10 @@ answers are taken to be as long as their limits; shorter ones cost less in propo
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,27 +19,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from loragate.analysis.gates import PAPER
 from loragate.display import duration
+from loragate.errors import ConfigError, LoragateError
 from loragate.evaluation.prepared import select_tasks
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import variants_for
 from loragate.gates.range import parse_ranges
 from loragate.losses.objectives import make_objective
-from loragate.models.source import Kind
-from loragate.recipes.recipe import TRAINS, Recipe, Stage, options_of
+from loragate.models.loading import base_config
+from loragate.models.source import Kind, ModelRef
+from loragate.recipes.recipe import GPUS, TRAINS, Gpu, Recipe, Stage, drop_unset, options_of
 from loragate.training.plan import GIB, Estimate, estimate
+from loragate.training.settings import DEFAULT_BATCH_SIZE, MAX_MICRO_BATCH_SIZE
 from loragate.validate import comma_list
 
-
-@dataclass(frozen=True)
-class Gpu:
-    """A card: FLOP/s of 16-bit products, and bytes/s of its memory, both at most."""
-
-    flops: float
-    bandwidth: float
-
-
-GPUS = {"h100": Gpu(989e12, 3.35e12)}
-"""By the `machine` of a recipe; NVIDIA's data sheet of the H100 SXM, without sparsity."""
 ASSUMED_MFU, OF_BANDWIDTH = 0.4, 0.5
 """Shares that are reached; assumed, and printed beside every estimate."""
 SEQUENCES = 256
@@ -53,6 +47,7 @@ class Cost:
 
     memory: str
     hours: float | None
+    needed: float = 0.0  # bytes on one card; 0 where unknown, or where vLLM takes what there is
 
     def sentence(self) -> str:
         """ "about 8.2 GiB of GPU memory (…), about 1 h 12 min"."""
@@ -64,22 +59,66 @@ def costs(recipe: Recipe) -> dict[str, Cost]:
 
     Several processes each need as much memory, less what FSDP2 shards.
     """
-    if not recipe.architecture:
-        return {}
-    model = build_meta_model(json.dumps(recipe.architecture))
-    gpu, found = GPUS[recipe.machine], dict[str, Cost]()
-    trained: dict[str, Stage] = {}
-    for stage in recipe.stages:
-        if stage.command in TRAINS:
-            found[stage.name] = _training(stage, model, gpu)
-            trained[stage.name] = trained["last"] = stage
-        elif stage.command == "mask":
-            read = estimate(model, sequence=int(stage.options["max_length"]), base=_stored_as(stage))
-            memory = f"two models of {read.weights / GIB:.1f} GiB"
-            found[stage.name] = Cost(memory, _hours(2 * read.forward * _tokens(stage), gpu))
-        else:
-            found[stage.name] = _generation_cost(stage, recipe, model, gpu, trained)
+    model, found, stages = _model_of(recipe), dict[str, Cost](), list(map(_with_defaults, recipe.stages))
+    for number, stage in enumerate(stages if model is not None else ()):
+        found[stage.name] = _cost(stage, stages[:number], model, GPUS[recipe.machine])
     return found
+
+
+def memory_warnings(recipe: Recipe, names: Collection[str] = ()) -> Iterator[str]:
+    """A line for each stage that needs more memory than the machine has, and what to set; of the stages `names`, or of all."""
+    if (gpu := GPUS.get(recipe.machine)) is None or (model := _model_of(recipe)) is None:
+        return
+    stages = list(map(_with_defaults, recipe.stages))
+    for number, stage in enumerate(stages):
+        cost = _cost(stage, stages[:number], model, gpu)
+        if (names and stage.name not in names) or cost.needed <= gpu.memory:
+            continue
+        size = "per_device_train_batch_size" if stage.command in TRAINS else "batch_size"
+        rows, remedy = int(stage.options.get(size) or 0), ""
+        while rows > 1 and not remedy:
+            rows //= 2
+            smaller = replace(stage, options=stage.options | {size: rows})
+            if _cost(smaller, stages[:number], model, gpu).needed <= gpu.memory:
+                same = "the steps stay the same" if stage.command in TRAINS else "in more batches"
+                remedy = f"--set {stage.name}.{size}={rows} would fit, {same}"
+        if not remedy:
+            shorter = f" or --set {stage.name}.max_length=N" if stage.command in TRAINS else ""
+            given = f"--set {stage.name}.quantization=4bit{shorter}"
+            remedy = f"{given} needs less, with other results; or take a larger card"
+        sizes = f"{cost.needed / GIB:.0f} GiB of GPU memory, of which one {recipe.machine} has {gpu.memory / GIB:.0f}"
+        yield f"warning: {stage.name} may need {sizes}: {remedy}"
+
+
+def _cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu) -> Cost:
+    """What a stage needs that follows those `before`, all of them with what is left to the command."""
+    if stage.command in TRAINS:
+        return _training(stage, model, gpu)
+    if stage.command == "mask":
+        read = estimate(model, sequence=int(stage.options["max_length"]), base=_stored_as(stage))
+        memory = f"two models of {read.weights / GIB:.1f} GiB"
+        return Cost(memory, _hours(2 * read.forward * _tokens(stage), gpu), 2 * read.weights + GIB)
+    return _generation_cost(stage, before, model, gpu)
+
+
+def _with_defaults(stage: Stage) -> Stage:
+    """The stage with what it leaves to the command."""
+    return replace(stage, options=drop_unset(vars(options_of(stage, stage.name))) | stage.options)
+
+
+def _model_of(recipe: Recipe) -> Any:
+    """The backbone on the meta device: that of the files, or that in the folder that is named in its place; else None."""
+    folder = Path(str(recipe.stages[0].options.get("model", "")))
+    try:
+        if recipe.architecture:
+            return build_meta_model(json.dumps(recipe.architecture))
+        if (folder / "config.json").is_file():
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(base_config(ModelRef(str(folder))))
+    except (LoragateError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        if recipe.architecture:
+            raise ConfigError(f"{recipe.name}: architecture is none that transformers knows ({error})") from error
+    return None
 
 
 @cache
@@ -91,9 +130,9 @@ def build_meta_model(architecture: str) -> Any:
 
 
 def summary(recipe: Recipe, found: dict[str, Cost]) -> str:
-    """The hours of all stages, and what they rest upon; empty where nothing was estimated."""
+    """The hours of all stages, and what they rest upon; or that nothing was estimated."""
     if not found:
-        return ""
+        return "memory and hours unknown: the recipe has no architecture of this model, and it is no folder with a config.json"
     hours = sum(cost.hours or 0.0 for cost in found.values())
     cards = max(int(stage.options.get("processes") or 1) for stage in recipe.stages)
     return (
@@ -106,7 +145,10 @@ def summary(recipe: Recipe, found: dict[str, Cost]) -> str:
 def estimate_of(stage: Stage, model: Any) -> Estimate:
     """Memory and cost of a step of a training."""
     options, sft = stage.options, stage.command == "sft"
-    rows = int(options["per_device_train_batch_size"])
+    rows, processes = (
+        int(options["per_device_train_batch_size"]) or MAX_MICRO_BATCH_SIZE,
+        int(options.get("processes") or 1),
+    )
     return estimate(
         model,
         "sft" if sft else "calibrate",
@@ -119,7 +161,7 @@ def estimate_of(stage: Stage, model: Any) -> Estimate:
         objective=make_objective(options["objective"], options.get("objective_options")) if sft else None,
         dora=bool(options.get("dora")),
         k=int(options.get("k", 100)),
-        passes=int(options["batch_size"]) // rows // int(options.get("processes") or 1),
+        passes=(int(options["batch_size"]) or DEFAULT_BATCH_SIZE) // rows // processes,
     )
 
 
@@ -136,7 +178,9 @@ def _training(stage: Stage, model: Any, gpu: Gpu) -> Cost:
     runs = len(parse_ranges(options["ranges"])) if "ranges" in options else 1
     runs *= len(comma_list(str(options.get("seeds", "")))) or 1
     processes = int(options.get("processes") or 1)
-    return Cost(need.sentence(), _hours(runs * need.flops * _tokens(stage) / processes, gpu))
+    sharded = need.weights * (1 - 1 / processes) if options.get("strategy") == "fsdp2" else 0.0
+    hours = _hours(runs * need.flops * _tokens(stage) / processes, gpu)
+    return Cost(need.sentence(), hours, need.peak - sharded + GIB)
 
 
 def _tokens(stage: Stage) -> float:
@@ -144,7 +188,7 @@ def _tokens(stage: Stage) -> float:
     options = stage.options
     rows = int(options.get("max_rows") or 0) * float(options.get("num_train_epochs") or 1)
     if steps := int(options.get("max_steps") or 0):
-        rows = steps * int(options["batch_size"])
+        rows = steps * (int(options["batch_size"]) or DEFAULT_BATCH_SIZE)
     return rows * int(options["max_length"])
 
 
@@ -152,24 +196,33 @@ def _hours(flops: float, gpu: Gpu) -> float | None:
     return flops / (gpu.flops * ASSUMED_MFU) / 3600 if flops else None
 
 
-def _generation_cost(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained: dict[str, Stage]) -> Cost:
+def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu) -> Cost:
     """Of an evaluation or a diagnosis that draws answers, or reads those of one."""
     options, what = stage.options, stage.options.get("what")
+    trained = {name: one for one in before if one.command in TRAINS for name in (one.name, "last")}
     if "run" in options:  # a forward pass over answers that were drawn
-        (source,) = (one for one in recipe.stages if options["run"] == f"{{{one.name}}}")
+        sources = [one for one in before if options["run"] == f"{{{one.name}}}"]
+        if not sources:
+            return Cost("memory unknown, as its answers are not of this recipe", None)
+        (source,) = sources
         tasks = select_tasks(options_of(source, source.name))
-        read = estimate(model, base=_stored_as(stage))
+        # nothing is kept for a way back: one layer at a time, as where a training recomputes them
+        rows, longest = int(options.get("batch_size") or 1), max(_limit(task, source) for task in tasks)
+        passes = {"sequence": longest, "rows": rows, "gradient_checkpointing": True}
+        read = estimate(model, base=_stored_as(stage), **passes)
         most = int(options.get("answers", 4))
         tokens = sum(
             _questions(task, source) * min(_samples(task, source), most) * _limit(task, source) for task in tasks
         )
-        memory = f"about {(read.weights + read.activations) / GIB + 1:.1f} GiB of GPU memory"
-        return Cost(memory, _hours(read.forward * tokens, gpu))
+        needed = read.weights + read.activations + GIB
+        return Cost(f"about {needed / GIB:.1f} GiB of GPU memory", _hours(read.forward * tokens, gpu), needed)
     tasks = select_tasks(options_of(stage, stage.name))
     name = str(options.get("model") or "").strip("{}")
     last = trained.get(name)
     kind: Kind = "base" if last is None else "adapter" if last.command == "sft" else "gated"
     # each variant as the times that its answers take: suppression by ΔH asks base and adapter beside itself
+    if "sweep" in options and str(options["sweep"]).strip("{}") not in trained:
+        return Cost("memory unknown, as its sweep is not of this recipe", None)
     if "sweep" in options:
         cells = trained[str(options["sweep"]).strip("{}")].options
         variants = ["adapter"] + ["gated"] * len(parse_ranges(cells["ranges"])) * len(comma_list(str(cells["seeds"])))
@@ -200,13 +253,13 @@ def _generation_cost(stage: Stage, recipe: Recipe, model: Any, gpu: Gpu, trained
             passes = {**LAYER_S, "suppressed": LAYER_S["base"] + 2 * LAYER_S["adapter"]}
             batches = -(-answers // int(options.get("batch_size", 64)))
             seconds += sum(passes[one] for one in variants) * layers * batches * limit
-    if options.get("engine") == "vllm":
-        memory = "vLLM fills 0.9 of the GPU"
-    else:
+    memory, needed = "vLLM fills 0.9 of the GPU", 0.0
+    if options.get("engine") != "vllm":
         streams = 3 if what == "entropy" else 1
         cache = streams * int(options.get("batch_size", 64)) * longest * need.cache
-        memory = f"about {(need.weights + cache) / GIB + 1:.1f} GiB of GPU memory on transformers"
-    return Cost(f"{memory}; {said}", seconds / 3600)
+        needed = need.weights + cache + GIB
+        memory = f"about {needed / GIB:.1f} GiB of GPU memory on transformers"
+    return Cost(f"{memory}; {said}", seconds / 3600, needed)
 
 
 def _questions(task: Task, stage: Stage) -> int:

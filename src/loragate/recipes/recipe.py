@@ -30,20 +30,20 @@ from loragate.strict_yaml import read_mapping
 HERE = Path(__file__).parent
 KINDS = ("domain", "backbone", "method")
 PLACEHOLDERS = ("model", "data", "revision", "chat_template")
-TOP = (
-    *KINDS,
-    *PLACEHOLDERS,
-    "title",
-    "about",
-    "stages",
-    "evaluations",
-    "tables",
-    "paper",
-    "machine",
-    "architecture",
-    "for",
-)
-"""Keys at the top of a file that are no blocks of options, and so no names of stages."""
+TOP: dict[str, type] = {
+    **dict.fromkeys((*KINDS, *PLACEHOLDERS, "title", "about", "machine"), str),
+    **dict.fromkeys(("stages", "evaluations"), list),
+    **dict.fromkeys(("tables", "architecture", "for"), dict),
+    "paper": bool,
+}
+"""Keys at the top of a file that are no blocks of options, and so no names of stages, and what their values are."""
+MAY_BE_EMPTY = ("revision", "chat_template", "title")
+_EXPECTED = {
+    str: "text (in quotes where it looks like a number)",
+    list: "a list",
+    dict: "a block of keys",
+    bool: "true or false",
+}
 COMMANDS = ("sft", "mask", "calibrate", "sweep", "eval", "diagnose")
 """What a recipe may start, and nothing else."""
 TRAINS = ("sft", "calibrate", "sweep")
@@ -51,6 +51,19 @@ GUARDED = {"trust_remote_code": False, "sandbox": "bubblewrap"}
 """Options that let code of others run with less protection, with the safe value. Recipe files are passed on like data, so that a
 file may not set them; --set may."""
 REFERENCE = re.compile(r"\{([A-Za-z][\w.-]*)\}")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A card: FLOP/s of 16-bit products and bytes/s of its memory, both at most, and the bytes that a program finds there."""
+
+    flops: float
+    bandwidth: float
+    memory: float
+
+
+GPUS = {"h100": Gpu(989e12, 3.35e12, 79 * 2**30)}
+"""By the `machine` of a recipe; NVIDIA's data sheet of the H100 SXM, without sparsity."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,7 @@ class Recipe:
         stages: at least one.
         title, about: for people.
         tables: the paper's tables and figures that it belongs to; empty for what the paper does not have.
+        domain: whose rows and questions it takes.
         machine: the GPU that its settings are made for.
         architecture: the backbone's configuration, in the words of transformers.
         files: what it was merged from; a comment there says where each number comes from.
@@ -91,6 +105,7 @@ class Recipe:
     title: str = ""
     about: str = ""
     tables: str = ""
+    domain: str = ""
     machine: str = ""
     architecture: dict[str, Any] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
@@ -196,13 +211,25 @@ def read_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     layers = [_shipped(file) for file in files]
     domain, place = parts[0], "/".join(parts[:2])
     merged: dict[str, Any] = {}
-    for layer in (*layers, own):
+    given = dict(changes or {})
+    placed = {word: given.pop(word) for word in PLACEHOLDERS if word in given}
+    for where, layer in ((f"{name}: ", own), ("--set ", placed)):
+        for key, value in layer.items():
+            if key in TOP and not isinstance(value, TOP[key]) and not (value is None and key in MAY_BE_EMPTY):
+                raise ConfigError(
+                    f"{where}{key} is {'empty' if value is None else repr(value)}, expected {_EXPECTED[TOP[key]]}"
+                )
+    for layer in (*layers, own, placed):
         for part in (layer, *(layer.get("for", {}).get(key, {}) for key in (domain, place))):
+            if "data" in part and merged.get("data", part["data"]) != part["data"]:  # these are of the data set before
+                merged = {key: _without_eval_split(value) for key, value in merged.items() if key != "revision"}
+            if "model" in part and merged.get("model", part["model"]) != part["model"]:  # these of the model before
+                merged |= {"chat_template": "", "architecture": {}}
             for key, value in part.items():  # blocks are merged key by key, everything else is replaced
                 before = merged.get(key)
                 merged[key] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
-    given = dict(changes or {})
-    merged |= {word: given.pop(word) for word in PLACEHOLDERS if word in given}
+    if (machine := merged["machine"]) not in GPUS:
+        raise ConfigError(f"{name}: machine is {machine!r}{nearest(machine, GPUS)}; known: {', '.join(GPUS)}")
     stages = _stages(name, merged)
     known = (*stages, *COMMANDS, *TOP)
     for key, value in own.items():
@@ -218,9 +245,9 @@ def read_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
         title=own.get("title") or ", ".join(layer["title"] for layer in layers[1:]),
         about=merged.get("about", ""),
         tables=tables.get(place) or (tables.get(domain, "") if merged["paper"] else ""),
+        domain=domain,
         machine=merged["machine"],
-        # what the backbone's file says holds for its own model
-        architecture=own.get("architecture", {}) if "model" in own else merged.get("architecture", {}),
+        architecture=merged.get("architecture", {}),
         files=(*files, *([Path(name)] if own else [])),
     )
 
@@ -238,9 +265,6 @@ def _stages(name: str, merged: dict[str, Any]) -> dict[str, Stage]:
     """The stages of the merged files by name: of each the block of its command, then that of its own name."""
     words = {"templates": str(HERE / "templates")}
     words |= {word: _fill_placeholders(merged.get(word) or "", words) for word in PLACEHOLDERS}
-    for key in ("stages", "evaluations"):
-        if not isinstance(merged[key], list):
-            raise ConfigError(f"{name}: {key} is {merged[key]!r}, expected a list")
     entries = [*merged["stages"], *merged["evaluations"]]
     pairs = [pair for one in entries for pair in (one.items() if isinstance(one, dict) else [(one, one)])]
     stages: dict[str, Stage] = {}
@@ -265,7 +289,7 @@ def _stages(name: str, merged: dict[str, Any]) -> dict[str, Stage]:
                 )
         if Path(words["data"]).exists() and options.get("data") == words["data"]:
             options |= dict.fromkeys(("revision", "split", "eval_split"))  # they are the hub's
-        stages[stage] = Stage(stage, kind, _drop_unset(options))
+        stages[stage] = Stage(stage, kind, drop_unset(options))
     return stages
 
 
@@ -280,11 +304,16 @@ def _apply_overrides(stages: dict[str, Stage], changes: Mapping[str, Any], name:
             raise ConfigError(
                 f"--set {key}: no stage of {name} has it{nearest(key, known)} (stages: {', '.join(stages)})"
             )
-        stages[stage] = replace(stages[stage], options=_drop_unset({**stages[stage].options, option: value}))
+        stages[stage] = replace(stages[stage], options=drop_unset({**stages[stage].options, option: value}))
     return stages
 
 
-def _drop_unset(options: dict[str, Any]) -> dict[str, Any]:
+def _without_eval_split(block: Any) -> Any:
+    """A block of options without the held-out split of the hub's data set; anything else as it is."""
+    return {key: value for key, value in block.items() if key != "eval_split"} if isinstance(block, dict) else block
+
+
+def drop_unset(options: dict[str, Any]) -> dict[str, Any]:
     """Without what is left to the command."""
     return {key: value for key, value in options.items() if value not in ("", None)}
 

@@ -28,6 +28,7 @@ from loragate.evaluation.prepared import questions_of, select_tasks
 from loragate.files import RunFolder, read_json, require_empty_folder, require_same_identity, write_json, write_text
 from loragate.generation.vllm_engine import require_vllm
 from loragate.models import resolve
+from loragate.recipes.costs import memory_warnings
 from loragate.recipes.recipe import Recipe, Stage, options_of
 from loragate.strict_yaml import read_mapping
 from loragate.training.preflight import wait_for_child
@@ -88,6 +89,8 @@ def run_recipe(
             raise ConfigError(f"{told}\n{ways}")
         if new:
             folder.begin({"recipe": recipe.name})
+        for text in memory_warnings(recipe, [stage.name for stage in pending]) if pending else ():
+            say(text)
         for number, stage in enumerate(stages, 1):
             title, config = f"[{number}/{len(stages)}] {stage.name}", folder.path / f"config/{number}-{stage.name}.yaml"
             begin, options = [sys.executable, "-m", "loragate"], stage.options

@@ -6,6 +6,7 @@ lie in `materials/`, in the columns of the real data sets. What the scores say m
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,25 @@ def tiny_recipe(recipe: Recipe, folder: Path) -> Recipe:
         own_template = any("chat_template" in stage.options for stage in recipe.stages)
         with atomic_folder(base) as new:
             write_base(new, recipe.architecture, None if own_template else CHATML)
-    domain = "code" if any(stage.options.get("suite") == "code" for stage in recipe.stages) else "math"
+    domain = recipe.domain or "math"
     stages = []
     for stage in recipe.stages:
         known = field_types(load_command(stage.command).options)
         options = {**stage.options, **_replaced(stage, base, domain)}
         options = {key: value for key, value in options.items() if value is not None and key in known}
         stages.append(replace(stage, options=options))
-    return replace(recipe, name=f"{recipe.name} --tiny", stages=tuple(stages))
+    # its memory is that of the tiny base
+    return replace(recipe, name=f"{recipe.name} --tiny", stages=tuple(stages), architecture={})
+
+
+def describe_overruled(recipe: Recipe, tiny: Recipe, changes: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each value of --set that the rehearsal has something else for."""
+    for key, value in changes.items():
+        name, _, option = key.replace("-", "_").rpartition(".")
+        for stage, rehearsed in zip(recipe.stages, tiny.stages):
+            before, now = stage.options.get(option), rehearsed.options.get(option)
+            if before != now and (stage.name.replace("-", "_") == name or (not name and before == value)):
+                yield f"--tiny rehearses with its own {stage.name}.{option}, {now}; --set {key}={value} holds without --tiny"
 
 
 def _replaced(stage: Stage, base: Path, domain: str) -> dict[str, Any]:
