@@ -62,8 +62,12 @@ class Gpu:
     memory: float
 
 
-GPUS = {"h100": Gpu(989e12, 3.35e12, 79 * 2**30)}
-"""By the `machine` of a recipe; NVIDIA's data sheet of the H100 SXM, without sparsity."""
+GPUS = {
+    "a100": Gpu(312e12, 2.04e12, 79 * 2**30),
+    "h100": Gpu(989e12, 3.35e12, 79 * 2**30),
+    "h200": Gpu(989e12, 4.8e12, 139 * 2**30),
+}
+"""By the `machine` of a recipe; NVIDIA's data sheets of the SXM cards (A100 with 80 GB), without sparsity."""
 
 
 @dataclass(frozen=True)
