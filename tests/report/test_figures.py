@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.report.figures import accuracy_bars, curve_of, lambda_map, line_chart
+from loragate.report.figures import accuracy_bars, column_chart, curve_of, lambda_map, line_chart
 from loragate.report.table import Line
 
 KINDS = ("down_proj", "q_proj", "v_proj")
@@ -106,3 +106,14 @@ def test_a_failed_write_keeps_the_old_figure(tmp_path: Path, monkeypatch: pytest
         accuracy_bars(ROWS, path)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_columns_with_open_ends_say_so(tmp_path: Path, drawn: list[Any]) -> None:
+    for ends in (False, True):
+        column_chart([-2.0, -1.0, 0.0, 1.0, 2.0], [5, 1, 2, 2], "ΔH", tmp_path / f"{ends}.svg", open_ends=ends)
+    closed, open_ = (figure.axes[0] for figure in drawn)
+    assert [text.get_text() for text in closed.texts] == []
+    assert [text.get_text() for text in open_.texts] == ["≤ −1", "≥ 1"]
+    colours = [patch.get_facecolor() for patch in open_.patches]
+    assert colours[0] == colours[3] != colours[1] == colours[2]
+    assert len({patch.get_facecolor() for patch in closed.patches}) == 1

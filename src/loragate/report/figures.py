@@ -132,12 +132,25 @@ def line_chart(curves: Mapping[str, Curve], label: str, to: Target, *, title: st
         figure.legend(loc="outside lower left", frameon=False)
 
 
-def column_chart(edges: Sequence[float], counts: Sequence[float], label: str, to: Target) -> None:
-    """Draw a histogram: one column per pair of neighbouring edges, the share of all counts as its height."""
+def column_chart(
+    edges: Sequence[float], counts: Sequence[float], label: str, to: Target, *, open_ends: bool = False
+) -> None:
+    """Draw a histogram: one column per pair of neighbouring edges, the share of all counts as its height.
+
+    With `open_ends` the first and the last column also count what lies beyond them; they are grey and say so.
+    """
     with open_figure(to, 7.4, 3.4) as figure:
         axes = figure.subplots()
         heights = 100 * np.asarray(counts) / (sum(counts) or 1)
-        axes.bar(edges[:-1], heights, 0.97 * np.diff(edges), align="edge", color=LINES[0])
+        bars = axes.bar(edges[:-1], heights, 0.97 * np.diff(edges), align="edge", color=LINES[0])
+        if open_ends:
+            ends = (bars[0], f"≤ {edges[1]:.3g}"), (bars[-1], f"≥ {edges[-2]:.3g}")
+            for bar, beyond in ends:
+                bar.set_color(LINES[-1])
+                above = (bar.get_x() + bar.get_width() / 2, bar.get_height())
+                said = beyond.replace("-", "−")
+                axes.annotate(said, above, (0, 3), textcoords="offset points", ha="center", fontsize=9)
+            axes.margins(x=0.06, y=0.1)  # room for what stands above the ends
         axes.set_xlabel(label)
         axes.set_ylabel("share, %")
         grid(axes, "y")
