@@ -25,6 +25,7 @@ from loragate.report.blocks import (
 from loragate.report.figures import column_chart, line_chart
 from loragate.report.page import banner_of
 from loragate.report.scores import evaluation_statements, score_tables
+from loragate.report.selection import read_selection, selection_table
 from loragate.report.sources import Source
 from loragate.selection_record import read_selection_record
 from pages import HISTORY, HOSTILE, estimate, evaluation_record, gates_record, row, selection_record, traces
@@ -313,9 +314,36 @@ def test_the_cells_of_a_sweep_are_counted_and_none_is_chosen():
     )
 
 
-def test_gates_of_a_trial_are_named_with_its_range():
-    record = {**evaluation_record(), "models": {"gated": "q/run/trials/entropy_0_1_seed0/gated"}}
+def test_gates_are_named_with_the_range_that_was_recorded():
+    record = {**evaluation_record(), "models": {"gated": "q/run/trials/entropy_-6_3_seed0/gated"}, "range": [0.0, 1.0]}
     assert evaluation_statements(record)[0].startswith("On t, T=1, gated [0,1] is significantly better")
+    assert evaluation_statements({**record, "range": None})[0].startswith("On t, T=1, gated is significantly better")
+
+
+def test_the_groups_of_an_evaluation_are_those_of_a_selection():
+    groups = {
+        "control": [("base", None), ("base", "greedy"), ("gated", "random gates"), ("adapter", "DFT")],
+        "baseline": [
+            ("adapter", None),
+            ("adapter", "T=0.6"),
+            ("adapter", "λ=0.25"),
+            ("adapter", "lower λ=-0.5 greedy"),
+        ],
+        "scale": [
+            ("gated", None),
+            ("gated", "greedy"),
+            ("gated", "T=0.3"),
+            ("gated", "[-3,1]"),
+            ("gated", "[0,1] greedy"),
+        ],
+    }
+    for group, labels in groups.items():
+        (table,) = score_tables(evaluation_record(*(row(variant, 0.4, control) for variant, control in labels)))
+        assert [line.group for line in table.lines] == [group] * len(labels)
+    chosen = {
+        line.name.split(" [")[0]: line.group for line in selection_table(read_selection(selection_record())).lines
+    }
+    assert chosen == {"adapter greedy": "baseline", "base greedy": "control", "gated": "scale"}
 
 
 def test_the_banner_of_a_choice_says_what_broke():

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import resources
 from io import StringIO
+from itertools import pairwise
 from typing import Any
 
 from jinja2.utils import htmlsafe_json_dumps
@@ -348,7 +349,7 @@ def _scores(rows: Sequence[Record], versus: str) -> Blocks:
 def _histogram(data: Record, label: str, title: str, open_ends: bool = False) -> Blocks:
     """A chart of the counts, and these; with `open_ends` the outer ones hold what lies beyond, too."""
     edges, counts = data["edges"], data["counts"]
-    names = [f"{low:.3g} to {high:.3g}" for low, high in zip(edges, edges[1:], strict=False)]
+    names = [f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges)]
     if open_ends:
         names[0], names[-1] = f"{edges[1]:.3g} or less", f"{edges[-2]:.3g} or more"
     lines = [Line(name, [(f"{count:,}",)]) for name, count in zip(names, counts, strict=True)]

@@ -42,8 +42,8 @@ RANGE = re.compile(r"\[(-?[\d.]+), ?(-?[\d.]+)\]")
 """In the label of gates that are one of several; it begins that of a sweep's cell."""
 CELL = re.compile(rf"{RANGE.pattern}( ce)?(, seed \d+)?( greedy| T=[\d.]+)?")
 """The whole label of a sweep's cell; one with more behind it, such as "[-6,3] noreverse", is trained gates changed afterwards."""
-TRIAL = re.compile(r"_(-?[\d.]+)_(-?[\d.]+)_seed\d+(?:/|$)")
-"""In the path of gates that were trained as one of several: their range."""
+SAMPLED = re.compile(rf"{CELL.pattern}|greedy|T=[\d.]+|(\w+ )?λ=[-\d.]+( greedy| T=[\d.]+)?")
+"""What may follow base, adapter or gates in a label that is no control of its own: a range, a temperature, one λ."""
 NO_CHOICE = "a test may not choose among them"
 VERDICTS = {"better": "significantly better than the adapter", "worse": "significantly worse than the adapter"}
 
@@ -100,7 +100,8 @@ def score_markdown(record: Record) -> str:
 
 
 def _line(row: Record, score: Record, *more: Cell) -> Line:
-    group = GROUP_OF[row["variant"]] if row["control"] is None else "control"
+    # as in a table of a selection; random gates and adapters that were trained otherwise are controls
+    group = GROUP_OF[row["variant"]] if SAMPLED.fullmatch(row["control"] or "greedy") else "control"
     cells = [share_cell(score), difference_cell(row["comparison"], row["verdict"], row.get("adjusted_p")), *more]
     return Line(row_name(row), cells, group, score)
 
@@ -216,9 +217,9 @@ def _has_gates(record: Record) -> bool:
 
 
 def own_range(record: Record) -> str:
-    """The range of the gates that are called "gated" alone, "[0,1]", where the path of their folder says it; else empty."""
-    found = TRIAL.search(record["models"].get("gated") or "")
-    return f"[{found[1]},{found[2]}]" if found else ""
+    """The range of the gates that are called "gated" alone, "[0,1]"; empty where the record has none."""
+    found = record.get("range")
+    return f"[{found[0]:g},{found[1]:g}]" if found else ""
 
 
 def _is_plain(row: Record) -> bool:
