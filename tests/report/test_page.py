@@ -357,7 +357,7 @@ def test_the_banner_of_a_choice_says_what_broke():
     assert "On the retention set it has 90.0 % (85.0–95.0), adapter greedy 90.0 % (85.0–95.0)." in more
     assert [line for line in more if "not taken" in line] == [
         *(f"gated [-{n},1] greedy was not taken: it loses 85.0 points on the retention set." for n in (1, 2, 3)),
-        "1 more were not taken for what they lose there.",
+        "1 more was not taken for what is lost there.",
     ]
     assert more[-2:] == ["Warning, dev set: the grader reads nothing.", "Warning, retention set: it is small."]
 

@@ -90,6 +90,22 @@ def test_a_choice_that_was_stopped_is_not_finished(tmp_path):
     assert banner_of(all_sources([str(folder / "dev")])).advice.startswith("No scores"), "its record lies beside it"
 
 
+def test_a_choice_that_was_stopped_while_its_gates_trained_is_not_finished(tmp_path):
+    folder = tmp_path / "gated" / "run"
+    training(folder / "trials" / "entropy_0_1_seed0", {"step": 1, "nll": 2.0})
+    gated = [str(tmp_path / "gated")]
+    assert banner_of(all_sources(gated)).advice.startswith("No scores"), "nothing tells of a choice"
+    (folder / "run.json").write_text("{}")
+    for places in (gated, [str(folder / "trials" / "entropy_0_1_seed0")]):
+        found = banner_of(all_sources(places))
+        assert found.advice == "The choice or check-up is not finished: nothing is recommended yet"
+        assert found.more == [
+            "The same command with --resume goes on with it; nothing was scored yet, only gates were trained."
+        ]
+    (folder / "selection.json").write_text(json.dumps(selection_record()))
+    assert banner_of(all_sources([str(folder / "trials")])).advice.startswith("No scores")
+
+
 def test_of_several_records_of_a_kind_the_sentences_carry_the_names(tmp_path):
     worse = evaluation_record(row("adapter", 0.3), row("gated", 0.2, verdict="worse"))
     for file, record in (("results-math_verify.json", worse), ("results.json", evaluation_record())):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from loragate.display import format_points, percent, temperature_label
+from loragate.display import format_points, percent, pluralize, temperature_label
 from loragate.report.table import (
     ABSENT,
     GROUP_OF,
@@ -82,7 +82,7 @@ def score_tables(record: Record) -> list[Table]:
             left_out = record.get("left_out", {}).items()
             lines += [Line(f"{row}, not applicable: {why}", [(ABSENT,)] * (len(COLUMNS) - 1)) for row, why in left_out]
         sampling, questions = task["sampling"], rows[0]["avg_at_k"]["questions"]
-        title = f"{task['name']} v{task['version']} · Avg@{sampling['samples']}, {questions} questions, "
+        title = f"{task['name']} v{task['version']} · Avg@{sampling['samples']}, {pluralize(questions, 'question')}, "
         title += f"T = {sampling['temperature']:g}, grader {task['grader']}"
         tables.append(
             with_best_scores(
@@ -160,7 +160,7 @@ def _cells(rows: list[Record]) -> tuple[int, int, int]:
 
 def _cells_in_words(cells: tuple[int, int, int]) -> str:
     count, better, worse = cells
-    return f"{better} of {count} cells significantly better than the adapter, {worse} significantly worse"
+    return f"{better} of {pluralize(count, 'cell')} significantly better than the adapter, {worse} significantly worse"
 
 
 def evaluation_statements(record: Record) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from loragate.display import format_points, percent
+from loragate.display import format_points, percent, pluralize
 from loragate.files import write_text
 from loragate.report.figures import Draw, Target, open_figure
 from loragate.report.scores import RANGE, compared_rows, own_range, row_name
@@ -63,7 +63,8 @@ def selection_table(record: SelectionRecord, most: int | None = ROWS) -> Table:
         score = {"mean": one.mean, "low": one.low, "high": one.high}
         cells = [share_cell(score), versus, (percent(one.truncated),), (retained,)][: len(columns) - 1]
         lines.append(Line(name, cells, GROUP_OF[one.weights], score))
-    left = f"{len(others) - len(shown)} more are in the files." if len(others) > len(shown) else ""
+    more = len(others) - len(shown)
+    left = f"{more} more {'is' if more == 1 else 'are'} in the files." if more else ""
     caption = (
         "Ranges are 95 % intervals over questions; vs adapter is paired by question. Cut off: answers that met the length "
         "limit. The best of many is optimistic."
@@ -73,7 +74,7 @@ def selection_table(record: SelectionRecord, most: int | None = ROWS) -> Table:
 
 
 def _asked(record: SelectionRecord) -> str:
-    return f"the dev set ({record.dev.questions} questions)"
+    return f"the dev set ({pluralize(record.dev.questions, 'question')})"
 
 
 def write_selection(record: SelectionRecord, folder: Path) -> list[str]:
