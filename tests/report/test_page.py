@@ -337,6 +337,7 @@ def test_the_groups_of_an_evaluation_are_those_of_a_selection():
             ("gated", "[0,1] greedy"),
         ],
     }
+    groups["intervention"] = [("gated", "[-6,3] unit")]
     for group, labels in groups.items():
         (table,) = score_tables(evaluation_record(*(row(variant, 0.4, control) for variant, control in labels)))
         assert [line.group for line in table.lines] == [group] * len(labels)

@@ -239,7 +239,7 @@ def selection_blocks(record: Record | None) -> Blocks:
 def _maps(record: Record) -> Blocks:
     """Maps of the ranges that a selection or an evaluation compares."""
     return [
-        chart(draw, f"Scores by range{name.removeprefix('heatmap').replace('_', ' ')}")
+        chart(draw, f"Scores by range{name.removeprefix('heatmap').replace('_', ': ', 1).replace('_', ' ')}")
         for name, draw in heat_maps(record).items()
     ]
 

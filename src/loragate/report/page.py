@@ -125,11 +125,11 @@ def banner_of(sources: Sequence[Source]) -> Banner:
         why = f"Why: {record.recommendation.reason}."
         more = [line for line in (record.alternatives(), record.beside_base(), why, *_cautions(record)) if line]
         more += [*_which(chosen), *tested]
-        bars = chart(partial(accuracy_bars, table.lines), table.title)
+        bars = chart(partial(accuracy_bars, table.lines, narrow=True), table.title)
         return Banner(record.recommendation.format_advice(), record.format_score(), more, render_chart(bars))
     for source in evaluations[:1]:
         advice, score, more, table = source.convert(advice_of)
-        bars = chart(partial(accuracy_bars, table.lines[:BARS]), table.title)
+        bars = chart(partial(accuracy_bars, table.lines[:BARS], narrow=True), table.title)
         return Banner(advice, score, [*more, *_which(evaluations)], render_chart(bars))
     examined = [source for source in sources if source.kind == "examination"]
     for source in examined[:1]:

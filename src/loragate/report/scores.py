@@ -101,7 +101,8 @@ def score_markdown(record: Record) -> str:
 
 def _line(row: Record, score: Record, *more: Cell) -> Line:
     # as in a table of a selection; random gates and adapters that were trained otherwise are controls
-    group = GROUP_OF[row["variant"]] if SAMPLED.fullmatch(row["control"] or "greedy") else "control"
+    changed = "intervention" if RANGE.match(row["control"] or "") else "control"  # "[-6,3] unit": after their training
+    group = GROUP_OF[row["variant"]] if SAMPLED.fullmatch(row["control"] or "greedy") else changed
     cells = [share_cell(score), difference_cell(row["comparison"], row["verdict"], row.get("adjusted_p")), *more]
     return Line(row_name(row), cells, group, score)
 
