@@ -220,7 +220,7 @@ def test_the_banner_says_what_to_do_its_score_and_the_alternatives():
         == "The best of each other kind: adapter greedy 40.0 % (35.0–45.0), base greedy 30.0 % (25.0–35.0)."
     )
     assert found.more[1] == "Why: it beats the greedy adapter with z = 2.7."
-    assert "gated [-6,3] greedy" in str(found.chart.data)
+    assert "gated [-6,3]" in str(found.chart.data)
     artifact = {"gate": {}, "selection": selection_record()}
     assert banner(selection_record(), artifact) == found, "the same record twice is one selection"
     both = banner(selection_record(), evaluation_record())

@@ -54,6 +54,7 @@ def test_a_folder_becomes_one_file(run, tmp_path, capsys):
     assert "0.350 to 0.150" in text, "of held-out examples"
     assert "<td>1 min 30 s</td>" in text, "of the training loop"
     assert "run/adapters/sft" in text
+    assert "<td>d</td>" in text, "a data set without a revision"
     assert 'id="traces"' in text
     assert "opens in any browser" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]

@@ -247,7 +247,7 @@ def _facts(source: Source, record: Any) -> list[tuple[str, str]]:
     elif source.kind in ("evaluation", *SETS):
         found += [(key, str(value)) for key, value in record["models"].items() if value]
         for task in record["tasks"]:
-            found.append((task["name"], f"{task['dataset']} @ {task['dataset_revision'] or 'no revision'}"))
+            found.append((task["name"], "@".join(filter(None, (task["dataset"], task["dataset_revision"])))))
     elif source.kind == "training":
         took = next((one["train_runtime"] for one in reversed(record["history"]) if "train_runtime" in one), None)
         found += [] if took is None else [("time of the training loop", duration(took))]
