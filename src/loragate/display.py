@@ -109,6 +109,11 @@ def _is_nonzero_rank() -> bool:
     return os.environ.get("RANK", "0") not in ("", "0")
 
 
+def pluralize(number: int, noun: str) -> str:
+    """ "1 row", "1,200 rows"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Seconds in words: "8 s", "2 min 05 s", "1 h 03 min"."""
     seconds = max(0, round(seconds))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loragate import records
-from loragate.display import format_points, format_temperature, percent
+from loragate.display import format_points, format_temperature, percent, pluralize
 from loragate.errors import DataError
 from loragate.validate import validate
 
@@ -278,7 +278,7 @@ class SelectionRecord:
             )
         for name, question_set in (("dev", self.dev), ("retention", self.retention)):
             said += [
-                f"{count} {name} questions were left out, as they are also among {what}."
+                f"{pluralize(count, f'{name} question')} {'was' if count == 1 else 'were'} left out: also among {what}."
                 for what, count in (question_set.dropped if question_set else {}).items()
             ]
             said += [

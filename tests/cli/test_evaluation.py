@@ -185,6 +185,7 @@ def test_all_rows_side_by_side(place, tmp_path, capsys):
     for words in ("canary: the adapter moves logits by", "adapter T=0.6", "95 % intervals", "next: loragate"):
         assert words in " ".join(text.split()), words
     record = read_record(tmp_path / "run" / "results.json")
+    assert record.range == (-3, 2), "whatever the folder is called"
     names = [row.label for row in record.results]
     cooler = [f"{acts} {how}" for acts in ("adapter", "gated") for how in ("T=0.6", "T=0.3", "greedy")]
     assert names == ["adapter", "base", "gated", *cooler, "adapter λ=0.5"]
@@ -520,6 +521,7 @@ def test_answers_are_judged_again_without_generating(whole, tmp_path, capsys):
     assert main(["regrade", str(folder)]) == 0
     again = read_record(folder / "results-regraded.json")
     assert set(again.find("words", "gated").reasons) == {"no_box"}
+    assert again.range == (-3, 2)
     assert read_record(folder / "results.json").tasks[0].grader == "exact", "the first record stays"
     # another grader of answers, a pattern, and one whose form no right answer has
     assert main(["regrade", str(folder), "--grader", "regex", "--pattern", r"^(\S+)"]) == 0

@@ -299,7 +299,7 @@ def test_loglikelihoods_are_the_gated_models_own(harness, gated, tmp_path, ask, 
 def test_a_short_context_cuts_prompts_and_says_so(harness, ask):
     prepared, samples, _ = ask(tiny_base(max_position_embeddings=48), tiny_tokenizer(), "mmlu_pro", limit=1)
     assert any("fewer than 2048 tokens" in one and "the shortest after 12" in one for one in prepared.warnings)
-    assert any("3 prompts were cut at their beginning" in warning for warning in prepared.warnings)
+    assert any("3 prompts were cut at the beginning" in warning for warning in prepared.warnings)
     assert {len(tiny_tokenizer()(prompt)["input_ids"]) for prompt in prepared.prompts} == {36}
     assert all(len(sample.token_ids) <= 12 for sample in samples)
 
@@ -315,7 +315,7 @@ def test_a_prompt_with_options_is_cut_only_where_one_does_not_fit(harness, tmp_p
     assert (fits.option_pairs, fits.prompts, fits.warnings) == (whole.option_pairs, whole.prompts, whole.warnings)
     cut, _, _ = ask(tiny_base(max_position_embeddings=longest - 1), tokenizer, "openbookqa", path, **limit)
     assert max(len(before) + len(after) for before, after in cut.option_pairs[0]) == longest - 1
-    assert any("1 prompts were cut at their beginning" in warning for warning in cut.warnings)
+    assert any("1 prompt was cut at the beginning" in warning for warning in cut.warnings)
 
 
 @pytest.mark.contract

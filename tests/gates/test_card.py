@@ -115,6 +115,40 @@ def test_gates_that_are_off_and_a_choice_of_the_user_are_called_so():
     assert "| how the range was chosen | given with --skip-selection |" in card
 
 
+@pytest.mark.parametrize(
+    ("label", "weights", "part", "opening"),
+    [
+        (
+            "base greedy",
+            "base",
+            None,
+            "that is off: λ = 0 everywhere, so this folder answers exactly as the base does. Nothing was trained for it.",
+        ),
+        (
+            "adapter λ=0.5 greedy",
+            "scale",
+            None,
+            "with one λ for all modules, which nothing was trained for: adapter λ=0.5 greedy.",
+        ),
+        (
+            "adapter lower λ=0.5 greedy",
+            "scale",
+            "lower",
+            "with one λ for the lower third of the layers and the adapter as it is in the others, which nothing was trained "
+            "for: adapter lower λ=0.5 greedy.",
+        ),
+    ],
+)
+def test_the_base_and_a_fixed_strength_are_called_so(label, weights, part, opening):
+    selection = full(label, weights)["selection"]
+    selection["recommendation"]["part"] = part
+    card = render_card("fixed", a_record(selection=selection))
+    assert f"A LoRA adapter on `owner/base` {opening}\n" in card
+    assert f"| how this was chosen | recommended on a dev set: {label}; it beats the adapter |" in card
+    for absent in ("range of λ", "| training |", "entropy gates", "\n\n\n"):
+        assert absent not in card
+
+
 @pytest.mark.parametrize("base", ["/home/me/base", "", "../base", "a/b/c", *HOSTILE])
 def test_a_base_that_is_no_hub_id_stays_out_of_the_front_matter(base):
     card = render_card("x", a_record(base=base))

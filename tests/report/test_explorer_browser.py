@@ -2,12 +2,14 @@
 
 import base64
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
 
 from loragate.errors import ConfigError
 from loragate.models import Loading
+from loragate.serving import explore
 from loragate.serving.explore import Session, build_explorer, explorer_of, launch
 from tiny import tiny_gated, tiny_tokenizer
 
@@ -45,6 +47,25 @@ def test_rereading_keeps_the_answers_and_changes_lambda(session):
     assert -step <= after.min() <= after.max() <= 1 + step
     # the first module reads the embeddings, which no gate changes; later ones see other inputs
     assert after[0] == pytest.approx(before[0].clip(0, 1), abs=step)
+
+
+def test_it_is_kept_why_each_answer_ended_and_how_much_of_it_is_not_shown(session, monkeypatch):
+    record = session.respond("one two", 0.0, 6, 0, -6.0, 3.0)
+    ended = [answer["finish_reason"] for answer in record["questions"][0]["answers"]]
+    assert "length" in ended
+    answers = record["questions"][0]["answers"]
+    mixed = [{**one, "finish_reason": reason} for one, reason in zip(answers, ("stop", "eos", "length"), strict=True)]
+    kept = {**record, "questions": [{**record["questions"][0], "answers": mixed}]}
+    again = session.reread(kept, 0.0, 1.0)["questions"][0]["answers"]
+    assert [answer["finish_reason"] for answer in again] == ["stop", "eos", "length"]
+    monkeypatch.setattr(explore, "trace_answers", partial(short_traces, explore.trace_answers))
+    cut = session.reread(record, -6.0, 3.0)["questions"][0]["answers"]
+    assert [len(answer["tokens"]) for answer in cut] == [4, 4, 4]
+    assert [answer["cut"] for answer in cut] == [len(ids) - 4 for ids in record["token_ids"].values()]
+
+
+def short_traces(trace, *args, max_tokens):
+    return trace(*args, max_tokens=4)
 
 
 def test_a_folder_without_gates_is_refused(tmp_path):

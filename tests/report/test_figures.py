@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.report.figures import accuracy_bars, curve_of, lambda_map, line_chart
+from loragate.report.figures import accuracy_bars, column_chart, curve_of, lambda_map, line_chart
 from loragate.report.table import Line
 
 KINDS = ("down_proj", "q_proj", "v_proj")
@@ -106,3 +106,27 @@ def test_a_failed_write_keeps_the_old_figure(tmp_path: Path, monkeypatch: pytest
         accuracy_bars(ROWS, path)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_narrow_bars_have_letters_that_a_phone_shows(tmp_path: Path, drawn: list[Any]) -> None:
+    name = "adapter middle λ=0.5 greedy (recommended)"
+    for narrow in (False, True):
+        accuracy_bars([line(name, "baseline", 1.0)], tmp_path / f"{narrow}.svg", narrow=narrow)
+    for figure, least in zip(drawn, (6, 10), strict=True):
+        labels = [*figure.axes[0].get_yticklabels(), *figure.axes[0].get_xticklabels(), *figure.axes[0].texts]
+        scale = min(1, 320 / (72 * figure.get_figwidth()))  # a phone of 390 has 320 px for it
+        assert round(min(label.get_fontsize() for label in labels) * scale) == pytest.approx(least, abs=1)
+        assert labels[0].get_text().replace("\n", " ") == name
+        figure.draw_without_rendering()
+        assert labels[0].get_window_extent().x0 >= 0, "it is not cut off"
+
+
+def test_columns_with_open_ends_say_so(tmp_path: Path, drawn: list[Any]) -> None:
+    for ends in (False, True):
+        column_chart([-2.0, -1.0, 0.0, 1.0, 2.0], [5, 1, 2, 2], "ΔH", tmp_path / f"{ends}.svg", open_ends=ends)
+    closed, open_ = (figure.axes[0] for figure in drawn)
+    assert [text.get_text() for text in closed.texts] == []
+    assert [text.get_text() for text in open_.texts] == ["≤ −1", "≥ 1"]
+    colours = [patch.get_facecolor() for patch in open_.patches]
+    assert colours[0] == colours[3] != colours[1] == colours[2]
+    assert len({patch.get_facecolor() for patch in closed.patches}) == 1

@@ -25,6 +25,7 @@ from loragate.report.blocks import (
 from loragate.report.figures import column_chart, line_chart
 from loragate.report.page import banner_of
 from loragate.report.scores import evaluation_statements, score_tables
+from loragate.report.selection import read_selection, selection_table
 from loragate.report.sources import Source
 from loragate.selection_record import read_selection_record
 from pages import HISTORY, HOSTILE, estimate, evaluation_record, gates_record, row, selection_record, traces
@@ -219,7 +220,7 @@ def test_the_banner_says_what_to_do_its_score_and_the_alternatives():
         == "The best of each other kind: adapter greedy 40.0 % (35.0–45.0), base greedy 30.0 % (25.0–35.0)."
     )
     assert found.more[1] == "Why: it beats the greedy adapter with z = 2.7."
-    assert "gated [-6,3] greedy" in str(found.chart.data)
+    assert "gated [-6,3]" in str(found.chart.data)
     artifact = {"gate": {}, "selection": selection_record()}
     assert banner(selection_record(), artifact) == found, "the same record twice is one selection"
     both = banner(selection_record(), evaluation_record())
@@ -313,9 +314,37 @@ def test_the_cells_of_a_sweep_are_counted_and_none_is_chosen():
     )
 
 
-def test_gates_of_a_trial_are_named_with_its_range():
-    record = {**evaluation_record(), "models": {"gated": "q/run/trials/entropy_0_1_seed0/gated"}}
+def test_gates_are_named_with_the_range_that_was_recorded():
+    record = {**evaluation_record(), "models": {"gated": "q/run/trials/entropy_-6_3_seed0/gated"}, "range": [0.0, 1.0]}
     assert evaluation_statements(record)[0].startswith("On t, T=1, gated [0,1] is significantly better")
+    assert evaluation_statements({**record, "range": None})[0].startswith("On t, T=1, gated is significantly better")
+
+
+def test_the_groups_of_an_evaluation_are_those_of_a_selection():
+    groups = {
+        "control": [("base", None), ("base", "greedy"), ("gated", "random gates"), ("adapter", "DFT")],
+        "baseline": [
+            ("adapter", None),
+            ("adapter", "T=0.6"),
+            ("adapter", "λ=0.25"),
+            ("adapter", "lower λ=-0.5 greedy"),
+        ],
+        "scale": [
+            ("gated", None),
+            ("gated", "greedy"),
+            ("gated", "T=0.3"),
+            ("gated", "[-3,1]"),
+            ("gated", "[0,1] greedy"),
+        ],
+    }
+    groups["intervention"] = [("gated", "[-6,3] unit")]
+    for group, labels in groups.items():
+        (table,) = score_tables(evaluation_record(*(row(variant, 0.4, control) for variant, control in labels)))
+        assert [line.group for line in table.lines] == [group] * len(labels)
+    chosen = {
+        line.name.split(" [")[0]: line.group for line in selection_table(read_selection(selection_record())).lines
+    }
+    assert chosen == {"adapter greedy": "baseline", "base greedy": "control", "gated": "scale"}
 
 
 def test_the_banner_of_a_choice_says_what_broke():
@@ -329,7 +358,7 @@ def test_the_banner_of_a_choice_says_what_broke():
     assert "On the retention set it has 90.0 % (85.0–95.0), adapter greedy 90.0 % (85.0–95.0)." in more
     assert [line for line in more if "not taken" in line] == [
         *(f"gated [-{n},1] greedy was not taken: it loses 85.0 points on the retention set." for n in (1, 2, 3)),
-        "1 more were not taken for what they lose there.",
+        "1 more was not taken for what is lost there.",
     ]
     assert more[-2:] == ["Warning, dev set: the grader reads nothing.", "Warning, retention set: it is small."]
 

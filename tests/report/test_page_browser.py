@@ -1,12 +1,15 @@
 """The report in a real headless Chromium: every control used, no console message, nothing stolen, fits a phone."""
 
+import base64
 import shutil
 
 import pytest
 from test_page import whole_page
 
 from examinations import examination
+from loragate.report.blocks import Section, build_page, tokens_block
 from loragate.report.examination import write_page
+from pages import traces
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -90,6 +93,56 @@ def test_the_token_view_shows_the_numbers_of_the_record(opened):
     assert "-1.500" in page.locator("#token-details").inner_text()
     assert "✓ right" in page.locator(".answer").nth(2).inner_text()
     assert "✗ wrong" in page.locator(".answer").nth(0).inner_text()
+
+
+PURPLE, ORANGE = "rgba(123, 77, 160, 0.85)", "rgba(214, 118, 20, 0.85)"
+NONE = "rgba(214, 118, 20, 0)"
+HELD = base64.b64encode(bytes([0, 109, 255])).decode()  # λ at L, at the 109th of 255 steps, and at U
+
+
+def token_view(lower, upper, gates=HELD, **more):
+    """A page with one gated answer of three tokens to one module."""
+    record = traces(questions=1, tokens=3, modules=("model.layers.0.mlp.up_proj",))
+    answer = {**record["questions"][0]["answers"][2], "gates": gates, **more}
+    record |= {"lower": lower, "upper": upper, "questions": [{**record["questions"][0], "answers": [answer]}]}
+    return build_page("t", None, [Section("tokens", "Tokens", [tokens_block(record)])])
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "labels", "ends", "middle_is_reversed"),
+    [
+        (-6, 3, ["−6", "1", "3"], (PURPLE, ORANGE), True),
+        (-4, 4, ["−4", "1", "4"], (PURPLE, ORANGE), True),
+        (-3, 4, ["−3", "1", "4"], (PURPLE, ORANGE), False),  # 0 lies between two steps
+        (0, 6, ["0", "1", "6"], (PURPLE, ORANGE), False),
+        (0, 1, ["0", "1"], (PURPLE, NONE), False),
+    ],
+)
+def test_the_legend_of_lambda_has_the_colours_of_the_tokens(opened, lower, upper, labels, ends, middle_is_reversed):
+    page = opened(token_view(lower, upper))
+    parts = page.locator("#token-legend span").all()
+    ramps = page.locator("#token-legend .ramp").evaluate_all("ramps => ramps.map(ramp => ramp.style.backgroundImage)")
+    assert [part.inner_text() for part in parts[:-1:2]] == labels
+    assert len(ramps) == len(labels) - 1
+    assert ramps[0] == f"linear-gradient(to right, {PURPLE}, transparent)"
+    assert ramps[1:] == [f"linear-gradient(to right, transparent, {ORANGE})"] * (len(labels) - 2)
+    assert ("wavy" in parts[-1].inner_text()) == (lower < 0)
+    first, middle, last = page.locator(".token").all()
+    colours = [one.evaluate("token => getComputedStyle(token).backgroundColor") for one in (first, last)]
+    assert tuple(colours) == ends
+    assert ("negative" in middle.get_attribute("class")) == middle_is_reversed
+
+
+def test_an_answer_says_how_it_ended_and_what_is_not_shown(opened):
+    notes = [
+        opened(token_view(-6, 3, cut=cut, finish_reason=ended)).locator(".answer .note").all_inner_texts()
+        for cut, ended in ((1, "stop"), (700, "length"), (0, "stop"))
+    ]
+    assert notes == [
+        ["1 further token is not shown"],
+        ["ended by: length", "700 further tokens are not shown"],
+        [],
+    ]
 
 
 def test_the_keyboard_reaches_every_token(opened):

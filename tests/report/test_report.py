@@ -54,6 +54,7 @@ def test_a_folder_becomes_one_file(run, tmp_path, capsys):
     assert "0.350 to 0.150" in text, "of held-out examples"
     assert "<td>1 min 30 s</td>" in text, "of the training loop"
     assert "run/adapters/sft" in text
+    assert "<td>d</td>" in text, "a data set without a revision"
     assert 'id="traces"' in text
     assert "opens in any browser" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
@@ -88,6 +89,22 @@ def test_a_choice_that_was_stopped_is_not_finished(tmp_path):
     assert "--resume" in found.more[0]
     (folder / "selection.json").write_text(json.dumps(selection_record()))
     assert banner_of(all_sources([str(folder / "dev")])).advice.startswith("No scores"), "its record lies beside it"
+
+
+def test_a_choice_that_was_stopped_while_its_gates_trained_is_not_finished(tmp_path):
+    folder = tmp_path / "gated" / "run"
+    training(folder / "trials" / "entropy_0_1_seed0", {"step": 1, "nll": 2.0})
+    gated = [str(tmp_path / "gated")]
+    assert banner_of(all_sources(gated)).advice.startswith("No scores"), "nothing tells of a choice"
+    (folder / "run.json").write_text("{}")
+    for places in (gated, [str(folder / "trials" / "entropy_0_1_seed0")]):
+        found = banner_of(all_sources(places))
+        assert found.advice == "The choice or check-up is not finished: nothing is recommended yet"
+        assert found.more == [
+            "The same command with --resume goes on with it; nothing was scored yet, only gates were trained."
+        ]
+    (folder / "selection.json").write_text(json.dumps(selection_record()))
+    assert banner_of(all_sources([str(folder / "trials")])).advice.startswith("No scores")
 
 
 def test_of_several_records_of_a_kind_the_sentences_carry_the_names(tmp_path):

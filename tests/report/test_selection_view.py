@@ -75,7 +75,7 @@ def test_an_evaluation_of_several_ranges_has_a_map_for_each_task_or_suite(tmp_pa
     assert write_maps(evaluation_record(), tmp_path) == []
     best = {**evaluation_record(row("adapter", 0.3), row("gated", 0.7), row("gated", 0.5, "[-3,1]")), "suites": []}
     assert heat_maps(best) == {}, "nothing says the range of gates that are alone in their folder"
-    (one,) = heat_maps({**best, "models": {"gated": "run/trials/entropy_0_1_seed0/gated"}}).values()
+    (one,) = heat_maps({**best, "range": [0.0, 1.0]}).values()
     assert set(one.args[2]) == {(0, 1), (-3, 1)}
 
 

@@ -197,7 +197,7 @@ def test_what_speaks_against_the_questions_is_in_the_record_and_said(tmp_path, e
     assert room.startswith(f"dev: the prompts of 32 of 32 questions leave fewer than {limit} tokens")
     said = chosen.sentences()
     assert {f"Warning, dev set: {warning}." for warning in (form, room)} <= set(said)
-    assert "1 dev questions were left out, as they are also among the dev questions before them." in said
+    assert "1 dev question was left out: also among the dev questions before them." in said
 
 
 def test_programs_that_raise_were_read(tmp_path):
@@ -324,7 +324,7 @@ def test_a_choice_without_the_shared_questions_says_how_many_there_were(tmp_path
         tiny_adapter(), tiny_tokenizer(), ROWS, leaking, tmp_path / "out", ranges=(TWO,), settings=SETTINGS, dev=dev
     )
     assert record_of(chosen)["dev"]["questions"] == 32
-    assert "1 dev questions were left out, as they are also among the training examples." in chosen.sentences()
+    assert "1 dev question was left out: also among the training examples." in chosen.sentences()
 
 
 def test_the_first_sentence_says_what_to_use_and_the_second_what_the_others_scored(tmp_path, engines):

@@ -98,7 +98,7 @@ class EntropyRecord(Record):
     Attributes:
         rows, tokens: what was read; 0 where only tasks were given.
         classes: "all" first, then the token classes that occur.
-        distribution: of ΔH over tokens, limited to the 1 % and 99 % quantiles.
+        distribution: of ΔH over tokens; what lies beyond the 1 % and 99 % quantiles is in the outer bins.
         interventions: scores with the delta switched off by the sign of ΔH; empty where no task was given.
     """
 

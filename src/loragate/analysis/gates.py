@@ -24,7 +24,7 @@ import torch
 from loragate.analysis.context import About, DiagnosticContext, Record
 from loragate.analysis.rows import CLASSES, Histogram, Reader, Row, TokenClasses, no_progress
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.display import format_points, percent
+from loragate.display import format_points, percent, pluralize
 from loragate.errors import ConfigError
 from loragate.evaluation.results import EvaluationRecord, Verdict, verdict
 from loragate.evaluation.statistics import Difference, Estimate, compare, simultaneous
@@ -160,7 +160,7 @@ def conclude_gates(record: GatesRecord) -> tuple[str, ...]:
     """What the gates do, in sentences."""
     everything = record.all
     text = [
-        f"On {record.tokens:,} tokens of {record.answers} answers the gates reverse the delta (λ < 0) in "
+        f"On {pluralize(record.tokens, 'token')} of {pluralize(record.answers, 'answer')} the gates reverse the delta (λ < 0) in "
         f"{100 * everything.below_zero:.1f} %, keep it within [0, 1] in {100 * everything.zero_to_one:.1f} % and extrapolate "
         f"it (λ > 1) in {100 * everything.above_one:.1f} % of the coefficients; the mean λ is {everything.mean:.2f}."
     ]

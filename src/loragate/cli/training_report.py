@@ -10,16 +10,12 @@ from rich.console import Console
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.options import RunOptions
 from loragate.data import EncodedRows, ending_health, preview
+from loragate.display import pluralize
 from loragate.files import write_text
 from loragate.training.settings import TARGET_STEPS, TrainSettings
 from loragate.training.strategy import detect_launch, process_state
 
 FEW_STEPS, FEW_ROWS = 20, 8
-
-
-def pluralize(number: int, noun: str) -> str:
-    """ "1 row", "1,200 rows"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def say_steps(out: Console, asked: TrainSettings, rows: int, of: str = "") -> None:

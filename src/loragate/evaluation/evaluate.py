@@ -125,6 +125,7 @@ class Evaluation:
         grading: how answers are judged.
         notes: what a reader of all scores should know; kept in the folder, and no part of what a resumed run must share.
         left_out: {label of a variant: why the model cannot be it}; shown in its place, and kept like the notes.
+        range: of the variant "gated", for the record.
         engine_for: answers as a variant; None for an evaluation that is only judged.
         agreement: of the record; known at the end.
         seconds: {(variant, task): seconds of sampling}, of this run.
@@ -140,6 +141,7 @@ class Evaluation:
     grading: GradingSettings = field(default_factory=GradingSettings)
     notes: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    range: tuple[float, float] | None = None
     engine_for: EngineContext | None = None
     agreement: dict[str, VariantAgreement] = field(default_factory=dict)
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -191,6 +193,7 @@ class Evaluation:
             grading=request.grading,
             notes=list(notes),
             left_out=left_out or {},
+            range=loaded.model_source.range,
             engine_for=EngineProvider(request.engine, request.model, request.base, loaded, request.out),
         )
 
@@ -293,6 +296,7 @@ class Evaluation:
                 agreement=self.agreement,
                 warnings=tuple(self.warnings),
                 left_out=self.left_out,
+                range=self.range,
             )
             .with_adjusted_p()
             .with_best_temperatures()
@@ -502,6 +506,7 @@ def open_evaluation(folder: Path, grading: GradingSettings | None = None) -> Eva
         grading=grading or GradingSettings(),
         notes=known(list[str], "warnings", notes),
         left_out=known(dict[str, str], "left_out", notes),
+        range=None if record is None else record.range,
     )
 
 

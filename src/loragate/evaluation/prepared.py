@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from loragate.data.rows import is_saved
-from loragate.display import format_temperature
+from loragate.display import format_temperature, pluralize
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.grader_checks import check_references
 from loragate.evaluation.judging import CODE_GRADERS, grader_version, require_graders, resolve_grader
@@ -216,7 +216,8 @@ def prepare(
         room_left = [positions - length for length in lengths if length + limit > positions]
     if cut:
         warnings.append(
-            f"{task.name}: {cut} prompts were cut at their beginning, as they do not fit the model's positions"
+            f"{task.name}: {pluralize(cut, 'prompt')} {'was' if cut == 1 else 'were'} cut at the beginning: longer than the "
+            "model's positions allow"
         )
     if room_left:
         warnings.append(

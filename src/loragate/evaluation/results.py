@@ -192,6 +192,7 @@ class EvaluationRecord:
         warnings: what a reader of the scores should know, in sentences.
         left_out: {variant: why the model cannot be it}, such as one λ in place of the gates that DoRA does not take.
         agreement: {variant: how far vLLM lies from transformers}, one variant for each model; empty where transformers answered.
+        range: [L, U] of the variant "gated"; None where there is none, and where an override of λ was laid over it.
         schema: of this file.
     """
 
@@ -208,6 +209,7 @@ class EvaluationRecord:
     warnings: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     agreement: dict[str, VariantAgreement] = field(default_factory=dict)
+    range: tuple[float, float] | None = None
     schema: Literal[1] = 1
 
     def find(self, task: str, variant: str = "gated", control: str | None = None) -> TaskResult:

@@ -153,6 +153,13 @@ class ModelSource:
         return parse_override(self.ref.override) if self.ref.override else None
 
     @property
+    def range(self) -> tuple[float, float] | None:
+        """[L, U] of the gates; None where there are none, and where something is laid over λ."""
+        if self.kind != "gated" or self.gates is None or self.ref.override:
+            return None
+        return self.gates["gate"]["lower"], self.gates["gate"]["upper"]
+
+    @property
     def needs_lambda(self) -> bool:
         """Whether λ has to be computed: gates, or an override on a plain adapter."""
         return self.kind == "gated" or bool(self.ref.override)

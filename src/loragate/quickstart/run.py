@@ -39,7 +39,7 @@ from loragate.gates import GateConfig, save_gates
 from loragate.gates.range import Range, parse_ranges
 from loragate.gates.strength import lora_paths
 from loragate.generation import TransformersEngine
-from loragate.models.source import Kind
+from loragate.models.source import Kind, resolve
 from loragate.quickstart import QuickstartSettings
 from loragate.report.page import page
 from loragate.report.scores import caption, evaluation_statements, score_markdown, score_tables
@@ -325,6 +325,7 @@ def evaluate_variants(
         models={**{name: str(folder / place) for name, place in models.items()}, "gated": str(gated.gates)},
         canary=canary_logit_diffs,
         seed=run.seed,
+        range=resolve(str(gated.gates)).range,
         notes=[CAVEAT, *([f"not run: {absent}; --controls full trains and scores them"] if absent else [])],
         engine_for=engine_for,
     )

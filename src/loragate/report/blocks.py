@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import resources
 from io import StringIO
+from itertools import pairwise
 from typing import Any
 
 from jinja2.utils import htmlsafe_json_dumps
@@ -238,7 +239,7 @@ def selection_blocks(record: Record | None) -> Blocks:
 def _maps(record: Record) -> Blocks:
     """Maps of the ranges that a selection or an evaluation compares."""
     return [
-        chart(draw, f"Scores by range{name.removeprefix('heatmap').replace('_', ' ')}")
+        chart(draw, f"Scores by range{name.removeprefix('heatmap').replace('_', ': ', 1).replace('_', ' ')}")
         for name, draw in heat_maps(record).items()
     ]
 
@@ -261,7 +262,7 @@ def _entropy(record: Record) -> Blocks:
         caption = "Entropy in nats per token, with 95 % intervals over rows"
         blocks.append(Table("By token class", columns, lines, caption))
     if record["distribution"]:
-        blocks += _histogram(record["distribution"], "ΔH, nats", "Distribution of ΔH")
+        blocks += _histogram(record["distribution"], "ΔH, nats", "Distribution of ΔH", open_ends=True)
     return [*blocks, *_scores(record["interventions"], "vs the adapter, points")]
 
 
@@ -345,12 +346,17 @@ def _scores(rows: Sequence[Record], versus: str) -> Blocks:
     return [Table(task, ("row", "score %", versus), found) for task, found in lines.items()]
 
 
-def _histogram(data: Record, label: str, title: str) -> Blocks:
+def _histogram(data: Record, label: str, title: str, open_ends: bool = False) -> Blocks:
+    """A chart of the counts, and these; with `open_ends` the outer ones hold what lies beyond, too."""
     edges, counts = data["edges"], data["counts"]
-    bins = zip(edges, edges[1:], counts, strict=False)
-    lines = [Line(f"{low:.3g} to {high:.3g}", [(f"{count:,}",)]) for low, high, count in bins]
-    numbers = Table("", (label, "number"), lines, collapsed_label="The numbers")
-    return [chart(partial(column_chart, edges, counts, label), title), numbers]
+    names = [f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges)]
+    if open_ends:
+        names[0], names[-1] = f"{edges[1]:.3g} or less", f"{edges[-2]:.3g} or more"
+    lines = [Line(name, [(f"{count:,}",)]) for name, count in zip(names, counts, strict=True)]
+    blocks: Blocks = [chart(partial(column_chart, edges, counts, label, open_ends=open_ends), title)]
+    if open_ends:
+        blocks.append(text("The grey columns at the ends also count everything beyond them, so a high one is no peak."))
+    return [*blocks, Table("", (label, "number"), lines, collapsed_label="The numbers")]
 
 
 def interval_cell(value: Mapping[str, float | None] | None, show: Callable[[Any], str], to: str = "\nto ") -> Cell:

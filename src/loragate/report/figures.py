@@ -8,6 +8,7 @@ when a figure is drawn, and its figures are used without pyplot: neither a displ
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
@@ -60,10 +61,14 @@ INKS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick
 ON_PAGE: Any = {"svg.fonttype": "none", "savefig.transparent": True, **dict.fromkeys(INKS, INK)}
 
 
-def accuracy_bars(lines: Sequence[Line], to: Target) -> None:
-    """Draw the score of every line of a table as a bar with its 95 % interval and value, coloured by group."""
+def accuracy_bars(lines: Sequence[Line], to: Target, *, narrow: bool = False) -> None:
+    """Draw the score of every line of a table as a bar with its 95 % interval and value, coloured by group.
+
+    `narrow` makes it as wide as a phone, so that its letters can be read there.
+    """
     lines = [line for line in lines if line.score is not None]
-    with open_figure(to, 7.4, 1.3 + 0.36 * len(lines)) as figure:
+    width, row, letters = (4.4, 0.44, 11.5) if narrow else (7.4, 0.36, 10)
+    with open_figure(to, width, 1.3 + row * len(lines), {"font.size": letters}) as figure:
         axes = figure.subplots()
         for place, line in enumerate(lines):
             assert line.score is not None
@@ -76,15 +81,16 @@ def accuracy_bars(lines: Sequence[Line], to: Target) -> None:
                 (7, 0),
                 textcoords="offset points",
                 va="center",
-                fontsize=9,
+                fontsize=letters - 1,
                 bbox=None if isinstance(to, StringIO) else {"facecolor": "white", "edgecolor": "none", "pad": 0.8},
             )
-        axes.set_yticks(range(len(lines)), [line.name for line in lines])
+        names = [textwrap.fill(line.name, 16) if narrow else line.name for line in lines]
+        axes.set_yticks(range(len(lines)), names, fontsize=letters - narrow)
         axes.set_ylim(len(lines) - 0.4, -0.6)  # the first line on top
-        axes.set_xlim(0, 110)  # room for the value beside a full bar
-        axes.set_xticks(range(0, 101, 20))
+        axes.set_xlim(0, 135 if narrow else 110)  # room for the value beside a full bar
+        axes.set_xticks(range(0, 101, 50 if narrow else 20))
         axes.tick_params(axis="y", length=0)
-        axes.set_xlabel("score, % (bars: mean; whiskers: 95 % interval over questions)")
+        axes.set_xlabel("score, % (bars: mean; whiskers: 95 % interval over questions)" if not narrow else "score, %")
         grid(axes, "x")
         present = dict(GROUPS[group] for group in GROUPS if any(line.group == group for line in lines))
         legend(figure, present, len(present))
@@ -132,12 +138,25 @@ def line_chart(curves: Mapping[str, Curve], label: str, to: Target, *, title: st
         figure.legend(loc="outside lower left", frameon=False)
 
 
-def column_chart(edges: Sequence[float], counts: Sequence[float], label: str, to: Target) -> None:
-    """Draw a histogram: one column per pair of neighbouring edges, the share of all counts as its height."""
+def column_chart(
+    edges: Sequence[float], counts: Sequence[float], label: str, to: Target, *, open_ends: bool = False
+) -> None:
+    """Draw a histogram: one column per pair of neighbouring edges, the share of all counts as its height.
+
+    With `open_ends` the first and the last column also count what lies beyond them; they are grey and say so.
+    """
     with open_figure(to, 7.4, 3.4) as figure:
         axes = figure.subplots()
         heights = 100 * np.asarray(counts) / (sum(counts) or 1)
-        axes.bar(edges[:-1], heights, 0.97 * np.diff(edges), align="edge", color=LINES[0])
+        bars = axes.bar(edges[:-1], heights, 0.97 * np.diff(edges), align="edge", color=LINES[0])
+        if open_ends:
+            ends = (bars[0], f"≤ {edges[1]:.3g}"), (bars[-1], f"≥ {edges[-2]:.3g}")
+            for bar, beyond in ends:
+                bar.set_color(LINES[-1])
+                above = (bar.get_x() + bar.get_width() / 2, bar.get_height())
+                said = beyond.replace("-", "−")
+                axes.annotate(said, above, (0, 3), textcoords="offset points", ha="center", fontsize=9)
+            axes.margins(x=0.06, y=0.1)  # room for what stands above the ends
         axes.set_xlabel(label)
         axes.set_ylabel("share, %")
         grid(axes, "y")

@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loragate.display import duration
+from loragate.display import duration, pluralize
 from loragate.errors import ConfigError, DataError
+from loragate.files import RunFolder
 from loragate.report.blocks import (
     CURVES,
     DIAGNOSES,
@@ -96,7 +97,8 @@ def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str
     ]
     where = Table("", ("What", "Value"), facts)
     sections.append(Section("provenance", "Where this comes from", (where,)))
-    footer = f"Written by loragate {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from {len(sources)} records."
+    when, read = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", pluralize(len(sources), "record")
+    footer = f"Written by loragate {__version__} on {when} from {read}."
     return build_page(title, banner, sections, footer)
 
 
@@ -123,20 +125,23 @@ def banner_of(sources: Sequence[Source]) -> Banner:
         why = f"Why: {record.recommendation.reason}."
         more = [line for line in (record.alternatives(), record.beside_base(), why, *_cautions(record)) if line]
         more += [*_which(chosen), *tested]
-        bars = chart(partial(accuracy_bars, table.lines), table.title)
+        bars = chart(partial(accuracy_bars, table.lines, narrow=True), table.title)
         return Banner(record.recommendation.format_advice(), record.format_score(), more, render_chart(bars))
     for source in evaluations[:1]:
         advice, score, more, table = source.convert(advice_of)
-        bars = chart(partial(accuracy_bars, table.lines[:BARS]), table.title)
+        bars = chart(partial(accuracy_bars, table.lines[:BARS], narrow=True), table.title)
         return Banner(advice, score, [*more, *_which(evaluations)], render_chart(bars))
     examined = [source for source in sources if source.kind == "examination"]
     for source in examined[:1]:
         banner = source.convert(examination_banner)
         return replace(banner, more=[*banner.more, *_which(examined)])
-    if any(source.kind in SETS and not _is_finished(source) for source in sources):
+    begun = [source for source in sources if (job := _job_of(source)) and not _is_finished(job)]
+    if begun:
+        scored = any(source.kind in SETS for source in begun)
+        so_far = "what was scored so far is below" if scored else "nothing was scored yet, only gates were trained"
         return Banner(
             "The choice or check-up is not finished: nothing is recommended yet",
-            more=["The same command with --resume goes on with it; what was scored so far is below."],
+            more=[f"The same command with --resume goes on with it; {so_far}."],
         )
     return Banner("No scores were given to this report", more=["It shows what was trained, not whether it helps."])
 
@@ -154,14 +159,23 @@ def _cautions(record: SelectionRecord) -> list[str]:
     lines, sentences = record.kept()[:1], record.sentences()
     vetoed = sorted(record.retention.vetoed if record.retention else (), key=lambda label: -means.get(label, 0.0))
     lines += [line for label in vetoed[:VETOES] for line in sentences if line.startswith(f"{label} was not taken")]
-    if len(vetoed) > VETOES:
-        lines.append(f"{len(vetoed) - VETOES} more were not taken for what they lose there.")
+    if (more := len(vetoed) - VETOES) > 0:
+        lines.append(f"{more} more {'was' if more == 1 else 'were'} not taken for what is lost there.")
     return [*lines, *(line for line in sentences if line.startswith("Warning, "))]
 
 
-def _is_finished(source: Source) -> bool:
-    """Whether the job that an evaluation belongs to, a choice or a check-up, has left its record."""
-    job = source.path.absolute().parent.parent
+def _job_of(source: Source) -> Path | None:
+    """The folder of the choice or check-up that an evaluation or the training of a trial belongs to; None for any other."""
+    parents = source.path.absolute().parents
+    if source.kind in SETS:
+        return parents[1]
+    # trials/entropy_0_1_seed0/run/metrics.jsonl
+    is_trial = source.kind == "training" and len(parents) > 3 and parents[2].name == "trials"
+    return parents[3] if is_trial and (parents[3] / RunFolder.RECORD).is_file() else None
+
+
+def _is_finished(job: Path) -> bool:
+    """Whether a choice or a check-up has left its record."""
     return (job / FILE).is_file() or (job.parent / "doctor.json").is_file()
 
 
@@ -208,7 +222,7 @@ def _artifact(record: Record) -> list[str]:
     if {"entropy_before", "entropy_after"} <= set(training):
         lines.append(
             f"training brought the top-k entropy from {training['entropy_before']:.3f} to "
-            f"{training['entropy_after']:.3f} in {training['steps']} steps; that alone does not show better answers."
+            f"{training['entropy_after']:.3f} in {pluralize(training['steps'], 'step')}; that alone does not show better answers."
         )
     return lines
 
@@ -233,7 +247,7 @@ def _facts(source: Source, record: Any) -> list[tuple[str, str]]:
     elif source.kind in ("evaluation", *SETS):
         found += [(key, str(value)) for key, value in record["models"].items() if value]
         for task in record["tasks"]:
-            found.append((task["name"], f"{task['dataset']} @ {task['dataset_revision'] or 'no revision'}"))
+            found.append((task["name"], "@".join(filter(None, (task["dataset"], task["dataset_revision"])))))
     elif source.kind == "training":
         took = next((one["train_runtime"] for one in reversed(record["history"]) if "train_runtime" in one), None)
         found += [] if took is None else [("time of the training loop", duration(took))]

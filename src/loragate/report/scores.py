@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from loragate.display import format_points, percent, temperature_label
+from loragate.display import format_points, percent, pluralize, temperature_label
 from loragate.report.table import (
     ABSENT,
     GROUP_OF,
@@ -42,8 +42,8 @@ RANGE = re.compile(r"\[(-?[\d.]+), ?(-?[\d.]+)\]")
 """In the label of gates that are one of several; it begins that of a sweep's cell."""
 CELL = re.compile(rf"{RANGE.pattern}( ce)?(, seed \d+)?( greedy| T=[\d.]+)?")
 """The whole label of a sweep's cell; one with more behind it, such as "[-6,3] noreverse", is trained gates changed afterwards."""
-TRIAL = re.compile(r"_(-?[\d.]+)_(-?[\d.]+)_seed\d+(?:/|$)")
-"""In the path of gates that were trained as one of several: their range."""
+SAMPLED = re.compile(rf"{CELL.pattern}|greedy|T=[\d.]+|(\w+ )?λ=[-\d.]+( greedy| T=[\d.]+)?")
+"""What may follow base, adapter or gates in a label that is no control of its own: a range, a temperature, one λ."""
 NO_CHOICE = "a test may not choose among them"
 VERDICTS = {"better": "significantly better than the adapter", "worse": "significantly worse than the adapter"}
 
@@ -82,7 +82,7 @@ def score_tables(record: Record) -> list[Table]:
             left_out = record.get("left_out", {}).items()
             lines += [Line(f"{row}, not applicable: {why}", [(ABSENT,)] * (len(COLUMNS) - 1)) for row, why in left_out]
         sampling, questions = task["sampling"], rows[0]["avg_at_k"]["questions"]
-        title = f"{task['name']} v{task['version']} · Avg@{sampling['samples']}, {questions} questions, "
+        title = f"{task['name']} v{task['version']} · Avg@{sampling['samples']}, {pluralize(questions, 'question')}, "
         title += f"T = {sampling['temperature']:g}, grader {task['grader']}"
         tables.append(
             with_best_scores(
@@ -100,7 +100,9 @@ def score_markdown(record: Record) -> str:
 
 
 def _line(row: Record, score: Record, *more: Cell) -> Line:
-    group = GROUP_OF[row["variant"]] if row["control"] is None else "control"
+    # as in a table of a selection; random gates and adapters that were trained otherwise are controls
+    changed = "intervention" if RANGE.match(row["control"] or "") else "control"  # "[-6,3] unit": after their training
+    group = GROUP_OF[row["variant"]] if SAMPLED.fullmatch(row["control"] or "greedy") else changed
     cells = [share_cell(score), difference_cell(row["comparison"], row["verdict"], row.get("adjusted_p")), *more]
     return Line(row_name(row), cells, group, score)
 
@@ -159,7 +161,7 @@ def _cells(rows: list[Record]) -> tuple[int, int, int]:
 
 def _cells_in_words(cells: tuple[int, int, int]) -> str:
     count, better, worse = cells
-    return f"{better} of {count} cells significantly better than the adapter, {worse} significantly worse"
+    return f"{better} of {pluralize(count, 'cell')} significantly better than the adapter, {worse} significantly worse"
 
 
 def evaluation_statements(record: Record) -> list[str]:
@@ -216,9 +218,9 @@ def _has_gates(record: Record) -> bool:
 
 
 def own_range(record: Record) -> str:
-    """The range of the gates that are called "gated" alone, "[0,1]", where the path of their folder says it; else empty."""
-    found = TRIAL.search(record["models"].get("gated") or "")
-    return f"[{found[1]},{found[2]}]" if found else ""
+    """The range of the gates that are called "gated" alone, "[0,1]"; empty where the record has none."""
+    found = record.get("range")
+    return f"[{found[0]:g},{found[1]:g}]" if found else ""
 
 
 def _is_plain(row: Record) -> bool:

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from loragate.display import format_points, percent
+from loragate.display import format_points, percent, pluralize
 from loragate.files import write_text
 from loragate.report.figures import Draw, Target, open_figure
 from loragate.report.scores import RANGE, compared_rows, own_range, row_name
-from loragate.report.table import ABSENT, Cell, Line, Table, format_cell, format_optional, share_cell
+from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Table, format_cell, format_optional, share_cell
 from loragate.selection_record import SelectionRecord, VariantScore, is_selection, read_selection_record
 
 Record = Mapping[str, Any]
@@ -29,7 +29,6 @@ COLUMNS = ("Variant", "Score %", "vs adapter, points", "Cut off %", "Retention %
 ROWS = 15  # of a table on a terminal
 COLOURS = "PuOr"  # orange is worse than the adapter, purple better; told apart by all common kinds of colour vision
 LEAST_REACH = 0.05
-GROUPS = {"gates": "scale", "base": "control"}  # whose colour a variant has; the others are baselines
 
 
 def read_selection(record: Record | None) -> SelectionRecord | None:
@@ -63,8 +62,9 @@ def selection_table(record: SelectionRecord, most: int | None = ROWS) -> Table:
         retained = format_optional(one.retention, lambda kept: percent(kept.mean))
         score = {"mean": one.mean, "low": one.low, "high": one.high}
         cells = [share_cell(score), versus, (percent(one.truncated),), (retained,)][: len(columns) - 1]
-        lines.append(Line(name, cells, GROUPS.get(one.weights, "baseline"), score))
-    left = f"{len(others) - len(shown)} more are in the files." if len(others) > len(shown) else ""
+        lines.append(Line(name, cells, GROUP_OF[one.weights], score))
+    more = len(others) - len(shown)
+    left = f"{more} more {'is' if more == 1 else 'are'} in the files." if more else ""
     caption = (
         "Ranges are 95 % intervals over questions; vs adapter is paired by question. Cut off: answers that met the length "
         "limit. The best of many is optimistic."
@@ -74,7 +74,7 @@ def selection_table(record: SelectionRecord, most: int | None = ROWS) -> Table:
 
 
 def _asked(record: SelectionRecord) -> str:
-    return f"the dev set ({record.dev.questions} questions)"
+    return f"the dev set ({pluralize(record.dev.questions, 'question')})"
 
 
 def write_selection(record: SelectionRecord, folder: Path) -> list[str]:

@@ -20,7 +20,8 @@ from loragate.printable import escape_for_terminal
 Cell = tuple[str, ...]
 
 ABSENT = "–"
-GROUP_OF = {"base": "control", "adapter": "baseline", "gated": "scale"}
+GROUP_OF = {"base": "control", "adapter": "baseline", "scale": "baseline", "gated": "scale", "gates": "scale"}
+"""{weights, as evaluations and selections name them: the group that a `Line` is of, whatever the temperature}"""
 BEST = "At its best temperature %"
 BEST_HOW = "At its best temperature: each picked on one half of the questions and scored on the other."
 

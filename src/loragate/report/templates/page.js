@@ -74,18 +74,23 @@
     return "rgba(" + colour + "," + (0.85 * Math.min(Math.max(share, 0), 1)).toFixed(3) + ")";
   }
   function drawLegend() {
-    const ends = {
-      gates: [data.lower.toString(), "1", data.upper.toString(), [PURPLE, ORANGE], "wavy line: λ below 0"],
-      delta_entropy: ["−2 nats", "0", "+2 nats", [PURPLE, ORANGE], "orange: the LoRA is less sure than the base"],
-      entropy: ["0", "", "3 nats", [null, BLUE], "darker: less sure"],
-      log_prob: ["0", "", "−6", [null, BLUE], "darker: less expected"],
+    // from left to right: what a place on the scale is, and the colour of the stretch up to the next; the scale of λ has no
+    // orange where no λ is above 1
+    const bounds = [[data.lower, PURPLE], [1], [data.upper, ORANGE]].filter(([value, colour]) => !colour || value !== 1);
+    const [places, note] = {
+      gates: [bounds, "no colour: the adapter as it is (λ = 1)" + (data.lower < 0 ? "; wavy line: λ below 0, reversed" : "")],
+      delta_entropy: [[["−2 nats or less", PURPLE], ["0"], ["+2 nats or more", ORANGE]],
+        "orange: the LoRA is less sure than the base"],
+      entropy: [[["0"], ["3 nats or more", BLUE]], "darker: less sure"],
+      log_prob: [[["0"], ["−6 or less", BLUE]], "darker: less expected"],
     }[colourBox.value];
-    const [left, right] = ends[3];
-    const ramp = element("span", undefined, "ramp");
-    ramp.style.background = left
-      ? "linear-gradient(to right, rgba(" + left + ",.85), transparent, rgba(" + right + ",.85))"
-      : "linear-gradient(to right, transparent, rgba(" + right + ",.85))";
-    legend.replaceChildren(element("span", ends[0]), ramp, element("span", ends[2]), element("span", ends[4]));
+    legend.replaceChildren(...places.flatMap(([value, colour], index) => {
+      const label = element("span", String(value).replace("-", "−"));
+      if (!index) return [label];
+      const shade = (own) => (own ? "rgba(" + own + ",.85)" : "transparent"), ramp = element("span", undefined, "ramp");
+      ramp.style.background = "linear-gradient(to right, " + shade(places[index - 1][1]) + ", " + shade(colour) + ")";
+      return [ramp, label];
+    }), element("span", note));
   }
   function visible(text) {
     if (text === "") return "∅";
@@ -155,7 +160,9 @@
         span.setAttribute("role", "option");
         span.setAttribute("aria-selected", "false");
         span.style.backgroundColor = tint(value);
-        if (value !== null && value < 0 && colourBox.value === "gates") span.classList.add("negative");
+        // λ is known to a 255th of the range: what may be 0 has no line
+        const isReversed = colourBox.value === "gates" && value !== null && value < -(data.upper - data.lower) / 510;
+        if (isReversed) span.classList.add("negative");
         span.addEventListener("mouseenter", () => show(answer, span, position));
         span.addEventListener("click", () => show(answer, span, position));
         return span;
@@ -164,7 +171,8 @@
       stream.addEventListener("keydown", (event) => move(event, answer, spans));
       box.append(title, stream);
       if (answer.finish_reason && answer.finish_reason !== "stop") box.append(element("p", "ended by: " + answer.finish_reason, "note"));
-      if (answer.cut) box.append(element("p", answer.cut + " further tokens are not shown", "note"));
+      const cut = answer.cut === 1 ? "1 further token is not shown" : answer.cut + " further tokens are not shown";
+      if (answer.cut) box.append(element("p", cut, "note"));
       return box;
     }));
   }
