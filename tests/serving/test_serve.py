@@ -173,6 +173,7 @@ class Running:
 def vllm_server(folders: Path) -> Iterator[Running]:
     server = Running(
         *(str(folders / "gated"), "--dtype", "float32", "--dynamic", "--adapters", f"same={folders / 'gated'}"),
+        *("--vllm-args", "--enable-scale-out"),  # for /inference/v1/generate
     )
     yield server.wait(2400)
     server.end()
