@@ -332,6 +332,14 @@ def test_a_clip_of_a_plain_adapter_is_refused_before_vllm_takes_the_request(save
             finished(collect(stream, []))
 
 
+def test_what_an_engine_refuses_to_load_has_the_client_s_name() -> None:
+    async def absent(self: Any, lora_request: Any) -> bool:
+        raise Exception(f"Loading lora {lora_request.lora_name} failed: No adapter found for {lora_request.lora_path}")
+
+    with pytest.raises(RuntimeError, match="^Loading lora m failed: No adapter found for /m$"):
+        frontend.add_adapter(absent, SimpleNamespace(), adapter("m", "/m")).send(None)
+
+
 def test_what_an_engine_refuses_to_load_is_the_client_s_error() -> None:
     async def loaded(self: Any, request: Any) -> Any:
         return SimpleNamespace(error=SimpleNamespace(code=500, type="InternalServerError", message=message))

@@ -196,7 +196,22 @@ def _scaled_positions(reader: Any) -> str:
     return ", ".join(found)
 
 
-_SPLIT_AS_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4")
+_SPLIT_AS_GPT2 = (
+    *(
+        "gpt-2",
+        "phi-2",
+        "mpt",
+        "olmo",
+        "jais",
+        "exaone4",
+        "trillion",
+        "granite-docling",
+        "gigachat",
+        "a.x-4.0",
+        "mellum",
+    ),
+    *("modern-bert", "roberta-bpe", "jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de", "jina-v2-code"),
+)
 """Names of GPT-2's own rule in a GGUF file, as llama.cpp reads them."""
 
 

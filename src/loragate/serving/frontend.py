@@ -87,7 +87,13 @@ async def add_adapter(original: Any, self: Any, lora_request: Any) -> bool:
     """A server's `add_lora`, under the number of `assign_adapter_id`."""
     other = assign_adapter_id(lora_request)
     lora_request.lora_int_id = other.lora_int_id  # the server keeps this very object for the name
-    added: bool = await original(self, other)
+    try:
+        added: bool = await original(self, other)
+    except Exception as error:
+        if other.lora_name not in str(error):
+            raise
+        # by the client's name for it, at which vLLM tells a folder that is not there from a fault of its own
+        raise RuntimeError(str(error).replace(other.lora_name, lora_request.lora_name)) from error
     _remember(self.__dict__.setdefault("_loragate_loaded", {}), other.lora_int_id, True)
     return added
 
