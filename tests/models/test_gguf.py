@@ -13,6 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 import loragate as lg
 from loragate.cli.main import main
+from loragate.doctor.static import examine_files
 from loragate.errors import LoragateError
 from loragate.models import (
     open_model,
@@ -169,6 +170,25 @@ def test_what_cannot_be_unpacked_is_refused(tmp_path, made, words):
     path = write_gguf(tmp_path / "odd.gguf", **made)
     with pytest.raises(LoragateError, match=words):
         open_model(resolve(str(path)))
+
+
+def test_an_adapter_for_llama_cpp_is_named(tmp_path, file):
+    path = tmp_path / "adapter.gguf"
+    writer = gguf_writer.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((4, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for refused in (
+        lambda: resolve(str(path), expect="adapter"),
+        lambda: resolve(str(path), str(file)),
+        lambda: examine_files(str(path)),
+        lambda: open_model(resolve(str(path))),
+    ):
+        with pytest.raises(LoragateError, match=r"adapter for llama\.cpp.*PEFT adapter that it was converted from"):
+            refused()
 
 
 def test_a_file_that_was_cut_off_is_refused(file, tmp_path):

@@ -336,7 +336,7 @@ def test_what_an_engine_refuses_to_load_has_the_client_s_name() -> None:
     async def absent(self: Any, lora_request: Any) -> bool:
         raise Exception(f"Loading lora {lora_request.lora_name} failed: No adapter found for {lora_request.lora_path}")
 
-    with pytest.raises(RuntimeError, match="^Loading lora m failed: No adapter found for /m$"):
+    with pytest.raises(RuntimeError, match=r"^Loading lora m failed: No adapter found for /m$"):
         frontend.add_adapter(absent, SimpleNamespace(), adapter("m", "/m")).send(None)
 
 

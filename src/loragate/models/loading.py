@@ -174,8 +174,15 @@ def _gguf_config(name: str, file: str, trust: bool, _changed: int) -> Any:
     from gguf import GGUFReader
 
     try:
+        reader = GGUFReader(Path(name, file))
+        holds = reader.fields.get("general.type")
+        if holds is not None and holds.contents() == "adapter":
+            raise ConfigError(
+                f"{file} is an adapter for llama.cpp, not a base model, and PEFT does not read it: give the folder of the PEFT "
+                "adapter that it was converted from"
+            )
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust, gguf_file=file)
-        scaled = _scaled_positions(GGUFReader(Path(name, file)))
+        scaled = _scaled_positions(reader)
     except (struct.error, OSError, ValueError, LookupError) as error:
         raise ArtifactError(f"{file} cannot be read ({error}); if it was cut off, fetch it again") from error
     kind = (getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
