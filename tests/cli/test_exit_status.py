@@ -125,6 +125,8 @@ def test_warnings_that_an_adapter_is_not_whole_are_never_hidden():
         "say('Something of no use')\n"
         "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed to load CPU gemm_4bit_forward from x')\n"
         "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('something else')\n"
+        "for kind in ('bfloat16', 'bfloat16', 'float32'):\n"
+        "    logging.getLogger('bitsandbytes.autograd._functions').warning('inputs will be cast from %s', kind)\n"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
     assert "missing adapter keys" in said
@@ -132,3 +134,4 @@ def test_warnings_that_an_adapter_is_not_whole_are_never_hidden():
     assert "something else" in said
     assert "of no use" not in said
     assert "gemm_4bit" not in said
+    assert [said.count(f"cast from {kind}") for kind in ("bfloat16", "float32")] == [1, 1], "of 8-bit layers, once"

@@ -150,6 +150,47 @@ def test_vllm_samples_each_name_as_its_own_folder_recommends(place):
     assert adapters(None, SimpleNamespace(model="gated")).lora_path, "a request of another kind samples nothing"
 
 
+def of_server(place, **fields):
+    """A request after vLLM's own check of its model, which comes before sampling parameters are made of it; or the error."""
+
+    async def known(self, request):
+        return None
+
+    names = {name: SimpleNamespace(lora_name=name, lora_path=str(place / name)) for name in ("cool", "greedy", "plain")}
+    served = SimpleNamespace(
+        models=SimpleNamespace(lora_requests=names), create_error_response=lambda message, param: message
+    )
+    request = SimpleNamespace(**fields)
+    with pytest.raises(StopIteration) as done:
+        frontend.check_model(known, served, request).send(None)
+    return done.value.value or request
+
+
+def test_every_endpoint_of_vllm_samples_as_recommended(place):
+    """A batch of conversations is taken apart before its adapter is looked up; token ids come with vLLM's own parameters."""
+    assert of_server(place, model="greedy", temperature=None).temperature == 0.0
+    assert of_server(place, model="cool", temperature=None, model_extra={"lora_scale": 0.5}).temperature is None
+    assert of_server(place, model="cool@unit", temperature=None).temperature is None
+    assert not hasattr(of_server(place, model="cool", input="embedded"), "temperature")
+    for given, wanted in (((), (0.3, 1.0, 0)), (("top_k",), (0.3, 1.0, 5)), (("temperature",), (1.0, 0.9, 5))):
+        sampling = SimpleNamespace(temperature=1.0, top_p=0.9, top_k=5, extra_args=None)
+        of_server(place, model="cool", sampling_params=sampling, is_sampling_param_provided=given.__contains__)
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == wanted
+        assert not hasattr(sampling, "do_sample")
+    sampling = SimpleNamespace(temperature=1.0, extra_args={"lora_scale": 0.5})
+    of_server(place, model="cool", sampling_params=sampling, is_sampling_param_provided=lambda key: False)
+    assert sampling.temperature == 1.0
+
+
+def test_vllm_refuses_several_greedy_answers_that_nobody_asked_for(place):
+    told = of_server(place, model="greedy", temperature=None, n=4)
+    assert told.startswith("n = 4 without a temperature: greedy is recommended greedily")
+    assert of_server(place, model="greedy", temperature=0.7, n=4).temperature == 0.7
+    assert of_server(place, model="greedy", temperature=0.0, n=4).temperature == 0.0, "vLLM's own error"
+    assert of_server(place, model="cool", temperature=None, n=4).temperature == 0.3
+    assert of_server(place, model="greedy", temperature=None, n=4, use_beam_search=True).temperature == 0.0
+
+
 def test_vllm_samples_a_folder_written_anew_as_it_recommends_now(place, tmp_path):
     def temperature(folder):
         request = SimpleNamespace(model="g", temperature=None)

@@ -189,6 +189,31 @@ def test_bases_of_other_shapes(folder, tmp_path):
     assert "deeper base" in found.remedy
 
 
+@pytest.mark.parametrize(
+    ("method", "gateable", "also"),
+    [
+        ("awq", {"refuse": 14}, {"base-storage", "not-gateable"}),
+        ("hqq", {"refuse": 14}, {"base-storage", "not-gateable"}),
+        ("fp8", {"gate": 14}, {"base-storage"}),
+        ("gptq", {"gate": 14}, set()),
+    ],
+)
+def test_a_base_that_another_method_quantised(folder, base, tmp_path, method, gateable, also):
+    """What is known of its LoRA layers is said before it is loaded, which may take a package that is not here."""
+    other = shutil.copytree(base, tmp_path / "packed")
+    record = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(
+        json.dumps({**record, "quantization_config": {"quant_method": method, "bits": 4}})
+    )
+    static, findings = examine_static(str(folder), str(other))
+    assert static.gateable == gateable
+    assert {one.code for one in findings} == also
+    assert bool(static.cost) == (gateable == {"gate": 14})
+    for one in findings:
+        if one.code == "base-storage":
+            assert f"{method} base" in one.message
+
+
 def test_tokens_that_were_added_to_the_base(tmp_path, base):
     model = tiny_adapter(base=tiny_base(vocab_size=168), target_modules=["q_proj"], modules_to_save=["embed_tokens"])
     write_adapter(tmp_path / "adapter", base, model)

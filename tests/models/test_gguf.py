@@ -13,9 +13,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 import loragate as lg
 from loragate.cli.main import main
+from loragate.doctor.static import examine_files
 from loragate.errors import LoragateError
 from loragate.models import (
     open_model,
+    open_tokenizer,
     open_without_weights,
     resolve,
 )
@@ -29,7 +31,7 @@ TEMPLATE = (
 HIDDEN, MLP, LAYERS, HEADS = 64, 96, 2, 2
 
 
-def write_gguf(path, *, architecture="llama", stored="Q8_0", parts=0, more=lambda writer: None):
+def write_gguf(path, *, architecture="llama", stored="Q8_0", parts=0, split="default", more=lambda writer: None):
     """A tiny random Llama with a byte-level tokenizer, its matrices stored in blocks of `stored`."""
     kind, random = gguf_writer.GGMLQuantizationType[stored], np.random.default_rng(0)
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "he"]
@@ -37,7 +39,7 @@ def write_gguf(path, *, architecture="llama", stored="Q8_0", parts=0, more=lambd
     shape = {"context_length": 256, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": MLP}
     shape |= {"head_count": HEADS, "head_count_kv": HEADS, "rope_dimension_count": HIDDEN // HEADS}
     shape |= {"layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0, "vocab_size": len(tokens)}
-    words = {"tokenizer_model": "gpt2", "tokenizer_pre": "default", "token_list": tokens, "token_merges": ["h e"]}
+    words = {"tokenizer_model": "gpt2", "tokenizer_pre": split, "token_list": tokens, "token_merges": ["h e"]}
     words |= {"token_types": [3, 3, 3] + [1] * (len(tokens) - 3), "chat_template": TEMPLATE}
     words |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     for name, value in (shape | words).items():
@@ -114,6 +116,24 @@ def test_config_weights_tokenizer_and_template_come_from_the_file(file):
     assert loaded.tokenizer("he<|im_end|>").input_ids == [259, 2]
 
 
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        ("smollm", "splits a text by the rule 'smollm'"),
+        ("default", "does not say by which rule"),
+        ("gpt-2", ""),
+        ("llama-bpe", ""),
+    ],
+)
+def test_a_rule_of_splitting_that_transformers_does_not_know_is_told_once(tmp_path, caplog, split, said):
+    path = write_gguf(tmp_path / "tiny.gguf", split=split)
+    for _ in range(2):
+        open_tokenizer(resolve(str(path)))
+    found = [one.getMessage() for one in caplog.records if "tokenizer.ggml.pre" in one.getMessage()]
+    assert len(found) == bool(said)
+    assert all(str(path) in one and said in one for one in found)
+
+
 def test_the_artifact_names_the_file_and_loads_from_it(gated, file):
     base = json.loads((gated / "gate_config.json").read_text())["base"]
     assert base["id"] == str(file)
@@ -150,6 +170,25 @@ def test_what_cannot_be_unpacked_is_refused(tmp_path, made, words):
     path = write_gguf(tmp_path / "odd.gguf", **made)
     with pytest.raises(LoragateError, match=words):
         open_model(resolve(str(path)))
+
+
+def test_an_adapter_for_llama_cpp_is_named(tmp_path, file):
+    path = tmp_path / "adapter.gguf"
+    writer = gguf_writer.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((4, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for refused in (
+        lambda: resolve(str(path), expect="adapter"),
+        lambda: resolve(str(path), str(file)),
+        lambda: examine_files(str(path)),
+        lambda: open_model(resolve(str(path))),
+    ):
+        with pytest.raises(LoragateError, match=r"adapter for llama\.cpp.*PEFT adapter that it was converted from"):
+            refused()
 
 
 def test_a_file_that_was_cut_off_is_refused(file, tmp_path):

@@ -103,6 +103,32 @@ def test_names_with_an_override_are_served_without_being_loaded() -> None:
         assert told(name) == "404", "vLLM's own answer"
 
 
+def test_what_a_stream_cannot_be_given_is_refused_before_its_status(saved: Path) -> None:
+    """A generator that fails has said 200 already."""
+
+    async def served(self: Any, request: Any) -> None:
+        return None
+
+    def told(model: str, engine: Any, **fields: Any) -> Any:
+        one = server(plain=str(saved / "adapter"), gated=str(saved / "gated"))
+        one.engine_client = engine
+        return finished(frontend.check_model(served, one, SimpleNamespace(**{**vars(asked(model)), **fields})))
+
+    for model in ("plain@unit", "gated@no_such=0.5"):
+        assert told(model, Engine(), stream=False) is None, "the error of the request itself"
+        message, param = told(model, Engine(), stream=True)
+        assert param == "model"
+        assert "has no gates" in message or "no_such" in message
+    assert told("plain", Engine(refuse=True), stream=True)[0] == "another base"
+    assert (
+        told("plain", None, stream=True, model_extra={"lora_scale": "x"})[0]
+        == "lora_scale takes a finite number, found 'x'"
+    )
+    engine = Engine()
+    assert told("gated@constant=0.5", engine, stream=True) is None
+    assert len(engine.added) == 1
+
+
 def test_all_strengths_of_a_folder_have_one_number() -> None:
     engine = SimpleNamespace()
     numbers = []
@@ -117,11 +143,6 @@ def test_all_strengths_of_a_folder_have_one_number() -> None:
     assert [numbers.index(one) for one in numbers] == [0, 1, 0, 0, 1, 5], (
         "a constant for a part is in the slot, and not laid over it"
     )
-    other = SimpleNamespace()  # an API server that saw them in another order
-    again = [
-        frontend.assign_adapter_id(other, adapter(path, path)).lora_int_id for path in ("/p@lower=0.5", "/p", "/g")
-    ]
-    assert again == [numbers[5], numbers[1], numbers[0]]
     assert all(2**30 <= one < 2**31 for one in numbers)
 
 
@@ -190,25 +211,34 @@ def test_other_gates_under_a_served_name_and_folder_are_refused() -> None:
 
 
 def test_a_folder_written_anew_has_another_number_and_name(saved: Path, tmp_path: Path) -> None:
-    engine = SimpleNamespace()
     place = shutil.copytree(saved / "gated", tmp_path / "moving")
 
-    def number(name: str, path: str, own: int) -> tuple[str, int]:
-        found = frontend.assign_adapter_id(engine, SimpleNamespace(lora_name=name, lora_int_id=own, lora_path=path))
+    def number(name: str, path: str) -> tuple[str, int]:
+        found = frontend.assign_adapter_id(adapter(name, path))
         return found.lora_name, found.lora_int_id
 
-    first, other = number("moving", str(place), 1), number("other", str(saved / "adapter"), 2)
-    assert (first[0], other[0]) == ("moving", "other")
+    first, other = number("moving", str(place)), number("other", str(saved / "adapter"))
+    # by folder and files alone: an API server that saw no earlier state of the folder gives it the same name
+    assert [name for name, _ in (first, other)] == [f"moving#{first[1]}", f"other#{other[1]}"]
     seen = {first[1], other[1]}
     for _ in range(2):
         record = place / "gate_config.json"
         record.write_text(record.read_text() + "\n")
-        name, anew = number("moving", str(place), 1)
+        name, anew = number("moving", str(place))
         assert name == f"moving#{anew}"
         assert anew not in seen
-        assert number("moving", f"{place}@unit", 1) == (name, anew), "and for all that is laid over its λ"
+        assert number("moving", f"{place}@unit") == (name, anew), "and for all that is laid over its λ"
         seen.add(anew)
-    assert number("other", str(saved / "adapter"), 2) == other
+    assert number("other", str(saved / "adapter")) == other
+
+
+def test_what_is_kept_of_folders_written_anew_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend, "KEPT", 3)
+    engine = Engine()
+    for number in range(9):
+        finished(engine.add_lora(adapter("m", f"/m{number}")))
+        frontend.require_unchanged(engine, adapter("m", f"/m{number}"), "digest")
+    assert len(engine._loragate_loaded) == len(engine._loragate_digests) == 3
 
 
 def test_a_new_strength_by_name_reads_no_folder_again(saved: Path) -> None:
@@ -300,6 +330,14 @@ def test_a_clip_of_a_plain_adapter_is_refused_before_vllm_takes_the_request(save
             else pytest.raises(pytest.fail.Exception)
         ):
             finished(collect(stream, []))
+
+
+def test_what_an_engine_refuses_to_load_has_the_client_s_name() -> None:
+    async def absent(self: Any, lora_request: Any) -> bool:
+        raise Exception(f"Loading lora {lora_request.lora_name} failed: No adapter found for {lora_request.lora_path}")
+
+    with pytest.raises(RuntimeError, match=r"^Loading lora m failed: No adapter found for /m$"):
+        frontend.add_adapter(absent, SimpleNamespace(), adapter("m", "/m")).send(None)
 
 
 def test_what_an_engine_refuses_to_load_is_the_client_s_error() -> None:

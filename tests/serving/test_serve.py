@@ -173,6 +173,7 @@ class Running:
 def vllm_server(folders: Path) -> Iterator[Running]:
     server = Running(
         *(str(folders / "gated"), "--dtype", "float32", "--dynamic", "--adapters", f"same={folders / 'gated'}"),
+        *("--vllm-args", "--enable-scale-out"),  # for /inference/v1/generate
     )
     yield server.wait(2400)
     server.end()
@@ -219,6 +220,16 @@ def test_vllm_samples_as_the_folder_recommends(vllm_server: Running) -> None:
     for name in ("gated", "same", "gated"):
         asked = {**body, "model": name}
         assert vllm_server.call("/v1/completions", asked)[1]["choices"][0]["text"].strip() == expected("gated")[0]
+    talk = {"model": "gated", "messages": [{"role": "user", "content": "w5"}], "max_tokens": NEW_TOKENS}
+    one = vllm_server.call("/v1/chat/completions", talk)[1]["choices"][0]["message"]["content"]
+    batch = vllm_server.call("/v1/chat/completions/batch", {**talk, "messages": [talk["messages"]] * 8})[1]["choices"]
+    assert {choice["message"]["content"] for choice in batch} == {one}
+    tokens = {"model": "gated", "token_ids": [5, 6, 7], "sampling_params": {"max_tokens": NEW_TOKENS}}
+    drawn = [str(vllm_server.call("/inference/v1/generate", tokens)[1]["choices"][0]["token_ids"]) for _ in range(3)]
+    assert len({*drawn}) == 1
+    status, reply = vllm_server.call("/v1/completions", {**body, "n": 2})
+    assert (status, "n = 2 without a temperature" in json.dumps(reply)) == (400, True)
+    assert vllm_server.call("/v1/completions", {**body, "model": "gated@no_such=0.5", "stream": True})[0] == 400
     for name in ("base", "adapter", "gated@unit"):
         warm = {**body, "model": name, "seed": 5}
         texts = [

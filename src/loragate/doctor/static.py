@@ -24,7 +24,15 @@ from loragate.files import require_empty_folder, write_json
 from loragate.gates import examine_adapter
 from loragate.gates.adapter_folder import AdapterFolder, UnusableAdapterError, read_adapter_folder
 from loragate.gates.adapter_rules import Finding, config_errors, find_adapted_parameters
-from loragate.gates.eligibility import Verdict, require_trainable
+from loragate.gates.eligibility import (
+    GATEABLE_STORAGE,
+    UNGATEABLE_STORAGE,
+    Verdict,
+    describe_storage,
+    no_variant_reason,
+    quantization_of_config,
+    require_trainable,
+)
 from loragate.gates.schema import factor_of, lora_scaling, read_adapter, read_tensors
 from loragate.gates.strength import kind_of, layer_of
 from loragate.models import ModelSource, base_config, explained, is_adapter, is_gated, plain_adapter, resolve
@@ -240,7 +248,10 @@ def _on_base(
             else f"{place.folder}: PEFT cannot put it on {name} ({error!r:.300})"
         )
         return static, [Finding("not-loadable", "error", said, "write it again with the PEFT of its training")], rows
-    verdicts = examine_adapter(model, "default")
+    verdicts, stored = examine_adapter(model, "default"), quantization_of_config(config)
+    if stored in UNGATEABLE_STORAGE:
+        reason = no_variant_reason(UNGATEABLE_STORAGE[stored])
+        verdicts = [replace(one, status="refuse", reason=reason) if one.status == "gate" else one for one in verdicts]
     static = replace(
         static,
         gateable=dict(Counter(verdict.status for verdict in verdicts)),
@@ -248,12 +259,24 @@ def _on_base(
     )
     contents = place.adapter_contents
     found = [*find_unknown_config_keys(contents), *find_unmatched_patterns(model, contents)]
+    if stored not in GATEABLE_STORAGE:
+        found.append(_of_storage(name, stored))
     told = any(one.forbids("gate") for one in contents.findings)
     if not told and (reason := _not_gateable(verdicts)):
         found.append(
             Finding("not-gateable", "note", f"{place.folder} cannot be given gates: {reason}", "use it without them")
         )
     return _with_cost(static, bare, config, verdicts), found, rows
+
+
+def _of_storage(name: str, stored: str) -> Finding:
+    known = "its layers take none" if stored in UNGATEABLE_STORAGE else "it shows when the base is loaded"
+    said = (
+        f"{name} is {describe_storage(stored)} and was examined as a plain one of its configuration: whether it loads here, with "
+        f"the adapter, depends on the package that unpacks it. On gates: {known}"
+    )
+    remedy = "loragate doctor ADAPTER --data FILE loads it; or name the same base in plain weights with --base"
+    return Finding("base-storage", "note", said, remedy, {"base": name, "storage": stored})
 
 
 def _build_meta_model(config: Any, name: str, loading: Loading) -> Any:

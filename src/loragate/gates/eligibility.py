@@ -37,6 +37,15 @@ LEFT_CLASSES = {
 }
 NONE, EIGHT_BIT, FOUR_BIT = "none", "8bit", "4bit"
 """Storage of a base; another method has its own name (gptq, awq)."""
+GATEABLE_STORAGE = frozenset((NONE, EIGHT_BIT, FOUR_BIT, "gptq", "torchao"))
+"""Storage whose LoRA layers are among `GATEABLE_CLASSES`."""
+UNGATEABLE_STORAGE = {
+    "awq": "AwqLoraLinear",
+    "hqq": "HqqLoraLinear",
+    "aqlm": "AqlmLoraLinear",
+    "eetq": "EetqLoraLinear",
+}
+"""Storage whose LoRA layers are not: {method: PEFT's class}. Of all other methods it shows when the base is loaded."""
 LM_HEAD_REASON = "an adapter on the output head is part of the distribution itself; it keeps full strength"
 
 # What torch.compile, activation checkpointing and FSDP put around single layers; module paths go without it.
@@ -164,11 +173,7 @@ def _refusal(layer: Any, adapter_name: str) -> str:
     kind = type(layer).__name__
     # by name: the classes of optional libraries cannot be imported; of another module, one may override `forward`
     if kind not in GATEABLE_CLASSES or not type(layer).__module__.startswith("peft."):
-        return (
-            f"{kind} layers do not consult a LoRA variant, or not in mixed batches, so a gate there would have no effect. Load "
-            "the base without that quantisation or parallel layer where one is the reason; else gate a plain LoRA adapter, or "
-            "leave the module out of target_modules"
-        )
+        return no_variant_reason(kind)
     variant = layer.lora_variant.get(adapter_name)
     if variant is not None:
         name = type(variant).__name__
@@ -187,6 +192,15 @@ def _refusal(layer: Any, adapter_name: str) -> str:
     if getattr(base, "_hf_tp_plan", None) or getattr(base, "_is_tensor_parallel", False):
         return "tensor-parallel layers hold a shard of the input, so w·h would be wrong; load without a tp_plan"
     return ""
+
+
+def no_variant_reason(kind: str) -> str:
+    """Why layers of a class of PEFT's take no gate."""
+    return (
+        f"{kind} layers do not consult a LoRA variant, or not in mixed batches, so a gate there would have no effect. Load "
+        "the base without that quantisation or parallel layer where one is the reason; else gate a plain LoRA adapter, or "
+        "leave the module out of target_modules"
+    )
 
 
 def examine_adapter(model: nn.Module, adapter_name: str | None = None, target_modules: Any = None) -> list[Verdict]:

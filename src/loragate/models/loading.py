@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -173,8 +174,15 @@ def _gguf_config(name: str, file: str, trust: bool, _changed: int) -> Any:
     from gguf import GGUFReader
 
     try:
+        reader = GGUFReader(Path(name, file))
+        holds = reader.fields.get("general.type")
+        if holds is not None and holds.contents() == "adapter":
+            raise ConfigError(
+                f"{file} is an adapter for llama.cpp, not a base model, and PEFT does not read it: give the folder of the PEFT "
+                "adapter that it was converted from"
+            )
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust, gguf_file=file)
-        scaled = _scaled_positions(GGUFReader(Path(name, file)))
+        scaled = _scaled_positions(reader)
     except (struct.error, OSError, ValueError, LookupError) as error:
         raise ArtifactError(f"{file} cannot be read ({error}); if it was cut off, fetch it again") from error
     kind = (getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
@@ -193,6 +201,48 @@ def _scaled_positions(reader: Any) -> str:
         if key.endswith(".rope.scaling.type") and (kind := field.contents()) != "none":
             found.append(f"{key} = {kind}")
     return ", ".join(found)
+
+
+_SPLIT_AS_GPT2 = (
+    *(
+        "gpt-2",
+        "phi-2",
+        "mpt",
+        "olmo",
+        "jais",
+        "exaone4",
+        "trillion",
+        "granite-docling",
+        "gigachat",
+        "a.x-4.0",
+        "mellum",
+    ),
+    *("modern-bert", "roberta-bpe", "jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de", "jina-v2-code"),
+)
+"""Names of GPT-2's own rule in a GGUF file, as llama.cpp reads them."""
+
+
+@cache  # once for each state of a file
+def _warn_of_split(name: str, path: Path, _changed: int) -> None:
+    """Say of a GGUF file that it names another rule of splitting a text into words than GPT-2's, which transformers has taken."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(path).fields.get("tokenizer.ggml.pre")
+    rule = "default" if field is None else field.contents()
+    if rule in _SPLIT_AS_GPT2:
+        return
+    said = (
+        "does not say by which rule its tokenizer splits a text"
+        if rule == "default"
+        else f"splits a text by the rule {rule!r}"
+    )
+    logger.warning(
+        "%s %s (tokenizer.ggml.pre), and transformers takes GPT-2's: ids can differ from the model's own, as of numbers and line "
+        "ends (SmolLM2 has a token for each digit). Write the base as a plain folder, with the tokenizer files of the original "
+        "model in it",
+        name,
+        said,
+    )
 
 
 def generation_config(base: ModelRef, trust: bool = False) -> Any:
@@ -525,6 +575,10 @@ def open_tokenizer(place: ModelSource, how: Loading = DEFAULT_LOADING) -> Any:
         else:
             name, beside = _from_pretrained_arguments(place.base) if chosen == place.base.name else (chosen, {})
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=how.trust_remote_code, **beside)
+            split = tokenizer.backend_tokenizer.pre_tokenizer if "gguf_file" in beside else None
+            if isinstance(split, ByteLevel) and split.use_regex:
+                file = Path(name, beside["gguf_file"])
+                _warn_of_split(place.base.name, file, file.stat().st_mtime_ns)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # transformers makes an empty one of a folder that has no file of it
         raise ConfigError(f"tokenizer {chosen}: there is no tokenizer in this folder")

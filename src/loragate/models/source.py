@@ -324,6 +324,11 @@ def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Pa
         folder = Path(ref.name)
         if expect != "gated":  # whose reader says best what a folder is instead
             require_here(what, ref.name)
+            if folder.suffix.lower() == ".gguf" and folder.is_file() and (expect == "adapter" or base_given):
+                raise ConfigError(
+                    f"{ref.name} is a GGUF file: a base, or an adapter for llama.cpp, which PEFT does not read. Give the folder "
+                    "of the PEFT adapter that it was converted from"
+                )
             if not is_adapter(folder) and (expect == "adapter" or base_given):
                 raise ConfigError(
                     f"{ref.name} holds no {ADAPTER_CONFIG}, so it is not a PEFT adapter folder{_suggest_contents(folder)}"

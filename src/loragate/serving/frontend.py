@@ -45,9 +45,10 @@ def require_unchanged(owner: Any, lora_request: Any, digest: str) -> None:
     The keys of vLLM's prefix cache hold the adapter's name and path, not its values: blocks of the old gates would be
     taken for the new ones'.
     """
-    known = owner.__dict__.setdefault("_loragate_digests", {})
-    before = known.setdefault((lora_request.lora_name, lora_request.lora_path), digest)
-    if before != digest:
+    known, key = owner.__dict__.setdefault("_loragate_digests", {}), (lora_request.lora_name, lora_request.lora_path)
+    if key not in known:
+        _remember(known, key, digest)
+    if known[key] != digest:
         raise LoragateError(
             f"{lora_request.lora_path}: the folder has changed since it was served as {lora_request.lora_name!r}. vLLM's "
             "prefix cache cannot tell the two apart: put the new gates into a folder of their own, or load them under "
@@ -55,33 +56,45 @@ def require_unchanged(owner: Any, lora_request: Any, digest: str) -> None:
         )
 
 
-def assign_adapter_id(engine: Any, lora_request: Any) -> Any:
+KEPT = 4096
+"""Adapters of which something is kept: a folder that is written again and again is another one each time."""
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value, and let go of the oldest one of too many."""
+    known[key] = value
+    if len(known) > KEPT:
+        del known[next(iter(known))]
+
+
+def assign_adapter_id(lora_request: Any) -> Any:
     """The adapter of a server's request under the number of what its folder holds now: one slot for all names of a folder.
 
-    A folder that was written anew is another adapter: it has another number, and another name for the prefix cache.
+    A folder that was written anew is another adapter: it has another number, and so another name, by which vLLM's prefix cache
+    and its batches tell adapters apart. Several API servers share these, so that both follow from folder and files alone.
     """
-    folders = engine.__dict__.setdefault("_loragate_numbers", {})
     folder = split_folder(lora_request.lora_path)[0]
     slot = parse_slot_override(lora_request.lora_path)[0]
-    numbers = folders.setdefault(slot, {})
-    now = models.stamp(Path(folder).expanduser())
-    if now not in numbers:
-        # of every API server the same; the lower half is vLLM's, which counts from 1, and the workers hold 32 bits
-        digest = hashlib.sha256(repr((slot, now)).encode()).digest()
-        numbers[now] = 2**30 + int.from_bytes(digest[:8], "big") % 2**30
+    digest = hashlib.sha256(repr((slot, models.stamp(Path(folder).expanduser()))).encode()).digest()
     other = copy.copy(lora_request)  # a msgspec struct
-    other.lora_int_id = numbers[now]
-    if other.lora_int_id != next(iter(numbers.values())):
-        other.lora_name = f"{lora_request.lora_name}#{other.lora_int_id}"
+    # the lower half is vLLM's, which counts from 1, and the workers hold 32 bits
+    other.lora_int_id = 2**30 + int.from_bytes(digest[:8], "big") % 2**30
+    other.lora_name = f"{lora_request.lora_name}#{other.lora_int_id}"
     return other
 
 
 async def add_adapter(original: Any, self: Any, lora_request: Any) -> bool:
     """A server's `add_lora`, under the number of `assign_adapter_id`."""
-    other = assign_adapter_id(self, lora_request)
+    other = assign_adapter_id(lora_request)
     lora_request.lora_int_id = other.lora_int_id  # the server keeps this very object for the name
-    added: bool = await original(self, other)
-    self.__dict__.setdefault("_loragate_loaded", set()).add(other.lora_int_id)
+    try:
+        added: bool = await original(self, other)
+    except Exception as error:
+        if other.lora_name not in str(error):
+            raise
+        # by the client's name for it, at which vLLM tells a folder that is not there from a fault of its own
+        raise RuntimeError(str(error).replace(other.lora_name, lora_request.lora_name)) from error
+    _remember(self.__dict__.setdefault("_loragate_loaded", {}), other.lora_int_id, True)
     return added
 
 
@@ -138,7 +151,7 @@ def check_adapter(processor: Any, lora_request: Any) -> None:
             moved.lora_name, moved.lora_path = name, str(folder)
             gates = models.read_gates(folder, override)
             require_unchanged(processor, moved, gates.digest)
-            checked[key] = now
+            _remember(checked, key, now)
     except LoragateError as error:
         raise ValueError(str(error)) from error
 
@@ -196,41 +209,89 @@ def apply_fields(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 async def check_model(original: Any, self: Any, request: Any) -> Any:
-    """The server's check that a model is served: NAME@OVERRIDE of a served adapter is, whether or not it was loaded so."""
+    """The server's check that a model is served: NAME@OVERRIDE of a served adapter is, whether or not it was loaded so.
+
+    Every endpoint asks it first. So what a request leaves open is set here, before sampling parameters are made of it, and
+    what cannot be streamed is refused here, before a stream's status is sent.
+    """
     try:
-        if _named_override(self.models, request.model) is not None:
+        lora_request = _named_override(self.models, request.model)
+        if lora_request is None:
+            if (refused := await original(self, request)) is not None:
+                return refused
+            lora_request = self.models.lora_requests.get(request.model)
+        if lora_request is None:
             return None
-    except LoragateError as error:
+        for fields in _strength_fields(request):
+            lora_request = apply_strength_fields(lora_request, fields, request.model)
+        sample_as_recommended(request, lora_request)
+        # a server that only renders has no engine
+        if getattr(request, "stream", False) and (engine := getattr(self, "engine_client", None)) is not None:
+            await ensure_loaded(engine, lora_request)
+    except (LoragateError, ValueError) as error:
         return self.create_error_response(str(error), param="model")
-    return await original(self, request)
+    return None
 
 
 def find_adapter(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """The server's look-up of a request's adapter, with what name and fields lay over its λ.
-
-    What the request leaves open is sampled as the adapter's folder recommends; vLLM's own defaults are one for all names, and
-    base and plain adapter keep those.
-    """
+    """The server's look-up of a request's adapter, with what name and fields lay over its λ."""
     try:
         lora_request = _named_override(self.models, request.model)
     except LoragateError as error:
         raise ValueError(str(error)) from error
     if lora_request is None:
         lora_request = original(self, request, *args, **kwargs)
-    # at the top, where OpenAI's clients put what they do not know, or where vLLM expects it; taken out, as it is applied here
-    for fields in (getattr(request, "model_extra", None), getattr(request, "vllm_xargs", None)):
+    for fields in _strength_fields(request):
         lora_request = apply_strength_fields(lora_request, fields, request.model or "base")
-        for name in FIELDS:
-            (fields or {}).pop(name, None)
-    if lora_request is None or getattr(request, "temperature", 0.0) is not None:
-        return lora_request
-    temperature = recommended_temperature(_sampling(lora_request.lora_path))
-    if temperature is not None:
-        # vLLM reads no do_sample: greedy decoding is a temperature of 0 there
-        for key, value in {**generation_settings(temperature), "temperature": temperature}.items():
-            if getattr(request, key, value) is None:
-                setattr(request, key, value)
+        for name in FIELDS:  # taken out, as it is applied here
+            fields.pop(name, None)
+    # here too, for an adapter that is found by the request's pictures and not by its name
+    sample_as_recommended(request, lora_request)
     return lora_request
+
+
+def _strength_fields(request: Any) -> list[dict[str, Any]]:
+    """Where a request may say a strength: at the top, for OpenAI's clients, or where vLLM expects what it does not know."""
+    sampling = getattr(request, "sampling_params", None)
+    places = (
+        getattr(request, "model_extra", None),
+        getattr(request, "vllm_xargs", None),
+        getattr(sampling, "extra_args", None),
+    )
+    return [fields for fields in places if fields]
+
+
+def sample_as_recommended(request: Any, lora_request: Any) -> None:
+    """Set what a request leaves open of its sampling as its adapter's folder recommends.
+
+    vLLM's own defaults are one for all names, and base and plain adapter keep those.
+
+    Raises:
+        ValueError: for several answers to be drawn greedily, which nobody has asked for.
+    """
+    # /inference/v1/generate takes the parameters themselves, where what was left open has vLLM's default
+    sampling = getattr(request, "sampling_params", None) or request
+
+    def is_open(key: str) -> bool:
+        if sampling is request:
+            return getattr(request, key, "none there") is None
+        return hasattr(sampling, key) and not request.is_sampling_param_provided(key)
+
+    if lora_request is None or not is_open("temperature"):
+        return
+    temperature = recommended_temperature(_sampling(lora_request.lora_path))
+    if temperature is None:
+        return
+    count = getattr(sampling, "n", None) or 1
+    if temperature == 0 and count > 1 and not getattr(request, "use_beam_search", False):
+        raise ValueError(
+            f"n = {count} without a temperature: {lora_request.lora_name} is recommended greedily, where all answers are the "
+            "same; send a temperature above 0 to draw several, or leave n out"
+        )
+    # vLLM reads no do_sample: greedy decoding is a temperature of 0 there
+    for key, value in {**generation_settings(temperature), "temperature": temperature}.items():
+        if is_open(key):
+            setattr(sampling, key, value)
 
 
 def _named_override(served: Any, name: str | None) -> Any:
@@ -256,8 +317,8 @@ async def ensure_loaded(engine: Any, lora_request: Any) -> Any:
 
     vLLM makes an error of the server, without the reason, of what is refused only when it takes the request.
     """
-    now = assign_adapter_id(engine, lora_request)
-    if now.lora_int_id not in engine.__dict__.setdefault("_loragate_loaded", set()):
+    now = assign_adapter_id(lora_request)
+    if now.lora_int_id not in engine.__dict__.setdefault("_loragate_loaded", {}):
         try:
             await engine.add_lora(copy.copy(lora_request))
         except Exception as error:
