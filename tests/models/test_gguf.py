@@ -119,9 +119,10 @@ def test_config_weights_tokenizer_and_template_come_from_the_file(file):
 @pytest.mark.parametrize(
     ("split", "said"),
     [
-        ("smollm", "splits a text by the rule 'smollm'"),
+        ("deepseek-llm", "splits a text by the rule 'deepseek-llm'"),
         ("default", "does not say by which rule"),
         ("gpt-2", ""),
+        ("smollm", ""),
         ("llama-bpe", ""),
     ],
 )
@@ -132,6 +133,15 @@ def test_a_rule_of_splitting_that_transformers_does_not_know_is_told_once(tmp_pa
     found = [one.getMessage() for one in caplog.records if "tokenizer.ggml.pre" in one.getMessage()]
     assert len(found) == bool(said)
     assert all(str(path) in one and said in one for one in found)
+
+
+def test_a_rule_that_splits_digits_off_is_taken_from_the_file(tmp_path):
+    tokens = {
+        split: open_tokenizer(resolve(str(write_gguf(tmp_path / f"{split}.gguf", split=split)))).backend_tokenizer
+        for split in ("gpt-2", "smollm")
+    }
+    pieces = {split: [text for text, _ in own.pre_tokenizer.pre_tokenize_str("a  12")] for split, own in tokens.items()}
+    assert pieces == {"gpt-2": ["a", "Ġ", "Ġ12"], "smollm": ["a", "ĠĠ", "1", "2"]}
 
 
 def test_the_artifact_names_the_file_and_loads_from_it(gated, file):

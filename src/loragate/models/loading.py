@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -203,45 +203,34 @@ def _scaled_positions(reader: Any) -> str:
     return ", ".join(found)
 
 
-_SPLIT_AS_GPT2 = (
-    *(
-        "gpt-2",
-        "phi-2",
-        "mpt",
-        "olmo",
-        "jais",
-        "exaone4",
-        "trillion",
-        "granite-docling",
-        "gigachat",
-        "a.x-4.0",
-        "mellum",
-    ),
-    *("modern-bert", "roberta-bpe", "jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de", "jina-v2-code"),
-)
-"""Names of GPT-2's own rule in a GGUF file, as llama.cpp reads them."""
+_SPLIT_AS_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4")
+_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+"""Names in a GGUF file, as llama.cpp reads them, of GPT-2's rule of splitting a text, and of it after each digit is split off."""
 
 
-@cache  # once for each state of a file
-def _warn_of_split(name: str, path: Path, _changed: int) -> None:
-    """Say of a GGUF file that it names another rule of splitting a text into words than GPT-2's, which transformers has taken."""
+def _split_as_named(tokenizer: Any, name: str, path: Path) -> None:
+    """Where transformers took GPT-2's rule of splitting a text into words, take what the GGUF file names, or warn."""
     from gguf import GGUFReader
 
+    split = tokenizer.backend_tokenizer.pre_tokenizer
+    if not (isinstance(split, ByteLevel) and split.use_regex):
+        return
     field = GGUFReader(path).fields.get("tokenizer.ggml.pre")
     rule = "default" if field is None else field.contents()
-    if rule in _SPLIT_AS_GPT2:
-        return
-    said = (
-        "does not say by which rule its tokenizer splits a text"
-        if rule == "default"
-        else f"splits a text by the rule {rule!r}"
-    )
+    if rule in _DIGITS_APART:
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), split])
+    elif rule not in _SPLIT_AS_GPT2:
+        _warn_of_split(name, rule)
+
+
+@cache  # once
+def _warn_of_split(name: str, rule: str) -> None:
+    said = "does not say by which rule its tokenizer splits a text"
     logger.warning(
         "%s %s (tokenizer.ggml.pre), and transformers takes GPT-2's: ids can differ from the model's own, as of numbers and line "
-        "ends (SmolLM2 has a token for each digit). Write the base as a plain folder, with the tokenizer files of the original "
-        "model in it",
+        "ends. Write the base as a plain folder, with the tokenizer files of the original model in it",
         name,
-        said,
+        said if rule == "default" else f"splits a text by the rule {rule!r}",
     )
 
 
@@ -575,10 +564,8 @@ def open_tokenizer(place: ModelSource, how: Loading = DEFAULT_LOADING) -> Any:
         else:
             name, beside = _from_pretrained_arguments(place.base) if chosen == place.base.name else (chosen, {})
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=how.trust_remote_code, **beside)
-            split = tokenizer.backend_tokenizer.pre_tokenizer if "gguf_file" in beside else None
-            if isinstance(split, ByteLevel) and split.use_regex:
-                file = Path(name, beside["gguf_file"])
-                _warn_of_split(place.base.name, file, file.stat().st_mtime_ns)
+            if "gguf_file" in beside:
+                _split_as_named(tokenizer, place.base.name, Path(name, beside["gguf_file"]))
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # transformers makes an empty one of a folder that has no file of it
         raise ConfigError(f"tokenizer {chosen}: there is no tokenizer in this folder")

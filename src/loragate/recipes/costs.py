@@ -145,10 +145,8 @@ def summary(recipe: Recipe, found: dict[str, Cost]) -> str:
 def estimate_of(stage: Stage, model: Any) -> Estimate:
     """Memory and cost of a step of a training."""
     options, sft = stage.options, stage.command == "sft"
-    rows, processes = (
-        int(options["per_device_train_batch_size"]) or MAX_MICRO_BATCH_SIZE,
-        int(options.get("processes") or 1),
-    )
+    processes = int(options.get("processes") or 1)
+    rows = int(options["per_device_train_batch_size"]) or MAX_MICRO_BATCH_SIZE
     return estimate(
         model,
         "sft" if sft else "calibrate",
@@ -208,8 +206,7 @@ def _generation_cost(stage: Stage, before: Sequence[Stage], model: Any, gpu: Gpu
         tasks = select_tasks(options_of(source, source.name))
         # nothing is kept for a way back: one layer at a time, as where a training recomputes them
         rows, longest = int(options.get("batch_size") or 1), max(_limit(task, source) for task in tasks)
-        passes = {"sequence": longest, "rows": rows, "gradient_checkpointing": True}
-        read = estimate(model, base=_stored_as(stage), **passes)
+        read = estimate(model, base=_stored_as(stage), sequence=longest, rows=rows, gradient_checkpointing=True)
         most = int(options.get("answers", 4))
         tokens = sum(
             _questions(task, source) * min(_samples(task, source), most) * _limit(task, source) for task in tasks
