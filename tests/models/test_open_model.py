@@ -6,6 +6,9 @@ import re
 import pytest
 import torch
 import transformers as tf
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 import loragate as lg
 from loragate.doctor.static import examine_static
@@ -99,6 +102,16 @@ def test_custom_code_is_trusted_for_the_endings_too(place, tmp_path):
     assert 5 in loaded.endings.token_ids
     asked = stopping_arguments(loaded.tokenizer, loaded.model_source, {}, tmp_path, trust=True)
     assert asked == stopping_arguments(tiny_tokenizer(), resolve(place / "base"), {}, tmp_path)
+
+
+def test_a_bases_text_is_split_as_auto_tokenizer_does(tmp_path):
+    core = Tokenizer(BPE({text: id for id, text in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    core.pre_tokenizer = ByteLevel(add_prefix_space=False)  # which transformers does not take of a Qwen2 folder
+    tf.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>").save_pretrained(tmp_path)
+    tiny_base().config.save_pretrained(tmp_path)
+    own, theirs = open_tokenizer(resolve(tmp_path)), tf.AutoTokenizer.from_pretrained(tmp_path)
+    assert str(own.backend_tokenizer.pre_tokenizer) == str(theirs.backend_tokenizer.pre_tokenizer)
+    assert type(own) is type(theirs) is not tf.PreTrainedTokenizerFast
 
 
 def test_idle_gates_are_taken_off_and_their_endings_stay(place):

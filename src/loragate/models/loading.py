@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -554,11 +555,12 @@ def open_tokenizer(place: ModelSource, how: Loading = DEFAULT_LOADING) -> Any:
     """The tokenizer of an adapter where it has its own, else of the base."""
     chosen = place.tokenizer
     with explained("tokenizer", chosen):
-        named = read_json(Path(chosen) / "tokenizer_config.json").get("tokenizer_class")
+        folder = Path(chosen)
+        named = read_json(folder / "tokenizer_config.json").get("tokenizer_class")
         # classes that say nothing of a model family: the first is written by transformers 5, the second by earlier ones
-        plain = named in ("TokenizersBackend", "PreTrainedTokenizerFast")
-        if plain and (Path(chosen) / "tokenizer.json").is_file():
-            # AutoTokenizer would put the model family's own class in place of the one the folder names
+        plain = named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()
+        if plain and read_json(folder / "config.json").get("model_type") not in CONFIG_MAPPING:
+            # AutoTokenizer fails on these beside no model, or one it does not know; elsewhere its class is that of vLLM and TRL
             tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(chosen)
             tokenizer.init_kwargs.pop("auto_map", None)
         else:
