@@ -415,12 +415,16 @@ def test_a_base_without_an_adapter_is_told_apart(base):
             pass
 
     for act in (lg.gate_parameters, record, active_adapter, lg.detach_gates, lg.examine_adapter, train_gates_only):
-        with pytest.raises(GateError, match="carries no LoRA layers; load the adapter onto it first"):
+        with pytest.raises(GateError, match="carries no LoRA layers; load the adapter onto its base first"):
             act(base)
     with pytest.raises(GateError, match=r"no LoRA adapter named 'zz' \(it has default\)"):
         lg.gate_parameters(tiny_adapter(), "zz")
     with pytest.raises(GateError, match="'default' carries no gates"):
         lg.detach_gates(tiny_adapter(), None)
+    with pytest.raises(
+        GateError, match=r"expected a loaded model, found 'path/to/adapter'; load the adapter onto its base"
+    ):
+        lg.GateTrainer("path/to/adapter", gates=lg.GateConfig(-1, 2))
 
 
 def test_a_base_output_that_a_hook_kept_stays_as_it_was(adapter, token_ids):

@@ -119,20 +119,22 @@ def strip_wrapper_names(name: str) -> str:
     return _WRAPPERS.sub("", name).removeprefix(".")
 
 
+_LOADED = "load the adapter onto its base first, e.g. peft.PeftModel.from_pretrained(base, adapter_folder)"
+
+
 def active_adapter(model: nn.Module, adapter_name: str | None = None) -> str:
     """`adapter_name`, or the one active adapter when it is None.
 
     Raises:
-        GateError: if the model holds no LoRA adapter, or none of that name, or if not exactly one is active and none was
+        GateError: if it is no model or holds no LoRA adapter, or none of that name, or if not exactly one is active and none was
             named.
     """
+    if not isinstance(model, nn.Module):
+        raise GateError(f"expected a loaded model, found {model!r:.200}; {_LOADED}")
     layers: list[Any] = [module for module in model.modules() if _is_lora(module)]
     known = sorted({name for layer in layers for name in (*layer.lora_A, *getattr(layer, "lora_embedding_A", {}))})
     if not known:
-        raise GateError(
-            "the model carries no LoRA layers; load the adapter onto it first, e.g. "
-            "peft.PeftModel.from_pretrained(base, adapter_folder)"
-        )
+        raise GateError(f"the model carries no LoRA layers; {_LOADED}")
     names: Any = [adapter_name]
     if adapter_name is None:
         active: Any = getattr(model, "active_adapters", None)
