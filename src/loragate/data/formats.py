@@ -361,7 +361,7 @@ def _alpaca_row(row: Row) -> Turns:
             raise DataError(f"history[{index}] is {kind_of(pair)}, expected a pair [user text, assistant text]")
         messages += pair_messages(text_of(pair[0], f"history[{index}][0]"), text_of(pair[1], f"history[{index}][1]"))
     messages += pair_messages(question_text(row, "instruction"), text_of(row["output"], "output"))
-    return Turns(_with_system(row, tuple(messages)))
+    return Turns(with_system(row, tuple(messages)))
 
 
 def _pair_row(row: Row) -> Turns:
@@ -374,7 +374,7 @@ def _pair_row(row: Row) -> Turns:
     if isinstance(prompt, list) and isinstance(completion, list):  # two parts of one conversation
         before = conversation(prompt, pair[0])
         after = conversation(completion, pair[1])
-        whole = _with_system(row, before + after)
+        whole = with_system(row, before + after)
         return Turns(whole, trained=tuple(range(len(whole) - len(after), len(whole))))
     if isinstance(prompt, list) or isinstance(completion, list):
         raise DataError(
@@ -384,7 +384,7 @@ def _pair_row(row: Row) -> Turns:
     texts = text_of(prompt, pair[0]), text_of(completion, pair[1])
     if pair == RAW_PAIR:
         return Turns((), *texts)
-    return Turns(_with_system(row, tuple(pair_messages(question_text(row, pair[0]), texts[1]))))
+    return Turns(with_system(row, tuple(pair_messages(question_text(row, pair[0]), texts[1]))))
 
 
 def _pair_values(row: Row, group: tuple[str, ...]) -> tuple[Any, ...]:
@@ -435,13 +435,13 @@ FORMATS: dict[str, Format] = {
     "messages": Format(
         "messages (a list of role and content)",
         (("messages",),),
-        lambda row: Turns(_with_system(row, conversation(row["messages"], "messages"))),
+        lambda row: Turns(with_system(row, conversation(row["messages"], "messages"))),
         SYSTEM,
     ),
     "sharegpt": Format(
         "conversations (a list of from and value)",
         (("conversations",),),
-        lambda row: Turns(_with_system(row, conversation(row["conversations"], "conversations"))),
+        lambda row: Turns(with_system(row, conversation(row["conversations"], "conversations"))),
         SYSTEM,
     ),
     "alpaca": Format(
@@ -459,7 +459,7 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """The messages behind the system message that a file keeps in a column of its own.
 
     Raises:
