@@ -245,6 +245,25 @@ def test_a_function_call_is_a_tool_call():
     assert turns_of({"messages": [ASK, called]}).messages[1] == {**ANSWER, "content": "", "tool_calls": [call]}
 
 
+@pytest.mark.parametrize("role", ["function_call", "tool_call"])
+def test_a_turn_of_a_call_role_is_a_tool_call_of_the_assistant(role):
+    called = [{"from": "human", "value": "2+2?"}, {"from": role, "value": '{"name": "add", "arguments": {"a": 2}}'}]
+    turns = turns_of({"conversations": [*called, {"from": "observation", "value": "4"}, {"from": "gpt", "value": "4"}]})
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    assert turns.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert ([message["role"] for message in turns.messages], turns.trained) == (
+        ["user", "assistant", "tool", "assistant"],
+        (1, 3),
+    )
+    two = [called[0], {"from": role, "value": '[{"name": "add"}, {"name": "mul"}]'}]
+    assert len(turns_of({"conversations": two}).messages[1]["tool_calls"]) == 2
+    for text in ("[1]", '{"arguments": {}}'):
+        with pytest.raises(
+            DataError, match=rf"the {role} of conversations\[1\] is .*expected the JSON of a tool call: name and"
+        ):
+            turns_of({"conversations": [called[0], {"from": role, "value": text}]})
+
+
 def test_lists_as_json_text_are_read():
     """csv holds no lists, and TRL keeps tools as text in parquet."""
     row = {"messages": '[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]'}

@@ -56,7 +56,16 @@ SWITCHES = ("train", "training", "weight", "loss")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ROLE_ALIASES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool", "ipython": "tool"}
+ROLE_ALIASES = {
+    "human": "user",
+    "gpt": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+    "tool_response": "tool",
+}
+CALL_ROLES = ("function_call", "tool_call")
+"""Roles of LLaMA-Factory and ms-swift: an assistant turn whose text is the JSON of its tool call, or of a list of them."""
 
 
 class EmptyResponse(DataError):
@@ -134,9 +143,11 @@ def parse_message(entry: Any, place: str) -> Message:
         if not says_more(present):
             raise DataError(f"the content of {place} is null, expected text. Remove the row or the turn")
         content = ""
+    if role in CALL_ROLES:
+        present["tool_calls"], role, content = _calls_of_text(content, f"the {role} of {place}"), "assistant", ""
     name = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if name not in ROLES:
-        known = (*ROLES, *ROLE_ALIASES)
+        known = (*ROLES, *ROLE_ALIASES, *CALL_ROLES)
         found = excerpt(role) + nearest(role, known) if isinstance(role, str) else kind_of(role)
         raise DataError(f"{place} has as its role {found}; expected one of {', '.join(known)}")
     if "tool_calls" in present:
@@ -169,6 +180,15 @@ def _normalize_train_flag(present: Message, role: str, place: str) -> Message:
     if len(set(map(bool, found.values()))) > 1:
         raise DataError(f"{place} has {' and '.join(found)}, which contradict each other. Leave one of them out")
     return {**present, "train": bool(next(iter(found.values())))} if found else present
+
+
+def _calls_of_text(text: Any, place: str) -> list[dict[str, Any]]:
+    """The tool calls that are a turn's text: the JSON of an object with name and arguments, or of a list of them."""
+    calls = parse_json_column(text, place)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(f"{place} is {excerpt(str(text))}, expected the JSON of a tool call: name and arguments")
+    return [{"type": "function", "function": dict(call)} for call in calls]
 
 
 def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
