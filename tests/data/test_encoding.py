@@ -411,6 +411,8 @@ def test_rows_that_are_left_out_or_cut_are_warned_of_once(talk, write, monkeypat
     ]
     encode_rows([whole], tokenizer, max_length=64)
     assert len(told) == 1, "nothing to say of whole rows"
+    encode_rows([whole, {"messages": talk(" ", "b")}], tokenizer, max_length=64)
+    assert told[1:] == ["rows in memory: of 2 rows 1 with an empty user turn"]
 
 
 def test_rows_that_hold_tokens_of_the_template_are_warned_of(monkeypatch):

@@ -104,6 +104,7 @@ def test_tools_and_further_message_keys_are_carried_to_the_template():
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
             "a block of type 'image'; only text",
         ),
+        ({"messages": [ASK, ANSWER], "images": ["a.png"]}, "f:1: the column images would be left out; only text"),
         ({"prompt": "a", "completion": "  "}, "f:1: the completion is empty"),
         ({"prompt": "a", "completion": [ANSWER]}, "prompt is text and completion is a list; expected two strings"),
         ({"prompt": "a", "completion": "b", "response": "c"}, r"prompt\+completion and prompt\+response in one row"),
@@ -320,6 +321,28 @@ def test_unknown_keys_are_told_beside_the_known_ones():
 def test_a_row_of_two_formats_is_ambiguous_unless_it_is_a_conversation():
     with pytest.raises(DataError, match="fit alpaca and prompt_completion alike"):
         detect_format({"instruction": "a", "output": "b", "response": "c"})
+
+
+def test_a_pair_of_answers_is_told_how_to_be_learned_from():
+    with pytest.raises(
+        DataError, match=r"chosen, prompt, rejected: pairs of a wanted and .* the chosen answer response"
+    ):
+        detect_format({"prompt": "a", "chosen": "b", "rejected": "c"})
+
+
+def test_history_comes_before_the_question_of_a_pair():
+    row = {"prompt": "And 3+3?", "response": "6", "history": [["2+2?", "4"]]}
+    turns = turns_of(row)
+    assert [message["content"] for message in turns.messages] == ["2+2?", "4", "And 3+3?", "6"]
+    assert unused(row, "prompt_completion") == []
+    assert unused({"prompt": "a", "completion": "b", "history": [["2+2?", "4"]]}, "prompt_completion") == ["history"]
+
+
+def test_functions_are_tools():
+    turns = turns_of({"messages": [ASK, ANSWER], "functions": [{"name": "add"}]})
+    assert turns.tools == ({"type": "function", "function": {"name": "add"}},)
+    with pytest.raises(DataError, match="functions is an object, expected a list of tool schemas"):
+        turns_of({"messages": [ASK, ANSWER], "functions": {"name": "add"}})
 
 
 def test_a_row_of_another_format_than_named_is_an_error():

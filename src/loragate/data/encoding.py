@@ -181,6 +181,7 @@ class Summary:
         empty: rows left out because their response is empty, or switched off.
         unused: columns that hold something and that nothing reads.
         template_kwargs: rows that give variables to the chat template, which generation is not given.
+        unasked: rows with an empty user turn.
         doubled: {special token that the chat template writes: rows that hold it in their own text as well}.
     """
 
@@ -195,6 +196,7 @@ class Summary:
     empty: int = 0
     unused: tuple[str, ...] = ()
     template_kwargs: int = 0
+    unasked: int = 0
     doubled: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -242,6 +244,9 @@ class Encoder:
         if turns.completion is None:
             chat = self._chat(turns)
             texts = [message["content"] for message in turns.messages]
+            self.summary.unasked += any(
+                message["role"] == "user" and not message["content"].strip() for message in turns.messages
+            )
             self.summary.doubled.update(token for token in chat.written_tokens if any(token in text for text in texts))
             return chat.segments(turns, where)
         if self.tokenizer.eos_token_id is None:
@@ -417,6 +422,7 @@ def encode_rows(
         "left out, as max_length cuts the whole response": summary.dropped,
         "cut by max_length": summary.truncated,
         "trained on their last answer only, as the template rewrites earlier turns": summary.last_turn_only,
+        "with an empty user turn": summary.unasked,
     }
     notes = [f"{count} {what}" for what, count in account.items() if count]
     if doubled := ", ".join(f"{count} hold {escape_controls(token)}" for token, count in summary.doubled.items()):

@@ -51,6 +51,7 @@ CONTEXT = (
     "story",
 )
 SYSTEM = ("system", "system_prompt")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # keys of a turn that say whether it is learned: axolotl's, OpenAI's and mistral-finetune's, ms-swift's
 SWITCHES = ("train", "training", "weight", "loss")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -295,6 +296,11 @@ def detect_format(row: Row) -> str:
         known = "; ".join(f"{name}: {format.keys}" for name, format in FORMATS.items())
         for format in FORMATS.values():
             _refuse_null(row, [group for group in format.columns if any(row.get(key) is not None for key in group)])
+        if _has(row, "chosen", "rejected"):
+            raise DataError(
+                f"found the keys {_key_list(row)}: pairs of a wanted and an unwanted answer, as for DPO. Only a wanted answer "
+                "can be learned: name the question prompt and the chosen answer response, or give the chosen messages as messages."
+            )
         raise DataError(
             f"found the keys {_key_list(row)}, which fit no known row format. Rename them to those of one: {known}."
         )
@@ -320,9 +326,9 @@ def unused(row: Row, format: str) -> list[str]:
     read = {"keep_mask", *(key for group in groups for key in group)}
     texts = all(isinstance(value, str) for group in groups for value in _pair_values(row, group))
     if RAW_PAIR not in groups or not texts:
-        read |= {*chosen.besides, "tools", "chat_template_kwargs"}
-    if not texts:  # context follows a question that is text, and no list of messages
-        read -= {*CONTEXT}
+        read |= {*chosen.besides, "tools", "functions", "chat_template_kwargs"}
+    if not texts:  # context and history belong to a question that is text, and to no list of messages
+        read -= {*CONTEXT, "history"}
     return [str(key) for key, value in row.items() if groups and key not in read and value not in (None, "", [], {})]
 
 
@@ -337,6 +343,11 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
         if not chosen.matches(row):
             _refuse_null(row, chosen.columns)
             raise DataError(f"found the keys {_key_list(row)}, expected the format {format}: {chosen.keys}")
+        if media := next((column for column in MEDIA if row.get(column)), None):
+            raise DataError(
+                f"the column {media} would be left out; only text can be learned from. Remove the row, or the column where the "
+                "text does without it"
+            )
         turns = replace(chosen.to_turns(row), keep_mask=_keep_mask(row))
         if turns.completion is None:
             learned = _learned(turns)
@@ -372,6 +383,11 @@ def _learned(turns: Turns) -> tuple[int, ...]:
 
 
 def _alpaca_row(row: Row) -> Turns:
+    return _question_row(row, "instruction", text_of(row["output"], "output"))
+
+
+def _question_row(row: Row, key: str, answer: str) -> Turns:
+    """The conversation of a question's column and its answer, behind what was said before and a system message."""
     messages: list[Message] = []
     history = parse_json_column(row.get("history"), "history") or []
     if not isinstance(history, list | tuple):
@@ -380,7 +396,7 @@ def _alpaca_row(row: Row) -> Turns:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise DataError(f"history[{index}] is {kind_of(pair)}, expected a pair [user text, assistant text]")
         messages += pair_messages(text_of(pair[0], f"history[{index}][0]"), text_of(pair[1], f"history[{index}][1]"))
-    messages += pair_messages(question_text(row, "instruction"), text_of(row["output"], "output"))
+    messages += pair_messages(question_text(row, key), answer)
     return Turns(with_system(row, tuple(messages)))
 
 
@@ -404,7 +420,7 @@ def _pair_row(row: Row) -> Turns:
     texts = text_of(prompt, pair[0]), text_of(completion, pair[1])
     if pair == RAW_PAIR:
         return Turns((), *texts)
-    return Turns(with_system(row, tuple(pair_messages(question_text(row, pair[0]), texts[1]))))
+    return _question_row(row, pair[0], texts[1])
 
 
 def _pair_values(row: Row, group: tuple[str, ...]) -> tuple[Any, ...]:
@@ -474,7 +490,7 @@ FORMATS: dict[str, Format] = {
         " or ".join("+".join(pair) for pair in PAIRS),
         PAIRS,
         _pair_row,
-        (*SYSTEM, *CONTEXT),
+        (*SYSTEM, *CONTEXT, "history"),
     ),
 }
 
@@ -507,11 +523,14 @@ def _keep_mask(row: Row) -> tuple[int, ...] | None:
 
 def _tools(row: Row) -> tuple[dict[str, Any], ...] | None:
     """The `tools` column: a list of JSON schemas, or that list as JSON text (how TRL stores it in parquet)."""
-    tools = parse_json_column(row.get("tools"), "tools")
+    column = "tools" if row.get("tools") or not row.get("functions") else "functions"
+    tools = parse_json_column(row.get(column), column)
     if not tools:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"tools is {kind_of(tools)}, expected a list of tool schemas (objects)")
+        raise DataError(f"{column} is {kind_of(tools)}, expected a list of tool schemas (objects)")
+    if column == "functions":  # OpenAI's older form
+        tools = [{"type": "function", "function": tool} for tool in tools]
     return tuple(without_nulls(tool) for tool in tools)
 
 

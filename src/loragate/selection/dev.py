@@ -21,7 +21,7 @@ import numpy as np
 
 from loragate.data import EncodedRows, Rows, load_rows
 from loragate.data.encoding import IGNORED
-from loragate.data.formats import CONTEXT, SYSTEM, conversation, messages_of_json, question_text, with_system
+from loragate.data.formats import CONTEXT, MEDIA, SYSTEM, conversation, messages_of_json, question_text, with_system
 from loragate.data.rows import RowsGiven, is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.grader_checks import check_references
@@ -49,8 +49,7 @@ ASKED = (
     "option_a",
     "history",
     "tools",
-    "image",
-    "images",
+    *MEDIA,
 )
 """Columns that are part of a question, which is the prompt column alone."""
 TINY_COLUMNS = ("prompt", "kind", "operations")  # that the grader of the tiny world reads
