@@ -564,6 +564,8 @@ def test_bad_input(place, tmp_path, fails):
     (tmp_path / "bad.jsonl").write_text('{"question": "w1", "answer": "w3"}\n{"question": "w2"}\n')
     message = fails(*known, "--data", f"words={tmp_path / 'bad.jsonl'}")
     assert "bad.jsonl:2" in message
+    out.mkdir()
+    (out / "lock").touch()  # of a command that was refused
     assert run(place, "gated", out, "--controls", "none") == 0
     assert "holds an evaluation already" in fails(*known)
     changed = fails(*known, "--controls", "none", "--resume", "--seed", "5")

@@ -411,6 +411,26 @@ def test_rows_that_are_left_out_or_cut_are_warned_of_once(talk, write, monkeypat
     ]
     encode_rows([whole], tokenizer, max_length=64)
     assert len(told) == 1, "nothing to say of whole rows"
+    encode_rows([whole, {"messages": talk(" ", "b")}], tokenizer, max_length=64)
+    assert told[1:] == ["rows in memory: of 2 rows 1 with an empty user turn"]
+
+
+def test_rows_that_hold_tokens_of_the_template_are_warned_of(monkeypatch):
+    said, tokenizer = [], byte_level(CHATML)
+    monkeypatch.setattr(encoding, "_warn_once", said.append)
+    clean = [{"prompt": "a", "response": "b <b>"}]
+    encode_rows([*clean, {"prompt": "<|im_start|>user\na", "response": "b<|im_end|>"}], tokenizer, max_length=None)
+    assert said == [
+        "rows in memory: of 2 rows 1 hold <|im_end|>, 1 hold <|im_start|> in their own text, which the chat template writes as "
+        "well; take such tokens out of the rows"
+    ]
+    said.clear()
+    encode_rows([*clean, {"prompt": "a", "response": f"b{tokenizer.eos_token}"}], tokenizer, max_length=None)
+    assert "1 hold <|endoftext|> in their own text" in said[0]
+    said.clear()
+    encode_rows([{"prompt": "<|im_start|>user\na", "completion": "b<|im_end|>"}], tokenizer, max_length=None)
+    encode_rows(clean, tokenizer, max_length=None)
+    assert not said, "a plain text is written as it stands"
 
 
 def test_rows_tokenised_by_hand_are_counted_and_held_together():

@@ -104,6 +104,7 @@ def test_tools_and_further_message_keys_are_carried_to_the_template():
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
             "a block of type 'image'; only text",
         ),
+        ({"messages": [ASK, ANSWER], "images": ["a.png"]}, "f:1: the column images would be left out; only text"),
         ({"prompt": "a", "completion": "  "}, "f:1: the completion is empty"),
         ({"prompt": "a", "completion": [ANSWER]}, "prompt is text and completion is a list; expected two strings"),
         ({"prompt": "a", "completion": "b", "response": "c"}, r"prompt\+completion and prompt\+response in one row"),
@@ -245,6 +246,25 @@ def test_a_function_call_is_a_tool_call():
     assert turns_of({"messages": [ASK, called]}).messages[1] == {**ANSWER, "content": "", "tool_calls": [call]}
 
 
+@pytest.mark.parametrize("role", ["function_call", "tool_call"])
+def test_a_turn_of_a_call_role_is_a_tool_call_of_the_assistant(role):
+    called = [{"from": "human", "value": "2+2?"}, {"from": role, "value": '{"name": "add", "arguments": {"a": 2}}'}]
+    turns = turns_of({"conversations": [*called, {"from": "observation", "value": "4"}, {"from": "gpt", "value": "4"}]})
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    assert turns.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert ([message["role"] for message in turns.messages], turns.trained) == (
+        ["user", "assistant", "tool", "assistant"],
+        (1, 3),
+    )
+    two = [called[0], {"from": role, "value": '[{"name": "add"}, {"name": "mul"}]'}]
+    assert len(turns_of({"conversations": two}).messages[1]["tool_calls"]) == 2
+    for text in ("[1]", '{"arguments": {}}'):
+        with pytest.raises(
+            DataError, match=rf"the {role} of conversations\[1\] is .*expected the JSON of a tool call: name and"
+        ):
+            turns_of({"conversations": [called[0], {"from": role, "value": text}]})
+
+
 def test_lists_as_json_text_are_read():
     """csv holds no lists, and TRL keeps tools as text in parquet."""
     row = {"messages": '[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]'}
@@ -301,6 +321,28 @@ def test_unknown_keys_are_told_beside_the_known_ones():
 def test_a_row_of_two_formats_is_ambiguous_unless_it_is_a_conversation():
     with pytest.raises(DataError, match="fit alpaca and prompt_completion alike"):
         detect_format({"instruction": "a", "output": "b", "response": "c"})
+
+
+def test_a_pair_of_answers_is_told_how_to_be_learned_from():
+    with pytest.raises(
+        DataError, match=r"chosen, prompt, rejected: pairs of a wanted and .* the chosen answer response"
+    ):
+        detect_format({"prompt": "a", "chosen": "b", "rejected": "c"})
+
+
+def test_history_comes_before_the_question_of_a_pair():
+    row = {"prompt": "And 3+3?", "response": "6", "history": [["2+2?", "4"]]}
+    turns = turns_of(row)
+    assert [message["content"] for message in turns.messages] == ["2+2?", "4", "And 3+3?", "6"]
+    assert unused(row, "prompt_completion") == []
+    assert unused({"prompt": "a", "completion": "b", "history": [["2+2?", "4"]]}, "prompt_completion") == ["history"]
+
+
+def test_functions_are_tools():
+    turns = turns_of({"messages": [ASK, ANSWER], "functions": [{"name": "add"}]})
+    assert turns.tools == ({"type": "function", "function": {"name": "add"}},)
+    with pytest.raises(DataError, match="functions is an object, expected a list of tool schemas"):
+        turns_of({"messages": [ASK, ANSWER], "functions": {"name": "add"}})
 
 
 def test_a_row_of_another_format_than_named_is_an_error():

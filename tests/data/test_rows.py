@@ -122,6 +122,10 @@ def test_csv_is_read_with_the_lines_of_its_rows(write, name, content):
     assert [rows.where(i) for i in range(3)] == [f"{path}:2", f"{path}:3", f"{path}:5"]
 
 
+def test_the_index_of_pandas_is_a_column_of_that_name(write):
+    assert load_rows(write("a.csv", b",q,a\n0,2+2?,4\n"))[0] == {"Unnamed: 0": "0", "q": "2+2?", "a": "4"}
+
+
 def tables():
     """Rows in memory as people have them; those of a table in columns have null where a row has no value."""
     yield pandas.DataFrame(ROWS)
@@ -214,6 +218,7 @@ def test_limit_stops_reading(write, parquet):
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "a.parquet is not a readable.*git lfs pull"),
         ("a.csv", b"a,b", r"a.csv is empty: expected at least one row"),
         ("a.csv", b"a,a\n1,2\n", r"a.csv:1: found 'a,a', expected different names of columns"),
+        ("a.csv", b"a,\n1,2\n", r"a.csv:1: found 'a,', expected different names of columns"),
         ("a.csv", b"a,b\n1,2\n\n1,2,3\n", r"a.csv:4: found 3 values for the 2 columns a, b; text that holds commas"),
         ("a.csv", b'a,b\n1,2\n1,"x\ny', r"a.csv:3: malformed CSV .* begins here: unexpected end of data. .* cut off"),
         ("a.csv", b'a,b\n1,"2\n"\n\xe9,2\n', r"a.csv:4: byte 1 of the line is b'\\xe9', which is not UTF-8"),

@@ -47,6 +47,33 @@ def test_right_answers_that_none_can_give_are_refused(grader, golds, why):
         check_references(plain_task("dev", grader), questions(golds), grader, SETTINGS)
 
 
+SENTENCES = [
+    "First we add. So the answer is 14.",
+    "He has 14 apples left.",
+    "The answer is east",
+    "x = 2, so the answer is 4",
+]
+SHORT = [
+    r"\text{even}",
+    "no solution",
+    "x=2 or x=3",
+    "3 hours 20 minutes",
+    "all real numbers except 2",
+    "There are no real solutions",
+]
+
+
+def test_right_answers_that_are_sentences_are_named():
+    task = plain_task("dev", "default")
+    with pytest.raises(
+        DataError, match=r"dev.jsonl:1, .*: 4 of 4 right answers are sentences .*\\boxed\{14\} would be wrong"
+    ):
+        check_references(task, questions(SENTENCES), "default", SETTINGS)
+    (said,) = check_references(task, questions([*SHORT, *SENTENCES]), "default", SETTINGS)
+    assert said.startswith("dev.jsonl:7, dev.jsonl:8, dev.jsonl:9, …: 4 of 10 right answers are sentences")
+    assert check_references(task, questions(SHORT), "default", SETTINGS) == []
+
+
 def test_some_that_are_not_accepted_are_said():
     (said,) = check_references(plain_task("dev", "default"), questions(["1", "y" * 2000, "3"]), "default", SETTINGS)
     assert "accepts 2 of 3 right answers" in said

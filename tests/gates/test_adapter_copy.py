@@ -174,8 +174,11 @@ def test_a_pickle_is_read_without_running_it(tmp_path):
 
     _, adapter = make(tmp_path, "factors alone", "bin")
     torch.save({"a": Program()}, adapter / "adapter_model.bin")
-    with pytest.raises(ArtifactError, match=r"adapter_model\.bin: not a readable file of tensors"):
+    with pytest.raises(
+        ArtifactError, match=r"adapter_model\.bin: not a readable file of tensors .*names print\)"
+    ) as no:
         read_adapter(adapter)
+    assert "weights_only" not in str(no.value), "torch's text tells how to run it all the same"
     torch.save([1], adapter / "adapter_model.bin")
     with pytest.raises(ArtifactError, match="must hold tensors by their names"):
         read_adapter(adapter)

@@ -42,6 +42,12 @@ def test_questions_keep_their_order_and_place(tmp_path):
         ([{"prompt": "w1", "gold": "1"}, {"prompt": "w2"}], ":2: no answer, though other questions have one"),
         ([{"instruction": "Sort", "input": "3 1", "answer": "1 3"}], ":1: the column 'input' would be left out"),
         ([{"question": "Who?", "context": "Ann did.", "answer": "Ann"}], ":1: the column 'context' would be left out"),
+        ([{"question": "2 + 2?", "choices": ["3", "4"], "answer": "4"}], ":1: the column 'choices' would be left out"),
+        (
+            [*rows(32, system="S"), {"prompt": "w", "answer": 1}],
+            ":33: the system message is None, in .*:1 'S'; a dev set has one",
+        ),
+        ([{"prompt": "w", "answer": True}], ":1: column 'answer' holds true, expected text or number"),
         ([{"messages": [{"role": "user", "content": "2+2?"}]}], ":1: a conversation is no dev question; write"),
         (rows(31), "has 31 different questions; fewer than 32"),
         (rows(31) * 2, "has 31 different questions"),
@@ -154,6 +160,18 @@ def test_it_is_put_to_a_model_as_the_examples_are_and_is_a_task_file_again(tmp_p
         (tmp_path / "task.yaml").write_text(one.task.as_yaml())
         again = load_task(tmp_path / "task.yaml")
         assert again.fingerprint == one.task.fingerprint
+
+
+def test_a_system_message_of_all_rows_is_asked_with_and_what_nothing_reads_is_named():
+    given = [{**row, "options": ["What", i], "level": "easy"} for i, row in enumerate(rows(system="Be short."))]
+    found = read_dev(given, EXACT)
+    assert found.questions.warnings == ("columns that are not used: level",), "the options stand in the question"
+    asked = found.prepare_task(tiny_tokenizer(), None, 3, system="none", answer_tokens=9)
+    assert "Be short." in asked.prompts[0]
+    with pytest.raises(
+        DataError, match=r"have a system message \('Be short.'\), and the training examples are plain text"
+    ):
+        found.prepare_task(tiny_tokenizer(), None, 3, system="none", answer_tokens=9, raw=True)
 
 
 def test_an_answer_may_take_what_training_answers_take():

@@ -141,6 +141,7 @@ def test_bad_input_is_named_before_anything_is_trained(place, tmp_path, more, me
 def test_a_folder_that_holds_something_else_is_refused(place, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("x")
+    (tmp_path / "full" / "lock").touch()  # of a sweep whose grader was refused
     with pytest.raises(ConfigError, match=r"not empty \(it holds letter.txt\)"):
         sweep(arguments(place, tmp_path / "full"))
     with pytest.raises(ConfigError, match="needs --adapter, --data, --out"):

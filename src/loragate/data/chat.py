@@ -55,6 +55,8 @@ class Chat:
     Attributes:
         turn_end: text that the template writes after the content of an assistant turn, e.g. `<|im_end|>` and a newline;
             empty without a template or when the template refuses a plain question and answer.
+        written_tokens: special tokens that the template writes around a question and its answer, and EOS; a turn that holds one
+            in its own text has it twice.
     """
 
     def __init__(
@@ -77,7 +79,11 @@ class Chat:
         self._as_blocks, self._loses_text = self._find_content_form()
         self._as_text = self._wants_json_text()
         self._left_out: dict[str, bool] = {}  # by role
-        self.turn_end = _after_last(self.render_probe([_ASK, _ANSWER]), _REPLY)
+        answered = self.render_probe([_ASK, _ANSWER])
+        self.turn_end = _after_last(answered, _REPLY)
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        written = {token for token in special | {*tokenizer.all_special_tokens} if token in answered}
+        self.written_tokens = sorted(written | {*filter(None, [tokenizer.eos_token])})
         self._opening = self._find_opening()
         self._injected, self._instead = self._find_injected_system() if system == "none" else ("", "")
         # Texts that may close a turn: the white space behind one of them is no part of the response. Any added token, as a

@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, overload
@@ -180,6 +181,8 @@ class Summary:
         empty: rows left out because their response is empty, or switched off.
         unused: columns that hold something and that nothing reads.
         template_kwargs: rows that give variables to the chat template, which generation is not given.
+        unasked: rows with an empty user turn.
+        doubled: {special token that the chat template writes: rows that hold it in their own text as well}.
     """
 
     format: str
@@ -193,6 +196,8 @@ class Summary:
     empty: int = 0
     unused: tuple[str, ...] = ()
     template_kwargs: int = 0
+    unasked: int = 0
+    doubled: Counter[str] = field(default_factory=Counter)
 
     @property
     def all_plain(self) -> bool:
@@ -237,7 +242,13 @@ class Encoder:
 
     def _segments(self, turns: Turns, where: str) -> tuple[list[Segment], bool]:
         if turns.completion is None:
-            return self._chat(turns).segments(turns, where)
+            chat = self._chat(turns)
+            texts = [message["content"] for message in turns.messages]
+            self.summary.unasked += any(
+                message["role"] == "user" and not message["content"].strip() for message in turns.messages
+            )
+            self.summary.doubled.update(token for token in chat.written_tokens if any(token in text for text in texts))
+            return chat.segments(turns, where)
         if self.tokenizer.eos_token_id is None:
             raise DataError(
                 f"{where}: the tokenizer {self.tokenizer.name_or_path!r} has no end-of-sequence token, so a plain "
@@ -411,8 +422,14 @@ def encode_rows(
         "left out, as max_length cuts the whole response": summary.dropped,
         "cut by max_length": summary.truncated,
         "trained on their last answer only, as the template rewrites earlier turns": summary.last_turn_only,
+        "with an empty user turn": summary.unasked,
     }
-    if notes := [f"{count} {what}" for what, count in account.items() if count]:
+    notes = [f"{count} {what}" for what, count in account.items() if count]
+    if doubled := ", ".join(f"{count} hold {escape_controls(token)}" for token, count in summary.doubled.items()):
+        notes.append(
+            f"{doubled} in their own text, which the chat template writes as well; take such tokens out of the rows"
+        )
+    if notes:
         _warn_once(f"{rows.source}: of {len(rows)} rows {'; '.join(notes)}")
     if summary.unused:
         _warn_once(f"{rows.source}: columns that are not used: {escape_controls(', '.join(summary.unused))}")

@@ -51,12 +51,22 @@ CONTEXT = (
     "story",
 )
 SYSTEM = ("system", "system_prompt")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # keys of a turn that say whether it is learned: axolotl's, OpenAI's and mistral-finetune's, ms-swift's
 SWITCHES = ("train", "training", "weight", "loss")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ROLE_ALIASES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool", "ipython": "tool"}
+ROLE_ALIASES = {
+    "human": "user",
+    "gpt": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+    "tool_response": "tool",
+}
+CALL_ROLES = ("function_call", "tool_call")
+"""Roles of LLaMA-Factory and ms-swift: an assistant turn whose text is the JSON of its tool call, or of a list of them."""
 
 
 class EmptyResponse(DataError):
@@ -134,9 +144,11 @@ def parse_message(entry: Any, place: str) -> Message:
         if not says_more(present):
             raise DataError(f"the content of {place} is null, expected text. Remove the row or the turn")
         content = ""
+    if role in CALL_ROLES:
+        present["tool_calls"], role, content = _calls_of_text(content, f"the {role} of {place}"), "assistant", ""
     name = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if name not in ROLES:
-        known = (*ROLES, *ROLE_ALIASES)
+        known = (*ROLES, *ROLE_ALIASES, *CALL_ROLES)
         found = excerpt(role) + nearest(role, known) if isinstance(role, str) else kind_of(role)
         raise DataError(f"{place} has as its role {found}; expected one of {', '.join(known)}")
     if "tool_calls" in present:
@@ -169,6 +181,15 @@ def _normalize_train_flag(present: Message, role: str, place: str) -> Message:
     if len(set(map(bool, found.values()))) > 1:
         raise DataError(f"{place} has {' and '.join(found)}, which contradict each other. Leave one of them out")
     return {**present, "train": bool(next(iter(found.values())))} if found else present
+
+
+def _calls_of_text(text: Any, place: str) -> list[dict[str, Any]]:
+    """The tool calls that are a turn's text: the JSON of an object with name and arguments, or of a list of them."""
+    calls = parse_json_column(text, place)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(f"{place} is {excerpt(str(text))}, expected the JSON of a tool call: name and arguments")
+    return [{"type": "function", "function": dict(call)} for call in calls]
 
 
 def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
@@ -275,6 +296,11 @@ def detect_format(row: Row) -> str:
         known = "; ".join(f"{name}: {format.keys}" for name, format in FORMATS.items())
         for format in FORMATS.values():
             _refuse_null(row, [group for group in format.columns if any(row.get(key) is not None for key in group)])
+        if _has(row, "chosen", "rejected"):
+            raise DataError(
+                f"found the keys {_key_list(row)}: pairs of a wanted and an unwanted answer, as for DPO. Only a wanted answer "
+                "can be learned: name the question prompt and the chosen answer response, or give the chosen messages as messages."
+            )
         raise DataError(
             f"found the keys {_key_list(row)}, which fit no known row format. Rename them to those of one: {known}."
         )
@@ -300,9 +326,9 @@ def unused(row: Row, format: str) -> list[str]:
     read = {"keep_mask", *(key for group in groups for key in group)}
     texts = all(isinstance(value, str) for group in groups for value in _pair_values(row, group))
     if RAW_PAIR not in groups or not texts:
-        read |= {*chosen.besides, "tools", "chat_template_kwargs"}
-    if not texts:  # context follows a question that is text, and no list of messages
-        read -= {*CONTEXT}
+        read |= {*chosen.besides, "tools", "functions", "chat_template_kwargs"}
+    if not texts:  # context and history belong to a question that is text, and to no list of messages
+        read -= {*CONTEXT, "history"}
     return [str(key) for key, value in row.items() if groups and key not in read and value not in (None, "", [], {})]
 
 
@@ -317,6 +343,11 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
         if not chosen.matches(row):
             _refuse_null(row, chosen.columns)
             raise DataError(f"found the keys {_key_list(row)}, expected the format {format}: {chosen.keys}")
+        if media := next((column for column in MEDIA if row.get(column)), None):
+            raise DataError(
+                f"the column {media} would be left out; only text can be learned from. Remove the row, or the column where the "
+                "text does without it"
+            )
         turns = replace(chosen.to_turns(row), keep_mask=_keep_mask(row))
         if turns.completion is None:
             learned = _learned(turns)
@@ -352,6 +383,11 @@ def _learned(turns: Turns) -> tuple[int, ...]:
 
 
 def _alpaca_row(row: Row) -> Turns:
+    return _question_row(row, "instruction", text_of(row["output"], "output"))
+
+
+def _question_row(row: Row, key: str, answer: str) -> Turns:
+    """The conversation of a question's column and its answer, behind what was said before and a system message."""
     messages: list[Message] = []
     history = parse_json_column(row.get("history"), "history") or []
     if not isinstance(history, list | tuple):
@@ -360,8 +396,8 @@ def _alpaca_row(row: Row) -> Turns:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise DataError(f"history[{index}] is {kind_of(pair)}, expected a pair [user text, assistant text]")
         messages += pair_messages(text_of(pair[0], f"history[{index}][0]"), text_of(pair[1], f"history[{index}][1]"))
-    messages += pair_messages(question_text(row, "instruction"), text_of(row["output"], "output"))
-    return Turns(_with_system(row, tuple(messages)))
+    messages += pair_messages(question_text(row, key), answer)
+    return Turns(with_system(row, tuple(messages)))
 
 
 def _pair_row(row: Row) -> Turns:
@@ -374,7 +410,7 @@ def _pair_row(row: Row) -> Turns:
     if isinstance(prompt, list) and isinstance(completion, list):  # two parts of one conversation
         before = conversation(prompt, pair[0])
         after = conversation(completion, pair[1])
-        whole = _with_system(row, before + after)
+        whole = with_system(row, before + after)
         return Turns(whole, trained=tuple(range(len(whole) - len(after), len(whole))))
     if isinstance(prompt, list) or isinstance(completion, list):
         raise DataError(
@@ -384,7 +420,7 @@ def _pair_row(row: Row) -> Turns:
     texts = text_of(prompt, pair[0]), text_of(completion, pair[1])
     if pair == RAW_PAIR:
         return Turns((), *texts)
-    return Turns(_with_system(row, tuple(pair_messages(question_text(row, pair[0]), texts[1]))))
+    return _question_row(row, pair[0], texts[1])
 
 
 def _pair_values(row: Row, group: tuple[str, ...]) -> tuple[Any, ...]:
@@ -435,13 +471,13 @@ FORMATS: dict[str, Format] = {
     "messages": Format(
         "messages (a list of role and content)",
         (("messages",),),
-        lambda row: Turns(_with_system(row, conversation(row["messages"], "messages"))),
+        lambda row: Turns(with_system(row, conversation(row["messages"], "messages"))),
         SYSTEM,
     ),
     "sharegpt": Format(
         "conversations (a list of from and value)",
         (("conversations",),),
-        lambda row: Turns(_with_system(row, conversation(row["conversations"], "conversations"))),
+        lambda row: Turns(with_system(row, conversation(row["conversations"], "conversations"))),
         SYSTEM,
     ),
     "alpaca": Format(
@@ -454,12 +490,12 @@ FORMATS: dict[str, Format] = {
         " or ".join("+".join(pair) for pair in PAIRS),
         PAIRS,
         _pair_row,
-        (*SYSTEM, *CONTEXT),
+        (*SYSTEM, *CONTEXT, "history"),
     ),
 }
 
 
-def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """The messages behind the system message that a file keeps in a column of its own.
 
     Raises:
@@ -487,11 +523,14 @@ def _keep_mask(row: Row) -> tuple[int, ...] | None:
 
 def _tools(row: Row) -> tuple[dict[str, Any], ...] | None:
     """The `tools` column: a list of JSON schemas, or that list as JSON text (how TRL stores it in parquet)."""
-    tools = parse_json_column(row.get("tools"), "tools")
+    column = "tools" if row.get("tools") or not row.get("functions") else "functions"
+    tools = parse_json_column(row.get(column), column)
     if not tools:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"tools is {kind_of(tools)}, expected a list of tool schemas (objects)")
+        raise DataError(f"{column} is {kind_of(tools)}, expected a list of tool schemas (objects)")
+    if column == "functions":  # OpenAI's older form
+        tools = [{"type": "function", "function": tool} for tool in tools]
     return tuple(without_nulls(tool) for tool in tools)
 
 

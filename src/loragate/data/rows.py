@@ -304,6 +304,10 @@ def _read_csv(stream: BinaryIO, name: str) -> Numbered:
             number, before = before + 1, reader.line_num
             if not header:
                 header = values
+                if (
+                    len(header) > 1 and not header[0].strip()
+                ):  # the index that pandas' to_csv writes, called as pandas does
+                    header[0] = "Unnamed: 0"
                 if len(set(header)) < len(header) or not all(key.strip() for key in header):
                     raise DataError(f"{name}:1: found {excerpt(names)}, expected different names of columns")
             elif values:

@@ -27,6 +27,16 @@ MEASURED = 128  # training responses that are looked at
 FEWEST = 8  # training responses that show a form
 NEAR_ZERO_SHARE = 0.05  # a share that is near none
 SHORT = 5  # words of an answer that is nothing else
+FEWEST_WORDS = 4  # of a sentence
+NAMED = 3  # places in a message
+_ANSWER_IS = r"answer(?: is|:)\s*(.+?)\.?\s*$"
+_PHRASE = re.compile(rf"(?i)\b{_ANSWER_IS}")
+_WORD = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")  # and no command of LaTeX
+# two sentences; one with a capital and a full stop; one with a capital and a verb
+_SENTENCE = re.compile(
+    r"\w[.!?]\s+[A-Z]|\A[A-Z].*[.!?]\Z|\A[A-Z].*\b(?:is|are|was|were|has|have|had|equals|gives|gets|makes|costs|takes)\b",
+    re.S,
+)
 
 
 def explain_unusable_gold(gold: str, grader: str) -> str | None:
@@ -52,10 +62,11 @@ def check_references(task: Task, questions: Sequence[Question], grader: str, set
     """Put right answers through the grader: some of the data set's own, each in the form that the grader reads.
 
     Returns:
-        What a reader of the scores should know: that some are not accepted.
+        What a reader of the scores should know: that some are not accepted, or are sentences.
 
     Raises:
-        DataError: for a question whose right answer no response can have, and where near none is accepted.
+        DataError: for a question whose right answer no response can have, where near none is accepted, and where most are
+            sentences.
     """
     if grader in ("lm-eval", "tiny") or not questions:
         return []
@@ -64,11 +75,12 @@ def check_references(task: Task, questions: Sequence[Question], grader: str, set
             raise DataError(f"{question.place}: {why}")
     if grader == "regex":  # what would be right depends on the pattern
         return []
+    warnings = _warn_of_sentences(task, questions, grader, settings)
     tried = [questions[place] for place in _evenly_spaced_indices(len(questions), MAX_REFERENCES)]
     grades = grade_samples(task, tried, _samples(_answer(question, grader) for question in tried), grader, settings)
     refused = [(question, grade) for question, grade in zip(tried, grades, strict=True) if not grade.correct]
     if not refused:
-        return []
+        return warnings
     first, grade = refused[0]
     what = "reference solutions" if grader in CODE_GRADERS else "right answers"
     said = (
@@ -77,7 +89,39 @@ def check_references(task: Task, questions: Sequence[Question], grader: str, set
     )
     if len(refused) >= (1 - NEAR_ZERO_SHARE) * len(tried):
         raise DataError(f"{said}; give right answers in the form that it reads, or another grader")
-    return [f"{said}; such questions cannot be answered rightly, whatever the model does"]
+    return [*warnings, f"{said}; such questions cannot be answered rightly, whatever the model does"]
+
+
+def _warn_of_sentences(task: Task, questions: Sequence[Question], grader: str, settings: GradingSettings) -> list[str]:
+    """A warning for right answers that are sentences, which no short answer in a box equals; a DataError where most are."""
+    if grader not in MATH_GRADER_NAMES:
+        return []
+    asked = [(question, short) for question in questions if (short := _short_answer(question.gold)) is not None]
+    if not asked:
+        return []
+    boxed = _samples(rf"\boxed{{{short}}}" for _, short in asked)
+    grades = grade_samples(task, [question for question, _ in asked], boxed, grader, settings)
+    found = [one for one, grade in zip(asked, grades, strict=True) if not grade.correct]
+    if not found:
+        return []
+    (first, short), count = found[0], len(found)
+    said = (
+        f"{', '.join(question.place for question, _ in found[:NAMED])}{', …' * (count > NAMED)}: {count} of {len(questions)} "
+        f"right answers are sentences ({first.gold!r:.80}), and for the grader {grader} \\boxed{{{short}}} would be wrong"
+    )
+    if count > len(questions) / 2:
+        raise DataError(f"{said}; give only the final answer, such as 14, or another grader")
+    return [f"{said}; give only the final answer there"]
+
+
+def _short_answer(gold: str) -> str | None:
+    """What a box would hold where a right answer is a sentence: what follows "answer is", or its last number; else None."""
+    if phrase := _PHRASE.search(gold):
+        return phrase[1]
+    if len(_WORD.findall(gold)) < FEWEST_WORDS or not _SENTENCE.search(gold.strip()):
+        return None
+    number = last_number(gold)
+    return number.text if number else None
 
 
 class Form(NamedTuple):
@@ -88,7 +132,6 @@ class Form(NamedTuple):
     flags: str
 
 
-_ANSWER_IS = r"answer(?: is|:)\s*(.+?)\.?\s*$"
 FORMS = {
     "hash": Form("end in `#### N`", re.compile(r"####[^\S\n]*\S[^\n]*\Z"), "--dev-grader gsm8k"),
     "box": Form(r"hold \boxed{…}", re.compile(r"\\(?:boxed|fbox)\b"), "--dev-grader default"),

@@ -390,4 +390,4 @@ def require_run_folder(folder: Path, resume: bool) -> None:
             f"--out {folder} holds an evaluation already; continue it with --resume, or give another folder"
         )
     if not resume:
-        require_empty_folder(folder)
+        require_empty_folder(folder, "lock")

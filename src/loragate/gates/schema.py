@@ -9,6 +9,7 @@ import filecmp
 import hashlib
 import json
 import math
+import pickle
 import re
 import shutil
 from collections.abc import Mapping
@@ -317,9 +318,12 @@ def load_pickled(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle raises anything
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+        said = f": {(str(error).splitlines() or [type(error).__name__])[0]:.200}"
+        if isinstance(error, pickle.UnpicklingError):  # torch's text is advice to load it all the same
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))
+            said = f", which can run code: it names {named[1]}" if named else ", which can run code"
         raise ArtifactError(
-            f"{path}: not a readable file of tensors (damaged, or a pickle of more than tensors: {said:.200})"
+            f"{path}: not a readable file of tensors (damaged, or a pickle of more than tensors{said})"
         ) from error
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from loragate.data import EncodedRows, Rows, load_rows
 from loragate.data.encoding import IGNORED
-from loragate.data.formats import CONTEXT, conversation, messages_of_json, question_text
+from loragate.data.formats import CONTEXT, MEDIA, SYSTEM, conversation, messages_of_json, question_text, with_system
 from loragate.data.rows import RowsGiven, is_saved
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.grader_checks import check_references
@@ -31,6 +31,7 @@ from loragate.evaluation.prepared import PreparedTask, prepare
 from loragate.evaluation.settings import GradingSettings, TaskSettings
 from loragate.evaluation.tasks import Question, Questions, Task, load_questions, load_task
 from loragate.evaluation.tasks.task import Dataset, Generation, Grader, found_columns
+from loragate.printable import escape_controls
 from loragate.selection.settings import DevSettings
 
 ExcludedPrompts = tuple[Sequence[tuple[str, str]], str]
@@ -38,6 +39,19 @@ ExcludedPrompts = tuple[Sequence[tuple[str, str]], str]
 PROMPTS = ("prompt", "question", "problem", "instruction")
 ANSWERS = ("answer", "gold", "target")
 GRADERS = (*ANSWER_GRADERS, "tiny")
+ASKED = (
+    *CONTEXT,
+    "choices",
+    "options",
+    "answer_choices",
+    "endings",
+    "A",
+    "option_a",
+    "history",
+    "tools",
+    *MEDIA,
+)
+"""Columns that are part of a question, which is the prompt column alone."""
 TINY_COLUMNS = ("prompt", "kind", "operations")  # that the grader of the tiny world reads
 PLACEHOLDERS = frozenset(
     ("?", "??", "???", "-", "--", "–", "—", ".", "...", "…", "n/a", "na", "nan", "nil", "none", "null", "tbd", "todo")
@@ -85,6 +99,11 @@ class DevSet:
             raw: the questions of a plain file are text to complete, as the training examples are.
         """
         task = replace(self.task, raw=True) if raw and not self.task.path.name else self.task
+        if task.raw and task.system:
+            raise DataError(
+                f"{self.questions.source}: the questions have a system message ({task.system!r:.60}), and the training examples "
+                "are plain text, which has none; remove the column, or train on rows with a system message"
+            )
         limit = self.settings.dev_max_new_tokens or answer_tokens
         # every variant says its temperature; the task's own is never used
         how = TaskSettings(samples=self.settings.dev_samples, temperature=1.0, max_new_tokens=limit, seed=seed)
@@ -119,7 +138,7 @@ def read_dev(
     A question that repeats another is left out, as intervals count each as one.
 
     Args:
-        given: .jsonl, .json or .parquet with a prompt and an answer column, or such rows; or the schema of the settings' task.
+        given: a file of `load_rows` with a prompt and an answer column, or such rows; or with the columns of the settings' task.
         name: "dev" or "retention", which has a task of its own in the settings.
         taken: questions must not be among these, or are left out with the settings' `drop_overlap`.
 
@@ -131,15 +150,18 @@ def read_dev(
     if isinstance(given, str | Path) and not (path := Path(given).expanduser()).is_file() and not is_saved(path):
         beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
         raise DataError(
-            f"found no file {given}{nearest(path.name, beside)} (a {name} set is a local .jsonl, .json or .parquet file)"
+            f"found no file {given}{nearest(path.name, beside)} (a {name} set is a local .jsonl, .json, .csv or .parquet file)"
         )
     rows, own = load_rows(given), settings.dev_task if name == "dev" else settings.retention_task
-    source = rows.source
+    source, warnings = rows.source, list[str]()
     if own:
         task = load_task(own)
     else:
         _require_answers(rows, source, name)
         task = plain_task(name, settings.dev_grader, settings.dev_pattern)
+        task = replace(task, system=_system_message(rows, name))
+        if unused := _unused_columns(rows, settings.dev_grader):
+            warnings.append(f"columns that are not used: {escape_controls(', '.join(unused))}")
     require_graders([task], GradingSettings(sandbox=settings.sandbox))
     # a data set's full size says nothing about these questions
     found = load_questions(replace(task, dataset=replace(task.dataset, rows=None)), rows)
@@ -161,10 +183,8 @@ def read_dev(
         )
     if why := _why_never_right(task, questions):
         raise DataError(why)
-    warnings = [
-        *_warn_of_placeholders(questions, source, name),
-        *check_references(task, questions, task.grader, GradingSettings(sandbox=settings.sandbox)),
-    ]
+    warnings += _warn_of_placeholders(questions, source, name)
+    warnings += check_references(task, questions, task.grader, GradingSettings(sandbox=settings.sandbox))
     found = replace(found, questions=questions, source=source, warnings=(*found.warnings, *warnings))
     return DevSet(task, found, settings, dropped)
 
@@ -183,7 +203,7 @@ def plain_task(name: str, grader: str, pattern: str = "") -> Task:
         # the rows are given; a file and a schema, so that what is written down is a task file again
         dataset=Dataset(
             file=f"{name}.jsonl",
-            schema={**dict.fromkeys(PROMPTS, "text?"), **dict.fromkeys(ANSWERS, "text|number|boolean?")},
+            schema={**dict.fromkeys(PROMPTS, "text?"), **dict.fromkeys(ANSWERS, "text|number?")},
         ),
         columns={"question": PROMPTS, "gold": ANSWERS},
         prompt="{{ question }}",
@@ -252,10 +272,11 @@ def _require_answers(rows: Rows, source: str, name: str) -> None:
                 "the final answer alone"
             )
         used = next((column for column in PROMPTS if row.get(column) is not None), "")
-        if used and (left := next((column for column in CONTEXT if row.get(column)), "")):
-            raise DataError(
-                f"{where}: the column {left!r} would be left out; write the whole question into one column 'prompt'"
-            )
+        for column in ASKED if used else ():
+            if row.get(column) and not _stands_in(row[column], str(row[used])):
+                raise DataError(
+                    f"{where}: the column {column!r} would be left out; write the whole question into one column 'prompt'"
+                )
     missing = [index for index, row in enumerate(rows) if all(row.get(column) is None for column in ANSWERS)]
     if missing and len(missing) == len(rows):
         raise ConfigError(
@@ -265,6 +286,46 @@ def _require_answers(rows: Rows, source: str, name: str) -> None:
         )
     if missing:
         raise DataError(f"{rows.where(missing[0])}: no answer, though other questions have one; give all of them one")
+
+
+def _stands_in(value: Any, text: str) -> bool:
+    """Whether a text holds every text of a value."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return all(_stands_in(one, text) for one in value)
+    return bool(re.search(rf"(?<!\w){re.escape(str(value).strip())}(?!\w)", text))
+
+
+def _system_message(rows: Rows, name: str) -> str | None:
+    """The system message of the rows of a plain file; a DataError where they have different ones."""
+    first: str | None = None
+    for index, row in enumerate(rows):
+        try:
+            messages = with_system(row, ())
+        except DataError as error:
+            raise DataError(f"{rows.where(index)}: {error}") from None
+        found = messages[0]["content"] if messages else None
+        first = found if index == 0 else first
+        if found != first:
+            raise DataError(
+                f"{rows.where(index)}: the system message is {found!r:.60}, in {rows.where(0)} {first!r:.60}; a {name} set has "
+                "one for all questions, or none: write what differs into the question"
+            )
+    return first
+
+
+def _unused_columns(rows: Rows, grader: str) -> list[str]:
+    """Columns of a plain file that hold something and that nothing reads, in the order in which they are met."""
+    found: dict[str, None] = {}
+    for row in rows:
+        read = {*SYSTEM, *ASKED, *(TINY_COLUMNS if grader == "tiny" else ())}
+        for candidates in (PROMPTS, ANSWERS):
+            read |= {*[column for column in candidates if row.get(column) is not None][:1]}
+        found |= {
+            str(column): None for column, value in row.items() if column not in read and value not in (None, "", [], {})
+        }
+    return list(found)
 
 
 def _deduplicate(questions: Sequence[Question]) -> list[Question]:

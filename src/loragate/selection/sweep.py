@@ -217,7 +217,7 @@ def run_sweep(
     """
     folder = Path(folder)
     if not resume and not (folder / RunFolder.RECORD).exists():
-        require_empty_folder(folder)
+        require_empty_folder(folder, "lock")  # all that a refused grader leaves
     run = sweep.open(trials, folder, on_event)
     with run.hold_folder(resume):
         if run.dev is not None:
