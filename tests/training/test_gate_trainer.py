@@ -12,11 +12,22 @@ from transformers import TrainerCallback
 import loragate as lg
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, TrainingError
+from loragate.gates import trace_gates
 from loragate.training.arguments import IGNORED_SFT_ARGUMENTS, recorded_arguments
 from loragate.training.gate_training import measure_entropy
 from loragate.training.rows import TrainingCollator
 from loragate.training.trainer import pooled
-from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_adapter, write_base
+from tiny import (
+    gate_values,
+    same,
+    tiny_adapter,
+    tiny_base,
+    tiny_gated,
+    tiny_rows,
+    tiny_tokenizer,
+    write_adapter,
+    write_base,
+)
 
 GATES = lg.GateConfig(-3, 2)
 EXAMPLE = """
@@ -165,6 +176,27 @@ def test_lambda_of_several_passes_is_that_of_all_their_tokens():
              for part in (values[:2], values[2:])]  # fmt: skip
     whole = {"mean": float(values.mean()), "std": float(values.std(correction=0))}
     assert pooled(parts) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_lambda_is_counted_where_a_response_token_is_chosen(tmp_path, packing):
+    model = tiny_gated(-3, 2)
+    rows = encode_rows(load_rows(tiny_rows(8)), tiny_tokenizer(), max_length=None)
+    seen = []
+    for row in rows[:]:
+        labels = torch.tensor(row["labels"])
+        with torch.no_grad(), trace_gates(model) as traced:
+            model(input_ids=torch.tensor([row["input_ids"]]))
+        seen += [lam[0, :-1][labels[1:] != -100] for (lam,) in traced.values()]
+    values = torch.cat(seen)
+    trainer = trainer_of(tmp_path, tiny_rows(8), model, gates=None, max_steps=1, learning_rate=0.0, packing=packing)
+    trainer.train()
+    logged = trainer.history[0]
+    assert logged["gate_mean"] == pytest.approx(float(values.mean()), rel=1e-4)
+    assert logged["gate_below_zero"] == pytest.approx(float((values < 0).double().mean()), abs=1e-6)
+    result = trainer.result.gates_total
+    assert result["mean"] == pytest.approx(float(values.mean()), rel=1e-4)
+    assert result["tokens"] == trainer.encoded.summary.response_tokens
 
 
 def test_it_is_the_training_of_train_gates(tmp_path):

@@ -40,7 +40,7 @@ from loragate.gates import (
 from loragate.gates.attach import attached_config, is_gated
 from loragate.gates.eligibility import output_head
 from loragate.losses import StatisticsRequest
-from loragate.losses.causal_head import causal_model
+from loragate.losses.causal_head import causal_model, predicting_mask
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
 from loragate.models.passes import iter_passes
 from loragate.modes import evaluation_mode
@@ -80,7 +80,7 @@ class GateTrainingResult(TrainingOutcome):
         parity: gated model against adapter and base before the first step.
         entropy_before, entropy_after: normalised top-k entropy (0 to 1) on the first rows, teacher-forced. A fall says
             that the objective was met, not that answers improved.
-        gates: {module path: λ statistics} over the response tokens of those rows, after training.
+        gates: {module path: λ statistics} where the response tokens of those rows are chosen, after training.
         gates_total: the same over all modules.
         history, steps, fused_head: see `TrainingOutcome`.
         seconds: of everything; `training_seconds`: of the training loop alone, and since the last resume.
@@ -296,7 +296,7 @@ class GateTrainer(StatisticsTrainer):
         return self.model if self.sharded else self.original_model
 
     def measure(self, rows: Sequence[dict[str, Any]]) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
-        """Normalised top-k entropy over the response tokens of tokenised rows, and λ statistics there; see `measure_entropy`."""
+        """Normalised top-k entropy over the response tokens of tokenised rows, and λ statistics where they are chosen; see `measure_entropy`."""
         with phase(f"measuring entropy on {len(rows)} examples"), self.accelerator.autocast():
             return measure_entropy(
                 self._measured_model, rows, TrainingCollator(self.processing_class), self.k, self.adapter_name or ""
@@ -573,7 +573,7 @@ def measure_entropy(
     k: int,
     adapter_name: str,
 ) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
-    """Normalised top-k entropy over the response tokens of the rows, and λ statistics there.
+    """Normalised top-k entropy over the response tokens of the rows, and λ statistics at the positions that predict them.
 
     Returns:
         (mean entropy, {module: statistics}, statistics over all modules).
@@ -584,7 +584,7 @@ def measure_entropy(
     with evaluation_mode(model), statistics_forward(model), record_gates(model, adapter_name) as recording:
         for members in iter_passes(causal_model(model), [len(row["input_ids"]) for row in rows], 8):
             batch = {key: value.to(device) for key, value in collator([rows[index] for index in members]).items()}
-            recording.token_mask = batch["labels"].ne(-100)
+            recording.token_mask = predicting_mask(batch)
             stats = model(
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],

@@ -41,7 +41,7 @@ from loragate.losses import (
     TokenStatistics,
     verify_head,
 )
-from loragate.losses.causal_head import Reference, causal_model
+from loragate.losses.causal_head import Reference, causal_model, predicting_mask
 from loragate.losses.head import IGNORE_INDEX
 from loragate.losses.objectives import Objective
 from loragate.losses.objectives.base import Gather, token_losses
@@ -475,7 +475,7 @@ class StatisticsTrainer(SFTTrainer):
         gates = self.adapter_name if logged else None
         with nullcontext() if gates is None else record_gates(self.model, gates) as record:
             if record is not None:
-                record.token_mask = inputs["labels"].ne(IGNORE_INDEX)
+                record.token_mask = predicting_mask(inputs)
             stats = self._statistics(model, inputs, self.request, reference)
         if record is not None and (total := record.total()).get("tokens"):
             self.gate_summaries.append(total)
@@ -535,7 +535,7 @@ class StatisticsTrainer(SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add to a line about training: means over the response tokens since the last line; λ statistics of the step that it is
-        about, gate_*, over the tokens of its forward passes on this process.
+        about, gate_*, where its forward passes on this process choose response tokens: at the position before each.
         """
         if self.sums and "loss" in logs:
             logs.update(self._means(self.sums))
