@@ -116,6 +116,9 @@ IGNORED = {
     "eval_packing": True,
     "router_aux_loss_coef": 0.01,
     "train_sampling_strategy": "random",
+    "dataset_num_proc": 2,
+    "bf16_full_eval": True,
+    "fp16_full_eval": True,
     "shuffle_dataset": True,
     "dataset_text_field": "prompt",
     "dataset_kwargs": {"add_special_tokens": False},
@@ -138,13 +141,20 @@ def test_an_argument_that_says_what_is_done_anyway_is_taken(tmp_path):
     assert IGNORED.keys() == IGNORED_SFT_ARGUMENTS.keys()
     args = arguments(tmp_path, completion_only_loss=True, eval_packing=False, router_aux_loss_coef=0.0, loss_type="nll")
     assert args.completion_only_loss
+    assert arguments(tmp_path, dataset_num_proc=1).dataset_num_proc == 1
     prepared = {"dataset_kwargs": {"skip_prepare_dataset": True}, "pad_to_multiple_of": None}
     assert arguments(tmp_path, train_sampling_strategy="group_by_length", **prepared).pad_to_multiple_of is None
 
 
 @pytest.mark.parametrize(
     ("name", "value", "told"),
-    [("k", 2.5, "whole number"), ("k", "20", "whole number"), ("k", 1, "at least 2"), ("adam_beta1", 1.5, "below 1")],
+    [
+        ("k", 2.5, "whole number"),
+        ("k", "20", "whole number"),
+        ("k", 1, "at least 2"),
+        ("adam_beta1", 1.5, "below 1"),
+        ("max_steps", 0, "at least 1"),
+    ],
 )
 def test_an_argument_out_of_its_range_is_refused(tmp_path, name, value, told):
     with pytest.raises(ConfigError, match=rf"^{name}.*{told}, "):
@@ -296,6 +306,7 @@ def test_checkpoints_resume_and_the_best_one_is_loaded_as_in_transformers(tmp_pa
         ({"objective": "ce"}, "objective = 'entropy', now it is 'ce'"),
         ({"rows": tiny_rows(24, seed=5)}, "tokens = "),
         ({"gates": lg.GateConfig(0, 1)}, r"gate\.lower = -3.*, now it is 0"),
+        ({"learning_rate": 0.5}, r"optimizer\.learning_rate = 0\.01, now it is 0\.5"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, told):
@@ -303,6 +314,22 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, told):
     other = trainer_of(tmp_path, **change)
     with pytest.raises(TrainingError, match=rf"trained\.safetensors was begun with .*{told}"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_checkpoint_without_its_optimizer_is_refused(tmp_path):
+    trainer_of(tmp_path, save_steps=1, save_only_model=True).train()
+    again = trainer_of(tmp_path)
+    with pytest.raises(TrainingError, match=r"checkpoint-2 holds no optimizer\.pt, as save_only_model leaves it out"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.result.steps == 3, "a finished run needs none"
+
+
+def test_what_is_asked_of_transformers_trainer_and_not_done_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="give a loaded PeftModel"):
+        trainer_of(tmp_path, model="someone/adapter")
+    with pytest.raises(ConfigError, match="predict would keep logits"):
+        trainer_of(tmp_path).predict(Dataset.from_list(tiny_rows(4)))
 
 
 def test_a_checkpoint_without_a_record_is_compared_by_its_shapes(tmp_path):

@@ -229,7 +229,7 @@ class GatedPeftModel(PeftModel):
     ) -> str:
         """Upload the artifact of the active adapter as one commit; the arguments are those of `loragate.gates.push_gated`.
 
-        Files that lie beside the adapter and are not for others (rows, logs, states of a training) are left out, and named in the log.
+        What lies beside the adapter and is not for others (rows, logs, states of a training) is left out, and named in the log.
 
         Args:
             **options: of `loragate.save_gates` (evidence, temperature, ...).

@@ -195,7 +195,7 @@ def export_adapter(
 
 
 def _copy_files(adapter: Path, folder: Path, keep_sampling: bool) -> None:
-    """What is for others beside the factors and the configuration; a tokenizer in a folder of its own lies beside the factors then."""
+    """What is for others beside factors and configuration; a tokenizer in a folder of its own lies beside the factors then."""
     kept = [name for name in given_away(adapter) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD)]
     if not keep_sampling and exported_sampling(read_json(adapter / SAMPLING)):
         kept.remove(SAMPLING)  # that of other λ, which an earlier export folded

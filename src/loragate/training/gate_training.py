@@ -22,7 +22,7 @@ from transformers.trainer_utils import TrainOutput
 from loragate.data import EncodedRows, Rows, encode_rows, find_endings, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.display import phase
-from loragate.errors import ConfigError, SetupError, TrainingError
+from loragate.errors import ConfigError, TrainingError
 from loragate.gates import (
     GateConfig,
     Parity,
@@ -38,7 +38,6 @@ from loragate.gates import (
     weights_checksum,
 )
 from loragate.gates.attach import attached_config, is_gated
-from loragate.gates.eligibility import output_head
 from loragate.losses import StatisticsRequest
 from loragate.losses.causal_head import causal_model, predicting_mask
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
@@ -48,7 +47,7 @@ from loragate.training.arguments import GateTrainingArguments, build_trainer_arg
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
 from loragate.training.memory import fit_passes
-from loragate.training.model_state import statistics_forward, without_dropout
+from loragate.training.model_state import require_causal_model, statistics_forward, without_dropout
 from loragate.training.rows import (
     TrainingCollator,
     check_encoded_matches_rows,
@@ -68,6 +67,7 @@ from loragate.training.trainer import StatisticsTrainer, Where
 
 PARITY_ROWS, PARITY_TOKENS = 4, 64
 MEASURED_ROWS = 64
+_OWN_LOOP = "attach_gates works on it; train its gates in a loop of your own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +198,12 @@ class GateTrainer(StatisticsTrainer):
         where: Where = "row {}".format,
     ) -> None:
         args = GateTrainingArguments() if args is None else args
+        if isinstance(model, str):  # which TRL would load
+            raise ConfigError(
+                f"model={model!r}: give a loaded PeftModel, PeftModel.from_pretrained(base, {model!r}), or load_gated"
+            )
         name = active_adapter(model, adapter_name)
-        require_causal_model(causal_model(model))
+        require_causal_model(model, "gates", _OWN_LOOP)
         if processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(causal_model(model).config.name_or_path)
         if gates is not None:
@@ -296,7 +300,7 @@ class GateTrainer(StatisticsTrainer):
         return self.model if self.sharded else self.original_model
 
     def measure(self, rows: Sequence[dict[str, Any]]) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
-        """Normalised top-k entropy over the response tokens of tokenised rows, and λ statistics where they are chosen; see `measure_entropy`."""
+        """Normalised top-k entropy over the response tokens of tokenised rows, and λ statistics; see `measure_entropy`."""
         with phase(f"measuring entropy on {len(rows)} examples"), self.accelerator.autocast():
             return measure_entropy(
                 self._measured_model, rows, TrainingCollator(self.processing_class), self.k, self.adapter_name or ""
@@ -453,7 +457,7 @@ def train_gates(
     if objective is not None:
         check_custom_objective(objective, settings)
     name = active_adapter(peft_model, adapter_name)
-    require_causal_model(causal_model(peft_model))
+    require_causal_model(peft_model, "gates", _OWN_LOOP)
     check_start(config)
     with training_folder(run_folder, resume, overwrite) as folder:
         source = load_rows(rows)
@@ -551,17 +555,6 @@ def check_parity(parity: Parity, dtype: torch.dtype) -> None:
     if not found <= limit:  # NaN is not below the limit either
         raise TrainingError(
             f"the gated model does not start at the adapter: {what} {found:.2g} (limit {limit:.2g}); make init_scale smaller"
-        )
-
-
-def require_causal_model(model: Any) -> None:
-    """Raises TrainingError for a model that predicts no next token from logits [batch, sequence, vocabulary]."""
-    encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if encoder or output_head(model) is None:
-        what = "an encoder and a decoder" if encoder else "no output head over the vocabulary"
-        raise SetupError(
-            f"gates are trained on causal language models, and {type(model).__name__} has {what}. attach_gates works on it; "
-            "train its gates in a loop of your own"
         )
 
 
