@@ -275,8 +275,10 @@ def test_a_hub_that_cannot_be_reached_is_told(place, hub, capsys):
     assert "user/repo was not written (ConnectError" in said
 
 
-def test_a_gated_model_pushes_itself(place, hub, token_ids):
-    model = lg.load_gated(place / "gated")
+def test_a_gated_model_pushes_itself(place, hub, token_ids, tmp_path, caplog):
+    folder = shutil.copytree(place / "gated", tmp_path / "gated")
+    (folder / "adapter" / "rows.jsonl").write_text("private")
+    model = lg.load_gated(folder)
     with pytest.raises(ConfigError, match="is no hub id"):
         model.push_to_hub("user/mine")
     url = model.push_to_hub("user/mine", base_id="someone/base", private=True, commit_message="Mine")
@@ -284,6 +286,7 @@ def test_a_gated_model_pushes_itself(place, hub, token_ids):
     assert "user/mine" in hub.private
     sent = sorted(name for name in hub.files("user/mine") if name != ".gitattributes")
     assert sent == SENT
+    assert "user/mine: not sent: adapter/rows.jsonl" in caplog.messages
     assert "# mine\n" in hub.files("user/mine")["README.md"].decode()
     again = lg.GatedPeftModel.from_pretrained("user/mine", base=place / "base")
     with torch.no_grad():

@@ -342,15 +342,18 @@ def test_without_its_base_an_export_says_what_it_did_not_compare(tmp_path: Path,
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
-def test_every_file_of_the_source_is_exported(tmp_path: Path, form: str) -> None:
+def test_what_is_for_others_is_exported_and_the_rest_is_named(tmp_path: Path, form: str, capsys: Any) -> None:
     _, adapter = make(tmp_path, "embeddings and head", form)
+    for name in ("trainer_state.json", "rows.jsonl"):
+        (adapter / name).write_text("{}")
     for name in ("tekken.json", "qwen.tiktoken", "additional_chat_templates/tool_use.jinja", "training_args.bin"):
         (adapter / name).parent.mkdir(exist_ok=True)
         (adapter / name).write_text("{}")
     run("export", adapter, "--constant", "0.5", "--out", tmp_path / "out")
     found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert {"tekken.json", "qwen.tiktoken", "additional_chat_templates/tool_use.jinja", "README.md"} <= found
-    assert not any(name.endswith(".bin") for name in found)
+    assert not any(name.endswith((".bin", "state.json", ".jsonl")) for name in found)
+    assert "left out: rows.jsonl, trainer_state.json\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("to", ["gguf", "mlx"])

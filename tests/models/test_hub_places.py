@@ -156,3 +156,17 @@ def test_calibrate_records_both_commits(place, hub, tmp_path, capsys):
     assert main([*command, "--adapter", "user/plain@nowhere", "--out", str(tmp_path / "b")]) == 2
     assert "no revision 'nowhere'" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "b" / "gate_config.json").exists()
+
+
+def test_a_base_on_the_hub_that_holds_an_adapter_is_refused(place, hub, tmp_path, capsys):
+    both, commit = [place / "base", place / "adapter"], "c" * 40
+    files = {path.name: path.read_bytes() for folder in both for path in folder.iterdir() if path.is_file()}
+    hub.commits["user/both"], hub.refs["user/both"] = {commit: files}, {"main": commit}
+    for name in ("user/both", "user/plain@v1"):
+        plain = name.partition("@")[0]
+        line = ["--data", str(place / "rows.jsonl"), "--out", str(tmp_path / "out"), *TRAIN]
+        assert main(["sft", "--model", name, *line]) == 2
+        assert f"the base {name} holds an adapter (adapter_config.json)" in " ".join(capsys.readouterr().err.split())
+        write_adapter(tmp_path / "second", plain)
+        assert main(["generate", "--model", str(tmp_path / "second"), "--prompt", "w1"]) == 2
+        assert f"loragate export {plain} --to merged" in " ".join(capsys.readouterr().err.split())

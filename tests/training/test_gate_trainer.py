@@ -12,11 +12,22 @@ from transformers import TrainerCallback
 import loragate as lg
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, TrainingError
+from loragate.gates import trace_gates
 from loragate.training.arguments import IGNORED_SFT_ARGUMENTS, recorded_arguments
 from loragate.training.gate_training import measure_entropy
 from loragate.training.rows import TrainingCollator
 from loragate.training.trainer import pooled
-from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_adapter, write_base
+from tiny import (
+    gate_values,
+    same,
+    tiny_adapter,
+    tiny_base,
+    tiny_gated,
+    tiny_rows,
+    tiny_tokenizer,
+    write_adapter,
+    write_base,
+)
 
 GATES = lg.GateConfig(-3, 2)
 EXAMPLE = """
@@ -105,6 +116,9 @@ IGNORED = {
     "eval_packing": True,
     "router_aux_loss_coef": 0.01,
     "train_sampling_strategy": "random",
+    "dataset_num_proc": 2,
+    "bf16_full_eval": True,
+    "fp16_full_eval": True,
     "shuffle_dataset": True,
     "dataset_text_field": "prompt",
     "dataset_kwargs": {"add_special_tokens": False},
@@ -127,13 +141,20 @@ def test_an_argument_that_says_what_is_done_anyway_is_taken(tmp_path):
     assert IGNORED.keys() == IGNORED_SFT_ARGUMENTS.keys()
     args = arguments(tmp_path, completion_only_loss=True, eval_packing=False, router_aux_loss_coef=0.0, loss_type="nll")
     assert args.completion_only_loss
+    assert arguments(tmp_path, dataset_num_proc=1).dataset_num_proc == 1
     prepared = {"dataset_kwargs": {"skip_prepare_dataset": True}, "pad_to_multiple_of": None}
     assert arguments(tmp_path, train_sampling_strategy="group_by_length", **prepared).pad_to_multiple_of is None
 
 
 @pytest.mark.parametrize(
     ("name", "value", "told"),
-    [("k", 2.5, "whole number"), ("k", "20", "whole number"), ("k", 1, "at least 2"), ("adam_beta1", 1.5, "below 1")],
+    [
+        ("k", 2.5, "whole number"),
+        ("k", "20", "whole number"),
+        ("k", 1, "at least 2"),
+        ("adam_beta1", 1.5, "below 1"),
+        ("max_steps", 0, "at least 1"),
+    ],
 )
 def test_an_argument_out_of_its_range_is_refused(tmp_path, name, value, told):
     with pytest.raises(ConfigError, match=rf"^{name}.*{told}, "):
@@ -165,6 +186,27 @@ def test_lambda_of_several_passes_is_that_of_all_their_tokens():
              for part in (values[:2], values[2:])]  # fmt: skip
     whole = {"mean": float(values.mean()), "std": float(values.std(correction=0))}
     assert pooled(parts) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_lambda_is_counted_where_a_response_token_is_chosen(tmp_path, packing):
+    model = tiny_gated(-3, 2)
+    rows = encode_rows(load_rows(tiny_rows(8)), tiny_tokenizer(), max_length=None)
+    seen = []
+    for row in rows[:]:
+        labels = torch.tensor(row["labels"])
+        with torch.no_grad(), trace_gates(model) as traced:
+            model(input_ids=torch.tensor([row["input_ids"]]))
+        seen += [lam[0, :-1][labels[1:] != -100] for (lam,) in traced.values()]
+    values = torch.cat(seen)
+    trainer = trainer_of(tmp_path, tiny_rows(8), model, gates=None, max_steps=1, learning_rate=0.0, packing=packing)
+    trainer.train()
+    logged = trainer.history[0]
+    assert logged["gate_mean"] == pytest.approx(float(values.mean()), rel=1e-4)
+    assert logged["gate_below_zero"] == pytest.approx(float((values < 0).double().mean()), abs=1e-6)
+    result = trainer.result.gates_total
+    assert result["mean"] == pytest.approx(float(values.mean()), rel=1e-4)
+    assert result["tokens"] == trainer.encoded.summary.response_tokens
 
 
 def test_it_is_the_training_of_train_gates(tmp_path):
@@ -264,6 +306,7 @@ def test_checkpoints_resume_and_the_best_one_is_loaded_as_in_transformers(tmp_pa
         ({"objective": "ce"}, "objective = 'entropy', now it is 'ce'"),
         ({"rows": tiny_rows(24, seed=5)}, "tokens = "),
         ({"gates": lg.GateConfig(0, 1)}, r"gate\.lower = -3.*, now it is 0"),
+        ({"learning_rate": 0.5}, r"optimizer\.learning_rate = 0\.01, now it is 0\.5"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, told):
@@ -271,6 +314,22 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, told):
     other = trainer_of(tmp_path, **change)
     with pytest.raises(TrainingError, match=rf"trained\.safetensors was begun with .*{told}"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_checkpoint_without_its_optimizer_is_refused(tmp_path):
+    trainer_of(tmp_path, save_steps=1, save_only_model=True).train()
+    again = trainer_of(tmp_path)
+    with pytest.raises(TrainingError, match=r"checkpoint-2 holds no optimizer\.pt, as save_only_model leaves it out"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.result.steps == 3, "a finished run needs none"
+
+
+def test_what_is_asked_of_transformers_trainer_and_not_done_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="give a loaded PeftModel"):
+        trainer_of(tmp_path, model="someone/adapter")
+    with pytest.raises(ConfigError, match="predict would keep logits"):
+        trainer_of(tmp_path).predict(Dataset.from_list(tiny_rows(4)))
 
 
 def test_a_checkpoint_without_a_record_is_compared_by_its_shapes(tmp_path):

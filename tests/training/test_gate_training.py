@@ -303,6 +303,8 @@ def test_other_models_are_refused_before_gates_are_attached(what, tokenizer):
     with pytest.raises(TrainingError, match=rf"causal language models.*{what}.*a loop of your own"):
         lg.train_gates(model, tokenizer, tiny_rows(4), lg.GateConfig(-1, 2))
     assert not any("lora_gate" in name for name, _ in model.named_modules())
+    with pytest.raises(TrainingError, match=rf"^adapters are trained on causal language models.*{what}"):
+        lg.train_adapter(BASES[what](), tokenizer, tiny_rows(4))
 
 
 @pytest.mark.parametrize("granularity", ["token", "module", "global"])

@@ -227,7 +227,9 @@ class GatedPeftModel(PeftModel):
         token: str | bool | None = None,
         **options: Any,
     ) -> str:
-        """Upload the whole artifact of the active adapter as one commit; the arguments are those of `loragate.gates.push_gated`.
+        """Upload the artifact of the active adapter as one commit; the arguments are those of `loragate.gates.push_gated`.
+
+        What lies beside the adapter and is not for others (rows, logs, states of a training) is left out, and named in the log.
 
         Args:
             **options: of `loragate.save_gates` (evidence, temperature, ...).
@@ -242,6 +244,8 @@ class GatedPeftModel(PeftModel):
             folder = Path(temporary) / repo_id.rpartition("/")[2]  # its name is the card's title
             save_gates(self, folder, base_id=base_id or None, **options)
             done = push_gated(folder, repo_id, private=private, revision=revision, message=commit_message, token=token)
+        if done.left:
+            logger.warning("%s: not sent: %s", repo_id, ", ".join(done.left))
         return done.url
 
 

@@ -105,7 +105,7 @@ class Recorder:
         mask = None if self.owner is None else self.owner.token_mask
         if mask is not None:
             if mask.dtype != torch.bool:  # whole numbers would choose tokens by their index
-                raise GateError(f"token_mask must be a bool tensor (labels.ne(-100), mask.bool()), found {mask.dtype}")
+                raise GateError(f"token_mask must be a bool tensor (attention_mask.bool(), say), found {mask.dtype}")
             if lam_T.dim() == 2 and lam_T.shape != mask.shape:
                 raise GateError(
                     f"token_mask has shape {list(mask.shape)}, but the forward pass has {list(lam_T.shape)} tokens; set a mask "
@@ -148,8 +148,9 @@ class Recording:
       the gate has all but no slope left; there is no way to go to an upper bound of 1, which is not counted.
 
     `token_mask` says which tokens the next forward passes count: bool [batch, sequence] in the shape of the pass, True for the
-    tokens to count; None counts all. It stays until it is set again. Another shape or dtype is refused in the forward pass. A
-    module that sees routed tokens (an expert) records nothing under a mask.
+    tokens to count; None counts all. λ at a position acts on the prediction of the token after it: where a response is chosen
+    is the mask of its tokens, moved one to the left. It stays until it is set again. Another shape or dtype is refused in the
+    forward pass. A module that sees routed tokens (an expert) records nothing under a mask.
     """
 
     __slots__ = ("recorders", "token_mask")  # a misspelt token_mask is an error

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -30,8 +29,10 @@ from loragate.gates.schema import (
     EVIDENCE,
     GATES,
     KEYS_NEEDING_MODEL,
-    adapter_files,
+    LICENSES,
     copy_file,
+    given_away,
+    is_named,
     read_adapter,
     read_gate_config,
     read_tensors,
@@ -39,16 +40,8 @@ from loragate.gates.schema import (
 from loragate.hub_names import hub_errors, is_hub_id
 from loragate.version import __version__
 
-# what is published, by the file's own name; all else that lies there stays: data, logs and settings of a training among it
-_LICENSES = ("LICEN[CS]E*", "NOTICE*")
-_SENT = (
-    *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD, SAMPLING, *_LICENSES, "*.jinja", "chat_template.json"),
-    *("tokenizer*.json", "tokenizer.model*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "tokenization_*.py"),
-    *("vocab*.json", "vocab*.txt", "vocab.bpe", "merges*.txt", "special_tokens_map.json", "added_tokens.json"),
-    *("normalizer.json", "processor_config.json", "preprocessor_config.json"),
-)
 # what the hub's own page puts into a new repository
-_OF_A_NEW_REPOSITORY = (".gitattributes", ".gitignore", CARD, *_LICENSES)
+_OF_A_NEW_REPOSITORY = (".gitattributes", ".gitignore", CARD, *LICENSES)
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,7 @@ def _require_fit(
             f"{repository} exists and is public, but was to be private (--private), so nothing was sent; make it private on its "
             "page (Settings), name another repository, or leave --private out to publish there"
         )
-    others = sorted(file for file in files if not _is_one(file, _OF_A_NEW_REPOSITORY))
+    others = sorted(file for file in files if not is_named(file, _OF_A_NEW_REPOSITORY))
     if others and CONFIG not in files and not revision:  # a branch that is named is asked for
         few = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
         raise ConfigError(
@@ -178,8 +171,8 @@ def prepare_upload(folder: Path, into: Path, *, name: str, base_id: str = "", ca
     if base != recorded:  # a commit of the other base means nothing here
         shown["base"] = {**record["base"], "id": base, "revision": None}
     # a list of what is sent, so that run folders and checkpoints beside it stay here
-    kept = [f"{ADAPTER}/{file}" for file in adapter_files(folder / ADAPTER) if _is_one(file, _SENT)]
-    kept += [path.name for path in folder.iterdir() if path.is_file() and _is_one(path.name, _LICENSES)]
+    kept = [f"{ADAPTER}/{file}" for file in given_away(folder / ADAPTER)]
+    kept += [path.name for path in folder.iterdir() if path.is_file() and is_named(path.name, LICENSES)]
     for file in [GATES, *([SAMPLING] if record.get("sampling") else []), *kept]:
         copy_file(folder / file, into / file)
     write_json(into / CONFIG, shown)
@@ -204,10 +197,6 @@ def prepare_upload(folder: Path, into: Path, *, name: str, base_id: str = "", ca
         write_text(into / CARD, text)
     read_tensors(into, read_gate_config(into))  # what is sent is what a reader takes
     return base
-
-
-def _is_one(file: str, names: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(PurePosixPath(file).name, name) for name in names)
 
 
 def _shortened(text: str, private: dict[str, str]) -> str:

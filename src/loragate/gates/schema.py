@@ -12,10 +12,11 @@ import math
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, NoReturn
 
 import torch
@@ -45,6 +46,14 @@ _KEPT_FOLDERS = (TOKENIZER, "additional_chat_templates")
 # what a program could run when it reads them, and the weights of something else
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npz")
 _OTHER_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npy", ".distcp")
+# what is given away, by the file's own name; all else that lies there stays: data, logs and settings of a training among it
+LICENSES = ("LICEN[CS]E*", "NOTICE*")
+_GIVEN_AWAY = (
+    *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD, SAMPLING, *LICENSES, "*.jinja", "chat_template.json"),
+    *("tokenizer*.json", "tokenizer.model*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "tokenization_*.py"),
+    *("vocab*.json", "vocab*.txt", "vocab.bpe", "merges*.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("normalizer.json", "processor_config.json", "preprocessor_config.json"),
+)
 PREFIX = "base_model.model."
 """What PEFT puts before the base's own module names in its files."""
 KEYS_NEEDING_MODEL = ("modules_to_save", "target_parameters", "trainable_token_indices")
@@ -366,6 +375,16 @@ def adapter_files(folder: Path) -> list[str]:
         elif path.is_file() and (path.name == ADAPTER_WEIGHTS or not _is_left(path.name)):  # a link may lead nowhere
             kept.append(path.name)
     return kept
+
+
+def given_away(folder: Path) -> list[str]:
+    """Those of `adapter_files` that are for others: what is known to be read, and nothing of a training."""
+    return [file for file in adapter_files(folder) if is_named(file, _GIVEN_AWAY)]
+
+
+def is_named(file: str, patterns: Iterable[str]) -> bool:
+    """Whether the last part of a path is one of the patterns."""
+    return any(fnmatchcase(PurePosixPath(file).name, pattern) for pattern in patterns)
 
 
 def _is_left(name: str) -> bool:

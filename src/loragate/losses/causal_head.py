@@ -262,6 +262,12 @@ def response_mask(batch: Batch) -> torch.Tensor:
     return batch["labels"][:, 1:] != IGNORE_INDEX
 
 
+def predicting_mask(batch: Batch) -> torch.Tensor:
+    """bool [B, S]: `response_mask` in the shape of the pass, for what is recorded of it (`Recording.token_mask`)."""
+    # λ at a position acts on the logits of the token after it; the last position of all has none to choose
+    return torch.nn.functional.pad(response_mask(batch), (0, 1))
+
+
 def reference_statistics(
     hidden: torch.Tensor, head: Head, labels: torch.Tensor, reference: Reference, *, chunk_tokens: int | None = None
 ) -> TokenStatistics:

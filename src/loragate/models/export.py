@@ -34,6 +34,7 @@ from loragate.gates.schema import (
     adapter_files,
     copy_file,
     factor_of,
+    given_away,
     lora_scaling,
     read_adapter,
     read_adapter_config,
@@ -66,6 +67,7 @@ class ExportResult:
     coefficients: dict[str, float]  # λ of every folded module; empty for an adapter as it is
     base: str  # the base by which it was compared, or would be
     agreement: OutputDifference | None  # with the model that it stands for; None where it was not compared
+    left: tuple[str, ...] = ()  # files of the adapter's folder that are not for others and stay there
 
 
 FORMS = ("peft", "merged", *RUNTIMES)
@@ -152,7 +154,7 @@ def export_adapter(
                 f"{adapter / ADAPTER_CONFIG}: {unknown} is set, so that the adapter is known again only on its base, "
                 f"{place.base.name or 'which has no name'}; say where it is with --base"
             )
-        agreement = None
+        agreement, left = None, tuple[str, ...]()
         if to == "merged":
             open_tokenizer(place, loading).save_pretrained(str(folder))
             agreement = merge_and_save(place.base, plain, folder, loading, called=str(place.ref))
@@ -170,6 +172,7 @@ def export_adapter(
             RUNTIMES[to].read(folder, plain, of_base)
         else:
             _copy_files(adapter, folder, keep_sampling=override is None)
+            left = tuple(sorted({*adapter_files(adapter)} - {*given_away(adapter)}))
             if temperature is not None:
                 write_generation_config(folder, temperature)
         # a merged model was compared with the folded adapter, which is compared here if anything was folded
@@ -188,12 +191,12 @@ def export_adapter(
         usage += f" --temperature {temperature:g}"
     if to in RUNTIMES:
         title, usage = f"a LoRA adapter for {RUNTIMES[to].title}", RUNTIMES[to].usage.format(folder=out)
-    return ExportResult(title or to, usage, config, coefficients, named, agreement)
+    return ExportResult(title or to, usage, config, coefficients, named, agreement, left)
 
 
 def _copy_files(adapter: Path, folder: Path, keep_sampling: bool) -> None:
-    """The files beside the factors and the configuration; a tokenizer in a folder of its own lies beside the factors then."""
-    kept = [name for name in adapter_files(adapter) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD)]
+    """What is for others beside factors and configuration; a tokenizer in a folder of its own lies beside the factors then."""
+    kept = [name for name in given_away(adapter) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD)]
     if not keep_sampling and exported_sampling(read_json(adapter / SAMPLING)):
         kept.remove(SAMPLING)  # that of other λ, which an earlier export folded
     # the own folder last: its tokenizer is the one that is used

@@ -36,6 +36,7 @@ from transformers import (
     GgufConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import find_adapter_config_file
 
 from loragate.data import find_endings
 from loragate.errors import ArtifactError, ConfigError, LoragateError
@@ -112,7 +113,7 @@ def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
     """What `from_pretrained` of transformers is given for a base: its name, and what stands beside it.
 
     Raises:
-        ConfigError: where the package gguf is not installed, and for a folder that holds an adapter alone.
+        ConfigError: where the package gguf is not installed, for a folder that holds an adapter alone, and for a repository with one.
         ArtifactError: for a GGUF file that cannot be fetched from the hub.
     """
     if not base.is_gguf:
@@ -125,6 +126,8 @@ def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
                 )
             # transformers would put the adapter on the base by itself
             return _link_without_adapter(folder.absolute()).name, {}
+        if base.on_hub:
+            _refuse_adapter_on_hub(base)
         return base.name, {"revision": base.revision} if base.revision else {}
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(
@@ -157,6 +160,17 @@ def _link_without_adapter(folder: Path) -> tempfile.TemporaryDirectory[str]:
         if not path.name.startswith("adapter_"):
             (Path(linked.name) / path.name).symlink_to(path)
     return linked
+
+
+@cache  # asked once of the hub
+def _refuse_adapter_on_hub(base: ModelRef) -> None:
+    """transformers would put the adapter on the base that it names, whatever model lies beside it."""
+    if find_adapter_config_file(base.name, revision=base.revision or None) is not None:
+        raise ConfigError(
+            f"the base {base} holds an adapter (adapter_config.json), with which transformers would load another model. Give the "
+            f"base of that adapter, or merge the two first: loragate export {base.name} --to merged --out FOLDER. Where a whole model "
+            f"lies beside it: hf download {base.name} --exclude 'adapter_*' --local-dir FOLDER"
+        )
 
 
 def base_config(base: ModelRef, trust: bool = False) -> Any:

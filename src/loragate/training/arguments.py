@@ -75,6 +75,8 @@ class GateTrainingArguments(SFTConfig):
             validate(limits, getattr(self, name), name)
         if self.k == 1:
             raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
+        if self.max_steps == 0:  # of which transformers makes one
+            raise ConfigError("max_steps must be at least 1, or -1 to train for num_train_epochs, found 0")
         reject_ignored_arguments(self)
         if getattr(self, "activation_checkpointing", False) is None:  # the name in newer versions of transformers
             self.activation_checkpointing = self.gradient_checkpointing
@@ -108,6 +110,9 @@ IGNORED_SFT_ARGUMENTS: dict[str, tuple[str, tuple[Any, ...]]] = {
         "rows come in one order, shuffled by data_seed (or seed), the same in every epoch",
         ("group_by_length",),
     ),
+    "dataset_num_proc": ("rows are tokenised in this process", (1,)),
+    "bf16_full_eval": ("an evaluation is made in the precision of the training: bf16, or the dtype of the model", ()),
+    "fp16_full_eval": ("an evaluation is made in the precision of the training: fp16, or the dtype of the model", ()),
     "shuffle_dataset": ("rows are shuffled by data_seed (or seed)", ()),
     "dataset_text_field": ("rows are read in the formats of loragate.data: prompt and completion, messages, …", ()),
     "dataset_kwargs": ("rows are read and tokenised by loragate.data", ({}, {"skip_prepare_dataset": True})),

@@ -40,7 +40,7 @@ from loragate.training.arguments import build_trainer_arguments
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
 from loragate.training.memory import fit_passes
-from loragate.training.model_state import train_in_fp32
+from loragate.training.model_state import require_causal_model, train_in_fp32
 from loragate.training.preflight import require_free_out
 from loragate.training.rows import (
     check_encoded_matches_rows,
@@ -211,7 +211,7 @@ def train_adapter(
         The PeftModel with its log; `model.save_pretrained(folder)` writes an ordinary PEFT adapter.
 
     Raises:
-        DataError, TrainingError: as in `train_gates`.
+        DataError, TrainingError: as in `train_gates`, also for a base that is no causal language model.
         ConfigError: for a base that carries an adapter, rows without a keep_mask that the objective needs, a setting that
             contradicts the adapter to continue, or an objective of one's own that the settings contradict.
     """
@@ -232,6 +232,7 @@ def train_adapter(
             "take the adapter off with base = model.unload(). To train a finished adapter on, name its folder in "
             "FineTuningSettings(adapter=...)"
         )
+    require_causal_model(base_model, "adapters", "Train one on it with PEFT, in a loop of your own")
     if settings.adapter:
         place = resolve(settings.adapter, expect="adapter", base_optional=True)
         settings = resolve_settings_from_adapter(settings, peft_config(place.adapter_contents, trainable=True))

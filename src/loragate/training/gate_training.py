@@ -22,7 +22,7 @@ from transformers.trainer_utils import TrainOutput
 from loragate.data import EncodedRows, Rows, encode_rows, find_endings, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.display import phase
-from loragate.errors import ConfigError, SetupError, TrainingError
+from loragate.errors import ConfigError, TrainingError
 from loragate.gates import (
     GateConfig,
     Parity,
@@ -38,9 +38,8 @@ from loragate.gates import (
     weights_checksum,
 )
 from loragate.gates.attach import attached_config, is_gated
-from loragate.gates.eligibility import output_head
 from loragate.losses import StatisticsRequest
-from loragate.losses.causal_head import causal_model
+from loragate.losses.causal_head import causal_model, predicting_mask
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
 from loragate.models.passes import iter_passes
 from loragate.modes import evaluation_mode
@@ -48,7 +47,7 @@ from loragate.training.arguments import GateTrainingArguments, build_trainer_arg
 from loragate.training.callbacks import OnStep
 from loragate.training.checkpoints import training_folder
 from loragate.training.memory import fit_passes
-from loragate.training.model_state import statistics_forward, without_dropout
+from loragate.training.model_state import require_causal_model, statistics_forward, without_dropout
 from loragate.training.rows import (
     TrainingCollator,
     check_encoded_matches_rows,
@@ -68,6 +67,7 @@ from loragate.training.trainer import StatisticsTrainer, Where
 
 PARITY_ROWS, PARITY_TOKENS = 4, 64
 MEASURED_ROWS = 64
+_OWN_LOOP = "attach_gates works on it; train its gates in a loop of your own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class GateTrainingResult(TrainingOutcome):
         parity: gated model against adapter and base before the first step.
         entropy_before, entropy_after: normalised top-k entropy (0 to 1) on the first rows, teacher-forced. A fall says
             that the objective was met, not that answers improved.
-        gates: {module path: λ statistics} over the response tokens of those rows, after training.
+        gates: {module path: λ statistics} where the response tokens of those rows are chosen, after training.
         gates_total: the same over all modules.
         history, steps, fused_head: see `TrainingOutcome`.
         seconds: of everything; `training_seconds`: of the training loop alone, and since the last resume.
@@ -198,8 +198,12 @@ class GateTrainer(StatisticsTrainer):
         where: Where = "row {}".format,
     ) -> None:
         args = GateTrainingArguments() if args is None else args
+        if isinstance(model, str):  # which TRL would load
+            raise ConfigError(
+                f"model={model!r}: give a loaded PeftModel, PeftModel.from_pretrained(base, {model!r}), or load_gated"
+            )
         name = active_adapter(model, adapter_name)
-        require_causal_model(causal_model(model))
+        require_causal_model(model, "gates", _OWN_LOOP)
         if processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(causal_model(model).config.name_or_path)
         if gates is not None:
@@ -296,7 +300,7 @@ class GateTrainer(StatisticsTrainer):
         return self.model if self.sharded else self.original_model
 
     def measure(self, rows: Sequence[dict[str, Any]]) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
-        """Normalised top-k entropy over the response tokens of tokenised rows, and λ statistics there; see `measure_entropy`."""
+        """Normalised top-k entropy over the response tokens of tokenised rows, and λ statistics; see `measure_entropy`."""
         with phase(f"measuring entropy on {len(rows)} examples"), self.accelerator.autocast():
             return measure_entropy(
                 self._measured_model, rows, TrainingCollator(self.processing_class), self.k, self.adapter_name or ""
@@ -453,7 +457,7 @@ def train_gates(
     if objective is not None:
         check_custom_objective(objective, settings)
     name = active_adapter(peft_model, adapter_name)
-    require_causal_model(causal_model(peft_model))
+    require_causal_model(peft_model, "gates", _OWN_LOOP)
     check_start(config)
     with training_folder(run_folder, resume, overwrite) as folder:
         source = load_rows(rows)
@@ -554,17 +558,6 @@ def check_parity(parity: Parity, dtype: torch.dtype) -> None:
         )
 
 
-def require_causal_model(model: Any) -> None:
-    """Raises TrainingError for a model that predicts no next token from logits [batch, sequence, vocabulary]."""
-    encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if encoder or output_head(model) is None:
-        what = "an encoder and a decoder" if encoder else "no output head over the vocabulary"
-        raise SetupError(
-            f"gates are trained on causal language models, and {type(model).__name__} has {what}. attach_gates works on it; "
-            "train its gates in a loop of your own"
-        )
-
-
 @torch.no_grad()
 def measure_entropy(
     model: Any,
@@ -573,7 +566,7 @@ def measure_entropy(
     k: int,
     adapter_name: str,
 ) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
-    """Normalised top-k entropy over the response tokens of the rows, and λ statistics there.
+    """Normalised top-k entropy over the response tokens of the rows, and λ statistics at the positions that predict them.
 
     Returns:
         (mean entropy, {module: statistics}, statistics over all modules).
@@ -584,7 +577,7 @@ def measure_entropy(
     with evaluation_mode(model), statistics_forward(model), record_gates(model, adapter_name) as recording:
         for members in iter_passes(causal_model(model), [len(row["input_ids"]) for row in rows], 8):
             batch = {key: value.to(device) for key, value in collator([rows[index] for index in members]).items()}
-            recording.token_mask = batch["labels"].ne(-100)
+            recording.token_mask = predicting_mask(batch)
             stats = model(
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],

@@ -15,12 +15,29 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, SetupError
+from loragate.gates.eligibility import output_head
 from loragate.losses import add_statistics_forward
 from loragate.losses.causal_head import causal_model
 from loragate.modes import restore_training_modes
 
 _NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
+
+
+def require_causal_model(model: Any, what: str, otherwise: str) -> None:
+    """Raises SetupError for a model that predicts no next token from logits [batch, sequence, vocabulary].
+
+    Args:
+        what: what would be trained, in the plural.
+        otherwise: a sentence that says how it can be trained.
+    """
+    base = causal_model(model)
+    encoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    if encoder or output_head(base) is None:
+        has = "an encoder and a decoder" if encoder else "no output head over the vocabulary"
+        raise SetupError(
+            f"{what} are trained on causal language models, and {type(base).__name__} has {has}. {otherwise}"
+        )
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from loragate.losses import (
     TokenStatistics,
     verify_head,
 )
-from loragate.losses.causal_head import Reference, causal_model
+from loragate.losses.causal_head import Reference, causal_model, predicting_mask
 from loragate.losses.head import IGNORE_INDEX
 from loragate.losses.objectives import Objective
 from loragate.losses.objectives.base import Gather, token_losses
@@ -89,6 +89,8 @@ OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 _BATCH = "loragate_batch"
 # key of a checkpoint's metadata that holds what makes the run this run
 _RUN = "run"
+# what a resumed optimiser brings with it, whatever the arguments say then
+_OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _LOGGED = {"log_prob": "nll", "entropy": "entropy", "topk_entropy": "topk_entropy", "kl": "reference_kl"}
 
 
@@ -189,6 +191,7 @@ class StatisticsTrainer(SFTTrainer):
             "constants": objective.settings,
             "k": objective.k,
             "tokens": encoded_fingerprint(train_dataset),
+            "optimizer": {name: getattr(args, name) for name in _OF_OPTIMIZER} if optimizers[0] is None else None,
         }
         self.over_batch = getattr(objective, "over_batch", None)
         self.batch_reads = tuple(getattr(objective, "batch_reads", None) or ())
@@ -318,6 +321,11 @@ class StatisticsTrainer(SFTTrainer):
                 else:
                     self._load_from_checkpoint(str(resume_from_checkpoint))
                 return TrainOutput(state.global_step, 0.0, {})
+            if not (Path(resume_from_checkpoint) / OPTIMIZER).is_file():
+                raise SetupError(
+                    f"{resume_from_checkpoint} holds no {OPTIMIZER}, as save_only_model leaves it out: the optimiser and "
+                    "the schedule would begin anew. Begin anew, without save_only_model where the run is to be resumed"
+                )
         self.sums, self.gate_summaries = {}, []
         with self._statistics_mode(bool(self.args.gradient_checkpointing)):
             if not self.fused:
@@ -375,6 +383,13 @@ class StatisticsTrainer(SFTTrainer):
         totals = self._means(sums)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in totals.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=counted)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Not here: logits of every position are never made."""
+        raise ConfigError(
+            "predict would keep logits over the vocabulary at every position: evaluate(rows) gives their loss, "
+            "and generate of the model their answers"
+        )
 
     def _means(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Sums over tokens, `tokens` among them, as means over all processes; what is logged as nll is −log p."""
@@ -475,7 +490,7 @@ class StatisticsTrainer(SFTTrainer):
         gates = self.adapter_name if logged else None
         with nullcontext() if gates is None else record_gates(self.model, gates) as record:
             if record is not None:
-                record.token_mask = inputs["labels"].ne(IGNORE_INDEX)
+                record.token_mask = predicting_mask(inputs)
             stats = self._statistics(model, inputs, self.request, reference)
         if record is not None and (total := record.total()).get("tokens"):
             self.gate_summaries.append(total)
@@ -535,7 +550,7 @@ class StatisticsTrainer(SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add to a line about training: means over the response tokens since the last line; λ statistics of the step that it is
-        about, gate_*, over the tokens of its forward passes on this process.
+        about, gate_*, where its forward passes on this process choose response tokens: at the position before each.
         """
         if self.sums and "loss" in logs:
             logs.update(self._means(self.sums))
