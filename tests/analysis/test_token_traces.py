@@ -73,10 +73,12 @@ def test_lambda_stands_at_the_position_that_chose_the_token(gated, tokenizer):
     assert found == pytest.approx(expected, abs=9 / 255)
 
 
-def test_long_answers_are_cut_and_empty_ones_left_out(gated, tokenizer):
+def test_long_answers_are_cut_and_empty_ones_stay_without_tokens(gated, tokenizer):
     long, empty = make(tokenizer, [9] * 10), make(tokenizer, [])
     record = trace_answers(gated, tokenizer, [long, empty], max_tokens=4)
     answer = record["questions"][0]["answers"][0]
     assert len(answer["tokens"]) == len(answer["log_prob"]) == 4
     assert answer["cut"] == 6
-    assert record["questions"][1]["answers"] == []
+    (nothing,) = record["questions"][1]["answers"]
+    assert (nothing["tokens"], nothing["entropy"], nothing["top"], nothing["gates"]) == ([], [], [], "")
+    assert nothing["verdict"]["correct"], "the grader's word on it is shown"

@@ -195,7 +195,8 @@ def test_an_adapter_for_llama_cpp_is_named(tmp_path, file):
         lambda: resolve(str(path), expect="adapter"),
         lambda: resolve(str(path), str(file)),
         lambda: examine_files(str(path)),
-        lambda: open_model(resolve(str(path))),
+        lambda: resolve(str(path)),
+        lambda: resolve(str(tmp_path)),
     ):
         with pytest.raises(LoragateError, match=r"adapter for llama\.cpp.*PEFT adapter that it was converted from"):
             refused()

@@ -95,6 +95,12 @@ def test_the_token_view_shows_the_numbers_of_the_record(opened):
     assert "✗ wrong" in page.locator(".answer").nth(0).inner_text()
 
 
+def test_an_answer_without_a_token_says_so(opened):
+    nothing = dict.fromkeys(("tokens", "log_prob", "entropy", "delta_entropy", "top"), [])
+    page = opened(token_view(-6.0, 3.0, gates="", **nothing))
+    assert "This answer has no token." in page.locator(".answer").inner_text()
+
+
 PURPLE, ORANGE = "rgba(123, 77, 160, 0.85)", "rgba(214, 118, 20, 0.85)"
 NONE = "rgba(214, 118, 20, 0)"
 HELD = base64.b64encode(bytes([0, 109, 255])).decode()  # λ at L, at the 109th of 255 steps, and at U

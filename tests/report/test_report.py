@@ -79,6 +79,12 @@ def test_the_evaluations_of_a_choice_are_no_test_of_it(tmp_path):
     assert {source.kind for source in all_sources([str(tmp_path)])} == {"dev", "retention"}
 
 
+def test_the_gates_of_a_quickstart_have_their_curves(tmp_path):
+    trial = tmp_path / "quickstart" / "gated" / "run" / "trials" / "entropy_-6_3_seed0"
+    training(trial, {"step": 1, "topk_entropy": 0.3})
+    assert [source.kind for source in find_sources(tmp_path / "quickstart")] == ["training"]
+
+
 def test_a_choice_that_was_stopped_is_not_finished(tmp_path):
     folder = tmp_path / "gated" / "run"
     (folder / "dev").mkdir(parents=True)

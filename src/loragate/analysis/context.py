@@ -99,14 +99,20 @@ class Answers:
 
 
 def stored_answers(
-    evaluation: Evaluation, variant: ModelVariant, prepared: PreparedTask, count: int, limit: int | None = None
+    evaluation: Evaluation,
+    variant: ModelVariant,
+    prepared: PreparedTask,
+    count: int,
+    limit: int | None = None,
+    *,
+    empty: bool = False,
 ) -> Answers:
-    """The first `count` answers of a row to the first `limit` questions of a task, of those that have a token to read."""
+    """The first `count` answers of a row to the first `limit` questions of a task; without `empty` those with a token to read."""
     grader = resolve_grader(prepared.task, evaluation.grading.grader)
     samples, grades = evaluation.answers(variant, prepared.task.name, grader)
     first = len(prepared.prompts) if limit is None else limit
     graded = zip(samples, [None] * len(samples) if grades is None else grades, strict=True)
-    kept = [(s, grade) for s, grade in graded if s.sample < count and s.question < first and s.token_ids]
+    kept = [(s, grade) for s, grade in graded if s.sample < count and s.question < first and (empty or s.token_ids)]
     return Answers(prepared, kept)
 
 
@@ -237,7 +243,7 @@ class DiagnosticContext(ReadsModel):
         evaluation.engine_for = engine_for or evaluation.engine_for
         return self.score(evaluation)
 
-    def answers(self, of: Kind, settings: DiagnoseSettings) -> tuple[list[Answers], str]:
+    def answers(self, of: Kind, settings: DiagnoseSettings, *, empty: bool = False) -> tuple[list[Answers], str]:
         """(stored answers of base, adapter or gates by task, where they come from).
 
         Raises:
@@ -263,7 +269,7 @@ class DiagnosticContext(ReadsModel):
                 raise ConfigError(f"--tasks {name}: the run holds {', '.join(by_name)}{nearest(name, by_name)}")
         variant, count = ModelVariant(of), settings.answers
         chosen = [by_name[name] for name in dict.fromkeys(names)]
-        found = [stored_answers(evaluation, variant, prepared, count, asked.limit) for prepared in chosen]
+        found = [stored_answers(evaluation, variant, prepared, count, asked.limit, empty=empty) for prepared in chosen]
         tasks = ", ".join(answers.prepared.task.name for answers in found)
         return found, f"answers of the {of} model to {tasks} stored in {folder}, {count} per question at most"
 

@@ -61,7 +61,7 @@ def diagnose_tokens(context: DiagnosticContext, settings: DiagnoseSettings) -> d
     loaded, limit = context.begin(drawing=False), context.request.tasks.limit or QUESTIONS
     asked: dict[tuple[str, int], Question] = {}
     for of in STREAMS:
-        for one in context.answers(of, replace(settings, answers=1))[0]:
+        for one in context.answers(of, replace(settings, answers=1), empty=True)[0]:
             name, questions = one.prepared.task.name, one.prepared.questions
             for sample, grade in one.graded:
                 at = sample.question
@@ -69,7 +69,7 @@ def diagnose_tokens(context: DiagnosticContext, settings: DiagnoseSettings) -> d
                     item = questions[at]
                     whole = Question(f"{name}/{item.id}", one.prepared.prompts[at], str(item.gold), [])
                     asked.setdefault((name, at), whole).answers.append(Answer(of, sample, grade))
-    if not asked:
+    if not any(answer.sample.token_ids for question in asked.values() for answer in question.answers):
         raise ConfigError(f"--run {settings.run}: it holds no answers to trace")
     with context.job("reading the answers token by token", len(asked), "question") as on_progress:
         record = trace_answers(
@@ -111,8 +111,6 @@ def trace_answers(
         answers = []
         for answer in question.answers:
             ids = list(answer.sample.token_ids)[:max_tokens]
-            if not ids:
-                continue
             tokens = torch.tensor([[*prompt, *ids]], device=next(peft_model.parameters()).device)
             log_p: dict[str, torch.Tensor] = {}
             for stream in STREAMS:
@@ -166,7 +164,9 @@ def _record(
         "finish_reason": answer.sample.finish_reason,
         "cut": len(answer.sample.token_ids) - len(ids),
         "tokens": token_texts(tokenizer, ids),
-        "log_prob": _rounded(own.gather(-1, torch.tensor(ids, device=own.device).unsqueeze(-1)).squeeze(-1)),
+        "log_prob": _rounded(
+            own.gather(-1, torch.tensor(ids, dtype=torch.long, device=own.device).unsqueeze(-1)).squeeze(-1)
+        ),
         "entropy": _rounded(entropy[answer.variant]),
         "delta_entropy": _rounded(entropy["adapter"] - entropy["base"]),
         "top": [

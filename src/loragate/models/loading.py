@@ -55,7 +55,7 @@ from loragate.gates.strength import overrides_by_module
 from loragate.hub_names import hub_errors, hub_source, split_file
 from loragate.models.peft_loading import RESIZE_HINT, TARGETS_HINT, load_peft
 from loragate.models.settings import Loading
-from loragate.models.source import Kind, ModelRef, ModelSource, is_adapter, resolve
+from loragate.models.source import Kind, ModelRef, ModelSource, is_adapter, refuse_gguf_adapter, resolve
 
 DEFAULT_LOADING = Loading()
 _MODEL_FILES = ("model*.safetensors", "pytorch_model*.bin")  # as transformers calls the weights of a whole model
@@ -189,13 +189,8 @@ def _gguf_config(name: str, file: str, trust: bool, _changed: int) -> Any:
     from gguf import GGUFReader
 
     try:
+        refuse_gguf_adapter(Path(name, file))
         reader = GGUFReader(Path(name, file))
-        holds = reader.fields.get("general.type")
-        if holds is not None and holds.contents() == "adapter":
-            raise ConfigError(
-                f"{file} is an adapter for llama.cpp, not a base model, and PEFT does not read it: give the folder of the PEFT "
-                "adapter that it was converted from"
-            )
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust, gguf_file=file)
         scaled = _scaled_positions(reader)
     except (struct.error, OSError, ValueError, LookupError) as error:

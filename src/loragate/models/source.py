@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -425,14 +426,29 @@ def find_gguf_in_folder(base: ModelRef) -> ModelRef:
     """The GGUF file where the base is a folder with no other form of a model; any other base as it is.
 
     Raises:
-        ConfigError: if there are several such files.
+        ConfigError: if there are several such files, or the one is an adapter.
     """
     folder = Path(base.name)
     found = [] if (folder / "config.json").is_file() else sorted(folder.glob("*.gguf"))
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         raise ConfigError(f"{folder} holds several GGUF files ({names}); name one, as in {found[0]}")
-    return replace(base, name=str(found[0])) if found else base
+    base = replace(base, name=str(found[0])) if found else base
+    if base.is_gguf and Path(base.name).is_file():
+        refuse_gguf_adapter(Path(base.name))
+    return base
+
+
+def refuse_gguf_adapter(path: Path) -> None:
+    """Raise ConfigError where a GGUF file says, among the first keys of its header, that it holds an adapter."""
+    with path.open("rb") as file:
+        head = file.read(1 << 16)
+    # the key, the type of its value (8: a text), the text's length and the text
+    if b"general.type" + struct.pack("<IQ", 8, 7) + b"adapter" in head:
+        raise ConfigError(
+            f"{path} is an adapter for llama.cpp, not a base model, and PEFT does not read it: give the folder of the PEFT "
+            "adapter that it was converted from"
+        )
 
 
 def _gated_place(

@@ -34,7 +34,7 @@ KINDS = {
 """{pattern of a file's name: what it is a record of}, in the order in which a page shows those of one kind"""
 SETS = ("dev", "retention")
 """Folders inside that of a job (a choice of gates, a check-up) with the evaluations by which it recommends; kinds of their own."""
-DEPTHS = ("", "*/", "*/*/", "*/*/*/", "*/*/*/*/")  # a trial of a sweep in a recipe's run is the deepest
+DEPTHS = tuple("*/" * depth for depth in range(6))  # the deepest is RUN/gated/run/trials/TRIAL/run of a quickstart
 KNOWN = (
     "an artifact (gate_config.json), an evaluation (results.json), a selection (selection.json), a check-up "
     "(doctor.json), a training (run/metrics.jsonl), a diagnosis (entropy.json, gates.json, interventions.json, "
@@ -94,7 +94,7 @@ def all_sources(places: Sequence[str]) -> list[Source]:
 
 
 def find_sources(place: Path, name: str = "") -> list[Source]:
-    """Everything known in a folder and four folders down; or the one file that was named.
+    """Everything known in a folder and five folders down; or the one file that was named.
 
     Args:
         name: of the place in the report; by default its own.

@@ -169,7 +169,7 @@
       });
       stream.append(...spans);
       stream.addEventListener("keydown", (event) => move(event, answer, spans));
-      box.append(title, stream);
+      box.append(title, spans.length ? stream : element("p", "This answer has no token.", "note"));
       if (answer.finish_reason && answer.finish_reason !== "stop") box.append(element("p", "ended by: " + answer.finish_reason, "note"));
       const cut = answer.cut === 1 ? "1 further token is not shown" : answer.cut + " further tokens are not shown";
       if (answer.cut) box.append(element("p", cut, "note"));
