@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from loragate.data import load_rows
 from loragate.errors import DataError
-from loragate.evaluation.grader_checks import FORMS, check_references, check_responses, form_of, responses_of
+from loragate.evaluation.grader_checks import (
+    FORMS,
+    check_references,
+    check_responses,
+    check_system_message,
+    form_of,
+    responses_of,
+)
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.tasks import Question, load_task
 from loragate.selection.dev import plain_task
@@ -143,3 +152,18 @@ def test_prose_and_few_responses_refuse_nothing():
     assert check_responses(task, given, rows("hash", 5), SETTINGS) == []
     mixed = load_rows([*rows("hash", 12), *rows("box", 8)])
     assert "12 end in `#### N`" in check_responses(task, given, mixed, SETTINGS)[0]
+
+
+def test_questions_without_the_system_message_of_the_examples_are_named():
+    task, pair = plain_task("dev", "exact"), {"prompt": "q", "response": "a"}
+    taught, bare = load_rows([{**pair, "system": "Be brief."}] * 8), load_rows([pair] * 8)
+    (said,) = check_system_message(task, taught)
+    assert said.startswith(
+        "8 of 8 training examples that were looked at have a system message ('Be brief.'), and the questions"
+    )
+    assert check_system_message(replace(task, system="Be brief."), taught) == check_system_message(task, bare) == []
+    (said,) = check_system_message(replace(task, system="Be long."), bare)
+    assert said.startswith(
+        "0 of 8 training examples that were looked at have a system message, and the questions have 'Be long.'"
+    )
+    assert check_system_message(task, rows("box")) == [], "a plain text has none"

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from loragate.data import Rows
-from loragate.data.formats import detect_format, normalize
+from loragate.data.formats import Turns, detect_format, normalize
 from loragate.errors import DataError
 from loragate.evaluation.answers import last_boxed, parse_gold_letter
 from loragate.evaluation.grading.numeric import last_number, numbers_in
@@ -183,18 +184,33 @@ def form_of(response: str) -> str:
     return next((name for name, form in FORMS.items() if form.pattern.search(text)), "")
 
 
+def check_system_message(task: Task, rows: Rows) -> list[str]:
+    """One sentence where most training examples have a system message and the questions none of theirs, or the reverse."""
+    talks = [turns.messages for turns in _measured_turns(rows) if turns.messages]
+    texts = [talk[0]["content"].strip() for talk in talks if talk[0]["role"] in ("system", "developer")]
+    own = (task.system or "").strip()
+    if task.harness is not None or not talks or own in texts or (len(texts) <= len(talks) / 2 and not own):
+        return []
+    trained = f"{len(texts)} of {len(talks)} training examples that were looked at have a system message"
+    trained += f" ({Counter(texts).most_common(1)[0][0]!r:.80})" if texts else ""
+    asked = f"have {own!r:.80}" if own else "have none"
+    return [f"{trained}, and the questions {asked}; ask them with the one that the adapter was trained with"]
+
+
 def responses_of(rows: Rows) -> list[str]:
     """The last response of some rows, spread over all; rows that training refuses are left to it."""
     found = []
-    for place in _evenly_spaced_indices(len(rows), MEASURED):
-        row = rows[place]
-        try:
-            turns = normalize(row, detect_format(row))
-        except DataError:
-            continue
+    for turns in _measured_turns(rows):
         last = [message["content"] for message in turns.messages if message["role"] == "assistant"][-1:]
         found += [text for text in (turns.completion, *last) if isinstance(text, str)]
     return found
+
+
+def _measured_turns(rows: Rows) -> Iterator[Turns]:
+    for place in _evenly_spaced_indices(len(rows), MEASURED):
+        row = rows[place]
+        with suppress(DataError):
+            yield normalize(row, detect_format(row))
 
 
 def _has_answer(

@@ -19,7 +19,7 @@ from typing import Any
 from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.data.rows import RowsGiven
 from loragate.errors import ConfigError
-from loragate.evaluation.grader_checks import check_responses
+from loragate.evaluation.grader_checks import check_responses, check_system_message
 from loragate.evaluation.settings import GradingSettings
 from loragate.evaluation.variants import ModelVariant
 from loragate.gates import GateConfig
@@ -227,7 +227,7 @@ def read_questions(
     found = read_dev(dev_dataset, dev, "dev", taken)
     examples, grading = context.examples, GradingSettings(sandbox=dev.sandbox)
     said = check_responses(found.task, found.questions.questions, examples, grading)
-    warnings = (*found.questions.warnings, *said)
+    warnings = (*found.questions.warnings, *said, *check_system_message(found.task, examples))
     return replace(found, questions=replace(found.questions, warnings=warnings)), retention
 
 
