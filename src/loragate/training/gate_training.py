@@ -198,10 +198,6 @@ class GateTrainer(StatisticsTrainer):
         where: Where = "row {}".format,
     ) -> None:
         args = GateTrainingArguments() if args is None else args
-        if isinstance(model, str):  # which TRL would load
-            raise ConfigError(
-                f"model={model!r}: give a loaded PeftModel, PeftModel.from_pretrained(base, {model!r}), or load_gated"
-            )
         name = active_adapter(model, adapter_name)
         require_causal_model(model, "gates", _OWN_LOOP)
         if processing_class is None:
