@@ -104,6 +104,18 @@ def test_tools_and_further_message_keys_are_carried_to_the_template():
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
             "a block of type 'image'; only text",
         ),
+        (
+            {"messages": [ASK, {**ANSWER, "content": [{"type": "reasoning", "text": "x"}]}]},
+            "a block of type 'reasoning'",
+        ),
+        (
+            {"messages": [ASK, ANSWER, ASK], "chosen": ANSWER, "rejected": ANSWER},
+            "f:1: .*a wanted and an unwanted answer",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "label": False},
+            "f:1: label is false, as KTO marks an answer that is not wanted",
+        ),
         ({"messages": [ASK, ANSWER], "images": ["a.png"]}, "f:1: the column images would be left out; only text"),
         ({"prompt": "a", "completion": "  "}, "f:1: the completion is empty"),
         ({"prompt": "a", "completion": [ANSWER]}, "prompt is text and completion is a list; expected two strings"),
@@ -324,10 +336,9 @@ def test_a_row_of_two_formats_is_ambiguous_unless_it_is_a_conversation():
 
 
 def test_a_pair_of_answers_is_told_how_to_be_learned_from():
-    with pytest.raises(
-        DataError, match=r"chosen, prompt, rejected: pairs of a wanted and .* the chosen answer response"
-    ):
+    with pytest.raises(DataError, match=r"chosen, prompt, rejected: a wanted and .* the chosen answer response"):
         detect_format({"prompt": "a", "chosen": "b", "rejected": "c"})
+    assert turns_of({"messages": [ASK, ANSWER], "chosen": [ANSWER], "rejected": [ANSWER], "label": 0}).messages == PAIR
 
 
 def test_history_comes_before_the_question_of_a_pair():

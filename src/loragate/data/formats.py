@@ -54,6 +54,7 @@ SYSTEM = ("system", "system_prompt")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # keys of a turn that say whether it is learned: axolotl's, OpenAI's and mistral-finetune's, ms-swift's
 SWITCHES = ("train", "training", "weight", "loss")
+TEXT_BLOCKS = ("text", "input_text", "output_text")  # the last two are OpenAI's
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -249,7 +250,7 @@ def _content(content: Any, place: str) -> str:
         return text_of(content, f"the content of {place}")
     blocks = []
     for block in content:
-        if not isinstance(block, Mapping) or block.get("text") is None:
+        if not isinstance(block, Mapping) or block.get("text") is None or block.get("type", "text") not in TEXT_BLOCKS:
             kind = block.get("type") if isinstance(block, Mapping) else kind_of(block)
             raise DataError(
                 f"the content of {place} has a block of type {excerpt(str(kind))}; only text can be learned from"
@@ -296,11 +297,7 @@ def detect_format(row: Row) -> str:
         known = "; ".join(f"{name}: {format.keys}" for name, format in FORMATS.items())
         for format in FORMATS.values():
             _refuse_null(row, [group for group in format.columns if any(row.get(key) is not None for key in group)])
-        if _has(row, "chosen", "rejected"):
-            raise DataError(
-                f"found the keys {_key_list(row)}: pairs of a wanted and an unwanted answer, as for DPO. Only a wanted answer "
-                "can be learned: name the question prompt and the chosen answer response, or give the chosen messages as messages."
-            )
+        _refuse_preferences(row)
         raise DataError(
             f"found the keys {_key_list(row)}, which fit no known row format. Rename them to those of one: {known}."
         )
@@ -310,6 +307,15 @@ def detect_format(row: Row) -> str:
             "Remove the columns that are not meant."
         )
     return fitting[0]
+
+
+def _refuse_preferences(row: Row) -> None:
+    """Refuse answers of which one is wanted, as for DPO; a row of another format may have them beside its response."""
+    if _has(row, "chosen", "rejected"):
+        raise DataError(
+            f"found the keys {_key_list(row)}: a wanted and an unwanted answer, as for DPO. Only a wanted answer can be learned: "
+            "name the question prompt and the chosen answer response, or give the chosen messages as messages."
+        )
 
 
 def _refuse_null(row: Row, groups: Iterable[tuple[str, ...]]) -> None:
@@ -348,7 +354,14 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
                 f"the column {media} would be left out; only text can be learned from. Remove the row, or the column where the "
                 "text does without it"
             )
+        if row.get("label") is False:
+            raise DataError(
+                "label is false, as KTO marks an answer that is not wanted. Remove the row, or the column where it says "
+                "something else"
+            )
         turns = replace(chosen.to_turns(row), keep_mask=_keep_mask(row))
+        if turns.messages and turns.messages[-1]["role"] == "user":
+            _refuse_preferences(row)
         if turns.completion is None:
             learned = _learned(turns)
             messages = tuple({key: value for key, value in one.items() if key != "train"} for one in turns.messages)
