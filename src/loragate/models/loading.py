@@ -113,7 +113,7 @@ def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
     """What `from_pretrained` of transformers is given for a base: its name, and what stands beside it.
 
     Raises:
-        ConfigError: where the package gguf is not installed, and for a folder that holds an adapter alone or a repository with one.
+        ConfigError: where the package gguf is not installed, and for a folder or a repository that holds an adapter alone.
         ArtifactError: for a GGUF file that cannot be fetched from the hub.
     """
     if not base.is_gguf:
