@@ -96,7 +96,7 @@ def test_the_token_view_shows_the_numbers_of_the_record(opened):
 
 
 def test_an_answer_without_a_token_says_so(opened):
-    nothing = dict.fromkeys(("tokens", "log_prob", "entropy", "delta_entropy", "top"), [])
+    nothing = {key: [] for key in ("tokens", "log_prob", "entropy", "delta_entropy", "top")}
     page = opened(token_view(-6.0, 3.0, gates="", **nothing))
     assert "This answer has no token." in page.locator(".answer").inner_text()
 
