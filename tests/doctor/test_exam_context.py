@@ -71,7 +71,7 @@ def test_examples_that_are_too_long_are_counted(made):
     exam = made(data=rows, settings=ExamSettings(max_length=12), say=said.append)
     assert [row["row"] for row in exam.rows] == [0, 4]
     assert len(said) == 1
-    assert "of 8 rows (rows in memory) 6 are not read, as their prompts alone take 12 tokens, and 1 are cut" in said[0]
+    assert "of 8 rows (rows in memory) 6 not read, as the prompt alone takes 12 tokens, and 1 cut" in said[0]
     assert "--max-length" in said[0]
 
 

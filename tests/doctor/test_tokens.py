@@ -52,7 +52,7 @@ def test_another_vocabulary_is_an_error(tmp_path):
     found = place_of(tmp_path, words(150, first=40))["tokenizer-differs"]
     assert found.severity == "error"
     assert found.evidence["moved_count"] > 100
-    assert "have other ids" in found.message
+    assert "with another id" in found.message
 
 
 def test_another_vocabulary_that_brings_its_embeddings_is_a_warning(tmp_path):

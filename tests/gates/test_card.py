@@ -145,7 +145,8 @@ def test_the_base_and_a_fixed_strength_are_called_so(label, weights, part, openi
     card = render_card("fixed", a_record(selection=selection))
     assert f"A LoRA adapter on `owner/base` {opening}\n" in card
     assert f"| how this was chosen | recommended on a dev set: {label}; it beats the adapter |" in card
-    for absent in ("range of λ", "| training |", "entropy gates", "\n\n\n"):
+    assert "The λ belongs to this adapter on this base" in card
+    for absent in ("range of λ", "| training |", "entropy gates", "The gates belong", "Lower entropy", "\n\n\n"):
         assert absent not in card
 
 

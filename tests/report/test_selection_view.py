@@ -38,6 +38,8 @@ def test_nothing_overlaps_or_is_cut_off(tmp_path: Path, drawn: list[Any]) -> Non
     for figure in drawn:
         figure.draw_without_rendering()
         texts = [*figure.axes[0].texts, *figure.axes[0].get_xticklabels(), *figure.axes[0].get_yticklabels()]
+        letters = [text.get_fontsize() for text in (*figure.axes[0].texts, *figure.texts)]
+        assert 0.9 * min(letters) > 10, "a phone shows a chart at 0.9 of its size"
         boxes = [text.get_window_extent() for text in texts if text.get_text()]
         boxes += [text.get_window_extent() for text in figure.texts]
         for place, box in enumerate(boxes):

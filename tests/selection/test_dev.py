@@ -51,6 +51,7 @@ def test_questions_keep_their_order_and_place(tmp_path):
         ([{"messages": [{"role": "user", "content": "2+2?"}]}], ":1: a conversation is no dev question; write"),
         (rows(31), "has 31 different questions; fewer than 32"),
         (rows(31) * 2, "has 31 different questions"),
+        (rows(1), "has 1 different question;"),
         ([*rows(), {"prompt": "What is 3?", "answer": 5}], ":33: the question of .*:4 again, with another answer"),
     ],
 )
@@ -209,7 +210,7 @@ def test_shared_questions_are_left_out_of_the_dev_set_on_demand(tmp_path):
     assert len(found.questions.questions) == 38
     assert not {f"{path}:3", f"{path}:8"} & {question.place for question in found.questions.questions}
     assert found.dropped == {"the training examples": 2}
-    with pytest.raises(DataError, match=r"has 20 different.*; 20 that are also among the training examples were left"):
+    with pytest.raises(DataError, match=r"has 20 different.*; left out: 20 also among the training examples"):
         read_dev(path, drop, "dev", train_rows(tmp_path, *(f"What is {i}?" for i in range(20))))
 
 

@@ -33,7 +33,7 @@ from loragate.analysis.directions import (
     parameter_slices,
     row_directions,
 )
-from loragate.analysis.rows import Array, Interval, percentiles, row_weights
+from loragate.analysis.rows import Array, Interval, percentiles, require_finite, row_weights
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.errors import ConfigError
 from loragate.gates import train_gates_only
@@ -97,6 +97,7 @@ def terms(
 ) -> Terms:
     """The terms on the gate parameters in one place of the directions, with intervals over rows."""
     flat = np.concatenate([row.vectors[:, place].numpy() for row in rows]).astype(np.float64)  # [N·4, P']
+    require_finite(flat, f"the directions of {name}, in their gate parameters")
     gram = (flat @ flat.T).reshape(len(rows), -1)  # [N, 4·N·4], of sums over positions
     tokens = np.array([row.tokens for row in rows], dtype=np.float64)
 

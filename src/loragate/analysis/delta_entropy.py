@@ -30,6 +30,7 @@ from loragate.analysis.rows import (
     TokenClasses,
     bootstrap_ratio,
     no_progress,
+    require_finite,
 )
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.supplied import SIGNS, Sign, suppress_by_delta_entropy, suppression_mask
@@ -132,6 +133,8 @@ def diagnose_entropy(context: DiagnosticContext, settings: DiagnoseSettings) -> 
         sources.append(source)
         with context.job("reading with base and adapter") as on_progress:
             found = measure_token_entropies(context.reader, loaded.kind, rows, context.batch_size, on_progress)
+        for kind, entropy in found.entropy.items():
+            require_finite(entropy, f"entropies of the {kind} model, token by token")
     suppressed = _intervene(context, signs) if context.has_tasks else ()
     if suppressed:
         sources.append(f"tasks {', '.join(dict.fromkeys(row.task for row in suppressed))}")

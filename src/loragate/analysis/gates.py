@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from loragate.analysis.context import About, DiagnosticContext, Record
-from loragate.analysis.rows import CLASSES, Histogram, Reader, Row, TokenClasses, no_progress
+from loragate.analysis.rows import CLASSES, Histogram, Reader, Row, TokenClasses, no_progress, require_finite
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.display import format_points, percent, pluralize
 from loragate.errors import ConfigError
@@ -126,6 +126,7 @@ def measure_realised_gates(
         mask = response_mask(batch).cpu()
         # λ at a position acts on the logits of the token after it, so that the last position of all has none to choose
         lam_MT = torch.stack([values[:, :-1][mask] for values in whole.values()]).double()
+        require_finite(lam_MT, "λ of the gates, module by token")
         # [X, M, T] @ [T, C], one-hot: sums by class, then [M, C, X]
         member_TC = (classes.indices(ids_T)[:, None] == np.arange(len(CLASSES))).astype(np.float64)
         sums = sums + np.moveaxis(torch.stack(regions(lam_MT, bounds)).numpy() @ member_TC, 0, -1)

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from loragate.data import Collator
-from loragate.errors import TrainingError
+from loragate.errors import ArtifactError, TrainingError
 from loragate.losses import StatisticsRequest, TokenStatistics, verify_head
 from loragate.losses.causal_head import Batch, Reference, causal_model, read_head, response_mask, statistics_of_states
 from loragate.losses.head import IGNORE_INDEX
@@ -226,6 +226,16 @@ class Histogram:
     def of(cls, edges: np.ndarray, counts: np.ndarray) -> Histogram:
         """From the arrays of `np.histogram`."""
         return cls(tuple(edges.tolist()), tuple(counts.astype(int).tolist()))
+
+
+def require_finite(values: ArrayLike, what: str) -> None:
+    """Raise ArtifactError where a figure is NaN or infinite: a mean of it says nothing, and comparisons with it are false."""
+    bad = ~np.isfinite(np.asarray(values))
+    if bad.any():
+        raise ArtifactError(
+            f"{what}: {bad.sum():,} of {bad.size:,} are not finite, so nothing can be said about them; `loragate doctor` examines "
+            "the adapter's weights and its strength (lora_alpha, r and use_rslora in adapter_config.json)"
+        )
 
 
 def row_weights(rows: int, draws: int = DRAWS, seed: int = 0) -> Array:

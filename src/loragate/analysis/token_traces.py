@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from loragate.analysis.context import DiagnosticContext
-from loragate.analysis.rows import no_progress
+from loragate.analysis.rows import no_progress, require_finite
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.errors import ConfigError
 from loragate.evaluation.answers import Grade
@@ -157,6 +157,8 @@ def _record(
     """One answer out of log-probabilities [T, V] of each stream, and of each λ how far it is from L to U."""
     own = log_p[answer.variant]
     entropy = {stream: -(values.exp() * values).sum(-1) for stream, values in log_p.items()}
+    for stream, values in entropy.items():
+        require_finite(values.cpu(), f"entropies of the {stream} model, token by token")
     top = own.topk(min(CANDIDATES, own.shape[-1]), -1)
     return {
         "variant": answer.variant,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from loragate.analysis.rows import Interval, Row, bootstrap_ratio
+from loragate.display import pluralize
 from loragate.doctor.exam_context import ExamContext, Losses, Prompt, low_end, share_right
 from loragate.doctor.record import Answering, AnswerPair, Answers
 from loragate.doctor.texts import detect_language, loops_at_end, split_reasoning
@@ -206,7 +207,9 @@ def _check_stopping(
     cut = sum(one.is_truncated for one in adapter)
     before = None if base is None else [one.is_truncated for one in base]
     evidence = {"prompts": count, "cut": cut, "limit": limit, **({} if before is None else {"base_cut": sum(before)})}
-    found = f"{_format_counts([one.is_truncated for one in adapter], before)} met the limit of {limit} tokens"
+    found = (
+        f"{_format_counts([one.is_truncated for one in adapter], before)} met the limit of {pluralize(limit, 'token')}"
+    )
     remedy = (
         "train it with the end of the turn among the labels: each response ends as the chat template ends it, and padding is "
         "another token than the end. Until then set a limit of tokens, or a stop text"
@@ -237,7 +240,7 @@ def _check_stopping(
         return []
     message = (
         f"The adapter's answers do not end: {found}. {unended} of {len(asked)} that the base ends within "
-        f"{max(base[index].tokens for index in asked)} tokens had not ended after {limit + more}"
+        f"{pluralize(max(base[index].tokens for index in asked), 'token')} had not ended after {limit + more}"
     )
     return [Finding("never-stops", "warning", message, remedy, {**evidence, "went_on": len(asked), "unended": unended})]
 
@@ -268,7 +271,7 @@ def _excess_rate(adapter: Sequence[bool], base: Sequence[bool] | None) -> Interv
 
 
 def _format_counts(own: Sequence[bool], base: Sequence[bool] | None) -> str:
-    share = f"{sum(own)} of {len(own)} answers"
+    share = f"{sum(own)} of {pluralize(len(own), 'answer')}"
     return share if base is None else f"{share} ({sum(base)} of the base's)"
 
 
@@ -308,7 +311,8 @@ def _thoughts(adapter: Sequence[AnswerTraits], base: Sequence[AnswerTraits]) -> 
     if share is None or low_end(share) <= LOST:
         return []
     message = (
-        f"The base thinks before it answers {len(lost)} of {len(base)} prompts; the adapter leaves them out of {sum(lost)} "
+        f"The base thinks before it answers {len(lost)} of {pluralize(len(base), 'prompt')}; the "
+        f"adapter leaves them out of {sum(lost)} "
         "of these"
     )
     remedy = (
@@ -380,7 +384,8 @@ def _check_forgetting(exam: ExamContext, forgetting: dict[str, Interval]) -> lis
     ).mean
     much = low_end(whole) > FORGETS
     message = (
-        f"The base's own answers to {len(read)} everyday prompts lose {whole.mean:.2f} nats per token{whole.ends()} under the "
+        f"The base's own answers to {pluralize(len(read), 'everyday prompt')} lose {whole.mean:.2f} "
+        f"nats per token{whole.ends()} under the "
         f"adapter: on average a token becomes {_times(whole.mean)} times less likely. The base's own uncertainty in them is "
         f"{entropy:.2f} nats. At half the adapter's strength they lose {half.mean:.2f}{half.ends()}"
     )
@@ -403,7 +408,8 @@ def _retention_finding(kept: dict[str, np.ndarray]) -> list[Finding]:
     if loss.low <= RETENTION_LOSS:
         return []
     message = (
-        f"Of {len(kept['0'])} retention questions the base answers {_percent(base)} right and the adapter {_percent(adapter)}: "
+        f"Of {pluralize(len(kept['0']), 'retention question')} the base answers {_percent(base)} "
+        f"right and the adapter {_percent(adapter)}: "
         f"it loses {_percent(loss)}"
     )
     remedy = "use it at less strength where that keeps its own task, or mix such questions into its training"

@@ -18,6 +18,7 @@ import torch
 from loragate.analysis.delta_entropy import TokenEntropies, by_class, divergence, measure_token_entropies
 from loragate.analysis.rows import Row
 from loragate.analysis.token_traces import token_texts
+from loragate.display import pluralize
 from loragate.doctor.exam_context import ExamContext
 from loragate.doctor.record import Cell, ChangedToken, Effect
 from loragate.gates.adapter_rules import Finding
@@ -79,7 +80,8 @@ def _not_applied(found: TokenEntropies, source: str) -> list[Finding]:
         Finding(
             "not-applied",
             "error",
-            f"the adapter changes nothing: on {tokens:,} tokens ({source}) the model predicts the same with and without it "
+            f"the adapter changes nothing: on {pluralize(tokens, 'token')} ({source}) the model "
+            f"predicts the same with and without it "
             f"(KL {mean:.1g} nats per token, {found.kl.max():.1g} at the most; one that acts moves predictions by 0.001 or more)",
             "check that training ran and that what it trained was saved: lora_B is 0 in an adapter as it is made, before its "
             "first step",
@@ -93,7 +95,8 @@ def _not_finite(found: TokenEntropies, source: str) -> Finding:
     return Finding(
         "weights-not-finite",
         "error",
-        f"with the adapter the model computes no finite predictions at {100 * share:.0f} % of {len(found.kl):,} tokens ({source})",
+        f"with the adapter the model computes no finite predictions at {100 * share:.0f} % of "
+        f"{pluralize(len(found.kl), 'token')} ({source})",
         "compare lora_alpha, r and use_rslora in adapter_config.json with those of the training, and try --dtype float32",
         {"share": share},
     )
@@ -106,7 +109,7 @@ def _rows(exam: ExamContext) -> tuple[list[Row], str]:
         rows, source = exam.rows, f"examples of {exam.examples.source}"
     else:
         rows = [*exam.greedy_answer_rows("adapter"), *exam.greedy_answer_rows("base")]
-        source = f"answers of base and adapter to {len(exam.prompts)} prompts"
+        source = f"answers of base and adapter to {pluralize(len(exam.prompts), 'prompt')}"
     cut = [_cut(rows[at], ROW_TOKENS) for at in np.random.default_rng(0).permutation(len(rows))]
     return _take_within_budget([row for row in cut if _responses(row)], TOKENS), source
 

@@ -21,6 +21,7 @@ from loragate.data import EncodedRows, encode_rows, load_rows, prompt_ids
 from loragate.data.chat import active_template
 from loragate.data.formats import FORMATS, text_of
 from loragate.data.rows import Rows, RowsGiven
+from loragate.display import pluralize
 from loragate.doctor.record import Measures
 from loragate.errors import GateError
 from loragate.evaluation.evaluate import evaluate
@@ -272,8 +273,9 @@ class ExamContext(ReadsModel):
         lost = encoded.summary
         if lost.dropped or lost.truncated:
             self.say(
-                f"of {lost.rows} rows ({rows.source}) {lost.dropped} are not read, as their prompts alone take {length} tokens, "
-                f"and {lost.truncated} are cut there; --max-length (max_length) reads more"
+                f"of {pluralize(lost.rows, 'row')} ({rows.source}) {lost.dropped} not read, as the "
+                f"prompt alone takes {length} tokens, "
+                f"and {lost.truncated} cut there; --max-length (max_length) reads more"
             )
         return encoded
 

@@ -15,6 +15,7 @@ import numpy as np
 from loragate.analysis.rows import Interval, Row
 from loragate.data import load_rows
 from loragate.data.formats import FORMATS
+from loragate.display import pluralize
 from loragate.doctor.exam_context import STRENGTHS, ExamContext, Losses, all_plain, high_end, low_end
 from loragate.doctor.record import Learned
 from loragate.errors import DataError
@@ -147,7 +148,7 @@ def examine_learned(exam: ExamContext) -> tuple[Learned | None, list[Finding]]:
         heldout_base=None if heldout is None or heldout[0] is None else heldout[0].mean(),
     )
     if len(curve.rows) < FEWEST:
-        exam.say(f"{len(curve.rows)} examples are too few to judge the adapter by; {FEWEST} are needed")
+        exam.say(f"{pluralize(len(curve.rows), 'example')}: too few to judge the adapter by; {FEWEST} are needed")
         return learned, []
     return learned, [*_check_strength_and_base(curve), *_check_memorization(curve, heldout)]
 
@@ -190,7 +191,7 @@ def _heldout(exam: ExamContext, curve: LossCurve) -> tuple[Losses | None, Losses
 def _check_strength_and_base(curve: LossCurve) -> list[Finding]:
     """wrong-base, too-strong, too-weak or nothing-learned, at the most one of them."""
     gain, exam = curve.gain, curve.exam
-    own, rows = curve.losses_by_strength["1"].mean(), f"{len(curve.rows)} examples"
+    own, rows = curve.losses_by_strength["1"].mean(), pluralize(len(curve.rows), "example")
     if curve.base is not None and low_end(loss := curve.losses_by_strength["1"].paired_difference(curve.base)) > WORSE:
         curve.read(*WEAKER)
         weaker = curve.best(above=False)
@@ -321,7 +322,8 @@ def _check_memorization(curve: LossCurve, heldout: tuple[Losses | None, Losses] 
             Finding(
                 "memorised",
                 "note",
-                f"of the base's {base.mean:.2f} nats per token {own.mean:.3f}{own.ends('.3f')} are left on {rows} examples: "
+                f"of the base's {base.mean:.2f} nats per token {own.mean:.3f}{own.ends('.3f')} are "
+                f"left on {pluralize(rows, 'example')}: "
                 f"the answers ({whole:.0f} nats each for the base) follow from their questions, or they were learnt by heart",
                 f"give other questions of the same kind with answers (--dev-data) to know; if by heart, {remedy}",
                 {**evidence, "answer": whole},

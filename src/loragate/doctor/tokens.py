@@ -17,6 +17,7 @@ from typing import Any
 from loragate.data import ending_health, find_endings
 from loragate.data.chat import Chat
 from loragate.data.formats import Message
+from loragate.display import pluralize
 from loragate.errors import DataError
 from loragate.gates.adapter_folder import AdapterFolder
 from loragate.gates.adapter_rules import Finding, Severity
@@ -140,8 +141,10 @@ def _differences(own: Any, base: Any, theirs: Mapping[str, int], contents: Adapt
     where = f"the adapter's tokenizer ({contents.path})"
     if moved or len(gone) > FOREIGN * len(theirs):
         said = [f"{token!r} has the id {ids[token]}, not {theirs[token]}" for token in moved[:1]]
-        said = [f"{len(moved)} tokens have other ids ({one})" for one in said]
-        said += [f"{len(gone)} of the base's {len(theirs)} tokens are not in it (such as {_some(gone)})"] * bool(gone)
+        said = [f"{pluralize(len(moved), 'token')} with another id ({one})" for one in said]
+        said += [
+            f"{len(gone)} of the base's {pluralize(len(theirs), 'token')} not in it (such as {_some(gone)})"
+        ] * bool(gone)
         foreign = len(moved) + len(gone) > FOREIGN * len(theirs) and not _brings_embeddings(contents)
         yield Finding(
             "tokenizer-differs",
@@ -157,7 +160,8 @@ def _differences(own: Any, base: Any, theirs: Mapping[str, int], contents: Adapt
             yield Finding(
                 "tokenizer-differs",
                 "warning",
-                f"{where} has the base's tokens and splits text in another way: {excerpt(text)} is {len(one)} tokens, and "
+                f"{where} has the base's tokens and splits text in another way: {excerpt(text)} is "
+                f"{pluralize(len(one), 'token')}, and "
                 f"{len(other)} with the base's",
                 "use the tokenizer of its training with the adapter, in every program",
                 {
@@ -168,7 +172,7 @@ def _differences(own: Any, base: Any, theirs: Mapping[str, int], contents: Adapt
                 },
             )
             return
-    said = [f"{len(new)} more tokens ({_some(new)})"] * bool(new) + [f"without {_some(gone)}"] * bool(gone)
+    said = [f"{pluralize(len(new), 'more token')} ({_some(new)})"] * bool(new) + [f"without {_some(gone)}"] * bool(gone)
     if own.eos_token != base.eos_token:
         said.append(f"with {own.eos_token} as its end of sequence in place of {base.eos_token}")
     if said:

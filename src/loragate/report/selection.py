@@ -29,6 +29,7 @@ COLUMNS = ("Variant", "Score %", "vs adapter, points", "Cut off %", "Retention %
 ROWS = 15  # of a table on a terminal
 COLOURS = "PuOr"  # orange is worse than the adapter, purple better; told apart by all common kinds of colour vision
 LEAST_REACH = 0.05
+SMALL = 11.2  # the smallest letters; on a phone the page shows them at 0.9 of this, 10 px
 
 
 def read_selection(record: Record | None) -> SelectionRecord | None:
@@ -147,14 +148,14 @@ def heat_map(
     for cell, place in zip(cells.values(), places, strict=True):
         differences[place] = cell["mean"] - adapter["mean"]
     color_limit = 1.3 * max(LEAST_REACH, float(np.nanmax(np.abs(differences))))  # the darkest shades hide frames
-    # inches; a line of the caption has 13.5 characters an inch, the title 9
-    width = max(1.3 + 1.02 * len(columns), 5.6)
+    # inches; a line of the caption has 9.5 characters an inch, the title 9
+    width = max(1.3 + 1.2 * len(columns), 5.6)
     parts = [f"Score on {where}, %, and its 95 % interval over questions."]
     parts += ["Dot: the interval of the paired difference to the adapter contains 0."]
     framed = "Frame: recommended. " * any(cell["label"] == chosen for cell in cells.values())
     parts += [f"{framed}The mean of the best of many is optimistic."]
-    caption = textwrap.fill(" ".join(parts), int(width * 13.5))
-    height = 1.5 + 0.72 * len(rows) + 0.17 * (caption.count("\n") + 1)
+    caption = textwrap.fill(" ".join(parts), int(width * 9.5))
+    height = 1.5 + 0.72 * len(rows) + 0.24 * (caption.count("\n") + 1)
     with open_figure(to, width, height, {"axes.spines.left": False, "axes.spines.bottom": False}) as figure:
         axes = figure.subplots()
         axes.patch.set(facecolor="white", hatch="////", edgecolor="#DDDDDD")  # seen where a range was not tried
@@ -163,8 +164,8 @@ def heat_map(
         )
         for cell, (row, column) in zip(cells.values(), places, strict=True):
             ink = "white" if abs(differences[row, column]) > 0.6 * color_limit else "black"
-            axes.text(column, row - 0.09, percent(cell["mean"]), ha="center", va="center", color=ink, fontsize=11)
-            axes.text(column, row + 0.2, share_cell(cell)[1], ha="center", va="center", color=ink, fontsize=7.5)
+            axes.text(column, row - 0.09, percent(cell["mean"]), ha="center", va="center", color=ink, fontsize=13)
+            axes.text(column, row + 0.2, share_cell(cell)[1], ha="center", va="center", color=ink, fontsize=SMALL)
             versus = cell["difference"]
             if versus is not None and versus["low"] <= 0 <= versus["high"]:
                 axes.plot(column + (0.38 if len(columns) > 1 else 0.47), row - 0.35, "o", markersize=3.2, color=ink)
@@ -191,7 +192,7 @@ def heat_map(
         bar = figure.colorbar(image, ax=axes, pad=0.02, fraction=0.05, aspect=max(12, 4 * len(rows)))
         bar.set_label("points above the adapter")
         bar.outline.set_visible(False)
-        figure.supxlabel(caption, x=0.01, ha="left", fontsize=8)
+        figure.supxlabel(caption, x=0.01, ha="left", fontsize=SMALL)
 
 
 def layout_of(ranges: Sequence[tuple[float, float]]) -> tuple[list[str], list[str], list[tuple[int, int]]]:

@@ -23,6 +23,7 @@ from loragate.data import EncodedRows, Rows, load_rows
 from loragate.data.encoding import IGNORED
 from loragate.data.formats import CONTEXT, MEDIA, SYSTEM, conversation, messages_of_json, question_text, with_system
 from loragate.data.rows import RowsGiven, is_saved
+from loragate.display import pluralize
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.grader_checks import check_references
 from loragate.evaluation.judging import REFERENCE_GRADERS as ANSWER_GRADERS
@@ -176,9 +177,10 @@ def read_dev(
     if repeated := len(remaining) - len(questions):
         dropped[f"the {name} questions before them"] = repeated
     if len(questions) < MIN_QUESTIONS:
-        less = "".join(f"; {count} that are also among {what} were left out" for what, count in dropped.items())
+        less = "".join(f"; left out: {count} also among {what}" for what, count in dropped.items())
         raise DataError(
-            f"the {name} set {source} has {len(questions)} different questions; fewer than {MIN_QUESTIONS} cannot tell variants "
+            f"the {name} set {source} has {pluralize(len(questions), 'different question')}; fewer "
+            f"than {MIN_QUESTIONS} cannot tell variants "
             f"apart, so nothing would be chosen on them{less}"
         )
     if why := _why_never_right(task, questions):
@@ -367,7 +369,8 @@ def _warn_of_placeholders(questions: Sequence[Question], source: str, name: str)
             f"{lines}: all answers of the {name} set {source} are placeholders ({golds}); write the right ones"
         )
     return [
-        f"{len(empty)} of {len(questions)} right answers look like placeholders ({golds}): {lines}; unless that is what should "
+        f"{len(empty)} of {pluralize(len(questions), 'right answer')} look like placeholders "
+        f"({golds}): {lines}; unless that is what should "
         "be answered, write the right answer there, or remove these questions"
     ]
 
@@ -443,7 +446,8 @@ def _overlap(shared: Mapping[str, Sequence[str]], what: str, name: str, count: i
         lines.append(f"and {len(shared) - SHARED} more")
     return "\n".join(
         [
-            f"{next(iter(shared))}: {len(shared)} of {count} {name} questions are also among {what}; a choice made on questions "
+            f"{next(iter(shared))}: {len(shared)} of {pluralize(count, f'{name} question')} are "
+            f"also among {what}; a choice made on questions "
             "that were trained on, or that the result is reported on, means nothing. Take other questions, or leave these out of "
             f"the {name} set with --drop-overlap (drop_overlap=True):",
             *lines,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from loragate.data import Chat, Endings
+from loragate.display import pluralize
 from loragate.errors import DataError, LoragateError
 from loragate.evaluation.agreement import LOGPROB_TOLERANCES, ServedAnswer
 from loragate.evaluation.results import VariantAgreement
@@ -157,9 +158,11 @@ class Checks:
                     f"whether it ends at {name} ({token}) cannot be told: a bias did not bring the token about"
                 )
         if not tried:
-            return Check("stop tokens", f"{len(endings.token_ids)} tokens", UNMEASURED, note=_sentences(notes))
+            return Check("stop tokens", pluralize(len(endings.token_ids), "token"), UNMEASURED, note=_sentences(notes))
         verdict: Verdict = PASSES if stopped == tried else FAILS
-        return Check("stop tokens", f"{tried} tokens", verdict, stopped, tried, f"of {tried}", _sentences(notes))
+        return Check(
+            "stop tokens", pluralize(tried, "token"), verdict, stopped, tried, f"of {tried}", _sentences(notes)
+        )
 
     def parity(self) -> list[Check]:
         """Every model on prompts of its own, one request at a time, so that no cache and no batch plays a part."""
@@ -195,7 +198,7 @@ class Checks:
             self.batching = min(batching.figure, LOGPROB_TOLERANCES["16 bits"])
             rounds = batching.figure <= BATCH_NOISE_FACTOR * LOGPROB_TOLERANCES["16 bits"]
             batching = replace(batching, limit=None, verdict=FIGURE if rounds else FAILS)
-        return [batching, self._judge_differences("mixed batch", f"{len(mixed)} requests", among)]
+        return [batching, self._judge_differences("mixed batch", pluralize(len(mixed), "request"), among)]
 
     def strengths(self, not_applicable_reasons: Mapping[float, str]) -> list[Check]:
         """Strength 0 is the base and strength 1 the adapter, on the runtime itself.
@@ -227,7 +230,7 @@ class Checks:
         there = {target: self._ask(target, prompt) for target in targets}
         back = {target: self._ask(target, prompt) for target in reversed(targets)}
         itself = {target: compare_answers(there[target], back[target]) for target in targets}
-        checks = [self._judge_differences("isolation: asked again", f"{len(targets)} models", itself.values())]
+        checks = [self._judge_differences("isolation: asked again", pluralize(len(targets), "model"), itself.values())]
         if checks[0].verdict == FAILS:
             changed = [target.label for target, one in itself.items() if one and one.largest == checks[0].figure]
             why = f"{changed[0]} answers otherwise once others were asked the same"
@@ -261,7 +264,7 @@ class Checks:
         worst, parted = max(one.largest for one in known), sum(one.has_diverged for one in known)
         limit = max(self.rounding, BATCH_NOISE_FACTOR * self.batching)
         fits = worst <= limit
-        note = f"{parted} of {len(known)} answers part" + ", at near ties" * fits if parted else ""
+        note = f"{parted} of {pluralize(len(known), 'answer')} part" + ", at near ties" * fits if parted else ""
         return Check(name, of, PASSES if fits else FAILS, worst, limit, note=note)
 
     def _read(self, answers: Mapping[Target, Sequence[tuple[Prompt, Answer]]]) -> Mapping[Target, VariantAgreement]:
@@ -295,7 +298,7 @@ def _chat_ids(chat: Chat, tokenizer: Any, messages: Sequence[Mapping[str, Any]])
 def _chat_note(messages: Sequence[Mapping[str, Any]], found: list[int] | int, expected: list[int]) -> str:
     roles = ", ".join(str(message["role"]) for message in messages)
     if isinstance(found, int):
-        return f"the turns {roles} become {found} tokens, in transformers {len(expected)}"
+        return f"the turns {roles} become {pluralize(found, 'token')}, in transformers {len(expected)}"
     shorter = min(len(found), len(expected))
     at = next((place for place in range(shorter) if found[place] != expected[place]), shorter)
     shown = f"{found[at : at + 3]}, in transformers {expected[at : at + 3]}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from loragate.display import pluralize
 from loragate.errors import ConfigError, LoragateError
 from loragate.serving.settings import VerifySettings
 from loragate.serving.verify.checks import SHARED_TOKENS
@@ -61,7 +62,8 @@ class LlamaCpp:
             return self._complete(target, prompt, tokens, forced, with_prompt_logprobs)
         except (RuntimeError, ValueError, IndexError) as error:  # of llama.cpp, and of the library's buffers
             raise LoragateError(
-                f"llama.cpp fails with {self._settings.llama_cpp} on a prompt of {len(prompt.ids)} tokens ({error}); --tokens "
+                f"llama.cpp fails with {self._settings.llama_cpp} on a prompt of "
+                f"{pluralize(len(prompt.ids), 'token')} ({error}); --tokens "
                 "asks for shorter answers"
             ) from error
 
