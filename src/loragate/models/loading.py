@@ -112,7 +112,7 @@ def _from_pretrained_arguments(base: ModelRef) -> tuple[str, dict[str, Any]]:
     """What `from_pretrained` of transformers is given for a base: its name, and what stands beside it.
 
     Raises:
-        ConfigError: where the package gguf is not installed, for a folder that holds an adapter alone, and for a repository with one.
+        ConfigError: where the package gguf is not installed, for a folder that is an adapter alone, and for a repository with one.
         ArtifactError: for a GGUF file that cannot be fetched from the hub.
     """
     if not base.is_gguf:
@@ -167,8 +167,8 @@ def _refuse_adapter_on_hub(base: ModelRef) -> None:
     if find_adapter_config_file(base.name, revision=base.revision or None) is not None:
         raise ConfigError(
             f"the base {base} holds an adapter (adapter_config.json), with which transformers would load another model. Give the "
-            f"base of that adapter, or merge the two first: loragate export {base.name} --to merged --out FOLDER. Where a whole model "
-            f"lies beside it: hf download {base.name} --exclude 'adapter_*' --local-dir FOLDER"
+            f"base of that adapter, or merge the two first: loragate export {base.name} --to merged --out FOLDER. Where a whole "
+            f"model lies beside it: hf download {base.name} --exclude 'adapter_*' --local-dir FOLDER"
         )
 
 
