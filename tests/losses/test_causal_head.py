@@ -118,6 +118,15 @@ def test_an_unknown_head_is_noticed(batch):
     assert_same(model(**batch, statistics=StatisticsRequest(20)), wanted)
 
 
+@pytest.mark.parametrize("part", ["model", "lm_head"])
+def test_a_head_in_a_precision_of_its_own_is_read(part):
+    model = tiny_base(tie_word_embeddings=False).requires_grad_(False)
+    getattr(model, part).to(torch.bfloat16)
+    assert verify_head(model)
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output * 1.5)
+    assert not verify_head(model)
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_copy_runs_its_own_weights(batch, slow, replaced):

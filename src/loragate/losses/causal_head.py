@@ -196,11 +196,15 @@ def verify_head(model: Any) -> bool:
         except (TypeError, AttributeError):
             # another kind of body, or none: Llama4ForCausalLM's base_model is itself. The slow path meets an error of its own
             return False
-        own = model(input_ids=tokens, use_cache=False).logits.float()
+        # a head in a precision of its own (fp32 over a body in bf16) is multiplied under autocast alone
+        mixed = hidden.dtype != head.weight.dtype
+        half = any(dtype in (torch.bfloat16, torch.float16) for dtype in (hidden.dtype, head.weight.dtype))
+        lower = min(hidden.dtype, head.weight.dtype, key=lambda dtype: dtype.itemsize)
+        with torch.autocast(tokens.device.type, lower, enabled=mixed):
+            own = model(input_ids=tokens, use_cache=False).logits.float()
     if hidden.shape[-1] != head.weight.shape[1]:
         return False
     logits = head.logits(hidden, head.weight.dtype)
-    half = head.weight.dtype in (torch.bfloat16, torch.float16)
     limit = (2e-2 if half else 1e-4) * max(1.0, float(own.abs().max()))
     return bool((logits - own).abs().max() <= limit)
 
