@@ -38,7 +38,7 @@ from loragate.generation import Sample, SampleWriter, SamplingConfig
 from loragate.models import Loaded, Loading, ModelRef, resolve
 from loragate.models.merge import merge_and_save
 from loragate.recipes import QUESTIONS
-from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_rows
+from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_rows
 
 TASK = words_task("question", samples=4, tokens=5, version=3)
 
@@ -203,6 +203,18 @@ def test_all_rows_side_by_side(place, tmp_path, capsys):
     assert record.canary["gates_from_adapter"] > 0
     assert record.versions["torch"] == torch.__version__.split("+")[0] or record.versions["torch"] == torch.__version__
     assert "| gated |" in (tmp_path / "run" / "results.md").read_text()
+
+
+def test_an_evaluation_says_what_no_strength_reaches(place, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(place / "base")
+    write_adapter(tmp_path / "adapter", place / "base", tiny_adapter(base=base, modules_to_save=["norm"]))
+    few = ("--samples", "1", "--limit", "1", "--max-new-tokens", "1")
+    assert run(place, tmp_path / "adapter", tmp_path / "run", *few) == 0
+    said = [one for one in read_record(tmp_path / "run" / "results.json").warnings if "no strength reaches" in one]
+    assert len(said) == 1
+    assert "norm" in said[0]
+    assert run(place, tmp_path / "adapter", tmp_path / "alone", *few, *FEW) == 0
+    assert "no strength reaches" not in (tmp_path / "alone" / "results.json").read_text()
 
 
 def test_no_row_repeats_the_tasks_own_temperature(place, tmp_path):

@@ -26,7 +26,7 @@ def fed(monkeypatch):
         prompts.extend(given)
         return []
 
-    monkeypatch.setattr("loragate.models.resolve", lambda *_, **__: SimpleNamespace(sampling=None))
+    monkeypatch.setattr("loragate.models.resolve", lambda *_, **__: SimpleNamespace(sampling=None, override=None))
     monkeypatch.setattr("loragate.models.open_model", lambda *_: SimpleNamespace(model=None, tokenizer=tokenizer))
     monkeypatch.setattr(TransformersEngine, "__init__", lambda *_: None)
     monkeypatch.setattr(TransformersEngine, "generate", generate)

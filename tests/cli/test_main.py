@@ -236,3 +236,13 @@ def test_an_error_that_quotes_a_file_does_not_act_on_the_terminal(tmp_path, fail
     assert f"names as its base model {named}" in fails("generate", "--model", str(tmp_path), "--prompt", "w1")
     assert main(["doctor", str(tmp_path), "--quick"]) == 0
     assert named in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("command", "said"), [("eval", "--resume goes on"), ("env", "nothing half-written was left")])
+def test_ctrl_c_says_whether_the_command_can_go_on(command, said, monkeypatch, capsys):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loragate.cli.main._run", stopped)
+    assert main([command]) == 130
+    assert said in capsys.readouterr().err

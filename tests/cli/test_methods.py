@@ -8,7 +8,7 @@ import torch
 import loragate as lg
 from loragate.errors import ConfigError
 from loragate.gates.schema import read_gate_config
-from tiny import run, tiny_adapter
+from tiny import run, tiny_adapter, tiny_base, write_adapter
 
 COMMON = ["--batch-size", "8", "--per-device-train-batch-size", "8", "--max-length", "64", "--max-steps", "2"]
 
@@ -25,8 +25,16 @@ def sft(place, out, *more):
     return ("sft", "--model", place / "base", "--data", place / "rows.jsonl", *COMMON, "--out", out, *more)
 
 
-def calibrate(place, out, *more):
-    data = ("--adapter", place / "adapter", "--data", place / "rows.jsonl", *COMMON, "--learning-rate", "0.05")
+def calibrate(place, out, *more, adapter=None):
+    data = (
+        "--adapter",
+        adapter or place / "adapter",
+        "--data",
+        place / "rows.jsonl",
+        *COMMON,
+        "--learning-rate",
+        "0.05",
+    )
     return ("calibrate", *data, "--ranges=-3,2", "--skip-selection", "--out", out, *more)
 
 
@@ -129,3 +137,16 @@ def test_random_gates_stand_in_for_trained_ones_and_leave_them():
     assert not torch.allclose(found[0], found[2], atol=1e-3)
     assert not torch.allclose(found[0], gated, atol=1e-3)
     assert torch.equal(model(input_ids=ids).logits, gated)
+
+
+def test_what_no_strength_reaches_is_said_where_one_is_applied(place, tmp_path, capsys):
+    """A whole copy of a norm stays as it is at λ = 0, for which `generate` answered as if it were the base."""
+    model = tiny_adapter(base=tiny_base(), modules_to_save=["norm"])
+    write_adapter(tmp_path / "adapter", place / "base", model)
+    said = "no strength reaches whole copies of norm (modules_to_save): the adapter keeps its full strength there"
+    for override, told in (("@constant=0", True), ("@lower=0.5", True), ("@off", False), ("", False)):
+        line = ("--prompt", "w1", "--temperature", "0", "--max-new-tokens", "1")
+        run("generate", "--model", f"{tmp_path / 'adapter'}{override}", *line)
+        assert (said in " ".join(capsys.readouterr().err.split())) is told
+    run(*calibrate(place, tmp_path / "gated", adapter=tmp_path / "adapter"))
+    assert f"modules; {said}" in " ".join(capsys.readouterr().out.split())

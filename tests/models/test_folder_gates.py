@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import loragate as lg
+from beside import BESIDE, make
 from loragate.errors import ArtifactError
-from loragate.models import is_gated, read_gates, resolve
-from loragate.models.folder_gates import stamp
-from tiny import shake, tiny_adapter
+from loragate.gates.control import zero_unavailable_reason
+from loragate.models import is_gated, load_adapter, read_gates, resolve
+from loragate.models.folder_gates import stamp, unreached_note
+from tiny import shake, tiny_adapter, tiny_base, write_adapter, write_base
 
 
 def write(folder: Path, lora: dict | None = None, **gate) -> Path:
@@ -126,3 +128,45 @@ def test_a_malformed_folder_is_refused(folder: Path, name: str) -> None:
     spoil(folder)
     with pytest.raises(ArtifactError, match=message):
         read_gates(folder)
+
+
+def require_same_note(place, named: str, **shape) -> None:
+    """What the files tell of the reach of λ is what the loaded model tells; it names `named`, or nothing."""
+    note, in_memory = unreached_note(place), zero_unavailable_reason(load_adapter(tiny_base(**shape), place))
+    assert bool(note) == bool(in_memory) == bool(named), (note, in_memory)
+    if named:
+        start, end = (
+            f"no strength reaches {named}",
+            "the adapter keeps its full strength there, so that λ = 0 is not the base",
+        )
+        assert note.startswith(start)
+        assert note.endswith(end)
+        assert in_memory.endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("factors alone", ""),
+        ("tied embeddings", "embeddings saved along"),
+        ("all biases", "6 biases saved along"),
+        ("trained tokens", "2 trained token embeddings"),
+        ("modules to save", "whole copies of input_layernorm, lm_head"),
+    ],
+)
+def test_what_no_strength_reaches_is_told_by_the_files_as_by_the_model(tmp_path: Path, kind: str, named: str) -> None:
+    _, adapter = make(tmp_path, kind)
+    require_same_note(resolve(adapter), named, **BESIDE[kind][0])
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_a_delta_on_an_embedding_or_the_head_is_told_to_keep_its_strength(tmp_path: Path, target: str) -> None:
+    untied = {"tie_word_embeddings": False}
+    write_base(tmp_path / "base", **untied)
+    model = tiny_adapter(base=tiny_base(**untied), target_modules=["q_proj", target])
+    write_adapter(tmp_path / "adapter", tmp_path / "base", model)
+    named = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}[target]
+    require_same_note(resolve(tmp_path / "adapter"), named, **untied)
+    lg.save_gates(lg.attach_gates(model, lg.GateConfig(-3, 2)), tmp_path / "gated", base_id=str(tmp_path / "base"))
+    assert named in unreached_note(resolve(tmp_path / "gated"))
+    assert unreached_note(resolve(tmp_path / "base")) == ""

@@ -72,3 +72,10 @@ def test_another_kind_than_expected_is_refused(tmp_path):
         resolve(tmp_path / "unfinished")
     with pytest.raises(ConfigError, match=r"override of λ .* has no effect"):
         resolve(f"{tmp_path}@unit")
+
+
+def test_a_folder_of_checkpoints_is_no_base_and_the_newest_in_it_is_named(tmp_path):
+    for step in (2, 4):
+        adapter(tmp_path / "run" / f"checkpoint-{step}", step)
+    with pytest.raises(ConfigError, match=r"give the adapter in it, .*checkpoint-4 \(the newest of 2 there\)"):
+        resolve(tmp_path / "run", allow_override=True)

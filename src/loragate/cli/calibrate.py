@@ -140,7 +140,7 @@ def run_selection(
         context.model = models.open_weights(source, options, host_memory=detect_launch().is_sharded)
     warn_about_endings(out, tokenizer, encoded, context.model.get_base_model())
     count = count_gateable_modules(context, trials)
-    out.print(f"gating {count} modules")
+    out.print("; ".join(filter(None, [f"gating {count} modules", models.unreached_note(source)])))
     say_steps(out, settings, len(encoded), " for each range" if len(trials) > 1 else "")
     keep_configuration(options, folder)
     if dev_set is None:

@@ -57,6 +57,8 @@ def run(options: ExportOptions) -> int:
     print(f"{options.out}: {done.title}, {describe_folded(done.coefficients)}")
     if done.left:
         print(f"left out: {', '.join(done.left)}")
+    if done.unreached:
+        print(done.unreached)
     if done.agreement is not None:
         print(f"loaded again and compared with the model that it stands for: {done.agreement}")
     elif not options.skip_comparison:

@@ -12,6 +12,7 @@ from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
 from loragate.display import format_temperature
 from loragate.errors import ConfigError
+from loragate.gates.override import NAMED_OVERRIDES
 from loragate.gates.recommended import chosen_temperature, sampling_note
 from loragate.printable import escape_for_terminal
 from loragate.validate import PositiveInt
@@ -69,6 +70,8 @@ def run(options: GenerateOptions) -> int:
         print(f"loragate: {note}", file=sys.stderr)
     elif options.temperature is None:
         print(f"loragate: sampling {format_temperature(temperature)}; --temperature 0 is greedy", file=sys.stderr)
+    if source.override not in (None, NAMED_OVERRIDES["off"]) and (note := models.unreached_note(source)):
+        print(f"loragate: {note}", file=sys.stderr)
     loaded = models.open_model(source, options)
     tokenizer = loaded.tokenizer
     prompts: Prompts

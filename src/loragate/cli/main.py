@@ -72,7 +72,10 @@ def main(argv: list[str] | None = None) -> int:
     except LoragateError as error:
         return _fail(error, debug)
     except KeyboardInterrupt:
-        print("\nloragate: stopped by Ctrl-C; nothing half-written was left", file=sys.stderr)
+        kept = "nothing half-written was left"
+        if arguments[0] in COMMANDS and hasattr(load_command(arguments[0]).options, "resume"):
+            kept = "what was finished is kept, and the same command with --resume goes on"
+        print(f"\nloragate: stopped by Ctrl-C; {kept}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # who read the output has gone (| head): the interpreter's own last flush must not fail as well

@@ -83,6 +83,7 @@ from loragate.gates.schema import GATES
 from loragate.generation import Sample
 from loragate.generation.engine import draw_samples, read_samples
 from loragate.models import Loaded
+from loragate.models.folder_gates import unreached_note
 from loragate.models.source import Kind
 from loragate.records import package_versions, read_object, to_json
 from loragate.validate import validate
@@ -167,6 +168,7 @@ class Evaluation:
         Raises:
             GateError: where adapter or gates do not act.
         """
+        with_strength = any(variant.scale is not None or variant.weights == "gated" for variant in variants)
         figures: dict[str, float] = {}
         if loaded.model is not None:  # vLLM has the weights elsewhere
             with_base = any(variant.weights == "base" for variant in variants)
@@ -191,7 +193,7 @@ class Evaluation:
                 **({"end_of_turn": added} if (added := loaded.endings.added) else {}),
             },
             grading=request.grading,
-            notes=list(notes),
+            notes=[*notes, *filter(None, [unreached_note(loaded.model_source) if with_strength else ""])],
             left_out=left_out or {},
             range=loaded.model_source.range,
             engine_for=EngineProvider(request.engine, request.model, request.base, loaded, request.out),

@@ -35,7 +35,7 @@ from loragate.gates.eligibility import (
 from loragate.gates.gate import SignedGate
 from loragate.gates.override import Override
 from loragate.gates.range import Range
-from loragate.gates.strength import overrides_by_module, scale_adapter
+from loragate.gates.strength import describe_unreached, overrides_by_module, scale_adapter
 
 SUM_NAMES = ("count", "below", "above", "at_lower", "at_upper", "sum", "squares")
 SATURATION_MARGIN = 1e-3  # λ this near to an end, as a share of the way there from 1, is at it
@@ -358,11 +358,7 @@ def zero_unavailable_reason(model: nn.Module, adapter_name: str | None = None) -
         for path, module in model.named_modules()
         if isinstance(module, AuxiliaryTrainingWrapper) and name in module._adapters
     ]
-    kept = [*find_ungated_modules(model, name), *whole, *vars(model).get("_displaced_weights", {})]
-    if not kept:
-        return ""
-    more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
-    return f"no strength reaches {kept[0]}{more}, so the adapter at 0 keeps its full strength there and is not the base"
+    return describe_unreached([*find_ungated_modules(model, name), *whole, *vars(model).get("_displaced_weights", {})])
 
 
 @contextmanager

@@ -6,7 +6,7 @@ layer, gated or not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,6 +90,20 @@ def overrides_by_module(override: Override, paths: Iterable[str]) -> dict[str, O
         return dict.fromkeys(paths, override)
     inside = set(modules_of_part(override.part, paths))
     return {path: Override(constant=override.constant if path in inside else 1.0) for path in paths}
+
+
+def describe_unreached(kept: Sequence[str]) -> str:
+    """The one sentence on what no λ reaches; empty where it reaches all that an adapter changes.
+
+    Args:
+        kept: module paths, or parts of the adapter in words.
+    """
+    if not kept:
+        return ""
+    more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+    return (
+        f"no strength reaches {kept[0]}{more}: the adapter keeps its full strength there, so that λ = 0 is not the base"
+    )
 
 
 def lora_paths(peft_model: Any, adapter_name: str | None = None) -> list[str]:

@@ -1,4 +1,9 @@
-from .folder_gates import FolderGates as FolderGates, read_gates as read_gates, stamp as stamp
+from .folder_gates import (
+    FolderGates as FolderGates,
+    read_gates as read_gates,
+    stamp as stamp,
+    unreached_note as unreached_note,
+)
 from .loading import (
     GatedPeftModel as GatedPeftModel,
     base_config as base_config,

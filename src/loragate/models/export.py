@@ -41,7 +41,7 @@ from loragate.gates.schema import (
     write_factors,
 )
 from loragate.gates.strength import overrides_by_module
-from loragate.models.folder_gates import read_gates
+from loragate.models.folder_gates import read_gates, unreached_note
 from loragate.models.loading import DEFAULT_LOADING, base_config, explained, open_tokenizer, open_weights
 from loragate.models.merge import merge_and_save
 from loragate.models.output_difference import (
@@ -66,6 +66,7 @@ class ExportResult:
     config: dict[str, Any]  # adapter_config.json
     coefficients: dict[str, float]  # λ of every folded module; empty for an adapter as it is
     base: str  # the base by which it was compared, or would be
+    unreached: str  # what of the adapter the folded λ does not reach, in a sentence; empty for nothing
     agreement: OutputDifference | None  # with the model that it stands for; None where it was not compared
     left: tuple[str, ...] = ()  # files of the adapter's folder that are not for others and stay there
 
@@ -182,7 +183,9 @@ def export_adapter(
             agreement = agreement or folded
         named = str(place.base.name or config.get("base_model_name_or_path") or "")
         recorded = recorded or str(config.get("base_model_name_or_path") or "")
-        receipt = [f"Compared with `{source}` after it was written: {agreement}."] if agreement is not None else []
+        unreached = unreached_note(place) if any(value != 1 for value in coefficients.values()) else ""
+        receipt = [f"{unreached[0].upper()}{unreached[1:]}."] if unreached else []
+        receipt += [f"Compared with `{source}` after it was written: {agreement}."] if agreement is not None else []
         card = _card(to, source, recorded, coefficients, override or Override(), one_scale, temperature, receipt)
         write_text(folder / CARD, card)
     title = {"peft": "a plain LoRA adapter", "merged": "the base with the adapter merged into it"}.get(to)
@@ -191,7 +194,7 @@ def export_adapter(
         usage += f" --temperature {temperature:g}"
     if to in RUNTIMES:
         title, usage = f"a LoRA adapter for {RUNTIMES[to].title}", RUNTIMES[to].usage.format(folder=out)
-    return ExportResult(title or to, usage, config, coefficients, named, agreement, left)
+    return ExportResult(title or to, usage, config, coefficients, named, unreached, agreement, left)
 
 
 def _copy_files(adapter: Path, folder: Path, keep_sampling: bool) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from loragate.errors import ArtifactError, GateError
-from loragate.gates.adapter_rules import find_adapted_parameters
+from loragate.gates.adapter_rules import find_adapted_parameters, split_factor_key
 from loragate.gates.eligibility import base_change_reason
 from loragate.gates.gate import GateConfig
 from loragate.gates.identity import factor_widths_and_sha256, require_same_adapter
@@ -38,8 +38,8 @@ from loragate.gates.schema import (
     read_tensors,
 )
 from loragate.gates.signed_map import CONSTANT_RANGE, range_around
-from loragate.gates.strength import overrides_by_module
-from loragate.models.source import is_gated, plain_adapter
+from loragate.gates.strength import describe_unreached, overrides_by_module
+from loragate.models.source import ModelSource, is_gated, plain_adapter
 
 # PEFT nests the layers of several parameters of one module: the second is at experts.base_layer. Single experts (experts.0.w1)
 # and routers that are linear layers, as transformers 4 had them, are parameters when their adapter is loaded.
@@ -119,6 +119,21 @@ def read_gates(
 def is_never_gated(path: str) -> bool:
     """Whether attachment leaves a module at full strength (gates.eligibility), told by its path: no model tells its class."""
     return _NEVER_GATED.fullmatch(path) is not None
+
+
+def unreached_note(place: ModelSource) -> str:
+    """What no λ reaches of the adapter of a place, in one sentence and from its files; empty where λ reaches all of it."""
+    if place.kind == "base":
+        return ""
+    contents = place.adapter_contents
+    adapted = {path: False for key in contents.tensors if (path := split_factor_key(key)[0])}
+    for key, (_, shape) in contents.tensors.items():
+        path, factor = split_factor_key(key)
+        if factor == "lora_A" and len(shape) == 2:
+            adapted[path] = not (is_never_gated(path) or find_adapted_parameters(contents.config, path))
+    gated = None if place.gates is None else place.gates["modules"]
+    kept = [path for path, linear in adapted.items() if not (linear if gated is None else path in gated)]
+    return describe_unreached([*kept, *contents.non_lora_changes])
 
 
 def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:

@@ -270,6 +270,8 @@ def resolve(
     folder = _folder_of(ref, what, expect, base_given=given is not None)
     # here only "any" may still be a base
     if folder is None or not is_adapter(folder):
+        if folder is not None and not (folder / "config.json").is_file() and _suggest_contents(folder):
+            raise _no_adapter_error(ref, folder)  # the folder of a training's checkpoints, or of several adapters
         return _resolve_base(ref, what)
     if is_gated(folder) and expect != "adapter":  # refused as an adapter, with the way to the plain one inside
         return _gated_place(ref, folder, given, base_revision, base_optional)
@@ -331,9 +333,7 @@ def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Pa
                     "of the PEFT adapter that it was converted from"
                 )
             if not is_adapter(folder) and (expect == "adapter" or base_given):
-                raise ConfigError(
-                    f"{ref.name} holds no {ADAPTER_CONFIG}, so it is not a PEFT adapter folder{_suggest_contents(folder)}"
-                )
+                raise _no_adapter_error(ref, folder)
         elif not is_gated(folder):
             read_gate_config(folder)  # says what the folder is instead
         return folder
@@ -505,6 +505,12 @@ def _usable(folder: Path) -> dict[str, Any]:
     contents = read_adapter_folder(folder)
     contents.require_usable()
     return contents.config
+
+
+def _no_adapter_error(ref: ModelRef, folder: Path) -> ConfigError:
+    return ConfigError(
+        f"{ref.name} holds no {ADAPTER_CONFIG}, so it is not a PEFT adapter folder{_suggest_contents(folder)}"
+    )
 
 
 def _suggest_sibling(name: str) -> str:
