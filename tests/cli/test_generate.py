@@ -1,5 +1,6 @@
-"""What `generate` feeds a model."""
+"""What `generate` feeds a model, and when it prints the answers."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from transformers import LlamaTokenizer
 from loragate.cli.main import main
 from loragate.data import prompt_ids
 from loragate.generation import TransformersEngine
+from loragate.generation.engine import Sample
 
 TOKENS = ["<unk>", "<s>", "</s>", "▁", "▁H", "H", "i", "▁Hi"]
 
@@ -22,14 +24,14 @@ def fed(monkeypatch):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     prompts = []
 
-    def generate(self, given, sampling):
+    def draw(self, given, sampling, rows):
         prompts.extend(given)
-        return []
+        yield []
 
     monkeypatch.setattr("loragate.models.resolve", lambda *_, **__: SimpleNamespace(sampling=None, override=None))
     monkeypatch.setattr("loragate.models.open_model", lambda *_: SimpleNamespace(model=None, tokenizer=tokenizer))
     monkeypatch.setattr(TransformersEngine, "__init__", lambda *_: None)
-    monkeypatch.setattr(TransformersEngine, "generate", generate)
+    monkeypatch.setattr(TransformersEngine, "draw", draw)
     return tokenizer, prompts
 
 
@@ -55,3 +57,20 @@ def test_a_mark_of_the_encoding_is_no_part_of_a_prompt_and_another_encoding_is_r
     file.write_bytes("one\nWie heißt er?\n".encode("latin-1"))
     told = fails("generate", "--model", "x", "--prompts", file)
     assert f"--prompts {file}: line 2 is not UTF-8 text; save the file as UTF-8" in told
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_answers_are_printed_in_order_as_they_come_and_kept_when_stopped(fed, monkeypatch, capsys, tmp_path, form):
+    def draw(self, given, sampling, rows):
+        for question, printed in ((2, 0), (0, 0), (3, 2)):
+            assert len(capsys.readouterr().out.splitlines()) == printed
+            yield [Sample(question, number, f"{question}.{number}", (1,), "stop", 0.5) for number in range(2)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TransformersEngine, "draw", draw)
+    (tmp_path / "prompts.txt").write_text("a\nb\nc\nd\n")
+    assert (
+        main(["generate", "--model", "x", "--prompts", str(tmp_path / "prompts.txt"), "--samples", "2", *form]) == 130
+    )
+    beyond = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    assert beyond == (["2.0", "2.1", "3.0", "3.1"] if form else [])

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loragate import models
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
-from loragate.display import format_temperature
+from loragate.display import Display, format_temperature
 from loragate.errors import ConfigError
 from loragate.gates.override import NAMED_OVERRIDES
 from loragate.gates.recommended import chosen_temperature, sampling_note
 from loragate.printable import escape_for_terminal
 from loragate.validate import PositiveInt
+
+if TYPE_CHECKING:
+    from loragate.generation import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,7 @@ class GenerateOptions(ModelOptions):
 
 
 def run(options: GenerateOptions) -> int:
-    """Generate and print; finish reasons go to stderr."""
+    """Generate and print, answer by answer; finish reasons go to stderr."""
     texts = read_prompts(options)
     from loragate.data import prompt_ids, render_prompt
     from loragate.generation import SamplingConfig, TransformersEngine
@@ -84,22 +90,12 @@ def run(options: GenerateOptions) -> int:
     else:
         conversations = [[{"role": "user", "content": text}] for text in texts]
         prompts = [render_prompt(talk, tokenizer, system=options.system) for talk in conversations]
-    samples = TransformersEngine(loaded.model, tokenizer, options.batch_size).generate(prompts, sampling)
-    # a file gets the answers as they are; on a terminal they must not act
-    shown = escape_for_terminal if sys.stdout.isatty() else str
-    for sample in samples:
-        if options.json:
-            record = {
-                "prompt": sample.question,
-                "sample": sample.sample,
-                "text": sample.text,
-                "finish_reason": sample.finish_reason,
-                "tokens": len(sample.token_ids),
-                "entropy": None if sample.entropy is None else round(sample.entropy, 4),
-            }
-            print(shown(json.dumps(record, ensure_ascii=False)))
-        else:
-            print(shown(sample.text))
+    answers, wanted = _Answers(options), len(prompts) * sampling.samples
+    engine = TransformersEngine(loaded.model, tokenizer, options.batch_size)
+    # on a terminal the answers themselves are the progress
+    watched = wanted > 1 and not sys.stdout.isatty()
+    with answers, Display().job("generating", wanted, "answer") if watched else nullcontext() as shown:
+        samples = engine.generate(prompts, sampling, shown, on_samples=answers)
     cut = sum(sample.finish_reason == "length" for sample in samples)
     if cut:
         print(
@@ -108,6 +104,45 @@ def run(options: GenerateOptions) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+class _Answers(AbstractContextManager["_Answers"]):
+    """Prints answers in the order of the prompts, each as soon as those before it are drawn: the longest prompts are drawn first.
+
+    Where generating ends early, --json also prints what was drawn beyond a gap, as each line names its prompt.
+    """
+
+    def __init__(self, options: GenerateOptions) -> None:
+        self.json, self.samples = options.json, options.samples
+        self.drawn: dict[tuple[int, int], Sample] = {}
+        self.next = (0, 0)
+        # a file gets the answers as they are; on a terminal they must not act
+        self.shown = escape_for_terminal if sys.stdout.isatty() else str
+
+    def __call__(self, batch: Sequence[Sample]) -> None:
+        self.drawn |= {(sample.question, sample.sample): sample for sample in batch}
+        while self.next in self.drawn:
+            self._print(self.drawn.pop(self.next))
+            question, sample = self.next
+            self.next = (question, sample + 1) if sample + 1 < self.samples else (question + 1, 0)
+
+    def __exit__(self, *error: object) -> None:
+        for place in sorted(self.drawn) if self.json else ():
+            self._print(self.drawn[place])
+
+    def _print(self, sample: Sample) -> None:
+        if not self.json:
+            print(self.shown(sample.text), flush=True)
+            return
+        record = {
+            "prompt": sample.question,
+            "sample": sample.sample,
+            "text": sample.text,
+            "finish_reason": sample.finish_reason,
+            "tokens": len(sample.token_ids),
+            "entropy": None if sample.entropy is None else round(sample.entropy, 4),
+        }
+        print(self.shown(json.dumps(record, ensure_ascii=False)), flush=True)
 
 
 def read_prompts(options: GenerateOptions) -> list[str]:
