@@ -3,11 +3,12 @@
 import errno
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
 from loragate.errors import LoragateError
-from loragate.files import folder_sha256, write_atomically, write_json, write_text
+from loragate.files import folder_sha256, require_empty_folder, write_atomically, write_json, write_text
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
@@ -64,3 +65,12 @@ def test_a_folder_is_known_by_its_content(tmp_path):
     assert folder_sha256(tmp_path / "one") == folder_sha256(tmp_path / "two")
     (tmp_path / "two" / "adapter_model.safetensors").write_bytes(bytes((9 << 20) - 1) + b"x")
     assert folder_sha256(tmp_path / "one") != folder_sha256(tmp_path / "two")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    for place in (Path("/proc/nowhere/x"), tmp_path / "file" / "x"):
+        with pytest.raises(LoragateError, match=f"{place} was not written: "):
+            require_empty_folder(place)
+    require_empty_folder(tmp_path / "new" / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left"

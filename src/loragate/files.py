@@ -112,11 +112,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def require_empty_folder(folder: Path, *besides: str) -> None:
-    """Refuse a folder that holds anything else than `besides`; nothing is ever overwritten. Raises ConfigError."""
+    """Refuse a folder that holds anything else than `besides`, as nothing is ever overwritten, or where nothing can be written.
+
+    Raises:
+        ConfigError: for a folder that is in use, or a file.
+        LoragateError: for one that cannot be written.
+    """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {folder} is a file; give a folder")
     if folder.is_dir() and (present := sorted({path.name for path in folder.iterdir()} - set(besides))):
         raise ConfigError(f"--out {folder} is not empty (it holds {', '.join(present[:3])}); choose another folder")
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=there, prefix=".loragate-").close()
+    except OSError as error:  # permissions say too little: of root, a read-only mount, /proc
+        raise LoragateError(describe_os_error(folder, error)) from error
 
 
 @contextmanager
