@@ -182,9 +182,10 @@ def test_answers_reach_a_file_as_they_are_and_a_terminal_in_peace(monkeypatch, t
             return terminal
 
     loaded = SimpleNamespace(model=tiny_base(), tokenizer=tiny_tokenizer(), kind="base")
-    monkeypatch.setattr("loragate.models.resolve", lambda *_, **__: SimpleNamespace(sampling={}))
+    monkeypatch.setattr("loragate.models.resolve", lambda *_, **__: SimpleNamespace(sampling={}, override=None))
     monkeypatch.setattr("loragate.models.open_model", lambda *_: loaded)
-    monkeypatch.setattr(TransformersEngine, "generate", lambda *_: [Sample(0, 0, EVIL, (1,), "stop", None)])
+    drawn = [Sample(0, 0, EVIL, (1,), "stop", None)]
+    monkeypatch.setattr(TransformersEngine, "draw", lambda *_: (batch for batch in [drawn]))
     monkeypatch.setattr(sys, "stdout", Screen())
     assert generate.run(generate.GenerateOptions(model="x", prompt="w1", raw=True)) == 0
     assert ("\x1b" in sys.stdout.getvalue()) is not terminal

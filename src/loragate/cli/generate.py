@@ -15,7 +15,6 @@ from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
 from loragate.display import Display, format_temperature
 from loragate.errors import ConfigError
-from loragate.gates.override import NAMED_OVERRIDES
 from loragate.gates.recommended import chosen_temperature, sampling_note
 from loragate.printable import escape_for_terminal
 from loragate.validate import PositiveInt
@@ -62,6 +61,7 @@ def run(options: GenerateOptions) -> int:
     """Generate and print, answer by answer; finish reasons go to stderr."""
     texts = read_prompts(options)
     from loragate.data import prompt_ids, render_prompt
+    from loragate.gates.override import NAMED_OVERRIDES
     from loragate.generation import SamplingConfig, TransformersEngine
     from loragate.generation.engine import Prompts
 
