@@ -110,7 +110,12 @@ def family(cells: Sequence[Answers], methods: list[str]) -> list[np.ndarray]:
 
 
 def best_against_best(cells: Sequence[Answers], methods: list[str], others: list[str]) -> OverSeeds | None:
-    """Of two families on the mean over cells; None where one has no setting."""
+    """Of two families on the mean over cells; None where one has no setting, or the LoRA was not asked greedily everywhere.
+
+    Without its greedy answers, the LoRA's best and that of all but gates are not what anybody would use.
+    """
+    if not all(cell.get((ADAPTER, MAIN, 0.0)) for cell in cells):
+        return None
     one, other = family(cells, methods), family(cells, others)
     if not one or not other:
         return None
