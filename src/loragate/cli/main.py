@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         kept = "nothing half-written was left"
         if arguments[0] in COMMANDS and hasattr(load_command(arguments[0]).options, "resume"):
-            kept = "what was finished is kept, and the same command with --resume goes on"
+            kept = "what was finished is kept, and the same command with --resume goes on with a run that had begun"
         print(f"\nloragate: stopped by Ctrl-C; {kept}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
