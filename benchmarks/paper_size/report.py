@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cells import Record, read_design
+from cells import Record, file_name, read_design
 from loragate.evaluation import average_at_k, compare
 from loragate.evaluation.statistics import Difference
 from loragate.report.figures import LINES, grid, open_figure, paired_dots
@@ -33,6 +33,7 @@ from reading import best_by_halves, gap_of_best, interval, report_command, score
 HERE = Path(__file__).parent
 RECORDS, RESULTS, DESIGN = HERE / "records", HERE / "RESULTS.md", HERE / "design.yaml"
 MAIN, GUARDS, VOTES = "gsm8k", ("humaneval", "mmlu_stem", "svamp", "math500"), "gsm8k_of_8"
+MAIN_GATES = "gates [-6,3]"
 ADAPTER, GATES, OTHERS = "LoRA", "entropy gates", "all but entropy gates"
 HEATS = (1.0, 0.6, 0.3, 0.0)
 DEV, DEALS = 128, 200
@@ -318,6 +319,28 @@ def verdict(found: OverSeeds | None, done: bool) -> str:
     return "harms" if gap.high < 0 and max(means) < 0 else "not shown"
 
 
+def cost_table(folder: Path, cells: Iterable[str]) -> str:
+    """Seconds that trainings and answers took, [-6,3] for the gates, beside other work on the machine."""
+    head = ["cell", "fine-tuning, s", "gates, s", "gates ÷ fine-tuning"]
+    rows = [[*head, *(f"{who}, 100 answers {how}, s" for who in ("LoRA", "gates") for how in ("greedy", "T = 1"))]]
+    for cell in cells:
+        took: dict[str, list[float]] = {}
+        for method in (ADAPTER, MAIN_GATES):
+            for path in (folder / cell / file_name(method)).glob("*.jsonl.gz"):
+                for (_, what), line in Record(path).lines.items():
+                    test, heat, *_ = f"{what} ".split(" ")
+                    asked = len(line.get("questions", ())) * line.get("samples", 1)
+                    seconds = line.get("train_runtime") or line.get("training_seconds") or line["seconds"] * 100 / asked
+                    if what == "training" or test == MAIN:
+                        took.setdefault(f"{method} {heat if asked else what}", []).append(seconds)
+        if {f"{ADAPTER} training", f"{MAIN_GATES} training"} <= took.keys():
+            stage, gates = took[f"{ADAPTER} training"][0], took[f"{MAIN_GATES} training"][0]
+            keys = [f"{method} T={heat}" for method in (ADAPTER, MAIN_GATES) for heat in (0, 1)]
+            answers = [f"{np.median(took[key]):.0f}" if key in took else "" for key in keys]
+            rows.append([cell, f"{stage:.0f}", f"{gates:.0f}", f"{gates / stage:.2f}", *answers])
+    return table(rows) if len(rows) > 1 else "Nothing was trained yet."
+
+
 def cells_of(records: Path, design: dict[str, Any]) -> Iterator[tuple[Path, list[str]]]:
     """The folder of each model on record, and the cells of it that were begun."""
     names = dict.fromkeys(f"{cell['situation']}-{cell['seed']}" for cell in design["plan"])
@@ -405,6 +428,9 @@ def page(records: Path, design: dict[str, Any]) -> str:
         parts += [
             "### Over seeds, against the LoRA",
             over_seeds({name: one for name, (one, *_) in begun.items()}, design),
+            "### What it took",
+            "On two cores that had other work; 100 answers: the median of the slices.",
+            cost_table(folder, cells),
         ]
     return "\n\n".join(parts if len(parts) > 1 else [*parts, "Nothing was run yet."]) + "\n"
 
