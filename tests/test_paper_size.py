@@ -212,7 +212,13 @@ def test_records_of_nothing_and_of_two_slices_give_no_verdict(
     assert "| LoRA | 2 | 50.0 |  |" in page  # settings
     assert "| +0.0 (-2.8 to +2.8; 100) |" in page
     assert "| LoRA | 25 | 25 |" in page  # cut off
-    assert "No two seeds of a situation yet." in page
+    assert "No two seeds of a situation yet." in page and "Nothing was trained yet." in page
+    trained = {"what": "training"}
+    for method, took in (("LoRA", {"train_runtime": 200.0}), ("gates [-6,3]", {"training_seconds": 150.0})):
+        study.Record(tmp_path / "model" / "terse-0" / report.file_name(method) / "training.jsonl.gz").add(
+            {"method": method} | trained | took
+        )
+    assert "| terse-0 | 200 | 150 | 0.75 | 30 | 30 | 30 | 30 |" in report.page(tmp_path, design)
 
 
 def test_limited_gates_are_compared_with_the_same_gates(report: ModuleType, design: dict[str, Any]) -> None:
@@ -316,7 +322,8 @@ def drawn(first: int, last: int) -> dict[str, Any]:
     """Answers to these questions, every second right and every fourth cut off."""
     count = last - first
     questions = [f"q{place:03}" for place in range(first, last)]
-    return {"questions": questions, "samples": 1, "correct": "10" * (count // 2), "cut_off": "0001" * (count // 4)}
+    verdicts = {"correct": "10" * (count // 2), "cut_off": "0001" * (count // 4)}
+    return {"questions": questions, "samples": 1, "seconds": 30.0 * count / 100} | verdicts
 
 
 def changed(tensors: bytes) -> bytes:
