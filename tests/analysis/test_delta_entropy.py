@@ -57,6 +57,21 @@ def test_delta_is_the_difference_of_full_entropies():
         assert found.token_ids[at].tolist() == labels[labels >= 0].tolist()
 
 
+def test_rows_that_repeat_are_one_row_of_an_interval():
+    """A file of one row, six times over, says as little as the row alone; two rows, three times each, as much as the two."""
+    tokenizer, rows = encoded(2)
+    reader, classes = Reader(tiny_adapter(), tokenizer), TokenClasses(tokenizer, {tokenizer.eos_token_id})
+
+    def total(rows):
+        return by_class(measure_token_entropies(reader, "adapter", rows, 4), rows, classes)[0]
+
+    assert (total(rows[:1] * 6).delta.low, total(rows[:1] * 6).kl.high) == (None, None)
+    once, thrice = total(rows), total(rows * 3)
+    assert thrice.tokens == 3 * once.tokens
+    ends = [(one.delta.mean, one.delta.low, one.delta.high) for one in (once, thrice)]
+    assert ends[0] == pytest.approx(ends[1], abs=1e-6)
+
+
 @pytest.mark.parametrize("copies", [None, ["lm_head"]])
 def test_how_far_predictions_move(copies, monkeypatch):
     """KL(adapter‖base) and the likeliest tokens against full logits, in chunks, where the head is a copy of its own too."""
@@ -90,7 +105,7 @@ def test_table():
     peft = tiny_adapter()
     found = measure_token_entropies(Reader(peft, tokenizer), "adapter", rows)
     classes = TokenClasses(tokenizer, {tokenizer.eos_token_id})
-    table = by_class(found, classes)
+    table = by_class(found, rows, classes)
     assert table[0].name == ALL
     assert table[0].tokens == sum(row.tokens for row in table[1:]) == len(found.token_ids)
     assert table[0].delta.mean == pytest.approx(found.delta.mean())

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from loragate import records
-from loragate.analysis.rows import Reader, Row, TokenClasses, answer_rows, no_progress
+from loragate.analysis.rows import Reader, Row, TokenClasses, answer_rows, distinct, no_progress
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, nearest
@@ -223,7 +223,13 @@ class DiagnosticContext(ReadsModel):
             rows = load_rows(settings.rows, limit=settings.max_rows or most)
             length = min(settings.max_length, self.loaded.max_positions or settings.max_length)
             encoded = encode_rows(rows, self.loaded.tokenizer, max_length=length, system=self.request.system)
-        return list(encoded), f"the first {len(rows)} rows of {settings.rows}"
+        found = list(encoded)
+        if repeats := len(found) - len(set(distinct(found))):
+            self.say(
+                f"note: {settings.rows}: of {len(found)} rows {repeats} repeat another; intervals are over the "
+                f"{len(found) - repeats} that differ"
+            )
+        return found, f"the first {len(rows)} rows of {settings.rows}"
 
     def evaluate(
         self,

@@ -29,6 +29,7 @@ from loragate.analysis.rows import (
     Row,
     TokenClasses,
     bootstrap_ratio,
+    distinct,
     no_progress,
     require_finite,
 )
@@ -142,7 +143,7 @@ def diagnose_entropy(context: DiagnosticContext, settings: DiagnoseSettings) -> 
         about=context.about("; ".join(sources), settings, "suppress max_length limit"),
         rows=len(rows),
         tokens=len(found.token_ids) if found else 0,
-        classes=by_class(found, context.classes, context.seed) if found else (),
+        classes=by_class(found, rows, context.classes, context.seed) if found else (),
         distribution=distribution(found.delta) if found else None,
         interventions=suppressed,
     )
@@ -242,14 +243,17 @@ def divergence(log_p_CV: torch.Tensor, log_r_CV: torch.Tensor) -> torch.Tensor:
     return (log_p_CV.exp() * (log_p_CV - log_r_CV)).sum(-1)
 
 
-def by_class(found: TokenEntropies, classes: TokenClasses, seed: int = 0) -> tuple[ClassEntropy, ...]:
-    """Means and shares over all tokens, then per token class in the order of `CLASSES`."""
+def by_class(
+    found: TokenEntropies, rows: Sequence[Row], classes: TokenClasses, seed: int = 0
+) -> tuple[ClassEntropy, ...]:
+    """Means and shares over all tokens, then per token class in the order of `CLASSES`; `rows` are those that were measured."""
     kinds = classes.indices(found.token_ids)
-    delta, count = found.delta, int(found.rows.max()) + 1
+    delta, of = found.delta, distinct(rows)[found.rows]
+    count = int(of.max()) + 1
 
     def interval(values: np.ndarray, chosen: np.ndarray) -> Interval:
-        sums = np.bincount(found.rows[chosen], values[chosen], minlength=count)
-        return bootstrap_ratio(sums, np.bincount(found.rows[chosen], minlength=count), seed=seed)
+        sums = np.bincount(of[chosen], values[chosen], minlength=count)
+        return bootstrap_ratio(sums, np.bincount(of[chosen], minlength=count), seed=seed)
 
     table = []
     for name in (ALL, *CLASSES):

@@ -42,7 +42,17 @@ import torch
 from torch import Tensor
 
 from loragate.analysis.context import Answers, DiagnosticContext
-from loragate.analysis.rows import CHUNK, CLASSES, Interval, Reader, Row, TokenClasses, bootstrap_ratio, no_progress
+from loragate.analysis.rows import (
+    CHUNK,
+    CLASSES,
+    Interval,
+    Reader,
+    Row,
+    TokenClasses,
+    bootstrap_ratio,
+    distinct,
+    no_progress,
+)
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.supplied import supplied_coefficients
 from loragate.data.encoding import IGNORED
@@ -76,7 +86,7 @@ class Case:
     Attributes:
         row: of token ids.
         values: of the actions at its counted positions.
-        group: what is drawn together for intervals, as the answers to one question are.
+        group: what is drawn together for intervals, as the answers to one question are, and rows that repeat.
     """
 
     row: Row
@@ -94,7 +104,7 @@ def gather(context: DiagnosticContext, settings: DiagnoseSettings) -> tuple[list
     of, most = settings.of or "adapter", settings.max_rows or ROWS
     if settings.rows:
         rows, source = context.rows(settings, ROWS)
-        groups = list(range(len(rows)))
+        groups = distinct(rows).tolist()
     else:
         found, source = context.answers(of, settings)
         if len(found) > 1:

@@ -54,6 +54,12 @@ def answer_rows(
     return rows
 
 
+def distinct(rows: Sequence[Row]) -> np.ndarray:
+    """For each row the number of its text, in order of first appearance: rows that repeat are one in intervals, [N]."""
+    seen: dict[tuple[tuple[int, ...], ...], int] = {}
+    return np.array([seen.setdefault((tuple(row["input_ids"]), tuple(row["labels"])), len(seen)) for row in rows])
+
+
 class Reader:
     """What a causal model says at the counted positions of rows, with whatever acts on it at the moment.
 
