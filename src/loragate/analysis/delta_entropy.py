@@ -125,7 +125,7 @@ def diagnose_entropy(context: DiagnosticContext, settings: DiagnoseSettings) -> 
     signs = list(dict.fromkeys(comma_list(settings.suppress)))
     if not signs or set(signs) - set(SIGNS):
         raise ConfigError(f"--suppress {settings.suppress}: expected one of {', '.join(SIGNS)}, or both with a comma")
-    loaded = context.begin(gated=False)
+    context.begin(gated=False)
     sources: list[str] = []
     rows: list[Row] = []
     found: TokenEntropies | None = None
@@ -133,9 +133,7 @@ def diagnose_entropy(context: DiagnosticContext, settings: DiagnoseSettings) -> 
         rows, source = context.rows(settings, ROWS)
         sources.append(source)
         with context.job("reading with base and adapter") as on_progress:
-            found = measure_token_entropies(context.reader, loaded.kind, rows, context.batch_size, on_progress)
-        for kind, entropy in found.entropy.items():
-            require_finite(entropy, f"entropies of the {kind} model, token by token")
+            found = _measure(context, rows, on_progress)
     suppressed = _intervene(context, signs) if context.has_tasks else ()
     if suppressed:
         sources.append(f"tasks {', '.join(dict.fromkeys(row.task for row in suppressed))}")
@@ -148,6 +146,13 @@ def diagnose_entropy(context: DiagnosticContext, settings: DiagnoseSettings) -> 
         interventions=suppressed,
     )
     return context.write_record(record, "entropy", conclude_entropy)
+
+
+def _measure(context: DiagnosticContext, rows: Sequence[Row], on_progress: OnProgress = no_progress) -> TokenEntropies:
+    found = measure_token_entropies(context.reader, context.loaded.kind, rows, context.batch_size, on_progress)
+    for kind, entropy in found.entropy.items():
+        require_finite(entropy, f"entropies of the {kind} model, token by token")
+    return found
 
 
 def _intervene(context: DiagnosticContext, signs: Sequence[str]) -> tuple[SuppressedRow, ...]:
@@ -181,9 +186,7 @@ def _intervene(context: DiagnosticContext, signs: Sequence[str]) -> tuple[Suppre
                 evaluation, ModelVariant("adapter", one.control), prepared[one.task], SHARE_ANSWERS
             )
             with context.job(f"reading the answers of {one.label} to {one.task} again"):
-                read = measure_token_entropies(
-                    context.reader, context.loaded.kind, answers.rows(tokenizer), context.batch_size
-                )
+                read = _measure(context, context.answer_rows(answers))
             share = float(suppression_mask(cast(Sign, one.control), torch.from_numpy(read.delta)).double().mean())
             shown = (one.avg_at_k, one.comparison, one.adjusted_p, one.verdict)
             rows.append(SuppressedRow(one.label, one.task, *shown, share))

@@ -112,10 +112,9 @@ def gather(context: DiagnosticContext, settings: DiagnoseSettings) -> tuple[list
         # one answer of every question before the second of any, so that a limit cuts answers and not questions
         graded = sorted(found[0].graded, key=lambda pair: (pair[0].sample, pair[0].question))
         one = Answers(found[0].prepared, graded[:most])
-        rows, groups = (
-            one.rows(context.loaded.tokenizer, settings.max_length),
-            [sample.question for sample in one.samples],
-        )
+        rows = context.answer_rows(one, settings.max_length)
+        one = Answers(one.prepared, [one.graded[row["row"]] for row in rows])
+        groups = [sample.question for sample in one.samples]
     if settings.value == "reference":
         values, what = _reference(context, settings.reference, rows)
     elif None in one.grades:

@@ -45,12 +45,14 @@ def no_progress(done: int, of: int) -> None:
 def answer_rows(
     prompt_ids: Sequence[Sequence[int]], samples: Sequence[Sample], max_length: int | None = None
 ) -> list[Row]:
-    """Rows {input_ids, labels, row} of answers behind their prompts, of each answer its first `max_length` tokens (None: all);
-    `row` is the index of the sample."""
+    """Rows {input_ids, labels, row} of answers behind their prompts, both together cut to `max_length` tokens (None: whole), as
+    rows of a file are; `row` is the index of the sample. Those of which no response token is left are left out."""
     rows = []
     for index, sample in enumerate(samples):
-        head, answer = list(prompt_ids[sample.question]), list(sample.token_ids)[:max_length]
-        rows.append({"input_ids": [*head, *answer], "labels": [*[IGNORE_INDEX] * len(head), *answer], "row": index})
+        head, answer = list(prompt_ids[sample.question]), list(sample.token_ids)
+        ids, labels = [*head, *answer][:max_length], [*[IGNORE_INDEX] * len(head), *answer][:max_length]
+        if len(ids) > len(head):
+            rows.append({"input_ids": ids, "labels": labels, "row": index})
     return rows
 
 

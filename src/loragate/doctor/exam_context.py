@@ -341,9 +341,7 @@ class ExamContext(ReadsModel):
 
     def greedy_answer_rows(self, kind: Kind) -> list[Row]:
         """The prompts with the answers of `greedy_answers` behind them, which are the labels; `row` is the prompt's index."""
-        # one answer to each prompt, in their order
-        rows = zip(answer_rows(self.prompt_ids, self.greedy_answers(kind)), self.greedy_answers(kind), strict=True)
-        return [row for row, sample in rows if sample.token_ids]
+        return answer_rows(self.prompt_ids, self.greedy_answers(kind))
 
     @cached_property
     def scoring_rows(self) -> dict[str, list[Row]]:
