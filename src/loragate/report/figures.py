@@ -70,6 +70,8 @@ def accuracy_bars(lines: Sequence[Line], to: Target, *, narrow: bool = False) ->
 
     `narrow` makes it as wide as a phone, so that its letters can be read there.
     """
+    from matplotlib.patches import Patch
+
     lines = [line for line in lines if line.score is not None]
     width, row, letters = (4.4, 0.44, 11.5) if narrow else (7.4, 0.36, 10)
     with open_figure(to, width, 1.3 + row * len(lines), {"font.size": letters}) as figure:
@@ -97,7 +99,8 @@ def accuracy_bars(lines: Sequence[Line], to: Target, *, narrow: bool = False) ->
         axes.set_xlabel("score, % (bars: mean; whiskers: 95 % interval over questions)" if not narrow else "score, %")
         grid(axes, "x")
         present = dict(GROUPS[group] for group in GROUPS if any(line.group == group for line in lines))
-        legend(figure, present, len(present))
+        patches = [Patch(color=colour, label=name) for name, colour in present.items()]
+        figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False)
 
 
 def curve_of(history: History, key: str) -> Curve:
@@ -113,7 +116,7 @@ def subsample(values: Sequence[Any], most: int) -> Sequence[Any]:
     return [values[round(n * (len(values) - 1) / (most - 1))] for n in range(most)]
 
 
-def line_chart(curves: Mapping[str, Curve], label: str, to: Target, *, title: str = "") -> None:
+def line_chart(curves: Mapping[str, Curve], label: str, to: Target) -> None:
     """Draw {name: curve} over the steps.
 
     The vertical axis starts at zero where all values are positive, so that a small change does not look large. Values that are
@@ -137,7 +140,6 @@ def line_chart(curves: Mapping[str, Curve], label: str, to: Target, *, title: st
         axes.margins(x=0.02)
         axes.set_xlabel("step")
         axes.set_ylabel(label)
-        axes.set_title(title)
         grid(axes, "both")
         figure.legend(loc="outside lower left", frameon=False)
 
@@ -383,14 +385,6 @@ def open_figure(to: Target, width: float, height: float, style: Any = None) -> I
             figure.savefig(to, format=kind, metadata=metadata)
         else:
             write_atomically(Path(to), lambda file: figure.savefig(file, format=kind, dpi=160, metadata=metadata))
-
-
-def legend(figure: Figure, colours: Mapping[str, str], columns: int) -> None:
-    """A legend above the drawing, {label: colour}."""
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False)
 
 
 def grid(axes: Axes, axis: Any) -> None:
