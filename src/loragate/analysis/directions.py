@@ -184,7 +184,7 @@ def reference_values(reader: Reader, row: Row) -> ActionValues:
 def reward_values(reader: Reader, row: Row, reward: float, baseline: float) -> ActionValues:
     """One graded answer's reward spread over its tokens; the model acts as the policy that wrote the answer."""
     batch = reader.batch(row)
-    log_prob = reader.read(batch).log_prob
+    log_prob = reader.label_log_probs(batch)
     labels = batch["labels"][0, 1:]
     actions = labels[labels != IGNORED].unsqueeze(-1).cpu()
     values = baseline + (reward - baseline) * torch.exp(-log_prob.cpu())

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from loragate.data import Collator
 from loragate.errors import ArtifactError, TrainingError
-from loragate.losses import StatisticsRequest, TokenStatistics, verify_head
+from loragate.losses import StatisticsRequest, verify_head
 from loragate.losses.causal_head import Batch, Reference, causal_model, read_head, response_mask, statistics_of_states
 from loragate.losses.head import IGNORE_INDEX
 from loragate.losses.projection import Head
@@ -101,13 +101,6 @@ class Reader:
         # a model that is spread over devices ends on another one than it begins
         return output[:, :-1][response_mask(batch).to(output.device)]
 
-    def statistics(self, states: Tensor, batch: Batch, request: StatisticsRequest) -> TokenStatistics:
-        """What a request asks of the `states` of a batch, each [T]."""
-        head = self.head() if self.fused else None
-        states = states if head is None else states.to(head.weight.device)
-        labels_T = batch["labels"][:, 1:][response_mask(batch)]
-        return statistics_of_states(states, head, labels_T.to(states.device), request)
-
     def head(self) -> Head:
         """The frozen output head; raises TrainingError where it is none any more."""
         head = read_head(self.causal)
@@ -127,9 +120,12 @@ class Reader:
         return whole.log_probs(whole.vocabulary)
 
     @torch.no_grad()
-    def read(self, batch: Batch) -> TokenStatistics:
-        """log p and entropy at the counted positions, each [T]; without gradients."""
-        return self.statistics(self.states(batch), batch, StatisticsRequest(2, ("log_prob", "entropy"), ()))
+    def label_log_probs(self, batch: Batch) -> Tensor:
+        """log p of the response tokens, [T] fp32, without gradients."""
+        states, head = self.states(batch), self.head() if self.fused else None
+        states = states if head is None else states.to(head.weight.device)
+        labels_T = batch["labels"][:, 1:][response_mask(batch)].to(states.device)
+        return statistics_of_states(states, head, labels_T, StatisticsRequest(2, ("log_prob",), ())).log_prob
 
 
 CLASSES = ("digits", "operators", "words", "punctuation", "space", "mixed", "special", "end")

@@ -438,7 +438,7 @@ class ExamContext(ReadsModel):
         """Negative log-likelihood of the labels of rows, under whatever acts on the model at the moment."""
         sums, counts = np.zeros(len(rows)), np.zeros(len(rows))
         for batch, rows_T, _ in self.reader.batches(rows, self.settings.batch_size):
-            found = self.reader.read(batch).log_prob.double().cpu().numpy()
+            found = self.reader.label_log_probs(batch).double().cpu().numpy()
             sums += np.bincount(rows_T, -found, minlength=len(rows))
             counts += np.bincount(rows_T, minlength=len(rows))
         return Losses(sums, counts)
