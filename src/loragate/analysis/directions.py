@@ -25,7 +25,7 @@ h_i = mean Cov_q(r, ∂z/∂λ_i) = ∂V_k/∂λ_i (eq:rw-coordinate-signal): en
 λ is supplied from outside there (eq:rw-causal-jacobian), at the values that the gates give it, so a coordinate's effect
 includes all later positions and all later modules, but no other gate's reaction.
 
-Shapes: T counted positions of one row, N of all rows, C chunk of positions, V vocabulary, K support, A actions tried, D hidden,
+Shapes: T counted positions of one row, N of all rows, C chunk of positions, V vocabulary, K support, D hidden,
 P gate parameters.
 """
 
@@ -67,16 +67,6 @@ ROWS = 48
 
 ActionValues = Callable[[slice, Tensor], Tensor]
 """Values of every action at some counted positions of one row: (positions, logits there [C, V]) to r [C, V] of the same kind."""
-
-
-def sparse_values(actions_TA: Tensor, values_TA: Tensor, elsewhere_T: Tensor) -> ActionValues:
-    """Values of a few actions at each position, and one for all others there."""
-
-    def table(at: slice, logits: Tensor) -> Tensor:
-        table = elsewhere_T[at, None].to(logits).expand(-1, logits.shape[-1]).clone()
-        return table.scatter_(1, actions_TA[at].to(logits.device), values_TA[at].to(logits))
-
-    return table
 
 
 @dataclass(frozen=True)
@@ -186,9 +176,14 @@ def reward_values(reader: Reader, row: Row, reward: float, baseline: float) -> A
     batch = reader.batch(row)
     log_prob = reader.label_log_probs(batch)
     labels = batch["labels"][0, 1:]
-    actions = labels[labels != IGNORED].unsqueeze(-1).cpu()
-    values = baseline + (reward - baseline) * torch.exp(-log_prob.cpu())
-    return sparse_values(actions, values.unsqueeze(-1), torch.full((len(actions),), baseline))
+    actions_T = labels[labels != IGNORED]
+    values_T = baseline + (reward - baseline) * torch.exp(-log_prob)
+
+    def table(at: slice, logits: Tensor) -> Tensor:
+        own = values_T[at, None].to(logits)
+        return torch.full_like(logits, baseline).scatter_(1, actions_T[at, None].to(logits.device), own)
+
+    return table
 
 
 def leave_one_out(questions: Sequence[int], rewards: Sequence[float]) -> list[float]:
