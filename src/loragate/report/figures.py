@@ -184,7 +184,7 @@ def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
     reach = max(0.1, max(abs(mean - 1) for mean in means.values()))
 
     across = CELL * max(len(kinds), 2)
-    with open_figure(to, 1.75 + across, 2.0 + 0.28 * max(len(layers), 3), MAP) as figure:
+    with open_figure(to, max(1.75 + across, 3.6), 2.0 + 0.28 * max(len(layers), 3), MAP) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[across, 1.2])
         module_cells(left, means, "PuOr_r", (1 - reach, 1 + reach), lambda mean: abs(mean - 1) > 0.55 * reach, ".2f")
         left.set_title("Mean λ")
