@@ -25,7 +25,7 @@ from loragate.analysis.directions import (
 )
 from loragate.analysis.rows import CLASSES, Reader, TokenClasses, answer_rows
 from loragate.data import encode_rows
-from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.generation import SamplingConfig, TransformersEngine
 from tiny import tiny_gated, tiny_rows, tiny_tokenizer
 
 K = 20
@@ -158,9 +158,3 @@ def test_what_lies_between_two_answers_is_prompt():
     # at most one λ of each module at every position
     assert counts[GROUPS.index(PROMPT)] > 0
     assert counts[: len(CLASSES)].sum() <= len(parameter_slices(reader.model)) * learned
-
-
-def test_answers_are_cut_to_max_length():
-    sample = Sample(0, 0, "", tuple(range(10, 30)), "stop", None)
-    (row,) = answer_rows([[7, 8]], [sample], 16)
-    assert (row["input_ids"], row["labels"]) == ([7, 8, *range(10, 26)], [-100, -100, *range(10, 26)])

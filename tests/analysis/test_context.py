@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from loragate.analysis import context as room
-from loragate.analysis.context import DiagnosticContext
+from loragate.analysis.context import Answers, DiagnosticContext
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, DataError
 from loragate.evaluation.prepared import Request
 from loragate.evaluation.settings import TaskSettings
+from loragate.generation import Sample
+from tiny import tiny_tokenizer
 
 
 def test_a_run_of_the_harness_alone_has_no_answers(tmp_path, monkeypatch):
@@ -44,3 +46,29 @@ def test_answers_of_another_adapter_or_base_are_named(tmp_path, monkeypatch):
     assert notes("gated") == ["adapter other; here it is a", "gates g1; here it is g2"]
     assert notes("adapter") == ["adapter other; here it is a"]
     assert notes("base") == []
+
+
+def test_answers_are_cut_and_left_out_as_rows_are_and_it_is_said(tmp_path, monkeypatch):
+    """max_length is of prompt and answer together; an answer without a token, or behind too long a prompt, is counted."""
+    said = []
+    monkeypatch.setattr(DiagnosticContext, "loaded", SimpleNamespace(tokenizer=tiny_tokenizer()))
+    monkeypatch.setattr(DiagnosticContext, "say", lambda self, line: said.append(line))
+    task = SimpleNamespace(task=SimpleNamespace(name="words"), prompts=["w1 w2", "w1 w2 w3 w4 w5"])
+    drawn = [(0, (9, 10, 11, 1)), (0, ()), (0, (9, 1)), (1, (12, 1))]
+    answers = Answers(task, [(Sample(question, 0, "", ids, "stop", None), None) for question, ids in drawn])
+    context = DiagnosticContext(Request("gated", tmp_path, TaskSettings()))
+    rows = context.answer_rows(answers, 5)
+    assert [row["row"] for row in rows] == [0, 2]
+    assert rows[0]["input_ids"] == [6, 7, 9, 10, 11]
+    assert [row["labels"] for row in rows] == [[-100, -100, 9, 10, 11], [-100, -100, 9, 1]]
+    assert said == [
+        "note: words: of 4 answers 1 left out without a response; 1 left out, as max_length cuts the whole response; "
+        "1 cut by max_length"
+    ]
+    said.clear()
+    assert len(context.answer_rows(answers)) == 3
+    assert said == ["note: words: of 4 answers 1 left out without a response"]
+    with pytest.raises(
+        DataError, match=r"words: of 1 answer 1 left out without a response, so nothing is left to read"
+    ):
+        context.answer_rows(Answers(task, answers.graded[1:2]))

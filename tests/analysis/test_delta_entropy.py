@@ -1,6 +1,7 @@
 """ΔH on teacher-forced prefixes: against full logits, by class, with records that come back as they went."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import loragate as lg
 from loragate.analysis import delta_entropy
-from loragate.analysis.context import About
+from loragate.analysis.context import About, Answers, DiagnosticContext
 from loragate.analysis.delta_entropy import (
     ALL,
     EntropyRecord,
@@ -19,6 +20,10 @@ from loragate.analysis.delta_entropy import (
 )
 from loragate.analysis.rows import Interval, Reader, TokenClasses
 from loragate.data import encode_rows
+from loragate.errors import ArtifactError
+from loragate.evaluation.prepared import Request
+from loragate.evaluation.settings import TaskSettings
+from loragate.generation import Sample
 from tiny import logits, tiny_adapter, tiny_base, tiny_gated, tiny_rows, tiny_tokenizer
 
 
@@ -57,6 +62,21 @@ def test_delta_is_the_difference_of_full_entropies():
         assert found.token_ids[at].tolist() == labels[labels >= 0].tolist()
 
 
+def test_rows_that_repeat_are_one_row_of_an_interval():
+    """A file of one row, six times over, says as little as the row alone; two rows, three times each, as much as the two."""
+    tokenizer, rows = encoded(2)
+    reader, classes = Reader(tiny_adapter(), tokenizer), TokenClasses(tokenizer, {tokenizer.eos_token_id})
+
+    def total(rows):
+        return by_class(measure_token_entropies(reader, "adapter", rows, 4), rows, classes)[0]
+
+    assert (total(rows[:1] * 6).delta.low, total(rows[:1] * 6).kl.high) == (None, None)
+    once, thrice = total(rows), total(rows * 3)
+    assert thrice.tokens == 3 * once.tokens
+    ends = [(one.delta.mean, one.delta.low, one.delta.high) for one in (once, thrice)]
+    assert ends[0] == pytest.approx(ends[1], abs=1e-6)
+
+
 @pytest.mark.parametrize("copies", [None, ["lm_head"]])
 def test_how_far_predictions_move(copies, monkeypatch):
     """KL(adapter‖base) and the likeliest tokens against full logits, in chunks, where the head is a copy of its own too."""
@@ -85,12 +105,30 @@ def test_how_far_predictions_move(copies, monkeypatch):
     assert found.top_probs["base"][-1] == pytest.approx(base[-1].exp().topk(3).values.numpy(), abs=1e-6)
 
 
+def test_figures_of_answers_that_are_read_again_must_be_finite(tmp_path, monkeypatch):
+    """ΔH of NaN is neither below nor above 0: the delta would be called switched off nowhere."""
+    tokenizer, peft = tiny_tokenizer(), tiny_adapter()
+    with torch.no_grad():
+        next(part for name, part in peft.named_parameters() if "0.mlp.down_proj.lora_A" in name).fill_(np.nan)
+    task = SimpleNamespace(task=SimpleNamespace(name="words"), prompts=["w1 w2"])
+    scored = SimpleNamespace(control="negative", task="words", label="adapter negative", avg_at_k=None)
+    scored.comparison = scored.adjusted_p = scored.verdict = None
+    answers = Answers(task, [(Sample(0, 0, "", (9, 12), "stop", None), None)])
+    monkeypatch.setattr(delta_entropy, "open_evaluation", lambda *_: SimpleNamespace(tasks=[task]))
+    monkeypatch.setattr(delta_entropy, "stored_answers", lambda *_: answers)
+    monkeypatch.setattr(DiagnosticContext, "evaluate", lambda *_: SimpleNamespace(results=[scored]))
+    loaded = SimpleNamespace(model=peft, tokenizer=tokenizer, kind="adapter")
+    monkeypatch.setattr(DiagnosticContext, "loaded", loaded)
+    with pytest.raises(ArtifactError, match="entropies of the adapter model, token by token"):
+        delta_entropy._intervene(DiagnosticContext(Request("adapter", tmp_path, TaskSettings())), ["negative"])
+
+
 def test_table():
     tokenizer, rows = encoded()
     peft = tiny_adapter()
     found = measure_token_entropies(Reader(peft, tokenizer), "adapter", rows)
     classes = TokenClasses(tokenizer, {tokenizer.eos_token_id})
-    table = by_class(found, classes)
+    table = by_class(found, rows, classes)
     assert table[0].name == ALL
     assert table[0].tokens == sum(row.tokens for row in table[1:]) == len(found.token_ids)
     assert table[0].delta.mean == pytest.approx(found.delta.mean())

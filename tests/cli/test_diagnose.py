@@ -71,7 +71,8 @@ def test_interventions_then_gates_and_alignment_on_their_answers(place, tmp_path
     assert (gates.lower, gates.upper) == (-3.0, 2.0)
     assert "They reverse most in" in " ".join(gates.conclusion)
     assert diagnose(place, "alignment", tmp_path / "reward", "--value", "reward", "--run", out) == 0
-    assert read(AlignmentRecord, tmp_path / "reward" / "alignment.json").about.settings["value"] == "reward"
+    reward = read(AlignmentRecord, tmp_path / "reward" / "alignment.json")
+    assert (reward.about.settings["value"], reward.rows) == ("reward", 4), "questions; each has two answers"
 
 
 def test_tokens_of_stored_answers(place, tmp_path):
@@ -118,6 +119,18 @@ def test_alignment_with_a_reference(place, tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert f"{record.all.total.angle:.0f}°" in shown
     assert record.modules[0].name not in shown, "modules are in the record and in the report"
+
+
+def test_repeated_rows_are_said_and_give_no_interval(place, tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl", tiny_rows(1) * 3)
+    for what, kind in (("entropy", EntropyRecord), ("alignment", AlignmentRecord)):
+        assert diagnose(place, what, tmp_path / what, "--rows", rows) == 0
+        said = "of 3 rows 2 repeat another; intervals are over the 1 that differ"
+        assert said in " ".join(capsys.readouterr().out.split())
+        record = read(kind, tmp_path / what / f"{what}.json")
+        shown = record.classes[0].delta if what == "entropy" else record.all.total.cosine
+        assert (shown.low, shown.high) == (None, None)
+    assert (record.rows, record.all.total.verdict) == (1, "not shown")
 
 
 WITH_ROWS = ("--rows", "{place}/rows.jsonl")

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.report.figures import accuracy_bars, column_chart, curve_of, lambda_map, line_chart
+from loragate.report.figures import MODULES as SEVEN
+from loragate.report.figures import accuracy_bars, column_chart, curve_of, lambda_map, line_chart, module_map
+from loragate.report.selection import heat_map
 from loragate.report.table import Line
 
 KINDS = ("down_proj", "q_proj", "v_proj")
@@ -119,6 +121,27 @@ def test_narrow_bars_have_letters_that_a_phone_shows(tmp_path: Path, drawn: list
         assert labels[0].get_text().replace("\n", " ") == name
         figure.draw_without_rendering()
         assert labels[0].get_window_extent().x0 >= 0, "it is not cut off"
+
+
+def test_maps_of_seven_columns_fit_a_phone_and_their_letters_can_be_read_there(
+    tmp_path: Path, drawn: list[Any]
+) -> None:
+    cells = {(layer, kind): 0.01 * (layer + 1) for layer in range(4) for kind in SEVEN}
+    lambda_map([module(layer, kind, -0.5) for layer, kind in cells], tmp_path / "λ.svg")
+    module_map(cells, dict.fromkeys(range(4), 0.02), dict.fromkeys(SEVEN, 0.03), "nats", tmp_path / "modules.svg")
+    score = {"label": "", "mean": 0.5, "low": 0.45, "high": 0.55, "difference": None}
+    ranges = {(lower, upper): score for lower in range(-6, 1) for upper in (1, 3)}
+    heat_map("the dev set", score, ranges, "-", "", tmp_path / "ranges.svg")
+    for figure in drawn:
+        smallest = 0.9  # of its size on a page, which has 358 px of a phone's 390
+        assert smallest * 72 * figure.get_figwidth() <= 358
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            labels = [one for one in (*axes.get_xticklabels(), *axes.get_yticklabels()) if one.get_visible()]
+            assert all(smallest * one.get_fontsize() > 10 for one in (*axes.texts, *labels) if one.get_text())
+        widths = [one.get_window_extent().width for one in figure.axes[0].texts if one.get_text()]
+        columns = figure.axes[0].get_window_extent().width / 7
+        assert max(widths) < columns, "figures of neighbours do not touch"
 
 
 def test_columns_with_open_ends_say_so(tmp_path: Path, drawn: list[Any]) -> None:

@@ -163,7 +163,8 @@ class AlignmentRecord(Record):
 
     Attributes:
         value_of: what the value was taken from, in words.
-        rows, tokens: what the means are over.
+        rows: what the intervals are over: rows that differ, or questions, all answers to one together.
+        tokens: what the means are over.
         k: support of the entropy objective.
         top_is_best: share of positions whose likeliest action is among those of the highest value on the support; the
             margin m > 0 of eq:rw-margin, read position by position.
@@ -215,7 +216,7 @@ def diagnose_alignment(context: DiagnosticContext, settings: DiagnoseSettings) -
     record = AlignmentRecord(
         about=context.about(source, settings, "value reference max_rows max_length"),
         value_of=value_of,
-        rows=len(cases),
+        rows=len(rows),
         tokens=tokens,
         k=k,
         top_is_best=sum(row.top_is_best for row in rows) / tokens,

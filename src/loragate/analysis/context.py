@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from loragate import records
-from loragate.analysis.rows import Reader, Row, TokenClasses, answer_rows, no_progress
+from loragate.analysis.rows import Reader, Row, TokenClasses, answer_rows, distinct, no_progress
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.data import encode_rows, load_rows
-from loragate.errors import ConfigError, nearest
+from loragate.display import pluralize
+from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.engines import EngineContext, load
 from loragate.evaluation.evaluate import Evaluation, open_evaluation
@@ -92,28 +93,16 @@ class Answers:
     def grades(self) -> list[Grade | None]:
         return [grade for _, grade in self.graded]
 
-    def rows(self, tokenizer: Any, max_length: int | None = None) -> list[Row]:
-        """The answers behind their prompts, of each answer its first `max_length` tokens."""
-        prompts = tokenizer(self.prepared.prompts, add_special_tokens=False)["input_ids"]
-        return answer_rows(prompts, self.samples, max_length)
-
 
 def stored_answers(
-    evaluation: Evaluation,
-    variant: ModelVariant,
-    prepared: PreparedTask,
-    count: int,
-    limit: int | None = None,
-    *,
-    empty: bool = False,
+    evaluation: Evaluation, variant: ModelVariant, prepared: PreparedTask, count: int, limit: int | None = None
 ) -> Answers:
-    """The first `count` answers of a row to the first `limit` questions of a task; without `empty` those with a token to read."""
+    """The first `count` answers of a row to the first `limit` questions of a task."""
     grader = resolve_grader(prepared.task, evaluation.grading.grader)
     samples, grades = evaluation.answers(variant, prepared.task.name, grader)
     first = len(prepared.prompts) if limit is None else limit
     graded = zip(samples, [None] * len(samples) if grades is None else grades, strict=True)
-    kept = [(s, grade) for s, grade in graded if s.sample < count and s.question < first and (empty or s.token_ids)]
-    return Answers(prepared, kept)
+    return Answers(prepared, [(s, grade) for s, grade in graded if s.sample < count and s.question < first])
 
 
 class ReadsModel(ABC):
@@ -223,7 +212,13 @@ class DiagnosticContext(ReadsModel):
             rows = load_rows(settings.rows, limit=settings.max_rows or most)
             length = min(settings.max_length, self.loaded.max_positions or settings.max_length)
             encoded = encode_rows(rows, self.loaded.tokenizer, max_length=length, system=self.request.system)
-        return list(encoded), f"the first {len(rows)} rows of {settings.rows}"
+        found = list(encoded)
+        if repeats := len(found) - len(set(distinct(found))):
+            self.say(
+                f"note: {settings.rows}: of {len(found)} rows {repeats} repeat another; intervals are over the "
+                f"{len(found) - repeats} that differ"
+            )
+        return found, f"the first {len(rows)} rows of {settings.rows}"
 
     def evaluate(
         self,
@@ -243,7 +238,7 @@ class DiagnosticContext(ReadsModel):
         evaluation.engine_for = engine_for or evaluation.engine_for
         return self.score(evaluation)
 
-    def answers(self, of: Kind, settings: DiagnoseSettings, *, empty: bool = False) -> tuple[list[Answers], str]:
+    def answers(self, of: Kind, settings: DiagnoseSettings) -> tuple[list[Answers], str]:
         """(stored answers of base, adapter or gates by task, where they come from).
 
         Raises:
@@ -269,9 +264,33 @@ class DiagnosticContext(ReadsModel):
                 raise ConfigError(f"--tasks {name}: the run holds {', '.join(by_name)}{nearest(name, by_name)}")
         variant, count = ModelVariant(of), settings.answers
         chosen = [by_name[name] for name in dict.fromkeys(names)]
-        found = [stored_answers(evaluation, variant, prepared, count, asked.limit, empty=empty) for prepared in chosen]
+        found = [stored_answers(evaluation, variant, prepared, count, asked.limit) for prepared in chosen]
         tasks = ", ".join(answers.prepared.task.name for answers in found)
         return found, f"answers of the {of} model to {tasks} stored in {folder}, {count} per question at most"
+
+    def answer_rows(self, answers: Answers, max_length: int | None = None) -> list[Row]:
+        """The answers behind their prompts, see `loragate.analysis.rows.answer_rows`; what is left out or cut is said.
+
+        Raises:
+            DataError: where nothing is left.
+        """
+        samples, name = answers.samples, answers.prepared.task.name
+        prompts = self.loaded.tokenizer(answers.prepared.prompts, add_special_tokens=False)["input_ids"]
+        rows = answer_rows(prompts, samples, max_length)
+        lengths = [len(prompts[sample.question]) + len(sample.token_ids) for sample in samples]
+        empty = sum(not sample.token_ids for sample in samples)
+        account = {
+            "left out without a response": empty,
+            "left out, as max_length cuts the whole response": len(samples) - len(rows) - empty,
+            "cut by max_length": sum(len(row["input_ids"]) < lengths[row["row"]] for row in rows),
+        }
+        notes = "; ".join(f"{count} {what}" for what, count in account.items() if count)
+        said = f"{name}: of {pluralize(len(samples), 'answer')} {notes}"
+        if not rows:
+            raise DataError(f"{said}, so nothing is left to read; give other answers or a higher --max-length")
+        if notes:
+            self.say(f"note: {said}")
+        return rows
 
     def about(self, source: str, settings: DiagnoseSettings, names: str) -> About:
         """`About` of a diagnosis, with the settings of these names as text (some are the tasks'); `write_record` adds the time."""

@@ -29,6 +29,7 @@ from loragate.analysis.rows import (
     Row,
     TokenClasses,
     bootstrap_ratio,
+    distinct,
     no_progress,
     require_finite,
 )
@@ -124,7 +125,7 @@ def diagnose_entropy(context: DiagnosticContext, settings: DiagnoseSettings) -> 
     signs = list(dict.fromkeys(comma_list(settings.suppress)))
     if not signs or set(signs) - set(SIGNS):
         raise ConfigError(f"--suppress {settings.suppress}: expected one of {', '.join(SIGNS)}, or both with a comma")
-    loaded = context.begin(gated=False)
+    context.begin(gated=False)
     sources: list[str] = []
     rows: list[Row] = []
     found: TokenEntropies | None = None
@@ -132,9 +133,7 @@ def diagnose_entropy(context: DiagnosticContext, settings: DiagnoseSettings) -> 
         rows, source = context.rows(settings, ROWS)
         sources.append(source)
         with context.job("reading with base and adapter") as on_progress:
-            found = measure_token_entropies(context.reader, loaded.kind, rows, context.batch_size, on_progress)
-        for kind, entropy in found.entropy.items():
-            require_finite(entropy, f"entropies of the {kind} model, token by token")
+            found = _measure(context, rows, on_progress)
     suppressed = _intervene(context, signs) if context.has_tasks else ()
     if suppressed:
         sources.append(f"tasks {', '.join(dict.fromkeys(row.task for row in suppressed))}")
@@ -142,11 +141,18 @@ def diagnose_entropy(context: DiagnosticContext, settings: DiagnoseSettings) -> 
         about=context.about("; ".join(sources), settings, "suppress max_length limit"),
         rows=len(rows),
         tokens=len(found.token_ids) if found else 0,
-        classes=by_class(found, context.classes, context.seed) if found else (),
+        classes=by_class(found, rows, context.classes, context.seed) if found else (),
         distribution=distribution(found.delta) if found else None,
         interventions=suppressed,
     )
     return context.write_record(record, "entropy", conclude_entropy)
+
+
+def _measure(context: DiagnosticContext, rows: Sequence[Row], on_progress: OnProgress = no_progress) -> TokenEntropies:
+    found = measure_token_entropies(context.reader, context.loaded.kind, rows, context.batch_size, on_progress)
+    for kind, entropy in found.entropy.items():
+        require_finite(entropy, f"entropies of the {kind} model, token by token")
+    return found
 
 
 def _intervene(context: DiagnosticContext, signs: Sequence[str]) -> tuple[SuppressedRow, ...]:
@@ -180,9 +186,7 @@ def _intervene(context: DiagnosticContext, signs: Sequence[str]) -> tuple[Suppre
                 evaluation, ModelVariant("adapter", one.control), prepared[one.task], SHARE_ANSWERS
             )
             with context.job(f"reading the answers of {one.label} to {one.task} again"):
-                read = measure_token_entropies(
-                    context.reader, context.loaded.kind, answers.rows(tokenizer), context.batch_size
-                )
+                read = _measure(context, context.answer_rows(answers))
             share = float(suppression_mask(cast(Sign, one.control), torch.from_numpy(read.delta)).double().mean())
             shown = (one.avg_at_k, one.comparison, one.adjusted_p, one.verdict)
             rows.append(SuppressedRow(one.label, one.task, *shown, share))
@@ -242,14 +246,17 @@ def divergence(log_p_CV: torch.Tensor, log_r_CV: torch.Tensor) -> torch.Tensor:
     return (log_p_CV.exp() * (log_p_CV - log_r_CV)).sum(-1)
 
 
-def by_class(found: TokenEntropies, classes: TokenClasses, seed: int = 0) -> tuple[ClassEntropy, ...]:
-    """Means and shares over all tokens, then per token class in the order of `CLASSES`."""
+def by_class(
+    found: TokenEntropies, rows: Sequence[Row], classes: TokenClasses, seed: int = 0
+) -> tuple[ClassEntropy, ...]:
+    """Means and shares over all tokens, then per token class in the order of `CLASSES`; `rows` are those that were measured."""
     kinds = classes.indices(found.token_ids)
-    delta, count = found.delta, int(found.rows.max()) + 1
+    delta, of = found.delta, distinct(rows)[found.rows]
+    count = int(of.max()) + 1
 
     def interval(values: np.ndarray, chosen: np.ndarray) -> Interval:
-        sums = np.bincount(found.rows[chosen], values[chosen], minlength=count)
-        return bootstrap_ratio(sums, np.bincount(found.rows[chosen], minlength=count), seed=seed)
+        sums = np.bincount(of[chosen], values[chosen], minlength=count)
+        return bootstrap_ratio(sums, np.bincount(of[chosen], minlength=count), seed=seed)
 
     table = []
     for name in (ALL, *CLASSES):

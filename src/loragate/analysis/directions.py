@@ -25,7 +25,7 @@ h_i = mean Cov_q(r, ∂z/∂λ_i) = ∂V_k/∂λ_i (eq:rw-coordinate-signal): en
 λ is supplied from outside there (eq:rw-causal-jacobian), at the values that the gates give it, so a coordinate's effect
 includes all later positions and all later modules, but no other gate's reaction.
 
-Shapes: T counted positions of one row, N of all rows, C chunk of positions, V vocabulary, K support, A actions tried, D hidden,
+Shapes: T counted positions of one row, N of all rows, C chunk of positions, V vocabulary, K support, D hidden,
 P gate parameters.
 """
 
@@ -42,7 +42,17 @@ import torch
 from torch import Tensor
 
 from loragate.analysis.context import Answers, DiagnosticContext
-from loragate.analysis.rows import CHUNK, CLASSES, Interval, Reader, Row, TokenClasses, bootstrap_ratio, no_progress
+from loragate.analysis.rows import (
+    CHUNK,
+    CLASSES,
+    Interval,
+    Reader,
+    Row,
+    TokenClasses,
+    bootstrap_ratio,
+    distinct,
+    no_progress,
+)
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.supplied import supplied_coefficients
 from loragate.data.encoding import IGNORED
@@ -59,16 +69,6 @@ ActionValues = Callable[[slice, Tensor], Tensor]
 """Values of every action at some counted positions of one row: (positions, logits there [C, V]) to r [C, V] of the same kind."""
 
 
-def sparse_values(actions_TA: Tensor, values_TA: Tensor, elsewhere_T: Tensor) -> ActionValues:
-    """Values of a few actions at each position, and one for all others there."""
-
-    def table(at: slice, logits: Tensor) -> Tensor:
-        table = elsewhere_T[at, None].to(logits).expand(-1, logits.shape[-1]).clone()
-        return table.scatter_(1, actions_TA[at].to(logits.device), values_TA[at].to(logits))
-
-    return table
-
-
 @dataclass(frozen=True)
 class Case:
     """One row that directions are computed on.
@@ -76,7 +76,7 @@ class Case:
     Attributes:
         row: of token ids.
         values: of the actions at its counted positions.
-        group: what is drawn together for intervals, as the answers to one question are.
+        group: what is drawn together for intervals, as the answers to one question are, and rows that repeat.
     """
 
     row: Row
@@ -94,7 +94,7 @@ def gather(context: DiagnosticContext, settings: DiagnoseSettings) -> tuple[list
     of, most = settings.of or "adapter", settings.max_rows or ROWS
     if settings.rows:
         rows, source = context.rows(settings, ROWS)
-        groups = list(range(len(rows)))
+        groups = distinct(rows).tolist()
     else:
         found, source = context.answers(of, settings)
         if len(found) > 1:
@@ -102,10 +102,9 @@ def gather(context: DiagnosticContext, settings: DiagnoseSettings) -> tuple[list
         # one answer of every question before the second of any, so that a limit cuts answers and not questions
         graded = sorted(found[0].graded, key=lambda pair: (pair[0].sample, pair[0].question))
         one = Answers(found[0].prepared, graded[:most])
-        rows, groups = (
-            one.rows(context.loaded.tokenizer, settings.max_length),
-            [sample.question for sample in one.samples],
-        )
+        rows = context.answer_rows(one, settings.max_length)
+        one = Answers(one.prepared, [one.graded[row["row"]] for row in rows])
+        groups = [sample.question for sample in one.samples]
     if settings.value == "reference":
         values, what = _reference(context, settings.reference, rows)
     elif None in one.grades:
@@ -175,11 +174,16 @@ def reference_values(reader: Reader, row: Row) -> ActionValues:
 def reward_values(reader: Reader, row: Row, reward: float, baseline: float) -> ActionValues:
     """One graded answer's reward spread over its tokens; the model acts as the policy that wrote the answer."""
     batch = reader.batch(row)
-    log_prob = reader.read(batch).log_prob
+    log_prob = reader.label_log_probs(batch)
     labels = batch["labels"][0, 1:]
-    actions = labels[labels != IGNORED].unsqueeze(-1).cpu()
-    values = baseline + (reward - baseline) * torch.exp(-log_prob.cpu())
-    return sparse_values(actions, values.unsqueeze(-1), torch.full((len(actions),), baseline))
+    actions_T = labels[labels != IGNORED]
+    values_T = baseline + (reward - baseline) * torch.exp(-log_prob)
+
+    def table(at: slice, logits: Tensor) -> Tensor:
+        own = values_T[at, None].to(logits)
+        return torch.full_like(logits, baseline).scatter_(1, actions_T[at, None].to(logits.device), own)
+
+    return table
 
 
 def leave_one_out(questions: Sequence[int], rewards: Sequence[float]) -> list[float]:

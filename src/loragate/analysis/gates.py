@@ -94,11 +94,11 @@ def histogram_edges(bounds: Range) -> np.ndarray:
 
 
 def diagnose_gates(context: DiagnosticContext, settings: DiagnoseSettings) -> GatesRecord:
-    """Realised λ on stored answers; writes gates.json. A ConfigError where there are none."""
+    """Realised λ on stored answers; writes gates.json. An error where there are none."""
     context.require_answers(settings)
     context.begin(drawing=False)
     found, source = context.answers(settings.of or "gated", settings)
-    rows = [row for one in found for row in one.rows(context.loaded.tokenizer)]
+    rows = [row for one in found for row in context.answer_rows(one)]
     with context.job("reading the answers with the gates", len(rows)) as on_progress:
         about = context.about(source, settings, "answers limit")
         record = measure_realised_gates(context.reader, rows, context.classes, about, context.batch_size, on_progress)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from loragate.data import Collator
 from loragate.errors import ArtifactError, TrainingError
-from loragate.losses import StatisticsRequest, TokenStatistics, verify_head
+from loragate.losses import StatisticsRequest, verify_head
 from loragate.losses.causal_head import Batch, Reference, causal_model, read_head, response_mask, statistics_of_states
 from loragate.losses.head import IGNORE_INDEX
 from loragate.losses.projection import Head
@@ -45,13 +45,21 @@ def no_progress(done: int, of: int) -> None:
 def answer_rows(
     prompt_ids: Sequence[Sequence[int]], samples: Sequence[Sample], max_length: int | None = None
 ) -> list[Row]:
-    """Rows {input_ids, labels, row} of answers behind their prompts, of each answer its first `max_length` tokens (None: all);
-    `row` is the index of the sample."""
+    """Rows {input_ids, labels, row} of answers behind their prompts, both together cut to `max_length` tokens (None: whole), as
+    rows of a file are; `row` is the index of the sample. Those of which no response token is left are left out."""
     rows = []
     for index, sample in enumerate(samples):
-        head, answer = list(prompt_ids[sample.question]), list(sample.token_ids)[:max_length]
-        rows.append({"input_ids": [*head, *answer], "labels": [*[IGNORE_INDEX] * len(head), *answer], "row": index})
+        head, answer = list(prompt_ids[sample.question]), list(sample.token_ids)
+        ids, labels = [*head, *answer][:max_length], [*[IGNORE_INDEX] * len(head), *answer][:max_length]
+        if len(ids) > len(head):
+            rows.append({"input_ids": ids, "labels": labels, "row": index})
     return rows
+
+
+def distinct(rows: Sequence[Row]) -> np.ndarray:
+    """For each row the number of its text, in order of first appearance: rows that repeat are one in intervals, [N]."""
+    seen: dict[tuple[tuple[int, ...], ...], int] = {}
+    return np.array([seen.setdefault((tuple(row["input_ids"]), tuple(row["labels"])), len(seen)) for row in rows])
 
 
 class Reader:
@@ -93,13 +101,6 @@ class Reader:
         # a model that is spread over devices ends on another one than it begins
         return output[:, :-1][response_mask(batch).to(output.device)]
 
-    def statistics(self, states: Tensor, batch: Batch, request: StatisticsRequest) -> TokenStatistics:
-        """What a request asks of the `states` of a batch, each [T]."""
-        head = self.head() if self.fused else None
-        states = states if head is None else states.to(head.weight.device)
-        labels_T = batch["labels"][:, 1:][response_mask(batch)]
-        return statistics_of_states(states, head, labels_T.to(states.device), request)
-
     def head(self) -> Head:
         """The frozen output head; raises TrainingError where it is none any more."""
         head = read_head(self.causal)
@@ -119,9 +120,12 @@ class Reader:
         return whole.log_probs(whole.vocabulary)
 
     @torch.no_grad()
-    def read(self, batch: Batch) -> TokenStatistics:
-        """log p and entropy at the counted positions, each [T]; without gradients."""
-        return self.statistics(self.states(batch), batch, StatisticsRequest(2, ("log_prob", "entropy"), ()))
+    def label_log_probs(self, batch: Batch) -> Tensor:
+        """log p of the response tokens, [T] fp32, without gradients."""
+        states, head = self.states(batch), self.head() if self.fused else None
+        states = states if head is None else states.to(head.weight.device)
+        labels_T = batch["labels"][:, 1:][response_mask(batch)].to(states.device)
+        return statistics_of_states(states, head, labels_T, StatisticsRequest(2, ("log_prob",), ())).log_prob
 
 
 CLASSES = ("digits", "operators", "words", "punctuation", "space", "mixed", "special", "end")

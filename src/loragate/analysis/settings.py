@@ -17,7 +17,8 @@ class DiagnoseSettings:
     Attributes:
         rows: (entropy, alignment) prompts and responses to read, in the formats of calibrate's --data.
         max_rows: (entropy, alignment) first rows, or answers, to read; 256 for entropy, 48 for alignment.
-        max_length: (entropy, alignment, tokens) tokens of a row, or of an answer, that are read; `tokens` takes at most 512.
+        max_length: (entropy, alignment, tokens) tokens of a row, or of a prompt with its answer, that are read; for `tokens` of an
+            answer alone, at most 512.
         run: (gates, alignment, tokens) folder of `loragate eval` whose stored answers are read: all tasks, or those of --tasks.
         of: (gates, alignment) model whose answers are read; by default gated for gates,
             adapter for alignment.

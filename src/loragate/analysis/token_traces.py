@@ -61,7 +61,7 @@ def diagnose_tokens(context: DiagnosticContext, settings: DiagnoseSettings) -> d
     loaded, limit = context.begin(drawing=False), context.request.tasks.limit or QUESTIONS
     asked: dict[tuple[str, int], Question] = {}
     for of in STREAMS:
-        for one in context.answers(of, replace(settings, answers=1), empty=True)[0]:
+        for one in context.answers(of, replace(settings, answers=1))[0]:
             name, questions = one.prepared.task.name, one.prepared.questions
             for sample, grade in one.graded:
                 at = sample.question

@@ -64,7 +64,7 @@ def examine_effect(exam: ExamContext) -> tuple[Effect | None, list[Finding]]:
         rows=len(rows),
         tokens=len(found.token_ids),
         agree=found.agree,
-        classes=by_class(found, exam.classes),
+        classes=by_class(found, rows, exam.classes),
         cell_tokens=cell_tokens,
         cells=cells,
         changed=_changed(exam, rows, found),

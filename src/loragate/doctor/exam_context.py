@@ -341,9 +341,7 @@ class ExamContext(ReadsModel):
 
     def greedy_answer_rows(self, kind: Kind) -> list[Row]:
         """The prompts with the answers of `greedy_answers` behind them, which are the labels; `row` is the prompt's index."""
-        # one answer to each prompt, in their order
-        rows = zip(answer_rows(self.prompt_ids, self.greedy_answers(kind)), self.greedy_answers(kind), strict=True)
-        return [row for row, sample in rows if sample.token_ids]
+        return answer_rows(self.prompt_ids, self.greedy_answers(kind))
 
     @cached_property
     def scoring_rows(self) -> dict[str, list[Row]]:
@@ -440,7 +438,7 @@ class ExamContext(ReadsModel):
         """Negative log-likelihood of the labels of rows, under whatever acts on the model at the moment."""
         sums, counts = np.zeros(len(rows)), np.zeros(len(rows))
         for batch, rows_T, _ in self.reader.batches(rows, self.settings.batch_size):
-            found = self.reader.read(batch).log_prob.double().cpu().numpy()
+            found = self.reader.label_log_probs(batch).double().cpu().numpy()
             sums += np.bincount(rows_T, -found, minlength=len(rows))
             counts += np.bincount(rows_T, minlength=len(rows))
         return Losses(sums, counts)

@@ -289,8 +289,8 @@ def _alignment(record: Record) -> Blocks:
     columns = ("angle", "cosine", "ρ", "condition", "b_sg, %", "tail, %")
     caption = (
         f"Direction of gate training against the direction of the task value ({record['value_of']}); {record['tokens']:,} "
-        f"tokens of {record['rows']} rows, k = {record['k']}. The condition can be met where ρ < 1. b_sg: error of the stopped "
-        "gradient; tail: of the top k."
+        f"tokens of {record['rows']} different rows or questions, k = {record['k']}. The condition can be met where ρ < 1. "
+        "b_sg: error of the stopped gradient; tail: of the top k."
     )
     count = len(record["modules"])
     blocks: Blocks = []

@@ -46,6 +46,10 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 KINDS = ("png", "svg", "pdf")
 POINTS = 200  # of a curve
 KIND = 24  # characters of a kind of module below a map
+SMALL = 11.2  # the smallest letters of a map; on a phone the page shows them at 0.9 of this, 10 px
+PHONE = 5.5  # inches of a map that a phone shows whole, likewise
+CELL = 0.53  # inches of a square with a figure of five characters
+MAP: Any = {"axes.spines.top": True, "axes.spines.right": True, "font.size": SMALL}
 INK = "#010203"  # stands for the page's own in a figure on it
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -66,6 +70,8 @@ def accuracy_bars(lines: Sequence[Line], to: Target, *, narrow: bool = False) ->
 
     `narrow` makes it as wide as a phone, so that its letters can be read there.
     """
+    from matplotlib.patches import Patch
+
     lines = [line for line in lines if line.score is not None]
     width, row, letters = (4.4, 0.44, 11.5) if narrow else (7.4, 0.36, 10)
     with open_figure(to, width, 1.3 + row * len(lines), {"font.size": letters}) as figure:
@@ -93,7 +99,8 @@ def accuracy_bars(lines: Sequence[Line], to: Target, *, narrow: bool = False) ->
         axes.set_xlabel("score, % (bars: mean; whiskers: 95 % interval over questions)" if not narrow else "score, %")
         grid(axes, "x")
         present = dict(GROUPS[group] for group in GROUPS if any(line.group == group for line in lines))
-        legend(figure, present, len(present))
+        patches = [Patch(color=colour, label=name) for name, colour in present.items()]
+        figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False)
 
 
 def curve_of(history: History, key: str) -> Curve:
@@ -109,7 +116,7 @@ def subsample(values: Sequence[Any], most: int) -> Sequence[Any]:
     return [values[round(n * (len(values) - 1) / (most - 1))] for n in range(most)]
 
 
-def line_chart(curves: Mapping[str, Curve], label: str, to: Target, *, title: str = "") -> None:
+def line_chart(curves: Mapping[str, Curve], label: str, to: Target) -> None:
     """Draw {name: curve} over the steps.
 
     The vertical axis starts at zero where all values are positive, so that a small change does not look large. Values that are
@@ -133,7 +140,6 @@ def line_chart(curves: Mapping[str, Curve], label: str, to: Target, *, title: st
         axes.margins(x=0.02)
         axes.set_xlabel("step")
         axes.set_ylabel(label)
-        axes.set_title(title)
         grid(axes, "both")
         figure.legend(loc="outside lower left", frameon=False)
 
@@ -177,14 +183,11 @@ def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
     layers, kinds = layers_and_kinds(means)
     reach = max(0.1, max(abs(mean - 1) for mean in means.values()))
 
-    size = 4.6 + 0.82 * len(kinds), 1.9 + 0.36 * max(len(layers), 3)
-    with open_figure(to, *size, {"axes.spines.top": True, "axes.spines.right": True}) as figure:
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=[max(len(kinds), 2), 2.6])
-        image = module_cells(
-            left, means, "PuOr_r", (1 - reach, 1 + reach), lambda mean: abs(mean - 1) > 0.55 * reach, ".2f"
-        )
+    across = CELL * max(len(kinds), 2)
+    with open_figure(to, max(1.75 + across, 3.6), 2.0 + 0.28 * max(len(layers), 3), MAP) as figure:
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=[across, 1.2])
+        module_cells(left, means, "PuOr_r", (1 - reach, 1 + reach), lambda mean: abs(mean - 1) > 0.55 * reach, ".2f")
         left.set_title("Mean λ")
-        figure.colorbar(image, ax=left, pad=0.02, fraction=0.06, aspect=min(max(12, 2 * len(layers)), 60))
 
         of_layer = {
             layer: [one for (at, _), group in cells.items() if at == layer for one in group] for layer in layers
@@ -200,7 +203,7 @@ def lambda_map(modules: Sequence[Mapping[str, Any]], to: Target) -> None:
         right.set_title("Where λ lies")
         right.tick_params(axis="y", length=0, labelleft=False)
         right.spines[["top", "right", "left"]].set_visible(False)
-        figure.legend(loc="outside lower right", ncols=3, frameon=False, fontsize=9)
+        figure.legend(loc="outside lower right", ncols=3, frameon=False)
 
 
 ByModule = Mapping[tuple[int | None, str], float]
@@ -224,27 +227,25 @@ def module_cells(
     ends: tuple[float, float],
     dark: Callable[[float], bool],
     form: str,
-    size: float = 9,
     least: float = -math.inf,
-) -> Any:
-    """A square for each layer and kind, with its figure from `least` up, white where the colour is `dark`; returns the image."""
+) -> None:
+    """A square for each layer and kind, with its figure from `least` up, white where the colour is `dark`."""
     layers, kinds = layers_and_kinds(cells)
     values = np.full((len(layers), len(kinds)), np.nan)  # NaN: no such module, the hatched ground shows
     for (layer, kind), value in cells.items():
         values[layers.index(layer), kinds.index(kind)] = value
     axes.patch.set(facecolor="white", hatch="////", edgecolor="#CCCCCC")
-    image = axes.imshow(values, cmap=colours, vmin=ends[0], vmax=ends[1], aspect="auto")
+    axes.imshow(values, cmap=colours, vmin=ends[0], vmax=ends[1], aspect="auto")
     for (row, column), value in np.ndenumerate(values):
         if value >= least:  # no NaN is
             text = format_signed(float(value), form)
             ink = "white" if dark(value) else "black"
-            axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=size)
+            axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=SMALL)
     names = [kind if len(kind) <= KIND else f"{kind[: KIND - 1]}…" for kind in kinds]
     axes.set_xticks(range(len(kinds)), names, rotation=35, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(layers)), ["–" if layer is None else str(layer) for layer in layers])
     axes.set_ylabel("layer")
     axes.tick_params(length=0)
-    return image
 
 
 def format_signed(value: float, form: str) -> str:
@@ -273,17 +274,14 @@ def module_map(
     of_whole: Any = (by_kind, kinds), (by_layer, layers)
     most = max(*cells.values(), 0.0) or 1.0
     form = form or f".{min(4, max(2, 1 - math.floor(math.log10(most))))}f"
-    rows = 0.25 if len(layers) <= 40 else 0.17  # inches
-    width = 1.75 + 0.44 * len(kinds)
-    framed = {"axes.spines.top": True, "axes.spines.right": True}
-    with open_figure(to, max(width, 3.4), 2.0 + rows * max(len(layers), 3), framed) as figure:
-        grid_ = figure.add_gridspec(
-            2, 2, width_ratios=[0.44 * len(kinds), 0.95], height_ratios=[0.75, rows * max(len(layers), 3)]
-        )
+    rows = 0.25 if len(layers) <= 40 else 0.2  # inches
+    across, down = len(kinds) * CELL * max(1, len(f"{most:{form}}") / 5), rows * max(len(layers), 3)
+    with open_figure(to, max(1.75 + across, 3.4), 2.0 + down, MAP) as figure:
+        grid_ = figure.add_gridspec(2, 2, width_ratios=[across, 1.0], height_ratios=[0.75, down])
         left = figure.add_subplot(grid_[1, 0])
         # a figure that the colour shows as good as nothing of, or that rounds to 0, is left out: many zeros hide the rest
         least = max(0.05 * most, 0.5 * 10.0 ** -int(form.strip(".f%") or 0))
-        module_cells(left, cells, "Blues", (0, most), lambda value: value > 0.72 * most, form, 7.5, least)
+        module_cells(left, cells, "Blues", (0, most), lambda value: value > 0.72 * most, form, least)
         above, beside = figure.add_subplot(grid_[0, 0], sharex=left), figure.add_subplot(grid_[1, 1], sharey=left)
         kinds_found, layers_found = ([values.get(key, 0.0) for key in keys] for values, keys in of_whole)
         for axes, bars, found in (
@@ -291,13 +289,13 @@ def module_map(
             (beside, beside.barh(range(len(layers)), layers_found, 0.72, color=LINES[0]), layers_found),
         ):
             named = [format_signed(one, form) if one > 0.05 * max(found) else "" for one in found]
-            axes.bar_label(bars, named, fontsize=7.5, padding=2)
+            axes.bar_label(bars, named, padding=2)
             axes.tick_params(length=0, labelbottom=False, labelleft=False)
             axes.spines[:].set_visible(False)
         above.margins(y=0.35)
-        beside.margins(x=0.35)
+        beside.margins(x=0.45)
         left.set_ylim(len(layers) - 0.5, -0.5)  # the first layer on top
-        figure.suptitle(label, x=0.01, ha="left", fontsize=10)
+        figure.suptitle(label, x=0.01, ha="left", fontsize=SMALL)
 
 
 def strength_curve(
@@ -387,14 +385,6 @@ def open_figure(to: Target, width: float, height: float, style: Any = None) -> I
             figure.savefig(to, format=kind, metadata=metadata)
         else:
             write_atomically(Path(to), lambda file: figure.savefig(file, format=kind, dpi=160, metadata=metadata))
-
-
-def legend(figure: Figure, colours: Mapping[str, str], columns: int) -> None:
-    """A legend above the drawing, {label: colour}."""
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False)
 
 
 def grid(axes: Axes, axis: Any) -> None:

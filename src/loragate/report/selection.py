@@ -19,7 +19,7 @@ import numpy as np
 
 from loragate.display import format_points, percent, pluralize
 from loragate.files import write_text
-from loragate.report.figures import Draw, Target, open_figure
+from loragate.report.figures import PHONE, SMALL, Draw, Target, open_figure
 from loragate.report.scores import RANGE, compared_rows, own_range, row_name
 from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Table, format_cell, format_optional, share_cell
 from loragate.selection_record import SelectionRecord, VariantScore, is_selection, read_selection_record
@@ -29,7 +29,6 @@ COLUMNS = ("Variant", "Score %", "vs adapter, points", "Cut off %", "Retention %
 ROWS = 15  # of a table on a terminal
 COLOURS = "PuOr"  # orange is worse than the adapter, purple better; told apart by all common kinds of colour vision
 LEAST_REACH = 0.05
-SMALL = 11.2  # the smallest letters; on a phone the page shows them at 0.9 of this, 10 px
 
 
 def read_selection(record: Record | None) -> SelectionRecord | None:
@@ -149,14 +148,18 @@ def heat_map(
         differences[place] = cell["mean"] - adapter["mean"]
     color_limit = 1.3 * max(LEAST_REACH, float(np.nanmax(np.abs(differences))))  # the darkest shades hide frames
     # inches; a line of the caption has 9.5 characters an inch, the title 9
-    width = max(1.3 + 1.2 * len(columns), 5.6)
+    cell_width = min(1.2, max(0.6, (PHONE - 1.3) / len(columns)))
+    width, between = max(1.3 + cell_width * len(columns), PHONE), "–" if cell_width > 0.85 else "–\n"
     parts = [f"Score on {where}, %, and its 95 % interval over questions."]
     parts += ["Dot: the interval of the paired difference to the adapter contains 0."]
     framed = "Frame: recommended. " * any(cell["label"] == chosen for cell in cells.values())
     parts += [f"{framed}The mean of the best of many is optimistic."]
     caption = textwrap.fill(" ".join(parts), int(width * 9.5))
-    height = 1.5 + 0.72 * len(rows) + 0.24 * (caption.count("\n") + 1)
-    with open_figure(to, width, height, {"axes.spines.left": False, "axes.spines.bottom": False}) as figure:
+    row_height = 0.72 if between == "–" else 0.9
+    height = 1.5 + row_height * len(rows) + 0.24 * (caption.count("\n") + 1)
+    with open_figure(
+        to, width, height, {"axes.spines.left": False, "axes.spines.bottom": False, "font.size": SMALL}
+    ) as figure:
         axes = figure.subplots()
         axes.patch.set(facecolor="white", hatch="////", edgecolor="#DDDDDD")  # seen where a range was not tried
         image = axes.imshow(
@@ -165,7 +168,8 @@ def heat_map(
         for cell, (row, column) in zip(cells.values(), places, strict=True):
             ink = "white" if abs(differences[row, column]) > 0.6 * color_limit else "black"
             axes.text(column, row - 0.09, percent(cell["mean"]), ha="center", va="center", color=ink, fontsize=13)
-            axes.text(column, row + 0.2, share_cell(cell)[1], ha="center", va="center", color=ink, fontsize=SMALL)
+            ends = share_cell(cell)[1].replace("–", between)
+            axes.text(column, row + 0.2, ends, ha="center", va="center", color=ink, fontsize=SMALL)
             versus = cell["difference"]
             if versus is not None and versus["low"] <= 0 <= versus["high"]:
                 axes.plot(column + (0.38 if len(columns) > 1 else 0.47), row - 0.35, "o", markersize=3.2, color=ink)

@@ -50,7 +50,7 @@ class Source:
         kind: artifact, evaluation, selection, examination, training, diagnosis or traces; dev or retention for an evaluation
             that a choice was made on, which is no test of what was chosen.
         path: the file it came from.
-        record: its content; for a training {"run": run.json or {}, "history": [log records]}.
+        record: its content; for a training {"history": [log records]}.
         name: what to call it.
     """
 
@@ -129,9 +129,7 @@ def _file(file: Path, name: str) -> Source | None:
     if kind is None:
         return None
     if kind == "training":
-        run = file.with_name("run.json")
-        record = {"run": read_value(run, BROKEN) if run.is_file() else {}, "history": _lines(file)}
-        return Source(kind, file, record, name.removesuffix("/run"))
+        return Source(kind, file, {"history": _lines(file)}, name.removesuffix("/run"))
     record = read_value(file, BROKEN)
     keys = set(record) if isinstance(record, dict) else set()
     # other programs write files of these names too
